@@ -1,0 +1,1 @@
+"""Group-based policy optimisation of language models, with unbiased pruning."""

@@ -1,0 +1,1 @@
+"""The mathematics: pure functions of arrays; no model, config, or file."""

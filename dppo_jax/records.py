@@ -1,0 +1,120 @@
+"""What travels between rooms, and the letters that name its shapes.
+
+`N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
+`P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
+of `L` cells each, `M` problems in a data set.
+
+A rollout has a fixed shape, so `Q` equals `N` and a pruned prompt is a row
+whose `kept.keep` is False: padding is an item that was not kept.
+"""
+
+from flax import struct
+import jax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+
+@struct.dataclass
+class Selection:
+  """A choice together with how likely each item was to be chosen.
+
+  Attributes:
+    keep: True where the item was chosen.
+    prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
+  """
+
+  keep: Bool[Array, "..."]
+  prob: Float[Array, "..."]
+
+
+@struct.dataclass
+class PromptBatch:
+  """Prompts of one step; `ids` are distinct row numbers of the data set.
+
+  Attributes:
+    ids: `[N]`.
+    tokens: `[N, P]`, each prompt at the left, padded at the right.
+    lengths: `[N]`, tokens in each prompt, at least 1.
+  """
+
+  ids: Int[Array, "N"]
+  tokens: Int[Array, "N P"]
+  lengths: Int[Array, "N"]
+
+
+@struct.dataclass
+class Rollout:
+  """Completions as they were sampled.
+
+  Attributes:
+    prompt_ids: `[Q]`.
+    tokens: `[Q, G, T]`; the stop token is the last of a stopped completion.
+    logprobs: `[Q, G, T]`, nats, of the distribution that was sampled.
+    lengths: `[Q, G]`, tokens in each completion, 0 for a pruned prompt.
+    is_stopped: `[Q, G]`, True where a stop token ended the completion and
+      False where the token limit did.
+    kept: `[Q]`, the choice of prompts this rollout was given.
+  """
+
+  prompt_ids: Int[Array, "Q"]
+  tokens: Int[Array, "Q G T"]
+  logprobs: Float[Array, "Q G T"]
+  lengths: Int[Array, "Q G"]
+  is_stopped: Bool[Array, "Q G"]
+  kept: Selection
+
+
+@struct.dataclass
+class Groups:
+  """What a completion rule may look at.
+
+  Attributes:
+    rewards: `[Q, G]`.
+    advantages: `[Q, G]`, from all G completions of each group.
+    lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
+  """
+
+  rewards: Float[Array, "Q G"]
+  advantages: Float[Array, "Q G"]
+  lengths: Int[Array, "Q G"]
+
+
+@struct.dataclass
+class PackedBatch:
+  """Sequences laid side by side in rows, each cell predicting its target.
+
+  Attributes:
+    tokens: `[R, L]`, what the model reads.
+    targets: `[R, L]`, what it should predict: the sequence's next token.
+    positions: `[R, L]`, counted from 0 in each sequence.
+    segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding.
+    is_trained: `[R, L]`, True where the target is a token of a completion.
+    advantages: `[R, L]`.
+    weights: `[R, L]`, the constant that multiplies each token's loss.
+    old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
+  """
+
+  tokens: Int[Array, "*rows L"]
+  targets: Int[Array, "*rows L"]
+  positions: Int[Array, "*rows L"]
+  segment_ids: Int[Array, "*rows L"]
+  is_trained: Bool[Array, "*rows L"]
+  advantages: Float[Array, "*rows L"]
+  weights: Float[Array, "*rows L"]
+  old_logprobs: Float[Array, "*rows L"]
+
+
+@struct.dataclass
+class TrainState:
+  """All that a run carries from step to step; randomness is not part of it.
+
+  Attributes:
+    step: steps done.
+    params: master weights.
+    opt_state: the optimizer's.
+    history: what the method's prompt rule remembers of each problem.
+  """
+
+  step: Int[Array, ""]
+  params: PyTree[jax.Array]
+  opt_state: PyTree
+  history: PyTree

@@ -1,0 +1,47 @@
+"""Installs dppo_jax; accelerators and test tools are extras."""
+
+import pathlib
+
+import setuptools
+
+README = pathlib.Path(__file__).parent / "README.md"
+
+setuptools.setup(
+    name="dppo_jax",
+    version="0.1.0",
+    description="Group-based policy optimisation of language models in JAX, "
+    "with unbiased pruning of prompts and completions",
+    long_description=README.read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=setuptools.find_packages(include=["dppo_jax", "dppo_jax.*"]),
+    install_requires=[
+        "absl-py>=2.1",
+        "array_record>=0.8; sys_platform == 'linux'",
+        "chex>=0.1.90",
+        "flax>=0.12.8",
+        "huggingface-hub>=1.0",
+        "jax>=0.10",
+        "jaxtyping>=0.3",
+        "math-verify[antlr4_13_2]>=0.9,<0.10",
+        "matplotlib>=3.9",
+        "ml-collections>=1.1",
+        "numpy>=2.0",
+        "optax>=0.2.6",
+        "orbax-checkpoint>=0.12",
+        "pyarrow>=18",
+        "safetensors>=0.5",
+        "tensorboardX>=2.6",
+        "tensorflow-datasets>=4.9.8",
+        "tqdm>=4.66",
+        "transformers>=5.0",
+    ],
+    extras_require={
+        "test": ["beartype>=0.19", "hypothesis>=6.100", "pytest>=8", "ruff>=0.9"],
+        "parity": ["torch>=2.6"],
+        "cuda": ["jax[cuda13]>=0.10"],
+        "tpu": ["jax[tpu]>=0.10"],
+        "notebooks": ["ipykernel>=6.29", "jupyterlab>=4.2"],
+    },
+)
