@@ -1,0 +1,41 @@
+"""What every kept term is multiplied by so that the mean stays unbiased."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dppo_jax.records import Selection
+
+
+def horvitz_thompson(
+    prompts: Selection, completions: Selection
+) -> Float[Array, "Q G"]:
+  """1 / (probability of the prompt x of the completion given it), 0 elsewhere.
+
+  With these weights and the denominators of the unpruned batch, the sum over
+  what was kept has the full batch's sum as its expectation.
+
+  Args:
+    prompts: `[Q]`, chosen before the rollout.
+    completions: `[Q, G]`, chosen after it; their probabilities may depend on
+      the rewards.
+  Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
+    1992, chapter 9.
+  """
+  keep = prompts.keep[:, None] & completions.keep
+  prob = prompts.prob[:, None] * completions.prob
+  return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
+
+
+def effective_sample_size(
+    weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
+) -> Float[Array, ""]:
+  """Kept terms' evenness: `(sum w a)^2 / sum (w a)^2`, from 0 to their number.
+
+  It is that of contributions, not of weights: probabilities proportional to
+  `a` make `w a` constant, the best case, however uneven `w` itself is.
+  """
+  terms = weights * contributions
+  square = (terms * terms).sum()
+  return jnp.where(
+      square > 0, terms.sum() ** 2 / jnp.where(square > 0, square, 1.0), 0.0
+  )
