@@ -53,6 +53,7 @@ class Rollout:
     is_stopped: `[Q, G]`, True where a stop token ended the completion and
       False where the token limit did.
     kept: `[Q]`, the choice of prompts this rollout was given.
+    slot_steps: decode slots times decode steps: tokens that there was room for.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -61,6 +62,7 @@ class Rollout:
   lengths: Int[Array, "Q G"]
   is_stopped: Bool[Array, "Q G"]
   kept: Selection
+  slot_steps: Int[Array, ""]
 
 
 @struct.dataclass

@@ -1,0 +1,229 @@
+"""One optimizer step from packed rows: gradient sums, then one division.
+
+Rows are cut into micro-batches of one fixed shape, `[M, R, L]`, of which the
+first `num_used` are run by one compiled loop: a pruned batch costs fewer turns
+of the loop and no new compilation.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+import optax
+
+from dppo_jax.algo import objectives
+from dppo_jax.models import head, transformer
+from dppo_jax.records import PackedBatch, TrainState
+
+
+class Settings(NamedTuple):
+  """What a compiled update is specialised to.
+
+  Attributes:
+    model: the architecture.
+    objective: what is optimised.
+    temperature: of the sampler.
+    head_tokens: cells whose scores over the vocabulary exist at once.
+    is_on_policy: True where the parameters that are trained are those that
+      sampled. The old log-probabilities are then the current ones, held
+      constant, and those in the batch only serve to measure the sampler.
+  """
+
+  model: transformer.ModelConfig
+  objective: objectives.Objective
+  temperature: float = 1.0
+  head_tokens: int = 2048
+  is_on_policy: bool = True
+
+
+class Total(NamedTuple):
+  """Running sums over micro-batches.
+
+  Attributes:
+    gradient: of the loss sum.
+    sums: what describes the loss: `loss tokens clipped kl logprob`.
+    log_ratio: the largest |log(policy / sampler)| of any trained token.
+  """
+
+  gradient: transformer.Params
+  sums: dict[str, Float[Array, ""]]
+  log_ratio: Float[Array, ""]
+
+
+def make_optimizer(
+    learning_rate: float,
+    total_steps: int,
+    schedule: str = "constant",
+    ramp_steps: int = 0,
+    weight_decay: float = 0.0,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    clip_norm: float = 1.0,
+) -> optax.GradientTransformation:
+  """AdamW behind global-norm clipping; skips gradients that are not finite.
+
+  Raises:
+    ValueError: for a schedule that is not constant, linear or cosine.
+  """
+  rest = max(1, total_steps - ramp_steps)
+  schedules = {
+      "constant": lambda: optax.constant_schedule(learning_rate),
+      "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
+      "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
+  }
+  if schedule not in schedules:
+    raise ValueError(
+        f"config.optimizer.schedule is {schedule!r} but must be one of "
+        f"{', '.join(schedules)}"
+    )
+  rate = schedules[schedule]()
+  if ramp_steps:
+    ramp = optax.linear_schedule(
+        learning_rate / ramp_steps, learning_rate, ramp_steps - 1
+    )
+    rate = optax.join_schedules([ramp, rate], [ramp_steps])
+  return optax.apply_if_finite(
+      optax.chain(
+          optax.clip_by_global_norm(clip_norm),
+          optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay),
+      ),
+      # The run stops long before optax would let such a gradient through.
+      max_consecutive_errors=2**30,
+  )
+
+
+def logprobs(
+    params: transformer.Params, settings: Settings, rows: PackedBatch
+) -> Float[Array, "R L"]:
+  """Log-probability of every cell's target, in nats."""
+  model = settings.model
+  hidden = transformer.forward(
+      params, model, rows.tokens, rows.positions, rows.segment_ids
+  )
+  return head.token_logprobs(
+      hidden,
+      transformer.head(params, model).astype(hidden.dtype),
+      rows.targets,
+      settings.temperature,
+      settings.head_tokens,
+  )
+
+
+def score(
+    params: transformer.Params,
+    settings: Settings,
+    batch: PackedBatch,
+    num_used: Int[Array, ""],
+) -> PackedBatch:
+  """The batch with `old_logprobs` made by `params`, for `num_used` rows."""
+
+  def score_one(i, old_logprobs):
+    new = logprobs(params, settings, _take(batch, i))
+    return jax.lax.dynamic_update_index_in_dim(old_logprobs, new, i, 0)
+
+  return batch.replace(
+      old_logprobs=jax.lax.fori_loop(
+          0, num_used, score_one, batch.old_logprobs
+      )
+  )
+
+
+def add_gradient(
+    total: Total,
+    params: transformer.Params,
+    reference: transformer.Params | None,
+    settings: Settings,
+    rows: PackedBatch,
+) -> Total:
+  """`total` with one micro-batch, `[R, L]`, added to it."""
+
+  def loss_sum(params):
+    new = logprobs(params, settings, rows)
+    constant = jax.lax.stop_gradient(new)
+    ref_logprobs = None
+    if settings.objective.beta:
+      ref_logprobs = jax.lax.stop_gradient(logprobs(reference, settings, rows))
+    loss, info = objectives.surrogate(
+        settings.objective,
+        new,
+        constant if settings.is_on_policy else rows.old_logprobs,
+        rows.advantages,
+        rows.weights,
+        rows.is_trained,
+        rows.segment_ids,
+        ref_logprobs,
+    )
+    log_ratio = jnp.where(rows.is_trained, constant - rows.old_logprobs, 0.0)
+    at_trained = jnp.where(rows.is_trained, constant, 0.0)
+    sums = {"loss": loss, "logprob": at_trained.sum(), **info}
+    return loss, (sums, jnp.abs(log_ratio).max())
+
+  gradient, (sums, log_ratio) = jax.grad(loss_sum, has_aux=True)(params)
+  return Total(
+      gradient=jax.tree.map(jnp.add, total.gradient, gradient),
+      sums=jax.tree.map(jnp.add, total.sums, sums),
+      log_ratio=jnp.maximum(total.log_ratio, log_ratio),
+  )
+
+
+def apply_gradient(
+    state: TrainState,
+    total: Total,
+    denominator: Float[Array, ""],
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+  """One optimizer step along `total.gradient / denominator`.
+
+  A gradient that is not finite changes nothing but the optimizer's count of
+  such steps.
+
+  Args:
+    denominator: a count of the unpruned batch.
+  """
+  gradient = jax.tree.map(lambda g: g / denominator, total.gradient)
+  updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+  tokens = jnp.maximum(total.sums["tokens"], 1.0)
+  info = {
+      "loss": total.sums["loss"] / denominator,
+      "logprob": total.sums["logprob"] / tokens,
+      "kl": total.sums["kl"] / tokens,
+      "clip_share": total.sums["clipped"] / tokens,
+      "policy_ratio_max": jnp.exp(total.log_ratio),
+      "grad_norm": optax.global_norm(gradient),
+      "skipped": opt_state.total_notfinite.astype(jnp.float32),
+      "skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
+  }
+  params = optax.apply_updates(state.params, updates)
+  return state.replace(params=params, opt_state=opt_state), info
+
+
+def update(
+    state: TrainState,
+    reference: transformer.Params | None,
+    batch: PackedBatch,
+    num_used: Int[Array, ""],
+    denominator: Float[Array, ""],
+    *,
+    settings: Settings,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+  """One optimizer step on the first `num_used` of micro-batches `[M, R, L]`."""
+  total = Total(
+      gradient=jax.tree.map(jnp.zeros_like, state.params),
+      sums={
+          name: jnp.float32(0)
+          for name in ("loss", "logprob", "tokens", "clipped", "kl")
+      },
+      log_ratio=jnp.float32(0),
+  )
+  add = lambda i, total: add_gradient(
+      total, state.params, reference, settings, _take(batch, i)
+  )
+  total = jax.lax.fori_loop(0, num_used, add, total)
+  return apply_gradient(state, total, denominator, optimizer)
+
+
+def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:
+  index = jax.lax.dynamic_index_in_dim
+  return jax.tree.map(lambda x: index(x, i, 0, keepdims=False), batch)
