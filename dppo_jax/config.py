@@ -5,8 +5,26 @@ file returns a `Config` and says how it differs from these defaults.
 """
 
 # No `from __future__ import annotations` here: config_flags reads the types.
+from collections.abc import Callable
 import dataclasses
+import json
+import pathlib
 from typing import Any
+
+from dppo_jax import methods
+from dppo_jax.algo import objectives
+
+# What a resumed run may change: none of it alters a step's result.
+FREE = (
+    "steps",
+    "reward.num_workers",
+    "reward.timeout_seconds",
+    "eval.every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "mesh.data",
+    "mesh.model",
+)
 
 
 def _field(**args: Any) -> Any:
@@ -153,3 +171,137 @@ class Config:
   eval: Eval = dataclasses.field(default_factory=Eval)
   checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+
+def make_method(config: Config) -> methods.Method:
+  """The method that the config names, with its arguments."""
+  return _make(methods.METHODS, config.method, "method")
+
+
+def make_objective(config: Config) -> objectives.Objective:
+  """The objective that the config names, with its arguments."""
+  return _make(objectives.OBJECTIVES, config.objective, "objective")
+
+
+def _make(factories: dict[str, Callable], choice: Any, what: str) -> Any:
+  if choice.name not in factories:
+    raise ValueError(
+        f"config.{what}.name is {choice.name!r} but must be one of "
+        f"{', '.join(factories)}"
+    )
+  try:
+    return factories[choice.name](**choice.args)
+  except TypeError as error:
+    raise ValueError(
+        f"config.{what}.args do not fit {choice.name}: {error}"
+    ) from error
+
+
+def validate(config: Config) -> None:
+  """Refuses values that cannot work, naming value, limit and knob.
+
+  Raises:
+    ValueError: for the first that is found.
+  """
+  make_method(config)
+  make_objective(config)
+  flat = flatten(config)
+  for name, least in _LEAST.items():
+    if not flat[name] >= least:
+      raise ValueError(
+          f"config.{name} is {flat[name]} but must be at least {least}"
+      )
+  for name, choices in _CHOICES.items():
+    if flat[name] not in choices:
+      raise ValueError(
+          f"config.{name} is {flat[name]!r} but must be one of "
+          f"{', '.join(choices)}"
+      )
+  r = config.rollout
+  if not 0 < r.top_p <= 1:
+    raise ValueError(f"config.rollout.top_p is {r.top_p}, outside (0, 1]")
+  if not r.temperature > 0:
+    raise ValueError(
+        f"config.rollout.temperature is {r.temperature} but must be above 0: "
+        "greedy completions of one prompt are all alike"
+    )
+  for name in ("data.prompts_per_step", "rollout.num_slots", "pack.rows"):
+    if flat[name] % max(config.mesh.data, 1):
+      raise ValueError(
+          f"config.{name} is {flat[name]} but must be a multiple of "
+          f"config.mesh.data, {config.mesh.data}"
+      )
+
+
+_LEAST = {
+    "steps": 0,
+    "data.prompts_per_step": 1,
+    "data.max_prompt_tokens": 1,
+    "data.train_limit": 0,
+    "data.eval_limit": 1,
+    "rollout.group_size": 2,
+    "rollout.max_tokens": 1,
+    "rollout.num_slots": 1,
+    "rollout.prefill_prompts": 1,
+    "rollout.top_k": 0,
+    "reward.num_workers": 1,
+    "objective.inner_updates": 1,
+    "pack.row_length": 1,
+    "pack.rows": 1,
+    "pack.window": 1,
+    "pack.head_tokens": 1,
+    "optimizer.learning_rate": 0.0,
+    "optimizer.ramp_steps": 0,
+    "warmup.steps": 0,
+    "warmup.sequences_per_step": 1,
+    "eval.every": 0,
+    "eval.samples": 0,
+    "eval.prompts": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "mesh.model": 1,
+}
+
+_CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "reward.kind": ("exact", "math"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+
+
+def flatten(config: Config) -> dict[str, Any]:
+  """Every value by its dotted name; `method.args` and its like stay whole."""
+  flat = {}
+  for section, value in dataclasses.asdict(config).items():
+    if isinstance(value, dict):
+      flat |= {f"{section}.{name}": v for name, v in value.items()}
+    else:
+      flat[section] = value
+  return json.loads(json.dumps(flat))
+
+
+def write(path: pathlib.Path, config: Config) -> None:
+  """Writes the config, or refuses where one that differs is there already.
+
+  Raises:
+    ValueError: where the run in that directory cannot go on under `config`;
+      it names every field that differs.
+  """
+  new = flatten(config)
+  if path.exists():
+    old = json.loads(path.read_text())
+    free = set(FREE)
+    if new["optimizer.schedule"] != "constant":
+      free.discard("steps")  # the learning rate depends on it
+    differing = [
+        f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name not in free
+    ]
+    if differing:
+      raise ValueError(
+          f"{path.parent} holds a run of another config; choose another "
+          f"--workdir, or restore: {'; '.join(differing)}"
+      )
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(new, indent=2) + "\n")

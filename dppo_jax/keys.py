@@ -6,9 +6,11 @@ item draws does not depend on which other items there are.
 """
 
 import enum
+import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Room(enum.IntEnum):
@@ -28,11 +30,13 @@ class Draw(NamedTuple):
   """Randomness of one room at one step; whoever receives it consumes it."""
 
   key: jax.Array
-  step: int | jax.Array
+  step: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames="room")
 def draw_at(root_key: jax.Array, step: int | jax.Array, room: Room) -> Draw:
   """The randomness of `room` at `step` under `root_key`."""
+  step = jnp.asarray(step, jnp.int32)
   key = jax.random.fold_in(jax.random.fold_in(root_key, step), room)
   return Draw(key, step)
 

@@ -25,16 +25,21 @@ class Settings(NamedTuple):
     objective: what is optimised.
     temperature: of the sampler.
     head_tokens: cells whose scores over the vocabulary exist at once.
-    is_on_policy: True where the parameters that are trained are those that
-      sampled. The old log-probabilities are then the current ones, held
-      constant, and those in the batch only serve to measure the sampler.
+    inner_updates: optimizer steps on one batch. With one, the parameters that
+      are trained are those that sampled: the old log-probabilities are the
+      current ones, held constant, and those in the batch only serve to
+      measure the sampler.
   """
 
   model: transformer.ModelConfig
   objective: objectives.Objective
   temperature: float = 1.0
   head_tokens: int = 2048
-  is_on_policy: bool = True
+  inner_updates: int = 1
+
+  @property
+  def is_on_policy(self) -> bool:
+    return self.inner_updates == 1
 
 
 class Total(NamedTuple):
@@ -185,14 +190,14 @@ def apply_gradient(
   updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
   tokens = jnp.maximum(total.sums["tokens"], 1.0)
   info = {
-      "loss": total.sums["loss"] / denominator,
-      "logprob": total.sums["logprob"] / tokens,
-      "kl": total.sums["kl"] / tokens,
-      "clip_share": total.sums["clipped"] / tokens,
-      "policy_ratio_max": jnp.exp(total.log_ratio),
-      "grad_norm": optax.global_norm(gradient),
-      "skipped": opt_state.total_notfinite.astype(jnp.float32),
-      "skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
+      "update/loss": total.sums["loss"] / denominator,
+      "update/logprob": total.sums["logprob"] / tokens,
+      "update/kl": total.sums["kl"] / tokens,
+      "update/clip_share": total.sums["clipped"] / tokens,
+      "update/policy_ratio_max": jnp.exp(total.log_ratio),
+      "update/grad_norm": optax.global_norm(gradient),
+      "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
+      "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
   }
   params = optax.apply_updates(state.params, updates)
   return state.replace(params=params, opt_state=opt_state), info
@@ -208,20 +213,34 @@ def update(
     settings: Settings,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-  """One optimizer step on the first `num_used` of micro-batches `[M, R, L]`."""
-  total = Total(
-      gradient=jax.tree.map(jnp.zeros_like, state.params),
-      sums={
-          name: jnp.float32(0)
-          for name in ("loss", "logprob", "tokens", "clipped", "kl")
-      },
+  """Steps on the first `num_used` micro-batches of `[M, R, L]`.
+
+  Returns:
+    The new state, and what describes the last of its inner updates.
+  """
+
+  def inner(_, carry):
+    state, _ = carry
+    add = lambda i, total: add_gradient(
+        total, state.params, reference, settings, _take(batch, i)
+    )
+    total = jax.lax.fori_loop(0, num_used, add, _nothing(state.params))
+    return apply_gradient(state, total, denominator, optimizer)
+
+  carry = inner(0, (state, None))
+  if not settings.is_on_policy:
+    carry = jax.lax.fori_loop(1, settings.inner_updates, inner, carry)
+  state, info = carry
+  return state, info | {"update/micro_batches": num_used.astype(jnp.float32)}
+
+
+def _nothing(params: transformer.Params) -> Total:
+  names = ("loss", "logprob", "tokens", "clipped", "kl")
+  return Total(
+      gradient=jax.tree.map(jnp.zeros_like, params),
+      sums={name: jnp.float32(0) for name in names},
       log_ratio=jnp.float32(0),
   )
-  add = lambda i, total: add_gradient(
-      total, state.params, reference, settings, _take(batch, i)
-  )
-  total = jax.lax.fori_loop(0, num_used, add, total)
-  return apply_gradient(state, total, denominator, optimizer)
 
 
 def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:

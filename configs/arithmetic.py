@@ -1,0 +1,26 @@
+"""Chain arithmetic on two CPU cores: the whole program from nothing.
+
+  python -m dppo_jax.main --config=configs/arithmetic.py
+  python -m dppo_jax.main --config=configs/arithmetic.py:grpo
+"""
+
+from dppo_jax.config import Config
+
+
+def get_config(method: str = "dppo") -> Config:
+  config = Config()
+  config.method.name = method
+  config.steps = 300
+  config.model.remat = False  # the activations are small
+  config.data.prompts_per_step = 16
+  config.rollout.group_size = 8
+  config.rollout.max_tokens = 64
+  config.rollout.num_slots = 64
+  config.pack.row_length = 128
+  config.pack.rows = 8
+  config.optimizer.learning_rate = 1.5e-4
+  config.warmup.steps = 1000
+  config.eval.every = 25
+  config.eval.prompts = 256
+  config.checkpoint.every = 50
+  return config

@@ -1,0 +1,60 @@
+"""Checkpoints of the train state: written whole or not at all, by orbax."""
+
+import pathlib
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from dppo_jax.records import TrainState
+
+
+class Checkpoints:
+  """The checkpoints of one run; a context manager that waits for the last.
+
+  That of step 0 is never deleted: its weights are the reference policy's, and
+  it spares a second warm-up.
+  """
+
+  def __init__(self, workdir: pathlib.Path, keep: int):
+    self._manager = ocp.CheckpointManager(
+        workdir.absolute() / "checkpoints",
+        options=ocp.CheckpointManagerOptions(
+            cleanup_tmp_directories=True,
+            preservation_policy=policies.AnyPreservationPolicy(
+                [policies.LatestN(keep), policies.CustomSteps([0])]
+            ),
+        ),
+    )
+
+  def __enter__(self) -> "Checkpoints":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self._manager.close()
+
+  def latest_step(self) -> int | None:
+    """The step of the newest complete checkpoint; None where there is none."""
+    return self._manager.latest_step()
+
+  def save(self, step: int, state: TrainState) -> None:
+    """Writes `state` in the background; does nothing where `step` is there."""
+    if step not in self._manager.all_steps():
+      self._manager.save(step, args=ocp.args.StandardSave(state))
+
+  def wait(self) -> None:
+    """Returns when every checkpoint asked for is on disk."""
+    self._manager.wait_until_finished()
+
+  def restore(self, step: int, like: TrainState) -> TrainState:
+    """The state of `step`, placed as `like` is, which may be abstract."""
+    return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+
+
+def abstract(state: TrainState, shardings: TrainState) -> TrainState:
+  """Shapes, dtypes and placements of `state`, which may be abstract itself."""
+  return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      state,
+      shardings,
+  )

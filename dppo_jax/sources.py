@@ -1,0 +1,157 @@
+"""Rows of problems, read from wherever they are kept.
+
+A source is a .jsonl, .jsonl.gz or .parquet file, or `tfds:NAME[:SPLIT]` with
+NAME a TFDS data set or the directory of a prepared one. All of them give the
+same rows for the same contents.
+"""
+
+from collections.abc import Iterator, Mapping
+import gzip
+import itertools
+import json
+import math
+import os
+from typing import Any, NamedTuple
+import zlib
+
+import numpy as np
+
+
+class Columns(NamedTuple):
+  """What a source calls its columns; `id` and `solution` may be absent."""
+
+  problem: str
+  answer: str
+  id: str
+  solution: str
+
+
+class Row(NamedTuple):
+  """A row as it was read; what its source lacks is the empty string."""
+
+  id: str
+  problem: str
+  answer: str
+  solution: str
+
+
+def read(source: str, columns: Columns, limit: int = 0) -> list[Row]:
+  """The first `limit` rows of a source, all of them if 0, in its order.
+
+  Of an answer, what follows the last `####` counts, commas removed (GSM8K's
+  format). A row without an id is called after its source and its number,
+  counted from 0.
+
+  Raises:
+    ValueError: if the source is missing, of no known kind, or has a malformed
+      row, which is then named.
+  """
+  rows = []
+  for place, record in itertools.islice(_records(source), limit or None):
+    problem, answer, name, solution = (
+      _text(record.get(key), f"{place}: {key!r}") for key in columns
+    )
+    name = name or f"{os.path.basename(source)}/{len(rows)}"
+    rows.append(Row(name, problem, _final_answer(answer), solution))
+  return rows
+
+
+# Each row with the words that tell where it is.
+_Records = Iterator[tuple[str, Mapping[str, Any]]]
+
+
+def _records(source: str) -> _Records:
+  if source.startswith("tfds:"):
+    return _tfds_records(source)
+  if source.endswith((".jsonl", ".jsonl.gz")):
+    file_records = _jsonl_records
+  elif source.endswith(".parquet"):
+    file_records = _parquet_records
+  else:
+    raise ValueError(
+      f"{source!r} is none of arithmetic, *.jsonl, *.jsonl.gz, *.parquet and "
+      "tfds:NAME[:SPLIT]: set config.data.train and config.data.eval"
+    )
+  if not os.path.isfile(source):
+    raise ValueError(
+      f"there is no file {source!r}: set config.data.train and config.data.eval"
+    )
+  return file_records(source)
+
+
+def _jsonl_records(path: str) -> _Records:
+  try:
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as lines:
+      for number, line in enumerate(lines, 1):
+        if line.strip():  # a blank line is no row
+          yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _parse(line: bytes, place: str) -> Mapping[str, Any]:
+  try:
+    record = json.loads(line)
+  except ValueError as error:  # of JSON or of UTF-8
+    raise ValueError(f"{place}: not JSON: {error}") from error
+  if not isinstance(record, dict):
+    kind = type(record).__name__
+    raise ValueError(f"{place}: a row must be a JSON object, not {kind}")
+  return record
+
+
+def _parquet_records(path: str) -> _Records:
+  import pyarrow  # slow to import, and few sources need it
+  import pyarrow.parquet
+
+  try:
+    with pyarrow.parquet.ParquetFile(path) as file:
+      rows = itertools.chain.from_iterable(
+        batch.to_pylist() for batch in file.iter_batches()
+      )
+      for number, record in enumerate(rows):
+        yield f"{path} row {number}", record
+  except pyarrow.ArrowException as error:
+    raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _tfds_records(source: str) -> _Records:
+  import tensorflow_datasets as tfds  # slow to import, and few sources need it
+
+  name, _, split = source.removeprefix("tfds:").partition(":")
+  split = split or "train"
+  try:
+    if os.path.exists(os.path.join(name, "dataset_info.json")):
+      rows = tfds.builder_from_directory(name).as_data_source(split)
+    else:
+      rows = tfds.data_source(name, split=split)
+  except Exception as error:  # of many kinds: network, format, split, name
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise ValueError(
+      f"{source}: TFDS found no split {split!r} of {name!r} that it can read, "
+      "neither as a registered data set nor as a directory with "
+      f"dataset_info.json and array_record files: {reason}"
+    ) from error
+  for number in range(len(rows)):
+    yield f"{source} row {number}", rows[number]
+
+
+def _text(value: Any, place: str) -> str:
+  """`value` as text, empty where there is none."""
+  if isinstance(value, np.generic):
+    value = value.item()
+  if isinstance(value, bytes):
+    value = value.decode()
+  if value is None or (isinstance(value, float) and math.isnan(value)):
+    return ""
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)  # a grader that compares text expects 18, not 18.0
+  if isinstance(value, bool) or not isinstance(value, str | int | float):
+    kind = type(value).__name__
+    raise ValueError(f"{place} must be text or a number, not {kind}")
+  return str(value)
+
+
+def _final_answer(text: str) -> str:
+  _, marker, tail = text.rpartition("####")
+  return (tail.replace(",", "") if marker else text).strip()

@@ -1,0 +1,289 @@
+"""One training step, room by room.
+
+draw -> choose prompts -> roll out -> grade -> select (advantages, completions,
+  weights, packing) -> score -> update -> remember
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
+import pathlib
+import signal
+from typing import NamedTuple
+
+import jax
+from jax import block_until_ready as ready
+import numpy as np
+
+from dppo_jax import (
+    checkpoint,
+    data,
+    evaluate,
+    keys,
+    metrics,
+    report,
+    rewards,
+    rooms,
+    warmup,
+)
+from dppo_jax import config as configs
+from dppo_jax.house import House, furnish
+from dppo_jax.keys import Room
+from dppo_jax.models import transformer
+from dppo_jax.records import Rollout, TrainState
+
+MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
+SAMPLES_PER_STEP = 2  # completions of each step in samples.jsonl
+
+
+def run(config: configs.Config, workdir: pathlib.Path) -> None:
+  """Trains in `workdir`, going on from its newest checkpoint if it has one.
+
+  Raises:
+    ValueError: for a config, data or checkpoint that cannot work.
+    FloatingPointError: where the gradient stays non-finite.
+  """
+  house = furnish(config)
+  configs.write(workdir / "config.json", config)
+  with (
+      jax.set_mesh(house.mesh),
+      house.make_grader() as grader,
+      checkpoint.Checkpoints(workdir, config.checkpoint.keep) as saved,
+      metrics.Writer(workdir, saved.latest_step(), config.steps) as writer,
+  ):
+    writer.say(house.description())
+    grader.self_check()
+    _train(house, grader, saved, writer)
+  print(f"report: {report.write(workdir)}", flush=True)
+
+
+def _train(
+    house: House,
+    grader: rewards.Grader,
+    saved: checkpoint.Checkpoints,
+    writer: metrics.Writer,
+) -> None:
+  config = house.config
+  num_prompts = config.data.prompts_per_step
+  num_drawn = np.float32(num_prompts * config.rollout.group_size)
+  compiled = rooms.build(house)
+  test = functools.partial(_test, house, compiled, grader, writer)
+  state, reference = _begin(house, saved, writer, test)
+  compiles = metrics.Compilations()
+
+  with _stop_signal() as is_stopping:
+    for step in range(int(state.step), config.steps):
+      at = functools.partial(keys.draw_at, house.root_key, step)
+      clock = metrics.Clock()
+      with clock("data"):
+        prompts = data.draw(house.train, house.root_key, step, num_prompts)
+        kept = compiled.choose(at(room=Room.PROMPTS), state.history, prompts.ids)
+      with clock("rollout"):
+        rollout = ready(
+            compiled.roll_out(state.params, prompts, at(room=Room.ROLLOUT), kept)
+        )
+      with clock("reward"):
+        graded = grade(house, grader, rollout)
+      with clock("select"):
+        batch, num_micro, chosen = ready(
+            compiled.select(
+                at(room=Room.COMPLETIONS), prompts, rollout, graded.rewards
+            )
+        )
+      with clock("score"):
+        batch = ready(compiled.score(state.params, batch, num_micro))
+      with clock("update"):
+        state, learned = compiled.update(
+            state, reference, batch, num_micro, num_drawn
+        )
+        state = ready(compiled.remember(state, rollout, graded.rewards))
+
+      done = step + 1
+      values = (
+          graded.metrics
+          | chosen
+          | learned
+          | clock.metrics()
+          | {"update/compiles": compiles.since_last()}
+      )
+      writer.write(done, values)
+      writer.write_samples(done, graded.samples[:SAMPLES_PER_STEP])
+      writer.progress(done, values)
+      _check(values)
+      is_last = done == config.steps or is_stopping()
+      if is_last or _is_due(done, config.eval.every):
+        test(state)
+      if is_last or _is_due(done, config.checkpoint.every):
+        saved.save(done, state)
+      if is_stopping():
+        writer.say(
+            f"stopped after step {done}; the same command goes on from there"
+        )
+        raise KeyboardInterrupt
+
+
+class Graded(NamedTuple):
+  """Rewards `[Q, G]` of a rollout, and what is worth telling about them."""
+
+  rewards: np.ndarray
+  metrics: dict[str, float]
+  samples: list[dict]
+
+
+def grade(house: House, grader: rewards.Grader, rollout: Rollout) -> Graded:
+  """Rewards of every completion; 0 where the prompt was not rolled out."""
+  lengths = np.asarray(rollout.lengths)
+  tokens = np.asarray(rollout.tokens)
+  places = np.argwhere(lengths > 0)
+  ids = np.asarray(rollout.prompt_ids)[places[:, 0]]
+  texts = [
+      house.tokenizer.decode(tokens[q, g, : lengths[q, g]]) for q, g in places
+  ]
+  golds = [house.train.answers[i] for i in ids]
+  outcomes = grader.judge(texts, golds)
+  earned = np.array([grader.reward(x) for x in outcomes], np.float32)
+  out = np.zeros(lengths.shape, np.float32)
+  out[tuple(places.T)] = earned
+  share = lambda outcome: outcomes.count(outcome) / max(len(outcomes), 1)
+  return Graded(
+      rewards=out,
+      metrics={
+          "reward/mean": float(earned.mean()) if len(earned) else 0.0,
+          "reward/accuracy": share("right"),
+          "reward/unboxed": share("unboxed"),
+          "reward/unparsed": share("unparsed"),
+          "reward/timeouts": outcomes.count("timeouts"),
+          "reward/crashes": outcomes.count("crashes"),
+      },
+      samples=[
+          _sample(house.train.problems[i], text, gold, reward)
+          for i, text, gold, reward in zip(
+              ids, texts, golds, earned, strict=True
+          )
+      ],
+  )
+
+
+def _sample(problem: str, completion: str, gold: str, reward: float) -> dict:
+  return {
+      "problem": problem,
+      "completion": completion,
+      "answer": gold,
+      "reward": float(reward),
+  }
+
+
+def _begin(
+    house: House,
+    saved: checkpoint.Checkpoints,
+    writer: metrics.Writer,
+    test: Callable[[TrainState], None],
+) -> tuple[TrainState, TrainState | None]:
+  """The state to go on from, and the reference policy's weights."""
+  config = house.config
+  like = rooms.state_like(house)
+  first = saved.latest_step()
+  if first is None:
+    params = house.initial_params()
+    params = _warm_up(house, params, writer)
+    state = jax.jit(
+        functools.partial(rooms.fresh_state, house),
+        out_shardings=jax.tree.map(lambda x: x.sharding, like),
+    )(params)
+    test(state)
+    saved.save(0, state)
+  else:
+    writer.say(f"going on after step {first}")
+    state = saved.restore(first, like)
+  reference = None
+  if house.objective.beta:
+    saved.wait()
+    reference = saved.restore(0, like).params
+  return state, reference
+
+
+def _warm_up(
+    house: House, params: transformer.Params, writer: metrics.Writer
+) -> transformer.Params:
+  """The weights after the supervised steps that the config asks for, if any."""
+  knobs = house.config.warmup
+  if not knobs.steps:
+    return params
+  return warmup.run(
+      params,
+      house.train,
+      house.tokenizer,
+      house.root_key,
+      model_config=house.model,
+      rows=house.rows,
+      head_tokens=house.config.pack.head_tokens,
+      say=writer.say,
+      **vars(knobs),
+  )
+
+
+def _test(
+    house: House,
+    compiled: rooms.Rooms,
+    grader: rewards.Grader,
+    writer: metrics.Writer,
+    state: TrainState,
+) -> None:
+  """Writes the accuracy on held-out problems, and some answers."""
+  step = int(state.step)
+  values, answers = evaluate.evaluate(
+      functools.partial(compiled.evaluate, state.params),
+      house.held_out,
+      house.tokenizer,
+      grader,
+      keys.draw_at(house.root_key, 0, Room.EVALUATE),
+      house.config.eval.prompts,
+  )
+  writer.write(step, values)
+  writer.write_samples(
+      step, [_sample(*x) | {"held_out": True} for x in answers[:8]]
+  )
+  writer.say(
+      f"step {step}: held-out accuracy {values['eval/accuracy']:.3f}"
+      f" ± {values['eval/stderr']:.3f}"
+      f" ({values['eval/tokens']:.1f} tokens a completion)"
+  )
+
+
+def _check(values: dict[str, float]) -> None:
+  """Refuses to go on where going on would be in vain."""
+  if values["pack/missing_rows"] > 0:
+    raise RuntimeError(
+        f"{values['pack/missing_rows']:.0f} packed rows have no place: "
+        "packing.row_bound is wrong; please report this"
+    )
+  if values["update/skipped_in_a_row"] >= MAX_SKIPPED:
+    raise FloatingPointError(
+        f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
+        f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
+        f"largest weight {values['weights/max']:.1f}): nothing was changed by "
+        "them. Lower config.optimizer.learning_rate, or compute in float32 "
+        "with config.model.dtype"
+    )
+
+
+def _is_due(step: int, every: int) -> bool:
+  return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[Callable[[], bool]]:
+  """Turns the first SIGTERM or Ctrl-C into a wish to stop after this step."""
+  asked = []
+  signals = (signal.SIGTERM, signal.SIGINT)
+
+  def ask(number, frame):
+    asked.append(number)
+    signal.signal(number, before[number])
+
+  before = {number: signal.signal(number, ask) for number in signals}
+  try:
+    yield lambda: bool(asked)
+  finally:
+    for number in signals:
+      signal.signal(number, before[number])

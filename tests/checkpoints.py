@@ -1,0 +1,72 @@
+"""Tiny random checkpoints, written by transformers; needs torch."""
+
+import torch
+import transformers
+
+SHAPE = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 256,
+}
+
+# What each architecture has of its own: a head_dim unlike embed / heads, and
+# rotary frequencies that are kept, blended and stretched.
+EXTRAS = {
+  "Qwen2ForCausalLM": {"rope_parameters": {"rope_theta": 1e6}},
+  "Qwen3ForCausalLM": {"rope_parameters": {"rope_theta": 1e6}, "head_dim": 16},
+  "LlamaForCausalLM": {
+    "rope_parameters": {
+      "rope_type": "llama3",
+      "rope_theta": 5e3,
+      "factor": 8.0,
+      "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 16,
+    }
+  },
+}
+
+
+def write(
+  path,
+  family: str = "Qwen3ForCausalLM",
+  *,
+  is_tied: bool = True,
+  dtype: str = "float32",
+  seed: int = 0,
+  max_shard_size: str = "1GB",
+  **settings,
+) -> torch.nn.Module:
+  """Writes a checkpoint into directory `path`; returns its float32 model.
+
+  Args:
+    path: the directory.
+    family: the architecture.
+    is_tied: the output head is the embedding.
+    dtype: of the file.
+    seed: of the weights.
+    max_shard_size: of one file, e.g. "20KB".
+    **settings: of config.json, before those of SHAPE and EXTRAS.
+  """
+  model_class = getattr(transformers, family)
+  settings = SHAPE | EXTRAS[family] | settings
+  config = model_class.config_class(tie_word_embeddings=is_tied, **settings)
+  model = model_class(config)
+  generator = torch.Generator().manual_seed(seed)
+  with torch.no_grad():
+    # Fresh biases are 0 and fresh norms 1: a weight that import misses would
+    # not show.
+    for weight in model.parameters():
+      is_norm = weight.ndim == 1 and bool((weight == 1).all())
+      weight.copy_(
+        0.3 * torch.randn(weight.shape, generator=generator) + float(is_norm)
+      )
+  model.to(getattr(torch, dtype)).save_pretrained(
+    path, max_shard_size=max_shard_size
+  )
+  # Read again, as `to` rounds the rotary frequencies too.
+  return model_class.from_pretrained(path, dtype=torch.float32).eval()

@@ -1,0 +1,233 @@
+"""The passes of the transformer against transformers and each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dppo_jax.models import checkpoint_hf, families, transformer
+
+TOLERANCE = 1e-4  # of a float32 logit
+LENGTHS = (40, 23, 16, 1)  # 40 is beyond the context that llama3 stretches
+
+forward = jax.jit(transformer.forward, static_argnums=1)
+decode = jax.jit(transformer.decode, static_argnums=1)
+
+
+def sequences():
+  rng = np.random.default_rng(0)
+  return [rng.integers(0, 64, n, np.int32) for n in LENGTHS]
+
+
+def laid_out(rows, length=48):
+  """`(tokens, positions, segment_ids)` of rows that are lists of sequences."""
+  out = np.zeros((3, len(rows), length), np.int32)
+  for r, row in enumerate(rows):
+    start = 0
+    for s, tokens in enumerate(row, 1):
+      n = len(tokens)
+      cells = np.stack([tokens, np.arange(n), np.full(n, s)])
+      out[:, r, start : start + n] = cells
+      start += n
+  return tuple(jnp.asarray(x) for x in out)
+
+
+def logits_of(params, config, rows):
+  """The logits of each sequence, cut from the rows that hold them."""
+  cells = laid_out(rows)
+  out = transformer.logits(params, config, forward(params, config, *cells))
+  return [
+      np.asarray(out[r, cells[2][r] == s])
+      for r, row in enumerate(rows)
+      for s in range(1, len(row) + 1)
+  ]
+
+
+def reference_logits(model):
+  """Of each sequence alone, by transformers."""
+  import torch
+
+  with torch.no_grad():
+    return [
+        model(torch.tensor(x[None], dtype=torch.long)).logits[0].numpy()
+        for x in sequences()
+    ]
+
+
+def assert_close(found, expected):
+  for f, e in zip(found, expected, strict=True):
+    np.testing.assert_allclose(f, e, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture
+def write():
+  pytest.importorskip("torch")
+  import checkpoints
+
+  return checkpoints.write
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(f, t) for f in families.FAMILIES for t in (True, False)],
+    ids=lambda p: f"{p[0]}-{'tied' if p[1] else 'untied'}",
+)
+def checkpoint(request, tmp_path_factory):
+  """`(path, logits of each sequence)` of a checkpoint by transformers."""
+  pytest.importorskip("torch")
+  import checkpoints
+
+  family, is_tied = request.param
+  path = tmp_path_factory.mktemp(family)
+  model = checkpoints.write(path, family, is_tied=is_tied)
+  return path, reference_logits(model)
+
+
+@pytest.fixture(scope="module", params=list(families.FAMILIES))
+def network(request):
+  """`(params, config)` in which no weight has a value that hides it."""
+  family = families.FAMILIES[request.param]
+  config = transformer.ModelConfig(
+      vocab=64,
+      embed=32,
+      layers=2,
+      heads=4,
+      kv_heads=2,
+      head_dim=16,
+      mlp=48,
+      has_qkv_bias=family.has_qkv_bias,
+      has_qk_norm=family.has_qk_norm,
+      family=request.param,
+  )
+  params = transformer.init(config, jax.random.key(0))
+  noise = transformer.init(config, jax.random.key(1))
+  return jax.tree.map(lambda p, n: p + 0.3 * jnp.cos(99 * n), params, noise), config
+
+
+def test_padded_rows_agree_with_transformers(checkpoint):
+  path, expected = checkpoint
+  rows = [[x] for x in sequences()]
+  assert_close(logits_of(*checkpoint_hf.load(path), rows), expected)
+
+
+def test_packed_rows_agree_with_transformers(checkpoint):
+  path, expected = checkpoint
+  a, b, c, d = sequences()
+  found = logits_of(*checkpoint_hf.load(path), [[b, c], [d, a]])
+  assert_close(found, [expected[i] for i in (1, 2, 3, 0)])
+
+
+def test_decoding_agrees_with_transformers(checkpoint):
+  path, expected = checkpoint
+  params, config = checkpoint_hf.load(path)
+  tokens = laid_out([[x] for x in sequences()])[0]
+  starts = jnp.array([5, 17, 8, 1])  # prompt cells
+  cache = transformer.prefill(params, config, tokens[:, :17], starts)
+  room = [(0, 0)] * 3 + [(0, 48 - 17), (0, 0)]
+  cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+  # The last token of each prompt is fed again, as the sampler does.
+  for step in range(36):
+    at = starts - 1 + step
+    now = jnp.take_along_axis(tokens, at[:, None], 1)[:, 0]
+    hidden, cache = decode(params, config, now, at, cache)
+    found = np.asarray(transformer.logits(params, config, hidden))
+    for slot, n in enumerate(LENGTHS):
+      if at[slot] < n:
+        np.testing.assert_allclose(
+            found[slot], expected[slot][at[slot]], rtol=0, atol=TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_files_become_float32_weights(write, tmp_path, dtype):
+  model = write(tmp_path, "Qwen2ForCausalLM", dtype=dtype)
+  params, config = checkpoint_hf.load(tmp_path)
+  assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+  found = logits_of(params, config, [[x] for x in sequences()])
+  assert_close(found, reference_logits(model))
+
+
+def test_shards_agree_with_transformers(write, tmp_path):
+  model = write(tmp_path, is_tied=False, max_shard_size="20KB")
+  assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+  found = logits_of(*checkpoint_hf.load(tmp_path), [[x] for x in sequences()])
+  assert_close(found, reference_logits(model))
+
+
+@pytest.mark.parametrize("has_source", [False, True])
+def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  path, expected = checkpoint
+  params, config = checkpoint_hf.load(path)
+  source = str(path) if has_source else ""
+  checkpoint_hf.save(tmp_path, params, config, source=source, stop_ids=[3, 5])
+  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+  assert model.dtype == torch.float32
+  assert model.config.tie_word_embeddings == config.is_tied
+  assert model.generation_config.eos_token_id == [3, 5]
+  for found, logits in zip(reference_logits(model), expected, strict=True):
+    np.testing.assert_array_equal(found, logits)
+
+
+def test_a_bfloat16_file_is_what_transformers_rounds(write, tmp_path):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  model = write(tmp_path / "a", is_tied=False)
+  params, config = checkpoint_hf.load(tmp_path / "a")
+  checkpoint_hf.save(tmp_path / "b", params, config, dtype="bfloat16")
+  saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+  expected = model.to(torch.bfloat16).state_dict()
+  found = saved.state_dict()
+  assert found.keys() == expected.keys()
+  for name in expected:
+    assert found[name].dtype == torch.bfloat16
+    assert torch.equal(found[name], expected[name]), name
+
+
+def test_a_cell_sees_what_precedes_it_in_its_segment_and_no_more(network):
+  params, config = network
+  # Every cell has a token of its own, so that the gradient with respect to an
+  # embedding is that with respect to a cell.
+  tokens = np.arange(24, dtype=np.int32)
+  cells = laid_out([[tokens[:9], tokens[9:20]]], length=24)
+  cells = (jnp.arange(24, dtype=jnp.int32)[None], *cells[1:])
+  probe = jax.random.normal(jax.random.key(2), (config.embed,))
+
+  def heights(embed):
+    hidden = forward({**params, "embed": embed}, config, *cells)
+    return hidden[0] @ probe  # [cell]
+
+  slope = jax.jacrev(heights)(params["embed"])[:, :24]  # [cell, cell, E]
+  is_seen = np.asarray(jnp.abs(slope).max(-1) > 0)
+  segment, index = np.asarray(cells[2][0]), np.arange(24)
+  is_visible = segment[:, None] == segment
+  is_visible &= index[:, None] >= index
+  np.testing.assert_array_equal(is_seen, is_visible)
+
+
+def test_packed_equals_alone(network):
+  params, config = network
+  a, b, c, d = sequences()
+  alone = functools.partial(logits_of, params, config)
+  packed = alone([[b, c], [d, a]])
+  assert_close(packed, alone([[b], [c], [d], [a]]))
+
+
+def test_decoding_equals_forward(network):
+  params, config = network
+  tokens, positions, _ = laid_out([[x] for x in sequences()[:2]])
+  expected = forward(params, config, tokens, positions, jnp.ones_like(tokens))
+  lengths = jnp.array([6, 11])
+  cache = transformer.prefill(params, config, tokens[:, :11], lengths)
+  room = [(0, 0)] * 3 + [(0, 48 - 11), (0, 0)]
+  cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+  slots = jnp.arange(2)
+  for step in range(20):
+    at = lengths + step
+    hidden, cache = decode(params, config, tokens[slots, at], at, cache)
+    np.testing.assert_allclose(hidden, expected[slots, at], atol=2e-5)

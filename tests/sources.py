@@ -1,0 +1,59 @@
+"""Writes the same rows in each form that a source may have."""
+
+from collections.abc import Mapping, Sequence
+import gzip
+import json
+import pathlib
+
+import pyarrow
+import pyarrow.parquet
+import tensorflow_datasets as tfds
+
+Rows = Sequence[Mapping[str, str]]  # the same columns in every row
+
+
+def write_jsonl(path: pathlib.Path, rows: Rows) -> str:
+  """Writes one row a line, compressed if the name ends in .gz; the path."""
+  text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+  data = text.encode()
+  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  return str(path)
+
+
+def write_parquet(path: pathlib.Path, rows: Rows) -> str:
+  """Writes one table; the path."""
+  table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+  pyarrow.parquet.write_table(table, path)
+  return str(path)
+
+
+def write_tfds(
+  data_dir: pathlib.Path, rows: Rows, name: str = "tiny", split: str = "train"
+) -> str:
+  """Writes a TFDS data set of text columns, without TensorFlow.
+
+  Returns:
+    The directory of the prepared data set, `data_dir/name/1.0.0`: the source
+    is `tfds:DIRECTORY`, or `tfds:NAME` where `data_dir` is TFDS's own.
+  """
+  version = "1.0.0"
+  directory = data_dir / name / version
+  directory.mkdir(parents=True)
+  identity = tfds.core.DatasetIdentity(
+    name=name,
+    version=tfds.core.Version(version),
+    data_dir=str(directory),
+    module_name=__name__,
+  )
+  features = {column: tfds.features.Text() for column in rows[0]}
+  writer = tfds.core.SequentialWriter(
+    tfds.core.DatasetInfo(
+      builder=identity, features=tfds.features.FeaturesDict(features)
+    ),
+    max_examples_per_shard=1000,
+    file_format="array_record",
+  )
+  writer.initialize_splits([split])
+  writer.add_examples({split: [dict(row) for row in rows]})
+  writer.close_all()
+  return str(directory)
