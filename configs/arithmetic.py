@@ -1,7 +1,7 @@
 """Chain arithmetic on two CPU cores: the whole program from nothing.
 
-  python -m dppo_jax.main --config=configs/arithmetic.py
-  python -m dppo_jax.main --config=configs/arithmetic.py:grpo
+python -m dppo_jax.main --config=configs/arithmetic.py
+python -m dppo_jax.main --config=configs/arithmetic.py:grpo
 """
 
 from dppo_jax.config import Config

@@ -33,15 +33,15 @@ class Rows(NamedTuple):
 
 
 def select(
-    draw: Draw,
-    prompts: PromptBatch,
-    rollout: Rollout,
-    rewards: Float[Array, "Q G"],
-    *,
-    method: Method,
-    objective: objectives.Objective,
-    rows: Rows,
-    train_zero_advantage: bool,
+  draw: Draw,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  rewards: Float[Array, "Q G"],
+  *,
+  method: Method,
+  objective: objectives.Objective,
+  rows: Rows,
+  train_zero_advantage: bool,
 ) -> tuple[PackedBatch, Int[Array, ""], dict[str, Float[Array, ""]]]:
   """The completions to train on, weighted and packed.
 
@@ -65,16 +65,20 @@ def select(
     is_needed &= advantages != 0
   trained = jnp.where(is_needed, rollout.lengths, 0)
   batch, num_micro, info = pack(
-      prompts,
-      rollout.replace(lengths=trained),
-      advantages,
-      weight * objective.token_share(rollout.lengths),
-      rows,
+    prompts,
+    rollout.replace(lengths=trained),
+    advantages,
+    weight * objective.token_share(rollout.lengths),
+    rows,
   )
   kept = weight > 0
   is_flat = (advantages == 0).all(axis=1) & rollout.kept.keep
   total = lambda x: x.sum(dtype=jnp.float32)
-  return batch, num_micro, info | {
+  return (
+    batch,
+    num_micro,
+    info
+    | {
       "prompts/drawn": jnp.float32(weight.shape[0]),
       "prompts/kept": total(rollout.kept.keep),
       "completions/drawn": total(is_drawn),
@@ -92,15 +96,16 @@ def select(
       "weights/max": weight.max(),
       "weights/mean": total(weight) / weight.size,
       "weights/ess": weights.effective_sample_size(weight, jnp.abs(advantages)),
-  }
+    },
+  )
 
 
 def pack(
-    prompts: PromptBatch,
-    rollout: Rollout,
-    advantages: Float[Array, "Q G"],
-    token_weights: Float[Array, "Q G"],
-    rows: Rows,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  advantages: Float[Array, "Q G"],
+  token_weights: Float[Array, "Q G"],
+  rows: Rows,
 ) -> tuple[PackedBatch, Int[Array, ""], dict[str, Float[Array, ""]]]:
   """Micro-batches `[M, R, L]` of the sequences whose length is not 0.
 
@@ -110,32 +115,32 @@ def pack(
   """
   everywhere = lambda x: sharding.constrain(x, *(None,) * x.ndim)
   prompts, rollout, advantages, token_weights = jax.tree.map(
-      everywhere, (prompts, rollout, advantages, token_weights)
+    everywhere, (prompts, rollout, advantages, token_weights)
   )
   lengths = packing.sequence_lengths(prompts.lengths, rollout.lengths)
   longest = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
   num_rows = rows.count(lengths.size, longest)
   plan = packing.plan(lengths.reshape(-1), rows.length, num_rows, rows.window)
   batch = packing.fill(
-      plan,
-      prompts,
-      rollout,
-      advantages,
-      token_weights,
-      num_rows,
-      rows.length,
+    plan,
+    prompts,
+    rollout,
+    advantages,
+    token_weights,
+    num_rows,
+    rows.length,
   )
   micro = lambda x: sharding.constrain(
-      x.reshape(-1, rows.per_micro, rows.length), None, "batch", None
+    x.reshape(-1, rows.per_micro, rows.length), None, "batch", None
   )
   num_used = plan.num_used
   cells = jnp.maximum(num_used, 1).astype(jnp.float32) * rows.length
   info = {
-      "pack/rows": num_used.astype(jnp.float32),
-      "pack/fill": lengths.sum(dtype=jnp.float32) / cells,
-      "pack/missing_rows": jnp.maximum(num_used - num_rows, 0).astype(
-          jnp.float32
-      ),
+    "pack/rows": num_used.astype(jnp.float32),
+    "pack/fill": lengths.sum(dtype=jnp.float32) / cells,
+    "pack/missing_rows": jnp.maximum(num_used - num_rows, 0).astype(
+      jnp.float32
+    ),
   }
   num_micro = (num_used + rows.per_micro - 1) // rows.per_micro
   return jax.tree.map(micro, batch), num_micro, info

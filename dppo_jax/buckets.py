@@ -8,4 +8,6 @@ def round_up(size: int, multiple: int) -> int:
 
 def largest_divisor(size: int, limit: int) -> int:
   """The largest divisor of `size` that is at most `limit`, at least 1."""
-  return next(d for d in range(min(size, max(limit, 1)), 0, -1) if size % d == 0)
+  return next(
+    d for d in range(min(size, max(limit, 1)), 0, -1) if size % d == 0
+  )

@@ -18,13 +18,13 @@ class Checkpoints:
 
   def __init__(self, workdir: pathlib.Path, keep: int):
     self._manager = ocp.CheckpointManager(
-        workdir.absolute() / "checkpoints",
-        options=ocp.CheckpointManagerOptions(
-            cleanup_tmp_directories=True,
-            preservation_policy=policies.AnyPreservationPolicy(
-                [policies.LatestN(keep), policies.CustomSteps([0])]
-            ),
+      workdir.absolute() / "checkpoints",
+      options=ocp.CheckpointManagerOptions(
+        cleanup_tmp_directories=True,
+        preservation_policy=policies.AnyPreservationPolicy(
+          [policies.LatestN(keep), policies.CustomSteps([0])]
         ),
+      ),
     )
 
   def __enter__(self) -> "Checkpoints":
@@ -54,7 +54,7 @@ class Checkpoints:
 def abstract(state: TrainState, shardings: TrainState) -> TrainState:
   """Shapes, dtypes and placements of `state`, which may be abstract itself."""
   return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      state,
-      shardings,
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    state,
+    shardings,
   )

@@ -16,19 +16,15 @@ from dppo_jax.algo import objectives
 
 # What a resumed run may change: none of it alters a step's result.
 FREE = (
-    "steps",
-    "reward.num_workers",
-    "reward.timeout_seconds",
-    "eval.every",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "mesh.data",
-    "mesh.model",
+  "steps",
+  "reward.num_workers",
+  "reward.timeout_seconds",
+  "eval.every",
+  "checkpoint.every",
+  "checkpoint.keep",
+  "mesh.data",
+  "mesh.model",
 )
-
-
-def _field(**args: Any) -> Any:
-  return dataclasses.field(default_factory=lambda: dict(args))
 
 
 @dataclasses.dataclass
@@ -66,7 +62,9 @@ class Data:
   max_prompt_tokens: int = 512  # longer prompts are left out and counted
   system: str = ""  # system message of the chat template
   instruction: str = ""  # follows the problem in the user's message
-  template_args: dict = _field()  # e.g. enable_thinking=False for Qwen3
+  template_args: dict = dataclasses.field(
+    default_factory=dict
+  )  # e.g. enable_thinking=False for Qwen3
   num_arithmetic: int = 4096  # problems made for `arithmetic`, train + eval
   max_operations: int = 6  # in an arithmetic problem
 
@@ -94,13 +92,15 @@ class Reward:
 @dataclasses.dataclass
 class Method:
   name: str = "dppo"  # a key of methods.METHODS
-  args: dict = _field()  # of its factory
+  args: dict = dataclasses.field(default_factory=dict)  # of its factory
 
 
 @dataclasses.dataclass
 class Objective:
   name: str = "grpo"  # a key of objectives.OBJECTIVES
-  args: dict = _field()  # of its factory, e.g. clip_low, clip_high, beta
+  args: dict = dataclasses.field(
+    default_factory=dict
+  )  # of its factory, e.g. clip_low, clip_high, beta
   inner_updates: int = 1  # mu, optimizer steps on one rollout
   train_zero_advantage: bool = False  # True pays for terms that are zero
 
@@ -186,14 +186,14 @@ def make_objective(config: Config) -> objectives.Objective:
 def _make(factories: dict[str, Callable], choice: Any, what: str) -> Any:
   if choice.name not in factories:
     raise ValueError(
-        f"config.{what}.name is {choice.name!r} but must be one of "
-        f"{', '.join(factories)}"
+      f"config.{what}.name is {choice.name!r} but must be one of "
+      f"{', '.join(factories)}"
     )
   try:
     return factories[choice.name](**choice.args)
   except TypeError as error:
     raise ValueError(
-        f"config.{what}.args do not fit {choice.name}: {error}"
+      f"config.{what}.args do not fit {choice.name}: {error}"
     ) from error
 
 
@@ -209,63 +209,63 @@ def validate(config: Config) -> None:
   for name, least in _LEAST.items():
     if not flat[name] >= least:
       raise ValueError(
-          f"config.{name} is {flat[name]} but must be at least {least}"
+        f"config.{name} is {flat[name]} but must be at least {least}"
       )
   for name, choices in _CHOICES.items():
     if flat[name] not in choices:
       raise ValueError(
-          f"config.{name} is {flat[name]!r} but must be one of "
-          f"{', '.join(choices)}"
+        f"config.{name} is {flat[name]!r} but must be one of "
+        f"{', '.join(choices)}"
       )
   r = config.rollout
   if not 0 < r.top_p <= 1:
     raise ValueError(f"config.rollout.top_p is {r.top_p}, outside (0, 1]")
   if not r.temperature > 0:
     raise ValueError(
-        f"config.rollout.temperature is {r.temperature} but must be above 0: "
-        "greedy completions of one prompt are all alike"
+      f"config.rollout.temperature is {r.temperature} but must be above 0: "
+      "greedy completions of one prompt are all alike"
     )
   for name in ("data.prompts_per_step", "rollout.num_slots", "pack.rows"):
     if flat[name] % max(config.mesh.data, 1):
       raise ValueError(
-          f"config.{name} is {flat[name]} but must be a multiple of "
-          f"config.mesh.data, {config.mesh.data}"
+        f"config.{name} is {flat[name]} but must be a multiple of "
+        f"config.mesh.data, {config.mesh.data}"
       )
 
 
 _LEAST = {
-    "steps": 0,
-    "data.prompts_per_step": 1,
-    "data.max_prompt_tokens": 1,
-    "data.train_limit": 0,
-    "data.eval_limit": 1,
-    "rollout.group_size": 2,
-    "rollout.max_tokens": 1,
-    "rollout.num_slots": 1,
-    "rollout.prefill_prompts": 1,
-    "rollout.top_k": 0,
-    "reward.num_workers": 1,
-    "objective.inner_updates": 1,
-    "pack.row_length": 1,
-    "pack.rows": 1,
-    "pack.window": 1,
-    "pack.head_tokens": 1,
-    "optimizer.learning_rate": 0.0,
-    "optimizer.ramp_steps": 0,
-    "warmup.steps": 0,
-    "warmup.sequences_per_step": 1,
-    "eval.every": 0,
-    "eval.samples": 0,
-    "eval.prompts": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "mesh.model": 1,
+  "steps": 0,
+  "data.prompts_per_step": 1,
+  "data.max_prompt_tokens": 1,
+  "data.train_limit": 0,
+  "data.eval_limit": 1,
+  "rollout.group_size": 2,
+  "rollout.max_tokens": 1,
+  "rollout.num_slots": 1,
+  "rollout.prefill_prompts": 1,
+  "rollout.top_k": 0,
+  "reward.num_workers": 1,
+  "objective.inner_updates": 1,
+  "pack.row_length": 1,
+  "pack.rows": 1,
+  "pack.window": 1,
+  "pack.head_tokens": 1,
+  "optimizer.learning_rate": 0.0,
+  "optimizer.ramp_steps": 0,
+  "warmup.steps": 0,
+  "warmup.sequences_per_step": 1,
+  "eval.every": 0,
+  "eval.samples": 0,
+  "eval.prompts": 1,
+  "checkpoint.every": 0,
+  "checkpoint.keep": 1,
+  "mesh.model": 1,
 }
 
 _CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
-    "reward.kind": ("exact", "math"),
-    "optimizer.schedule": ("constant", "linear", "cosine"),
+  "model.dtype": ("float32", "bfloat16"),
+  "reward.kind": ("exact", "math"),
+  "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 
 
@@ -294,14 +294,14 @@ def write(path: pathlib.Path, config: Config) -> None:
     if new["optimizer.schedule"] != "constant":
       free.discard("steps")  # the learning rate depends on it
     differing = [
-        f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name not in free
+      f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
+      for name in sorted(old.keys() | new.keys())
+      if old.get(name) != new.get(name) and name not in free
     ]
     if differing:
       raise ValueError(
-          f"{path.parent} holds a run of another config; choose another "
-          f"--workdir, or restore: {'; '.join(differing)}"
+        f"{path.parent} holds a run of another config; choose another "
+        f"--workdir, or restore: {'; '.join(differing)}"
       )
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(new, indent=2) + "\n")

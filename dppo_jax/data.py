@@ -93,7 +93,7 @@ def load(
   train_set, eval_set = sets
   known = {_squeeze(problem) for problem in train_set.problems}
   shared = sum(_squeeze(problem) in known for problem in eval_set.problems)
-  report = f"{eval_set.report}; {shared} problems also in train"
+  report = f"{eval_set.report}; {shared} also in train"
   return train_set, dataclasses.replace(eval_set, report=report)
 
 

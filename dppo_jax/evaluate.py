@@ -22,12 +22,12 @@ class Answer(NamedTuple):
 
 
 def evaluate(
-    roll_out: Callable[[PromptBatch, Draw], Rollout],
-    problems: ProblemSet,
-    tokenizer: Tokenizer,
-    grader: Grader,
-    draw: Draw,
-    num_prompts: int,
+  roll_out: Callable[[PromptBatch, Draw], Rollout],
+  problems: ProblemSet,
+  tokenizer: Tokenizer,
+  grader: Grader,
+  draw: Draw,
+  num_prompts: int,
 ) -> tuple[dict[str, float], list[Answer]]:
   """Share of right completions, its standard error, and the completions.
 
@@ -42,36 +42,36 @@ def evaluate(
   for prompts, num_real in _batches(problems, num_prompts):
     rollout = roll_out(prompts, draw)
     tokens, size, stopped = (
-        np.asarray(x)[:num_real]
-        for x in (rollout.tokens, rollout.lengths, rollout.is_stopped)
+      np.asarray(x)[:num_real]
+      for x in (rollout.tokens, rollout.lengths, rollout.is_stopped)
     )
     lengths.append(size)
     is_stopped.append(stopped)
     ids = np.repeat(np.asarray(prompts.ids)[:num_real], size.shape[1])
     texts = [
-        tokenizer.decode(row[:n])
-        for row, n in zip(
-            tokens.reshape(ids.size, -1), size.reshape(-1), strict=True
-        )
+      tokenizer.decode(row[:n])
+      for row, n in zip(
+        tokens.reshape(ids.size, -1), size.reshape(-1), strict=True
+      )
     ]
     golds = [problems.answers[i] for i in ids]
     for i, text, gold, outcome in zip(
-        ids, texts, golds, grader.judge(texts, golds), strict=True
+      ids, texts, golds, grader.judge(texts, golds), strict=True
     ):
       is_right = float(outcome == "right")
       answers.append(Answer(problems.problems[i], text, gold, is_right))
   right = np.array([answer.reward for answer in answers])
   per_problem = right.reshape(len(problems.problems), -1).mean(axis=1)
   return {
-      "eval/accuracy": per_problem.mean(),
-      "eval/stderr": per_problem.std() / np.sqrt(per_problem.size),
-      "eval/tokens": np.concatenate(lengths).mean(),
-      "eval/stopped": np.concatenate(is_stopped).mean(),
+    "eval/accuracy": per_problem.mean(),
+    "eval/stderr": per_problem.std() / np.sqrt(per_problem.size),
+    "eval/tokens": np.concatenate(lengths).mean(),
+    "eval/stopped": np.concatenate(is_stopped).mean(),
   }, answers
 
 
 def _batches(
-    problems: ProblemSet, num_prompts: int
+  problems: ProblemSet, num_prompts: int
 ) -> Iterator[tuple[PromptBatch, int]]:
   """Every problem once, in order; the last batch repeats its last problem."""
   total = len(problems.problems)
@@ -79,8 +79,8 @@ def _batches(
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
     rows = np.minimum(ids, total - 1)
     yield (
-        PromptBatch(
-            ids=rows, tokens=problems.tokens[rows], lengths=problems.lengths[rows]
-        ),
-        min(num_prompts, total - start),
+      PromptBatch(
+        ids=rows, tokens=problems.tokens[rows], lengths=problems.lengths[rows]
+      ),
+      min(num_prompts, total - start),
     )

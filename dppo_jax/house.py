@@ -9,14 +9,14 @@ import optax
 
 from dppo_jax import batch as batches
 from dppo_jax import (
-    buckets,
-    data,
-    keys,
-    rewards,
-    sharding,
-    sources,
-    tokenizer,
-    update,
+  buckets,
+  data,
+  keys,
+  rewards,
+  sharding,
+  sources,
+  tokenizer,
+  update,
 )
 from dppo_jax import config as configs
 from dppo_jax.algo import objectives
@@ -52,7 +52,7 @@ class House(NamedTuple):
     """The grader that the config asks for, not yet started."""
     r = self.config.reward
     return rewards.Grader(
-        r.kind, r.num_workers, r.timeout_seconds, r.format_reward
+      r.kind, r.num_workers, r.timeout_seconds, r.format_reward
     )
 
   def description(self) -> str:
@@ -62,7 +62,8 @@ class House(NamedTuple):
     longest = self.train.tokens.shape[1] + c.rollout.max_tokens - 1
     worst = self.rows.count(prompts * group, longest) // self.rows.per_micro
     epoch = len(self.train) // prompts
-    return "\n".join([
+    return "\n".join(
+      [
         f"model: {self.model.family}, {self.model.layers} layers of width "
         f"{self.model.embed}, {transformer.num_parameters(self.model):,} "
         f"parameters, {self.model.dtype}; mesh {c.mesh.data} x {c.mesh.model}",
@@ -80,7 +81,8 @@ class House(NamedTuple):
         "sit out, others each time",
         f"method: {c.method.name} {c.method.args or ''}, objective "
         f"{c.objective.name} {c.objective.args or ''}, {c.steps} steps",
-    ])
+      ]
+    )
 
 
 def furnish(config: configs.Config) -> House:
@@ -109,24 +111,24 @@ def furnish(config: configs.Config) -> House:
     return jax.jit(make, out_shardings=where)(key)
 
   return House(
-      config=config,
-      mesh=mesh,
-      root_key=root_key,
-      method=configs.make_method(config),
-      objective=configs.make_objective(config),
-      optimizer=update.make_optimizer(
-          total_steps=config.steps * config.objective.inner_updates,
-          **vars(config.optimizer),
-      ),
-      tokenizer=words,
-      stop_ids=words.stop_ids,
-      train=train,
-      held_out=held_out,
-      model=model,
-      initial_params=initial_params,
-      rows=batches.Rows(
-          config.pack.row_length, config.pack.rows, config.pack.window
-      ),
+    config=config,
+    mesh=mesh,
+    root_key=root_key,
+    method=configs.make_method(config),
+    objective=configs.make_objective(config),
+    optimizer=update.make_optimizer(
+      total_steps=config.steps * config.objective.inner_updates,
+      **vars(config.optimizer),
+    ),
+    tokenizer=words,
+    stop_ids=words.stop_ids,
+    train=train,
+    held_out=held_out,
+    model=model,
+    initial_params=initial_params,
+    rows=batches.Rows(
+      config.pack.row_length, config.pack.rows, config.pack.window
+    ),
   )
 
 
@@ -134,70 +136,70 @@ def _tokenizer(config: configs.Config, path: str) -> tokenizer.Tokenizer:
   if not path:
     return tokenizer.CharacterTokenizer()
   return tokenizer.PretrainedTokenizer(
-      path,
-      system=config.data.system,
-      instruction=config.data.instruction,
-      template_args=config.data.template_args,
-      stop_ids=config.rollout.stop_ids,
+    path,
+    system=config.data.system,
+    instruction=config.data.instruction,
+    template_args=config.data.template_args,
+    stop_ids=config.rollout.stop_ids,
   )
 
 
 def _model(
-    shape: configs.Model, path: str, vocab_size: int
+  shape: configs.Model, path: str, vocab_size: int
 ) -> transformer.ModelConfig:
   """The checkpoint's architecture or, without one, Qwen3 in this shape."""
   if path:
     return checkpoint_hf.read_config(path, shape.dtype, shape.remat)
   return transformer.ModelConfig(
-      vocab=buckets.round_up(vocab_size, 8),
-      embed=shape.embed,
-      layers=shape.layers,
-      heads=shape.heads,
-      kv_heads=shape.kv_heads,
-      head_dim=shape.head_dim,
-      mlp=shape.mlp,
-      has_qk_norm=True,
-      dtype=shape.dtype,
-      remat=shape.remat,
+    vocab=buckets.round_up(vocab_size, 8),
+    embed=shape.embed,
+    layers=shape.layers,
+    heads=shape.heads,
+    kv_heads=shape.kv_heads,
+    head_dim=shape.head_dim,
+    mlp=shape.mlp,
+    has_qk_norm=True,
+    dtype=shape.dtype,
+    remat=shape.remat,
   )
 
 
 def _problems(
-    config: configs.Config, words: tokenizer.Tokenizer
+  config: configs.Config, words: tokenizer.Tokenizer
 ) -> tuple[data.ProblemSet, data.ProblemSet]:
   d = config.data
   train, held_out = data.load(
-      words,
-      config.seed,
-      train=d.train,
-      eval=d.eval,
-      train_limit=d.train_limit,
-      eval_limit=d.eval_limit,
-      columns=sources.Columns(
-          d.problem_key, d.answer_key, d.id_key, d.solution_key
-      ),
-      max_prompt_tokens=d.max_prompt_tokens,
-      num_arithmetic=d.num_arithmetic,
-      max_operations=d.max_operations,
+    words,
+    config.seed,
+    train=d.train,
+    eval=d.eval,
+    train_limit=d.train_limit,
+    eval_limit=d.eval_limit,
+    columns=sources.Columns(
+      d.problem_key, d.answer_key, d.id_key, d.solution_key
+    ),
+    max_prompt_tokens=d.max_prompt_tokens,
+    num_arithmetic=d.num_arithmetic,
+    max_operations=d.max_operations,
   )
   longest = train.tokens.shape[1] + config.rollout.max_tokens - 1
   if longest > config.pack.row_length:
     raise ValueError(
-        f"a prompt of {train.tokens.shape[1]} tokens and a completion of "
-        f"{config.rollout.max_tokens} take {longest} cells but a packed row "
-        f"holds {config.pack.row_length}: raise config.pack.row_length, or "
-        "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
+      f"a prompt of {train.tokens.shape[1]} tokens and a completion of "
+      f"{config.rollout.max_tokens} take {longest} cells but a packed row "
+      f"holds {config.pack.row_length}: raise config.pack.row_length, or "
+      "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
     )
   if len(train) < d.prompts_per_step:
     raise ValueError(
-        f"config.data.prompts_per_step is {d.prompts_per_step} but "
-        f"{d.train} has {len(train)} usable problems"
+      f"config.data.prompts_per_step is {d.prompts_per_step} but "
+      f"{d.train} has {len(train)} usable problems"
     )
   return train, held_out
 
 
 def _check_divisible(
-    mesh: configs.Mesh, model: transformer.ModelConfig
+  mesh: configs.Mesh, model: transformer.ModelConfig
 ) -> None:
   """Refuses a mesh over which some weight cannot be divided."""
   sizes = {"data": mesh.data, "model": mesh.model}
@@ -206,6 +208,6 @@ def _check_divisible(
       mesh_axis = sharding.RULES[axis]
       if mesh_axis and size % sizes[mesh_axis]:
         raise ValueError(
-            f"config.mesh.{mesh_axis} is {sizes[mesh_axis]} but the {axis} "
-            f"axis of {name}, {size}, is not a multiple of it"
+          f"config.mesh.{mesh_axis} is {sizes[mesh_axis]} but the {axis} "
+          f"axis of {name}, {size}, is not a multiple of it"
         )

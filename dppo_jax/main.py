@@ -8,13 +8,13 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A file with get_config(); `file.py:METHOD` names a method."
+  "config", None, "A file with get_config(); `file.py:METHOD` names a method."
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir",
-    None,
-    "Directory of the run; by default runs/CONFIG-METHOD-seedSEED. The same "
-    "command run again goes on from its newest checkpoint.",
+  "workdir",
+  None,
+  "Directory of the run; by default runs/CONFIG-METHOD-seedSEED. The same "
+  "command run again goes on from its newest checkpoint.",
 )
 
 

@@ -36,9 +36,9 @@ def grpo() -> Method:
   Source: Shao et al. 2024, arXiv:2402.03300.
   """
   return Method(
-      prompts=prompt_rules.every_prompt(),
-      advantage=advantages.group_normalized,
-      completions=completion_rules.every_completion(),
+    prompts=prompt_rules.every_prompt(),
+    advantage=advantages.group_normalized,
+    completions=completion_rules.every_completion(),
   )
 
 
@@ -59,8 +59,8 @@ def dppo(prompt_rate: float = 0.5, completion_rate: float = 0.5) -> Method:
     4. Rates, threshold and score are our reading: the text was not at hand.
   """
   return grpo()._replace(
-      prompts=prompt_rules.drop_by_history(prompt_rate),
-      completions=completion_rules.drop_small_advantage(completion_rate),
+    prompts=prompt_rules.drop_by_history(prompt_rate),
+    completions=completion_rules.drop_small_advantage(completion_rate),
   )
 
 

@@ -21,7 +21,7 @@ class Writer:
   """
 
   def __init__(
-      self, workdir: pathlib.Path, first_step: int | None, last_step: int
+    self, workdir: pathlib.Path, first_step: int | None, last_step: int
   ):
     """Goes on after `first_step`; None starts afresh."""
     first_step = -1 if first_step is None else first_step
@@ -32,11 +32,11 @@ class Writer:
     self._events = tensorboardX.SummaryWriter(str(workdir / "events"))
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
-        total=last_step,
-        initial=max(first_step, 0),
-        unit="step",
-        disable=not self._is_terminal,
-        dynamic_ncols=True,
+      total=last_step,
+      initial=max(first_step, 0),
+      unit="step",
+      disable=not self._is_terminal,
+      dynamic_ncols=True,
     )
     self._last_line = 0.0
 
@@ -73,11 +73,11 @@ class Writer:
   def progress(self, step: int, values: Mapping[str, float]) -> None:
     """Moves the bar; without a terminal, a line every ten seconds."""
     note = (
-        f"reward {values['reward/mean']:.2f}"
-        f" · accuracy {values['reward/accuracy']:.2f}"
-        f" · trained {int(values['completions/trained'])}"
-        f" of {int(values['completions/drawn'])}"
-        f" · {values['step/seconds']:.2f} s"
+      f"reward {values['reward/mean']:.2f}"
+      f" · accuracy {values['reward/accuracy']:.2f}"
+      f" · trained {int(values['completions/trained'])}"
+      f" of {int(values['completions/drawn'])}"
+      f" · {values['step/seconds']:.2f} s"
     )
     if self._is_terminal:
       self._bar.set_postfix_str(note, refresh=False)

@@ -1,15 +1,12 @@
-"""A finished run on a page: `report.md` with `report.png`, from its own logs."""
+"""A run on a page: `report.md` with `report.png`, from its own logs."""
 
 import json
 import pathlib
 
-import matplotlib
+from matplotlib import figure as figures
 import numpy as np
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 the backend comes first
-
-from dppo_jax import metrics  # noqa: E402
+from dppo_jax import metrics
 
 MARKS = (0.6, 0.7, 0.8)  # accuracies whose first crossing is reported
 ROOMS = ("data", "rollout", "reward", "select", "score", "update")
@@ -27,24 +24,26 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
   _draw(workdir / "report.png", config, steps, evals, seconds)
   path = workdir / "report.md"
   path.write_text(
-      "\n\n".join([
-          f"# {config['method.name']} on {pathlib.Path(config['data.train']).name}",
-          _summary(config, steps, evals, seconds),
-          "![accuracy, pruning and time](report.png)",
-          "## What was pruned",
-          _pruning(steps),
-          "## Where the time went",
-          _times(steps),
-          "## Sampled solutions",
-          _solutions(samples),
-      ])
-      + "\n"
+    "\n\n".join(
+      [
+        _title(config),
+        _summary(config, steps, evals, seconds),
+        "![accuracy, pruning and time](report.png)",
+        "## What was pruned",
+        _pruning(steps),
+        "## Where the time went",
+        _times(steps),
+        "## Sampled solutions",
+        _solutions(samples),
+      ]
+    )
+    + "\n"
   )
   return path
 
 
 def seconds_to(
-    mark: float, evals: list[dict], seconds: dict[int, float]
+  mark: float, evals: list[dict], seconds: dict[int, float]
 ) -> float | None:
   """Training seconds to an accuracy of `mark`, between evaluations linearly.
 
@@ -63,6 +62,11 @@ def seconds_to(
   return None
 
 
+def _title(config: dict) -> str:
+  source = pathlib.Path(config["data.train"]).name
+  return f"# {config['method.name']} on {source}, seed {config['seed']}"
+
+
 def _seconds_at(steps: list[dict]) -> dict[int, float]:
   """Training seconds spent when a step was done."""
   total, seconds = 0.0, {0: 0.0}
@@ -75,13 +79,12 @@ def _seconds_at(steps: list[dict]) -> dict[int, float]:
 def _summary(config, steps, evals, seconds) -> str:
   first, last = evals[0], evals[-1]
   rows = [
-      ("held-out accuracy", f"{_accuracy(first)} → {_accuracy(last)}"),
-      ("steps", f"{len(steps)}"),
-      ("training time", f"{seconds[last['step']]:.1f} s"),
-      ("prompts drawn", f"{_total(steps, 'prompts/drawn'):,.0f}"),
-      ("tokens generated", f"{_total(steps, 'tokens/generated'):,.0f}"),
-      ("tokens trained", f"{_total(steps, 'tokens/trained'):,.0f}"),
-      ("seed", f"{config['seed']}"),
+    ("held-out accuracy", f"{_accuracy(first)} → {_accuracy(last)}"),
+    ("steps", f"{len(steps)}"),
+    ("training time", f"{seconds[last['step']]:.1f} s"),
+    ("prompts drawn", f"{_total(steps, 'prompts/drawn'):,.0f}"),
+    ("tokens generated", f"{_total(steps, 'tokens/generated'):,.0f}"),
+    ("tokens trained", f"{_total(steps, 'tokens/trained'):,.0f}"),
   ]
   for mark in MARKS:
     spent = seconds_to(mark, evals, seconds)
@@ -96,27 +99,40 @@ def _pruning(steps) -> str:
   share = lambda a, b: _total(steps, a) / max(_total(steps, b), 1)
   mean = lambda name: _total(steps, name) / len(steps)
   return _table(
-      ("", "share", "of"),
-      [
-          ("prompts kept", f"{share('prompts/kept', 'prompts/drawn'):.1%}",
-           "prompts drawn"),
-          ("completions kept",
-           f"{share('completions/kept', 'completions/drawn'):.1%}",
-           "completions sampled"),
-          ("completions trained",
-           f"{share('completions/trained', 'completions/drawn'):.1%}",
-           "completions sampled (the rest had weight or advantage 0)"),
-          ("tokens trained",
-           f"{share('tokens/trained', 'tokens/generated'):.1%}",
-           "tokens generated"),
-          ("groups without a signal",
-           f"{share('completions/dead_groups', 'prompts/kept'):.1%}",
-           "prompts rolled out"),
-          ("decode slots busy", f"{mean('rollout/slot_utilisation'):.1%}",
-           "slots x decode steps"),
-          ("packed cells in use", f"{mean('pack/fill'):.1%}",
-           "rows x row length"),
-      ],
+    ("", "share", "of"),
+    [
+      (
+        "prompts kept",
+        f"{share('prompts/kept', 'prompts/drawn'):.1%}",
+        "prompts drawn",
+      ),
+      (
+        "completions kept",
+        f"{share('completions/kept', 'completions/drawn'):.1%}",
+        "completions sampled",
+      ),
+      (
+        "completions trained",
+        f"{share('completions/trained', 'completions/drawn'):.1%}",
+        "completions sampled (the rest had weight or advantage 0)",
+      ),
+      (
+        "tokens trained",
+        f"{share('tokens/trained', 'tokens/generated'):.1%}",
+        "tokens generated",
+      ),
+      (
+        "groups without a signal",
+        f"{share('completions/dead_groups', 'prompts/kept'):.1%}",
+        "prompts rolled out",
+      ),
+      (
+        "decode slots busy",
+        f"{mean('rollout/slot_utilisation'):.1%}",
+        "slots x decode steps",
+      ),
+      ("packed cells in use", f"{mean('pack/fill'):.1%}", "rows x row length"),
+    ],
   )
 
 
@@ -128,7 +144,7 @@ def _times(steps) -> str:
     rows.append((room, f"{spent:.1f} s", f"{spent / total:.1%}"))
   known = sum(_total(steps, f"{room}/seconds") for room in ROOMS)
   rows.append(
-      ("the rest", f"{total - known:.1f} s", f"{(total - known) / total:.1%}")
+    ("the rest", f"{total - known:.1f} s", f"{(total - known) / total:.1%}")
   )
   return _table(("room", "seconds", "share"), rows)
 
@@ -139,49 +155,53 @@ def _solutions(samples) -> str:
     return "None were kept."
   steps = sorted({line["step"] for line in held_out})
   chosen = [
-      line
-      for step in dict.fromkeys((steps[0], steps[-1]))
-      for line in [x for x in held_out if x["step"] == step][:3]
+    line
+    for step in dict.fromkeys((steps[0], steps[-1]))
+    for line in [x for x in held_out if x["step"] == step][:3]
   ]
   blocks = []
   for line in chosen:
     verdict = "right" if line["reward"] else "wrong"
     blocks.append(
-        f"Step {line['step']}, {verdict} (answer: {line['answer']}):\n\n```\n"
-        f"{line['problem']}\n{line['completion']}\n```"
+      f"Step {line['step']}, {verdict} (answer: {line['answer']}):\n\n```\n"
+      f"{line['problem']}\n{line['completion']}\n```"
     )
   return "\n\n".join(blocks)
 
 
 def _draw(path, config, steps, evals, seconds) -> None:
-  figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-  method = config["method.name"]
+  # No pyplot: it would choose a backend for the whole process.
+  figure = figures.Figure(figsize=(10, 7), layout="constrained")
+  axes = figure.subplots(2, 2)
   accuracy = [line["eval/accuracy"] for line in evals]
   error = [line["eval/stderr"] for line in evals]
   drawn = {0: 0.0}
   for line in steps:
     drawn[line["step"]] = drawn[max(drawn)] + line["prompts/drawn"]
   for axis, at, label in (
-      (axes[0, 0], seconds, "training seconds"),
-      (axes[0, 1], drawn, "prompts drawn"),
+    (axes[0, 0], seconds, "training seconds"),
+    (axes[0, 1], drawn, "prompts drawn"),
   ):
     axis.errorbar(
-        [at[line["step"]] for line in evals],
-        accuracy,
-        error,
-        color=COLOURS[1],
-        marker="o",
-        markersize=3,
-        capsize=2,
+      [at[line["step"]] for line in evals],
+      accuracy,
+      error,
+      color=COLOURS[1],
+      marker="o",
+      markersize=3,
+      capsize=2,
     )
     axis.set(xlabel=label, ylabel="held-out accuracy", ylim=(0, 1))
   axis = axes[1, 0]
   for colour, label, part, whole in (
-      (COLOURS[1], "prompts kept", "prompts/kept", "prompts/drawn"),
-      (COLOURS[2], "completions kept", "completions/kept",
-       "completions/drawn"),
-      (COLOURS[5], "completions trained", "completions/trained",
-       "completions/drawn"),
+    (COLOURS[1], "prompts kept", "prompts/kept", "prompts/drawn"),
+    (COLOURS[2], "completions kept", "completions/kept", "completions/drawn"),
+    (
+      COLOURS[5],
+      "completions trained",
+      "completions/trained",
+      "completions/drawn",
+    ),
   ):
     share = [line[part] / max(line[whole], 1) for line in steps]
     x, y = _smooth([line["step"] for line in steps], share)
@@ -195,9 +215,8 @@ def _draw(path, config, steps, evals, seconds) -> None:
   for axis in axes.flat:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
-  figure.suptitle(f"{method}, seed {config['seed']}")
+  figure.suptitle(_title(config).removeprefix("# "))
   figure.savefig(path, dpi=120)
-  plt.close(figure)
 
 
 def _smooth(x: list, y: list, points: int = 60) -> tuple[list, list]:

@@ -20,13 +20,17 @@ import subprocess
 import sys
 from typing import Self
 
-KINDS = ("exact", "math")
 OUTCOMES = ("right", "wrong", "unboxed", "unparsed", "timeouts", "crashes")
 MAX_ANSWER_CHARS = 1000  # ten times the longest gold answer of MATH
 MEMORY_BYTES = 4 << 30  # address space of a child
-START_SECONDS = 120.0  # to import math-verify; a second where nothing is slow
+START_SECONDS = 120.0  # to import math-verify, which takes half a second
+CHILD_ENV = {
+  "JAX_PLATFORMS": "cpu",  # should a child ever import JAX
+  "CUDA_VISIBLE_DEVICES": "",
+  "SYMPY_CACHE_SIZE": "100",  # 1000 numbers of a million digits fill a child
+}
 
-# Gold answer, answer, are they equal: what a working installation knows.
+# For each kind: gold answer, answer, are they equal.
 KNOWN_PAIRS = {
   "exact": [
     (r"\frac{1}{2}", r" \frac{1}{2} ", True),
@@ -110,18 +114,17 @@ class Grader:
     Raises:
       ValueError: if an argument is out of range.
     """
-    if kind not in KINDS:
+    if kind not in KNOWN_PAIRS:
       raise ValueError(
-        f"config.reward.kind is {kind!r} but must be one of {KINDS}"
+        f"config.reward.kind is {kind!r}, not one of {[*KNOWN_PAIRS]}"
       )
     if kind == "math" and num_workers < 1:
       raise ValueError(
-        f"config.reward.num_workers is {num_workers} but must be at least 1"
+        f"config.reward.num_workers is {num_workers}, not at least 1"
       )
     if timeout_seconds <= 0:
       raise ValueError(
-        f"config.reward.timeout_seconds is {timeout_seconds} but must be "
-        "above 0"
+        f"config.reward.timeout_seconds is {timeout_seconds}, not above 0"
       )
     self.counts = dict.fromkeys(OUTCOMES, 0)
     self._kind = kind
@@ -170,8 +173,7 @@ class Grader:
     """
     if len(completions) != len(golds):
       raise ValueError(
-        f"{len(completions)} completions but {len(golds)} gold answers: "
-        "give one gold answer for each completion"
+        f"{len(golds)} gold answers for {len(completions)} completions"
       )
     outcomes = self._outcomes(completions, golds)
     for outcome in outcomes:
@@ -250,16 +252,15 @@ class _Worker:
     return errors
 
   def _start(self) -> None:
-    # This file as a script: a child that imported dppo_jax.main, as those of
-    # multiprocessing do, would import JAX. -P keeps its neighbours, such as
-    # config.py, from being imported by their bare names.
+    # This file as a script: a child of multiprocessing imports dppo_jax.main,
+    # and with it JAX. -P hides its neighbours, such as config.py, from imports.
     self.process = subprocess.Popen(
       [sys.executable, "-P", __file__, str(self._timeout_seconds)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
-      env={**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+      env=os.environ | CHILD_ENV,
       start_new_session=True,  # Ctrl-C is for the parent
     )
     if self._read_line(START_SECONDS) != "ready":
@@ -283,9 +284,8 @@ def _serve(timeout_seconds: float) -> None:
   import resource
   import signal
 
-  # Replies get a pipe of their own; whatever else is printed goes to stderr
-  # until the child is ready, so that a failure to start can be explained, and
-  # is then dropped: nobody reads it, and a full pipe would block.
+  # Replies get a pipe of their own. Whatever else is printed goes to stderr, to
+  # explain a failure to start, and once ready nowhere: a full pipe would block.
   replies = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)
   with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
@@ -297,7 +297,7 @@ def _serve(timeout_seconds: float) -> None:
   os.dup2(silence, 2)
   print("ready", file=replies, flush=True)
   for line in sys.stdin:
-    # If the parent was killed too, the kernel's clock ends a hung child.
+    # The parent's deadline comes first; this ends an orphan that hangs.
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
     outcome = _compare(*json.loads(line))
     signal.setitimer(signal.ITIMER_REAL, 0)

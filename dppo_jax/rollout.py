@@ -58,20 +58,20 @@ def slot_sizes(num_slots: int) -> list[int]:
 
 
 def sample(
-    params: transformer.Params,
-    model_config: transformer.ModelConfig,
-    prompts: PromptBatch,
-    draw: keys.Draw,
-    *,
-    group_size: int,
-    max_tokens: int,
-    num_slots: int,
-    stop_ids: tuple[int, ...],
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    prefill_prompts: int = 16,
-    kept: Selection | None = None,
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  prompts: PromptBatch,
+  draw: keys.Draw,
+  *,
+  group_size: int,
+  max_tokens: int,
+  num_slots: int,
+  stop_ids: tuple[int, ...],
+  temperature: float = 1.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  prefill_prompts: int = 16,
+  kept: Selection | None = None,
 ) -> Rollout:
   """`group_size` completions of each prompt that was kept.
 
@@ -102,19 +102,19 @@ def sample(
 
   def run_shard(params, prompts, keep, key):
     return _sample_shard(
-        params,
-        model_config,
-        prompts,
-        keep,
-        key,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        num_slots=num_slots // num_shards,
-        stop_ids=stop_ids,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        prefill_prompts=max(1, prefill_prompts // num_shards),
+      params,
+      model_config,
+      prompts,
+      keep,
+      key,
+      group_size=group_size,
+      max_tokens=max_tokens,
+      num_slots=num_slots // num_shards,
+      stop_ids=stop_ids,
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      prefill_prompts=max(1, prefill_prompts // num_shards),
     )
 
   params = transformer.cast(params, model_config)
@@ -125,28 +125,28 @@ def sample(
     seat = _deal(kept.keep, num_shards)
     dealt = jnp.zeros_like(seat).at[seat].set(jnp.arange(num_prompts))
     written, slot_steps = jax.shard_map(
-        run_shard,
-        in_specs=(spec(), spec("data"), spec("data"), spec()),
-        out_specs=spec("data"),
-        axis_names={"data"},
-        check_vma=False,
+      run_shard,
+      in_specs=(spec(), spec("data"), spec("data"), spec()),
+      out_specs=spec("data"),
+      axis_names={"data"},
+      check_vma=False,
     )(
-        params,
-        jax.tree.map(lambda x: x[dealt], prompts),
-        kept.keep[dealt],
-        draw.key,
+      params,
+      jax.tree.map(lambda x: x[dealt], prompts),
+      kept.keep[dealt],
+      draw.key,
     )
     written = jax.tree.map(
-        lambda x: x.reshape(num_prompts, group_size, *x.shape[1:])[seat],
-        written,
+      lambda x: x.reshape(num_prompts, group_size, *x.shape[1:])[seat],
+      written,
     )
   group = lambda x: x.reshape(num_prompts, group_size, *x.shape[1:])
   written = Written(*(group(x) if num_shards == 1 else x for x in written))
   return Rollout(
-      prompt_ids=prompts.ids,
-      kept=kept,
-      slot_steps=slot_steps.sum(),
-      **written._asdict(),
+    prompt_ids=prompts.ids,
+    kept=kept,
+    slot_steps=slot_steps.sum(),
+    **written._asdict(),
   )
 
 
@@ -158,20 +158,20 @@ def _deal(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
 
 
 def _sample_shard(
-    params,
-    model_config,
-    prompts: PromptBatch,
-    keep: Bool[Array, "N"],
-    key: jax.Array,
-    *,
-    group_size: int,
-    max_tokens: int,
-    num_slots: int,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    prefill_prompts: int,
+  params,
+  model_config,
+  prompts: PromptBatch,
+  keep: Bool[Array, "N"],
+  key: jax.Array,
+  *,
+  group_size: int,
+  max_tokens: int,
+  num_slots: int,
+  stop_ids: tuple[int, ...],
+  temperature: float,
+  top_k: int,
+  top_p: float,
+  prefill_prompts: int,
 ) -> tuple[Written, Int[Array, "1"]]:
   """One shard's completions, and its slots times its steps."""
   num_prompts, _ = prompts.tokens.shape
@@ -179,7 +179,7 @@ def _sample_shard(
   queue = jnp.argsort(~keep, stable=True).astype(jnp.int32)  # kept ones first
   num_waiting = keep.sum(dtype=jnp.int32) * group_size
   shared = _prefill(
-      params, model_config, prompts, queue, keep.sum(), prefill_prompts
+    params, model_config, prompts, queue, keep.sum(), prefill_prompts
   )
   prompt_keys = keys.for_items(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
@@ -195,18 +195,18 @@ def _sample_shard(
     prompt = queue[place]
     length = prompts.lengths[prompt]
     copy = lambda cache, shared: jax.lax.dynamic_update_slice(
-        cache,
-        jax.lax.dynamic_index_in_dim(shared, place, 1),
-        (0, slot, 0, 0, 0),
+      cache,
+      jax.lax.dynamic_index_in_dim(shared, place, 1),
+      (0, slot, 0, 0, 0),
     )
     slots = Slots(
-        item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
-        # The last prompt token is read again: what follows it is sampled by
-        # the same step that all other slots take.
-        token=slots.token.at[slot].set(prompts.tokens[prompt, length - 1]),
-        position=slots.position.at[slot].set(length - 1),
-        count=slots.count.at[slot].set(0),
-        cache=jax.tree.map(copy, slots.cache, shared),
+      item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
+      # The last prompt token is read again: what follows it is sampled by
+      # the same step that all other slots take.
+      token=slots.token.at[slot].set(prompts.tokens[prompt, length - 1]),
+      position=slots.position.at[slot].set(length - 1),
+      count=slots.count.at[slot].set(0),
+      cache=jax.tree.map(copy, slots.cache, shared),
     )
     return slots, taken + 1
 
@@ -218,11 +218,11 @@ def _sample_shard(
     slots, taken, written, done, slot_steps = state
     slots, taken = jax.lax.while_loop(can_refill, refill, (slots, taken))
     hidden, cache = transformer.decode(
-        params, model_config, slots.token, slots.position, slots.cache
+      params, model_config, slots.token, slots.position, slots.cache
     )
     scores = transformer.logits(params, model_config, hidden)
     step_keys = jax.vmap(jax.random.fold_in)(
-        item_keys[jnp.minimum(slots.item, num_items - 1)], slots.count
+      item_keys[jnp.minimum(slots.item, num_items - 1)], slots.count
     )
     token, logprob = choose(scores, step_keys, temperature, top_k, top_p)
     is_stop = (token[:, None] == stops).any(-1)
@@ -230,20 +230,18 @@ def _sample_shard(
     is_done = is_live & (is_stop | (slots.count + 1 == max_tokens))
     at = (slots.item, slots.count)
     written = Written(
-        tokens=written.tokens.at[at].set(token, mode="drop"),
-        logprobs=written.logprobs.at[at].set(logprob, mode="drop"),
-        lengths=written.lengths.at[slots.item].set(
-            slots.count + 1, mode="drop"
-        ),
-        is_stopped=written.is_stopped.at[slots.item].set(is_stop, mode="drop"),
+      tokens=written.tokens.at[at].set(token, mode="drop"),
+      logprobs=written.logprobs.at[at].set(logprob, mode="drop"),
+      lengths=written.lengths.at[slots.item].set(slots.count + 1, mode="drop"),
+      is_stopped=written.is_stopped.at[slots.item].set(is_stop, mode="drop"),
     )
     slots = Slots(
-        item=jnp.where(is_done, num_items, slots.item),
-        token=token,
-        # An idle slot stays at cell 0, so that it does not lengthen the reads.
-        position=jnp.where(is_live & ~is_done, slots.position + 1, 0),
-        count=jnp.where(is_live, slots.count + 1, 0),
-        cache=cache,
+      item=jnp.where(is_done, num_items, slots.item),
+      token=token,
+      # An idle slot stays at cell 0, so that it does not lengthen the reads.
+      position=jnp.where(is_live & ~is_done, slots.position + 1, 0),
+      count=jnp.where(is_live, slots.count + 1, 0),
+      cache=cache,
     )
     done = done + is_done.sum(dtype=jnp.int32)
     return slots, taken, written, done, slot_steps + slots.item.shape[0]
@@ -253,38 +251,44 @@ def _sample_shard(
     capacity = buckets.round_up(capacity, attention.CACHE_BLOCK)
   zeros = jnp.zeros((num_slots,), jnp.int32)
   room = lambda x: jnp.zeros(
-      (x.shape[0], num_slots, x.shape[2], capacity, x.shape[4]), x.dtype
+    (x.shape[0], num_slots, x.shape[2], capacity, x.shape[4]), x.dtype
   )
   state = (
-      Slots(
-          item=jnp.full((num_slots,), num_items, jnp.int32),
-          token=zeros,
-          position=zeros,
-          count=zeros,
-          cache=jax.tree.map(room, shared),
-      ),
-      jnp.int32(0),
-      Written(
-          tokens=jnp.zeros((num_items, max_tokens), jnp.int32),
-          logprobs=jnp.zeros((num_items, max_tokens), jnp.float32),
-          lengths=jnp.zeros((num_items,), jnp.int32),
-          is_stopped=jnp.zeros((num_items,), bool),
-      ),
-      jnp.int32(0),
-      jnp.int32(0),
+    Slots(
+      item=jnp.full((num_slots,), num_items, jnp.int32),
+      token=zeros,
+      position=zeros,
+      count=zeros,
+      cache=jax.tree.map(room, shared),
+    ),
+    jnp.int32(0),
+    Written(
+      tokens=jnp.zeros((num_items, max_tokens), jnp.int32),
+      logprobs=jnp.zeros((num_items, max_tokens), jnp.float32),
+      lengths=jnp.zeros((num_items,), jnp.int32),
+      is_stopped=jnp.zeros((num_items,), bool),
+    ),
+    jnp.int32(0),
+    jnp.int32(0),
   )
   sizes = slot_sizes(num_slots)
   for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
     slots, *rest = state
-    busy_first = jnp.argsort(slots.item == num_items, stable=True)[:size]
-    slots = Slots(
-        *(x[busy_first] for x in slots[:-1]),
-        cache=jax.tree.map(lambda x: x[:, busy_first], slots.cache),
-    )
     has_more = lambda state, limit=next_size: num_waiting - state[3] > limit
-    state = jax.lax.while_loop(has_more, step, (slots, *rest))
+    state = jax.lax.while_loop(
+      has_more, step, (_gather_busy(slots, size, num_items), *rest)
+    )
   _, _, written, _, slot_steps = state
   return written, slot_steps[None]
+
+
+def _gather_busy(slots: Slots, size: int, idle: int) -> Slots:
+  """`size` of the slots, those at work among them."""
+  chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
+  return Slots(
+    *(x[chosen] for x in slots[:-1]),
+    cache=jax.tree.map(lambda x: x[:, chosen], slots.cache),
+  )
 
 
 def _prefill(params, model_config, prompts, queue, num_kept, side_by_side):
@@ -297,10 +301,10 @@ def _prefill(params, model_config, prompts, queue, num_kept, side_by_side):
   def prefill_chunk(i, shared):
     rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
     new = transformer.prefill(
-        params, model_config, prompts.tokens[rows], prompts.lengths[rows]
+      params, model_config, prompts.tokens[rows], prompts.lengths[rows]
     )
     write = lambda x, y: jax.lax.dynamic_update_slice(
-        x, y, (0, i * chunk, 0, 0, 0)
+      x, y, (0, i * chunk, 0, 0, 0)
     )
     return jax.tree.map(write, shared, new)
 
@@ -310,11 +314,11 @@ def _prefill(params, model_config, prompts, queue, num_kept, side_by_side):
 
 
 def choose(
-    scores: Float[Array, "B V"],
-    step_keys: jax.Array,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
+  scores: Float[Array, "B V"],
+  step_keys: jax.Array,
+  temperature: float,
+  top_k: int = 0,
+  top_p: float = 1.0,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
   """A token for each row of scores, and its log-probability when sampled.
 

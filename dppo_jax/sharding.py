@@ -9,15 +9,15 @@ MESH_AXES = ("data", "model")
 
 # Logical axis -> mesh axis; None is replicated.
 RULES: Mapping[str | None, str | None] = {
-    "batch": "data",  # prompts, decode slots, packed rows
-    "embed": "data",  # a weight's input width: gathered layer by layer
-    "heads": "model",
-    "kv_heads": "model",
-    "mlp": "model",
-    "vocab": "model",
-    "layer": None,
-    "head_dim": None,
-    None: None,
+  "batch": "data",  # prompts, decode slots, packed rows
+  "embed": "data",  # a weight's input width: gathered layer by layer
+  "heads": "model",
+  "kv_heads": "model",
+  "mlp": "model",
+  "vocab": "model",
+  "layer": None,
+  "head_dim": None,
+  None: None,
 }
 
 
@@ -32,14 +32,14 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     data = max(1, len(devices) // model)
   if data * model > len(devices):
     raise ValueError(
-        f"a mesh of {data} x {model} needs {data * model} devices but there "
-        f"are {len(devices)}: lower config.mesh.data or config.mesh.model"
+      f"a mesh of {data} x {model} needs {data * model} devices but there "
+      f"are {len(devices)}: lower config.mesh.data or config.mesh.model"
     )
   return jax.make_mesh(
-      (data, model),
-      MESH_AXES,
-      axis_types=(AxisType.Auto, AxisType.Auto),
-      devices=devices[: data * model],
+    (data, model),
+    MESH_AXES,
+    axis_types=(AxisType.Auto, AxisType.Auto),
+    devices=devices[: data * model],
   )
 
 
@@ -59,6 +59,6 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   if mesh.empty:
     return x
   parts = tuple(
-      None if part in mesh.manual_axes else part for part in spec(axes)
+    None if part in mesh.manual_axes else part for part in spec(axes)
   )
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts))

@@ -14,8 +14,6 @@ import os
 from typing import Any, NamedTuple
 import zlib
 
-import numpy as np
-
 
 class Columns(NamedTuple):
   """What a source calls its columns; `id` and `solution` may be absent."""
@@ -138,8 +136,6 @@ def _tfds_records(source: str) -> _Records:
 
 def _text(value: Any, place: str) -> str:
   """`value` as text, empty where there is none."""
-  if isinstance(value, np.generic):
-    value = value.item()
   if isinstance(value, bytes):
     value = value.decode()
   if value is None or (isinstance(value, float) and math.isnan(value)):

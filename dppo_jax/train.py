@@ -16,15 +16,15 @@ from jax import block_until_ready as ready
 import numpy as np
 
 from dppo_jax import (
-    checkpoint,
-    data,
-    evaluate,
-    keys,
-    metrics,
-    report,
-    rewards,
-    rooms,
-    warmup,
+  checkpoint,
+  data,
+  evaluate,
+  keys,
+  metrics,
+  report,
+  rewards,
+  rooms,
+  warmup,
 )
 from dppo_jax import config as configs
 from dppo_jax.house import House, furnish
@@ -46,10 +46,10 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
   house = furnish(config)
   configs.write(workdir / "config.json", config)
   with (
-      jax.set_mesh(house.mesh),
-      house.make_grader() as grader,
-      checkpoint.Checkpoints(workdir, config.checkpoint.keep) as saved,
-      metrics.Writer(workdir, saved.latest_step(), config.steps) as writer,
+    jax.set_mesh(house.mesh),
+    house.make_grader() as grader,
+    checkpoint.Checkpoints(workdir, config.checkpoint.keep) as saved,
+    metrics.Writer(workdir, saved.latest_step(), config.steps) as writer,
   ):
     writer.say(house.description())
     grader.self_check()
@@ -58,10 +58,10 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
 
 
 def _train(
-    house: House,
-    grader: rewards.Grader,
-    saved: checkpoint.Checkpoints,
-    writer: metrics.Writer,
+  house: House,
+  grader: rewards.Grader,
+  saved: checkpoint.Checkpoints,
+  writer: metrics.Writer,
 ) -> None:
   config = house.config
   num_prompts = config.data.prompts_per_step
@@ -77,34 +77,36 @@ def _train(
       clock = metrics.Clock()
       with clock("data"):
         prompts = data.draw(house.train, house.root_key, step, num_prompts)
-        kept = compiled.choose(at(room=Room.PROMPTS), state.history, prompts.ids)
+        kept = compiled.choose(
+          at(room=Room.PROMPTS), state.history, prompts.ids
+        )
       with clock("rollout"):
         rollout = ready(
-            compiled.roll_out(state.params, prompts, at(room=Room.ROLLOUT), kept)
+          compiled.roll_out(state.params, prompts, at(room=Room.ROLLOUT), kept)
         )
       with clock("reward"):
         graded = grade(house, grader, rollout)
       with clock("select"):
         batch, num_micro, chosen = ready(
-            compiled.select(
-                at(room=Room.COMPLETIONS), prompts, rollout, graded.rewards
-            )
+          compiled.select(
+            at(room=Room.COMPLETIONS), prompts, rollout, graded.rewards
+          )
         )
       with clock("score"):
         batch = ready(compiled.score(state.params, batch, num_micro))
       with clock("update"):
         state, learned = compiled.update(
-            state, reference, batch, num_micro, num_drawn
+          state, reference, batch, num_micro, num_drawn
         )
         state = ready(compiled.remember(state, rollout, graded.rewards))
 
       done = step + 1
       values = (
-          graded.metrics
-          | chosen
-          | learned
-          | clock.metrics()
-          | {"update/compiles": compiles.since_last()}
+        graded.metrics
+        | chosen
+        | learned
+        | clock.metrics()
+        | {"update/compiles": compiles.since_last()}
       )
       writer.write(done, values)
       writer.write_samples(done, graded.samples[:SAMPLES_PER_STEP])
@@ -117,7 +119,7 @@ def _train(
         saved.save(done, state)
       if is_stopping():
         writer.say(
-            f"stopped after step {done}; the same command goes on from there"
+          f"stopped after step {done}; the same command goes on from there"
         )
         raise KeyboardInterrupt
 
@@ -137,7 +139,7 @@ def grade(house: House, grader: rewards.Grader, rollout: Rollout) -> Graded:
   places = np.argwhere(lengths > 0)
   ids = np.asarray(rollout.prompt_ids)[places[:, 0]]
   texts = [
-      house.tokenizer.decode(tokens[q, g, : lengths[q, g]]) for q, g in places
+    house.tokenizer.decode(tokens[q, g, : lengths[q, g]]) for q, g in places
   ]
   golds = [house.train.answers[i] for i in ids]
   outcomes = grader.judge(texts, golds)
@@ -146,49 +148,46 @@ def grade(house: House, grader: rewards.Grader, rollout: Rollout) -> Graded:
   out[tuple(places.T)] = earned
   share = lambda outcome: outcomes.count(outcome) / max(len(outcomes), 1)
   return Graded(
-      rewards=out,
-      metrics={
-          "reward/mean": float(earned.mean()) if len(earned) else 0.0,
-          "reward/accuracy": share("right"),
-          "reward/unboxed": share("unboxed"),
-          "reward/unparsed": share("unparsed"),
-          "reward/timeouts": outcomes.count("timeouts"),
-          "reward/crashes": outcomes.count("crashes"),
-      },
-      samples=[
-          _sample(house.train.problems[i], text, gold, reward)
-          for i, text, gold, reward in zip(
-              ids, texts, golds, earned, strict=True
-          )
-      ],
+    rewards=out,
+    metrics={
+      "reward/mean": float(earned.mean()) if len(earned) else 0.0,
+      "reward/accuracy": share("right"),
+      "reward/unboxed": share("unboxed"),
+      "reward/unparsed": share("unparsed"),
+      "reward/timeouts": outcomes.count("timeouts"),
+      "reward/crashes": outcomes.count("crashes"),
+    },
+    samples=[
+      _sample(house.train.problems[i], text, gold, reward)
+      for i, text, gold, reward in zip(ids, texts, golds, earned, strict=True)
+    ],
   )
 
 
 def _sample(problem: str, completion: str, gold: str, reward: float) -> dict:
   return {
-      "problem": problem,
-      "completion": completion,
-      "answer": gold,
-      "reward": float(reward),
+    "problem": problem,
+    "completion": completion,
+    "answer": gold,
+    "reward": float(reward),
   }
 
 
 def _begin(
-    house: House,
-    saved: checkpoint.Checkpoints,
-    writer: metrics.Writer,
-    test: Callable[[TrainState], None],
+  house: House,
+  saved: checkpoint.Checkpoints,
+  writer: metrics.Writer,
+  test: Callable[[TrainState], None],
 ) -> tuple[TrainState, TrainState | None]:
   """The state to go on from, and the reference policy's weights."""
-  config = house.config
   like = rooms.state_like(house)
   first = saved.latest_step()
   if first is None:
     params = house.initial_params()
     params = _warm_up(house, params, writer)
     state = jax.jit(
-        functools.partial(rooms.fresh_state, house),
-        out_shardings=jax.tree.map(lambda x: x.sharding, like),
+      functools.partial(rooms.fresh_state, house),
+      out_shardings=jax.tree.map(lambda x: x.sharding, like),
     )(params)
     test(state)
     saved.save(0, state)
@@ -203,50 +202,50 @@ def _begin(
 
 
 def _warm_up(
-    house: House, params: transformer.Params, writer: metrics.Writer
+  house: House, params: transformer.Params, writer: metrics.Writer
 ) -> transformer.Params:
   """The weights after the supervised steps that the config asks for, if any."""
   knobs = house.config.warmup
   if not knobs.steps:
     return params
   return warmup.run(
-      params,
-      house.train,
-      house.tokenizer,
-      house.root_key,
-      model_config=house.model,
-      rows=house.rows,
-      head_tokens=house.config.pack.head_tokens,
-      say=writer.say,
-      **vars(knobs),
+    params,
+    house.train,
+    house.tokenizer,
+    house.root_key,
+    model_config=house.model,
+    rows=house.rows,
+    head_tokens=house.config.pack.head_tokens,
+    say=writer.say,
+    **vars(knobs),
   )
 
 
 def _test(
-    house: House,
-    compiled: rooms.Rooms,
-    grader: rewards.Grader,
-    writer: metrics.Writer,
-    state: TrainState,
+  house: House,
+  compiled: rooms.Rooms,
+  grader: rewards.Grader,
+  writer: metrics.Writer,
+  state: TrainState,
 ) -> None:
   """Writes the accuracy on held-out problems, and some answers."""
   step = int(state.step)
   values, answers = evaluate.evaluate(
-      functools.partial(compiled.evaluate, state.params),
-      house.held_out,
-      house.tokenizer,
-      grader,
-      keys.draw_at(house.root_key, 0, Room.EVALUATE),
-      house.config.eval.prompts,
+    functools.partial(compiled.evaluate, state.params),
+    house.held_out,
+    house.tokenizer,
+    grader,
+    keys.draw_at(house.root_key, 0, Room.EVALUATE),
+    house.config.eval.prompts,
   )
   writer.write(step, values)
   writer.write_samples(
-      step, [_sample(*x) | {"held_out": True} for x in answers[:8]]
+    step, [_sample(*x) | {"held_out": True} for x in answers[:8]]
   )
   writer.say(
-      f"step {step}: held-out accuracy {values['eval/accuracy']:.3f}"
-      f" ± {values['eval/stderr']:.3f}"
-      f" ({values['eval/tokens']:.1f} tokens a completion)"
+    f"step {step}: held-out accuracy {values['eval/accuracy']:.3f}"
+    f" ± {values['eval/stderr']:.3f}"
+    f" ({values['eval/tokens']:.1f} tokens a completion)"
   )
 
 
@@ -254,16 +253,16 @@ def _check(values: dict[str, float]) -> None:
   """Refuses to go on where going on would be in vain."""
   if values["pack/missing_rows"] > 0:
     raise RuntimeError(
-        f"{values['pack/missing_rows']:.0f} packed rows have no place: "
-        "packing.row_bound is wrong; please report this"
+      f"{values['pack/missing_rows']:.0f} packed rows have no place: "
+      "packing.row_bound is wrong; please report this"
     )
   if values["update/skipped_in_a_row"] >= MAX_SKIPPED:
     raise FloatingPointError(
-        f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
-        f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
-        f"largest weight {values['weights/max']:.1f}): nothing was changed by "
-        "them. Lower config.optimizer.learning_rate, or compute in float32 "
-        "with config.model.dtype"
+      f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
+      f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
+      f"largest weight {values['weights/max']:.1f}): nothing was changed by "
+      "them. Lower config.optimizer.learning_rate, or compute in float32 "
+      "with config.model.dtype"
     )
 
 

@@ -57,14 +57,14 @@ class Total(NamedTuple):
 
 
 def make_optimizer(
-    learning_rate: float,
-    total_steps: int,
-    schedule: str = "constant",
-    ramp_steps: int = 0,
-    weight_decay: float = 0.0,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    clip_norm: float = 1.0,
+  learning_rate: float,
+  total_steps: int,
+  schedule: str = "constant",
+  ramp_steps: int = 0,
+  weight_decay: float = 0.0,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  clip_norm: float = 1.0,
 ) -> optax.GradientTransformation:
   """AdamW behind global-norm clipping; skips gradients that are not finite.
 
@@ -73,53 +73,53 @@ def make_optimizer(
   """
   rest = max(1, total_steps - ramp_steps)
   schedules = {
-      "constant": lambda: optax.constant_schedule(learning_rate),
-      "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
-      "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
+    "constant": lambda: optax.constant_schedule(learning_rate),
+    "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
+    "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
   }
   if schedule not in schedules:
     raise ValueError(
-        f"config.optimizer.schedule is {schedule!r} but must be one of "
-        f"{', '.join(schedules)}"
+      f"config.optimizer.schedule is {schedule!r} but must be one of "
+      f"{', '.join(schedules)}"
     )
   rate = schedules[schedule]()
   if ramp_steps:
     ramp = optax.linear_schedule(
-        learning_rate / ramp_steps, learning_rate, ramp_steps - 1
+      learning_rate / ramp_steps, learning_rate, ramp_steps - 1
     )
     rate = optax.join_schedules([ramp, rate], [ramp_steps])
   return optax.apply_if_finite(
-      optax.chain(
-          optax.clip_by_global_norm(clip_norm),
-          optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay),
-      ),
-      # The run stops long before optax would let such a gradient through.
-      max_consecutive_errors=2**30,
+    optax.chain(
+      optax.clip_by_global_norm(clip_norm),
+      optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay),
+    ),
+    # The run stops long before optax would let such a gradient through.
+    max_consecutive_errors=2**30,
   )
 
 
 def logprobs(
-    params: transformer.Params, settings: Settings, rows: PackedBatch
+  params: transformer.Params, settings: Settings, rows: PackedBatch
 ) -> Float[Array, "R L"]:
   """Log-probability of every cell's target, in nats."""
   model = settings.model
   hidden = transformer.forward(
-      params, model, rows.tokens, rows.positions, rows.segment_ids
+    params, model, rows.tokens, rows.positions, rows.segment_ids
   )
   return head.token_logprobs(
-      hidden,
-      transformer.head(params, model).astype(hidden.dtype),
-      rows.targets,
-      settings.temperature,
-      settings.head_tokens,
+    hidden,
+    transformer.head(params, model).astype(hidden.dtype),
+    rows.targets,
+    settings.temperature,
+    settings.head_tokens,
   )
 
 
 def score(
-    params: transformer.Params,
-    settings: Settings,
-    batch: PackedBatch,
-    num_used: Int[Array, ""],
+  params: transformer.Params,
+  settings: Settings,
+  batch: PackedBatch,
+  num_used: Int[Array, ""],
 ) -> PackedBatch:
   """The batch with `old_logprobs` made by `params`, for `num_used` rows."""
 
@@ -128,18 +128,16 @@ def score(
     return jax.lax.dynamic_update_index_in_dim(old_logprobs, new, i, 0)
 
   return batch.replace(
-      old_logprobs=jax.lax.fori_loop(
-          0, num_used, score_one, batch.old_logprobs
-      )
+    old_logprobs=jax.lax.fori_loop(0, num_used, score_one, batch.old_logprobs)
   )
 
 
 def add_gradient(
-    total: Total,
-    params: transformer.Params,
-    reference: transformer.Params | None,
-    settings: Settings,
-    rows: PackedBatch,
+  total: Total,
+  params: transformer.Params,
+  reference: transformer.Params | None,
+  settings: Settings,
+  rows: PackedBatch,
 ) -> Total:
   """`total` with one micro-batch, `[R, L]`, added to it."""
 
@@ -150,14 +148,14 @@ def add_gradient(
     if settings.objective.beta:
       ref_logprobs = jax.lax.stop_gradient(logprobs(reference, settings, rows))
     loss, info = objectives.surrogate(
-        settings.objective,
-        new,
-        constant if settings.is_on_policy else rows.old_logprobs,
-        rows.advantages,
-        rows.weights,
-        rows.is_trained,
-        rows.segment_ids,
-        ref_logprobs,
+      settings.objective,
+      new,
+      constant if settings.is_on_policy else rows.old_logprobs,
+      rows.advantages,
+      rows.weights,
+      rows.is_trained,
+      rows.segment_ids,
+      ref_logprobs,
     )
     log_ratio = jnp.where(rows.is_trained, constant - rows.old_logprobs, 0.0)
     at_trained = jnp.where(rows.is_trained, constant, 0.0)
@@ -166,17 +164,17 @@ def add_gradient(
 
   gradient, (sums, log_ratio) = jax.grad(loss_sum, has_aux=True)(params)
   return Total(
-      gradient=jax.tree.map(jnp.add, total.gradient, gradient),
-      sums=jax.tree.map(jnp.add, total.sums, sums),
-      log_ratio=jnp.maximum(total.log_ratio, log_ratio),
+    gradient=jax.tree.map(jnp.add, total.gradient, gradient),
+    sums=jax.tree.map(jnp.add, total.sums, sums),
+    log_ratio=jnp.maximum(total.log_ratio, log_ratio),
   )
 
 
 def apply_gradient(
-    state: TrainState,
-    total: Total,
-    denominator: Float[Array, ""],
-    optimizer: optax.GradientTransformation,
+  state: TrainState,
+  total: Total,
+  denominator: Float[Array, ""],
+  optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
   """One optimizer step along `total.gradient / denominator`.
 
@@ -190,28 +188,28 @@ def apply_gradient(
   updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
   tokens = jnp.maximum(total.sums["tokens"], 1.0)
   info = {
-      "update/loss": total.sums["loss"] / denominator,
-      "update/logprob": total.sums["logprob"] / tokens,
-      "update/kl": total.sums["kl"] / tokens,
-      "update/clip_share": total.sums["clipped"] / tokens,
-      "update/policy_ratio_max": jnp.exp(total.log_ratio),
-      "update/grad_norm": optax.global_norm(gradient),
-      "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
-      "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
+    "update/loss": total.sums["loss"] / denominator,
+    "update/logprob": total.sums["logprob"] / tokens,
+    "update/kl": total.sums["kl"] / tokens,
+    "update/clip_share": total.sums["clipped"] / tokens,
+    "update/policy_ratio_max": jnp.exp(total.log_ratio),
+    "update/grad_norm": optax.global_norm(gradient),
+    "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
+    "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
   }
   params = optax.apply_updates(state.params, updates)
   return state.replace(params=params, opt_state=opt_state), info
 
 
 def update(
-    state: TrainState,
-    reference: transformer.Params | None,
-    batch: PackedBatch,
-    num_used: Int[Array, ""],
-    denominator: Float[Array, ""],
-    *,
-    settings: Settings,
-    optimizer: optax.GradientTransformation,
+  state: TrainState,
+  reference: transformer.Params | None,
+  batch: PackedBatch,
+  num_used: Int[Array, ""],
+  denominator: Float[Array, ""],
+  *,
+  settings: Settings,
+  optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
   """Steps on the first `num_used` micro-batches of `[M, R, L]`.
 
@@ -222,7 +220,7 @@ def update(
   def inner(_, carry):
     state, _ = carry
     add = lambda i, total: add_gradient(
-        total, state.params, reference, settings, _take(batch, i)
+      total, state.params, reference, settings, _take(batch, i)
     )
     total = jax.lax.fori_loop(0, num_used, add, _nothing(state.params))
     return apply_gradient(state, total, denominator, optimizer)
@@ -237,9 +235,9 @@ def update(
 def _nothing(params: transformer.Params) -> Total:
   names = ("loss", "logprob", "tokens", "clipped", "kl")
   return Total(
-      gradient=jax.tree.map(jnp.zeros_like, params),
-      sums={name: jnp.float32(0) for name in names},
-      log_ratio=jnp.float32(0),
+    gradient=jax.tree.map(jnp.zeros_like, params),
+    sums={name: jnp.float32(0) for name in names},
+    log_ratio=jnp.float32(0),
   )
 
 

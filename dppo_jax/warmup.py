@@ -21,19 +21,19 @@ from dppo_jax.tokenizer import Tokenizer
 
 
 def run(
-    params: transformer.Params,
-    problems: ProblemSet,
-    tokenizer: Tokenizer,
-    root_key: jax.Array,
-    *,
-    model_config: transformer.ModelConfig,
-    rows: batches.Rows,
-    head_tokens: int,
-    steps: int,
-    sequences_per_step: int,
-    direct_share: float,
-    learning_rate: float,
-    say: Callable[[str], None],
+  params: transformer.Params,
+  problems: ProblemSet,
+  tokenizer: Tokenizer,
+  root_key: jax.Array,
+  *,
+  model_config: transformer.ModelConfig,
+  rows: batches.Rows,
+  head_tokens: int,
+  steps: int,
+  sequences_per_step: int,
+  direct_share: float,
+  learning_rate: float,
+  say: Callable[[str], None],
 ) -> transformer.Params:
   """Weights that imitate the problems' solutions.
 
@@ -45,42 +45,42 @@ def run(
     ValueError: where no problem has a solution or a solution fits no row.
   """
   optimizer = update.make_optimizer(
-      learning_rate, steps, "cosine", ramp_steps=min(50, steps // 4)
+    learning_rate, steps, "cosine", ramp_steps=min(50, steps // 4)
   )
   tokens, lengths = solutions(problems, tokenizer)
   longest = problems.tokens.shape[1] + tokens.shape[-1] - 1
   if longest > rows.length:
     raise ValueError(
-        f"a prompt and its solution may take {longest} cells but a row holds "
-        f"{rows.length}: raise config.pack.row_length"
+      f"a prompt and its solution may take {longest} cells but a row holds "
+      f"{rows.length}: raise config.pack.row_length"
     )
 
   @functools.partial(jax.jit, donate_argnums=(0,))
   def step(state, prompts, tokens, lengths):
     tokens, lengths = tokens[:, None], lengths[:, None]
     likelihood = Rollout(
-        prompt_ids=prompts.ids,
-        tokens=tokens,
-        logprobs=jnp.zeros(tokens.shape, jnp.float32),
-        lengths=lengths,
-        is_stopped=lengths > 0,
-        kept=Selection(lengths[:, 0] > 0, jnp.ones(lengths.shape[:1])),
-        slot_steps=jnp.int32(0),
+      prompt_ids=prompts.ids,
+      tokens=tokens,
+      logprobs=jnp.zeros(tokens.shape, jnp.float32),
+      lengths=lengths,
+      is_stopped=lengths > 0,
+      kept=Selection(lengths[:, 0] > 0, jnp.ones(lengths.shape[:1])),
+      slot_steps=jnp.int32(0),
     )
     ones = jnp.ones(lengths.shape, jnp.float32)
     micro, num_used, _ = batches.pack(prompts, likelihood, ones, ones, rows)
     return update.update(
-        state,
-        None,
-        micro,
-        num_used,
-        lengths.sum().astype(jnp.float32),
-        settings=update.Settings(
-            model=model_config,
-            objective=objectives.grpo(),
-            head_tokens=head_tokens,
-        ),
-        optimizer=optimizer,
+      state,
+      None,
+      micro,
+      num_used,
+      lengths.sum().astype(jnp.float32),
+      settings=update.Settings(
+        model=model_config,
+        objective=objectives.grpo(),
+        head_tokens=head_tokens,
+      ),
+      optimizer=optimizer,
     )
 
   opt_state = jax.jit(optimizer.init)(params)
@@ -89,20 +89,20 @@ def run(
     at = keys.draw_at(root_key, i, keys.Room.WARMUP)
     prompts = draw(problems, at.key, i, sequences_per_step)
     is_direct = np.asarray(
-        jax.random.uniform(at.key, prompts.ids.shape) < direct_share, int
+      jax.random.uniform(at.key, prompts.ids.shape) < direct_share, int
     )
     at_ids = (is_direct, prompts.ids)
     state, info = step(state, prompts, tokens[at_ids], lengths[at_ids])
     if (i + 1) % max(1, steps // 5) == 0:
       say(
-          f"warm-up step {i + 1} of {steps}: "
-          f"{-float(info['update/logprob']):.3f} nats per token"
+        f"warm-up step {i + 1} of {steps}: "
+        f"{-float(info['update/logprob']):.3f} nats per token"
       )
   return state.params
 
 
 def solutions(
-    problems: ProblemSet, tokenizer: Tokenizer
+  problems: ProblemSet, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
   """Tokens `[2, M, T]` and lengths `[2, M]` of worked and direct solutions.
 
@@ -114,17 +114,19 @@ def solutions(
   """
   if not any(problems.solutions):
     raise ValueError(
-        "no problem has a solution to imitate: name the column with "
-        "config.data.solution_key or set config.warmup.steps to 0"
+      "no problem has a solution to imitate: name the column with "
+      "config.data.solution_key or set config.warmup.steps to 0"
     )
   worked = [
-      solution or answer
-      for solution, answer in zip(problems.solutions, problems.direct_solutions, strict=True)
+    solution or answer
+    for solution, answer in zip(
+      problems.solutions, problems.direct_solutions, strict=True
+    )
   ]
   stop_id = tokenizer.stop_ids[0]
   ids = [
-      [[*tokenizer.encode(text), stop_id] for text in texts]
-      for texts in (worked, problems.direct_solutions)
+    [[*tokenizer.encode(text), stop_id] for text in texts]
+    for texts in (worked, problems.direct_solutions)
   ]
   lengths = np.array([[len(row) for row in rows] for rows in ids], np.int32)
   width = buckets.round_up(int(lengths.max()), 8)

@@ -21,11 +21,11 @@ EXTRAS = {
   "LlamaForCausalLM": {
     "rope_parameters": {
       "rope_type": "llama3",
-      "rope_theta": 5e3,
+      "rope_theta": 100.0,
       "factor": 8.0,
       "low_freq_factor": 1.0,
       "high_freq_factor": 4.0,
-      "original_max_position_embeddings": 16,
+      "original_max_position_embeddings": 32,
     }
   },
 }

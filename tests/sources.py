@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 import gzip
 import json
 import pathlib
+from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import tensorflow_datasets as tfds
 
-Rows = Sequence[Mapping[str, str]]  # the same columns in every row
+Rows = Sequence[Mapping[str, Any]]  # the same columns in every row
 
 
 def write_jsonl(path: pathlib.Path, rows: Rows) -> str:
@@ -30,7 +32,7 @@ def write_parquet(path: pathlib.Path, rows: Rows) -> str:
 def write_tfds(
   data_dir: pathlib.Path, rows: Rows, name: str = "tiny", split: str = "train"
 ) -> str:
-  """Writes a TFDS data set of text columns, without TensorFlow.
+  """Writes a TFDS data set of text and numbers, without TensorFlow.
 
   Returns:
     The directory of the prepared data set, `data_dir/name/1.0.0`: the source
@@ -45,7 +47,12 @@ def write_tfds(
     data_dir=str(directory),
     module_name=__name__,
   )
-  features = {column: tfds.features.Text() for column in rows[0]}
+  features = {
+    column: tfds.features.Text()
+    if isinstance(value, str)
+    else tfds.features.Scalar(np.asarray(value).dtype)
+    for column, value in rows[0].items()
+  }
   writer = tfds.core.SequentialWriter(
     tfds.core.DatasetInfo(
       builder=identity, features=tfds.features.FeaturesDict(features)

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 
 def group_normalized(
-    rewards: Float[Array, "Q G"], eps: float = 1e-6, ddof: int = 1
+  rewards: Float[Array, "Q G"], eps: float = 1e-6, ddof: int = 1
 ) -> Float[Array, "Q G"]:
   """Rewards centred and divided by their deviation, within each group.
 

@@ -61,6 +61,6 @@ def check_rate(rate: float, what: str) -> None:
   """Refuses a pruning rate that would make some weight infinite."""
   if not 0 <= rate < 1:
     raise ValueError(
-        f"a {what} pruning rate of {rate} is outside [0, 1): at 1 nothing "
-        "could stand for what is dropped; see config.method.args"
+      f"a {what} pruning rate of {rate} is outside [0, 1): at 1 nothing "
+      "could stand for what is dropped; see config.method.args"
     )

@@ -31,7 +31,7 @@ class Objective(NamedTuple):
 
 
 def grpo(
-    clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0
+  clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0
 ) -> Objective:
   """Mean over completions of the mean over each one's tokens.
 
@@ -42,11 +42,11 @@ def grpo(
   for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
     if not value > 0:
       raise ValueError(
-          f"{name} is {value} but must be above 0; see config.objective.args"
+        f"{name} is {value} but must be above 0; see config.objective.args"
       )
   if beta < 0:
     raise ValueError(
-        f"beta is {beta} but must be at least 0; see config.objective.args"
+      f"beta is {beta} but must be at least 0; see config.objective.args"
     )
   return Objective(clip_low, clip_high, beta, _one_over_length)
 
@@ -59,14 +59,14 @@ def _one_over_length(lengths: Int[Array, "Q G"]) -> Float[Array, "Q G"]:
 
 
 def surrogate(
-    objective: Objective,
-    logprobs: Float[Array, "*rows L"],
-    old_logprobs: Float[Array, "*rows L"],
-    advantages: Float[Array, "*rows L"],
-    weights: Float[Array, "*rows L"],
-    is_trained: Bool[Array, "*rows L"],
-    segment_ids: Int[Array, "*rows L"],
-    ref_logprobs: Float[Array, "*rows L"] | None = None,
+  objective: Objective,
+  logprobs: Float[Array, "*rows L"],
+  old_logprobs: Float[Array, "*rows L"],
+  advantages: Float[Array, "*rows L"],
+  weights: Float[Array, "*rows L"],
+  is_trained: Bool[Array, "*rows L"],
+  segment_ids: Int[Array, "*rows L"],
+  ref_logprobs: Float[Array, "*rows L"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
   """The loss summed over trained tokens, and sums that describe it.
 
@@ -93,9 +93,9 @@ def surrogate(
   bound = jnp.where(advantages > 0, upper, lower)
   loss = -jnp.where(is_clipped, bound, ratio) * advantages
   info = {
-      "tokens": is_trained.sum(dtype=jnp.float32),
-      "clipped": (is_clipped & is_trained).sum(dtype=jnp.float32),
-      "kl": jnp.float32(0.0),
+    "tokens": is_trained.sum(dtype=jnp.float32),
+    "clipped": (is_clipped & is_trained).sum(dtype=jnp.float32),
+    "kl": jnp.float32(0.0),
   }
   if objective.beta:
     ref_logprobs = jnp.where(is_trained, ref_logprobs, 0.0)
@@ -106,7 +106,7 @@ def surrogate(
 
 
 def kl_k3(
-    logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
+  logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
   """Non-negative, unbiased estimate of KL(policy || reference), nats.
 

@@ -28,20 +28,21 @@ class Plan(NamedTuple):
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
   """Rows that always suffice for `plan`.
 
-  A row is closed only when the oldest sequence in the window does not fit, and
-  that sequence opens the next: two neighbours hold more than one row's cells.
+  A row is closed only when no sequence in the window fits, and one of those
+  opens the next: two neighbours hold more than one row's cells.
   """
   cells = num_sequences * max_length
   return max(1, min(num_sequences, 2 * -(-cells // row_length) + 1))
 
 
 def plan(
-    lengths: Int[Array, "S"], row_length: int, num_rows: int, window: int
+  lengths: Int[Array, "S"], row_length: int, num_rows: int, window: int
 ) -> Plan:
   """Places every sequence of positive length, greedily within a window.
 
-  A row opens with the oldest of the `window` sequences that wait; the longest
-  that still fits follows, until none fits. Lengths 5, 3, 2 in rows of 8:
+  Of the `window` sequences that wait, the longest that still fits is placed,
+  the oldest of several; where none fits, the next row is opened. Lengths 5, 3,
+  2 in rows of 8:
 
     row 0   1 1 1 1 1 2 2 2
     row 1   1 1 . . . . . .      (segment ids; . is padding, id 0)
@@ -50,8 +51,8 @@ def plan(
     lengths: cells that each sequence needs, 0 for one that is left out.
   Source: dense prompt packing, DPPO, arXiv:2603.04135, section 4.3.
   Deviates:
-    1. The paper's summary names a window and a greedy fill and no more; the
-       order within the window is ours.
+    1. A window and a greedy fill are all that is known of the paper's order;
+       the longest first is ours, and fills rows better than the oldest first.
   """
   num = lengths.shape[0]
   window = min(window, num)
@@ -64,9 +65,8 @@ def plan(
     waiting, upcoming, row, offset, current, used = state
     size = ranked[waiting]
     fits = (waiting < num) & ((size <= row_length - used) | (used == 0))
-    wanted = jnp.where(used == 0, 0, jnp.where(fits, size, -1).max())
-    is_candidate = fits & ((size == wanted) | (used == 0))
-    seat = jnp.argmin(jnp.where(is_candidate, waiting, num + 1))
+    is_longest = fits & (size == jnp.where(fits, size, -1).max())
+    seat = jnp.argmin(jnp.where(is_longest, waiting, num + 1))  # the oldest
     rank = jnp.where(fits.any(), waiting[seat], num)
     item = jnp.where(rank < num, order[jnp.minimum(rank, num - 1)], num)
     row = row.at[item].set(current, mode="drop")
@@ -75,38 +75,38 @@ def plan(
     closes = rank == num
     waiting = jnp.where(closes, waiting, waiting.at[seat].set(entrant))
     return (
-        waiting,
-        jnp.where(closes, upcoming, upcoming + 1),
-        row,
-        offset,
-        jnp.where(closes, current + 1, current),
-        jnp.where(closes, 0, used + ranked[rank]),
+      waiting,
+      jnp.where(closes, upcoming, upcoming + 1),
+      row,
+      offset,
+      jnp.where(closes, current + 1, current),
+      jnp.where(closes, 0, used + ranked[rank]),
     )
 
   seats = jnp.arange(window, dtype=jnp.int32)
   state = (
-      jnp.where(seats < count, seats, num),
-      jnp.int32(window),
-      jnp.full((num,), -1, jnp.int32),
-      jnp.zeros((num,), jnp.int32),
-      jnp.int32(0),
-      jnp.int32(0),
+    jnp.where(seats < count, seats, num),
+    jnp.int32(window),
+    jnp.full((num,), -1, jnp.int32),
+    jnp.zeros((num,), jnp.int32),
+    jnp.int32(0),
+    jnp.int32(0),
   )
   has_waiting = lambda state: (state[0] < num).any()
   _, _, row, offset, current, used = jax.lax.while_loop(
-      has_waiting, place, state
+    has_waiting, place, state
   )
   num_used = jnp.where(used > 0, current + 1, current)
   is_possible = (lengths <= row_length).all()
   return Plan(
-      row=jnp.where(row < num_rows, row, -1),
-      offset=offset,
-      num_used=jnp.where(is_possible, num_used, jnp.iinfo(jnp.int32).max),
+    row=jnp.where(row < num_rows, row, -1),
+    offset=offset,
+    num_used=jnp.where(is_possible, num_used, jnp.iinfo(jnp.int32).max),
   )
 
 
 def sequence_lengths(
-    prompt_lengths: Int[Array, "Q"], completion_lengths: Int[Array, "Q G"]
+  prompt_lengths: Int[Array, "Q"], completion_lengths: Int[Array, "Q G"]
 ) -> Int[Array, "Q G"]:
   """Cells that each sequence needs: the last token is a target only."""
   total = prompt_lengths[:, None] + completion_lengths - 1
@@ -114,13 +114,13 @@ def sequence_lengths(
 
 
 def fill(
-    plan: Plan,
-    prompts: PromptBatch,
-    rollout: Rollout,
-    advantages: Float[Array, "Q G"],
-    weights: Float[Array, "Q G"],
-    num_rows: int,
-    row_length: int,
+  plan: Plan,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  advantages: Float[Array, "Q G"],
+  weights: Float[Array, "Q G"],
+  num_rows: int,
+  row_length: int,
 ) -> PackedBatch:
   """The rows `[R, L]` of a plan; cells without a sequence carry no weight.
 
@@ -136,7 +136,7 @@ def fill(
   row = jnp.where(plan.row >= 0, plan.row, num_rows)
   marks = jnp.zeros((num_rows, row_length), jnp.int32)
   marks = marks.at[row, plan.offset].set(
-      jnp.arange(1, num_sequences + 1, dtype=jnp.int32), mode="drop"
+    jnp.arange(1, num_sequences + 1, dtype=jnp.int32), mode="drop"
   )
   start = jax.lax.cummax(jnp.where(marks > 0, cells, 0), axis=1)
   owner = jnp.take_along_axis(marks, start, axis=1) - 1
@@ -152,7 +152,7 @@ def fill(
   def token_at(position):
     t = position - prompts.lengths[q]
     of_prompt = prompts.tokens[
-        q, jnp.minimum(position, prompts.tokens.shape[1] - 1)
+      q, jnp.minimum(position, prompts.tokens.shape[1] - 1)
     ]
     of_completion = completions[s, jnp.clip(t, 0, completions.shape[1] - 1)]
     return jnp.where(is_real, jnp.where(t < 0, of_prompt, of_completion), 0)
@@ -161,14 +161,12 @@ def fill(
   is_trained = is_real & (t >= 0)
   at_trained = lambda x: jnp.where(is_trained, x, 0.0)
   return PackedBatch(
-      tokens=token_at(positions),
-      targets=token_at(positions + 1),
-      positions=jnp.where(is_real, positions, 0),
-      segment_ids=jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0),
-      is_trained=is_trained,
-      advantages=at_trained(advantages.reshape(-1)[s]),
-      weights=at_trained(weights.reshape(-1)[s]),
-      old_logprobs=at_trained(
-          logprobs[s, jnp.clip(t, 0, logprobs.shape[1] - 1)]
-      ),
+    tokens=token_at(positions),
+    targets=token_at(positions + 1),
+    positions=jnp.where(is_real, positions, 0),
+    segment_ids=jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0),
+    is_trained=is_trained,
+    advantages=at_trained(advantages.reshape(-1)[s]),
+    weights=at_trained(weights.reshape(-1)[s]),
+    old_logprobs=at_trained(logprobs[s, jnp.clip(t, 0, logprobs.shape[1] - 1)]),
   )

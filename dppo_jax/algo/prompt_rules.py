@@ -42,17 +42,17 @@ def every_prompt() -> PromptRule:
     return Selection(jnp.ones(ids.shape, bool), jnp.ones(ids.shape))
 
   return PromptRule(
-      init=lambda num_prompts: (),
-      select=select,
-      observe=lambda history, step, ids, rewards: history,
+    init=lambda num_prompts: (),
+    select=select,
+    observe=lambda history, step, ids, rewards: history,
   )
 
 
 def drop_by_history(
-    rate: float,
-    advantage: Callable[
-        [Float[Array, "Q G"]], Float[Array, "Q G"]
-    ] = advantages.group_normalized,
+  rate: float,
+  advantage: Callable[
+    [Float[Array, "Q G"]], Float[Array, "Q G"]
+  ] = advantages.group_normalized,
 ) -> PromptRule:
   """Drops with probability `rate` where the last visit taught less than usual.
 
@@ -75,7 +75,8 @@ def drop_by_history(
     score = history[ids]
     is_visited = jnp.isfinite(score)
     total = jnp.where(is_visited, score, 0.0).sum()
-    mean = total / jnp.maximum(is_visited.sum(), 1)
+    count = is_visited.sum(dtype=jnp.float32)
+    mean = total / jnp.maximum(count, 1.0)
     is_eligible = is_visited & (score < mean * (1 - 1e-5))
     prob = jnp.where(is_eligible, jnp.float32(1 - rate), 1.0)
     item_keys = keys.for_items(draw.key, ids)

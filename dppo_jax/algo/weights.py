@@ -7,7 +7,7 @@ from dppo_jax.records import Selection
 
 
 def horvitz_thompson(
-    prompts: Selection, completions: Selection
+  prompts: Selection, completions: Selection
 ) -> Float[Array, "Q G"]:
   """1 / (probability of the prompt x of the completion given it), 0 elsewhere.
 
@@ -27,7 +27,7 @@ def horvitz_thompson(
 
 
 def effective_sample_size(
-    weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
+  weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
 ) -> Float[Array, ""]:
   """Kept terms' evenness: `(sum w a)^2 / sum (w a)^2`, from 0 to their number.
 
@@ -37,5 +37,5 @@ def effective_sample_size(
   terms = weights * contributions
   square = (terms * terms).sum()
   return jnp.where(
-      square > 0, terms.sum() ** 2 / jnp.where(square > 0, square, 1.0), 0.0
+    square > 0, terms.sum() ** 2 / jnp.where(square > 0, square, 1.0), 0.0
   )

@@ -12,10 +12,10 @@ MASKED = -1e30  # finite, so that a wholly masked block stays a number
 
 
 def attention(
-    q: Float[Array, "B L H D"],
-    k: Float[Array, "B L K D"],
-    v: Float[Array, "B L K D"],
-    segment_ids: Int[Array, "B L"],
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  segment_ids: Int[Array, "B L"],
 ) -> Float[Array, "B L H D"]:
   """Causal attention within segments; `H` query heads share `K` of keys.
 
@@ -32,10 +32,10 @@ def attention(
   def attend(args):
     q, segments, at = args  # [B, block, K, groups, D], [B, block], [block]
     scores = jnp.einsum(
-        "bqhgd,bshd->bhgqs", q, k, preferred_element_type=jnp.float32
+      "bqhgd,bshd->bhgqs", q, k, preferred_element_type=jnp.float32
     ) * (dim**-0.5)
     is_visible = (segments[:, :, None] == segment_ids[:, None, :]) & (
-        at[:, None] >= index
+      at[:, None] >= index
     )
     scores = jnp.where(is_visible[:, None, None], scores, MASKED)
     share = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
@@ -46,21 +46,21 @@ def attention(
     out = attend((q, segment_ids, index))
   else:
     split = lambda x: jnp.moveaxis(
-        x.reshape(batch, length // block, block, *x.shape[2:]), 1, 0
+      x.reshape(batch, length // block, block, *x.shape[2:]), 1, 0
     )
     out = jax.lax.map(
-        attend, (split(q), split(segment_ids), index.reshape(-1, block))
+      attend, (split(q), split(segment_ids), index.reshape(-1, block))
     )
     out = jnp.moveaxis(out, 0, 1)
   return out.reshape(batch, length, heads, dim)
 
 
 def attend_cache(
-    q: Float[Array, "B H D"],
-    keys: Float[Array, "Y B K C D"],
-    values: Float[Array, "Y B K C D"],
-    layer: Int[Array, ""],
-    positions: Int[Array, "B"],
+  q: Float[Array, "B H D"],
+  keys: Float[Array, "Y B K C D"],
+  values: Float[Array, "Y B K C D"],
+  layer: Int[Array, ""],
+  positions: Int[Array, "B"],
 ) -> Float[Array, "B H D"]:
   """One query per slot over cells `0..positions[slot]` of layer `layer`.
 
@@ -76,17 +76,17 @@ def attend_cache(
 
   def read(cache, start):
     return jax.lax.dynamic_slice(
-        cache, (layer, 0, 0, start, 0), (1, batch, kv_heads, block, dim)
+      cache, (layer, 0, 0, start, 0), (1, batch, kv_heads, block, dim)
     )[0]
 
   def add_block(i, carry):
     out, top, total = carry
     start = i * block
     scores = jnp.einsum(
-        "bhgd,bhsd->bhgs",
-        q,
-        read(keys, start),
-        preferred_element_type=jnp.float32,
+      "bhgd,bhsd->bhgs",
+      q,
+      read(keys, start),
+      preferred_element_type=jnp.float32,
     ) * (dim**-0.5)
     is_live = start + jnp.arange(block, dtype=jnp.int32) <= positions[:, None]
     scores = jnp.where(is_live[:, None, None], scores, MASKED)
@@ -94,21 +94,21 @@ def attend_cache(
     shrink = jnp.exp(top - new_top)
     share = jnp.exp(scores - new_top[..., None])
     new = jnp.einsum(
-        "bhgs,bhsd->bhgd",
-        share.astype(values.dtype),
-        read(values, start),
-        preferred_element_type=jnp.float32,
+      "bhgs,bhsd->bhgd",
+      share.astype(values.dtype),
+      read(values, start),
+      preferred_element_type=jnp.float32,
     )
     return (
-        out * shrink[..., None] + new,
-        new_top,
-        total * shrink + share.sum(-1),
+      out * shrink[..., None] + new,
+      new_top,
+      total * shrink + share.sum(-1),
     )
 
   carry = (
-      jnp.zeros(q.shape, jnp.float32),
-      jnp.full(q.shape[:-1], MASKED, jnp.float32),
-      jnp.zeros(q.shape[:-1], jnp.float32),
+    jnp.zeros(q.shape, jnp.float32),
+    jnp.full(q.shape[:-1], MASKED, jnp.float32),
+    jnp.zeros(q.shape[:-1], jnp.float32),
   )
   if block == capacity:
     out, _, total = add_block(0, carry)

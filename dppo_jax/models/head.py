@@ -11,11 +11,11 @@ from dppo_jax import buckets
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_logprobs(
-    hidden: Float[Array, "B L E"],
-    head: Float[Array, "V E"],
-    targets: Int[Array, "B L"],
-    temperature: float,
-    head_tokens: int,
+  hidden: Float[Array, "B L E"],
+  head: Float[Array, "V E"],
+  targets: Int[Array, "B L"],
+  temperature: float,
+  head_tokens: int,
 ) -> Float[Array, "B L"]:
   """Log-probability, in nats, of each target under softmax(scores / t).
 
@@ -37,8 +37,8 @@ def _forward(hidden, head, targets, temperature, head_tokens):
     return None, at_target - jax.nn.logsumexp(scores, axis=-1)
 
   chunks = (
-      _split(hidden, head_tokens),
-      _split(targets, head_tokens),
+    _split(hidden, head_tokens),
+    _split(targets, head_tokens),
   )
   _, logprobs = jax.lax.scan(columns, None, chunks)
   return _join(logprobs), (hidden, head, targets)
@@ -54,14 +54,14 @@ def _backward(temperature, head_tokens, saved, slopes):
     slope = (is_target - share) * (slopes / temperature)[..., None]
     slope = slope.astype(hidden.dtype)
     head_slope = head_slope + jnp.einsum(
-        "blv,ble->ve", slope, hidden, preferred_element_type=jnp.float32
+      "blv,ble->ve", slope, hidden, preferred_element_type=jnp.float32
     )
     return head_slope, jnp.einsum("blv,ve->ble", slope, head)
 
   chunks = (
-      _split(hidden, head_tokens),
-      _split(targets, head_tokens),
-      _split(slopes, head_tokens),
+    _split(hidden, head_tokens),
+    _split(targets, head_tokens),
+    _split(slopes, head_tokens),
   )
   start = jnp.zeros(head.shape, jnp.float32)
   head_slope, hidden_slope = jax.lax.scan(columns, start, chunks)
@@ -73,7 +73,7 @@ token_logprobs.defvjp(_forward, _backward)
 
 def _scores(hidden, head, temperature):
   scores = jnp.einsum(
-      "ble,ve->blv", hidden, head, preferred_element_type=jnp.float32
+    "ble,ve->blv", hidden, head, preferred_element_type=jnp.float32
   )
   return scores / temperature
 

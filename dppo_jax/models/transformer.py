@@ -52,7 +52,7 @@ class ModelConfig:
 
 
 class Param(NamedTuple):
-  """Declaration of one weight: initial values are normal(0, scale) or `fill`."""
+  """One weight's declaration; it starts as normal(0, scale) + `fill`."""
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
@@ -72,27 +72,25 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
   per_layer = {
-      "attention_norm": Param((c.embed,), (None,), fill=1.0),
-      "q": Param(
-          (c.embed, c.heads, c.head_dim), ("embed", "heads", None), inward
-      ),
-      "k": Param(
-          (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-      ),
-      "v": Param(
-          (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-      ),
-      "o": Param(
-          (c.heads, c.head_dim, c.embed),
-          ("heads", None, "embed"),
-          outward * (c.heads * c.head_dim) ** -0.5,
-      ),
-      "mlp_norm": Param((c.embed,), (None,), fill=1.0),
-      "gate": Param((c.embed, c.mlp), ("embed", "mlp"), inward),
-      "up": Param((c.embed, c.mlp), ("embed", "mlp"), inward),
-      "down": Param(
-          (c.mlp, c.embed), ("mlp", "embed"), outward * c.mlp**-0.5
-      ),
+    "attention_norm": Param((c.embed,), (None,), fill=1.0),
+    "q": Param(
+      (c.embed, c.heads, c.head_dim), ("embed", "heads", None), inward
+    ),
+    "k": Param(
+      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
+    ),
+    "v": Param(
+      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
+    ),
+    "o": Param(
+      (c.heads, c.head_dim, c.embed),
+      ("heads", None, "embed"),
+      outward * (c.heads * c.head_dim) ** -0.5,
+    ),
+    "mlp_norm": Param((c.embed,), (None,), fill=1.0),
+    "gate": Param((c.embed, c.mlp), ("embed", "mlp"), inward),
+    "up": Param((c.embed, c.mlp), ("embed", "mlp"), inward),
+    "down": Param((c.mlp, c.embed), ("mlp", "embed"), outward * c.mlp**-0.5),
   }
   if c.has_qkv_bias:
     per_layer["q_bias"] = Param((c.heads, c.head_dim), ("heads", None))
@@ -104,7 +102,7 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   table = {"embed": Param((c.vocab, c.embed), ("vocab", "embed"), inward)}
   for name, p in per_layer.items():
     table[f"layers/{name}"] = p._replace(
-        shape=(c.layers, *p.shape), axes=("layer", *p.axes)
+      shape=(c.layers, *p.shape), axes=("layer", *p.axes)
     )
   table["final_norm"] = Param((c.embed,), (None,), fill=1.0)
   if not c.is_tied:
@@ -129,10 +127,12 @@ def num_parameters(config: ModelConfig) -> int:
 
 def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Where each weight lives on `mesh`."""
-  return unflatten({
+  return unflatten(
+    {
       name: sharding.sharding(mesh, *p.axes)
       for name, p in parameter_table(config).items()
-  })
+    }
+  )
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -150,11 +150,11 @@ def cast(params: Params, config: ModelConfig) -> Params:
 
 
 def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens: Int[Array, "B L"],
-    positions: Int[Array, "B L"],
-    segment_ids: Int[Array, "B L"],
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B L"],
+  positions: Int[Array, "B L"],
+  segment_ids: Int[Array, "B L"],
 ) -> Float[Array, "B L E"]:
   """The hidden state after the last layer and its norm."""
 
@@ -166,10 +166,10 @@ def forward(
 
 
 def prefill(
-    params: Params,
-    config: ModelConfig,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, "B"],
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B L"],
+  lengths: Int[Array, "B"],
 ) -> Cache:
   """The cache that prompts leave, `[layers, B, kv_heads, L, D]`.
 
@@ -188,11 +188,11 @@ def prefill(
 
 
 def decode(
-    params: Params,
-    config: ModelConfig,
-    tokens: Int[Array, "B"],
-    positions: Int[Array, "B"],
-    cache: Cache,
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B"],
+  positions: Int[Array, "B"],
+  cache: Cache,
 ) -> tuple[Float[Array, "B E"], Cache]:
   """The hidden state of one more token per slot, and the cache with it.
 
@@ -217,24 +217,24 @@ def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
 
 
 def logits(
-    params: Params, config: ModelConfig, hidden: Float[Array, "... E"]
+  params: Params, config: ModelConfig, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... V"]:
   """Float32 scores of the next token."""
   return jnp.einsum(
-      "...e,ve->...v",
-      hidden,
-      head(params, config).astype(hidden.dtype),
-      preferred_element_type=jnp.float32,
+    "...e,ve->...v",
+    hidden,
+    head(params, config).astype(hidden.dtype),
+    preferred_element_type=jnp.float32,
   )
 
 
 def _layers(
-    params: Params,
-    config: ModelConfig,
-    tokens: Int[Array, "B *L"],
-    positions: Int[Array, "B *L"],
-    attend: Callable,
-    cache: Cache | None,
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B *L"],
+  positions: Int[Array, "B *L"],
+  attend: Callable,
+  cache: Cache | None,
 ):
   """Runs every layer: `(hidden, cache, what each attend saved)`.
 

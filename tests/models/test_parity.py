@@ -10,10 +10,31 @@ import pytest
 from dppo_jax.models import checkpoint_hf, families, transformer
 
 TOLERANCE = 1e-4  # of a float32 logit
-LENGTHS = (40, 23, 16, 1)  # 40 is beyond the context that llama3 stretches
+LENGTHS = (40, 23, 17, 1)  # 40 is beyond the context that llama3 stretches
+PROMPT = 17  # cells that are prefilled side by side
 
 forward = jax.jit(transformer.forward, static_argnums=1)
-decode = jax.jit(transformer.decode, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 4))
+def decoded(params, config, tokens, starts, num_steps):
+  """Logits `[slot, num_steps, V]` of the tokens from `starts - 1` on.
+
+  The cells before `starts` are prefilled; the last of them is then fed again,
+  as the sampler does.
+  """
+  room = [(0, 0)] * 3 + [(0, tokens.shape[1] - PROMPT), (0, 0)]
+  cache = transformer.prefill(params, config, tokens[:, :PROMPT], starts)
+  cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+
+  def step(carry, _):
+    at, cache = carry
+    now = jnp.take_along_axis(tokens, at[:, None], 1)[:, 0]
+    hidden, cache = transformer.decode(params, config, now, at, cache)
+    return (at + 1, cache), transformer.logits(params, config, hidden)
+
+  _, out = jax.lax.scan(step, (starts - 1, cache), length=num_steps)
+  return out.swapaxes(0, 1)
 
 
 def sequences():
@@ -34,14 +55,19 @@ def laid_out(rows, length=48):
   return tuple(jnp.asarray(x) for x in out)
 
 
+def packed(a, b, c, d):
+  """Rows of two sequences; as many as there are rows of one."""
+  return [[b, c], [d, a], [], []]
+
+
 def logits_of(params, config, rows):
   """The logits of each sequence, cut from the rows that hold them."""
   cells = laid_out(rows)
   out = transformer.logits(params, config, forward(params, config, *cells))
   return [
-      np.asarray(out[r, cells[2][r] == s])
-      for r, row in enumerate(rows)
-      for s in range(1, len(row) + 1)
+    np.asarray(out[r, cells[2][r] == s])
+    for r, row in enumerate(rows)
+    for s in range(1, len(row) + 1)
   ]
 
 
@@ -51,8 +77,8 @@ def reference_logits(model):
 
   with torch.no_grad():
     return [
-        model(torch.tensor(x[None], dtype=torch.long)).logits[0].numpy()
-        for x in sequences()
+      model(torch.tensor(x[None], dtype=torch.long)).logits[0].numpy()
+      for x in sequences()
     ]
 
 
@@ -70,9 +96,9 @@ def write():
 
 
 @pytest.fixture(
-    scope="module",
-    params=[(f, t) for f in families.FAMILIES for t in (True, False)],
-    ids=lambda p: f"{p[0]}-{'tied' if p[1] else 'untied'}",
+  scope="module",
+  params=[(f, t) for f in families.FAMILIES for t in (True, False)],
+  ids=lambda p: f"{p[0]}-{'tied' if p[1] else 'untied'}",
 )
 def checkpoint(request, tmp_path_factory):
   """`(path, logits of each sequence)` of a checkpoint by transformers."""
@@ -85,25 +111,36 @@ def checkpoint(request, tmp_path_factory):
   return path, reference_logits(model)
 
 
-@pytest.fixture(scope="module", params=list(families.FAMILIES))
-def network(request):
-  """`(params, config)` in which no weight has a value that hides it."""
-  family = families.FAMILIES[request.param]
+@pytest.fixture(scope="module")
+def network():
+  """`(params, config)` with every option on, and no weight that hides."""
   config = transformer.ModelConfig(
-      vocab=64,
-      embed=32,
-      layers=2,
-      heads=4,
-      kv_heads=2,
-      head_dim=16,
-      mlp=48,
-      has_qkv_bias=family.has_qkv_bias,
-      has_qk_norm=family.has_qk_norm,
-      family=request.param,
+    vocab=64,
+    embed=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    mlp=48,
+    rope_scaling=transformer.RopeScaling(8.0, 1.0, 4.0, 32),
+    has_qkv_bias=True,
+    has_qk_norm=True,
+    is_tied=False,
+    remat=False,
   )
-  params = transformer.init(config, jax.random.key(0))
-  noise = transformer.init(config, jax.random.key(1))
-  return jax.tree.map(lambda p, n: p + 0.3 * jnp.cos(99 * n), params, noise), config
+
+  @jax.jit
+  def init():
+    params = transformer.init(config, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = [
+      0.3 * jax.random.normal(key, p.shape)
+      for p, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.map(jnp.add, params, jax.tree.unflatten(tree, noise))
+
+  return init(), config
 
 
 def test_padded_rows_agree_with_transformers(checkpoint):
@@ -113,31 +150,20 @@ def test_padded_rows_agree_with_transformers(checkpoint):
 
 
 def test_packed_rows_agree_with_transformers(checkpoint):
-  path, expected = checkpoint
-  a, b, c, d = sequences()
-  found = logits_of(*checkpoint_hf.load(path), [[b, c], [d, a]])
-  assert_close(found, [expected[i] for i in (1, 2, 3, 0)])
+  path, (a, b, c, d) = checkpoint
+  found = logits_of(*checkpoint_hf.load(path), packed(*sequences()))
+  assert_close(found, [b, c, d, a])
 
 
 def test_decoding_agrees_with_transformers(checkpoint):
   path, expected = checkpoint
-  params, config = checkpoint_hf.load(path)
   tokens = laid_out([[x] for x in sequences()])[0]
-  starts = jnp.array([5, 17, 8, 1])  # prompt cells
-  cache = transformer.prefill(params, config, tokens[:, :17], starts)
-  room = [(0, 0)] * 3 + [(0, 48 - 17), (0, 0)]
-  cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
-  # The last token of each prompt is fed again, as the sampler does.
-  for step in range(36):
-    at = starts - 1 + step
-    now = jnp.take_along_axis(tokens, at[:, None], 1)[:, 0]
-    hidden, cache = decode(params, config, now, at, cache)
-    found = np.asarray(transformer.logits(params, config, hidden))
-    for slot, n in enumerate(LENGTHS):
-      if at[slot] < n:
-        np.testing.assert_allclose(
-            found[slot], expected[slot][at[slot]], rtol=0, atol=TOLERANCE
-        )
+  starts = np.array([5, 17, 8, 1], np.int32)
+  found = decoded(*checkpoint_hf.load(path), tokens, starts, 36)
+  assert_close(
+    [x[: n + 1 - at] for x, n, at in zip(found, LENGTHS, starts, strict=True)],
+    [x[at - 1 :] for x, at in zip(expected, starts, strict=True)],
+  )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -211,23 +237,15 @@ def test_a_cell_sees_what_precedes_it_in_its_segment_and_no_more(network):
 
 
 def test_packed_equals_alone(network):
-  params, config = network
   a, b, c, d = sequences()
-  alone = functools.partial(logits_of, params, config)
-  packed = alone([[b, c], [d, a]])
-  assert_close(packed, alone([[b], [c], [d], [a]]))
+  alone = logits_of(*network, [[b], [c], [d], [a]])
+  assert_close(logits_of(*network, packed(a, b, c, d)), alone)
 
 
 def test_decoding_equals_forward(network):
-  params, config = network
-  tokens, positions, _ = laid_out([[x] for x in sequences()[:2]])
-  expected = forward(params, config, tokens, positions, jnp.ones_like(tokens))
-  lengths = jnp.array([6, 11])
-  cache = transformer.prefill(params, config, tokens[:, :11], lengths)
-  room = [(0, 0)] * 3 + [(0, 48 - 11), (0, 0)]
-  cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
-  slots = jnp.arange(2)
-  for step in range(20):
-    at = lengths + step
-    hidden, cache = decode(params, config, tokens[slots, at], at, cache)
-    np.testing.assert_allclose(hidden, expected[slots, at], atol=2e-5)
+  sequence = sequences()[0]
+  (expected,) = logits_of(*network, [[sequence]])
+  tokens = jnp.asarray(np.stack([sequence, sequence]))
+  starts = np.array([4, 17], np.int32)
+  found = decoded(*network, tokens, starts, 24)
+  assert_close(found, [expected[at - 1 :][:24] for at in starts])
