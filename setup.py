@@ -22,8 +22,10 @@ setuptools.setup(
     "chex>=0.1.90",
     "flax>=0.12.8",
     "huggingface-hub>=1.0",
+    "importlib_resources>=6.0",  # tfds needs it to prepare, undeclared
     "jax>=0.10",
     "jaxtyping>=0.3",
+    "jinja2>=3.1",  # transformers needs it for chat templates, undeclared
     "math-verify[antlr4_13_2]>=0.9,<0.10",
     "matplotlib>=3.9",
     "ml-collections>=1.1",

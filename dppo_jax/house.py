@@ -121,7 +121,7 @@ def furnish(config: configs.Config) -> House:
       **vars(config.optimizer),
     ),
     tokenizer=words,
-    stop_ids=words.stop_ids,
+    stop_ids=tuple(config.rollout.stop_ids) or words.stop_ids,
     train=train,
     held_out=held_out,
     model=model,
@@ -140,7 +140,6 @@ def _tokenizer(config: configs.Config, path: str) -> tokenizer.Tokenizer:
     system=config.data.system,
     instruction=config.data.instruction,
     template_args=config.data.template_args,
-    stop_ids=config.rollout.stop_ids,
   )
 
 

@@ -212,6 +212,7 @@ def _warm_up(
     params,
     house.train,
     house.tokenizer,
+    house.stop_ids[0],
     house.root_key,
     model_config=house.model,
     rows=house.rows,

@@ -132,6 +132,16 @@ def score(
   )
 
 
+def no_gradient(params: transformer.Params) -> Total:
+  """What sums over micro-batches start from."""
+  names = ("loss", "logprob", "tokens", "clipped", "kl")
+  return Total(
+    gradient=jax.tree.map(jnp.zeros_like, params),
+    sums={name: jnp.float32(0) for name in names},
+    log_ratio=jnp.float32(0),
+  )
+
+
 def add_gradient(
   total: Total,
   params: transformer.Params,
@@ -193,7 +203,7 @@ def apply_gradient(
     "update/kl": total.sums["kl"] / tokens,
     "update/clip_share": total.sums["clipped"] / tokens,
     "update/policy_ratio_max": jnp.exp(total.log_ratio),
-    "update/grad_norm": optax.global_norm(gradient),
+    "update/grad_norm": optax.tree.norm(gradient),
     "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
     "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
   }
@@ -222,7 +232,7 @@ def update(
     add = lambda i, total: add_gradient(
       total, state.params, reference, settings, _take(batch, i)
     )
-    total = jax.lax.fori_loop(0, num_used, add, _nothing(state.params))
+    total = jax.lax.fori_loop(0, num_used, add, no_gradient(state.params))
     return apply_gradient(state, total, denominator, optimizer)
 
   carry = inner(0, (state, None))
@@ -230,15 +240,6 @@ def update(
     carry = jax.lax.fori_loop(1, settings.inner_updates, inner, carry)
   state, info = carry
   return state, info | {"update/micro_batches": num_used.astype(jnp.float32)}
-
-
-def _nothing(params: transformer.Params) -> Total:
-  names = ("loss", "logprob", "tokens", "clipped", "kl")
-  return Total(
-    gradient=jax.tree.map(jnp.zeros_like, params),
-    sums={name: jnp.float32(0) for name in names},
-    log_ratio=jnp.float32(0),
-  )
 
 
 def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:

@@ -24,6 +24,7 @@ def run(
   params: transformer.Params,
   problems: ProblemSet,
   tokenizer: Tokenizer,
+  stop_id: int,
   root_key: jax.Array,
   *,
   model_config: transformer.ModelConfig,
@@ -39,6 +40,7 @@ def run(
 
   Args:
     params: donated.
+    stop_id: ends every solution.
     direct_share: share of sequences that state the boxed answer alone.
     say: receives a line now and then.
   Raises:
@@ -47,7 +49,7 @@ def run(
   optimizer = update.make_optimizer(
     learning_rate, steps, "cosine", ramp_steps=min(50, steps // 4)
   )
-  tokens, lengths = solutions(problems, tokenizer)
+  tokens, lengths = solutions(problems, tokenizer, stop_id)
   longest = problems.tokens.shape[1] + tokens.shape[-1] - 1
   if longest > rows.length:
     raise ValueError(
@@ -85,9 +87,10 @@ def run(
 
   opt_state = jax.jit(optimizer.init)(params)
   state = TrainState(jnp.int32(0), params, opt_state, history=())
+  order = keys.draw_at(root_key, 0, keys.Room.DATA).key
   for i in range(steps):
     at = keys.draw_at(root_key, i, keys.Room.WARMUP)
-    prompts = draw(problems, at.key, i, sequences_per_step)
+    prompts = draw(problems, order, i, sequences_per_step)
     is_direct = np.asarray(
       jax.random.uniform(at.key, prompts.ids.shape) < direct_share, int
     )
@@ -102,7 +105,7 @@ def run(
 
 
 def solutions(
-  problems: ProblemSet, tokenizer: Tokenizer
+  problems: ProblemSet, tokenizer: Tokenizer, stop_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Tokens `[2, M, T]` and lengths `[2, M]` of worked and direct solutions.
 
@@ -123,7 +126,6 @@ def solutions(
       problems.solutions, problems.direct_solutions, strict=True
     )
   ]
-  stop_id = tokenizer.stop_ids[0]
   ids = [
     [[*tokenizer.encode(text), stop_id] for text in texts]
     for texts in (worked, problems.direct_solutions)

@@ -72,7 +72,6 @@ def read_config(
   """The model that the checkpoint in directory `path` describes.
 
   Args:
-    path: the directory.
     dtype: of the computation.
     remat: recompute each layer in the backward pass.
 
@@ -104,7 +103,6 @@ def load(
   The host holds one stacked weight at a time beside those already placed.
 
   Args:
-    path: the directory.
     dtype: of the computation.
     remat: recompute each layer in the backward pass.
     shardings: where each weight goes; None is the default device.
@@ -155,11 +153,10 @@ def save(
   if dtype not in ("float32", "bfloat16"):
     raise ValueError(f"dtype is {dtype!r}: a file is float32 or bfloat16")
   flat = transformer.flatten(params)
-  table = transformer.parameter_table(config)
   _check_shapes(
     "params",
     {name: weight.shape for name, weight in flat.items()},
-    {name: p.shape for name, p in table.items()},
+    {name: p.shape for name, p in transformer.parameter_table(config).items()},
   )
   out = pathlib.Path(path)
   settings, companions = families.to_settings(config), []
@@ -225,10 +222,7 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
   if not (path / INDEX).is_file():
     hint = ""
     if any(path.glob("*.bin")):
-      hint = (
-        ": its *.bin files must be converted, by from_pretrained and "
-        "save_pretrained of transformers"
-      )
+      hint = "; convert its *.bin files with save_pretrained of transformers"
     raise ValueError(f"{path} has neither {WEIGHTS} nor {INDEX}{hint}")
   index = _read_json(path / INDEX)
   if "weight_map" not in index:

@@ -128,19 +128,12 @@ def network():
     is_tied=False,
     remat=False,
   )
-
-  @jax.jit
-  def init():
-    params = transformer.init(config, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noise = [
-      0.3 * jax.random.normal(key, p.shape)
-      for p, key in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.map(jnp.add, params, jax.tree.unflatten(tree, noise))
-
-  return init(), config
+  rng = np.random.default_rng(1)
+  flat = {
+    name: jnp.asarray(rng.normal(p.fill, 0.3, p.shape), jnp.float32)
+    for name, p in transformer.parameter_table(config).items()
+  }
+  return transformer.unflatten(flat), config
 
 
 def test_padded_rows_agree_with_transformers(checkpoint):
@@ -197,6 +190,17 @@ def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
   assert model.generation_config.eos_token_id == [3, 5]
   for found, logits in zip(reference_logits(model), expected, strict=True):
     np.testing.assert_array_equal(found, logits)
+
+
+def test_a_float32_file_stays_so_whatever_its_source(write, tmp_path):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  write(tmp_path / "a", dtype="bfloat16")
+  loaded = checkpoint_hf.load(tmp_path / "a")
+  checkpoint_hf.save(tmp_path / "b", *loaded, source=tmp_path / "a")
+  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+  assert model.dtype == torch.float32
 
 
 def test_a_bfloat16_file_is_what_transformers_rounds(write, tmp_path):

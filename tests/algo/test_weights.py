@@ -1,0 +1,55 @@
+"""Horvitz-Thompson weights: exact by enumerating every possible draw."""
+
+import itertools
+
+import hypothesis
+from hypothesis import strategies as st
+import jax.numpy as jnp
+import numpy as np
+
+from dppo_jax.algo import weights
+from dppo_jax.records import Selection
+
+PROB = st.sampled_from([0.05, 0.3, 0.5, 1.0])
+
+
+@hypothesis.given(
+  st.lists(PROB, min_size=2, max_size=2),
+  st.lists(PROB, min_size=6, max_size=6),
+)
+def test_weights_average_to_one_over_all_draws(of_prompts, of_completions):
+  """Two prompts of three completions: 2^2 x 2^6 draws, each with its chance."""
+  prompt_prob = np.array(of_prompts, np.float32)
+  prob = np.array(of_completions, np.float32).reshape(2, 3)
+  chance_of = lambda keep, prob: np.where(keep, prob, 1 - prob).prod()
+  mean = np.zeros((2, 3))
+  for bits in itertools.product((False, True), repeat=8):
+    prompts, completions = np.array(bits[:2]), np.array(bits[2:]).reshape(2, 3)
+    chance = chance_of(prompts, prompt_prob) * chance_of(completions, prob)
+    if chance:
+      mean += chance * weights.horvitz_thompson(
+        Selection(jnp.array(prompts), jnp.array(prompt_prob)),
+        Selection(jnp.array(completions), jnp.array(prob)),
+      )
+  np.testing.assert_allclose(mean, 1.0, rtol=1e-5)
+
+
+def test_what_is_not_kept_weighs_nothing_even_at_probability_zero():
+  got = weights.horvitz_thompson(
+    Selection(jnp.array([True]), jnp.array([0.5])),
+    Selection(jnp.array([[True, False]]), jnp.array([[0.25, 0.0]])),
+  )
+  np.testing.assert_allclose(got, [[8.0, 0.0]])
+
+
+def test_effective_sample_size():
+  even = weights.effective_sample_size(
+    jnp.array([4.0, 2.0, 0.0]), jnp.array([1.0, 2.0, 5.0])
+  )
+  np.testing.assert_allclose(even, 2.0)  # w a is constant over what is kept
+  lopsided = weights.effective_sample_size(
+    jnp.array([1.0, 1.0]), jnp.array([3.0, 1.0])
+  )
+  np.testing.assert_allclose(lopsided, 16 / 10)
+  nothing = weights.effective_sample_size(jnp.zeros(3), jnp.ones(3))
+  assert nothing == 0

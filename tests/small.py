@@ -1,0 +1,57 @@
+"""A model and a batch small enough to enumerate what can happen to them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dppo_jax.models import transformer
+from dppo_jax.records import PromptBatch, Rollout, Selection
+
+MODEL = transformer.ModelConfig(
+  vocab=16,
+  embed=16,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_dim=8,
+  mlp=32,
+  has_qk_norm=True,
+  remat=False,
+)
+STOP = 1
+
+
+@functools.cache
+def params(seed=0, config=MODEL):
+  make = jax.jit(transformer.init, static_argnums=0)
+  return make(config, jax.random.key(seed))
+
+
+def prompts(num=3, width=6, seed=0) -> PromptBatch:
+  rng = np.random.default_rng(seed)
+  return PromptBatch(
+    ids=jnp.arange(10, 10 + num, dtype=jnp.int32),
+    tokens=jnp.array(rng.integers(2, 16, (num, width)), jnp.int32),
+    lengths=jnp.array(rng.integers(2, width + 1, num), jnp.int32),
+  )
+
+
+def rollout(prompts: PromptBatch, group=3, tokens=5, seed=1) -> Rollout:
+  """Completions of random tokens, lengths and sampling log-probabilities."""
+  rng = np.random.default_rng(seed)
+  shape = (prompts.ids.shape[0], group, tokens)
+  return Rollout(
+    prompt_ids=prompts.ids,
+    tokens=jnp.array(rng.integers(1, 16, shape), jnp.int32),
+    logprobs=jnp.array(rng.normal(-2.8, 0.4, shape), jnp.float32),
+    lengths=jnp.array(rng.integers(1, tokens + 1, shape[:2]), jnp.int32),
+    is_stopped=jnp.ones(shape[:2], bool),
+    kept=everything(shape[0]),
+    slot_steps=jnp.int32(0),
+  )
+
+
+def everything(*shape) -> Selection:
+  return Selection(jnp.ones(shape, bool), jnp.ones(shape, jnp.float32))
