@@ -4,12 +4,12 @@ python -m dppo_jax.main --config=configs/arithmetic.py
 python -m dppo_jax.main --config=configs/arithmetic.py:grpo
 """
 
-from dppo_jax.config import Config
+from dppo_jax.config import Config, use_method
 
 
 def get_config(method: str = "dppo") -> Config:
   config = Config()
-  config.method.name = method
+  use_method(config, method)
   config.steps = 300
   config.model.remat = False  # the activations are small
   config.data.prompts_per_step = 16

@@ -7,6 +7,7 @@ file returns a `Config` and says how it differs from these defaults.
 # No `from __future__ import annotations` here: config_flags reads the types.
 from collections.abc import Callable
 import dataclasses
+import inspect
 import json
 import pathlib
 from typing import Any
@@ -53,7 +54,7 @@ class Data:
   train: str = "arithmetic"
   eval: str = "arithmetic"
   train_limit: int = 0  # first problems of the source; 0 takes all
-  eval_limit: int = 256
+  eval_limit: int = 256  # likewise
   problem_key: str = "problem"  # column names
   answer_key: str = "answer"  # text after the last "####", if any, counts
   id_key: str = "source"  # optional column; row numbers where it is absent
@@ -65,7 +66,7 @@ class Data:
   template_args: dict = dataclasses.field(
     default_factory=dict
   )  # e.g. enable_thinking=False for Qwen3
-  num_arithmetic: int = 4096  # problems made for `arithmetic`, train + eval
+  num_arithmetic: int = 4096  # problems made; one in eight is held out
   max_operations: int = 6  # in an arithmetic problem
 
 
@@ -89,18 +90,26 @@ class Reward:
   timeout_seconds: float = 5.0  # wall clock for one completion
 
 
+def default_args(factory: Callable) -> dict[str, Any]:
+  """The arguments of a factory with their defaults: each becomes a flag."""
+  parameters = inspect.signature(factory).parameters
+  return {name: p.default for name, p in parameters.items()}
+
+
 @dataclasses.dataclass
 class Method:
   name: str = "dppo"  # a key of methods.METHODS
-  args: dict = dataclasses.field(default_factory=dict)  # of its factory
+  args: dict = dataclasses.field(  # of its factory
+    default_factory=lambda: default_args(methods.dppo)
+  )
 
 
 @dataclasses.dataclass
 class Objective:
   name: str = "grpo"  # a key of objectives.OBJECTIVES
-  args: dict = dataclasses.field(
-    default_factory=dict
-  )  # of its factory, e.g. clip_low, clip_high, beta
+  args: dict = dataclasses.field(  # of its factory
+    default_factory=lambda: default_args(objectives.grpo)
+  )
   inner_updates: int = 1  # mu, optimizer steps on one rollout
   train_zero_advantage: bool = False  # True pays for terms that are zero
 
@@ -151,7 +160,8 @@ class Checkpoint:
 
 @dataclasses.dataclass
 class Mesh:
-  data: int = 1  # devices over which prompts, slots and rows are divided
+  # Devices over which prompts, slots and rows are divided; -1 takes all.
+  data: int = 1
   model: int = 1  # devices over which heads, feed-forward and vocabulary are
 
 
@@ -171,6 +181,13 @@ class Config:
   eval: Eval = dataclasses.field(default_factory=Eval)
   checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+
+def use_method(config: Config, name: str) -> None:
+  """Names the method, and gives it the arguments that it has by default."""
+  factory = methods.METHODS.get(name)
+  # A name that is unknown is `validate`'s to refuse.
+  config.method = Method(name, default_args(factory) if factory else {})
 
 
 def make_method(config: Config) -> methods.Method:
@@ -197,9 +214,11 @@ def _make(factories: dict[str, Callable], choice: Any, what: str) -> Any:
     ) from error
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, num_shards: int) -> None:
   """Refuses values that cannot work, naming value, limit and knob.
 
+  Args:
+    num_shards: devices on the data axis.
   Raises:
     ValueError: for the first that is found.
   """
@@ -225,11 +244,16 @@ def validate(config: Config) -> None:
       f"config.rollout.temperature is {r.temperature} but must be above 0: "
       "greedy completions of one prompt are all alike"
     )
-  for name in ("data.prompts_per_step", "rollout.num_slots", "pack.rows"):
-    if flat[name] % max(config.mesh.data, 1):
+  for name in (
+    "data.prompts_per_step",
+    "eval.prompts",
+    "rollout.num_slots",
+    "pack.rows",
+  ):
+    if flat[name] % num_shards:
       raise ValueError(
-        f"config.{name} is {flat[name]} but must be a multiple of "
-        f"config.mesh.data, {config.mesh.data}"
+        f"config.{name} is {flat[name]} but must be a multiple of the "
+        f"{num_shards} devices of config.mesh.data"
       )
 
 
@@ -238,7 +262,7 @@ _LEAST = {
   "data.prompts_per_step": 1,
   "data.max_prompt_tokens": 1,
   "data.train_limit": 0,
-  "data.eval_limit": 1,
+  "data.eval_limit": 0,
   "rollout.group_size": 2,
   "rollout.max_tokens": 1,
   "rollout.num_slots": 1,

@@ -66,7 +66,8 @@ class House(NamedTuple):
       [
         f"model: {self.model.family}, {self.model.layers} layers of width "
         f"{self.model.embed}, {transformer.num_parameters(self.model):,} "
-        f"parameters, {self.model.dtype}; mesh {c.mesh.data} x {c.mesh.model}",
+        f"parameters, {self.model.dtype}; "
+        f"mesh {' x '.join(map(str, self.mesh.devices.shape))}",
         self.train.report,
         self.held_out.report,
         f"step: {prompts} prompts x {group} completions = "
@@ -91,15 +92,15 @@ def furnish(config: configs.Config) -> House:
   Raises:
     ValueError: for whatever cannot work, naming value, limit and knob.
   """
-  configs.validate(config)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
+  configs.validate(config, mesh.shape["data"])
   root_key = jax.random.key(config.seed)
   path = config.model.path
   if not path and config.model.hub_id:
     path = checkpoint_hf.fetch(config.model.hub_id)
   words = _tokenizer(config, path)
   model = _model(config.model, path, words.vocab_size)
-  _check_divisible(config.mesh, model)
+  _check_divisible(mesh, model)
   train, held_out = _problems(config, words)
   where = transformer.shardings(model, mesh)
 
@@ -198,15 +199,14 @@ def _problems(
 
 
 def _check_divisible(
-  mesh: configs.Mesh, model: transformer.ModelConfig
+  mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
   """Refuses a mesh over which some weight cannot be divided."""
-  sizes = {"data": mesh.data, "model": mesh.model}
   for name, param in transformer.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):
       mesh_axis = sharding.RULES[axis]
-      if mesh_axis and size % sizes[mesh_axis]:
+      if mesh_axis and size % mesh.shape[mesh_axis]:
         raise ValueError(
-          f"config.mesh.{mesh_axis} is {sizes[mesh_axis]} but the {axis} "
+          f"config.mesh.{mesh_axis} is {mesh.shape[mesh_axis]} but the {axis} "
           f"axis of {name}, {size}, is not a multiple of it"
         )

@@ -18,36 +18,54 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
+
+
 def main(argv: list[str]) -> None:
   """Trains under the config that the flags give."""
+  try:
+    _train(argv)
+  except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+    if _DEBUG.value:
+      raise
+    sys.exit(f"error: {error}")
+  except KeyboardInterrupt:
+    sys.exit(130)
+
+
+def _train(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise ValueError(f"unexpected argument {argv[1]!r}; flags start with --")
-  if _CONFIG.value is None:
+    raise ValueError(f"unexpected argument {argv[1]!r}: flags start with --")
+  if not flags.FLAGS["config"].present:
     raise ValueError("--config is missing, e.g. --config=configs/arithmetic.py")
-  from dppo_jax import train  # flags first: a wrong one should fail at once
+  path = config_flags.get_config_filename(flags.FLAGS["config"])
+  path = pathlib.Path(path.partition(":")[0])
+  if not path.is_file():
+    raise ValueError(f"--config: there is no file {str(path)!r}")
+  from dppo_jax import train  # after the flags: a wrong one fails at once
 
   config = _CONFIG.value
-  workdir = _WORKDIR.value
-  if workdir is None:
-    name = config_flags.get_config_filename(flags.FLAGS["config"])
-    stem = pathlib.Path(name.partition(":")[0]).stem
-    workdir = f"runs/{stem}-{config.method.name}-seed{config.seed}"
-  train.run(config, pathlib.Path(workdir))
+  name = f"{path.stem}-{config.method.name}-seed{config.seed}"
+  train.run(config, pathlib.Path(_WORKDIR.value or f"runs/{name}"))
 
 
 def _parse(argv: list[str]) -> list[str]:
-  return flags.FLAGS(argv)
+  """Parses the flags; what a user mistyped ends in one line."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(f"error: {error}")
+  except (LookupError, AttributeError) as error:
+    sys.exit(f"error: the config has no such field: {error}")
+  except (ValueError, TypeError) as error:
+    sys.exit(f"error: {error}")
 
 
 def run() -> None:
-  """Runs `main`; a user's mistake ends in one line, not in a traceback."""
-  # TFDS, orbax and XLA tell of their inner life at these levels.
-  logging.set_verbosity(logging.ERROR)
+  """Runs `main` with quiet libraries."""
+  logging.set_verbosity(logging.ERROR)  # orbax and TFDS tell all at INFO
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  try:
-    app.run(main, flags_parser=_parse)
-  except (ValueError, KeyError, AttributeError, flags.Error) as error:
-    sys.exit(f"error: {error}")
+  app.run(main, flags_parser=_parse)
 
 
 if __name__ == "__main__":

@@ -206,9 +206,8 @@ def build(house: House) -> Rooms:
     for name, (function, args, out) in plans.items()
   }
   with futures.ThreadPoolExecutor(len(lowered)) as pool:
-    compiled = dict(
-      zip(lowered, pool.map(lambda x: x.compile(), lowered.values()))
-    )
+    waiting = {name: pool.submit(x.compile) for name, x in lowered.items()}
+    compiled = {name: x.result() for name, x in waiting.items()}
   as_it_is = lambda params, batch, num_micro: batch
   return Rooms(**{"score": as_it_is, **compiled})
 

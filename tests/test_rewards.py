@@ -383,8 +383,10 @@ def test_workers_do_not_load_jax(math):
 
 
 PARENT = r"""
-import sys
+import signal, sys
 from dppo_jax.rewards import Grader
+# A shell that runs the tests in the background has SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Grader("math", num_workers=1, timeout_seconds=1.0) as grader:
   grader.self_check()
   print(grader._workers[0].process.pid, flush=True)

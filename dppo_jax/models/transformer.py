@@ -61,7 +61,7 @@ class Param(NamedTuple):
 
 
 class Cache(NamedTuple):
-  """Keys and values of decoding slots, `[layers, slots, kv_heads, cells, D]`."""
+  """Keys and values of slots, `[layers, slots, kv_heads, cells, D]`."""
 
   keys: Float[Array, "Y B K C D"]
   values: Float[Array, "Y B K C D"]

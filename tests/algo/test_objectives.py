@@ -88,5 +88,5 @@ def test_cells_that_are_not_trained_cannot_poison_the_sum():
   "args", [{"clip_low": 0.0}, {"clip_high": -1.0}, {"beta": -0.1}]
 )
 def test_senseless_coefficients_are_refused(args):
-  with pytest.raises(ValueError, match="objective.args"):
+  with pytest.raises(ValueError, match=r"objective\.args"):
     objectives.grpo(**args)

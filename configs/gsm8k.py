@@ -1,0 +1,43 @@
+r"""Qwen3-0.6B on GSM8K, grade-school word problems.
+
+  python -m dppo_jax.main --config=configs/gsm8k.py \
+    --config.model.path=DIR --config.data.train=train.jsonl \
+    --config.data.eval=test.jsonl
+
+Without --config.model.path the checkpoint is fetched from the Hugging Face
+hub, and without data files TFDS prepares `gsm8k`. A file needs the columns
+`problem` and `answer`, or pass --config.data.problem_key=question.
+"""
+
+from dppo_jax.config import Config, use_method
+
+
+def get_config(method: str = "dppo") -> Config:
+  config = Config()
+  use_method(config, method)
+  config.steps = 200
+  config.model.hub_id = "Qwen/Qwen3-0.6B"
+  config.model.dtype = "bfloat16"
+  config.data.train = "tfds:gsm8k:train"
+  config.data.eval = "tfds:gsm8k:test"
+  config.data.eval_limit = 0  # all 1,319
+  config.data.instruction = (
+    "Reason step by step and put the final answer in \\boxed{}."
+  )
+  config.data.template_args = {"enable_thinking": False}
+  config.data.max_prompt_tokens = 256
+  config.data.prompts_per_step = 64
+  config.reward.kind = "math"
+  config.reward.num_workers = 8
+  config.rollout.group_size = 8
+  config.rollout.max_tokens = 512
+  config.rollout.num_slots = 256
+  config.pack.row_length = 2048
+  config.pack.rows = 4
+  config.pack.window = 256
+  config.optimizer.learning_rate = 1e-6
+  config.optimizer.ramp_steps = 5
+  config.eval.every = 25
+  config.checkpoint.every = 25
+  config.mesh.data = -1  # every device there is
+  return config

@@ -1,0 +1,42 @@
+r"""Qwen2.5-Math-1.5B on MATH, competition problems.
+
+  python -m dppo_jax.main --config=configs/qwen_math.py \
+    --config.model.path=DIR --config.data.train=math_train.jsonl \
+    --config.data.eval=math500.jsonl
+
+Without --config.model.path the checkpoint is fetched from the Hugging Face
+hub. Files need the columns `problem` and `answer`; MATH itself is not at any
+source that this program may fetch by itself, so both have to be given.
+"""
+
+from dppo_jax.config import Config, use_method
+
+
+def get_config(method: str = "dppo") -> Config:
+  config = Config()
+  use_method(config, method)
+  config.steps = 300
+  config.model.hub_id = "Qwen/Qwen2.5-Math-1.5B"
+  config.model.dtype = "bfloat16"
+  config.data.train = "math_train.jsonl"
+  config.data.eval = "math500.jsonl"
+  config.data.eval_limit = 0  # all of the file
+  config.data.system = (
+    "Please reason step by step, and put your final answer within \\boxed{}."
+  )
+  config.data.max_prompt_tokens = 512
+  config.data.prompts_per_step = 128
+  config.reward.kind = "math"
+  config.reward.num_workers = 16
+  config.rollout.group_size = 8
+  config.rollout.max_tokens = 2048
+  config.rollout.num_slots = 256
+  config.pack.row_length = 4096  # the context that this model was trained with
+  config.pack.rows = 2
+  config.pack.window = 256
+  config.optimizer.learning_rate = 1e-6
+  config.optimizer.ramp_steps = 10
+  config.eval.every = 25
+  config.checkpoint.every = 25
+  config.mesh.data = -1  # every device there is
+  return config
