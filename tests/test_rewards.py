@@ -193,6 +193,7 @@ UNEQUAL = [
   ("2", "2 or 3"),
   ("2", "the answer is 2"),
   ("2", "The final answer is 2. I hope"),
+  ("2", "** $2$"),
   ("2", r"\text{either } 2 \text{ or } 3"),
   ("2", r"\sqrt[ 2"),
   (r"\text{Evelyn}", r"\text{John}"),
@@ -368,6 +369,8 @@ def test_workers_persist_and_end_with_the_grader():
     grader.grade(boxed(*"123456"), ["0.5"] * 6)
     processes = [worker.process for worker in grader._workers]
     assert [process.poll() for process in processes] == [None, None]
+    groups = {os.getpgid(pid) for pid in [0, *pids(grader)]}
+    assert len(groups) == 3  # Ctrl-C reaches the parent alone
     grader.grade(boxed(*"123456"), ["0.5"] * 6)
     assert [worker.process for worker in grader._workers] == processes
     assert sum(grader.counts.values()) == grader.counts["wrong"] == 12

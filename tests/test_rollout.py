@@ -1,0 +1,222 @@
+"""Rollout: what is sampled, and what it must not depend on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from dppo_jax import keys, rollout, update
+from dppo_jax.algo import objectives
+from dppo_jax.models import attention, transformer
+from dppo_jax.records import PackedBatch, PromptBatch, Selection
+
+DRAW = keys.draw_at(jax.random.key(5), 0, room=keys.Room.ROLLOUT)
+
+
+@functools.cache
+def _sampler(**kwargs):
+  args = dict(
+    group_size=4,
+    max_tokens=12,
+    num_slots=4,
+    stop_ids=(small.STOP,),
+    prefill_prompts=2,
+  )
+  return jax.jit(
+    functools.partial(
+      rollout.sample, model_config=small.MODEL, **(args | kwargs)
+    )
+  )
+
+
+def _sample(prompts, kept=None, params=None, **kwargs):
+  params = small.params() if params is None else params
+  return _sampler(**kwargs)(params, prompts=prompts, draw=DRAW, kept=kept)
+
+
+def _prompts(num=6):
+  return small.prompts(num)
+
+
+def test_logprobs_are_those_of_the_full_forward_pass():
+  """Prefill, cache and slots give what one pass over each sequence gives."""
+  prompts = _prompts()
+  got = _sample(prompts, temperature=0.8)
+  settings = update.Settings(small.MODEL, objectives.grpo(), temperature=0.8)
+  score = jax.jit(lambda rows: update.logprobs(small.params(), settings, rows))
+  for q in range(6):
+    for g in range(4):
+      n, n_prompt = int(got.lengths[q, g]), int(prompts.lengths[q])
+      text = np.zeros(24, np.int32)
+      text[:n_prompt] = prompts.tokens[q, :n_prompt]
+      text[n_prompt : n_prompt + n] = got.tokens[q, g, :n]
+      tokens = jnp.array(text)[None]
+      zeros = jnp.zeros((1, 24), jnp.float32)
+      alone = score(
+        PackedBatch(
+          tokens=tokens,
+          targets=jnp.roll(tokens, -1, 1),
+          positions=jnp.arange(24, dtype=jnp.int32)[None],
+          segment_ids=jnp.ones((1, 24), jnp.int32),
+          is_trained=zeros > 1,
+          advantages=zeros,
+          weights=zeros,
+          old_logprobs=zeros,
+        )
+      )
+      np.testing.assert_allclose(
+        got.logprobs[q, g, :n],
+        alone[0, n_prompt - 1 : n_prompt - 1 + n],
+        atol=2e-5,
+      )
+
+
+def test_a_completion_ends_with_its_stop_token_or_at_the_limit():
+  got = _sample(_prompts(), stop_ids=(small.STOP, 7))
+  tokens, lengths = np.asarray(got.tokens), np.asarray(got.lengths)
+  assert lengths.min() < 12 and got.is_stopped.any()
+  for q, g in np.ndindex(6, 4):
+    n = lengths[q, g]
+    is_stop = np.isin(tokens[q, g], (small.STOP, 7))
+    assert not is_stop[: n - 1].any()
+    assert is_stop[n - 1] == got.is_stopped[q, g]
+    assert got.is_stopped[q, g] or n == 12
+    assert (tokens[q, g, n:] == 0).all() and (got.logprobs[q, g, n:] == 0).all()
+
+
+@pytest.mark.parametrize(
+  "other", [dict(num_slots=1), dict(num_slots=7), dict(num_slots=24)]
+)
+def test_tokens_do_not_depend_on_the_number_of_slots(other):
+  want, got = _sample(_prompts()), _sample(_prompts(), **other)
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  np.testing.assert_array_equal(got.lengths, want.lengths)
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+
+
+def test_tokens_do_not_depend_on_neighbours_or_order():
+  prompts, order = _prompts(), np.array([4, 0, 5, 2, 1, 3])
+  want = _sample(prompts)
+  got = _sample(jax.tree.map(lambda x: x[order], prompts))
+  np.testing.assert_array_equal(got.tokens, want.tokens[order])
+  # The others' texts change; the prompt and its id stay.
+  changed = prompts.replace(
+    tokens=jnp.where(prompts.ids[:, None] == 12, prompts.tokens, 3)
+  )
+  got = _sample(changed)
+  np.testing.assert_array_equal(got.tokens[2], want.tokens[2])
+  assert not (got.tokens[1] == want.tokens[1]).all()
+
+
+def test_pruned_prompts_cost_nothing_and_change_nothing():
+  prompts = _prompts()
+  keep = jnp.array([True, False, True, True, False, False])
+  want = _sample(prompts)
+  got = _sample(prompts, kept=Selection(keep, jnp.full(6, 0.5)))
+  np.testing.assert_array_equal(got.tokens[keep], want.tokens[keep])
+  assert (got.lengths[~keep] == 0).all() and (got.tokens[~keep] == 0).all()
+  assert got.slot_steps < 0.7 * want.slot_steps
+  np.testing.assert_array_equal(got.kept.keep, keep)
+
+
+def test_steps_differ_and_ids_differ():
+  prompts = _prompts()
+  other = prompts.replace(ids=prompts.ids + 100)
+  assert not (_sample(other).tokens == _sample(prompts).tokens).all()
+  later = keys.draw_at(jax.random.key(5), 1, room=keys.Room.ROLLOUT)
+  got = _sampler()(small.params(), prompts=prompts, draw=later, kept=None)
+  assert not (got.tokens == _sample(prompts).tokens).all()
+
+
+def test_the_likeliest_token_is_the_limit_of_every_truncation():
+  greedy = _sample(_prompts(), temperature=0.0)
+  for kwargs in (dict(top_k=1), dict(top_p=1e-6), dict(temperature=1e-4)):
+    got = _sample(_prompts(), **kwargs)
+    np.testing.assert_array_equal(got.tokens, greedy.tokens)
+    np.testing.assert_allclose(got.logprobs, 0.0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "share"),
+  [
+    (dict(temperature=1.0), [0.4, 0.3, 0.2, 0.1]),
+    (dict(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+    (dict(temperature=1.0, top_k=2), [4 / 7, 3 / 7, 0, 0]),
+    (dict(temperature=1.0, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
+    (dict(temperature=1.0, top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
+  ],
+)
+def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
+  """Tolerance: 5 standard errors of four shares; false alarm below 1e-5."""
+  num = 20000
+  scores = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
+  token, logprob = rollout.choose(
+    scores, jax.random.split(jax.random.key(0), num), **kwargs
+  )
+  share = np.array(share)
+  seen = np.bincount(token, minlength=4) / num
+  assert (np.abs(seen - share) <= 5 * np.sqrt(share * (1 - share) / num)).all()
+  np.testing.assert_allclose(
+    np.exp(logprob), share[np.asarray(token)], rtol=1e-4
+  )
+
+
+def test_slots_are_busy_on_geometric_lengths():
+  """Uniform scores stop each token with chance 1/16; 4 completions a slot."""
+  uniform = jax.tree.map(jnp.zeros_like, small.params())
+  prompts = small.prompts(32)
+  got = _sample(
+    prompts, params=uniform, group_size=8, max_tokens=128, num_slots=64
+  )
+  lengths = np.asarray(got.lengths)
+  assert 13 < lengths.mean() < 19 and lengths.max() > 60
+  assert lengths.sum() / int(got.slot_steps) > 0.95
+
+
+def test_reading_the_cache_in_blocks_changes_nothing(monkeypatch):
+  rng = jax.random.split(jax.random.key(0), 3)
+  q = jax.random.normal(rng[0], (5, 4, 8))
+  cache = [jax.random.normal(k, (2, 5, 2, 32, 8)) for k in rng[1:]]
+  positions = jnp.array([0, 3, 8, 17, 30])
+  read = lambda p: attention.attend_cache(q, *cache, jnp.int32(1), p)
+  whole = read(positions)
+  monkeypatch.setattr(attention, "CACHE_BLOCK", 8)
+  np.testing.assert_allclose(read(positions), whole, atol=1e-6)
+  # Bit for bit: how far the other slots are does not matter.
+  np.testing.assert_array_equal(
+    read(jnp.array([0, 3, 8, 0, 0]))[:3], read(positions)[:3]
+  )
+
+
+def test_long_queries_are_attended_block_by_block(monkeypatch):
+  params = small.params()
+  rng = np.random.default_rng(0)
+  tokens = jnp.array(rng.integers(0, 16, (2, 24)), jnp.int32)
+  segments = jnp.array([[1] * 9 + [2] * 15, [1] * 20 + [0] * 4], jnp.int32)
+  positions = jnp.where(segments == 2, jnp.arange(24) - 9, jnp.arange(24))
+  run = lambda: transformer.forward(
+    params, small.MODEL, tokens, positions, segments
+  )
+  want = run()
+  monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+  np.testing.assert_allclose(run(), want, atol=1e-5)
+
+
+def test_kept_prompts_are_dealt_evenly():
+  keep = jnp.array([False, True, True, False, True, True, False, True])
+  seat = np.asarray(rollout._deal(keep, 4))
+  assert sorted(seat) == list(range(8))
+  per_shard = np.bincount(seat[np.asarray(keep)] // 2, minlength=4)
+  assert per_shard.max() - per_shard.min() <= 1
+
+
+def test_prompts_may_be_of_any_number():
+  """Prefill works in chunks; five prompts are no multiple of two."""
+  prompts = _prompts()
+  five = PromptBatch(*(x[:5] for x in jax.tree.leaves(prompts)))
+  np.testing.assert_array_equal(
+    _sample(five).tokens, _sample(prompts).tokens[:5]
+  )
