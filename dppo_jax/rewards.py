@@ -332,8 +332,9 @@ def _parse(text: str) -> list:
 
 
 def _tidy(answer: str) -> str:
-  """`answer` without a thin space, or a full stop at its end."""
-  return answer.replace(r"\!", "").strip().removesuffix(".").strip()
+  r"""`answer` without the `,\!` between thousands or a full stop at its end."""
+  answer = answer.replace(r",\!", "").replace(r"\!", "")
+  return answer.strip().removesuffix(".").strip()
 
 
 if __name__ == "__main__":

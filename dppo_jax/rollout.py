@@ -214,9 +214,12 @@ def _sample_shard(
     slots, taken = state
     return (taken < num_waiting) & (slots.item == num_items).any()
 
+  def refill_all(state):
+    slots, taken, *rest = state
+    return *jax.lax.while_loop(can_refill, refill, (slots, taken)), *rest
+
   def step(state):
     slots, taken, written, done, slot_steps = state
-    slots, taken = jax.lax.while_loop(can_refill, refill, (slots, taken))
     hidden, cache = transformer.decode(
       params, model_config, slots.token, slots.position, slots.cache
     )
@@ -272,11 +275,14 @@ def _sample_shard(
     jnp.int32(0),
   )
   sizes = slot_sizes(num_slots)
+  state = refill_all(state)
   for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
     slots, *rest = state
     has_more = lambda state, limit=next_size: num_waiting - state[3] > limit
+    # Whoever waits finds a slot in the first stage; only that one refills.
+    body = (lambda s: refill_all(step(s))) if size == num_slots else step
     state = jax.lax.while_loop(
-      has_more, step, (_gather_busy(slots, size, num_items), *rest)
+      has_more, body, (_gather_busy(slots, size, num_items), *rest)
     )
   _, _, written, _, slot_steps = state
   return written, slot_steps[None]
