@@ -6,7 +6,6 @@ item draws does not depend on which other items there are.
 """
 
 import enum
-import functools
 from typing import NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ class Draw(NamedTuple):
   step: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames="room")
+@jax.jit
 def draw_at(root_key: jax.Array, step: int | jax.Array, room: Room) -> Draw:
   """The randomness of `room` at `step` under `root_key`."""
   step = jnp.asarray(step, jnp.int32)

@@ -77,19 +77,17 @@ def _train(
       clock = metrics.Clock()
       with clock("data"):
         prompts = data.draw(house.train, house.root_key, step, num_prompts)
-        kept = compiled.choose(
-          at(room=Room.PROMPTS), state.history, prompts.ids
-        )
+        kept = compiled.choose(at(Room.PROMPTS), state.history, prompts.ids)
       with clock("rollout"):
         rollout = ready(
-          compiled.roll_out(state.params, prompts, at(room=Room.ROLLOUT), kept)
+          compiled.roll_out(state.params, prompts, at(Room.ROLLOUT), kept)
         )
       with clock("reward"):
         graded = grade(house, grader, rollout)
       with clock("select"):
         batch, num_micro, chosen = ready(
           compiled.select(
-            at(room=Room.COMPLETIONS), prompts, rollout, graded.rewards
+            at(Room.COMPLETIONS), prompts, rollout, graded.rewards
           )
         )
       with clock("score"):
@@ -101,26 +99,19 @@ def _train(
         state = ready(compiled.remember(state, rollout, graded.rewards))
 
       done = step + 1
-      values = (
-        graded.metrics
-        | chosen
-        | learned
-        | clock.metrics()
-        | {"update/compiles": compiles.since_last()}
-      )
+      values = jax.device_get(graded.metrics | chosen | learned)
+      values |= clock.metrics() | {"update/compiles": compiles.since_last()}
       writer.write(done, values)
       writer.write_samples(done, graded.samples[:SAMPLES_PER_STEP])
       writer.progress(done, values)
       _check(values)
-      is_last = done == config.steps or is_stopping()
-      if is_last or _is_due(done, config.eval.every):
+      ends, stops = done == config.steps, is_stopping()
+      if ends or _is_due(done, config.eval.every):
         test(state)
-      if is_last or _is_due(done, config.checkpoint.every):
+      if ends or stops or _is_due(done, config.checkpoint.every):
         saved.save(done, state)
-      if is_stopping():
-        writer.say(
-          f"stopped after step {done}; the same command goes on from there"
-        )
+      if stops and not ends:
+        writer.say(f"stopped after step {done}; the same command goes on")
         raise KeyboardInterrupt
 
 

@@ -13,7 +13,7 @@ from dppo_jax.algo import objectives
 from dppo_jax.models import attention, transformer
 from dppo_jax.records import PackedBatch, PromptBatch, Selection
 
-DRAW = keys.draw_at(jax.random.key(5), 0, room=keys.Room.ROLLOUT)
+DRAW = keys.draw_at(jax.random.key(5), 0, keys.Room.ROLLOUT)
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def test_steps_differ_and_ids_differ():
   prompts = _prompts()
   other = prompts.replace(ids=prompts.ids + 100)
   assert not (_sample(other).tokens == _sample(prompts).tokens).all()
-  later = keys.draw_at(jax.random.key(5), 1, room=keys.Room.ROLLOUT)
+  later = keys.draw_at(jax.random.key(5), 1, keys.Room.ROLLOUT)
   got = _sampler()(small.params(), prompts=prompts, draw=later, kept=None)
   assert not (got.tokens == _sample(prompts).tokens).all()
 

@@ -16,7 +16,7 @@ from dppo_jax.models import head
 from dppo_jax.records import Selection, TrainState
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-DRAW = keys.draw_at(jax.random.key(0), 0, room=keys.Room.COMPLETIONS)
+DRAW = keys.draw_at(jax.random.key(0), 0, keys.Room.COMPLETIONS)
 ROWS = batches.Rows(length=24, per_micro=2, window=4)
 # Clipping and the penalty at work: the sampler's log-probabilities are random.
 ACTIVE = objectives.grpo(clip_low=0.1, clip_high=0.15, beta=0.3)

@@ -24,7 +24,7 @@ REWARDS = np.array(
 
 
 def _draw(seed):
-  return keys.draw_at(jax.random.key(seed), 0, room=keys.Room.COMPLETIONS)
+  return keys.draw_at(jax.random.key(seed), 0, keys.Room.COMPLETIONS)
 
 
 def _groups(rewards=REWARDS):
