@@ -118,7 +118,7 @@ class Objective:
 class Pack:
   row_length: int = 128  # L, at least prompt + completion - 1
   rows: int = 16  # rows of one micro-batch
-  window: int = 32  # sequences among which the packer chooses
+  window: int = 64  # sequences among which the packer chooses
   head_tokens: int = 2048  # tokens whose logits exist at once
 
 
@@ -214,11 +214,9 @@ def _make(factories: dict[str, Callable], choice: Any, what: str) -> Any:
     ) from error
 
 
-def validate(config: Config, num_shards: int) -> None:
+def validate(config: Config) -> None:
   """Refuses values that cannot work, naming value, limit and knob.
 
-  Args:
-    num_shards: devices on the data axis.
   Raises:
     ValueError: for the first that is found.
   """
@@ -244,21 +242,29 @@ def validate(config: Config, num_shards: int) -> None:
       f"config.rollout.temperature is {r.temperature} but must be above 0: "
       "greedy completions of one prompt are all alike"
     )
-  for name in (
-    "data.prompts_per_step",
-    "eval.prompts",
-    "rollout.num_slots",
-    "pack.rows",
-  ):
-    if flat[name] % num_shards:
-      raise ValueError(
-        f"config.{name} is {flat[name]} but must be a multiple of the "
-        f"{num_shards} devices of config.mesh.data"
-      )
+  if config.mesh.data != -1 and config.mesh.data < 1:
+    raise ValueError(
+      f"config.mesh.data is {config.mesh.data} but must be at least 1, or -1 "
+      "for every device"
+    )
+  m = config.model
+  if m.heads % m.kv_heads:
+    raise ValueError(
+      f"config.model.heads is {m.heads} but must be a multiple of "
+      f"config.model.kv_heads, {m.kv_heads}"
+    )
+  if m.head_dim % 2:
+    raise ValueError(f"config.model.head_dim is {m.head_dim} but must be even")
 
 
 _LEAST = {
   "steps": 0,
+  "model.layers": 1,
+  "model.embed": 1,
+  "model.heads": 1,
+  "model.kv_heads": 1,
+  "model.head_dim": 2,
+  "model.mlp": 1,
   "data.prompts_per_step": 1,
   "data.max_prompt_tokens": 1,
   "data.train_limit": 0,

@@ -92,15 +92,16 @@ def furnish(config: configs.Config) -> House:
   Raises:
     ValueError: for whatever cannot work, naming value, limit and knob.
   """
+  configs.validate(config)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
-  configs.validate(config, mesh.shape["data"])
+  _check_batches(mesh, config)
   root_key = jax.random.key(config.seed)
   path = config.model.path
   if not path and config.model.hub_id:
     path = checkpoint_hf.fetch(config.model.hub_id)
   words = _tokenizer(config, path)
   model = _model(config.model, path, words.vocab_size)
-  _check_divisible(mesh, model)
+  _check_weights(mesh, model)
   train, held_out = _problems(config, words)
   where = transformer.shardings(model, mesh)
 
@@ -198,7 +199,23 @@ def _problems(
   return train, held_out
 
 
-def _check_divisible(
+def _check_batches(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
+  """Refuses a mesh over which prompts, slots or rows cannot be divided."""
+  flat, num_shards = configs.flatten(config), mesh.shape["data"]
+  for name in (
+    "data.prompts_per_step",
+    "eval.prompts",
+    "rollout.num_slots",
+    "pack.rows",
+  ):
+    if flat[name] % num_shards:
+      raise ValueError(
+        f"config.{name} is {flat[name]} but must be a multiple of the "
+        f"{num_shards} devices of config.mesh.data"
+      )
+
+
+def _check_weights(
   mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
   """Refuses a mesh over which some weight cannot be divided."""

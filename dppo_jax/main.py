@@ -16,8 +16,6 @@ _WORKDIR = flags.DEFINE_string(
   "Directory of the run; by default runs/CONFIG-METHOD-seedSEED. The same "
   "command run again goes on from its newest checkpoint.",
 )
-
-
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 
 
@@ -42,9 +40,13 @@ def _train(argv: list[str]) -> None:
   path = pathlib.Path(path.partition(":")[0])
   if not path.is_file():
     raise ValueError(f"--config: there is no file {str(path)!r}")
-  from dppo_jax import train  # after the flags: a wrong one fails at once
+  # After the flags: a wrong one fails at once.
+  from dppo_jax import config as configs
+  from dppo_jax import train
 
   config = _CONFIG.value
+  if not isinstance(config, configs.Config):
+    raise ValueError(f"--config: get_config() of {str(path)!r} made no Config")
   name = f"{path.stem}-{config.method.name}-seed{config.seed}"
   train.run(config, pathlib.Path(_WORKDIR.value or f"runs/{name}"))
 
@@ -53,17 +55,20 @@ def _parse(argv: list[str]) -> list[str]:
   """Parses the flags; what a user mistyped ends in one line."""
   try:
     return flags.FLAGS(argv)
-  except flags.Error as error:
-    sys.exit(f"error: {error}")
-  except (LookupError, AttributeError) as error:
-    sys.exit(f"error: the config has no such field: {error}")
-  except (ValueError, TypeError) as error:
-    sys.exit(f"error: {error}")
+  except Exception as error:  # a config file may raise anything
+    if "--debug" in argv:
+      raise
+    # Where loading a file fails, the reason comes last.
+    reason = (str(error).strip() or repr(error)).splitlines()[-1].strip()
+    if isinstance(error, LookupError | AttributeError):
+      reason = f"the config has no such field: {reason}"
+    sys.exit(f"error: {reason}")
 
 
 def run() -> None:
   """Runs `main` with quiet libraries."""
-  logging.set_verbosity(logging.ERROR)  # orbax and TFDS tell all at INFO
+  # Orbax and TFDS tell all; what matters of it is raised as well.
+  logging.set_verbosity(logging.FATAL)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   app.run(main, flags_parser=_parse)
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 from matplotlib import figure as figures
 import numpy as np
@@ -28,6 +29,8 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
       [
         _title(config),
         _summary(config, steps, evals, seconds),
+        "Training time is that of the steps: evaluation, checkpoints, warm-up "
+        "and compilation are not in it.",
         "![accuracy, pruning and time](report.png)",
         "## What was pruned",
         _pruning(steps),
@@ -79,6 +82,9 @@ def _seconds_at(steps: list[dict]) -> dict[int, float]:
 def _summary(config, steps, evals, seconds) -> str:
   first, last = evals[0], evals[-1]
   rows = [
+    ("model", _model(config)),
+    ("method", _call(config, "method")),
+    ("objective", _call(config, "objective")),
     ("held-out accuracy", f"{_accuracy(first)} → {_accuracy(last)}"),
     ("steps", f"{len(steps)}"),
     ("training time", f"{seconds[last['step']]:.1f} s"),
@@ -89,8 +95,22 @@ def _summary(config, steps, evals, seconds) -> str:
   for mark in MARKS:
     spent = seconds_to(mark, evals, seconds)
     told = "not reached" if spent is None else f"{spent:.1f} s"
+    if first["eval/accuracy"] >= mark:
+      told = "reached before"
     rows.append((f"training time to {mark:.0%}", told))
   return _table(("", ""), rows)
+
+
+def _model(config: dict) -> str:
+  path = config["model.path"] or config["model.hub_id"]
+  shape = f"{config['model.layers']} layers of width {config['model.embed']}"
+  return f"{pathlib.Path(path).name or shape}, {config['model.dtype']}"
+
+
+def _call(config: dict, what: str) -> str:
+  args = config[f"{what}.args"].items()
+  args = ", ".join(f"{name}={value}" for name, value in args)
+  return f"{config[f'{what}.name']}({args})"
 
 
 def _pruning(steps) -> str:
@@ -162,9 +182,12 @@ def _solutions(samples) -> str:
   blocks = []
   for line in chosen:
     verdict = "right" if line["reward"] else "wrong"
+    text = f"{line['problem']}\n{line['completion']}"
+    # Longer than any fence in the text: models like to write code.
+    fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
     blocks.append(
-      f"Step {line['step']}, {verdict} (answer: {line['answer']}):\n\n```\n"
-      f"{line['problem']}\n{line['completion']}\n```"
+      f"Step {line['step']}, {verdict} (answer: {line['answer']}):\n\n"
+      f"{fence}\n{text}\n{fence}"
     )
   return "\n\n".join(blocks)
 
@@ -190,6 +213,7 @@ def _draw(path, config, steps, evals, seconds) -> None:
       marker="o",
       markersize=3,
       capsize=2,
+      clip_on=False,  # a marker at 0 is whole
     )
     axis.set(xlabel=label, ylabel="held-out accuracy", ylim=(0, 1))
   axis = axes[1, 0]
@@ -205,16 +229,27 @@ def _draw(path, config, steps, evals, seconds) -> None:
   ):
     share = [line[part] / max(line[whole], 1) for line in steps]
     x, y = _smooth([line["step"] for line in steps], share)
-    axis.plot(x, y, color=colour, label=label)
+    axis.plot(x, y, marker="o", markersize=2, color=colour, label=label)
   axis.set(xlabel="step", ylabel="share", ylim=(0, 1.05))
-  axis.legend(loc="lower left")
+  axis.legend(
+    loc="lower center",
+    bbox_to_anchor=(0.5, 1),  # above the lines
+    ncols=3,
+    frameon=False,
+    fontsize="small",
+    columnspacing=1.0,
+    handlelength=1.5,
+  )
   axis = axes[1, 1]
   totals = [_total(steps, f"{room}/seconds") for room in ROOMS]
-  axis.barh(ROOMS[::-1], totals[::-1], color=COLOURS[::-1])
+  bars = axis.barh(ROOMS[::-1], totals[::-1], color=COLOURS[::-1])
+  axis.bar_label(bars, fmt="%.1f", padding=3, fontsize="small")
   axis.set(xlabel="seconds in all steps")
+  axis.margins(x=0.1)
   for axis in axes.flat:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
+    axis.set_axisbelow(True)
   figure.suptitle(_title(config).removeprefix("# "))
   figure.savefig(path, dpi=120)
 

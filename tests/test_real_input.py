@@ -1,0 +1,229 @@
+"""Real problems, tokenizers and checkpoint files, all the way to the report.
+
+The model is the only stand-in: two random layers that lean towards a digit in
+a box, so that some completions are right, some are boxed and some are neither.
+"""
+
+import gzip
+import json
+import pathlib
+import shutil
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
+import pytest
+import runs
+import sources
+
+from dppo_jax import train
+from dppo_jax.tokenizer import PretrainedTokenizer
+
+torch = pytest.importorskip("torch")
+import checkpoints  # noqa: E402
+
+DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
+if not DATA.is_dir():
+  pytest.skip("the real data are not at hand", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+STOPS = ("<|im_end|>", "<|endoftext|>")
+# What the model leans towards, step by step.
+STAGES = (("\\",), ("boxed",), ("{",), tuple("0123456789"), ("}",), STOPS)
+
+SMALL = {
+  "steps": 5,
+  "data__eval_limit": 8,
+  "data__prompts_per_step": 4,
+  "data__max_prompt_tokens": 96,
+  "rollout__group_size": 4,
+  "rollout__max_tokens": 16,
+  "rollout__num_slots": 8,
+  "rollout__prefill_prompts": 4,
+  "reward__num_workers": 2,
+  "pack__row_length": 128,
+  "pack__rows": 2,
+  "pack__head_tokens": 256,
+  "optimizer__learning_rate": 1e-3,
+  "eval__prompts": 8,
+}
+PROMISED = (
+  "reward/mean reward/accuracy prompts/drawn prompts/kept completions/kept "
+  "completions/dead_groups tokens/generated tokens/trained pack/fill "
+  "weights/max weights/ess rollout/seconds rollout/slot_utilisation "
+  "reward/seconds reward/timeouts update/seconds update/micro_batches "
+  "update/compiles update/grad_norm update/policy_ratio_max update/clip_share "
+  "update/skipped step/seconds"
+).split()
+
+
+def rows(name, num=64):
+  """The first problems of a file."""
+  lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+  columns = ("source", "problem", "answer")
+  return [{k: json.loads(line)[k] for k in columns} for line in lines[:num]]
+
+
+def write_checkpoint(path, family, tokenizer):
+  """A checkpoint with a real tokenizer, that leans towards boxed digits."""
+  path.mkdir()
+  for file in (DATA / "tokenizers" / tokenizer).iterdir():
+    if file.suffix == ".gz":
+      (path / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
+    else:
+      shutil.copyfile(file, path / file.name)
+  words = PretrainedTokenizer(str(path))
+  stages = [[words.encode(word)[0] for word in stage] for stage in STAGES]
+  model = checkpoints.write(path, family, vocab_size=151936, is_tied=False)
+  embed, head = model.model.embed_tokens.weight, model.lm_head.weight
+  with torch.no_grad():
+    model.model.norm.weight[:] = 1.0
+    embed[:, -1] = 100.0  # whatever was read, the first stage may come next
+    head[stages[0], -1] = 3.0
+    for axis, (now, after) in enumerate(zip(stages, stages[1:], strict=False)):
+      embed[now, axis] = 200.0
+      head[after, axis] = 3.0
+  model.save_pretrained(path)
+  stop_ids = {"eos_token_id": stages[-1]}
+  (path / "generation_config.json").write_text(json.dumps(stop_ids))
+  return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  """Runs of one shape share what was compiled for the first."""
+  path = str(tmp_path_factory.mktemp("compiled"))
+  jax.config.update("jax_compilation_cache_dir", path)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory):
+  """Five steps from the command line, in bfloat16, with a KL penalty."""
+  home = tmp_path_factory.mktemp("gsm8k")
+  done = runs.main(
+    "gsm8k",
+    f"--workdir={home / 'run'}",
+    model__path=write_checkpoint(home / "ck", "Qwen3ForCausalLM", "qwen3"),
+    data__train=sources.write_jsonl(home / "a.jsonl", rows("gsm8k_train")),
+    data__eval=sources.write_jsonl(home / "b.jsonl", rows("gsm8k_test")),
+    reward__format_reward=0.1,
+    objective__args__beta=0.04,
+    **SMALL,
+  )
+  assert done.returncode == 0, done.stderr
+  return home / "run", done
+
+
+@pytest.fixture(scope="module")
+def math_home(tmp_path_factory):
+  home = tmp_path_factory.mktemp("math")
+  write_checkpoint(home / "ck", "Qwen2ForCausalLM", "qwen2.5")
+  sources.write_jsonl(home / "eval.jsonl", rows("math500"))
+  return home
+
+
+def run_math(home, name, source, steps):
+  """Steps in float32, two updates each, on completions without signal too."""
+  config = runs.config(
+    "qwen_math",
+    model__path=home / "ck",
+    model__dtype="float32",
+    data__train=source,
+    data__eval=home / "eval.jsonl",
+    objective__inner_updates=2,
+    objective__train_zero_advantage=True,
+    mesh__data=1,
+    **SMALL | {"steps": steps},
+  )
+  train.run(config, home / name)
+  return home / name
+
+
+@pytest.fixture(scope="module")
+def math(math_home):
+  source = sources.write_jsonl(math_home / "a.jsonl", rows("math_train"))
+  return run_math(math_home, "jsonl", source, SMALL["steps"])
+
+
+def metrics(workdir):
+  """Lines of steps, and lines of evaluations."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  lines = [json.loads(line) for line in lines]
+  is_eval = lambda line: "eval/accuracy" in line
+  return [x for x in lines if not is_eval(x)], [x for x in lines if is_eval(x)]
+
+
+def check_promises(workdir):
+  """What every run on real input leaves behind."""
+  assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
+  report = (workdir / "report.md").read_text()
+  assert "| steps | 5 |" in report
+  assert "report.png" in report
+  steps, evals = metrics(workdir)
+  assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+  assert [line["step"] for line in evals] == [0, 5]
+  for line in steps:
+    assert not set(PROMISED) - line.keys()
+    assert all(np.isfinite(value) for value in line.values())
+    assert line["update/grad_norm"] > 0
+    assert line["update/skipped"] == line["reward/timeouts"] == 0
+    assert 0 < line["completions/stopped"] <= 1
+    assert 0 < line["pack/fill"] <= 1
+  assert all(line["update/compiles"] == 0 for line in steps[1:])
+  # All that can happen to a completion did.
+  assert 0 < sum(line["reward/accuracy"] for line in steps)
+  assert 0 < sum(line["reward/unboxed"] for line in steps) < len(steps)
+  assert max(line["weights/max"] for line in steps) > 1
+  assert any(line["completions/kept"] < 16 for line in steps)
+
+
+def test_the_command_line_trains_on_gsm8k(gsm8k):
+  workdir, done = gsm8k
+  check_promises(workdir)
+  assert done.stderr == ""
+  assert "bfloat16" in done.stdout
+  steps, _ = metrics(workdir)
+  assert steps[0]["update/kl"] == 0.0  # the policy is its own reference
+  assert all(line["update/kl"] > 0 for line in steps[1:])
+
+
+def test_the_command_line_says_how_many_prompts_were_too_long(gsm8k):
+  _, done = gsm8k
+  words = next(x for x in done.stdout.splitlines() if x.startswith("train:"))
+  words = words.split()
+  read, used = int(words[1]), int(words[3])
+  too_long = int(words[words.index("over") - 1])
+  assert read == 64
+  assert 0 < too_long == read - used
+
+
+def test_a_run_trains_on_math(math):
+  check_promises(math)
+  steps, _ = metrics(math)
+  for line in steps:
+    assert line["tokens/trained"] > 0
+    assert line["update/policy_ratio_max"] > 1.0  # it moved between updates
+
+
+@pytest.mark.parametrize("form", ["parquet", "tfds"])
+def test_a_run_does_not_depend_on_the_form_of_its_source(
+  math_home, math, form
+):
+  if form == "parquet":
+    path = math_home / "a.parquet"
+    source = sources.write_parquet(path, rows("math_train"))
+  else:
+    directory = sources.write_tfds(math_home, rows("math_train"))
+    source = f"tfds:{directory}"
+  again, _ = metrics(run_math(math_home, form, source, steps=2))
+  expected, _ = metrics(math)
+  timeless = lambda lines: [
+    {k: v for k, v in x.items() if "seconds" not in k and "compiles" not in k}
+    for x in lines
+  ]
+  assert timeless(again) == timeless(expected[:2])
