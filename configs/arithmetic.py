@@ -2,6 +2,10 @@
 
   python -m dppo_jax.main --config=configs/arithmetic.py
   python -m dppo_jax.main --config=configs/arithmetic.py:grpo
+
+The warm-up leaves a model that mostly guesses and can show its work; the
+training teaches it to. Expect a held-out accuracy of about 0.2 at first and
+0.9 at the end, two to four minutes after the start.
 """
 
 from dppo_jax.config import Config, use_method
@@ -12,17 +16,18 @@ def get_config(method: str = "dppo") -> Config:
   use_method(config, method)
   config.steps = 200
   config.model.remat = False  # the activations are small
-  config.data.prompts_per_step = 16
+  config.data.prompts_per_step = 32
   config.rollout.group_size = 8
   config.rollout.max_tokens = 64  # the longest worked solution takes 53
   config.rollout.num_slots = 64
-  config.pack.row_length = 192
-  config.pack.rows = 4
-  config.pack.window = 128  # all of a step's sequences: the fullest rows
-  config.optimizer.learning_rate = 1.5e-4
-  config.warmup.steps = 600
-  config.warmup.direct_share = 0.7  # it can show its work but seldom does
-  config.eval.every = 10
+  config.rollout.prefill_prompts = 32
+  config.pack.row_length = 160  # fills better than shorter and longer rows
+  config.pack.rows = 6
+  config.pack.window = 256  # all of a step's sequences
+  config.optimizer.learning_rate = 5e-5
+  config.warmup.steps = 1200
+  config.warmup.direct_share = 0.55  # so that guessing is the likelier start
+  config.eval.every = 5
   config.eval.prompts = 256
   config.checkpoint.every = 50
   return config

@@ -21,7 +21,7 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
   samples = metrics.read(workdir / "samples.jsonl")
   steps = [line for line in lines if "step/seconds" in line]
   evals = [line for line in lines if "eval/accuracy" in line]
-  seconds = _seconds_at(steps)
+  seconds = seconds_at(steps)
   _draw(workdir / "report.png", config, steps, evals, seconds)
   path = workdir / "report.md"
   path.write_text(
@@ -70,7 +70,7 @@ def _title(config: dict) -> str:
   return f"# {config['method.name']} on {source}, seed {config['seed']}"
 
 
-def _seconds_at(steps: list[dict]) -> dict[int, float]:
+def seconds_at(steps: list[dict]) -> dict[int, float]:
   """Training seconds spent when a step was done."""
   total, seconds = 0.0, {0: 0.0}
   for line in steps:
@@ -217,19 +217,16 @@ def _draw(path, config, steps, evals, seconds) -> None:
     )
     axis.set(xlabel=label, ylabel="held-out accuracy", ylim=(0, 1))
   axis = axes[1, 0]
-  for colour, label, part, whole in (
-    (COLOURS[1], "prompts kept", "prompts/kept", "prompts/drawn"),
-    (COLOURS[2], "completions kept", "completions/kept", "completions/drawn"),
-    (
-      COLOURS[5],
-      "completions trained",
-      "completions/trained",
-      "completions/drawn",
-    ),
+  # The later the thinner: equal shares are all seen.
+  for colour, width, label, part in (
+    (COLOURS[1], 3, "prompts kept", "prompts/kept"),
+    (COLOURS[2], 2, "completions kept", "completions/kept"),
+    (COLOURS[5], 1, "completions trained", "completions/trained"),
   ):
+    whole = f"{part.partition('/')[0]}/drawn"
     share = [line[part] / max(line[whole], 1) for line in steps]
     x, y = _smooth([line["step"] for line in steps], share)
-    axis.plot(x, y, marker="o", markersize=2, color=colour, label=label)
+    axis.plot(x, y, ".-", color=colour, linewidth=width, label=label)
   axis.set(xlabel="step", ylabel="share", ylim=(0, 1.05))
   axis.legend(
     loc="lower center",
@@ -240,6 +237,8 @@ def _draw(path, config, steps, evals, seconds) -> None:
     columnspacing=1.0,
     handlelength=1.5,
   )
+  for axis in (axes[0, 1], axes[1, 0]):
+    axis.locator_params(axis="x", integer=True)
   axis = axes[1, 1]
   totals = [_total(steps, f"{room}/seconds") for room in ROOMS]
   bars = axis.barh(ROOMS[::-1], totals[::-1], color=COLOURS[::-1])

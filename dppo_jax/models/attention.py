@@ -6,7 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import buckets
 
-QUERY_BLOCK = 512  # queries whose scores exist at once
+QUERY_BLOCK = 512  # queries whose scores exist at once, at most
+NUM_BLOCKS = 4  # of shorter rows; a block skips the keys that follow it
 CACHE_BLOCK = 256  # cache cells read at once while decoding
 MASKED = -1e30  # finite, so that a wholly masked block stays a number
 
@@ -20,39 +21,42 @@ def attention(
   """Causal attention within segments; `H` query heads share `K` of keys.
 
   A cell sees the cells at or before it in its row that carry its segment id.
-  Scores are float32 and exist for `QUERY_BLOCK` queries at a time, in the
-  backward pass too.
+  Scores are float32. They exist for a block of queries at a time, in the
+  backward pass too, and for no key after the block.
   """
   batch, length, heads, dim = q.shape
-  groups = heads // k.shape[2]
-  block = buckets.largest_divisor(length, QUERY_BLOCK)
-  index = jnp.arange(length, dtype=jnp.int32)
+  kv_heads = k.shape[2]
+  q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+  block = buckets.largest_divisor(
+    length, min(QUERY_BLOCK, max(length // NUM_BLOCKS, 1))
+  )
 
-  @jax.checkpoint
-  def attend(args):
-    q, segments, at = args  # [B, block, K, groups, D], [B, block], [block]
+  def attend(q, k, v, query_segments, key_segments, start):
     scores = jnp.einsum(
       "bqhgd,bshd->bhgqs", q, k, preferred_element_type=jnp.float32
     ) * (dim**-0.5)
-    is_visible = (segments[:, :, None] == segment_ids[:, None, :]) & (
-      at[:, None] >= index
+    queries = start + jnp.arange(q.shape[1], dtype=jnp.int32)
+    is_visible = (query_segments[:, :, None] == key_segments[:, None, :]) & (
+      queries[:, None] >= jnp.arange(k.shape[1], dtype=jnp.int32)
     )
     scores = jnp.where(is_visible[:, None, None], scores, MASKED)
     share = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bhgqs,bshd->bqhgd", share, v)
 
-  q = q.reshape(batch, length, heads // groups, groups, dim)
-  if block == length:
-    out = attend((q, segment_ids, index))
-  else:
-    split = lambda x: jnp.moveaxis(
-      x.reshape(batch, length // block, block, *x.shape[2:]), 1, 0
+  if length > QUERY_BLOCK:
+    attend = jax.checkpoint(attend, static_argnums=5)
+  out = [
+    attend(
+      q[:, start : start + block],
+      k[:, : start + block],
+      v[:, : start + block],
+      segment_ids[:, start : start + block],
+      segment_ids[:, : start + block],
+      start,
     )
-    out = jax.lax.map(
-      attend, (split(q), split(segment_ids), index.reshape(-1, block))
-    )
-    out = jnp.moveaxis(out, 0, 1)
-  return out.reshape(batch, length, heads, dim)
+    for start in range(0, length, block)
+  ]
+  return jnp.concatenate(out, axis=1).reshape(batch, length, heads, dim)
 
 
 def attend_cache(

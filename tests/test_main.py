@@ -1,0 +1,300 @@
+"""What a user gets wrong ends in one clear line; every knob does something."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+import runs
+import small
+import sources
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from dppo_jax import config as configs
+from dppo_jax import house, methods
+from dppo_jax.models import checkpoint_hf
+
+FILES = sorted(path.stem for path in (runs.ROOT / "configs").glob("*.py"))
+SECTIONS = {
+  field.name: field.type
+  for field in dataclasses.fields(configs.Config)
+  if dataclasses.is_dataclass(field.type)
+}
+ROWS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
+WORDS = "<eos> + = 0 1 2 3".split()
+
+
+SETTINGS = {
+  "data__num_arithmetic": 64,
+  "data__prompts_per_step": 16,
+  "rollout__max_tokens": 64,
+  "pack__rows": 4,
+}
+
+
+def arithmetic(**overrides):
+  """The arithmetic config with few problems."""
+  return runs.config("arithmetic", **SETTINGS | overrides)
+
+
+# The command line -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "argv, reason",
+  [
+    ("", "--config is missing"),
+    ("--config=configs/none.py", "there is no file 'configs/none.py'"),
+    ("--config=configs/none.py:grpo --config.steps=3", "'configs/none.py'"),
+    ("--config=configs/arithmetic.py:none", "must be one of grpo, dppo"),
+    (
+      "--config=configs/arithmetic.py --config.rollout.grup_size=3",
+      "no such field: .*grup_size",
+    ),
+    ("--config=configs/arithmetic.py --config.steps=few", "invalid .* 'few'"),
+    ("--config={tmp}/broken.py", "broken.py, line 1"),
+    ("--config={tmp}/careless.py", "made no Config"),
+    (
+      "--config=configs/arithmetic.py --config.data.train={tmp}/bad.jsonl",
+      "bad.jsonl:2: not JSON",
+    ),
+  ],
+)
+def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
+  (tmp_path / "broken.py").write_text("def get_config(:\n")
+  (tmp_path / "careless.py").write_text("def get_config():\n  pass\n")
+  (tmp_path / "bad.jsonl").write_text(json.dumps(ROWS[0]) + "\n{\n")
+  argv = argv.format(tmp=tmp_path).split()
+  done = runs.command(*argv, f"--workdir={tmp_path / 'run'}")
+  assert done.returncode == 1
+  assert done.stdout == ""
+  assert re.fullmatch(f"error: [^\n]*{reason}[^\n]*\n", done.stderr)
+  assert not (tmp_path / "run").exists()
+
+
+# Values that cannot work ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "overrides, reason",
+  [
+    ({"rollout__group_size": 1}, "config.rollout.group_size is 1 .* least 2"),
+    ({"rollout__temperature": 0.0}, "config.rollout.temperature is 0.0"),
+    ({"rollout__top_p": 0.0}, "config.rollout.top_p is 0.0"),
+    ({"model__dtype": "float16"}, "config.model.dtype .* float32, bfloat16"),
+    ({"model__heads": 3}, "config.model.heads is 3 .* multiple"),
+    ({"reward__kind": "fair"}, "config.reward.kind is 'fair'"),
+    ({"optimizer__schedule": "wild"}, "constant, linear, cosine"),
+    ({"method__args__prompt_rate": 1.5}, "1.5 .* config.method.args"),
+    ({"method__args__completion_rate": -0.1}, "-0.1 .* config.method.args"),
+    ({"objective__args__beta": -1.0}, "beta is -1.0 .* config.objective.args"),
+    ({"pack__row_length": 40}, "holds 40: raise config.pack.row_length"),
+    ({"data__prompts_per_step": 64}, "prompts_per_step is 64 .* 56 usable"),
+    ({"data__train": "none.jsonl"}, "no file 'none.jsonl'.* config.data.train"),
+    ({"data__train": "problems.csv"}, "is none of .* config.data.train"),
+    ({"data__max_prompt_tokens": 2}, "0 used .* config.data.max_prompt_tokens"),
+    ({"mesh__data": 0}, "config.mesh.data is 0"),
+    ({"mesh__data": 99}, "needs 99 devices .* lower config.mesh.data"),
+    ({"mesh__data": 3}, "prompts_per_step is 16 .* config.mesh.data"),
+    ({"mesh__model": 8}, "config.mesh.model is 8 .*heads"),
+    ({"model__path": "none"}, "config.model.path 'none'"),
+  ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(overrides, reason):
+  with pytest.raises(ValueError, match=reason):
+    house.furnish(arithmetic(**overrides))
+
+
+@pytest.mark.parametrize("what", ["method", "objective"])
+def test_an_argument_that_a_factory_lacks_is_refused_by_name(what):
+  c = arithmetic()
+  getattr(c, what).args["luck"] = 1.0  # as a config file may do
+  with pytest.raises(ValueError, match=rf"config.{what}.args .*'luck'"):
+    house.furnish(c)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+  path = sources.write_jsonl(tmp_path / "empty.jsonl", [])
+  with pytest.raises(ValueError, match=r"train: 0 read.* config.data.train"):
+    house.furnish(arithmetic(data__train=path))
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path):
+  rows = [*ROWS, {"problem": "1+1+1+1+1+1+1=", "answer": "7"}]
+  path = sources.write_jsonl(tmp_path / "a.jsonl", rows)
+  c = arithmetic(data__train=path, data__max_prompt_tokens=10)
+  c.data.eval = path
+  told = house.furnish(c).description()
+  assert "train: 33 read, 32 used" in told
+  assert "1 over 10 prompt tokens" in told
+
+
+def test_a_hub_out_of_reach_says_how_to_get_the_files(monkeypatch):
+  def fail(*unused, **also_unused):
+    raise OSError("no route\nand a long story")
+
+  hub = checkpoint_hf.huggingface_hub
+  monkeypatch.setattr(hub, "model_info", fail)
+  monkeypatch.setattr(hub, "snapshot_download", fail)
+  with pytest.raises(ValueError, match="no route") as error:
+    house.furnish(runs.config("gsm8k", mesh__data=1))
+  assert "\n" not in str(error.value)
+  assert "hf download Qwen/Qwen3-0.6B" in str(error.value)
+  assert "--config.model.path=DIR" in str(error.value)
+
+
+# Checkpoints ----------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+  """A directory with a tiny model and a tokenizer of seven words."""
+  path = tmp_path / "checkpoint"
+  checkpoint_hf.save(str(path), small.params(), small.MODEL)
+  vocabulary = {word: i for i, word in enumerate(WORDS)}
+  words = tokenizers.Tokenizer(models.WordLevel(vocabulary, "<eos>"))
+  words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+  words.save(str(path / "tokenizer.json"))
+  return path
+
+
+def furnish_from(path):
+  c = arithmetic(model__path=path, rollout__stop_ids="(0,)")
+  return house.furnish(c).initial_params()
+
+
+def edit(path, **settings):
+  file = path / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_a_checkpoint_is_what_the_model_starts_from(checkpoint):
+  params = furnish_from(checkpoint)
+  jax.tree.map(np.testing.assert_array_equal, params, small.params())
+
+
+@pytest.mark.parametrize(
+  "file", ["config.json", "model.safetensors", "tokenizer.json"]
+)
+def test_a_missing_checkpoint_file_is_named(checkpoint, file):
+  (checkpoint / file).unlink()
+  with pytest.raises(ValueError, match=file):
+    furnish_from(checkpoint)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(checkpoint):
+  edit(checkpoint, intermediate_size=48)
+  with pytest.raises(ValueError, match=r"mlp.*\(32, 16\).* \(48, 16\)"):
+    furnish_from(checkpoint)
+
+
+# One directory, one run -----------------------------------------------------
+
+
+def test_a_directory_of_another_run_is_refused_by_field(tmp_path):
+  path = tmp_path / "config.json"
+  configs.write(path, arithmetic())
+  other = arithmetic(seed=7, pack__rows=2)
+  with pytest.raises(ValueError, match="another --workdir") as error:
+    configs.write(path, other)
+  assert "config.seed was 0 and is now 7" in str(error.value)
+  assert "config.pack.rows was 4 and is now 2" in str(error.value)
+  assert str(error.value).count(" was ") == 2
+  assert json.loads(path.read_text())["seed"] == 0
+
+
+@pytest.mark.parametrize("name", configs.FREE)
+def test_a_run_may_go_on_under_another(tmp_path, name):
+  path = tmp_path / "config.json"
+  configs.write(path, arithmetic())
+  before = configs.flatten(arithmetic())[name]
+  configs.write(path, arithmetic(**{name.replace(".", "__"): before + 1}))
+  assert json.loads(path.read_text())[name] == before + 1
+
+
+def test_steps_are_fixed_where_the_learning_rate_depends_on_them(tmp_path):
+  path = tmp_path / "config.json"
+  configs.write(path, arithmetic(optimizer__schedule="cosine"))
+  longer = arithmetic(optimizer__schedule="cosine", steps=999)
+  with pytest.raises(ValueError, match=r"config.steps was .* is now 999"):
+    configs.write(path, longer)
+
+
+# Configs --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("method", [None, *methods.METHODS])
+def test_every_config_fits_every_method(file, method):
+  c = runs.config(f"{file}:{method}" if method else file)
+  configs.validate(c)
+  assert c.method.name == (method or "dppo")
+  assert isinstance(configs.make_method(c), methods.Method)
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_argument_of_a_method_is_a_flag(method):
+  arguments = inspect.signature(methods.METHODS[method]).parameters
+  c = runs.config(f"arithmetic:{method}")
+  assert c.method.args == {k: v.default for k, v in arguments.items()}
+  for name, value in c.method.args.items():
+    changed = {f"method__args__{name}": value / 2}
+    c = runs.config(f"arithmetic:{method}", **changed)
+    assert c.method.args[name] == value / 2
+
+
+def test_every_argument_of_an_objective_is_a_flag():
+  c = runs.config("arithmetic", objective__args__beta=0.5)
+  assert configs.make_objective(c).beta == 0.5
+
+
+def _reads(tree: ast.AST) -> set[tuple[str, str]]:
+  """`(section, field)` of every attribute that is read from a config."""
+  section_of = {kind.__name__: name for name, kind in SECTIONS.items()}
+  holder = {}  # a variable -> the section that it holds
+  for node in ast.walk(tree):
+    match node:
+      case ast.Assign([ast.Name(name)], ast.Attribute(attr=section)):
+        holder[name] = section
+      case ast.arg(name, ast.Attribute(attr=kind)) if kind in section_of:
+        holder[name] = section_of[kind]
+  reads = set()
+  for node in ast.walk(tree):
+    match node:
+      case ast.Attribute(ast.Attribute(attr=section), field):
+        reads.add((section, field))
+      case ast.Attribute(ast.Name(name), field):
+        reads.add((holder.get(name, name), field))
+      # All of a section as arguments: Python refuses one that no one takes.
+      case ast.Call(ast.Name("vars"), [ast.Attribute(attr=section)]):
+        reads |= _fields(section)
+      case ast.Call(ast.Name("vars"), [ast.Name(name)]):
+        reads |= _fields(holder[name])
+  return reads
+
+
+def _fields(section):
+  kind = SECTIONS.get(section)
+  return {(section, field.name) for field in dataclasses.fields(kind)}
+
+
+def test_every_knob_is_read():
+  reads = set()
+  for path in pathlib.Path(house.__file__).parent.rglob("*.py"):
+    if path.name != "config.py":  # which checks them, whoever reads them
+      functions = ast.walk(ast.parse(path.read_text()))
+      reads |= {
+        read
+        for function in functions
+        if isinstance(function, ast.FunctionDef)
+        for read in _reads(function)
+      }
+  assert {("config", "seed"), ("config", "steps")} <= reads
+  for section in SECTIONS:
+    assert not _fields(section) - reads
