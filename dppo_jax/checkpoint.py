@@ -38,9 +38,8 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, step: int, state: TrainState) -> None:
-    """Writes `state` in the background; does nothing where `step` is there."""
-    if step not in self._manager.all_steps():
-      self._manager.save(step, args=ocp.args.StandardSave(state))
+    """Writes `state` in the background."""
+    self._manager.save(step, args=ocp.args.StandardSave(state))
 
   def wait(self) -> None:
     """Returns when every checkpoint asked for is on disk."""

@@ -9,15 +9,23 @@ from collections.abc import Callable
 import dataclasses
 import inspect
 import json
+import os
 import pathlib
 from typing import Any
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 
-# What a resumed run may change: none of it alters a step's result.
+# What a resumed run may change: none of it alters a step's result by more than
+# rounding.
 FREE = (
   "steps",
+  "model.remat",
+  "rollout.num_slots",
+  "rollout.prefill_prompts",
+  "pack.rows",
+  "pack.window",
+  "pack.head_tokens",
   "reward.num_workers",
   "reward.timeout_seconds",
   "eval.every",
@@ -57,7 +65,7 @@ class Data:
   eval_limit: int = 256  # likewise
   problem_key: str = "problem"  # column names
   answer_key: str = "answer"  # text after the last "####", if any, counts
-  id_key: str = "source"  # optional column; row numbers where it is absent
+  id_key: str = "id"  # optional column, distinct; else rows are numbered
   solution_key: str = "solution"  # optional column; read by the warm-up
   prompts_per_step: int = 16  # N, counted before any is pruned
   max_prompt_tokens: int = 512  # longer prompts are left out and counted
@@ -77,6 +85,8 @@ class Rollout:
   num_slots: int = 64  # completions that decode side by side
   prefill_prompts: int = 16  # prompts that prefill side by side
   temperature: float = 1.0  # also divides the trainer's logits
+  # The trainer's distribution is not truncated: with these two the sampler is
+  # off its policy, as update/policy_ratio_max shows.
   top_k: int = 0  # 0 keeps every token
   top_p: float = 1.0  # 1 keeps every token
   stop_ids: tuple = ()  # empty asks the checkpoint, then the tokenizer
@@ -128,7 +138,7 @@ class Optimizer:
 
   learning_rate: float = 1e-6
   schedule: str = "constant"  # after the ramp: constant, linear or cosine
-  ramp_steps: int = 0  # from 0 to learning_rate
+  ramp_steps: int = 0  # updates, inner ones too, from 0 to learning_rate
   weight_decay: float = 0.0
   b1: float = 0.9
   b2: float = 0.999
@@ -210,7 +220,8 @@ def _make(factories: dict[str, Callable], choice: Any, what: str) -> Any:
     return factories[choice.name](**choice.args)
   except TypeError as error:
     raise ValueError(
-      f"config.{what}.args do not fit {choice.name}: {error}"
+      f"config.{what}.args do not fit {choice.name}: {error}; a method named "
+      "after the config's file, as in FILE.py:grpo, brings its own"
     ) from error
 
 
@@ -241,6 +252,21 @@ def validate(config: Config) -> None:
     raise ValueError(
       f"config.rollout.temperature is {r.temperature} but must be above 0: "
       "greedy completions of one prompt are all alike"
+    )
+  if not config.optimizer.clip_norm > 0:
+    raise ValueError(
+      f"config.optimizer.clip_norm is {config.optimizer.clip_norm} but must be "
+      "above 0; a large one, such as 1e9, clips nothing"
+    )
+  if not 0 <= config.warmup.direct_share <= 1:
+    raise ValueError(
+      f"config.warmup.direct_share is {config.warmup.direct_share}, "
+      "outside [0, 1]"
+    )
+  if config.pack.row_length % 8:
+    raise ValueError(
+      f"config.pack.row_length is {config.pack.row_length} but must be a "
+      "multiple of 8"
     )
   if config.mesh.data != -1 and config.mesh.data < 1:
     raise ValueError(
@@ -276,12 +302,14 @@ _LEAST = {
   "rollout.top_k": 0,
   "reward.num_workers": 1,
   "objective.inner_updates": 1,
-  "pack.row_length": 1,
+  "pack.row_length": 8,
   "pack.rows": 1,
   "pack.window": 1,
   "pack.head_tokens": 1,
   "optimizer.learning_rate": 0.0,
   "optimizer.ramp_steps": 0,
+  "optimizer.weight_decay": 0.0,
+  "warmup.learning_rate": 0.0,
   "warmup.steps": 0,
   "warmup.sequences_per_step": 1,
   "eval.every": 0,
@@ -311,14 +339,17 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def write(path: pathlib.Path, config: Config) -> None:
-  """Writes the config, or refuses where one that differs is there already.
+  """Writes the config, or refuses where a run under another has begun.
 
   Raises:
     ValueError: where the run in that directory cannot go on under `config`;
       it names every field that differs.
   """
   new = flatten(config)
-  if path.exists():
+  # Without a checkpoint there is nothing to go on from.
+  if path.exists() and any(
+    x.name.isdigit() for x in path.parent.glob("checkpoints/*")
+  ):
     old = json.loads(path.read_text())
     free = set(FREE)
     if new["optimizer.schedule"] != "constant":
@@ -334,4 +365,6 @@ def write(path: pathlib.Path, config: Config) -> None:
         f"--workdir, or restore: {'; '.join(differing)}"
       )
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(new, indent=2) + "\n")
+  whole = path.with_suffix(".tmp")
+  whole.write_text(json.dumps(new, indent=2) + "\n")
+  os.replace(whole, path)

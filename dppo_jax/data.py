@@ -161,8 +161,8 @@ def draw(
   """
   if not 1 <= num_prompts <= len(problems):
     raise ValueError(
-      f"config.data.prompts_per_step is {num_prompts}, not in "
-      f"1..{len(problems)}, the number of problems to train on"
+      f"{num_prompts} prompts a step are not in 1..{len(problems)}, the number "
+      "of problems to train on"
     )
   epoch, index = divmod(int(step), len(problems) // num_prompts)
   order = _epoch_order(

@@ -103,6 +103,8 @@ def furnish(config: configs.Config) -> House:
   model = _model(config.model, path, words.vocab_size)
   _check_weights(mesh, model)
   train, held_out = _problems(config, words)
+  stop_ids = tuple(config.rollout.stop_ids) or words.stop_ids
+  _check_ids(model, stop_ids, (train, held_out))
   where = transformer.shardings(model, mesh)
 
   def initial_params() -> transformer.Params:
@@ -123,7 +125,7 @@ def furnish(config: configs.Config) -> House:
       **vars(config.optimizer),
     ),
     tokenizer=words,
-    stop_ids=tuple(config.rollout.stop_ids) or words.stop_ids,
+    stop_ids=stop_ids,
     train=train,
     held_out=held_out,
     model=model,
@@ -191,12 +193,42 @@ def _problems(
       f"holds {config.pack.row_length}: raise config.pack.row_length, or "
       "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
     )
-  if len(train) < d.prompts_per_step:
+  wanted = {"data.prompts_per_step": d.prompts_per_step}
+  if config.warmup.steps:
+    wanted["warmup.sequences_per_step"] = config.warmup.sequences_per_step
+  for name, number in wanted.items():
+    if len(train) < number:
+      raise ValueError(
+        f"config.{name} is {number} but {d.train} has {len(train)} usable "
+        "problems"
+      )
+  if config.warmup.steps and not any(train.solutions):
     raise ValueError(
-      f"config.data.prompts_per_step is {d.prompts_per_step} but "
-      f"{d.train} has {len(train)} usable problems"
+      f"config.warmup.steps is {config.warmup.steps} but no problem of "
+      f"{d.train} has a solution to imitate: name the column with "
+      "config.data.solution_key, or set config.warmup.steps to 0"
     )
   return train, held_out
+
+
+def _check_ids(
+  model: transformer.ModelConfig,
+  stop_ids: tuple[int, ...],
+  problems: tuple[data.ProblemSet, ...],
+) -> None:
+  """Refuses token ids for which the model has no embedding."""
+  for stop_id in stop_ids:
+    if not isinstance(stop_id, int) or not 0 <= stop_id < model.vocab:
+      raise ValueError(
+        f"the stop id {stop_id!r} is no token of the model, which has "
+        f"{model.vocab}: set config.rollout.stop_ids"
+      )
+  largest = max(int(x.tokens.max()) for x in problems)
+  if largest >= model.vocab:
+    raise ValueError(
+      f"a prompt has token {largest} but the model's vocabulary is "
+      f"{model.vocab}: config.model.path holds a tokenizer of another model"
+    )
 
 
 def _check_batches(mesh: jax.sharding.Mesh, config: configs.Config) -> None:

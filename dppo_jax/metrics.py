@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 import contextlib
 import json
+import os
 import pathlib
 import sys
 import time
@@ -27,9 +28,11 @@ class Writer:
     first_step = -1 if first_step is None else first_step
     for name in ("metrics.jsonl", "samples.jsonl"):
       _keep_until(workdir / name, first_step)
-    self._metrics = (workdir / "metrics.jsonl").open("a")
-    self._samples = (workdir / "samples.jsonl").open("a")
-    self._events = tensorboardX.SummaryWriter(str(workdir / "events"))
+    self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
+    self._samples = (workdir / "samples.jsonl").open("a", encoding="utf-8")
+    self._events = tensorboardX.SummaryWriter(
+      str(workdir / "events"), purge_step=first_step + 1
+    )
     self._is_terminal = sys.stderr.isatty()
     self._bar = tqdm.tqdm(
       total=last_step,
@@ -79,6 +82,8 @@ class Writer:
       f" of {int(values['completions/drawn'])}"
       f" · {values['step/seconds']:.2f} s"
     )
+    if values["update/skipped"]:
+      note += f" · {int(values['update/skipped'])} updates skipped"
     if self._is_terminal:
       self._bar.set_postfix_str(note, refresh=False)
       self._bar.update(step - self._bar.n)
@@ -127,15 +132,17 @@ class Compilations:
 
 def read(path: pathlib.Path) -> list[dict]:
   """The lines of a `.jsonl` file, without a last one cut short by a kill."""
-  rows = []
-  for line in path.read_text().splitlines() if path.exists() else ():
-    try:
-      rows.append(json.loads(line))
-    except json.JSONDecodeError:
-      break
-  return rows
+  return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+  # Not splitlines: a completion may hold any of the characters it splits at.
+  lines = path.read_text("utf-8").split("\n") if path.exists() else []
+  return [line for line in lines[:-1] if line]
 
 
 def _keep_until(path: pathlib.Path, step: int) -> None:
-  rows = [row for row in read(path) if row["step"] <= step]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  lines = [x for x in _lines(path) if json.loads(x)["step"] <= step]
+  kept = path.with_suffix(".tmp")
+  kept.write_text("".join(line + "\n" for line in lines), "utf-8")
+  os.replace(kept, path)  # whole or not at all

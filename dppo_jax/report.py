@@ -36,11 +36,14 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
         _pruning(steps),
         "## Where the time went",
         _times(steps),
+        "## What went wrong",
+        _faults(steps),
         "## Sampled solutions",
         _solutions(samples),
       ]
     )
-    + "\n"
+    + "\n",
+    encoding="utf-8",
   )
   return path
 
@@ -152,6 +155,25 @@ def _pruning(steps) -> str:
         "slots x decode steps",
       ),
       ("packed cells in use", f"{mean('pack/fill'):.1%}", "rows x row length"),
+    ],
+  )
+
+
+def _faults(steps) -> str:
+  """What went wrong without ending the run, counted."""
+  skipped = steps[-1]["update/skipped"] if steps else 0
+  return _table(
+    ("", "count"),
+    [
+      ("updates skipped, their gradient not finite", f"{skipped:.0f}"),
+      (
+        "gradings that ran out of time",
+        f"{_total(steps, 'reward/timeouts'):.0f}",
+      ),
+      (
+        "gradings that killed a grader",
+        f"{_total(steps, 'reward/crashes'):.0f}",
+      ),
     ],
   )
 

@@ -145,7 +145,8 @@ def sample(
   return Rollout(
     prompt_ids=prompts.ids,
     kept=kept,
-    slot_steps=slot_steps.sum(),
+    # All shards wait for the slowest.
+    slot_steps=slot_steps.max() * num_shards,
     **written._asdict(),
   )
 

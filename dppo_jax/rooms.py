@@ -185,7 +185,7 @@ def build(house: House) -> Rooms:
       like(state),
     ),
     "evaluate": (
-      sampler(max(1, c.eval.samples), c.rollout.temperature)
+      sampler(c.eval.samples, c.rollout.temperature)
       if c.eval.samples
       else sampler(1, 0.0),
       (state.params, held_out, draw),

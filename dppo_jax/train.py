@@ -24,6 +24,7 @@ from dppo_jax import (
   report,
   rewards,
   rooms,
+  update,
   warmup,
 )
 from dppo_jax import config as configs
@@ -32,7 +33,6 @@ from dppo_jax.keys import Room
 from dppo_jax.models import transformer
 from dppo_jax.records import Rollout, TrainState
 
-MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
 SAMPLES_PER_STEP = 2  # completions of each step in samples.jsonl
 
 
@@ -105,9 +105,10 @@ def _train(
       writer.write_samples(done, graded.samples[:SAMPLES_PER_STEP])
       writer.progress(done, values)
       _check(values)
-      ends, stops = done == config.steps, is_stopping()
+      ends = done == config.steps
       if ends or _is_due(done, config.eval.every):
         test(state)
+      stops = is_stopping()
       if ends or stops or _is_due(done, config.checkpoint.every):
         saved.save(done, state)
       if stops and not ends:
@@ -179,6 +180,7 @@ def _begin(
     state = jax.jit(
       functools.partial(rooms.fresh_state, house),
       out_shardings=jax.tree.map(lambda x: x.sharding, like),
+      donate_argnums=0,
     )(params)
     test(state)
     saved.save(0, state)
@@ -248,9 +250,9 @@ def _check(values: dict[str, float]) -> None:
       f"{values['pack/missing_rows']:.0f} packed rows have no place: "
       "packing.row_bound is wrong; please report this"
     )
-  if values["update/skipped_in_a_row"] >= MAX_SKIPPED:
+  if values["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
     raise FloatingPointError(
-      f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
+      f"the gradient of {update.MAX_SKIPPED} updates in a row was not finite "
       f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
       f"largest weight {values['weights/max']:.1f}): nothing was changed by "
       "them. Lower config.optimizer.learning_rate, or compute in float32 "

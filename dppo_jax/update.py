@@ -16,6 +16,8 @@ from dppo_jax.algo import objectives
 from dppo_jax.models import head, transformer
 from dppo_jax.records import PackedBatch, TrainState
 
+MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
+
 
 class Settings(NamedTuple):
   """What a compiled update is specialised to.

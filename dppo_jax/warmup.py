@@ -44,7 +44,8 @@ def run(
     direct_share: share of sequences that state the boxed answer alone.
     say: receives a line now and then.
   Raises:
-    ValueError: where no problem has a solution or a solution fits no row.
+    ValueError: where a solution fits no row.
+    FloatingPointError: where the gradient stays non-finite.
   """
   optimizer = update.make_optimizer(
     learning_rate, steps, "cosine", ramp_steps=min(50, steps // 4)
@@ -97,6 +98,11 @@ def run(
     at_ids = (is_direct, prompts.ids)
     state, info = step(state, prompts, tokens[at_ids], lengths[at_ids])
     if (i + 1) % max(1, steps // 5) == 0:
+      if info["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
+        raise FloatingPointError(
+          f"the gradient of warm-up step {i + 1} and of those before it was "
+          "not finite: lower config.warmup.learning_rate"
+        )
       say(
         f"warm-up step {i + 1} of {steps}: "
         f"{-float(info['update/logprob']):.3f} nats per token"
@@ -111,15 +117,7 @@ def solutions(
 
   A direct solution is the boxed answer. It stands in for a worked one that a
   problem lacks.
-
-  Raises:
-    ValueError: where no problem has a worked solution.
   """
-  if not any(problems.solutions):
-    raise ValueError(
-      "no problem has a solution to imitate: name the column with "
-      "config.data.solution_key or set config.warmup.steps to 0"
-    )
   worked = [
     solution or answer
     for solution, answer in zip(

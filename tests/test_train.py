@@ -1,6 +1,7 @@
 """The loop: resume equals uninterrupted, sharded equals unsharded."""
 
 import json
+import signal
 
 import jax
 import numpy as np
@@ -83,32 +84,63 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
   assert evals == [0, 4]
 
 
-@pytest.mark.parametrize("killed_in_step", [1, 3])
-def test_a_killed_run_started_again_ends_bit_equal(
-  uninterrupted, tmp_path, monkeypatch, killed_in_step
-):
-  """Killed between update and checkpoint: parameters, history and metrics."""
-  remember = train.grade
-  calls = []
+def _without_compiles(workdir):
+  return [
+    {k: v for k, v in line.items() if k != "update/compiles"}
+    for line in _metrics(workdir)
+  ]
 
-  def die(*args):
+
+def _assert_same_run(workdir, other):
+  _assert_equal(
+    _final_state(workdir, _config()), _final_state(other, _config())
+  )
+  assert _without_compiles(workdir) == _without_compiles(other)
+
+
+def _at_grading(monkeypatch, number, act):
+  """Does `act` when completions are graded for the `number`-th time."""
+  grade, calls = train.grade, []
+
+  def graded(*args):
     calls.append(1)
-    if len(calls) == killed_in_step:
-      raise SystemExit("killed")
-    return remember(*args)
+    if len(calls) == number:
+      act()
+    return grade(*args)
 
-  monkeypatch.setattr(train, "grade", die)
+  monkeypatch.setattr(train, "grade", graded)
+
+
+def test_a_run_that_died_and_was_started_again_ends_bit_equal(
+  uninterrupted, tmp_path, monkeypatch
+):
+  """It dies in step 4, with a checkpoint of step 2: step 3 is done again."""
+
+  def die():
+    raise SystemExit("died")
+
+  _at_grading(monkeypatch, 4, die)
   with pytest.raises(SystemExit):
     train.run(_config(), tmp_path)
   monkeypatch.undo()
   train.run(_config(), tmp_path)
-  _assert_equal(
-    _final_state(tmp_path, _config()), _final_state(uninterrupted, _config())
-  )
-  plain = lambda lines: [
-    {k: v for k, v in line.items() if k != "update/compiles"} for line in lines
-  ]
-  assert plain(_metrics(tmp_path)) == plain(_metrics(uninterrupted))
+  _assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_was_asked_to_stop_saves_and_goes_on(
+  uninterrupted, tmp_path, monkeypatch, number
+):
+  """Asked in step 1, of which there would be no checkpoint otherwise."""
+  _at_grading(monkeypatch, 1, lambda: signal.raise_signal(number))
+  with pytest.raises(KeyboardInterrupt):
+    train.run(_config(), tmp_path)
+  monkeypatch.undo()
+  with checkpoint.Checkpoints(tmp_path, 2) as saved:
+    assert saved.latest_step() == 1
+  if number == signal.SIGTERM:
+    train.run(_config(), tmp_path)
+    _assert_same_run(tmp_path, uninterrupted)
 
 
 def test_more_steps_go_on_where_fewer_ended(uninterrupted, tmp_path):
@@ -120,8 +152,8 @@ def test_more_steps_go_on_where_fewer_ended(uninterrupted, tmp_path):
 
 
 def test_another_config_is_refused_by_name(uninterrupted):
-  changed = _config(**{"optimizer.learning_rate": 0.5, "pack.window": 3})
-  with pytest.raises(ValueError, match=r"learning_rate.*pack\.window"):
+  changed = _config(**{"optimizer.learning_rate": 0.5, "pack.row_length": 32})
+  with pytest.raises(ValueError, match=r"learning_rate.*row_length"):
     train.run(changed, uninterrupted)
 
 
@@ -135,7 +167,6 @@ def _three_steps(data_axis, model_axis):
     }
   )
   c.objective.args["beta"] = 0.1
-  # Eight heads of key and value, eight rows: whatever the mesh, it divides.
   h = house.furnish(c)
   with jax.set_mesh(h.mesh):
     compiled = rooms.build(h)

@@ -15,7 +15,7 @@ from dppo_jax.records import Groups, Selection
 CompletionRule = Callable[[Draw, Groups], Selection]
 
 # Advantages that are equal on paper differ in the last bits of a float32.
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 
 
 def every_completion() -> CompletionRule:
@@ -40,7 +40,7 @@ def drop_small_advantage(rate: float) -> CompletionRule:
   def rule(draw: Draw, groups: Groups) -> Selection:
     size = jnp.abs(groups.advantages)
     mean = size.mean(axis=1, keepdims=True)
-    is_small = size < mean * (1 - _ROUNDING)
+    is_small = size < mean * (1 - ROUNDING)
     prob = jnp.where(is_small, jnp.float32(1 - rate), 1.0)
     return Selection(jax.random.uniform(draw.key, prob.shape) < prob, prob)
 

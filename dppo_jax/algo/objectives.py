@@ -87,9 +87,10 @@ def surrogate(
   """
   logprobs = jnp.where(is_trained, logprobs, 0.0)
   old_logprobs = jnp.where(is_trained, old_logprobs, 0.0)
-  ratio = jnp.exp(logprobs - old_logprobs)
+  ratio = jnp.exp(_bounded(logprobs - old_logprobs))
   upper, lower = 1 + objective.clip_high, 1 - objective.clip_low
   is_clipped = jnp.where(advantages > 0, ratio > upper, ratio < lower)
+  is_clipped &= advantages != 0
   bound = jnp.where(advantages > 0, upper, lower)
   loss = -jnp.where(is_clipped, bound, ratio) * advantages
   info = {
@@ -114,5 +115,10 @@ def kl_k3(
     logprobs: of tokens that the policy sampled; others bias the estimate.
   Source: Schulman 2020, joschu.net/blog/kl-approx.html, estimator k3.
   """
-  difference = ref_logprobs - logprobs
+  difference = _bounded(ref_logprobs - logprobs)
   return jnp.expm1(difference) - difference
+
+
+def _bounded(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Within 20 nats of 0: an infinite ratio would make a clipped slope NaN."""
+  return jnp.clip(log_ratio, -20.0, 20.0)

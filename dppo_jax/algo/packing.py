@@ -71,8 +71,8 @@ def plan(
     # Cells that a sequence fills together with the best second one.
     both = jnp.where(is_other, size[:, None] + size[None, :], size[:, None])
     filled = jnp.where(both <= room, both, size[:, None]).max(axis=1)
-    score = jnp.where(fits, filled * (row_length + 1) + size, -1)
-    is_best = score == score.max()
+    is_best = fits & (filled == jnp.where(fits, filled, -1).max())
+    is_best &= size == jnp.where(is_best, size, -1).max()
     seat = jnp.argmin(jnp.where(is_best, waiting, num + 1))  # the oldest
     rank = jnp.where(fits.any(), waiting[seat], num)
     item = jnp.where(rank < num, order[jnp.minimum(rank, num - 1)], num)

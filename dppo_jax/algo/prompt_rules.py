@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PyTree
 
 from dppo_jax import keys
 from dppo_jax.algo import advantages
-from dppo_jax.algo.completion_rules import check_rate
+from dppo_jax.algo.completion_rules import ROUNDING, check_rate
 from dppo_jax.records import Selection
 
 History = PyTree[jax.Array]
@@ -77,7 +77,7 @@ def drop_by_history(
     total = jnp.where(is_visited, score, 0.0).sum()
     count = is_visited.sum(dtype=jnp.float32)
     mean = total / jnp.maximum(count, 1.0)
-    is_eligible = is_visited & (score < mean * (1 - 1e-5))
+    is_eligible = is_visited & (score < mean * (1 - ROUNDING))
     prob = jnp.where(is_eligible, jnp.float32(1 - rate), 1.0)
     item_keys = keys.for_items(draw.key, ids)
     return Selection(jax.vmap(jax.random.uniform)(item_keys) < prob, prob)

@@ -27,9 +27,7 @@ def attention(
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[2]
   q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-  block = buckets.largest_divisor(
-    length, min(QUERY_BLOCK, max(length // NUM_BLOCKS, 1))
-  )
+  block = min(QUERY_BLOCK, -(-length // NUM_BLOCKS))  # the last may be shorter
 
   def attend(q, k, v, query_segments, key_segments, start):
     scores = jnp.einsum(

@@ -1,9 +1,10 @@
 """Runs the default task with several methods and seeds, one after the other.
 
-  python experiments/01_first_run/run.py [--seeds=3] [--workdir=DIR]
+  python experiments/01_first_run/run.py [--seeds=3] [--variants=dppo,grpo]
 
-Each run is a process of its own under the one command of the README. Results
-go to results.jsonl and figure.png beside this file.
+Each run is a process of its own under the one command of the README; one that
+is done already is not repeated. Results go to results.jsonl and figure.png
+beside this file.
 """
 
 import argparse
@@ -24,7 +25,7 @@ ROOT = HERE.parents[1]
 VARIANTS = {
   "dppo": ["--config=configs/arithmetic.py:dppo"],
   "grpo": ["--config=configs/arithmetic.py:grpo"],
-  "grpo, zeros trained": [
+  "grpo-zeros": [
     "--config=configs/arithmetic.py:grpo",
     "--config.objective.train_zero_advantage=True",
   ],
@@ -32,7 +33,7 @@ VARIANTS = {
 COLOURS = {
   "dppo": "#9e2a2b",
   "grpo": "#2a6f97",
-  "grpo, zeros trained": "#9aa5b1",
+  "grpo-zeros": "#9aa5b1",
 }
 
 
@@ -114,6 +115,7 @@ def table(results: list[dict]) -> str:
     low, mid, high = min(values), statistics.median(values), max(values)
     return f"{mid:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
+  variants = list(dict.fromkeys(r["variant"] for r in results))
   rows = {
     "first accuracy": (lambda r: r["accuracy"][0], 3),
     "final accuracy": (lambda r: r["accuracy"][-1], 3),
@@ -133,13 +135,13 @@ def table(results: list[dict]) -> str:
     "slots busy": (lambda r: r["slots_busy"], 3),
   }
   lines = [
-    "| | " + " | ".join(VARIANTS) + " |",
-    "|---|" + "---|" * len(VARIANTS),
+    "| | " + " | ".join(variants) + " |",
+    "|---|" + "---|" * len(variants),
   ]
   for name, (value, digits) in rows.items():
     cells = [
       told([value(r) for r in results if r["variant"] == variant], digits)
-      for variant in VARIANTS
+      for variant in variants
     ]
     lines.append(f"| {name} | " + " | ".join(cells) + " |")
   return "\n".join(lines)
@@ -148,16 +150,17 @@ def table(results: list[dict]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--variants", default="dppo,grpo", help="or grpo-zeros")
   parser.add_argument("--workdir", default="runs/01_first_run")
   args = parser.parse_args()
-  results = []
+  path = HERE / "results.jsonl"
+  path.write_text("")
   for seed in range(args.seeds):
-    for variant in VARIANTS:  # interleaved, so that drift hits all alike
-      name = variant.replace(", ", "-").replace(" ", "-")
-      workdir = pathlib.Path(args.workdir).absolute() / f"{name}-{seed}"
-      results.append(train(variant, seed, workdir))
-  lines = [json.dumps(result) for result in results]
-  (HERE / "results.jsonl").write_text("\n".join(lines) + "\n")
+    for variant in args.variants.split(","):  # so that drift hits all alike
+      workdir = pathlib.Path(args.workdir).absolute() / f"{variant}-{seed}"
+      with path.open("a") as file:
+        file.write(json.dumps(train(variant, seed, workdir)) + "\n")
+  results = metrics.read(path)
   draw(results)
   print(table(results))
 

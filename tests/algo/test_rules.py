@@ -18,6 +18,10 @@ PROMPT_RULES = {
   "every_prompt": prompt_rules.every_prompt(),
   "drop_by_history": prompt_rules.drop_by_history(0.6),
 }
+for _name, _factory in METHODS.items():  # every method obeys the laws too
+  COMPLETION_RULES[_name] = _factory().completions
+  PROMPT_RULES[_name] = _factory().prompts
+
 REWARDS = np.array(
   [[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0] * 6, [1] * 5 + [0]], np.float32
 )
@@ -87,8 +91,7 @@ def test_prompt_rule_laws(name):
   chosen = rule.select(_draw(1), history, ids)
   assert chosen.keep.shape == chosen.prob.shape == ids.shape
   assert ((chosen.prob > 0) & (chosen.prob <= 1)).all()
-  # Order does not matter, and neither does who else is a candidate of the
-  # same mean: a prompt's draw is its own.
+  # Order does not matter: a prompt's draw is its own.
   order = np.array([2, 0, 3, 1])
   permuted = rule.select(_draw(1), history, ids[order])
   np.testing.assert_array_equal(permuted.keep, chosen.keep[order])
@@ -121,13 +124,3 @@ def test_unweighted_keeps_the_choice_and_forgets_the_probability():
   biased = completion_rules.unweighted(rule)(_draw(3), _groups())
   np.testing.assert_array_equal(honest.keep, biased.keep)
   assert (biased.prob == 1).all() and not (honest.prob == 1).all()
-
-
-def test_every_method_is_made_of_rules_in_the_table():
-  named = {
-    "grpo": ("every_prompt", "every_completion"),
-    "dppo": ("drop_by_history", "drop_small_advantage"),
-  }
-  assert set(named) == set(METHODS)
-  for prompts, completions in named.values():
-    assert prompts in PROMPT_RULES and completions in COMPLETION_RULES
