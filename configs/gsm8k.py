@@ -6,7 +6,7 @@ r"""Qwen3-0.6B on GSM8K, grade-school word problems.
 
 Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub, and without data files TFDS prepares `gsm8k`. A file needs the columns
-`problem` and `answer`, or pass --config.data.problem_key=question.
+`problem` or `question`, and `answer`.
 """
 
 from dppo_jax.config import Config, use_method

@@ -36,7 +36,7 @@ FREE = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Model:
   """A checkpoint to start from or, with neither path nor hub_id, a shape."""
 
@@ -52,7 +52,7 @@ class Model:
   remat: bool = True  # recompute each layer in the backward pass
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Data:
   """Problems. A source is `arithmetic`, `tfds:NAME[:SPLIT]` or a file.
 
@@ -63,7 +63,7 @@ class Data:
   eval: str = "arithmetic"
   train_limit: int = 0  # first problems of the source; 0 takes all
   eval_limit: int = 256  # likewise
-  problem_key: str = "problem"  # column names
+  problem_key: str = "problem,question"  # the first column that there is
   answer_key: str = "answer"  # text after the last "####", if any, counts
   id_key: str = "id"  # optional column, distinct; else rows are numbered
   solution_key: str = "solution"  # optional column; read by the warm-up
@@ -78,7 +78,7 @@ class Data:
   max_operations: int = 6  # in an arithmetic problem
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Rollout:
   group_size: int = 8  # G, completions of each prompt
   max_tokens: int = 64  # T, tokens of a completion, stop token included
@@ -92,7 +92,7 @@ class Rollout:
   stop_ids: tuple = ()  # empty asks the checkpoint, then the tokenizer
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Reward:
   kind: str = "exact"  # "exact" compares text; "math" asks math-verify
   format_reward: float = 0.0  # added where the answer is in \boxed{}
@@ -106,7 +106,7 @@ def default_args(factory: Callable) -> dict[str, Any]:
   return {name: p.default for name, p in parameters.items()}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Method:
   name: str = "dppo"  # a key of methods.METHODS
   args: dict = dataclasses.field(  # of its factory
@@ -114,7 +114,7 @@ class Method:
   )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Objective:
   name: str = "grpo"  # a key of objectives.OBJECTIVES
   args: dict = dataclasses.field(  # of its factory
@@ -124,7 +124,7 @@ class Objective:
   train_zero_advantage: bool = False  # True pays for terms that are zero
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Pack:
   row_length: int = 128  # L, at least prompt + completion - 1
   rows: int = 16  # rows of one micro-batch
@@ -132,7 +132,7 @@ class Pack:
   head_tokens: int = 2048  # tokens whose logits exist at once
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Optimizer:
   """AdamW behind global-norm clipping."""
 
@@ -145,7 +145,7 @@ class Optimizer:
   clip_norm: float = 1.0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Warmup:
   """Supervised steps before the first rollout; 0 steps skips them."""
 
@@ -155,27 +155,27 @@ class Warmup:
   learning_rate: float = 3e-3
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Eval:
   every: int = 0  # steps; 0 evaluates at the start and at the end only
   samples: int = 0  # of each problem at rollout.temperature; 0 is greedy
   prompts: int = 64  # problems rolled out side by side
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Checkpoint:
   every: int = 0  # steps; 0 saves at the start and at the end only
   keep: int = 2  # newest checkpoints; that of step 0 stays as well
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Mesh:
   # Devices over which prompts, slots and rows are divided; -1 takes all.
   data: int = 1
   model: int = 1  # devices over which heads, feed-forward and vocabulary are
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Config:
   seed: int = 0
   steps: int = 100  # updates after the warm-up

@@ -1,6 +1,7 @@
 """What a run is made of before its first step, checked at the door."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ def furnish(config: configs.Config) -> House:
   path = config.model.path
   if not path and config.model.hub_id:
     path = checkpoint_hf.fetch(config.model.hub_id)
+  if path:
+    checkpoint_hf.check(path)
   words = _tokenizer(config, path)
   model = _model(config.model, path, words.vocab_size)
   _check_weights(mesh, model)
@@ -122,7 +125,7 @@ def furnish(config: configs.Config) -> House:
     objective=configs.make_objective(config),
     optimizer=update.make_optimizer(
       total_steps=config.steps * config.objective.inner_updates,
-      **vars(config.optimizer),
+      **dataclasses.asdict(config.optimizer),
     ),
     tokenizer=words,
     stop_ids=stop_ids,

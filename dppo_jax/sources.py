@@ -47,11 +47,16 @@ def read(source: str, columns: Columns, limit: int = 0) -> list[Row]:
   rows = []
   for place, record in itertools.islice(_records(source), limit or None):
     problem, answer, name, solution = (
-      _text(record.get(key), f"{place}: {key!r}") for key in columns
+      _text(_first(record, names), f"{place}: {names!r}") for names in columns
     )
     name = name or f"{os.path.basename(source)}/{len(rows)}"
     rows.append(Row(name, problem, _final_answer(answer), solution))
   return rows
+
+
+def _first(record: Mapping[str, Any], names: str) -> Any:
+  """The first of the comma-separated columns that the row has."""
+  return next((record[x] for x in names.split(",") if x in record), None)
 
 
 # Each row with the words that tell where it is.
@@ -115,6 +120,7 @@ def _parquet_records(path: str) -> _Records:
 
 def _tfds_records(source: str) -> _Records:
   import tensorflow_datasets as tfds  # slow to import, and few sources need it
+  import tensorflow_datasets.text  # registers them; TensorFlow would otherwise
 
   name, _, split = source.removeprefix("tfds:").partition(":")
   split = split or "train"

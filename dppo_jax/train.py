@@ -6,6 +6,7 @@ draw -> choose prompts -> roll out -> grade -> select (advantages, completions,
 
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import signal
@@ -211,7 +212,7 @@ def _warm_up(
     rows=house.rows,
     head_tokens=house.config.pack.head_tokens,
     say=writer.say,
-    **vars(knobs),
+    **dataclasses.asdict(knobs),
   )
 
 

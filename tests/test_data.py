@@ -392,7 +392,7 @@ def test_a_batch_holds_the_rows_that_its_ids_name():
 
 
 @pytest.mark.parametrize("num_prompts", [0, 4])
-def test_more_prompts_than_problems_names_the_knob(num_prompts):
-  knob = rf"config\.data\.prompts_per_step is {num_prompts}, not in 1\.\.3"
-  with pytest.raises(ValueError, match=knob):
+def test_more_prompts_than_problems_are_refused(num_prompts):
+  limit = rf"{num_prompts} prompts a step are not in 1\.\.3"
+  with pytest.raises(ValueError, match=limit):
     data.draw(problem_set(3), jax.random.key(0), 0, num_prompts)

@@ -70,4 +70,4 @@ def test_mathematics_knows_no_model_config_or_file():
 
 def test_a_file_is_read_in_one_sitting():
   lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
-  assert max(lengths.values()) <= 350, lengths
+  assert max(lengths.values()) <= 400, lengths

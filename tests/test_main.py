@@ -32,6 +32,7 @@ WORDS = "<eos> + = 0 1 2 3".split()
 
 SETTINGS = {
   "data__num_arithmetic": 64,
+  "warmup__steps": 0,
   "data__prompts_per_step": 16,
   "rollout__max_tokens": 64,
   "pack__rows": 4,
@@ -60,6 +61,7 @@ def arithmetic(**overrides):
     ("--config=configs/arithmetic.py --config.steps=few", "invalid .* 'few'"),
     ("--config={tmp}/broken.py", "broken.py, line 1"),
     ("--config={tmp}/careless.py", "made no Config"),
+    ("--config={tmp}/mistyped.py", "no such field: .*grop_size"),
     (
       "--config=configs/arithmetic.py --config.data.train={tmp}/bad.jsonl",
       "bad.jsonl:2: not JSON",
@@ -69,6 +71,13 @@ def arithmetic(**overrides):
 def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
   (tmp_path / "broken.py").write_text("def get_config(:\n")
   (tmp_path / "careless.py").write_text("def get_config():\n  pass\n")
+  (tmp_path / "mistyped.py").write_text(
+    "from dppo_jax.config import Config\n\n\n"
+    "def get_config():\n"
+    "  config = Config()\n"
+    "  config.rollout.grop_size = 4\n"
+    "  return config\n"
+  )
   (tmp_path / "bad.jsonl").write_text(json.dumps(ROWS[0]) + "\n{\n")
   argv = argv.format(tmp=tmp_path).split()
   done = runs.command(*argv, f"--workdir={tmp_path / 'run'}")
@@ -103,7 +112,7 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
     ({"mesh__data": 99}, "needs 99 devices .* lower config.mesh.data"),
     ({"mesh__data": 3}, "prompts_per_step is 16 .* config.mesh.data"),
     ({"mesh__model": 8}, "config.mesh.model is 8 .*heads"),
-    ({"model__path": "none"}, "config.model.path 'none'"),
+    ({"model__path": "none"}, "no directory 'none': set config.model.path"),
   ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(overrides, reason):
@@ -165,8 +174,7 @@ def checkpoint(tmp_path):
 
 
 def furnish_from(path):
-  c = arithmetic(model__path=path, rollout__stop_ids="(0,)")
-  return house.furnish(c).initial_params()
+  return house.furnish(arithmetic(model__path=path, rollout__stop_ids="(0,)"))
 
 
 def edit(path, **settings):
@@ -175,7 +183,7 @@ def edit(path, **settings):
 
 
 def test_a_checkpoint_is_what_the_model_starts_from(checkpoint):
-  params = furnish_from(checkpoint)
+  params = furnish_from(checkpoint).initial_params()
   jax.tree.map(np.testing.assert_array_equal, params, small.params())
 
 
@@ -207,9 +215,9 @@ def begun(tmp_path):
 
 def test_a_directory_of_another_run_is_refused_by_field(begun):
   with pytest.raises(ValueError, match="another --workdir") as error:
-    configs.write(begun, arithmetic(seed=7, pack__rows=2))
+    configs.write(begun, arithmetic(seed=7, steps=3, model__mlp=8))
   assert "config.seed was 0 and is now 7" in str(error.value)
-  assert "config.pack.rows was 4 and is now 2" in str(error.value)
+  assert "config.model.mlp was 192 and is now 8" in str(error.value)
   assert str(error.value).count(" was ") == 2
   assert json.loads(begun.read_text())["seed"] == 0
 
@@ -224,8 +232,9 @@ def test_a_run_that_left_no_checkpoint_may_be_replaced(begun):
 @pytest.mark.parametrize("name", configs.FREE)
 def test_a_run_may_go_on_under_another(begun, name):
   before = configs.flatten(arithmetic())[name]
-  configs.write(begun, arithmetic(**{name.replace(".", "__"): before + 1}))
-  assert json.loads(begun.read_text())[name] == before + 1
+  other = not before if isinstance(before, bool) else before + 1
+  configs.write(begun, arithmetic(**{name.replace(".", "__"): other}))
+  assert json.loads(begun.read_text())[name] == other
 
 
 def test_steps_are_fixed_where_the_learning_rate_depends_on_them(begun):
@@ -281,9 +290,11 @@ def _reads(tree: ast.AST) -> set[tuple[str, str]]:
       case ast.Attribute(ast.Name(name), field):
         reads.add((holder.get(name, name), field))
       # All of a section as arguments: Python refuses one that no one takes.
-      case ast.Call(ast.Name("vars"), [ast.Attribute(attr=section)]):
+      case ast.Call(
+        ast.Attribute(attr="asdict"), [ast.Attribute(attr=section)]
+      ):
         reads |= _fields(section)
-      case ast.Call(ast.Name("vars"), [ast.Name(name)]):
+      case ast.Call(ast.Attribute(attr="asdict"), [ast.Name(name)]):
         reads |= _fields(holder[name])
   return reads
 

@@ -92,6 +92,16 @@ def read_config(
     raise ValueError(f"{path}: {error}") from None
 
 
+def check(path: str) -> None:
+  """Refuses, in less time, what `load` would refuse.
+
+  Raises:
+    ValueError: as `load` does.
+  """
+  config = read_config(path)
+  _check_tensors(path, _open_tensors(pathlib.Path(path)), config)
+
+
 def load(
   path: str,
   dtype: str = "float32",
