@@ -70,6 +70,8 @@ def _train(
   compiled = rooms.build(house)
   test = functools.partial(_test, house, compiled, grader, writer)
   state, reference = _begin(house, saved, writer, test)
+  # The first draw shuffles the epoch, which compiles; no later one does.
+  data.draw(house.train, house.root_key, 0, num_prompts)
   compiles = metrics.Compilations()
 
   with _stop_signal() as is_stopping:
