@@ -100,6 +100,7 @@ def draw(results: list[dict]) -> None:
       )
   axis.set(xlabel="training seconds", ylabel="held-out accuracy", ylim=(0, 1))
   axis.set_xscale("symlog", linthresh=1)
+  axis.set_xlim(left=0)
   axis.grid(alpha=0.25)
   axis.legend(loc="lower right")
   axis.spines[["top", "right"]].set_visible(False)
