@@ -7,10 +7,10 @@ import json
 import pathlib
 import re
 
+import commands
 import jax
 import numpy as np
 import pytest
-import runs
 import small
 import sources
 import tokenizers
@@ -20,7 +20,7 @@ from dppo_jax import config as configs
 from dppo_jax import house, methods
 from dppo_jax.models import checkpoint_hf
 
-FILES = sorted(path.stem for path in (runs.ROOT / "configs").glob("*.py"))
+FILES = sorted(path.stem for path in (commands.ROOT / "configs").glob("*.py"))
 SECTIONS = {
   field.name: field.type
   for field in dataclasses.fields(configs.Config)
@@ -41,7 +41,7 @@ SETTINGS = {
 
 def arithmetic(**overrides):
   """The arithmetic config with few problems."""
-  return runs.config("arithmetic", **SETTINGS | overrides)
+  return commands.config("arithmetic", **SETTINGS | overrides)
 
 
 # The command line -----------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
   )
   (tmp_path / "bad.jsonl").write_text(json.dumps(ROWS[0]) + "\n{\n")
   argv = argv.format(tmp=tmp_path).split()
-  done = runs.command(*argv, f"--workdir={tmp_path / 'run'}")
+  done = commands.command(*argv, f"--workdir={tmp_path / 'run'}")
   assert done.returncode == 1
   assert done.stdout == ""
   assert re.fullmatch(f"error: [^\n]*{reason}[^\n]*\n", done.stderr)
@@ -152,7 +152,7 @@ def test_a_hub_out_of_reach_says_how_to_get_the_files(monkeypatch):
   monkeypatch.setattr(hub, "model_info", fail)
   monkeypatch.setattr(hub, "snapshot_download", fail)
   with pytest.raises(ValueError, match="no route") as error:
-    house.furnish(runs.config("gsm8k", mesh__data=1))
+    house.furnish(commands.config("gsm8k", mesh__data=1))
   assert "\n" not in str(error.value)
   assert "hf download Qwen/Qwen3-0.6B" in str(error.value)
   assert "--config.model.path=DIR" in str(error.value)
@@ -250,7 +250,7 @@ def test_steps_are_fixed_where_the_learning_rate_depends_on_them(begun):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("method", [None, *methods.METHODS])
 def test_every_config_fits_every_method(file, method):
-  c = runs.config(f"{file}:{method}" if method else file)
+  c = commands.config(f"{file}:{method}" if method else file)
   configs.validate(c)
   assert c.method.name == (method or "dppo")
   assert isinstance(configs.make_method(c), methods.Method)
@@ -259,16 +259,16 @@ def test_every_config_fits_every_method(file, method):
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_every_argument_of_a_method_is_a_flag(method):
   arguments = inspect.signature(methods.METHODS[method]).parameters
-  c = runs.config(f"arithmetic:{method}")
+  c = commands.config(f"arithmetic:{method}")
   assert c.method.args == {k: v.default for k, v in arguments.items()}
   for name, value in c.method.args.items():
     changed = {f"method__args__{name}": value / 2}
-    c = runs.config(f"arithmetic:{method}", **changed)
+    c = commands.config(f"arithmetic:{method}", **changed)
     assert c.method.args[name] == value / 2
 
 
 def test_every_argument_of_an_objective_is_a_flag():
-  c = runs.config("arithmetic", objective__args__beta=0.5)
+  c = commands.config("arithmetic", objective__args__beta=0.5)
   assert configs.make_objective(c).beta == 0.5
 
 

@@ -10,11 +10,11 @@ import json
 import pathlib
 import shutil
 
+import commands
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 import pytest
-import runs
 import sources
 
 from dppo_jax import train
@@ -107,7 +107,7 @@ def compiled_once(tmp_path_factory):
 def gsm8k(tmp_path_factory):
   """Five steps from the command line, in bfloat16, with a KL penalty."""
   home = tmp_path_factory.mktemp("gsm8k")
-  done = runs.main(
+  done = commands.main(
     "gsm8k",
     f"--workdir={home / 'run'}",
     model__path=write_checkpoint(home / "ck", "Qwen3ForCausalLM", "qwen3"),
@@ -130,7 +130,7 @@ def math_home(tmp_path_factory):
 
 def run_math(home, name, source, steps):
   """Steps in float32, two updates each, on completions without signal too."""
-  config = runs.config(
+  config = commands.config(
     "qwen_math",
     model__path=home / "ck",
     model__dtype="float32",
