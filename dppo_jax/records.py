@@ -19,7 +19,8 @@ class Selection:
 
   Attributes:
     keep: True where the item was chosen.
-    prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
+    prob: the item's inclusion probability: above 0 wherever `keep` is True,
+      and at most 1 but for rules that are documented as ratio estimators.
   """
 
   keep: Bool[Array, "..."]
@@ -73,11 +74,21 @@ class Groups:
     rewards: `[Q, G]`.
     advantages: `[Q, G]`, from all G completions of each group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
+    is_needed: `[Q, G]`, False where a completion adds nothing to the gradient,
+      as one of zero advantage does without a KL penalty: it may be left out
+      at no cost. None stands for every completion of a prompt that was kept.
+    scale: `[Q, G]`, what multiplies each token's loss before this choice: the
+      objective's share of a token over the prompt's probability. None is 1.
+    surprise: `[Q, G]`, the sum over tokens of (1 - p)^2, p being the
+      probability with which each was sampled. None stands for the length.
   """
 
   rewards: Float[Array, "Q G"]
   advantages: Float[Array, "Q G"]
   lengths: Int[Array, "Q G"]
+  is_needed: Bool[Array, "Q G"] | None = None
+  scale: Float[Array, "Q G"] | None = None
+  surprise: Float[Array, "Q G"] | None = None
 
 
 @struct.dataclass
@@ -91,7 +102,8 @@ class PackedBatch:
     segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding.
     is_trained: `[R, L]`, True where the target is a token of a completion.
     advantages: `[R, L]`.
-    weights: `[R, L]`, the constant that multiplies each token's loss.
+    weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
+      token of a completion that was not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
   """
 
