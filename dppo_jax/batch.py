@@ -7,10 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import buckets, sharding
-from dppo_jax.algo import objectives, packing, weights
+from dppo_jax.algo import diagnostics, objectives, packing, weights
+from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.keys import Draw
 from dppo_jax.methods import Method
-from dppo_jax.records import Groups, PackedBatch, PromptBatch, Rollout
+from dppo_jax.records import (
+  Groups,
+  PackedBatch,
+  PromptBatch,
+  Rollout,
+  Scores,
+)
 
 
 class Rows(NamedTuple):
@@ -42,6 +49,7 @@ def select(
   objective: objectives.Objective,
   rows: Rows,
   train_zero_advantage: bool,
+  overlong_tokens: int = 0,
 ) -> tuple[PackedBatch, Int[Array, ""], dict[str, Float[Array, ""]]]:
   """The completions to train on, weighted and packed.
 
@@ -52,51 +60,103 @@ def select(
   Args:
     draw: consumed by the method's completion rule.
     train_zero_advantage: packs such completions all the same.
+    overlong_tokens: the last tokens before the limit, which cost up to 1.
   Returns:
     Micro-batches `[M, R, L]`, how many of them are in use, and metrics.
   """
-  advantages = method.advantage(rewards)
-  groups = Groups(rewards, advantages, rollout.lengths)
-  chosen = method.completions(draw, groups)
-  weight = weights.horvitz_thompson(rollout.kept, chosen)
   is_drawn = rollout.lengths > 0
-  is_needed = (weight > 0) & is_drawn
-  if not (train_zero_advantage or objective.beta):
-    is_needed &= advantages != 0
-  trained = jnp.where(is_needed, rollout.lengths, 0)
+  needs = lambda advantages: (
+    is_drawn & ((advantages != 0) | bool(objective.beta))
+  )
+  if overlong_tokens:
+    limit = rollout.tokens.shape[2]
+    rewards += overlong_penalty(rollout.lengths, limit, overlong_tokens)
+  advantages = objective.advantage(rewards)
+  token_share = objective.token_share(rollout)
+  scale = token_share / rollout.kept.prob[:, None]
+  groups = Groups(
+    rewards,
+    advantages,
+    rollout.lengths,
+    needs(advantages),
+    scale,
+    surprise(rollout),
+  )
+  chosen = method.completions(draw, groups)
+  if method.has_statistics_after:
+    advantages = objective.advantage(rewards, chosen.keep & is_drawn)
+  weight = weights.horvitz_thompson(rollout.kept, chosen)
+  weight = jnp.where(is_drawn, weight, 0.0)
+  is_needed = needs(advantages)
+  is_trained = weight > 0
+  if not train_zero_advantage:
+    is_trained &= is_needed
+  trained = jnp.where(is_trained, rollout.lengths, 0)
   batch, num_micro, info = pack(
     prompts,
     rollout.replace(lengths=trained),
     advantages,
-    weight * objective.token_share(rollout.lengths),
+    weight * token_share,
     rows,
   )
-  kept = weight > 0
-  is_flat = (advantages == 0).all(axis=1) & rollout.kept.keep
+  # A token's share of the loss times the root of their number: what a
+  # completion adds where its tokens' gradients point nowhere in particular.
+  size = jnp.abs(advantages) * token_share
+  size *= jnp.sqrt(rollout.lengths.astype(jnp.float32))
   total = lambda x: x.sum(dtype=jnp.float32)
+  info |= diagnostics.diagnose(chosen, weight, advantages, size, is_needed)
   return (
     batch,
     num_micro,
     info
     | {
-      "prompts/drawn": jnp.float32(weight.shape[0]),
-      "prompts/kept": total(rollout.kept.keep),
-      "completions/drawn": total(is_drawn),
-      "completions/kept": total(kept & is_drawn),
-      "completions/trained": total(is_needed),
-      "completions/dead_groups": total(is_flat),
-      "tokens/generated": total(rollout.lengths),
+      "completions/kept": total(weight > 0),
+      "completions/trained": total(is_trained),
       "tokens/trained": total(trained),
-      "rollout/slot_utilisation": total(rollout.lengths)
-      / jnp.maximum(rollout.slot_steps, 1).astype(jnp.float32),
-      "tokens/completion_mean": total(rollout.lengths)
-      / jnp.maximum(total(is_drawn), 1.0),
-      "completions/stopped": total(rollout.is_stopped)
-      / jnp.maximum(total(is_drawn), 1.0),
-      "weights/max": weight.max(),
-      "weights/mean": total(weight) / weight.size,
-      "weights/ess": weights.effective_sample_size(weight, jnp.abs(advantages)),
     },
+  )
+
+
+def surprise(rollout: Rollout) -> Float[Array, "Q G"]:
+  """Sum over tokens of (1 - p)^2, p being what each was sampled with."""
+  t = jnp.arange(rollout.tokens.shape[2], dtype=jnp.int32)
+  missed = jnp.square(1 - jnp.exp(rollout.logprobs))
+  return jnp.where(t < rollout.lengths[..., None], missed, 0.0).sum(axis=2)
+
+
+def choose_tokens(
+  draw: Draw,
+  batch: PackedBatch,
+  scores: Scores | None,
+  *,
+  method: Method,
+  objective: objectives.Objective,
+  is_on_policy: bool,
+) -> tuple[PackedBatch, dict[str, Float[Array, ""]]]:
+  """The batch with the weights of the tokens that the method chooses.
+
+  A token that is not chosen has weight 0, and the update does not score it.
+
+  Args:
+    draw: consumed by the method's token rule.
+    scores: of the batch under the policy to train, where they were made.
+    is_on_policy: False makes those the batch's old log-probabilities; how far
+      the sampler's differed is corrected for here, if the objective asks.
+  """
+  weight = batch.weights
+  if method.tokens:
+    chosen = method.tokens.select(draw, batch, scores)
+    keep = chosen.keep & batch.is_trained
+    weight = jnp.where(keep, weight / jnp.where(keep, chosen.prob, 1.0), 0.0)
+  if scores is not None and not is_on_policy:
+    if objective.sampler_cap:
+      weight *= objectives.sampler_correction(
+        scores.logprobs, batch.old_logprobs, objective.sampler_cap
+      )
+    batch = batch.replace(old_logprobs=scores.logprobs)
+  return (
+    batch.replace(weights=weight),
+    {"tokens/trained": (weight != 0).sum(dtype=jnp.float32)},
   )
 
 

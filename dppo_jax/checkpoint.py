@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+from jaxtyping import PyTree
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
@@ -39,7 +40,9 @@ class Checkpoints:
 
   def save(self, step: int, state: TrainState) -> None:
     """Writes `state` in the background."""
-    self._manager.save(step, args=ocp.args.StandardSave(state))
+    weights = ocp.args.StandardSave(state.params)
+    rest = ocp.args.StandardSave(state.replace(params=None))
+    self._manager.save(step, args=ocp.args.Composite(params=weights, rest=rest))
 
   def wait(self) -> None:
     """Returns when every checkpoint asked for is on disk."""
@@ -47,7 +50,15 @@ class Checkpoints:
 
   def restore(self, step: int, like: TrainState) -> TrainState:
     """The state of `step`, placed as `like` is, which may be abstract."""
-    return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+    rest = ocp.args.StandardRestore(like.replace(params=None))
+    found = self._manager.restore(step, args=ocp.args.Composite(rest=rest))
+    return found.rest.replace(params=self.restore_params(step, like.params))
+
+  def restore_params(self, step: int, like: PyTree) -> PyTree:
+    """The weights of `step` alone."""
+    weights = ocp.args.StandardRestore(like)
+    found = self._manager.restore(step, args=ocp.args.Composite(params=weights))
+    return found.params
 
 
 def abstract(state: TrainState, shardings: TrainState) -> TrainState:

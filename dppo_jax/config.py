@@ -9,31 +9,10 @@ from collections.abc import Callable
 import dataclasses
 import inspect
 import json
-import os
-import pathlib
 from typing import Any
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-
-# What a resumed run may change: none of it alters a step's result by more than
-# rounding.
-FREE = (
-  "steps",
-  "model.remat",
-  "rollout.num_slots",
-  "rollout.prefill_prompts",
-  "pack.rows",
-  "pack.window",
-  "pack.head_tokens",
-  "reward.num_workers",
-  "reward.timeout_seconds",
-  "eval.every",
-  "checkpoint.every",
-  "checkpoint.keep",
-  "mesh.data",
-  "mesh.model",
-)
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,6 +75,9 @@ class Rollout:
 class Reward:
   kind: str = "exact"  # "exact" compares text; "math" asks math-verify
   format_reward: float = 0.0  # added where the answer is in \boxed{}
+  # The last so many tokens before rollout.max_tokens cost up to 1 (DAPO's soft
+  # overlong punishment); 0 costs nothing.
+  overlong_tokens: int = 0
   num_workers: int = 2  # grader processes; "exact" needs none
   timeout_seconds: float = 5.0  # wall clock for one completion
 
@@ -120,6 +102,7 @@ class Objective:
   args: dict = dataclasses.field(  # of its factory
     default_factory=lambda: default_args(objectives.grpo)
   )
+  args_of: str = "grpo"  # whose defaults they are; set with the name
   inner_updates: int = 1  # mu, optimizer steps on one rollout
   train_zero_advantage: bool = False  # True pays for terms that are zero
 
@@ -150,6 +133,7 @@ class Warmup:
   """Supervised steps before the first rollout; 0 steps skips them."""
 
   steps: int = 0
+  from_run: str = ""  # workdir of a run: its first weights, instead of steps
   sequences_per_step: int = 64
   direct_share: float = 0.5  # arithmetic: share of answers without the work
   learning_rate: float = 3e-3
@@ -193,35 +177,57 @@ class Config:
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
 
-def use_method(config: Config, name: str) -> None:
-  """Names the method, and gives it the arguments that it has by default."""
+def use_method(config: Config, choice: str) -> None:
+  """Names the method, and gives it the arguments that it has by default.
+
+  Args:
+    choice: a method, or a method and an objective: "dppo", "dppo,gspo".
+  """
+  name, _, objective = choice.partition(",")
   factory = methods.METHODS.get(name)
   # A name that is unknown is `validate`'s to refuse.
   config.method = Method(name, default_args(factory) if factory else {})
+  if objective:
+    factory = objectives.OBJECTIVES.get(objective)
+    config.objective.name = config.objective.args_of = objective
+    config.objective.args = default_args(factory) if factory else {}
 
 
 def make_method(config: Config) -> methods.Method:
   """The method that the config names, with its arguments."""
-  return _make(methods.METHODS, config.method, "method")
+  args = dict(config.method.args)
+  if args.get("steps") == 0:  # a schedule over the run
+    args["steps"] = config.steps
+  return _make(methods.METHODS, "method", config.method.name, args)
 
 
 def make_objective(config: Config) -> objectives.Objective:
   """The objective that the config names, with its arguments."""
-  return _make(objectives.OBJECTIVES, config.objective, "objective")
-
-
-def _make(factories: dict[str, Callable], choice: Any, what: str) -> Any:
-  if choice.name not in factories:
+  choice = config.objective
+  if choice.name in objectives.OBJECTIVES and choice.name != choice.args_of:
     raise ValueError(
-      f"config.{what}.name is {choice.name!r} but must be one of "
+      f"config.objective.name is {choice.name!r} but config.objective.args "
+      f"are those of {choice.args_of!r}: name it after the method instead, as "
+      f"in --config=FILE.py:{config.method.name},{choice.name}, which brings "
+      "its own"
+    )
+  return _make(objectives.OBJECTIVES, "objective", choice.name, choice.args)
+
+
+def _make(
+  factories: dict[str, Callable], what: str, name: str, args: dict
+) -> Any:
+  if name not in factories:
+    raise ValueError(
+      f"config.{what}.name is {name!r} but must be one of "
       f"{', '.join(factories)}"
     )
   try:
-    return factories[choice.name](**choice.args)
+    return factories[name](**args)
   except TypeError as error:
     raise ValueError(
-      f"config.{what}.args do not fit {choice.name}: {error}; a method named "
-      "after the config's file, as in FILE.py:grpo, brings its own"
+      f"config.{what}.args do not fit {name}: {error}; a method named after "
+      "the config's file, as in FILE.py:grpo, brings its own"
     ) from error
 
 
@@ -252,6 +258,11 @@ def validate(config: Config) -> None:
     raise ValueError(
       f"config.rollout.temperature is {r.temperature} but must be above 0: "
       "greedy completions of one prompt are all alike"
+    )
+  if config.reward.overlong_tokens > r.max_tokens:
+    raise ValueError(
+      f"config.reward.overlong_tokens is {config.reward.overlong_tokens} but "
+      f"must be at most config.rollout.max_tokens, {r.max_tokens}"
     )
   if not config.optimizer.clip_norm > 0:
     raise ValueError(
@@ -300,6 +311,7 @@ _LEAST = {
   "rollout.num_slots": 1,
   "rollout.prefill_prompts": 1,
   "rollout.top_k": 0,
+  "reward.overlong_tokens": 0,
   "reward.num_workers": 1,
   "objective.inner_updates": 1,
   "pack.row_length": 8,
@@ -336,35 +348,3 @@ def flatten(config: Config) -> dict[str, Any]:
     else:
       flat[section] = value
   return json.loads(json.dumps(flat))
-
-
-def write(path: pathlib.Path, config: Config) -> None:
-  """Writes the config, or refuses where a run under another has begun.
-
-  Raises:
-    ValueError: where the run in that directory cannot go on under `config`;
-      it names every field that differs.
-  """
-  new = flatten(config)
-  # Without a checkpoint there is nothing to go on from.
-  if path.exists() and any(
-    x.name.isdigit() for x in path.parent.glob("checkpoints/*")
-  ):
-    old = json.loads(path.read_text())
-    free = set(FREE)
-    if new["optimizer.schedule"] != "constant":
-      free.discard("steps")  # the learning rate depends on it
-    differing = [
-      f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-      for name in sorted(old.keys() | new.keys())
-      if old.get(name) != new.get(name) and name not in free
-    ]
-    if differing:
-      raise ValueError(
-        f"{path.parent} holds a run of another config; choose another "
-        f"--workdir, or restore: {'; '.join(differing)}"
-      )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  whole = path.with_suffix(".tmp")
-  whole.write_text(json.dumps(new, indent=2) + "\n")
-  os.replace(whole, path)

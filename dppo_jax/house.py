@@ -94,6 +94,7 @@ def furnish(config: configs.Config) -> House:
     ValueError: for whatever cannot work, naming value, limit and knob.
   """
   configs.validate(config)
+  _check_refill(config)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
   _check_batches(mesh, config)
   root_key = jax.random.key(config.seed)
@@ -231,6 +232,30 @@ def _check_ids(
     raise ValueError(
       f"a prompt has token {largest} but the model's vocabulary is "
       f"{model.vocab}: config.model.path holds a tokenizer of another model"
+    )
+
+
+def _check_refill(config: configs.Config) -> None:
+  """Refuses a refill where groups that it passes over would have counted."""
+  refill = configs.make_method(config).refill
+  if not refill:
+    return
+  objective = configs.make_objective(config)
+  counts = {
+    "config.reward.overlong_tokens": config.reward.overlong_tokens,
+    "config.objective.args beta": objective.beta if refill.is_exact else 0,
+  }
+  for name, value in counts.items():
+    if value:
+      raise ValueError(
+        f"{name} is {value} but a method that draws again passes over groups "
+        "whose rewards are all the same, which would have counted: set it to "
+        "0, or config.method.args refill to none"
+      )
+  if refill.is_exact and config.data.prompts_per_step < 2:
+    raise ValueError(
+      "config.data.prompts_per_step is 1 but an exact refill takes at least 2 "
+      "to tell how many groups were passed over"
     )
 
 

@@ -118,17 +118,35 @@ class PackedBatch:
 
 
 @struct.dataclass
+class Scores:
+  """What one pass over the vocabulary tells of each cell; 0 where not needed.
+
+  Attributes:
+    logprobs: `[R, L]`, nats, of the target.
+    entropy: `[R, L]`, nats, of the whole distribution.
+    norm: `[R, L]`, squared length of the slope of the target's
+      log-probability with respect to the scores, 1 - 2 p + sum of p_v^2.
+  """
+
+  logprobs: Float[Array, "*rows L"]
+  entropy: Float[Array, "*rows L"]
+  norm: Float[Array, "*rows L"]
+
+
+@struct.dataclass
 class TrainState:
   """All that a run carries from step to step; randomness is not part of it.
 
   Attributes:
     step: steps done.
+    draws: batches of prompts drawn; more than `step` where steps draw again.
     params: master weights.
     opt_state: the optimizer's.
     history: what the method's prompt rule remembers of each problem.
   """
 
   step: Int[Array, ""]
+  draws: Int[Array, ""]
   params: PyTree[jax.Array]
   opt_state: PyTree
   history: PyTree

@@ -14,6 +14,7 @@ import optax
 
 from dppo_jax import batch as batches
 from dppo_jax import checkpoint, keys, rollout, sharding, update
+from dppo_jax.algo import refill as refills
 from dppo_jax.data import ProblemSet
 from dppo_jax.house import House
 from dppo_jax.models import transformer
@@ -24,15 +25,20 @@ class Rooms(NamedTuple):
   """Compiled functions; `N` prompts, `[M, R, L]` micro-batches.
 
   Attributes:
-    choose: `(draw, history, ids) -> Selection [N]`.
+    choose: `(draw, history, ids, limit) -> Selection [N]`, of which at most
+      `limit` are kept.
     roll_out: `(params, prompts, draw, kept) -> Rollout`.
     select: `(draw, prompts, rollout, rewards) -> (batch, num_micro, info)`.
-    score: `(params, batch, num_micro) -> batch`; the batch is donated, or
-      returned as it is where its old log-probabilities are not needed.
+    score: `(params, draw, batch, num_micro) -> (batch, info)`; the batch is
+      donated, or returned as it is where neither the objective nor the method
+      asks for scores or chooses tokens.
     update: `(state, reference, batch, num_micro, denominator) ->
-      (state, info)`; the state is donated.
-    remember: `(state, rollout, rewards) -> state`, one step on; the state is
-      donated.
+      (state, info)`, one step on; the state is donated.
+    remember: `(history, step, draws, rollout, rewards) -> (history, draws)`,
+      one draw on; the history is donated.
+    begin: `() -> collected`, nothing yet, of a method that refills.
+    add: `(collected, prompts, rollout, rewards) -> (collected, limit,
+      denominator)`; what was collected is donated.
     evaluate: `(params, prompts, draw) -> Rollout` of held-out prompts.
   """
 
@@ -43,12 +49,15 @@ class Rooms(NamedTuple):
   update: Callable
   remember: Callable
   evaluate: Callable
+  begin: Callable | None = None
+  add: Callable | None = None
 
 
 def fresh_state(house: House, params: transformer.Params) -> TrainState:
   """What a run starts from."""
   return TrainState(
     step=jnp.int32(0),
+    draws=jnp.int32(0),
     params=params,
     opt_state=house.optimizer.init(params),
     history=house.method.prompts.init(len(house.train.problems)),
@@ -76,7 +85,7 @@ def state_like(house: House) -> TrainState:
   )
   history = jax.tree.map(lambda _: whole, shape.history)
   return checkpoint.abstract(
-    shape, TrainState(whole, where, opt_state, history)
+    shape, TrainState(whole, whole, where, opt_state, history)
   )
 
 
@@ -141,25 +150,53 @@ def build(house: House) -> Rooms:
     objective=house.objective,
     rows=house.rows,
     train_zero_advantage=c.objective.train_zero_advantage,
+    overlong_tokens=c.reward.overlong_tokens,
   )
   rows, number, _ = jax.eval_shape(select, draw, prompts, completions, rewards)
   rows, number = _placed(rows, by_micro), _placed(number, whole)
   count = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+  limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
 
-  def remember(state, rollout, rewards):
+  def choose(draw, history, ids, limit):
+    return refills.limit(method.prompts.select(draw, history, ids), limit)
+
+  needs_scores = not settings.is_on_policy or (
+    method.tokens is not None and method.tokens.needs_scores
+  )
+
+  def score(params, draw, batch, num_micro):
+    scores = None
+    if needs_scores:
+      scores = update.score(params, settings, batch, num_micro)
+    return batches.choose_tokens(
+      draw,
+      batch,
+      scores,
+      method=method,
+      objective=house.objective,
+      is_on_policy=settings.is_on_policy,
+    )
+
+  def learn(state, *rest):
+    state, info = update.update(
+      state, *rest, settings=settings, optimizer=house.optimizer
+    )
+    return state.replace(step=state.step + 1), info
+
+  def remember(history, step, draws, rollout, rewards):
     # A pruned prompt is named by an id that no problem has.
     ids = jnp.where(
       rollout.kept.keep, rollout.prompt_ids, len(house.train.problems)
     )
-    history = method.prompts.observe(state.history, state.step, ids, rewards)
-    return state.replace(step=state.step + 1, history=history)
+    observe = method.prompts.observe
+    return observe(history, step, ids, rewards, rollout.lengths), draws + 1
 
   # What each room returns stays where the next one expects it.
   like = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
   plans = {
     "choose": (
-      method.prompts.select,
-      (draw, state.history, prompts.ids),
+      choose,
+      (draw, state.history, prompts.ids, limit),
       like(kept),
     ),
     "roll_out": (
@@ -173,16 +210,14 @@ def build(house: House) -> Rooms:
       (like(rows), whole, whole),
     ),
     "update": (
-      functools.partial(
-        update.update, settings=settings, optimizer=house.optimizer
-      ),
+      learn,
       (state, reference, rows, number, count),
       (like(state), whole),
     ),
     "remember": (
       remember,
-      (state, completions, rewards),
-      like(state),
+      (state.history, state.step, state.draws, completions, rewards),
+      (like(state.history), whole),
     ),
     "evaluate": (
       sampler(c.eval.samples, c.rollout.temperature)
@@ -192,13 +227,28 @@ def build(house: House) -> Rooms:
       whole,
     ),
   }
-  if not settings.is_on_policy:
+  if needs_scores or method.tokens:
     plans["score"] = (
-      lambda params, rows, number: update.score(params, settings, rows, number),
-      (state.params, rows, number),
-      like(rows),
+      score,
+      (state.params, draw, rows, number),
+      (like(rows), whole),
     )
-  donated = {"update": (0,), "remember": (0,), "score": (1,)}
+  if method.refill:
+    begin = lambda: refills.start(prompts, completions, rewards)
+
+    def add(collected, prompts, rollout, rewards):
+      collected = refills.add(collected, prompts, rollout, rewards)
+      limit = refills.next_size(collected, rollout, rewards, method.refill)
+      return collected, limit, refills.denominator(collected, method.refill)
+
+    collected = _placed(jax.eval_shape(begin), by_prompt)
+    plans["begin"] = (begin, (), like(collected))
+    plans["add"] = (
+      add,
+      (collected, prompts, completions, rewards),
+      (like(collected), whole, whole),
+    )
+  donated = {"update": (0,), "remember": (0,), "score": (2,), "add": (0,)}
   lowered = {
     name: jax.jit(
       function, out_shardings=out, donate_argnums=donated.get(name, ())
@@ -208,7 +258,7 @@ def build(house: House) -> Rooms:
   with futures.ThreadPoolExecutor(len(lowered)) as pool:
     waiting = {name: pool.submit(x.compile) for name, x in lowered.items()}
     compiled = {name: x.result() for name, x in waiting.items()}
-  as_it_is = lambda params, batch, num_micro: batch
+  as_it_is = lambda params, draw, batch, num_micro: (batch, {})
   return Rooms(**{"score": as_it_is, **compiled})
 
 

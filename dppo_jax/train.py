@@ -1,7 +1,7 @@
 """One training step, room by room.
 
-draw -> choose prompts -> roll out -> grade -> select (advantages, completions,
-  weights, packing) -> score -> update -> remember
+harvest (draw -> choose prompts -> roll out -> grade -> remember) -> select
+  (advantages, completions, weights, packing) -> score (tokens) -> update
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import pathlib
 import signal
-from typing import NamedTuple
 
 import jax
 from jax import block_until_ready as ready
@@ -18,11 +17,13 @@ import numpy as np
 
 from dppo_jax import (
   checkpoint,
+  collect,
   data,
   evaluate,
   keys,
   metrics,
   report,
+  resume,
   rewards,
   rooms,
   update,
@@ -32,7 +33,7 @@ from dppo_jax import config as configs
 from dppo_jax.house import House, furnish
 from dppo_jax.keys import Room
 from dppo_jax.models import transformer
-from dppo_jax.records import Rollout, TrainState
+from dppo_jax.records import TrainState
 
 SAMPLES_PER_STEP = 2  # completions of each step in samples.jsonl
 
@@ -45,7 +46,7 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
     FloatingPointError: where the gradient stays non-finite.
   """
   house = furnish(config)
-  configs.write(workdir / "config.json", config)
+  resume.write(workdir / "config.json", config)
   with (
     jax.set_mesh(house.mesh),
     house.make_grader() as grader,
@@ -66,7 +67,6 @@ def _train(
 ) -> None:
   config = house.config
   num_prompts = config.data.prompts_per_step
-  num_drawn = np.float32(num_prompts * config.rollout.group_size)
   compiled = rooms.build(house)
   test = functools.partial(_test, house, compiled, grader, writer)
   state, reference = _begin(house, saved, writer, test)
@@ -78,34 +78,28 @@ def _train(
     for step in range(int(state.step), config.steps):
       at = functools.partial(keys.draw_at, house.root_key, step)
       clock = metrics.Clock()
-      with clock("data"):
-        prompts = data.draw(house.train, house.root_key, step, num_prompts)
-        kept = compiled.choose(at(Room.PROMPTS), state.history, prompts.ids)
-      with clock("rollout"):
-        rollout = ready(
-          compiled.roll_out(state.params, prompts, at(Room.ROLLOUT), kept)
-        )
-      with clock("reward"):
-        graded = grade(house, grader, rollout)
+      state, got = collect.harvest(house, compiled, grader, state, clock)
       with clock("select"):
         batch, num_micro, chosen = ready(
           compiled.select(
-            at(Room.COMPLETIONS), prompts, rollout, graded.rewards
+            at(Room.COMPLETIONS), got.prompts, got.rollout, got.rewards
           )
         )
       with clock("score"):
-        batch = ready(compiled.score(state.params, batch, num_micro))
-      with clock("update"):
-        state, learned = compiled.update(
-          state, reference, batch, num_micro, num_drawn
+        batch, refined = ready(
+          compiled.score(state.params, at(Room.TOKENS), batch, num_micro)
         )
-        state = ready(compiled.remember(state, rollout, graded.rewards))
+      with clock("update"):
+        num_drawn = np.float32(got.num_prompts) * config.rollout.group_size
+        state, learned = ready(
+          compiled.update(state, reference, batch, num_micro, num_drawn)
+        )
 
       done = step + 1
-      values = jax.device_get(graded.metrics | chosen | learned)
+      values = jax.device_get(got.metrics | chosen | refined | learned)
       values |= clock.metrics() | {"update/compiles": compiles.since_last()}
       writer.write(done, values)
-      writer.write_samples(done, graded.samples[:SAMPLES_PER_STEP])
+      writer.write_samples(done, got.samples[:SAMPLES_PER_STEP])
       writer.progress(done, values)
       _check(values)
       ends = done == config.steps
@@ -119,55 +113,6 @@ def _train(
         raise KeyboardInterrupt
 
 
-class Graded(NamedTuple):
-  """Rewards `[Q, G]` of a rollout, and what is worth telling about them."""
-
-  rewards: np.ndarray
-  metrics: dict[str, float]
-  samples: list[dict]
-
-
-def grade(house: House, grader: rewards.Grader, rollout: Rollout) -> Graded:
-  """Rewards of every completion; 0 where the prompt was not rolled out."""
-  lengths = np.asarray(rollout.lengths)
-  tokens = np.asarray(rollout.tokens)
-  places = np.argwhere(lengths > 0)
-  ids = np.asarray(rollout.prompt_ids)[places[:, 0]]
-  texts = [
-    house.tokenizer.decode(tokens[q, g, : lengths[q, g]]) for q, g in places
-  ]
-  golds = [house.train.answers[i] for i in ids]
-  outcomes = grader.judge(texts, golds)
-  earned = np.array([grader.reward(x) for x in outcomes], np.float32)
-  out = np.zeros(lengths.shape, np.float32)
-  out[tuple(places.T)] = earned
-  share = lambda outcome: outcomes.count(outcome) / max(len(outcomes), 1)
-  return Graded(
-    rewards=out,
-    metrics={
-      "reward/mean": float(earned.mean()) if len(earned) else 0.0,
-      "reward/accuracy": share("right"),
-      "reward/unboxed": share("unboxed"),
-      "reward/unparsed": share("unparsed"),
-      "reward/timeouts": outcomes.count("timeouts"),
-      "reward/crashes": outcomes.count("crashes"),
-    },
-    samples=[
-      _sample(house.train.problems[i], text, gold, reward)
-      for i, text, gold, reward in zip(ids, texts, golds, earned, strict=True)
-    ],
-  )
-
-
-def _sample(problem: str, completion: str, gold: str, reward: float) -> dict:
-  return {
-    "problem": problem,
-    "completion": completion,
-    "answer": gold,
-    "reward": float(reward),
-  }
-
-
 def _begin(
   house: House,
   saved: checkpoint.Checkpoints,
@@ -178,8 +123,7 @@ def _begin(
   like = rooms.state_like(house)
   first = saved.latest_step()
   if first is None:
-    params = house.initial_params()
-    params = _warm_up(house, params, writer)
+    params = _warm_up(house, like.params, writer)
     state = jax.jit(
       functools.partial(rooms.fresh_state, house),
       out_shardings=jax.tree.map(lambda x: x.sharding, like),
@@ -193,16 +137,26 @@ def _begin(
   reference = None
   if house.objective.beta:
     saved.wait()
-    reference = saved.restore(0, like).params
+    reference = saved.restore_params(0, like.params)
   return state, reference
 
 
 def _warm_up(
-  house: House, params: transformer.Params, writer: metrics.Writer
+  house: House, like: transformer.Params, writer: metrics.Writer
 ) -> transformer.Params:
-  """The weights after the supervised steps that the config asks for, if any."""
-  knobs = house.config.warmup
-  if not knobs.steps:
+  """The weights after the supervised steps that the config asks for, if any.
+
+  Args:
+    like: shapes and placements of the weights.
+  """
+  knobs = dataclasses.asdict(house.config.warmup)
+  from_run = knobs.pop("from_run")
+  if from_run:
+    writer.say(f"the first weights of {from_run}")
+    with checkpoint.Checkpoints(pathlib.Path(from_run), keep=1) as other:
+      return other.restore_params(0, like)
+  params = house.initial_params()
+  if not knobs["steps"]:
     return params
   return warmup.run(
     params,
@@ -214,7 +168,7 @@ def _warm_up(
     rows=house.rows,
     head_tokens=house.config.pack.head_tokens,
     say=writer.say,
-    **dataclasses.asdict(knobs),
+    **knobs,
   )
 
 
@@ -237,7 +191,7 @@ def _test(
   )
   writer.write(step, values)
   writer.write_samples(
-    step, [_sample(*x) | {"held_out": True} for x in answers[:8]]
+    step, [collect.sample(*x) | {"held_out": True} for x in answers[:8]]
   )
   writer.say(
     f"step {step}: held-out accuracy {values['eval/accuracy']:.3f}"

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.algo import objectives
 from dppo_jax.models import head, transformer
-from dppo_jax.records import PackedBatch, TrainState
+from dppo_jax.records import PackedBatch, Scores, TrainState
 
 MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
 
@@ -101,20 +101,13 @@ def make_optimizer(
 
 
 def logprobs(
-  params: transformer.Params, settings: Settings, rows: PackedBatch
+  params: transformer.Params,
+  settings: Settings,
+  rows: PackedBatch,
+  is_needed: Bool[Array, "R L"],
 ) -> Float[Array, "R L"]:
-  """Log-probability of every cell's target, in nats."""
-  model = settings.model
-  hidden = transformer.forward(
-    params, model, rows.tokens, rows.positions, rows.segment_ids
-  )
-  return head.token_logprobs(
-    hidden,
-    transformer.head(params, model).astype(hidden.dtype),
-    rows.targets,
-    settings.temperature,
-    settings.head_tokens,
-  )
+  """Log-probability of the needed cells' targets, in nats; 0 elsewhere."""
+  return head.token_logprobs(*_at_head(params, settings, rows, is_needed))
 
 
 def score(
@@ -122,15 +115,32 @@ def score(
   settings: Settings,
   batch: PackedBatch,
   num_used: Int[Array, ""],
-) -> PackedBatch:
-  """The batch with `old_logprobs` made by `params`, for `num_used` rows."""
+) -> Scores:
+  """What `params` make of every trained cell of the first `num_used` rows."""
 
-  def score_one(i, old_logprobs):
-    new = logprobs(params, settings, _take(batch, i))
-    return jax.lax.dynamic_update_index_in_dim(old_logprobs, new, i, 0)
+  def score_one(i, scores):
+    rows = _take(batch, i)
+    new = head.token_scores(*_at_head(params, settings, rows, rows.is_trained))
+    put = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda x, y: put(x, y, i, 0), scores, new)
 
-  return batch.replace(
-    old_logprobs=jax.lax.fori_loop(0, num_used, score_one, batch.old_logprobs)
+  zeros = jnp.zeros_like(batch.weights)
+  return jax.lax.fori_loop(0, num_used, score_one, Scores(zeros, zeros, zeros))
+
+
+def _at_head(params, settings, rows, is_needed):
+  """The arguments of the functions of `models.head`."""
+  model = settings.model
+  hidden = transformer.forward(
+    params, model, rows.tokens, rows.positions, rows.segment_ids
+  )
+  return (
+    hidden,
+    transformer.head(params, model).astype(hidden.dtype),
+    rows.targets,
+    is_needed,
+    settings.temperature,
+    settings.head_tokens,
   )
 
 
@@ -153,12 +163,19 @@ def add_gradient(
 ) -> Total:
   """`total` with one micro-batch, `[R, L]`, added to it."""
 
+  is_chosen = rows.is_trained & (rows.weights != 0)
+  # A sequence's ratio needs all of its tokens, unless it is 1 by definition.
+  has_ratio = settings.objective.is_sequence_ratio and not settings.is_on_policy
+  is_needed = rows.is_trained if has_ratio else is_chosen
+
   def loss_sum(params):
-    new = logprobs(params, settings, rows)
+    new = logprobs(params, settings, rows, is_needed)
     constant = jax.lax.stop_gradient(new)
     ref_logprobs = None
     if settings.objective.beta:
-      ref_logprobs = jax.lax.stop_gradient(logprobs(reference, settings, rows))
+      ref_logprobs = jax.lax.stop_gradient(
+        logprobs(reference, settings, rows, is_chosen)
+      )
     loss, info = objectives.surrogate(
       settings.objective,
       new,
@@ -168,10 +185,12 @@ def add_gradient(
       rows.is_trained,
       rows.segment_ids,
       ref_logprobs,
+      # Off the policy, `batch.choose_tokens` has put it into the weights.
+      rows.old_logprobs if settings.is_on_policy else None,
     )
-    log_ratio = jnp.where(rows.is_trained, constant - rows.old_logprobs, 0.0)
-    at_trained = jnp.where(rows.is_trained, constant, 0.0)
-    sums = {"loss": loss, "logprob": at_trained.sum(), **info}
+    log_ratio = jnp.where(is_chosen, constant - rows.old_logprobs, 0.0)
+    at_chosen = jnp.where(is_chosen, constant, 0.0)
+    sums = {"loss": loss, "logprob": at_chosen.sum(), **info}
     return loss, (sums, jnp.abs(log_ratio).max())
 
   gradient, (sums, log_ratio) = jax.grad(loss_sum, has_aux=True)(params)
@@ -180,6 +199,20 @@ def add_gradient(
     sums=jax.tree.map(jnp.add, total.sums, sums),
     log_ratio=jnp.maximum(total.log_ratio, log_ratio),
   )
+
+
+def gradient(
+  batch: PackedBatch,
+  num_used: Int[Array, ""],
+  params: transformer.Params,
+  reference: transformer.Params | None,
+  settings: Settings,
+) -> Total:
+  """The sums over the first `num_used` micro-batches of `[M, R, L]`."""
+  add = lambda i, total: add_gradient(
+    total, params, reference, settings, _take(batch, i)
+  )
+  return jax.lax.fori_loop(0, num_used, add, no_gradient(params))
 
 
 def apply_gradient(
@@ -231,10 +264,7 @@ def update(
 
   def inner(_, carry):
     state, _ = carry
-    add = lambda i, total: add_gradient(
-      total, state.params, reference, settings, _take(batch, i)
-    )
-    total = jax.lax.fori_loop(0, num_used, add, no_gradient(state.params))
+    total = gradient(batch, num_used, state.params, reference, settings)
     return apply_gradient(state, total, denominator, optimizer)
 
   carry = inner(0, (state, None))

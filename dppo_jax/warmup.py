@@ -87,7 +87,7 @@ def run(
     )
 
   opt_state = jax.jit(optimizer.init)(params)
-  state = TrainState(jnp.int32(0), params, opt_state, history=())
+  state = TrainState(jnp.int32(0), jnp.int32(0), params, opt_state, history=())
   order = keys.draw_at(root_key, 0, keys.Room.DATA).key
   for i in range(steps):
     at = keys.draw_at(root_key, i, keys.Room.WARMUP)

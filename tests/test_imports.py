@@ -22,7 +22,7 @@ LEVELS = [
     "batch",
     "warmup",
   },
-  {"config", "evaluate", "house", "rooms", "report"},
+  {"config", "collect", "evaluate", "house", "report", "resume", "rooms"},
   {"train"},
   {"main"},
 ]

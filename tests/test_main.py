@@ -208,14 +208,14 @@ def test_a_tensor_of_the_wrong_shape_is_named(checkpoint):
 @pytest.fixture
 def begun(tmp_path):
   """Where the config of a run is that has left a checkpoint."""
-  configs.write(tmp_path / "config.json", arithmetic())
+  resume.write(tmp_path / "config.json", arithmetic())
   (tmp_path / "checkpoints" / "0").mkdir(parents=True)
   return tmp_path / "config.json"
 
 
 def test_a_directory_of_another_run_is_refused_by_field(begun):
   with pytest.raises(ValueError, match="another --workdir") as error:
-    configs.write(begun, arithmetic(seed=7, steps=3, model__mlp=8))
+    resume.write(begun, arithmetic(seed=7, steps=3, model__mlp=8))
   assert "config.seed was 0 and is now 7" in str(error.value)
   assert "config.model.mlp was 192 and is now 8" in str(error.value)
   assert str(error.value).count(" was ") == 2
@@ -225,15 +225,15 @@ def test_a_directory_of_another_run_is_refused_by_field(begun):
 def test_a_run_that_left_no_checkpoint_may_be_replaced(begun):
   begun.with_name("checkpoints").joinpath("0").rmdir()
   begun.with_name("checkpoints").joinpath("0.orbax-checkpoint-tmp").mkdir()
-  configs.write(begun, arithmetic(seed=7))
+  resume.write(begun, arithmetic(seed=7))
   assert json.loads(begun.read_text())["seed"] == 7
 
 
-@pytest.mark.parametrize("name", configs.FREE)
+@pytest.mark.parametrize("name", resume.FREE)
 def test_a_run_may_go_on_under_another(begun, name):
   before = configs.flatten(arithmetic())[name]
   other = not before if isinstance(before, bool) else before + 1
-  configs.write(begun, arithmetic(**{name.replace(".", "__"): other}))
+  resume.write(begun, arithmetic(**{name.replace(".", "__"): other}))
   assert json.loads(begun.read_text())[name] == other
 
 
@@ -241,7 +241,7 @@ def test_steps_are_fixed_where_the_learning_rate_depends_on_them(begun):
   cosine = {"optimizer__schedule": "cosine"}
   begun.write_text(json.dumps(configs.flatten(arithmetic(**cosine))))
   with pytest.raises(ValueError, match=r"config.steps was .* is now 999"):
-    configs.write(begun, arithmetic(steps=999, **cosine))
+    resume.write(begun, arithmetic(steps=999, **cosine))
 
 
 # Configs --------------------------------------------------------------------

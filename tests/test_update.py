@@ -1,7 +1,6 @@
 """The update: exact in expectation, and blind to how the rows were cut."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ import small
 
 from dppo_jax import batch as batches
 from dppo_jax import keys, methods, update
-from dppo_jax.algo import objectives, weights
-from dppo_jax.models import head
-from dppo_jax.records import Selection, TrainState
+from dppo_jax.algo import objectives
+from dppo_jax.records import TrainState
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 DRAW = keys.draw_at(jax.random.key(0), 0, keys.Room.COMPLETIONS)
@@ -29,15 +27,13 @@ def _settings(objective=ACTIVE, inner_updates=2):
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "rows", "lavish"))
-def _select(rollout, chosen=None, objective=ACTIVE, rows=ROWS, lavish=False):
-  """Micro-batches of a rollout whose completions were chosen beforehand."""
-  chosen = chosen or small.everything(*REWARDS.shape)
+def _select(rollout, objective=ACTIVE, rows=ROWS, lavish=False):
   return batches.select(
     DRAW,
     small.prompts(),
     rollout,
     REWARDS,
-    method=methods.grpo()._replace(completions=lambda draw, groups: chosen),
+    method=methods.grpo(),
     objective=objective,
     rows=rows,
     train_zero_advantage=lavish,
@@ -56,16 +52,11 @@ def _update(inner_updates, optimizer):
 
 @functools.partial(jax.jit, static_argnames="settings")
 def _gradient(params, reference, batch, num_micro, settings):
-  add = lambda i, total: update.add_gradient(
-    total, params, reference, settings, jax.tree.map(lambda x: x[i], batch)
-  )
-  return jax.lax.fori_loop(0, num_micro, add, update.no_gradient(params))
+  return update.gradient(batch, num_micro, params, reference, settings)
 
 
-def _gradient_of(
-  rollout, chosen=None, objective=ACTIVE, inner_updates=2, **kwargs
-):
-  batch, num_micro, _ = _select(rollout, chosen, objective, **kwargs)
+def _gradient_of(rollout, objective=ACTIVE, inner_updates=2, **kwargs):
+  batch, num_micro, _ = _select(rollout, objective, **kwargs)
   settings = _settings(objective, inner_updates)
   return _gradient(small.params(0), small.params(1), batch, num_micro, settings)
 
@@ -80,82 +71,6 @@ def _assert_close(got, want, rtol=2e-5):
   scale = np.linalg.norm(want)
   assert scale > 0
   assert np.linalg.norm(got - want) <= rtol * scale
-
-
-def _draws(prompt_prob, prob):
-  """Every draw of prompts and completions with its chance, if it has one."""
-  num, shape = len(prompt_prob), prob.shape
-  for bits in itertools.product((False, True), repeat=num + prob.size):
-    prompts = np.array(bits[:num])
-    completions = np.array(bits[num:]).reshape(shape)
-    chance = np.where(prompts, prompt_prob, 1 - prompt_prob).prod()
-    chance *= np.where(completions, prob, 1 - prob).prod()
-    if chance:
-      yield chance, prompts, completions
-
-
-def _mean_gradient(estimate):
-  """The mean over every draw that DPPO can make in a batch of 3 x 3.
-
-  The probabilities are those of its rules: one prompt of history below the
-  mean, and the completions below their group's mean |advantage|.
-  """
-  prompt_prob = np.array([0.4, 1.0, 1.0], np.float32)
-  rule = methods.dppo(completion_rate=0.7).completions
-  groups = batches.Groups(
-    REWARDS,
-    methods.dppo().advantage(REWARDS),
-    small.rollout(small.prompts()).lengths,
-  )
-  prob = np.asarray(rule(DRAW, groups).prob)
-  assert (prob < 1).sum() >= 4
-  mean, total = 0.0, 0.0
-  for chance, prompts, completions in _draws(prompt_prob, prob):
-    full = small.rollout(small.prompts())
-    rollout = full.replace(
-      lengths=jnp.where(prompts[:, None], full.lengths, 0),
-      kept=Selection(jnp.array(prompts), jnp.array(prompt_prob)),
-    )
-    chosen = Selection(jnp.array(completions), jnp.array(prob))
-    mean = mean + chance * _flat(estimate(rollout, chosen))
-    total += chance
-  np.testing.assert_allclose(total, 1.0, rtol=1e-6)
-  return mean
-
-
-def _weighted(rollout, chosen):
-  return _gradient_of(rollout, chosen).gradient
-
-
-def test_pruned_gradient_averages_to_that_of_the_full_batch():
-  full = _gradient_of(small.rollout(small.prompts()))
-  assert full.sums["clipped"] > 2 and full.sums["kl"] > 0
-  _assert_close(_mean_gradient(_weighted), full.gradient)
-
-
-def _unweighted(rollout, chosen):
-  certain = lambda x: x.replace(prob=jnp.ones_like(x.prob))
-  rollout = rollout.replace(kept=certain(rollout.kept))
-  return _weighted(rollout, certain(chosen))
-
-
-def _by_retained_count(rollout, chosen):
-  kept = rollout.kept.keep[:, None] & chosen.keep
-  scale = kept.size / max(float(kept.sum()), 1)
-  return scale * _flat(_unweighted(rollout, chosen))
-
-
-def _hajek(rollout, chosen):
-  total = weights.horvitz_thompson(rollout.kept, chosen).sum()
-  scale = chosen.keep.size / max(float(total), 1e-6)
-  return scale * _flat(_weighted(rollout, chosen))
-
-
-@pytest.mark.parametrize("wrong", [_unweighted, _by_retained_count, _hajek])
-def test_the_enumeration_has_teeth(wrong):
-  full = _gradient_of(small.rollout(small.prompts())).gradient
-  with pytest.raises(AssertionError):
-    _assert_close(_mean_gradient(wrong), full, rtol=1e-2)
 
 
 def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
@@ -181,7 +96,16 @@ def test_gradient_does_not_depend_on_rows_or_micro_batches(rows):
 
 @jax.jit
 def _score(params, batch, num_micro):
-  return update.score(params, _settings(), batch, num_micro)
+  scores = update.score(params, _settings(), batch, num_micro)
+  batch, _ = batches.choose_tokens(
+    DRAW,
+    batch,
+    scores,
+    method=methods.grpo(),
+    objective=ACTIVE,
+    is_on_policy=False,
+  )
+  return batch
 
 
 def test_packed_equals_alone():
@@ -219,7 +143,7 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
     total = 0.0
     for i in range(int(num_micro)):
       rows = jax.tree.map(lambda x, i=i: x[i], batch)
-      logprobs = update.logprobs(params, _settings(), rows)
+      logprobs = update.logprobs(params, _settings(), rows, rows.is_trained)
       total -= (logprobs * rows.advantages * rows.weights).sum()
     return total
 
@@ -228,7 +152,8 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
 
 def _state(optimizer):
   params = small.params()
-  return TrainState(jnp.int32(0), params, jax.jit(optimizer.init)(params), ())
+  zero = jnp.int32(0)
+  return TrainState(zero, zero, params, jax.jit(optimizer.init)(params), ())
 
 
 def test_one_compilation_serves_every_number_of_micro_batches():
@@ -289,36 +214,6 @@ def test_inner_updates_are_steps_from_one_old_policy():
   apply = jax.jit(update.apply_gradient, static_argnums=3)
   second, _ = apply(once, by_hand, jnp.float32(9), optimizer)
   _assert_close(twice.params, second.params, rtol=1e-6)
-
-
-@pytest.mark.parametrize("head_tokens", [1, 8, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunked_head_equals_log_softmax(head_tokens, temperature):
-  keys_ = jax.random.split(jax.random.key(0), 4)
-  hidden = jax.random.normal(keys_[0], (2, 12, 8))
-  weight = jax.random.normal(keys_[1], (20, 8))
-  targets = jax.random.randint(keys_[2], (2, 12), 0, 20)
-  slopes = jax.random.normal(keys_[3], (2, 12))
-
-  def plain(hidden, weight):
-    scores = jnp.einsum("ble,ve->blv", hidden, weight) / temperature
-    logprobs = jax.nn.log_softmax(scores)
-    chosen = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
-    return (chosen * slopes).sum(), chosen
-
-  def chunked(hidden, weight):
-    chosen = head.token_logprobs(
-      hidden, weight, targets, temperature, head_tokens
-    )
-    return (chosen * slopes).sum(), chosen
-
-  want = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, weight)
-  got = jax.value_and_grad(chunked, (0, 1), has_aux=True)(hidden, weight)
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-    got,
-    want,
-  )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -1,47 +1,113 @@
 """Rewards of a group turned into advantages within it."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 def group_normalized(
-  rewards: Float[Array, "Q G"], eps: float = 1e-6, ddof: int = 1
+  rewards: Float[Array, "Q G"],
+  is_counted: Bool[Array, "Q G"] | None = None,
+  eps: float = 1e-6,
+  ddof: int = 1,
 ) -> Float[Array, "Q G"]:
   """Rewards centred and divided by their deviation, within each group.
 
   A group whose rewards are all equal has advantages of exactly zero, whatever
-  the rounding of its mean.
+  the rounding of its mean. Of `G` rewards, `c` being 1 and the rest 0, with a
+  `ddof` of 0: those of 1 get `sqrt((G - c) / c)`, those of 0 get
+  `-sqrt(c / (G - c))`; the advantages' squares sum to `G`, their sizes to
+  `2 sqrt(c (G - c))`. A `ddof` of 1 shrinks each by `sqrt((G - 1) / G)`.
 
   Args:
-    eps: added to the deviation.
+    is_counted: whose rewards the mean and the deviation are of; the others'
+      advantages are zero. None stands for all.
+    eps: added to the deviation, above 0.
     ddof: 1 for the sample deviation, 0 for the population's.
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
     deviation and this eps are what verl and tunix use; the paper says neither.
   """
-  centred = group_centred(rewards)
-  deviation = jnp.std(rewards, axis=1, keepdims=True, ddof=ddof)
-  return centred / (deviation + eps)
+  centred = group_centred(rewards, is_counted)
+  per_freedom = 1.0 / jnp.maximum(_size(rewards, is_counted) - ddof, 1.0)
+  variance = jnp.square(centred).sum(axis=1, keepdims=True) * per_freedom
+  return centred / (jnp.sqrt(variance) + eps)
 
 
-def group_centred(rewards: Float[Array, "Q G"]) -> Float[Array, "Q G"]:
+def group_centred(
+  rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
+) -> Float[Array, "Q G"]:
   """Rewards less the mean of their group.
 
+  Args:
+    is_counted: whose rewards the mean is of; the others' advantages are zero.
+      None stands for all.
   Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
   """
-  is_flat = is_constant(rewards)
-  centred = rewards - rewards.mean(axis=1, keepdims=True)
-  return jnp.where(is_flat[:, None], 0.0, centred)
+  counted = _counted(rewards, is_counted)
+  # A reciprocal, which is what a compiler makes of a size that it knows: all
+  # counted and None then agree to the bit.
+  share = 1.0 / jnp.maximum(_size(rewards, is_counted), 1.0)
+  total = jnp.where(counted, rewards, 0.0).sum(axis=1, keepdims=True)
+  is_flat = is_constant(rewards, is_counted)[:, None]
+  return jnp.where(counted & ~is_flat, rewards - total * share, 0.0)
 
 
-def leave_one_out(rewards: Float[Array, "Q G"]) -> Float[Array, "Q G"]:
+def leave_one_out(
+  rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
+) -> Float[Array, "Q G"]:
   """Rewards less the mean of the others in their group.
 
+  Args:
+    is_counted: which others the mean is of; those not among them have an
+      advantage of zero. None stands for all.
   Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free".
   """
-  size = rewards.shape[1]
-  return group_centred(rewards) * (size / (size - 1))
+  size = _size(rewards, is_counted)
+  centred = group_centred(rewards, is_counted)
+  return centred * (size / jnp.maximum(size - 1, 1.0))
 
 
-def is_constant(rewards: Float[Array, "Q G"]):
-  """True for the groups, `[Q]`, whose rewards are all the same."""
-  return rewards.max(axis=1) == rewards.min(axis=1)
+def is_constant(
+  rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
+) -> Bool[Array, "Q"]:
+  """True for the groups whose counted rewards are all the same, or none."""
+  counted = _counted(rewards, is_counted)
+  most = jnp.where(counted, rewards, -jnp.inf).max(axis=1)
+  least = jnp.where(counted, rewards, jnp.inf).min(axis=1)
+  return most <= least
+
+
+def _counted(rewards, is_counted):
+  return jnp.ones(rewards.shape, bool) if is_counted is None else is_counted
+
+
+def _size(rewards, is_counted) -> Float[Array, "Q 1"]:
+  """How many rewards of each group are counted."""
+  counted = _counted(rewards, is_counted)
+  return counted.sum(axis=1, keepdims=True, dtype=jnp.float32)
+
+
+def overlong_penalty(
+  lengths: Int[Array, "Q G"], max_tokens: int, cache: int
+) -> Float[Array, "Q G"]:
+  """What is added to a completion's reward for its length, from -1 to 0.
+
+  0 up to `max_tokens - cache` tokens, from there down in a straight line to -1
+  at `max_tokens`, and -1 beyond.
+
+  Args:
+    lengths: tokens in each completion.
+    max_tokens: the generation limit.
+    cache: tokens before the limit that cost something; 0 for no penalty.
+  Raises:
+    ValueError: for a cache that is negative or longer than a completion.
+  Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.4.
+  """
+  if not 0 <= cache <= max_tokens:
+    raise ValueError(
+      f"{cache} tokens are to be penalised but must be from 0 to "
+      f"{max_tokens}, the generation limit; see config.reward.overlong_tokens"
+    )
+  if cache == 0:
+    return jnp.zeros(lengths.shape, jnp.float32)
+  left = (max_tokens - cache - lengths).astype(jnp.float32)
+  return jnp.clip(left / cache, -1.0, 0.0)

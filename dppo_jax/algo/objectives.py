@@ -2,60 +2,193 @@
 
 An objective is a value; its normaliser is folded into one weight per token
 before the backward pass, so that the sum does not depend on packing,
-micro-batches or devices. One division, by a count of the unpruned batch,
-happens in `update.apply_gradient`.
+micro-batches or devices. One division, by the number of completions in the
+unpruned batch, happens in `update.apply_gradient`.
+
+| objective | a token counts  | ratio of   | advantage  | clip       |
+|-----------|-----------------|------------|------------|------------|
+| grpo      | 1 / length      | a token    | normalised | 0.2, 0.2   |
+| dapo      | 1 / mean length | a token    | normalised | 0.2, 0.28  |
+| dr_grpo   | 1 / limit       | a token    | centred    | 0.2, 0.2   |
+| gspo      | 1 / length      | a sequence | normalised | 3e-4, 4e-4 |
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from dppo_jax.algo.advantages import group_centred, group_normalized
+from dppo_jax.algo.segments import segment_sum
+from dppo_jax.records import Rollout
 
 
 class Objective(NamedTuple):
   """A clipped surrogate with a KL penalty.
 
   Attributes:
-    clip_low: a token's ratio below `1 - clip_low` stops counting.
-    clip_high: a token's ratio above `1 + clip_high` stops counting.
+    advantage: `(rewards [Q, G], is_counted [Q, G] or None) -> [Q, G]`, the
+      statistics being those of the rewards that are counted.
+    clip_low: a ratio below `1 - clip_low` stops counting.
+    clip_high: a ratio above `1 + clip_high` stops counting.
     beta: coefficient of the KL penalty against the reference policy.
-    token_share: completion lengths `[Q, G]` to the share of its completion
-      that each token stands for.
+    token_share: a rollout to what a token of each completion, `[Q, G]`,
+      counts for in the sum that is divided by the number of completions.
+    is_sequence_ratio: one ratio for each sequence, not for each token.
+    dual_clip: a ratio above it stops counting where the advantage is negative;
+      above 1, or 0 for no such limit.
+    sampler_cap: the largest factor by which a token's weight makes up for a
+      sampler that differs from the policy it stands for; 0 for no factor.
   """
 
+  advantage: Callable[..., Float[Array, "Q G"]]
   clip_low: float
   clip_high: float
   beta: float
-  token_share: Callable[[Int[Array, "Q G"]], Float[Array, "Q G"]]
+  token_share: Callable[[Rollout], Float[Array, "Q G"]]
+  is_sequence_ratio: bool = False
+  dual_clip: float = 0.0
+  sampler_cap: float = 0.0
 
 
 def grpo(
-  clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  beta: float = 0.0,
+  dual_clip: float = 0.0,
+  sampler_cap: float = 0.0,
 ) -> Objective:
   """Mean over completions of the mean over each one's tokens.
 
-  Source: Shao et al. 2024, arXiv:2402.03300, equation 3.
+  Source: Shao et al. 2024, arXiv:2402.03300, equation 3; Ye et al. 2020,
+    arXiv:1912.09729, equation 5, for the dual clip.
   Deviates:
     1. beta is 0 unless asked for (0.04 there).
   """
-  for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-    if not value > 0:
-      raise ValueError(
-        f"{name} is {value} but must be above 0; see config.objective.args"
-      )
-  if beta < 0:
-    raise ValueError(
-      f"beta is {beta} but must be at least 0; see config.objective.args"
+  _check("clip_low", clip_low, clip_low > 0, "above 0")
+  _check("clip_high", clip_high, clip_high > 0, "above 0")
+  _check("beta", beta, beta >= 0, "at least 0")
+  _check(
+    "dual_clip", dual_clip, dual_clip == 0 or dual_clip > 1, "0 or above 1"
+  )
+  _check("sampler_cap", sampler_cap, sampler_cap >= 0, "at least 0")
+  return Objective(
+    group_normalized,
+    clip_low,
+    clip_high,
+    beta,
+    _one_over_length,
+    dual_clip=dual_clip,
+    sampler_cap=sampler_cap,
+  )
+
+
+def dapo(
+  clip_low: float = 0.2,
+  clip_high: float = 0.28,
+  beta: float = 0.0,
+  dual_clip: float = 0.0,
+  sampler_cap: float = 0.0,
+  tokens_per_completion: float = 0.0,
+) -> Objective:
+  """Mean over all tokens of the batch, whichever completion they are of.
+
+  Args:
+    tokens_per_completion: by how many tokens the loss is divided, for each
+      completion of the unpruned batch. Known before any draw, it leaves
+      pruning exact. 0 for the mean length of the completions at hand.
+  Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
+  Deviates:
+    1. The mean is over the tokens of the whole batch, as codes have it; the
+       paper's formula is over those of each group.
+    2. The mean length at hand is the unpruned batch's, and pruning completions
+       exact, as long as every prompt is kept. Where prompts were pruned it is
+       estimated by the weighted mean of those kept, which makes the gradient a
+       ratio estimate, with a bias of order 1 / their number.
+    3. Drawing again for groups without variance is left to the method, the
+       penalty on length to the reward.
+  """
+  _check(
+    "tokens_per_completion",
+    tokens_per_completion,
+    tokens_per_completion >= 0,
+    "at least 0",
+  )
+
+  def one_over_constant(rollout):
+    return jnp.full(
+      rollout.lengths.shape, 1.0 / tokens_per_completion, jnp.float32
     )
-  return Objective(clip_low, clip_high, beta, _one_over_length)
+
+  share = one_over_constant if tokens_per_completion else _one_over_mean_length
+  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
+  return plain._replace(token_share=share)
 
 
-OBJECTIVES = {"grpo": grpo}
+def dr_grpo(
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  beta: float = 0.0,
+  dual_clip: float = 0.0,
+  sampler_cap: float = 0.0,
+) -> Objective:
+  """GRPO divided by constants only: by no deviation, and by no length.
+
+  Source: Liu et al. 2025, arXiv:2503.20783, section 3.2. The constant is the
+    generation limit, as in the authors' code.
+  """
+  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
+  return plain._replace(advantage=group_centred, token_share=_one_over_longest)
 
 
-def _one_over_length(lengths: Int[Array, "Q G"]) -> Float[Array, "Q G"]:
-  return 1.0 / jnp.maximum(lengths, 1).astype(jnp.float32)
+def gspo(
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+  beta: float = 0.0,
+  dual_clip: float = 0.0,
+  sampler_cap: float = 0.0,
+) -> Objective:
+  """GRPO with one ratio per sequence, the geometric mean of its tokens'.
+
+  Source: Zheng et al. 2025, arXiv:2507.18071, in the token form of section
+    4.3, whose gradient is that of the sequence form; the clips are of 5.1.
+  Deviates:
+    1. A token's log ratio is held within 20 nats before the mean is taken.
+  """
+  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
+  return plain._replace(is_sequence_ratio=True)
+
+
+OBJECTIVES = {"grpo": grpo, "dapo": dapo, "dr_grpo": dr_grpo, "gspo": gspo}
+
+
+def _check(name: str, value: float, is_fine: bool, limit: str) -> None:
+  if not is_fine:
+    raise ValueError(
+      f"{name} is {value} but must be {limit}; see config.objective.args"
+    )
+
+
+def _one_over_length(rollout: Rollout) -> Float[Array, "Q G"]:
+  return 1.0 / jnp.maximum(rollout.lengths, 1).astype(jnp.float32)
+
+
+def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
+  """Each kept prompt stands for 1 / prob of those drawn."""
+  keep, prob = rollout.kept.keep, rollout.kept.prob
+  weight = jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
+  lengths = rollout.lengths.astype(jnp.float32)
+  completions = weight.sum() * lengths.shape[1]
+  tokens = (weight[:, None] * lengths).sum()
+  share = completions / jnp.where(tokens > 0, tokens, 1.0)
+  return jnp.broadcast_to(share, lengths.shape)
+
+
+def _one_over_longest(rollout: Rollout) -> Float[Array, "Q G"]:
+  limit = rollout.tokens.shape[2]
+  return jnp.full(rollout.lengths.shape, 1.0 / limit, jnp.float32)
 
 
 def surrogate(
@@ -67,43 +200,72 @@ def surrogate(
   is_trained: Bool[Array, "*rows L"],
   segment_ids: Int[Array, "*rows L"],
   ref_logprobs: Float[Array, "*rows L"] | None = None,
+  sampler_logprobs: Float[Array, "*rows L"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
   """The loss summed over trained tokens, and sums that describe it.
 
   A token is clipped where moving on in the direction of its advantage would
-  pay nothing; exactly at a bound it is not. A positive weight commutes with
-  the clipping, so weighting the term equals weighting the advantage.
+  pay nothing; exactly at a bound it is not, and has its whole slope. A positive
+  weight commutes with the clipping, so weighting the term equals weighting the
+  advantage.
+
+  A token of weight 0 counts in no sum. Where each sequence has one ratio it is
+  still part of that ratio; elsewhere its log-probabilities may be any that are
+  finite. Cells that are not trained may hold anything.
 
   Args:
     logprobs: nats, of the policy that is trained.
-    old_logprobs: nats, of the policy that sampled; a constant.
+    old_logprobs: nats, of the policy before the step; a constant.
     weights: design weight times the objective's normaliser.
-    segment_ids: which cells belong together, for objectives with a ratio per
-      sequence.
+    segment_ids: which cells are of one sequence, for a ratio per sequence.
     ref_logprobs: nats, of the reference policy; needed where beta is not 0.
+    sampler_logprobs: nats, with which the tokens were really drawn; None where
+      the weights make up for them already, or nothing should.
   Returns:
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
-    over trained tokens.
+    over trained tokens of a weight that is not 0.
   """
+  is_counted = is_trained & (weights != 0)
   logprobs = jnp.where(is_trained, logprobs, 0.0)
   old_logprobs = jnp.where(is_trained, old_logprobs, 0.0)
-  ratio = jnp.exp(_bounded(logprobs - old_logprobs))
-  upper, lower = 1 + objective.clip_high, 1 - objective.clip_low
-  is_clipped = jnp.where(advantages > 0, ratio > upper, ratio < lower)
-  is_clipped &= advantages != 0
-  bound = jnp.where(advantages > 0, upper, lower)
-  loss = -jnp.where(is_clipped, bound, ratio) * advantages
+  log_ratio = _bounded(logprobs - old_logprobs)
+  if objective.is_sequence_ratio:
+    length = segment_sum(is_trained.astype(jnp.float32), segment_ids)
+    mean = segment_sum(log_ratio, segment_ids) / jnp.maximum(length, 1.0)
+    # The sequence's value with the token's own slope.
+    log_ratio = jax.lax.stop_gradient(mean)
+    log_ratio = log_ratio + (logprobs - jax.lax.stop_gradient(logprobs))
+  ratio, is_clipped = _clip(objective, jnp.exp(log_ratio), advantages)
+  loss = -ratio * advantages
   info = {
-    "tokens": is_trained.sum(dtype=jnp.float32),
-    "clipped": (is_clipped & is_trained).sum(dtype=jnp.float32),
+    "tokens": is_counted.sum(dtype=jnp.float32),
+    "clipped": (is_clipped & is_counted).sum(dtype=jnp.float32),
     "kl": jnp.float32(0.0),
   }
   if objective.beta:
-    ref_logprobs = jnp.where(is_trained, ref_logprobs, 0.0)
     kl = kl_k3(logprobs, ref_logprobs)
     loss = loss + objective.beta * kl
-    info["kl"] = kl.sum()
-  return jnp.where(is_trained, loss * weights, 0.0).sum(), info
+    info["kl"] = jnp.where(is_counted, kl, 0.0).sum()
+  if objective.sampler_cap and sampler_logprobs is not None:
+    weights = weights * sampler_correction(
+      old_logprobs, sampler_logprobs, objective.sampler_cap
+    )
+  return jnp.where(is_counted, loss * weights, 0.0).sum(), info
+
+
+def _clip(objective, ratio, advantages):
+  """Ratios held within the bounds of their side, and which were beyond.
+
+  By comparison: `jnp.clip` would halve the slope at a bound.
+  """
+  is_bad = advantages < 0
+  low = jnp.where(is_bad, 1 - objective.clip_low, 0.0)
+  high = jnp.where(
+    is_bad, objective.dual_clip or jnp.inf, 1 + objective.clip_high
+  )
+  is_clipped = ((ratio < low) | (ratio > high)) & (advantages != 0)
+  bound = jnp.where(ratio < low, low, high)
+  return jnp.where(is_clipped, bound, ratio), is_clipped
 
 
 def kl_k3(
@@ -117,6 +279,24 @@ def kl_k3(
   """
   difference = _bounded(ref_logprobs - logprobs)
   return jnp.expm1(difference) - difference
+
+
+def sampler_correction(
+  old_logprobs: Float[Array, "*shape"],
+  sampler_logprobs: Float[Array, "*shape"],
+  cap: float,
+) -> Float[Array, "*shape"]:
+  """What makes up for tokens drawn by another program than scores them.
+
+  The importance ratio, but at most `cap`: a constant factor of each token.
+
+  Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", fengyao.notion.site/off-policy-rl.
+  Deviates:
+    1. It multiplies the KL penalty too, whose tokens are drawn alike.
+  """
+  log_ratio = _bounded(old_logprobs - sampler_logprobs)
+  return jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), cap)
 
 
 def _bounded(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -1,69 +1,148 @@
 """Advantages: closed forms and what they do not depend on."""
 
+import functools
+
 import hypothesis
 from hypothesis import strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dppo_jax.algo import advantages
 
-ALL = (
-  advantages.group_normalized,
-  advantages.group_centred,
-  advantages.leave_one_out,
+ALL = {
+  name: jax.jit(getattr(advantages, name))
+  for name in ("group_normalized", "group_centred", "leave_one_out")
+}
+each = pytest.mark.parametrize("advantage", ALL.values(), ids=ALL.keys())
+population = jax.jit(
+  functools.partial(advantages.group_normalized, eps=1e-12, ddof=0)
 )
+is_constant = jax.jit(advantages.is_constant)
+REWARD = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])
 GROUPS = st.lists(
-  st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0]), min_size=5, max_size=5),
-  min_size=1,
-  max_size=4,
-)
+  st.lists(REWARD, min_size=5, max_size=5), min_size=3, max_size=3
+).map(lambda rewards: np.array(rewards, np.float32))
+MASKS = st.lists(
+  st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3
+).map(np.array)
 
 
 @pytest.mark.parametrize("right", range(1, 8))
 def test_binary_rewards_have_a_closed_form(right):
   rewards = np.array([[1.0] * right + [0.0] * (8 - right)], np.float32)
   wrong = 8 - right
-  scale = np.sqrt(7 / 8)  # the sample deviation, not the population's
-  expected = scale * np.where(
+  expected = np.where(
     rewards == 1, np.sqrt(wrong / right), -np.sqrt(right / wrong)
   )
-  got = advantages.group_normalized(jnp.array(rewards))
+  got = np.asarray(population(rewards), np.float64)
   np.testing.assert_allclose(got, expected, rtol=1e-5)
+  np.testing.assert_allclose(got.sum(), 0, atol=1e-5)
+  np.testing.assert_allclose((got**2).sum(), 8, rtol=1e-5)
+  np.testing.assert_allclose(
+    np.abs(got).sum(), 2 * np.sqrt(right * wrong), rtol=1e-5
+  )
+  share = right / 8
+  np.testing.assert_allclose(
+    np.abs(got).mean(), 2 * np.sqrt(share * (1 - share)), rtol=1e-5
+  )
+  sample = ALL["group_normalized"](rewards)
+  np.testing.assert_allclose(sample, np.sqrt(7 / 8) * expected, rtol=1e-5)
 
 
 def test_hand_computed_vectors():
-  rewards = jnp.array([[1.0, 0.0, 0.0, 0.0]])
-  np.testing.assert_allclose(
-    advantages.group_centred(rewards), [[0.75, -0.25, -0.25, -0.25]]
-  )
-  np.testing.assert_allclose(
-    advantages.leave_one_out(rewards), [[1.0, -1 / 3, -1 / 3, -1 / 3]]
-  )
-  np.testing.assert_allclose(
-    advantages.group_normalized(rewards), [[1.5, -0.5, -0.5, -0.5]], rtol=1e-5
-  )
+  rewards = np.array([[1, 0, 0, 0]], np.float32)
+  for name, expected in {
+    "group_centred": [[0.75, -0.25, -0.25, -0.25]],
+    "leave_one_out": [[1.0, -1 / 3, -1 / 3, -1 / 3]],
+    "group_normalized": [[1.5, -0.5, -0.5, -0.5]],
+  }.items():
+    np.testing.assert_allclose(ALL[name](rewards), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("advantage", ALL)
+@each
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 7.7])
 def test_equal_rewards_give_exactly_zero(advantage, reward):
   # The mean of eight 0.1s is not 0.1 in float32; the advantage is still zero.
-  got = advantage(jnp.full((3, 7), reward, jnp.float32))
-  assert (got == 0).all()
+  assert (advantage(np.full((3, 7), reward, np.float32)) == 0).all()
 
 
-@pytest.mark.parametrize("advantage", ALL)
+@each
+def test_a_group_of_one_gives_exactly_zero(advantage):
+  assert (advantage(np.array([[0.1], [3.0]], np.float32)) == 0).all()
+
+
+@each
 @hypothesis.given(GROUPS, st.permutations(range(5)))
 def test_permuting_a_group_permutes_its_advantages(advantage, rewards, order):
-  rewards, order = jnp.array(rewards, jnp.float32), np.array(order)
-  np.testing.assert_allclose(
-    advantage(rewards[:, order]), advantage(rewards)[:, order], atol=1e-5
+  order = np.array(order)
+  permuted = np.asarray(advantage(rewards))[:, order]
+  np.testing.assert_allclose(advantage(rewards[:, order]), permuted, atol=1e-5)
+
+
+@each
+@hypothesis.given(GROUPS, MASKS)
+def test_advantages_of_a_group_sum_to_zero(advantage, rewards, mask):
+  for counted in (None, mask):
+    total = np.asarray(advantage(rewards, counted)).sum(axis=1)
+    np.testing.assert_allclose(total, 0.0, atol=1e-5)
+
+
+@each
+@hypothesis.given(GROUPS)
+def test_counting_all_is_counting_none_in_particular(advantage, rewards):
+  everyone = np.ones(rewards.shape, bool)
+  np.testing.assert_array_equal(
+    advantage(rewards, everyone), advantage(rewards)
   )
 
 
-@pytest.mark.parametrize("advantage", ALL)
-@hypothesis.given(GROUPS)
-def test_advantages_of_a_group_sum_to_zero(advantage, rewards):
-  total = advantage(jnp.array(rewards, jnp.float32)).sum(axis=1)
-  np.testing.assert_allclose(total, 0.0, atol=1e-5)
+@each
+@hypothesis.given(GROUPS, MASKS)
+def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
+  """As if the others had never been drawn, whatever their rewards are."""
+  got = np.asarray(advantage(rewards, mask))
+  assert (got[~mask] == 0).all()
+  for row, counted, values in zip(got, mask, rewards, strict=True):
+    alone = values[counted]
+    if len(set(alone.tolist())) < 2:
+      assert (row == 0).all()
+      continue
+    expected = alone - alone.mean(dtype=np.float64)
+    if advantage is ALL["group_normalized"]:
+      expected /= alone.std(ddof=1, dtype=np.float64) + 1e-6
+    if advantage is ALL["leave_one_out"]:
+      others = (alone.sum(dtype=np.float64) - alone) / (len(alone) - 1)
+      expected = alone - others
+    np.testing.assert_allclose(row[counted], expected, rtol=1e-4, atol=1e-5)
+  strange = np.where(mask, rewards, np.float32(np.nan))
+  np.testing.assert_array_equal(advantage(strange, mask), got)
+
+
+@hypothesis.given(GROUPS, MASKS)
+def test_a_group_is_constant_where_the_counted_agree(rewards, mask):
+  sets = [set(r[m]) for r, m in zip(rewards, mask, strict=True)]
+  np.testing.assert_array_equal(
+    is_constant(rewards, mask), [len(values) < 2 for values in sets]
+  )
+
+
+def test_a_long_completion_costs_up_to_one():
+  lengths = np.array([[0, 6, 7, 8], [9, 10, 11, 99]], np.int32)
+  penalty = jax.jit(advantages.overlong_penalty, static_argnums=(1, 2))
+  np.testing.assert_allclose(
+    penalty(lengths, 10, 4),
+    [[0, 0, -0.25, -0.5], [-0.75, -1, -1, -1]],
+    rtol=1e-6,
+  )
+  assert (penalty(lengths, 10, 0) == 0).all()
+  # The cache may be all of a completion: each token then costs the same.
+  np.testing.assert_allclose(penalty(lengths, 10, 10)[0], [0, -0.6, -0.7, -0.8])
+
+
+@pytest.mark.parametrize("cache", [-1, 11])
+def test_a_senseless_cache_is_refused(cache):
+  match = rf"{cache} tokens .* 10, .*config\.reward\.overlong_tokens"
+  with pytest.raises(ValueError, match=match):
+    advantages.overlong_penalty(jnp.ones((1, 1), jnp.int32), 10, cache)

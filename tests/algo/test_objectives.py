@@ -1,5 +1,9 @@
 """The surrogate against hand-computed values, and its slopes."""
 
+import functools
+
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,21 +12,55 @@ import pytest
 from dppo_jax.algo import objectives
 
 GRPO = objectives.grpo(clip_low=0.2, clip_high=0.3)
+DUAL = objectives.grpo(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+SEQUENCE = objectives.gspo(clip_low=0.2, clip_high=0.3)
+EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}
+ACTIVE = {  # bounds that random ratios cross, and a penalty
+  name: make(0.1, 0.15, beta=0.3, dual_clip=1.3)
+  for name, make in objectives.OBJECTIVES.items()
+}
+each = pytest.mark.parametrize("objective", EVERY.values(), ids=EVERY.keys())
+each_active = pytest.mark.parametrize(
+  "objective", ACTIVE.values(), ids=ACTIVE.keys()
+)
 
 
-def _loss(objective, ratio, advantage, weight=1.0, **kwargs):
-  one = jnp.ones((1, 1))
-  args = dict(
-    old_logprobs=0 * one,
-    advantages=advantage * one,
-    weights=weight * one,
-    is_trained=one > 0,
-    segment_ids=jnp.ones((1, 1), jnp.int32),
+@functools.partial(jax.jit, static_argnums=0)
+def _differentiate(objective, logprobs, cells):
+  value = lambda x: objectives.surrogate(objective, x, **cells)
+  return jax.value_and_grad(value, has_aux=True)(logprobs)
+
+
+def _surrogate(objective, logprobs, **cells):
+  """Loss sum, slopes and info; by default 1 sequence of 1s, old policy 0."""
+  logprobs = np.asarray(logprobs, np.float32)
+  default = {
+    "old_logprobs": np.zeros(logprobs.shape),
+    "advantages": np.ones(logprobs.shape),
+    "weights": np.ones(logprobs.shape),
+    "is_trained": np.ones(logprobs.shape, bool),
+    "segment_ids": np.ones(logprobs.shape, int),
+  }
+  dtypes = {"f": np.float32, "i": np.int32, "b": bool}
+  cells = {
+    name: np.asarray(x).astype(dtypes[np.asarray(x).dtype.kind])
+    for name, x in (default | cells).items()
+  }
+  (loss, info), slope = _differentiate(objective, logprobs, cells)
+  return np.asarray(loss), np.asarray(slope), info
+
+
+def _one(objective, ratio, advantage, weight=1.0, **cells):
+  """Loss and slope of one token."""
+  cells = {name: [[x]] for name, x in cells.items()}
+  loss, slope, _ = _surrogate(
+    objective,
+    [[np.log(ratio)]],
+    advantages=[[float(advantage)]],
+    weights=[[weight]],
+    **cells,
   )
-  value = lambda logprob: objectives.surrogate(
-    objective, logprob * one, **args, **kwargs
-  )[0]
-  return jax.value_and_grad(value)(jnp.log(jnp.float32(ratio)))
+  return loss, slope[0, 0]
 
 
 @pytest.mark.parametrize(
@@ -35,58 +73,297 @@ def _loss(objective, ratio, advantage, weight=1.0, **kwargs):
     (1.5, -2.0, 3.0, 3.0),  # above, but the way back is open
     (0.5, 2.0, -1.0, -1.0),
     (0.5, -2.0, 1.6, 0.0),  # below 0.8
+    (0.5, 0.0, 0.0, 0.0),
   ],
 )
-def test_clipping_by_hand(ratio, advantage, loss, slope):
-  got = _loss(GRPO, ratio, advantage)
+@pytest.mark.parametrize("objective", [GRPO, DUAL, SEQUENCE])
+def test_clipping_by_hand(objective, ratio, advantage, loss, slope):
+  """A sequence of one token has the token's ratio."""
+  got = _one(objective, ratio, advantage)
   np.testing.assert_allclose(got, (loss, slope), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize(
+  ("ratio", "advantage", "loss", "slope"),
+  [
+    (2.9, -2.0, 5.8, 5.8),
+    (4.0, -2.0, 6.0, 0.0),  # above 3: too unlikely to have been drawn
+    (4.0, 2.0, -2.6, 0.0),  # the upper bound came first
+    (0.5, -2.0, 1.6, 0.0),
+  ],
+)
+def test_dual_clip_by_hand(ratio, advantage, loss, slope):
+  got = _one(DUAL, ratio, advantage)
+  np.testing.assert_allclose(got, (loss, slope), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "dual_clip"])
+@pytest.mark.parametrize("make", [objectives.grpo, objectives.gspo])
+def test_a_ratio_at_a_bound_has_its_whole_slope(make, name):
+  """At it, not half as with `jnp.clip`; one step of rounding beyond, none."""
+  advantage = 1.0 if name == "clip_high" else -1.0
+  logprob = {"clip_low": -0.3, "clip_high": 0.3, "dual_clip": 0.9}[name]
+  wide = make(clip_low=1e9, clip_high=1e9)
+  ratio = np.float32(-_one(wide, np.exp(logprob), advantage)[0] * advantage)
+  towards_one = np.nextafter(ratio, np.float32(1.0))
+  for bound, expected in ((ratio, ratio), (towards_one, 0.0)):
+    value = {
+      "clip_low": 1 - float(bound),
+      "clip_high": float(bound) - 1,
+      "dual_clip": float(bound),
+    }[name]
+    args = {"clip_low": 0.5, "clip_high": 0.5, name: value}
+    loss, slope = _one(make(**args), np.exp(logprob), advantage)
+    assert loss == -bound * advantage
+    assert slope == -expected * advantage
+
+
+@each_active
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.2, 1.5])
 @pytest.mark.parametrize("advantage", [-2.0, 2.0])
-def test_weighting_the_term_equals_weighting_the_advantage(ratio, advantage):
-  folded = _loss(GRPO, ratio, 3.0 * advantage)
-  outside = _loss(GRPO, ratio, advantage, weight=3.0)
+def test_weighting_the_term_is_weighting_the_advantage(
+  objective, ratio, advantage
+):
+  plain = objective._replace(beta=0.0)
+  folded = _one(plain, ratio, 3 * advantage)
+  outside = _one(plain, ratio, advantage, weight=3.0)
   np.testing.assert_allclose(folded, outside, rtol=1e-6)
+
+
+def test_an_advantage_of_zero_is_never_clipped():
+  logprobs = np.log([[0.5, 1.5, 9.0]])
+  info = _surrogate(DUAL, logprobs, advantages=[[0.0, 0.0, 0.0]])[2]
+  assert info["tokens"] == 3 and info["clipped"] == 0
 
 
 def test_kl_by_hand():
   # The reference gives the token half of the policy's probability.
-  half = jnp.log(jnp.array([[0.5]]))
-  kl = objectives.kl_k3(jnp.zeros((1, 1)), half)
-  np.testing.assert_allclose(kl, 0.5 - np.log(0.5) - 1, rtol=1e-6)
-  loss, slope = _loss(objectives.grpo(beta=0.1), 1.0, 2.0, ref_logprobs=half)
-  np.testing.assert_allclose(loss, -2.0 + 0.1 * kl[0, 0], rtol=1e-6)
+  half = np.log(0.5)
+  kl = 0.5 - half - 1
+  loss, slope = _one(objectives.grpo(beta=0.1), 1.0, 2.0, ref_logprobs=half)
+  np.testing.assert_allclose(loss, -2.0 + 0.1 * kl, rtol=1e-6)
   np.testing.assert_allclose(slope, -2.0 + 0.1 * (1 - 0.5), rtol=1e-6)
+  # It carries the weight too, and stays where the ratio is clipped.
+  got = _one(objectives.grpo(beta=0.1), 1.5, 2.0, 3.0, ref_logprobs=half)
+  kl = 1 / 3 - np.log(1 / 3) - 1
+  np.testing.assert_allclose(
+    got, (3 * (-2.4 + 0.1 * kl), 3 * 0.1 * (1 - 1 / 3)), rtol=1e-5
+  )
 
 
 def test_kl_averages_to_the_divergence():
-  policy = jnp.array([0.5, 0.3, 0.2])
-  reference = jnp.array([0.2, 0.2, 0.6])
-  mean = (policy * objectives.kl_k3(jnp.log(policy), jnp.log(reference))).sum()
-  exact = (policy * jnp.log(policy / reference)).sum()
-  np.testing.assert_allclose(mean, exact, rtol=1e-5)
+  policy = np.array([0.5, 0.3, 0.2], np.float32)
+  reference = np.array([0.2, 0.2, 0.6], np.float32)
+  kl = jax.jit(objectives.kl_k3)(np.log(policy), np.log(reference))
+  exact = (policy * np.log(policy / reference)).sum()
+  np.testing.assert_allclose((policy * np.asarray(kl)).sum(), exact, rtol=1e-5)
 
 
-def test_cells_that_are_not_trained_cannot_poison_the_sum():
-  bad = jnp.array([[0.0, jnp.nan]])
-  ones = jnp.ones((1, 2))
-  value = lambda logprobs: objectives.surrogate(
-    GRPO,
-    logprobs,
-    bad,
-    ones,
-    ones,
-    jnp.array([[True, False]]),
-    jnp.ones((1, 2), jnp.int32),
-  )[0]
-  loss, slope = jax.value_and_grad(value)(bad)
-  assert loss == -1 and (slope == jnp.array([[-1.0, 0.0]])).all()
+def _rows(seed, num=3, length=12):
+  """Rows of three sequences each, prompts and padding between completions."""
+  rng = np.random.default_rng(seed)
+  shape = (num, length)
+  ids = np.broadcast_to(np.array([1] * 5 + [2] * 4 + [3] * 2 + [0]), shape)
+  per_sequence = rng.normal(0, 1, (num, 4)).astype(np.float32)
+  old = rng.normal(-2, 0.5, shape)
+  return old + rng.normal(0, 0.2, shape), {
+    "old_logprobs": old,
+    "advantages": np.take_along_axis(per_sequence, ids, axis=1),
+    "weights": rng.uniform(0.5, 2, shape) * (rng.random(shape) < 0.8),
+    # The first cell of a sequence predicts a token of its prompt.
+    "is_trained": (ids > 0) & ~np.isin(np.arange(length), [0, 5, 9]),
+    "segment_ids": ids,
+    "ref_logprobs": old + rng.normal(0, 0.3, shape),
+  }
 
 
-@pytest.mark.parametrize(
-  "args", [{"clip_low": 0.0}, {"clip_high": -1.0}, {"beta": -0.1}]
-)
-def test_senseless_coefficients_are_refused(args):
-  with pytest.raises(ValueError, match=r"objective\.args"):
-    objectives.grpo(**args)
+def _by_loops(objective, logprobs, cells):
+  """Loss, slopes and info of rows, in the words of the papers."""
+  loss, slopes = 0.0, np.zeros(logprobs.shape)
+  info = {"tokens": 0, "clipped": 0, "kl": 0.0}
+  for r, c in np.ndindex(logprobs.shape):
+    at = lambda name, r=r, c=c: cells[name][r, c]
+    if not at("is_trained") or at("weights") == 0:
+      continue
+    log_ratio = logprobs - cells["old_logprobs"]
+    if objective.is_sequence_ratio:
+      mine = (cells["segment_ids"][r] == at("segment_ids")) & (
+        cells["is_trained"][r]
+      )
+      ratio = np.exp(log_ratio[r][mine].mean())
+    else:
+      ratio = np.exp(log_ratio[r, c])
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    a = at("advantages")
+    gain = min(ratio * a, np.clip(ratio, low, high) * a)
+    if a < 0 and objective.dual_clip:
+      gain = max(gain, objective.dual_clip * a)
+    d = at("ref_logprobs") - logprobs[r, c]
+    kl = np.exp(d) - d - 1
+    loss += at("weights") * (objective.beta * kl - gain)
+    is_open = gain == ratio * a
+    slopes[r, c] = at("weights") * (
+      objective.beta * (1 - np.exp(d)) - is_open * ratio * a
+    )
+    info["tokens"] += 1
+    info["clipped"] += not is_open
+    info["kl"] += kl
+  return loss, slopes, info
+
+
+@each_active
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_rows_against_loops(objective, seed):
+  """A sequence's ratio is over all its tokens, those of weight 0 too."""
+  logprobs, cells = _rows(seed)
+  loss, slopes, info = _surrogate(objective, logprobs, **cells)
+  expected = _by_loops(objective, logprobs, cells)
+  np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+  np.testing.assert_allclose(slopes, expected[1], rtol=1e-5, atol=1e-6)
+  assert 0 < expected[2]["clipped"] < expected[2]["tokens"]
+  for name, value in expected[2].items():
+    np.testing.assert_allclose(info[name], value, rtol=1e-5)
+
+
+def test_a_sequences_slope_is_that_of_its_clipped_mean():
+  """The token form against the sequence form, differentiated."""
+  logprobs, cells = _rows(0, num=1)
+  cells = {k: np.asarray(v) for k, v in cells.items() if k != "ref_logprobs"}
+  cells["weights"] = np.ones(logprobs.shape)
+  mine = [np.arange(1, 5), np.arange(6, 9), np.array([10])]
+
+  def sequence_form(x):
+    total = 0.0
+    for cell in mine:
+      old = jnp.array(cells["old_logprobs"][0, cell], jnp.float32)
+      s = jnp.exp((x[0, cell] - old).mean())
+      a = float(cells["advantages"][0, cell[0]])
+      total -= len(cell) * jnp.minimum(s * a, jnp.clip(s, 0.8, 1.3) * a)
+    return total
+
+  expected = jax.jit(jax.value_and_grad(sequence_form))(
+    logprobs.astype(np.float32)
+  )
+  got = _surrogate(SEQUENCE, logprobs, **cells)[:2]
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+    got,
+    expected,
+  )
+
+
+@each
+def test_at_a_ratio_of_one_all_slopes_are_alike(objective):
+  logprobs, cells = _rows(1)
+  cells["old_logprobs"] = logprobs
+  _, slopes, info = _surrogate(objective, logprobs, **cells)
+  expected = -cells["advantages"] * cells["weights"] * cells["is_trained"]
+  np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+  assert info["clipped"] == 0
+
+
+@each_active
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(st.permutations(range(4)), st.integers(0, 100))
+def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
+  """Four sequences side by side, in two rows, in any order."""
+  rng = np.random.default_rng(seed)
+  lengths = [2, 3, 4, 1]
+  old = [rng.normal(-2, 0.5, n) for n in lengths]
+  new = [x + rng.normal(0, 0.2, len(x)) for x in old]
+  signs, weights = rng.normal(0, 1, 4), rng.uniform(0.5, 2, 4)
+
+  def lay(order):
+    row = {name: np.zeros((2, 8)) for name in ("x", "old_logprobs", "weights")}
+    row |= {name: np.zeros((2, 8)) for name in ("advantages", "ref_logprobs")}
+    ids, cells = np.zeros((2, 8), int), {}
+    for place, s in enumerate(order):
+      r, start = place // 2, lengths[order[place - 1]] if place % 2 else 0
+      at = cells[s] = (r, np.arange(start, start + lengths[s]))
+      row["x"][at], row["old_logprobs"][at] = new[s], old[s]
+      row["ref_logprobs"][at] = old[s] + 0.1
+      row["weights"][at], row["advantages"][at] = weights[s], signs[s]
+      ids[at] = place % 2 + 1
+    loss, slopes, _ = _surrogate(
+      objective, row.pop("x"), is_trained=ids > 0, segment_ids=ids, **row
+    )
+    return loss, [slopes[cells[s]] for s in range(4)]
+
+  loss, slopes = lay(order)
+  expected_loss, expected_slopes = lay(range(4))
+  np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-5)
+  for got, expected in zip(slopes, expected_slopes, strict=True):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@each_active
+def test_cells_that_do_not_count_cannot_poison_the_sum(objective):
+  """Prompts and padding hold anything; tokens of weight 0 hold numbers."""
+  objective = objective._replace(sampler_cap=2.0)
+  logprobs, cells = _rows(2)
+  cells["sampler_logprobs"] = cells["old_logprobs"] + 0.1
+  clean = _surrogate(objective, logprobs, **cells)
+  outside = ~cells["is_trained"]
+  names = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+  strange = cells | {n: np.where(outside, np.nan, cells[n]) for n in names}
+  strange["weights"] = np.where(outside, np.inf, cells["weights"])
+  got = _surrogate(objective, np.where(outside, np.nan, logprobs), **strange)
+  jax.tree.map(np.testing.assert_array_equal, got, clean)
+  unweighted = cells["is_trained"] & (cells["weights"] == 0)
+  assert unweighted.any()
+  if objective.is_sequence_ratio:
+    names = names[1:]  # a sequence's ratio needs all of its tokens
+  for number in (0.0, -1e30):
+    if not objective.is_sequence_ratio:
+      logprobs = np.where(unweighted, number, logprobs)
+    other = cells | {n: np.where(unweighted, number, cells[n]) for n in names}
+    got = _surrogate(objective, logprobs, **other)
+    jax.tree.map(np.testing.assert_array_equal, got, clean)
+
+
+@each
+def test_extreme_ratios_stay_finite(objective):
+  objective = objective._replace(beta=0.1, sampler_cap=2.0)
+  far = np.array([[-1e4, 1e4, -1e4, 1e4]])
+  loss, slopes, _ = _surrogate(
+    objective,
+    far,
+    advantages=[[1.0, 1.0, -1.0, -1.0]],
+    segment_ids=[[1, 2, 3, 4]],
+    ref_logprobs=-far,
+    sampler_logprobs=-far,
+  )
+  assert np.isfinite(loss) and np.isfinite(slopes).all()
+
+
+def test_a_sampler_that_differs_is_made_up_for_up_to_a_cap():
+  capped = objectives.grpo(sampler_cap=2.0, beta=0.1)
+  cells = {"old_logprobs": np.log(0.9), "ref_logprobs": np.log(0.8)}
+  plain = np.array(_one(capped, 1.0, 2.0, **cells))
+  for sampler, factor in ((0.9, 1.0), (0.6, 1.5), (0.3, 2.0), (1.8, 0.5)):
+    sampled = cells | {"sampler_logprobs": np.log(sampler)}
+    got = _one(capped, 1.0, 2.0, **sampled)
+    np.testing.assert_allclose(got, factor * plain, rtol=1e-5)
+    off = _one(capped._replace(sampler_cap=0.0), 1.0, 2.0, **sampled)
+    np.testing.assert_array_equal(off, plain)
+
+
+def test_the_makeup_is_a_constant():
+  """Even where the old log-probabilities are those that are trained."""
+
+  def loss(logprobs):
+    ones = jnp.ones((1, 1), jnp.float32)
+    value, _ = objectives.surrogate(
+      objectives.grpo(sampler_cap=9.0),
+      logprobs,
+      logprobs,
+      ones,
+      ones,
+      ones > 0,
+      jnp.ones((1, 1), jnp.int32),
+      sampler_logprobs=-ones,
+    )
+    return value
+
+  # A ratio of 1 whatever the policy, times e.
+  assert jax.jit(jax.grad(loss))(np.zeros((1, 1), np.float32)) == 0

@@ -1,4 +1,6 @@
-"""One table of all rules and the laws that every rule obeys."""
+"""One table of all completion rules and the laws that every one obeys."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,121 +8,125 @@ import numpy as np
 import pytest
 
 from dppo_jax import keys
-from dppo_jax.algo import advantages, completion_rules, prompt_rules
+from dppo_jax.algo import advantages, completion_rules, designs
 from dppo_jax.methods import METHODS
 from dppo_jax.records import Groups
 
-COMPLETION_RULES = {
+_relaxing = lambda step: jnp.minimum(0.4 + step.astype(jnp.float32), 1.0)
+_small = completion_rules.drop_small_advantage
+_top = completion_rules.top_abs_advantage
+_variance = completion_rules.max_variance
+_unweighted = completion_rules.unweighted
+
+# Rules that keep as often as they say, and those that say otherwise.
+HONEST = {
   "every_completion": completion_rules.every_completion(),
-  "drop_small_advantage": completion_rules.drop_small_advantage(0.6),
+  "drop_small_advantage": _small(0.6),
+  "drop_small_advantage batch": _small(0.6, "batch"),
+  "top_abs_advantage": _top(0.5),
+  "top_abs_advantage batch": _top(0.4, "batch"),
+  "max_variance": _variance(0.5),
+  "max_variance batch": _variance(_relaxing, "batch"),
+  "neyman": completion_rules.neyman(0.4),
+  "uniform": completion_rules.uniform(0.3),
 }
-PROMPT_RULES = {
-  "every_prompt": prompt_rules.every_prompt(),
-  "drop_by_history": prompt_rules.drop_by_history(0.6),
+BIASED = {
+  "drop_small_advantage literal": _small(0.6, literal=True),
+  "expected_share": completion_rules.expected_share(_small(0.6)),
+  "unweighted kept": _unweighted(_small(0.6)),
+  "unweighted drawn": _unweighted(_top(0.4), divisor="drawn"),
 }
-for _name, _factory in METHODS.items():  # every method obeys the laws too
-  COMPLETION_RULES[_name] = _factory().completions
-  PROMPT_RULES[_name] = _factory().prompts
+HONEST_METHODS = ("grpo", "dppo", "greso", "neyman")
+BIASED_METHODS = ("cppo", "pods", "d1s", "d2s", "d3s")
+HONEST |= {name: METHODS[name]().completions for name in HONEST_METHODS}
+BIASED |= {name: METHODS[name]().completions for name in BIASED_METHODS}
+# Here the probability is a function of the draw too.
+VARYING = ("expected_share", "unweighted kept")
+RULES = HONEST | BIASED
 
 REWARDS = np.array(
-  [[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0] * 6, [1] * 5 + [0]], np.float32
+  [
+    [1, 0, 0, 0, 0, 0],
+    [1, 1, 1, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0],
+    [1, 1, 1, 1, 1, 0],
+    [1, 0, 1, 0, 0, 0],
+  ],
+  np.float32,
 )
+LENGTHS = np.arange(30, dtype=np.int32).reshape(5, 6) % 7 + 1
+LENGTHS[4] = 0  # its prompt was not rolled out
+ORDER = np.array([3, 1, 5, 0, 4, 2])
 
 
-def _draw(seed):
-  return keys.draw_at(jax.random.key(seed), 0, keys.Room.COMPLETIONS)
-
-
-def _groups(rewards=REWARDS):
-  rewards = jnp.array(rewards)
-  return Groups(
-    rewards,
-    advantages.group_normalized(rewards),
-    jnp.full(rewards.shape, 5, jnp.int32),
-  )
-
-
-@pytest.mark.parametrize("name", COMPLETION_RULES)
-def test_completion_rule_laws(name):
-  rule = COMPLETION_RULES[name]
-  first, again = rule(_draw(0), _groups()), rule(_draw(0), _groups())
-  assert first.keep.shape == first.prob.shape == REWARDS.shape
-  assert first.keep.dtype == bool and first.prob.dtype == jnp.float32
-  assert ((first.prob > 0) & (first.prob <= 1)).all()
-  np.testing.assert_array_equal(
-    first.keep, again.keep
-  )  # same draw, same choice
-  order = np.array([3, 1, 5, 0, 4, 2])
-  permuted = rule(_draw(0), _groups(REWARDS[:, order]))
-  np.testing.assert_array_equal(permuted.prob, first.prob[:, order])
+@functools.cache
+def _draws(name):
+  """2000 choices of a rule among permuted groups, and how often it compiled."""
+  every = jax.random.split(jax.random.key(0), 2000)
   traces = []
-  jitted = jax.jit(lambda d, g: traces.append(1) or rule(d, g))
-  jitted(_draw(0), _groups()), jitted(_draw(1), _groups())
+
+  @jax.jit
+  def draw(groups):
+    traces.append(1)
+    at = lambda key: RULES[name](keys.Draw(key, jnp.int32(0)), groups)
+    return jax.vmap(at)(every)
+
+  def choose(order=slice(None)):
+    rewards = jnp.array(REWARDS[:, order])
+    chosen = draw(
+      Groups(
+        rewards,
+        advantages.group_normalized(rewards),
+        jnp.array(LENGTHS[:, order]),
+      )
+    )
+    return np.asarray(chosen.keep), np.asarray(chosen.prob)
+
+  return choose, traces
+
+
+def test_every_method_is_in_the_table():
+  """A new one says above whether its probabilities are those of its draw."""
+  assert {*HONEST_METHODS, *BIASED_METHODS} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_completion_rule_laws(name):
+  choose, traces = _draws(name)
+  keep, prob = choose()
+  assert keep.shape == prob.shape == (2000, *REWARDS.shape)
+  assert keep.dtype == bool and prob.dtype == np.float32
+  assert np.isfinite(prob).all() and (prob >= 0).all()
+  assert (prob[keep & (LENGTHS > 0)] > 0).all()
+  again, _ = choose()
+  np.testing.assert_array_equal(keep, again)  # same draw, same choice
+  _, permuted = choose(ORDER)
+  if name not in VARYING:
+    np.testing.assert_allclose(
+      permuted, prob[:, :, ORDER], atol=2 / designs.GRID
+    )
   assert len(traces) == 1
 
 
-@pytest.mark.parametrize("name", COMPLETION_RULES)
+@pytest.mark.parametrize("name", HONEST)
 def test_completions_are_kept_as_often_as_they_say(name):
-  """Tolerance: 5 standard errors of 24 shares; false alarm below 2e-5."""
-  rule, num = COMPLETION_RULES[name], 4000
-  draws = jax.vmap(lambda key: rule(keys.Draw(key, jnp.int32(0)), _groups()))
-  drawn = draws(jax.random.split(jax.random.key(0), num))
-  prob = np.asarray(drawn.prob[0])
-  error = 5 * np.sqrt(prob * (1 - prob) / num)
-  assert (np.abs(drawn.keep.mean(axis=0) - prob) <= error + 1e-7).all()
+  """Tolerance: 5 standard errors of 30 shares; false alarm below 2e-5."""
+  keep, prob = _draws(name)[0]()
+  prob = prob[0]
+  assert (prob <= 1).all()
+  error = 5 * np.sqrt(prob * (1 - prob) / len(keep))
+  assert (np.abs(keep.mean(axis=0) - prob) <= error + 1e-7).all()
 
 
 def test_small_advantages_are_those_below_their_groups_mean():
-  prob = np.asarray(
-    completion_rules.drop_small_advantage(0.6)(_draw(0), _groups()).prob
-  )
+  prob = _draws("drop_small_advantage")[0]()[1][0]
   np.testing.assert_allclose(prob[0], [1, 0.4, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)
   # Half right: every |advantage| is the mean, up to rounding; so none is small.
   np.testing.assert_array_equal(prob[1], 1)
   np.testing.assert_array_equal(prob[2], 1)
 
 
-@pytest.mark.parametrize("name", PROMPT_RULES)
-def test_prompt_rule_laws(name):
-  rule = PROMPT_RULES[name]
-  history = rule.init(10)
-  ids = jnp.array([7, 2, 9, 4], jnp.int32)
-  unseen = rule.select(_draw(0), history, ids)
-  assert unseen.keep.all() and (unseen.prob == 1).all()
-  history = rule.observe(history, 0, ids, jnp.array(REWARDS))
-  chosen = rule.select(_draw(1), history, ids)
-  assert chosen.keep.shape == chosen.prob.shape == ids.shape
-  assert ((chosen.prob > 0) & (chosen.prob <= 1)).all()
-  # Order does not matter: a prompt's draw is its own.
-  order = np.array([2, 0, 3, 1])
-  permuted = rule.select(_draw(1), history, ids[order])
-  np.testing.assert_array_equal(permuted.keep, chosen.keep[order])
-  np.testing.assert_array_equal(permuted.prob, chosen.prob[order])
-  outside = rule.observe(history, 1, jnp.full((4,), 10), jnp.array(REWARDS))
-  jax.tree.map(np.testing.assert_array_equal, outside, history)
-
-
-def test_history_prunes_what_taught_less_than_usual():
-  rule = prompt_rules.drop_by_history(0.6)
-  ids = jnp.arange(4, dtype=jnp.int32)
-  history = rule.observe(rule.init(6), 0, ids, jnp.array(REWARDS))
-  prob = rule.select(_draw(0), history, jnp.arange(6, dtype=jnp.int32)).prob
-  # Mean |advantage|: 0.68, 0.91, 0, 0.68 and two never visited.
-  np.testing.assert_allclose(prob, [1, 1, 0.4, 1, 1, 1], rtol=1e-6)
-
-
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5])
-@pytest.mark.parametrize(
-  "rule", [completion_rules.drop_small_advantage, prompt_rules.drop_by_history]
-)
-def test_a_rate_that_leaves_no_chance_is_refused(rule, rate):
+def test_a_rate_that_leaves_no_chance_is_refused(rate):
   with pytest.raises(ValueError, match=f"{rate}.*method.args"):
-    rule(rate)
-
-
-def test_unweighted_keeps_the_choice_and_forgets_the_probability():
-  rule = COMPLETION_RULES["drop_small_advantage"]
-  honest = rule(_draw(3), _groups())
-  biased = completion_rules.unweighted(rule)(_draw(3), _groups())
-  np.testing.assert_array_equal(honest.keep, biased.keep)
-  assert (biased.prob == 1).all() and not (honest.prob == 1).all()
+    completion_rules.drop_small_advantage(rate)

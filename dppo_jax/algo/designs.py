@@ -1,0 +1,148 @@
+"""Sampling designs: inclusion probabilities, and draws that honour them.
+
+Probabilities live on a grid of `1 / GRID`, so that a draw in integers has them
+exactly: no rounding stands between the weight 1 / prob and an unbiased sum.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+GRID = 2**20
+
+
+def water_filling(
+  size_measure: Float[Array, "M"],
+  n: int | Int[Array, ""],
+  min_prob: float = 0.0,
+) -> Float[Array, "M"]:
+  """Probabilities that sum to `n`, in proportion to size as far as they can be.
+
+  They are `clip(scale * size, least, 1)` with the one scale that makes the sum
+  right. Where size is the norm of a term, no other probabilities within these
+  bounds have less variance in independent draws.
+
+  Args:
+    size_measure: at least 0, in any unit. An item of size 0 is left out:
+      probability 0. All are certain if at most `n` have a size above 0.
+    n: how many items to keep, up to `GRID`; 0 keeps none.
+    min_prob: in [0, 1], least probability of an item of size above 0; the
+      even share `n / count` where that is lower. Never below `1 / GRID`.
+  Returns:
+    Multiples of `1 / GRID`, as `to_grid` makes them.
+  Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
+  """
+  n = jnp.asarray(n, jnp.int32)
+  least = max(math.ceil(min_prob * GRID), 1) / GRID
+
+  def filled(scale):
+    prob = jnp.clip(scale * size_measure, least, 1.0)
+    return jnp.where((size_measure > 0) & (n > 0), prob, 0.0)
+
+  # Positive floats are ordered as their bits are: halving the range of bits
+  # finds the largest scale that fits, to the last of them, at any magnitude.
+  def halve(_, bounds):
+    low, high = bounds
+    middle = high - (high - low) // 2
+    scale = jax.lax.bitcast_convert_type(middle, jnp.float32)
+    fits = _excess(_units(filled(scale)), n) <= 0
+    return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+  highest = jax.lax.bitcast_convert_type(jnp.finfo(jnp.float32).max, jnp.int32)
+  low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), highest))
+  # Where even `least` is too much for all, this lowers them to the even share.
+  return to_grid(filled(jax.lax.bitcast_convert_type(low, jnp.float32)), n)
+
+
+def to_grid(
+  prob: Float[Array, "M"], n: int | Int[Array, ""]
+) -> Float[Array, "M"]:
+  """Probabilities rounded to multiples of `1 / GRID` whose exact sum is `n`.
+
+  Items that are out (0) or certain (1) stay so and others stay between the
+  two; they are rounded by largest remainders, which moves each by less than
+  `1 / GRID` where the sum was `n` before. A sum that cannot be reached within
+  these bounds is approached.
+  """
+  n = jnp.asarray(n, jnp.int32)
+  is_free = (prob > 0) & (prob < 1)
+  units = jnp.where(is_free, jnp.maximum(_units(prob), 1), _units(prob))
+  missing = -_excess(units, n)
+  sign = jnp.sign(missing)
+  remainder = prob * GRID - units.astype(jnp.float32)
+  order = jnp.argsort(-sign.astype(jnp.float32) * remainder, stable=True)
+
+  def room(units):
+    free = jnp.where(sign > 0, GRID - units, units - 1)
+    return jnp.where(is_free, free, 0)
+
+  def hand_out(units):
+    """To each that has room the same number, and to the first one more."""
+    has_room = room(units) > 0
+    count = jnp.maximum(has_room.sum(dtype=jnp.int32), 1)
+    missing = jnp.abs(_excess(units, n))
+    rank = jnp.cumsum(has_room[order], dtype=jnp.int32) - 1
+    rank = jnp.zeros_like(rank).at[order].set(rank)
+    share = missing // count + (rank < missing % count).astype(jnp.int32)
+    return units + sign * jnp.minimum(share, room(units))
+
+  is_open = lambda units: (_excess(units, n) != 0) & (room(units) > 0).any()
+  units = jax.lax.while_loop(is_open, hand_out, units)
+  return units.astype(jnp.float32) / GRID
+
+
+def systematic(
+  key: Key[Array, ""], prob: Float[Array, "M"], n: int | Int[Array, ""]
+) -> Bool[Array, "M"]:
+  """Keeps exactly `n` items, each with exactly its probability.
+
+  Items whose probabilities sum to at most 1 along the list exclude one
+  another, so its order is a stratification: neighbours should be alike. Order
+  may depend on anything but the draw.
+
+  Args:
+    prob: on the grid; the number kept is its sum, that is `n`.
+  Source: Madow 1949, systematic sampling with unequal probabilities.
+  """
+  del n
+  offset = jax.random.bits(key, dtype=jnp.uint32) >> 12
+  return systematic_at(offset, prob)
+
+
+def systematic_at(
+  offset: UInt32[Array, ""], prob: Float[Array, "M"]
+) -> Bool[Array, "M"]:
+  """What a systematic draw keeps at one of its equally likely offsets.
+
+  Each item covers `prob * GRID` consecutive marks of a ruler, one item after
+  the other; those that cover `offset + k * GRID` for some whole `k` are kept.
+
+  Args:
+    offset: in `[0, GRID)`.
+  """
+  units = _units(prob).astype(jnp.uint32)
+  # The ruler may wrap around at 2**32, of which GRID is a divisor.
+  start = jnp.cumsum(units, dtype=jnp.uint32) - units
+  return (offset - start) % jnp.uint32(GRID) < units
+
+
+def bernoulli(
+  key: Key[Array, ""], prob: Float[Array, "*shape"]
+) -> Bool[Array, "*shape"]:
+  """Keeps each item by itself with its probability, exact on the grid."""
+  return jax.random.uniform(key, prob.shape) < prob
+
+
+def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:
+  """Whole multiples of `1 / GRID` in each probability."""
+  return jnp.floor(prob * GRID).astype(jnp.int32)
+
+
+def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
+  """`sum(units) - n * GRID`, which may pass 2**32, cut off at 2**30."""
+  high = (units >> 10).sum(dtype=jnp.int32)
+  low = (units & 1023).sum(dtype=jnp.int32)
+  high = high + (low >> 10) - n * 1024
+  return jnp.clip(high, -(2**20), 2**20) * 1024 + (low & 1023)

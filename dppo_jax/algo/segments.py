@@ -1,0 +1,24 @@
+"""Sums over the sequences that lie side by side in a row."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def segment_sum(
+  x: Float[Array, "*rows L"], segment_ids: Int[Array, "*rows L"]
+) -> Float[Array, "*rows L"]:
+  """At each cell the sum of `x` over its own sequence.
+
+  Args:
+    segment_ids: 1, 2, ... along a row, at most `L` of them; 0 is padding,
+      which belongs to no sequence and gets 0.
+  """
+  row_length = x.shape[-1]
+
+  def of_row(x, ids):
+    return jax.ops.segment_sum(x, ids, num_segments=row_length + 1)[ids]
+
+  flat = (-1, row_length)
+  sums = jax.vmap(of_row)(x.reshape(flat), segment_ids.reshape(flat))
+  return jnp.where(segment_ids > 0, sums.reshape(x.shape), 0.0)

@@ -1,0 +1,119 @@
+"""The objectives as values: shares of tokens, advantages, checked arguments."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from dppo_jax.algo import advantages, objectives
+from dppo_jax.records import Selection
+
+EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}
+
+
+@jax.jit
+def _shares(rollout):
+  return {name: made.token_share(rollout) for name, made in EVERY.items()}
+
+
+def test_what_a_token_counts_for():
+  rollout = small.rollout(small.prompts())
+  lengths = np.asarray(rollout.lengths)
+  shares = _shares(rollout)
+  np.testing.assert_allclose(shares["grpo"], 1 / lengths, rtol=1e-6)
+  np.testing.assert_allclose(shares["gspo"], 1 / lengths, rtol=1e-6)
+  np.testing.assert_allclose(shares["dapo"], 1 / lengths.mean(), rtol=1e-6)
+  np.testing.assert_allclose(shares["dr_grpo"], 1 / 5, rtol=1e-6)
+  constant = objectives.dapo(tokens_per_completion=8.0)
+  np.testing.assert_array_equal(constant.token_share(rollout), 1 / 8)
+  # Means over sequences and over tokens: their weights sum to 1.
+  for name in ("grpo", "gspo", "dapo"):
+    total = (np.asarray(shares[name]) * lengths).sum() / lengths.size
+    np.testing.assert_allclose(total, 1.0, rtol=1e-6)
+
+
+def _keep_prompts(rollout, keep, prob):
+  keep = jnp.array(keep)
+  return rollout.replace(
+    kept=Selection(keep, jnp.array(prob, jnp.float32)),
+    lengths=jnp.where(keep[:, None], rollout.lengths, 0),
+  )
+
+
+def test_the_mean_length_weighs_prompts_by_how_rarely_they_are_kept():
+  whole = small.rollout(small.prompts())
+  keep, prob = [True, False, True], [0.5, 0.1, 1.0]
+  share = np.asarray(_shares(_keep_prompts(whole, keep, prob))["dapo"])
+  first, _, last = np.asarray(whole.lengths).mean(axis=1)
+  np.testing.assert_allclose(share, 3 / (2 * first + last), rtol=1e-6)
+  nothing = _shares(_keep_prompts(whole, [False] * 3, prob))
+  assert all(np.isfinite(share).all() for share in nothing.values())
+
+
+def test_pruned_prompts_leave_a_known_denominator_exact():
+  """Mean of the loss over all 2^3 choices of prompts, each kept or not."""
+  whole = small.rollout(small.prompts())
+  prob = np.array([0.3, 0.6, 0.9])
+  # Each token is worth 1 + its prompt's number.
+  worth = np.array([[1.0], [2.0], [3.0]])
+  tokens = np.asarray(whole.lengths)
+
+  def error(objective):
+    share = jax.jit(objective.token_share)
+    loss = lambda rollout, weight: (
+      weight[:, None] * worth * tokens * np.asarray(share(rollout))
+    ).sum()
+    mean = 0.0
+    for choice in itertools.product([False, True], repeat=3):
+      keep = np.array(choice)
+      chance = np.where(keep, prob, 1 - prob).prod()
+      pruned = _keep_prompts(whole, keep, prob)
+      mean += chance * loss(pruned, keep / prob)
+    return abs(mean / loss(whole, np.ones(3)) - 1)
+
+  assert error(objectives.dapo(tokens_per_completion=3.0)) < 1e-6
+  for name in ("grpo", "dr_grpo", "gspo"):
+    assert error(EVERY[name]) < 1e-6
+  # The mean length at hand is one of those kept: documented as an estimate.
+  assert error(objectives.dapo()) > 1e-2
+
+
+def test_dr_grpo_alone_divides_by_no_deviation():
+  for name, objective in EVERY.items():
+    is_centred = objective.advantage is advantages.group_centred
+    assert is_centred == (name == "dr_grpo")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_objective_made_twice_is_one_compilation(name):
+  again = objectives.OBJECTIVES[name]()
+  assert again == EVERY[name] and hash(again) == hash(EVERY[name])
+
+
+@pytest.mark.parametrize("make", objectives.OBJECTIVES.values())
+@pytest.mark.parametrize(
+  ("name", "value", "limit"),
+  [
+    ("clip_low", 0.0, "above 0"),
+    ("clip_high", -1.0, "above 0"),
+    ("clip_high", np.nan, "above 0"),
+    ("beta", -0.1, "at least 0"),
+    ("beta", np.nan, "at least 0"),
+    ("dual_clip", 1.0, "0 or above 1"),
+    ("dual_clip", -2.0, "0 or above 1"),
+    ("sampler_cap", -0.5, "at least 0"),
+  ],
+)
+def test_senseless_coefficients_are_refused(make, name, value, limit):
+  match = rf"{name} is {value} .* {limit}; see config\.objective\.args"
+  with pytest.raises(ValueError, match=match):
+    make(**{name: value})
+
+
+def test_a_negative_number_of_tokens_is_refused():
+  match = r"tokens_per_completion is -1.0 .* at least 0; .*objective\.args"
+  with pytest.raises(ValueError, match=match):
+    objectives.dapo(tokens_per_completion=-1.0)

@@ -1,0 +1,345 @@
+"""Pruned gradients average to the full batch's: every draw, none sampled.
+
+A small model, three prompts of three completions, prompts and completions and
+tokens pruned together, clipping and the KL penalty at work. What is wrong by
+design must fail the same test.
+"""
+
+import functools
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from dppo_jax import batch as batches
+from dppo_jax import keys, methods, update
+from dppo_jax.algo import designs, objectives, token_rules
+from dppo_jax.records import Scores
+
+REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+DRAW = keys.draw_at(jax.random.key(0), 1, keys.Room.COMPLETIONS)
+ROWS = batches.Rows(length=24, per_micro=2, window=4)
+IDS = jnp.arange(3, dtype=jnp.int32)
+
+_ACTIVE = {"beta": 0.3, "dual_clip": 1.3}
+OBJECTIVES = {
+  "grpo": objectives.grpo(0.1, 0.15, **_ACTIVE),
+  # A denominator known before any draw: exact where prompts are pruned too.
+  "dapo": objectives.dapo(0.1, 0.15, **_ACTIVE, tokens_per_completion=3.0),
+  "dr_grpo": objectives.dr_grpo(0.1, 0.15, **_ACTIVE),
+  "gspo": objectives.gspo(0.1, 0.15, **_ACTIVE),
+  "grpo without KL": objectives.grpo(0.1, 0.15),
+}
+WEIGHTED = {
+  "dppo": methods.dppo(0.6, 0.7),
+  "dppo, batch mean": methods.dppo(0.6, 0.7, "batch"),
+  "greso": methods.greso(0.5, is_weighted=True, refill="none"),
+  "neyman": methods.neyman(0.67, 0.6),
+  "neyman, surprise": methods.neyman(0.67, 0.6, proxy="surprise"),
+  "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
+}
+
+
+def _offsets(prob):
+  """An offset of every different systematic draw, with its chance."""
+  units = np.floor(np.asarray(prob) * designs.GRID).astype(np.int64)
+  marks = np.unique(np.append(np.cumsum(units) % designs.GRID, 0))
+  chances = np.diff(np.append(marks, designs.GRID)) / designs.GRID
+  return [(c, np.uint32(m)) for c, m in zip(chances, marks, strict=True)]
+
+
+def _outcomes(prob):
+  """Every outcome of independent draws, with its chance."""
+  prob = np.asarray(prob)
+  for bits in itertools.product((False, True), repeat=prob.size):
+    keep = np.array(bits).reshape(prob.shape)
+    chance = np.where(keep, prob, 1 - prob).prod()
+    if chance:
+      yield chance, jnp.array(keep)
+
+
+class _Draws:
+  """All that a function which draws may return, each with its chance.
+
+  A systematic draw is made at each of its offsets, and independent ones with
+  each combination of noise just above and just below every probability.
+  """
+
+  def __init__(self, draws, shape=()):
+    self._shape = shape
+
+    def at(offset, noise, *args):
+      probs = []
+
+      def systematic(key, prob, n):
+        probs.append(prob)
+        return designs.systematic_at(offset, prob)
+
+      def uniform(key, shape=(), *unused):
+        return noise if shape == noise.shape else jnp.zeros(shape)
+
+      with (
+        mock.patch.object(designs, "systematic", systematic),
+        mock.patch.object(jax.random, "uniform", uniform),
+      ):
+        return *draws(*args), probs
+
+    self._at = jax.jit(at)
+
+  def __call__(self, *args):
+    nothing = jnp.zeros(self._shape)
+    first = self._at(np.uint32(0), nothing, *args)
+    chosen, probs = first[0], first[-1]
+    if probs:
+      for chance, offset in _offsets(probs[0]):
+        yield chance, *self._at(offset, nothing, *args)[:-1]
+      return
+    for chance, keep in _outcomes(chosen.prob):
+      noise = jnp.where(keep, 0.0, 1 - 2.0**-24)
+      yield chance, *self._at(np.uint32(0), noise, *args)[:-1]
+
+
+def _prompt_draws(method):
+  history = method.prompts.init(3)
+  lengths = jnp.array([[4, 5, 3], [2, 2, 2], [5, 5, 5]], jnp.int32)
+  zero = jnp.int32(0)
+  history = method.prompts.observe(history, zero, IDS, BEFORE, lengths)
+  select = lambda: (method.prompts.select(DRAW, history, IDS),)
+  drawn = list(_Draws(select)())
+  if any((kept.keep != drawn[0][1].keep).any() for _, kept in drawn):
+    return drawn
+  # Each prompt has noise of its own, out of reach: trust its probability.
+  (_, kept), *_ = drawn
+  return [(c, kept.replace(keep=keep)) for c, keep in _outcomes(kept.prob)]
+
+
+def _draws(method, objective, is_weighted=True):
+  """Chance, prompts, completions and packed batch of every possible draw."""
+  forget = lambda chosen: chosen.replace(prob=jnp.ones_like(chosen.prob))
+
+  def pack(rollout):
+    chosen = []
+
+    def spy(draw, groups):
+      chosen.append(method.completions(draw, groups))
+      return chosen[0] if is_weighted else forget(chosen[0])
+
+    batch, num_micro, _ = batches.select(
+      DRAW,
+      small.prompts(),
+      rollout,
+      jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
+      method=method._replace(completions=spy),
+      objective=objective,
+      rows=ROWS,
+      train_zero_advantage=False,
+    )
+    return chosen[0], batch, num_micro
+
+  def refine(batch):
+    chosen = []
+
+    def spy(draw, batch, scores):
+      chosen.append(method.tokens.select(draw, batch, scores))
+      return chosen[0]
+
+    tokens = method.tokens._replace(select=spy)
+    batch, _ = batches.choose_tokens(
+      DRAW,
+      batch,
+      None,
+      method=method._replace(tokens=tokens),
+      objective=objective,
+      is_on_policy=False,
+    )
+    return chosen[0], batch
+
+  completions, tokens = _Draws(pack, REWARDS.shape), _Draws(refine)
+  full = small.rollout(small.prompts())
+  for by_prompts, kept in _prompt_draws(method):
+    lengths = jnp.where(kept.keep[:, None], full.lengths, 0)
+    rollout = full.replace(
+      lengths=lengths, kept=kept if is_weighted else forget(kept)
+    )
+    for by_completions, chosen, batch, num_micro in completions(rollout):
+      chance = by_prompts * by_completions
+      if not method.tokens:
+        yield chance, kept, chosen, batch, num_micro
+        continue
+      for by_tokens, _, refined in tokens(batch):
+        yield chance * by_tokens, kept, chosen, refined, num_micro
+
+
+@functools.partial(jax.jit, static_argnames="objective")
+def _gradient(params, reference, batch, num_micro, objective):
+  settings = update.Settings(
+    small.MODEL, objective, head_tokens=16, inner_updates=2
+  )
+  total = update.gradient(batch, num_micro, params, reference, settings)
+  leaves = jax.tree.leaves(total.gradient)
+  return jnp.concatenate([jnp.ravel(x) for x in leaves]), total.sums
+
+
+def _gradient_of(batch, num_micro, objective):
+  gradient, sums = _gradient(
+    small.params(0), small.params(1), batch, num_micro, objective
+  )
+  return np.asarray(gradient, np.float64), sums
+
+
+@functools.cache
+def _full(name):
+  (_, _, _, batch, num_micro), *others = _draws(
+    methods.grpo(), OBJECTIVES[name]
+  )
+  assert not others
+  return _gradient_of(batch, num_micro, OBJECTIVES[name])
+
+
+def _mean(method, name, scale=None, is_weighted=True):
+  """The mean gradient over every draw, and how many draws there are."""
+  scale = scale or (lambda kept, chosen: 1.0)
+  mean, total, num = 0.0, 0.0, 0
+  for chance, kept, chosen, batch, num_micro in _draws(
+    method, OBJECTIVES[name], is_weighted
+  ):
+    gradient, _ = _gradient_of(batch, num_micro, OBJECTIVES[name])
+    mean = mean + chance * scale(kept, chosen) * gradient
+    total, num = total + chance, num + 1
+  np.testing.assert_allclose(total, 1.0, rtol=1e-6)
+  return mean, num
+
+
+def _distance(got, want):
+  return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_clipping_and_penalty_are_at_work(objective):
+  _, sums = _full(objective)
+  assert sums["clipped"] > 2
+  assert (sums["kl"] > 0) == bool(OBJECTIVES[objective].beta)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", WEIGHTED)
+def test_pruned_gradient_averages_to_that_of_the_full_batch(method, objective):
+  mean, num = _mean(WEIGHTED[method], objective)
+  assert num >= 4
+  assert _distance(mean, _full(objective)[0]) < 2e-5
+
+
+def test_every_method_is_here_or_known_to_be_biased():
+  biased = {"cppo", "pods", "d1s", "d2s", "d3s"}
+  assert set(methods.METHODS) == biased | {"grpo", "dppo", "greso", "neyman"}
+
+
+def _hajek(kept, chosen):
+  weight = jnp.where(kept.keep[:, None] & chosen.keep, 1.0, 0.0)
+  weight = weight / (
+    kept.prob[:, None] * jnp.where(chosen.keep, chosen.prob, 1)
+  )
+  return weight.size / max(float(weight.sum()), 1e-6)
+
+
+def _retained(kept, chosen):
+  keep = kept.keep[:, None] & chosen.keep
+  return keep.size / max(float(keep.sum()), 1)
+
+
+WRONG = {
+  "Hajek": {"method": methods.dppo(0.6, 0.7), "scale": _hajek},
+  "Hajek, fixed size": {"method": methods.neyman(0.67, 0.6), "scale": _hajek},
+  "no weights": {"method": methods.dppo(0.6, 0.7), "is_weighted": False},
+  "retained count": {
+    "method": methods.dppo(0.6, 0.7),
+    "scale": _retained,
+    "is_weighted": False,
+  },
+  "no weights of prompts": {
+    "method": methods.greso(is_weighted=True, refill="none"),
+    "is_weighted": False,
+  },
+  "statistics after": {
+    "method": methods.dppo(0.6, 0.7)._replace(has_statistics_after=True)
+  },
+  "expected share": {"method": methods.dppo(0.6, 0.7, has_expected_share=True)},
+  "literal floor": {"method": methods.dppo(0.6, 0.7, is_literal=True)},
+  "top advantage": {"method": methods.cppo(0.5)},
+  "top advantage, batch": {"method": methods.cppo(0.5, "batch")},
+  "max variance": {"method": methods.d1s(0.7)},
+  "max variance, renormalised": {"method": methods.pods(0.7)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_enumeration_has_teeth(wrong):
+  mean, _ = _mean(name="grpo", **WRONG[wrong])
+  assert _distance(mean, _full("grpo")[0]) > 1e-2
+
+
+COLLAPSED = {
+  "dppo": methods.dppo(0.0, 0.0),
+  "dppo, ended": methods.dppo(prune_until=0.001, steps=100),
+  "dppo, literal": methods.dppo(0.0, 0.0, is_literal=True),
+  "dppo, expected share": methods.dppo(0.0, 0.0, has_expected_share=True),
+  "cppo": methods.cppo(1.0),
+  "cppo, batch": methods.cppo(1.0, "batch"),
+  "greso": methods.greso(1.0, tuning=0.0, refill="none"),
+  "d1s": methods.d1s(1.0),
+  "d1s, batch": methods.d1s(1.0, "batch"),
+  "d2s": methods.d2s(1.0, 1.0),
+  "d3s": methods.d3s(1.0, 1.0),
+  "d3s, at its end": methods.d3s(steps=2),
+  "pods": methods.pods(1.0),
+  "neyman": methods.neyman(1.0, 1.0),
+  "neyman, tokens": methods.neyman(1.0, 1.0)._replace(
+    tokens=token_rules.neyman(1.0)
+  ),
+}
+
+
+@pytest.mark.parametrize("method", COLLAPSED)
+def test_keeping_all_is_grpo_to_the_bit(method):
+  method, objective = COLLAPSED[method], OBJECTIVES["grpo without KL"]
+  (_, kept), *others = _prompt_draws(method)
+  assert kept.keep.all() and (kept.prob == 1).all() and not others
+  rollout = small.rollout(small.prompts())
+
+  @jax.jit
+  def pack(scores):
+    batch, num_micro, _ = batches.select(
+      DRAW,
+      small.prompts(),
+      rollout,
+      REWARDS,
+      method=method,
+      objective=objective,
+      rows=ROWS,
+      train_zero_advantage=False,
+    )
+    if method.tokens:
+      scores = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, batch.weights.shape), scores
+      )
+      batch, _ = batches.choose_tokens(
+        DRAW,
+        batch,
+        scores,
+        method=method,
+        objective=objective,
+        is_on_policy=True,
+      )
+    return batch, num_micro
+
+  half = jnp.float32(0.5)
+  batch, num_micro = pack(Scores(-half, half, half))
+  (_, _, _, want, want_micro), *_ = _draws(methods.grpo(), objective)
+  jax.tree.map(
+    np.testing.assert_array_equal, (batch, num_micro), (want, want_micro)
+  )
