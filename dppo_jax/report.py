@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import statistics
 
 from matplotlib import figure as figures
 import numpy as np
@@ -10,8 +11,16 @@ import numpy as np
 from dppo_jax import metrics
 
 MARKS = (0.6, 0.7, 0.8)  # accuracies whose first crossing is reported
-ROOMS = ("data", "rollout", "reward", "select", "score", "update")
-COLOURS = ("#9aa5b1", "#2a6f97", "#e09f3e", "#7b5ea7", "#5f9e6e", "#9e2a2b")
+COLOURS = {  # the rooms of a step
+  "data": "#9aa5b1",
+  "rollout": "#2a6f97",
+  "reward": "#e09f3e",
+  "remember": "#c9ada7",
+  "refill": "#6c757d",
+  "select": "#7b5ea7",
+  "score": "#5f9e6e",
+  "update": "#9e2a2b",
+}
 
 
 def write(workdir: pathlib.Path) -> pathlib.Path:
@@ -48,6 +57,46 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
   return path
 
 
+def summary(workdir: pathlib.Path, clock: str = "step/seconds") -> dict:
+  """What the run in `workdir` measured, for comparing runs.
+
+  Args:
+    clock: the metric that tells a step's seconds.
+  Returns:
+    accuracy, seconds: at each evaluation; seconds are those of the steps.
+    seconds_to: of each of `MARKS`, None where it was not reached.
+    room_seconds: of each room, in all steps.
+    The rest: medians over steps of `step_seconds`, totals of prompts and
+    tokens, means of what is busy or full.
+  """
+  lines = metrics.read(workdir / "metrics.jsonl")
+  steps = [line for line in lines if "step/seconds" in line]
+  evals = [line for line in lines if "eval/accuracy" in line]
+  seconds = seconds_at(steps, clock)
+  median = lambda name: statistics.median(line[name] for line in steps)
+  mean = lambda name: _total(steps, name) / len(steps)
+  return {
+    "accuracy": [line["eval/accuracy"] for line in evals],
+    "seconds": [seconds[line["step"]] for line in evals],
+    "seconds_to": {
+      f"{mark:.0%}": seconds_to(mark, evals, seconds) for mark in MARKS
+    },
+    "room_seconds": {
+      room: _total(steps, f"{room}/seconds") for room in COLOURS
+    },
+    "step_seconds": median(clock),
+    "prompts_drawn": _total(steps, "prompts/drawn"),
+    "prompts_kept": _total(steps, "prompts/kept"),
+    "dead_groups": _total(steps, "completions/dead_groups"),
+    "completions_trained": _total(steps, "completions/trained"),
+    "tokens_generated": _total(steps, "tokens/generated"),
+    "tokens_trained": _total(steps, "tokens/trained"),
+    "pack_fill": mean("pack/fill"),
+    "slots_busy": mean("rollout/slot_utilisation"),
+    "weights_max": max(line["weights/max"] for line in steps),
+  }
+
+
 def seconds_to(
   mark: float, evals: list[dict], seconds: dict[int, float]
 ) -> float | None:
@@ -73,11 +122,13 @@ def _title(config: dict) -> str:
   return f"# {config['method.name']} on {source}, seed {config['seed']}"
 
 
-def seconds_at(steps: list[dict]) -> dict[int, float]:
+def seconds_at(
+  steps: list[dict], clock: str = "step/seconds"
+) -> dict[int, float]:
   """Training seconds spent when a step was done."""
   total, seconds = 0.0, {0: 0.0}
   for line in steps:
-    total += line["step/seconds"]
+    total += line[clock]
     seconds[line["step"]] = total
   return seconds
 
@@ -181,14 +232,20 @@ def _faults(steps) -> str:
 def _times(steps) -> str:
   total = max(_total(steps, "step/seconds"), 1e-9)
   rows = []
-  for room in ROOMS:
-    spent = _total(steps, f"{room}/seconds")
-    rows.append((room, f"{spent:.1f} s", f"{spent / total:.1%}"))
-  known = sum(_total(steps, f"{room}/seconds") for room in ROOMS)
+  spent = _spent(steps)
+  for room, seconds in spent.items():
+    rows.append((room, f"{seconds:.1f} s", f"{seconds / total:.1%}"))
+  known = sum(spent.values())
   rows.append(
     ("the rest", f"{total - known:.1f} s", f"{(total - known) / total:.1%}")
   )
   return _table(("room", "seconds", "share"), rows)
+
+
+def _spent(steps) -> dict[str, float]:
+  """Seconds in each of the rooms that the run has."""
+  rooms = [r for r in COLOURS if any(f"{r}/seconds" in line for line in steps)]
+  return {room: _total(steps, f"{room}/seconds") for room in rooms}
 
 
 def _solutions(samples) -> str:
@@ -231,7 +288,7 @@ def _draw(path, config, steps, evals, seconds) -> None:
       [at[line["step"]] for line in evals],
       accuracy,
       error,
-      color=COLOURS[1],
+      color=COLOURS["rollout"],
       marker="o",
       markersize=3,
       capsize=2,
@@ -241,9 +298,9 @@ def _draw(path, config, steps, evals, seconds) -> None:
   axis = axes[1, 0]
   # The later the thinner: equal shares are all seen.
   for colour, width, label, part in (
-    (COLOURS[1], 3, "prompts kept", "prompts/kept"),
-    (COLOURS[2], 2, "completions kept", "completions/kept"),
-    (COLOURS[5], 1, "completions trained", "completions/trained"),
+    (COLOURS["rollout"], 3, "prompts kept", "prompts/kept"),
+    (COLOURS["reward"], 2, "completions kept", "completions/kept"),
+    (COLOURS["update"], 1, "completions trained", "completions/trained"),
   ):
     whole = f"{part.partition('/')[0]}/drawn"
     share = [line[part] / max(line[whole], 1) for line in steps]
@@ -262,8 +319,9 @@ def _draw(path, config, steps, evals, seconds) -> None:
   for axis in (axes[0, 1], axes[1, 0]):
     axis.locator_params(axis="x", integer=True)
   axis = axes[1, 1]
-  totals = [_total(steps, f"{room}/seconds") for room in ROOMS]
-  bars = axis.barh(ROOMS[::-1], totals[::-1], color=COLOURS[::-1])
+  spent = dict(reversed(_spent(steps).items()))
+  colours = [COLOURS[room] for room in spent]
+  bars = axis.barh(list(spent), list(spent.values()), color=colours)
   axis.bar_label(bars, fmt="%.1f", padding=3, fontsize="small")
   axis.set(xlabel="seconds in all steps")
   axis.margins(x=0.1)

@@ -1,0 +1,301 @@
+"""Trains every method on one task, seed by seed, and draws the comparison.
+
+  python experiments/03_comparison/run.py [--seeds=5] [--cores=0,1]
+
+Each run is a process of its own on a core of its own, as many at a time as
+there are cores; a seed's runs start from the same warmed-up weights. A run
+that is done is not repeated. Results go to results.jsonl, table.md and
+figure.png beside this file.
+"""
+
+import argparse
+from concurrent import futures
+import json
+import os
+import pathlib
+import platform
+import queue
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+
+import jax
+from matplotlib import figure as figures
+
+from dppo_jax import report
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+CONFIG = "experiments/03_comparison/config.py"
+# Stated before any of them was run; see README.md.
+VARIANTS = {
+  "grpo, all tokens": ("grpo", "--config.objective.train_zero_advantage=True"),
+  "grpo": ("grpo",),
+  "dppo": ("dppo",),
+  "dppo, rates 0.7": (
+    "dppo",
+    "--config.method.args.prompt_rate=0.7",
+    "--config.method.args.completion_rate=0.7",
+  ),
+  "cppo": ("cppo",),
+  # It draws about twice a step: half the steps see as many prompts.
+  "greso": ("greso", "--config.steps=144"),
+  "pods": ("pods",),
+  "d1s": ("d1s",),
+  "d2s": ("d2s",),
+  "d3s": ("d3s",),
+  "neyman": ("neyman",),
+  "neyman, budgets 0.35": (
+    "neyman",
+    "--config.method.args.prompt_budget=0.35",
+    "--config.method.args.completion_budget=0.35",
+  ),
+}
+COLOURS = {
+  "grpo, all tokens": "#9aa5b1",
+  "grpo": "#495057",
+  "dppo": "#9e2a2b",
+  "dppo, rates 0.7": "#e07a5f",
+  "cppo": "#d98e04",
+  "greso": "#5f9e6e",
+  "pods": "#b56576",
+  "d1s": "#7b4b94",
+  "d2s": "#a98fc4",
+  "d3s": "#cdb4db",
+  "neyman": "#2a6f97",
+  "neyman, budgets 0.35": "#89c2d9",
+}
+# Student's t, 97.5%, by degrees of freedom.
+T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+
+
+def command(workdir: pathlib.Path, method: str, seed: int, *flags) -> list:
+  """One run of the main program."""
+  return [
+    sys.executable,
+    "-m",
+    "dppo_jax.main",
+    f"--config={CONFIG}:{method}",
+    f"--config.seed={seed}",
+    f"--workdir={workdir}",
+    *flags,
+  ]
+
+
+def execute(arguments: list, core: int, log: pathlib.Path) -> None:
+  """Runs on one core, its output in a file."""
+  with log.open("w") as file:
+    subprocess.run(
+      arguments,
+      cwd=ROOT,
+      check=True,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+      preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+      env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def train_all(root: pathlib.Path, seeds: int, cores: list[int]) -> list[dict]:
+  """Every variant under every seed, a seed at a time so that drift hits all."""
+  free = queue.Queue()
+  for core in cores:
+    free.put(core)
+
+  def on_a_core(name: str, arguments: list) -> None:
+    core = free.get()
+    try:
+      if not (root / name / "report.md").exists():
+        shutil.rmtree(root / name, ignore_errors=True)
+        execute(arguments, core, root / f"{name}.log")
+      print(f"{name}: done", flush=True)
+    finally:
+      free.put(core)
+
+  with futures.ThreadPoolExecutor(len(cores)) as pool:
+    warm = [
+      pool.submit(
+        on_a_core,
+        f"warm-{seed}",
+        command(root / f"warm-{seed}", "grpo", seed, "--config.steps=0"),
+      )
+      for seed in range(seeds)
+    ]
+    for seed in range(seeds):
+      warm[seed].result()
+    runs = {
+      (variant, seed): pool.submit(
+        on_a_core,
+        _name(variant, seed),
+        command(
+          root / _name(variant, seed),
+          method,
+          seed,
+          f"--config.warmup.from_run={root / f'warm-{seed}'}",
+          *flags,
+        ),
+      )
+      for seed in range(seeds)
+      for variant, (method, *flags) in VARIANTS.items()
+    }
+  for run in runs.values():
+    run.result()
+  return [
+    {
+      "variant": variant,
+      "seed": seed,
+      # Of its core alone: what else runs on the machine hardly shows.
+      **report.summary(root / _name(variant, seed), "step/cpu_seconds"),
+      "jax": jax.__version__,
+      "machine": platform.processor() or platform.machine(),
+    }
+    for variant, seed in runs
+  ]
+
+
+def _name(variant: str, seed: int) -> str:
+  return f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+  """Mean, and half the width of its 95% interval."""
+  error = statistics.stdev(values) / len(values) ** 0.5
+  return statistics.mean(values), T[len(values) - 1] * error
+
+
+def paired(results: list[dict], variant: str, value) -> list[float]:
+  """Ratios of GRPO's value to the variant's, seed by seed."""
+  of = lambda name: {
+    r["seed"]: value(r) for r in results if r["variant"] == name
+  }
+  base, other = of("grpo, all tokens"), of(variant)
+  return [
+    base[seed] / other[seed]
+    for seed in base
+    if base[seed] is not None and other.get(seed) is not None
+  ]
+
+
+def whole_run(result: dict) -> float:
+  """Seconds of all steps."""
+  return result["seconds"][-1]
+
+
+def to_last_mark(result: dict) -> float | None:
+  """Seconds to the highest mark, if it was reached."""
+  return result["seconds_to"][f"{report.MARKS[-1]:.0%}"]
+
+
+def mean_curve(runs: list[dict], name: str) -> list[float]:
+  """Evaluation by evaluation, the mean over runs."""
+  columns = zip(*(run[name] for run in runs), strict=True)
+  return [statistics.mean(column) for column in columns]
+
+
+def table(results: list[dict]) -> str:
+  """Means with 95% intervals; medians of times, with how many arrived."""
+  head = [
+    "",
+    "accuracy",
+    "step, s",
+    "faster than grpo",
+    *(f"to {mark:.0%}, s" for mark in report.MARKS),
+    f"faster to {report.MARKS[-1]:.0%}",
+    "generated, M",
+    "trained, M",
+    "largest weight",
+  ]
+  lines = [head, ["---"] * len(head)]
+  for variant in VARIANTS:
+    runs = [r for r in results if r["variant"] == variant]
+    if len(runs) < 2:
+      continue
+    mean, half = interval([r["accuracy"][-1] for r in runs])
+    cells = [
+      variant,
+      f"{mean:.3f} ± {half:.3f}",
+      f"{statistics.median(r['step_seconds'] for r in runs):.3f}",
+      f"{statistics.median(paired(results, variant, whole_run)):.2f}",
+    ]
+    for mark in report.MARKS:
+      times = [r["seconds_to"][f"{mark:.0%}"] for r in runs]
+      reached = [t for t in times if t is not None]
+      cell = f"{statistics.median(reached):.1f}" if reached else "–"
+      if len(reached) < len(times):
+        cell += f" ({len(reached)} of {len(times)})"
+      cells.append(cell)
+    ratios = paired(results, variant, to_last_mark)
+    cells.append(
+      f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+      if ratios
+      else "–"
+    )
+    for name in ("tokens_generated", "tokens_trained"):
+      cells.append(f"{statistics.mean(r[name] for r in runs) / 1e6:.2f}")
+    cells.append(f"{max(r['weights_max'] for r in runs):.1f}")
+    lines.append(cells)
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(results: list[dict]) -> None:
+  """Accuracy against seconds, and final accuracy against the speed-up."""
+  figure = figures.Figure(figsize=(11, 4.5), layout="constrained")
+  curves, plane = figure.subplots(1, 2)
+  for variant, colour in COLOURS.items():
+    runs = [r for r in results if r["variant"] == variant]
+    if len(runs) < 2:
+      continue
+    curves.plot(
+      *(mean_curve(runs, name) for name in ("seconds", "accuracy")),
+      color=colour,
+      label=variant,
+    )
+    mean, half = interval([r["accuracy"][-1] for r in runs])
+    faster = statistics.median(paired(results, variant, whole_run))
+    plane.errorbar(
+      faster, mean, half, color=colour, marker="o", capsize=3, label=variant
+    )
+  curves.set(xlabel="training seconds", ylabel="held-out accuracy")
+  plane.set(
+    xlabel="times faster than grpo on all tokens, same steps",
+    ylabel="final held-out accuracy, 95% interval",
+  )
+  plane.axvline(1, color="#9aa5b1", linewidth=1)
+  for axis in (curves, plane):
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+  figure.legend(
+    *curves.get_legend_handles_labels(),
+    loc="outside lower center",
+    ncols=6,
+    frameon=False,
+    fontsize="small",
+  )
+  figure.savefig(HERE / "figure.png", dpi=120)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--seeds", type=int, default=5)
+  parser.add_argument("--cores", default="0,1")
+  parser.add_argument("--workdir", default="runs/03_comparison")
+  args = parser.parse_args()
+  root = pathlib.Path(args.workdir).absolute()
+  root.mkdir(parents=True, exist_ok=True)
+  runpy.run_path(str(HERE / "problems.py"))["write"](
+    HERE / "data", 0, 1536, 512
+  )
+  cores = [int(core) for core in args.cores.split(",")]
+  results = train_all(root, args.seeds, cores)
+  (HERE / "results.jsonl").write_text(
+    "".join(json.dumps(r) + "\n" for r in results)
+  )
+  draw(results)
+  (HERE / "table.md").write_text(table(results) + "\n")
+  print(table(results))
+
+
+if __name__ == "__main__":
+  main()
