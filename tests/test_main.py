@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dppo_jax import config as configs
-from dppo_jax import house, methods
+from dppo_jax import house, methods, resume
 from dppo_jax.models import checkpoint_hf
 
 FILES = sorted(path.stem for path in (commands.ROOT / "configs").glob("*.py"))

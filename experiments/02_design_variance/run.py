@@ -43,7 +43,7 @@ from dppo_jax.records import Groups, PromptBatch, Rollout, Selection
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 BUDGETS = (0.75, 0.5, 0.25, 0.125)
-DRAWS = 4000
+DRAWS = 2000
 TOKEN_DRAWS = 32
 COLOURS = {
   "uniform": "#9aa5b1",
@@ -213,11 +213,20 @@ def at_budget(sampled: Batch, make, budget: float):
     make: a share to a method; more of it trains on more tokens.
   """
   wanted = budget * sampled.live_tokens.sum()
-  tokens = lambda share: coefficients(sampled, make(share), 16)[1]
+  draw = keys.Draw(jax.random.key(0), jnp.int32(0))
+
+  def tokens(share):
+    chosen = make(share).completions(draw, sampled.groups)
+    prob = np.asarray(chosen.prob, np.float64)
+    # An unweighted rule reports one number: what it keeps is what it keeps.
+    if np.ptp(prob[np.asarray(chosen.keep)]) == 0:
+      prob = np.asarray(chosen.keep, np.float64)
+    return prob.reshape(-1) @ sampled.live_tokens
+
   low, high = 1e-3, 1.0
   if tokens(low) > 1.02 * wanted:
     return None
-  for _ in range(12):
+  for _ in range(9):
     middle = (low + high) / 2
     low, high = (middle, high) if tokens(middle) < wanted else (low, middle)
   return make(high)

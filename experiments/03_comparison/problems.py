@@ -14,9 +14,10 @@ round the box.
 Each operator with its operand, a skill, turns the digit by an amount of its own
 (modulo 10), which nothing but a table tells. A solution, from which the warm-up
 learns, turns one too far as often as the skill's error rate says: never for the
-sound skills; for the faulty ones from seldom to nearly always. Its box holds what
-its mistakes led to; the answer is the truth. A model that imitates the solutions starts as right on each skill as
-they are, and only the reward can tell it which turn is the right one.
+sound skills; for the faulty ones from seldom to nearly always. Its box holds
+what its mistakes led to; the answer is the truth. A model that imitates the
+solutions starts as right on each skill as they are, and only the reward can
+tell it which turn is the right one.
 """
 
 import argparse
