@@ -7,7 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from dppo_jax import checkpoint, config, data, house, keys, rooms, train
+from dppo_jax import (
+  checkpoint,
+  collect,
+  config,
+  house,
+  keys,
+  methods,
+  metrics,
+  rooms,
+  train,
+)
 from dppo_jax.keys import Room
 
 
@@ -15,6 +25,7 @@ def _config(**overrides) -> config.Config:
   """A model that knows next to nothing, on problems of one operation."""
   c = config.Config()
   config.use_method(c, overrides.pop("method", "dppo"))
+  c.method.args |= overrides.pop("args", {})
   settings = {
     "steps": 4,
     "model.embed": 16,
@@ -100,7 +111,7 @@ def _assert_same_run(workdir, other):
 
 def _at_grading(monkeypatch, number, act):
   """Does `act` when completions are graded for the `number`-th time."""
-  grade, calls = train.grade, []
+  grade, calls = collect.grade, []
 
   def graded(*args):
     calls.append(1)
@@ -108,7 +119,7 @@ def _at_grading(monkeypatch, number, act):
       act()
     return grade(*args)
 
-  monkeypatch.setattr(train, "grade", graded)
+  monkeypatch.setattr(collect, "grade", graded)
 
 
 def test_a_run_that_died_and_was_started_again_ends_bit_equal(
@@ -157,17 +168,79 @@ def test_another_config_is_refused_by_name(uninterrupted):
     train.run(changed, uninterrupted)
 
 
-def _three_steps(data_axis, model_axis):
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_method_trains_and_compiles_nothing_on_the_way(
+  uninterrupted, tmp_path, method
+):
+  c = _config(method=method, **{"warmup.from_run": str(uninterrupted)})
+  if method == "neyman":
+    c.method.args["token_budget"] = 0.5
+  train.run(c, tmp_path)
+  steps = [m for m in _metrics(tmp_path) if "reward/mean" in m]
+  assert len(steps) == 4 and all(m["update/compiles"] == 0 for m in steps[1:])
+  assert all(np.isfinite(m["update/grad_norm"]) for m in steps)
+  assert sum(m["tokens/trained"] for m in steps) > 0
+  whole = [m for m in _metrics(uninterrupted) if "reward/mean" in m]
+  # The same weights and prompts, of which every method samples alike.
+  if method in ("grpo", "dppo", "cppo", "pods", "d1s", "d2s", "d3s"):
+    assert steps[0]["reward/mean"] == whole[0]["reward/mean"]
+
+
+def test_a_refilled_step_draws_until_it_is_full_and_resumes(
+  uninterrupted, tmp_path, monkeypatch
+):
+  c = _config(method="greso", **{"warmup.from_run": str(uninterrupted)})
+  train.run(c, tmp_path / "whole")
+  steps = [m for m in _metrics(tmp_path / "whole") if "reward/mean" in m]
+  assert any(m["prompts/drawn"] > 8 for m in steps)
+  for m in steps:
+    informative = m["prompts/kept"] - m["completions/dead_groups"]
+    assert m["prompts/drawn"] == 32 or informative >= 8
+    assert m["completions/trained"] <= 32
+
+  _at_grading(monkeypatch, 9, lambda: signal.raise_signal(signal.SIGTERM))
+  with pytest.raises(KeyboardInterrupt):
+    train.run(c, tmp_path / "stopped")
+  monkeypatch.undo()
+  train.run(c, tmp_path / "stopped")
+  a, b = (_final_state(tmp_path / name, c) for name in ("whole", "stopped"))
+  assert a.draws > a.step == 4
+  _assert_equal(a, b)
+
+
+def test_a_run_starts_from_another_ones_first_weights(uninterrupted, tmp_path):
+  """Restored before the first evaluation, without a warm-up."""
+  c = _config(steps=0, **{"warmup.from_run": str(uninterrupted)})
+  train.run(c, tmp_path)
+  with checkpoint.Checkpoints(tmp_path, 2) as mine:
+    like = rooms.state_like(house.furnish(c))
+    params = mine.restore_params(0, like.params)
+  with checkpoint.Checkpoints(uninterrupted, 2) as other:
+    _assert_equal(params, other.restore_params(0, like.params))
+
+
+def _three_steps(data_axis, model_axis, **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   c = _config(
     **{
       "mesh.data": data_axis,
       "mesh.model": model_axis,
       "objective.inner_updates": 2,
-    }
+    },
+    **overrides,
   )
   c.objective.args["beta"] = 0.1
   h = house.furnish(c)
+
+  class Grader:
+    """Something to learn that depends on nothing but the tokens."""
+
+    def judge(self, texts, golds):
+      return ["right" if len(text) % 3 else "wrong" for text in texts]
+
+    def reward(self, outcome):
+      return float(outcome == "right")
+
   with jax.set_mesh(h.mesh):
     compiled = rooms.build(h)
     like = rooms.state_like(h)
@@ -179,39 +252,42 @@ def _three_steps(data_axis, model_axis):
     tokens = []
     for step in range(3):
       at = lambda room, s=step: keys.draw_at(h.root_key, s, room)
-      prompts = data.draw(h.train, h.root_key, step, 8)
-      kept = compiled.choose(at(Room.PROMPTS), state.history, prompts.ids)
-      rollout = compiled.roll_out(state.params, prompts, at(Room.ROLLOUT), kept)
-      # Something to learn that depends on nothing but the tokens.
-      rewards = np.asarray(rollout.tokens[..., 0] % 3 == 0, np.float32)
+      state, got = collect.harvest(
+        h, compiled, Grader(), state, metrics.Clock()
+      )
       batch, num_micro, _ = compiled.select(
-        at(Room.COMPLETIONS), prompts, rollout, rewards
+        at(Room.COMPLETIONS), got.prompts, got.rollout, got.rewards
       )
-      batch = compiled.score(state.params, batch, num_micro)
+      batch, _ = compiled.score(state.params, at(Room.TOKENS), batch, num_micro)
       state, info = compiled.update(
-        state, reference, batch, num_micro, np.float32(32)
+        state, reference, batch, num_micro, np.float32(got.num_prompts) * 4
       )
-      state = compiled.remember(state, rollout, rewards)
-      tokens.append(jax.device_get((rollout.tokens, rollout.lengths)))
+      tokens.append(jax.device_get((got.rollout.tokens, got.rollout.lengths)))
     assert info["update/kl"] > 0
     return tokens, jax.device_get(state)
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-  return _three_steps(1, 1)
+MESHED = {
+  "dppo": {},
+  "neyman": {"args": {"token_budget": 0.5}},
+  "greso": {},
+}
+
+
+@pytest.fixture(scope="module", params=MESHED)
+def on_one_device(request):
+  overrides = {"method": request.param} | MESHED[request.param]
+  return overrides, _three_steps(1, 1, **overrides)
 
 
 @pytest.mark.parametrize("mesh", [(8, 1), (4, 2)])
 def test_a_mesh_changes_no_token_and_no_more_than_rounding(mesh, on_one_device):
-  tokens, state = _three_steps(*mesh)
-  _assert_equal(tokens, on_one_device[0])
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
-    state.params,
-    on_one_device[1].params,
-  )
-  np.testing.assert_allclose(state.history, on_one_device[1].history, atol=1e-5)
+  overrides, (want, reference) = on_one_device
+  tokens, state = _three_steps(*mesh, **overrides)
+  _assert_equal(tokens, want)
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4)
+  jax.tree.map(close, state.params, reference.params)
+  jax.tree.map(close, state.history, reference.history)
   start = house.furnish(_config()).initial_params()
   moved = np.abs(np.asarray(start["embed"]) - state.params["embed"]).max()
   assert moved > 5e-3  # so that agreement says something

@@ -67,6 +67,8 @@ COLOURS = {
   "neyman": "#2a6f97",
   "neyman, budgets 0.35": "#89c2d9",
 }
+# It makes the same weights as grpo, up to rounding: only its time is of use.
+FEWER_SEEDS = {"grpo, all tokens": 2}
 # Student's t, 97.5%, by degrees of freedom.
 T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 
@@ -139,6 +141,7 @@ def train_all(root: pathlib.Path, seeds: int, cores: list[int]) -> list[dict]:
       )
       for seed in range(seeds)
       for variant, (method, *flags) in VARIANTS.items()
+      if seed < FEWER_SEEDS.get(variant, seeds)
     }
   for run in runs.values():
     run.result()
@@ -165,16 +168,18 @@ def interval(values: list[float]) -> tuple[float, float]:
   return statistics.mean(values), T[len(values) - 1] * error
 
 
-def paired(results: list[dict], variant: str, value) -> list[float]:
-  """Ratios of GRPO's value to the variant's, seed by seed."""
+def paired(
+  results: list[dict], variant: str, value, base: str = "grpo"
+) -> list[float]:
+  """Ratios of the base's value to the variant's, seed by seed."""
   of = lambda name: {
     r["seed"]: value(r) for r in results if r["variant"] == name
   }
-  base, other = of("grpo, all tokens"), of(variant)
+  whole, other = of(base), of(variant)
   return [
-    base[seed] / other[seed]
-    for seed in base
-    if base[seed] is not None and other.get(seed) is not None
+    whole[seed] / other[seed]
+    for seed in whole
+    if whole[seed] is not None and other.get(seed) is not None
   ]
 
 
@@ -201,6 +206,7 @@ def table(results: list[dict]) -> str:
     "accuracy",
     "step, s",
     "faster than grpo",
+    "than on all tokens",
     *(f"to {mark:.0%}, s" for mark in report.MARKS),
     f"faster to {report.MARKS[-1]:.0%}",
     "generated, M",
@@ -217,7 +223,10 @@ def table(results: list[dict]) -> str:
       variant,
       f"{mean:.3f} ± {half:.3f}",
       f"{statistics.median(r['step_seconds'] for r in runs):.3f}",
-      f"{statistics.median(paired(results, variant, whole_run)):.2f}",
+      *(
+        f"{statistics.median(paired(results, variant, whole_run, base)):.2f}"
+        for base in ("grpo", "grpo, all tokens")
+      ),
     ]
     for mark in report.MARKS:
       times = [r["seconds_to"][f"{mark:.0%}"] for r in runs]
@@ -259,7 +268,7 @@ def draw(results: list[dict]) -> None:
     )
   curves.set(xlabel="training seconds", ylabel="held-out accuracy")
   plane.set(
-    xlabel="times faster than grpo on all tokens, same steps",
+    xlabel="times faster than grpo, same prompts",
     ylabel="final held-out accuracy, 95% interval",
   )
   plane.axvline(1, color="#9aa5b1", linewidth=1)
