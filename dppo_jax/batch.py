@@ -110,6 +110,9 @@ def select(
     num_micro,
     info
     | {
+      "prompts/prob_min": jnp.where(
+        rollout.kept.keep, rollout.kept.prob, 1.0
+      ).min(),
       "completions/kept": total(weight > 0),
       "completions/trained": total(is_trained),
       "tokens/trained": total(trained),
@@ -156,7 +159,12 @@ def choose_tokens(
     batch = batch.replace(old_logprobs=scores.logprobs)
   return (
     batch.replace(weights=weight),
-    {"tokens/trained": (weight != 0).sum(dtype=jnp.float32)},
+    {
+      "tokens/trained": (weight != 0).sum(dtype=jnp.float32),
+      "tokens/weight_max": jnp.where(
+        weight != 0, weight / jnp.where(weight != 0, batch.weights, 1.0), 0.0
+      ).max(),
+    },
   )
 
 

@@ -17,11 +17,13 @@ class Checkpoints:
   it spares a second warm-up.
   """
 
-  def __init__(self, workdir: pathlib.Path, keep: int):
+  def __init__(self, workdir: pathlib.Path, keep: int, read_only: bool = False):
     self._manager = ocp.CheckpointManager(
       workdir.absolute() / "checkpoints",
       options=ocp.CheckpointManagerOptions(
-        cleanup_tmp_directories=True,
+        cleanup_tmp_directories=not read_only,
+        create=not read_only,
+        read_only=read_only,
         preservation_policy=policies.AnyPreservationPolicy(
           [policies.LatestN(keep), policies.CustomSteps([0])]
         ),

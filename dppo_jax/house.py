@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+import pathlib
 from typing import NamedTuple
 
 import jax
@@ -106,6 +107,7 @@ def furnish(config: configs.Config) -> House:
   words = _tokenizer(config, path)
   model = _model(config.model, path, words.vocab_size)
   _check_weights(mesh, model)
+  _check_from_run(config.warmup.from_run)
   train, held_out = _problems(config, words)
   stop_ids = tuple(config.rollout.stop_ids) or words.stop_ids
   _check_ids(model, stop_ids, (train, held_out))
@@ -236,26 +238,35 @@ def _check_ids(
 
 
 def _check_refill(config: configs.Config) -> None:
-  """Refuses a refill where groups that it passes over would have counted."""
+  """Refuses an exact refill where the groups it passes over would count."""
   refill = configs.make_method(config).refill
-  if not refill:
+  if not (refill and refill.is_exact):
     return
   objective = configs.make_objective(config)
   counts = {
     "config.reward.overlong_tokens": config.reward.overlong_tokens,
-    "config.objective.args beta": objective.beta if refill.is_exact else 0,
+    "config.objective.args.beta": objective.beta,
   }
   for name, value in counts.items():
     if value:
       raise ValueError(
-        f"{name} is {value} but a method that draws again passes over groups "
-        "whose rewards are all the same, which would have counted: set it to "
-        "0, or config.method.args refill to none"
+        f"{name} is {value} but an exact refill passes over groups whose "
+        "rewards are all the same, which would have counted: set it to 0, or "
+        "config.method.args.refill to plain or none"
       )
-  if refill.is_exact and config.data.prompts_per_step < 2:
+  if config.objective.args.get("tokens_per_completion") == 0:
     raise ValueError(
-      "config.data.prompts_per_step is 1 but an exact refill takes at least 2 "
-      "to tell how many groups were passed over"
+      "config.objective.args.tokens_per_completion is 0 but the mean length of "
+      "the groups that an exact refill gathers is not that of all: set it to "
+      "what a completion usually takes"
+    )
+
+
+def _check_from_run(from_run: str) -> None:
+  if from_run and not (pathlib.Path(from_run) / "checkpoints/0").is_dir():
+    raise ValueError(
+      f"config.warmup.from_run is {from_run} but there is no checkpoint of "
+      "step 0 in it"
     )
 
 

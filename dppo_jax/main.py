@@ -8,12 +8,16 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(); `file.py:METHOD` names a method."
+  "config",
+  None,
+  "A file with get_config(); `file.py:METHOD` names a method and "
+  "`file.py:METHOD,OBJECTIVE` an objective too.",
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir",
   None,
-  "Directory of the run; by default runs/CONFIG-METHOD-seedSEED. The same "
+  "Directory of the run; by default runs/CONFIG-METHOD-seedSEED, with the "
+  "objective after the method unless that is grpo. The same "
   "command run again goes on from its newest checkpoint.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
@@ -47,7 +51,10 @@ def _train(argv: list[str]) -> None:
   config = _CONFIG.value
   if not isinstance(config, configs.Config):
     raise ValueError(f"--config: get_config() of {str(path)!r} made no Config")
-  name = f"{path.stem}-{config.method.name}-seed{config.seed}"
+  what = config.method.name
+  if config.objective.name != "grpo":
+    what += f"-{config.objective.name}"
+  name = f"{path.stem}-{what}-seed{config.seed}"
   train.run(config, pathlib.Path(_WORKDIR.value or f"runs/{name}"))
 
 

@@ -59,6 +59,7 @@ def dppo(
   prompt_rate: float = 0.5,
   completion_rate: float = 0.5,
   scope: str = "group",
+  prompt_scope: str = "batch",
   score: str = "advantage",
   smoothing: float = 0.0,
   max_age: int = 0,
@@ -74,6 +75,8 @@ def dppo(
     completion_rate: share dropped of the completions whose |advantage| is
       below the mean.
     scope: that mean is of the "group" or of the "batch".
+    prompt_scope: the usual score of prompts is the mean of the "batch" of
+      candidates, or of "all" problems.
     score: a prompt's history: "advantage", the mean |advantage|, or
       "variance", that of its rewards.
     smoothing: weight of the older scores, in [0, 1).
@@ -82,7 +85,8 @@ def dppo(
     has_expected_share: divides by what was kept and multiplies by the expected
       share: a ratio estimator, biased by O(1 / kept).
     is_literal: drops a fixed share, lowest first, which is biased.
-    steps: of the run; 0 leaves it to config.steps.
+    steps: of the run. 0 takes config.steps; where there is no config, nothing
+      changes over the run.
   Source: DPPO, arXiv:2603.04135; prune_until from InfoBatch, arXiv:2303.04947.
   Deviates:
     1. Draws at random with known probabilities, as the paper's proof needs;
@@ -98,6 +102,7 @@ def dppo(
     score=score,
     smoothing=smoothing,
     max_age=max_age,
+    scope=prompt_scope,
     literal=is_literal,
   )
   completions = completion_rules.drop_small_advantage(
@@ -155,7 +160,7 @@ def greso(
       takes their mean; "exact" corrects for having stopped then; "none".
     max_draws: batches drawn in a step at most; the step then trains on what
       there is.
-    is_weighted: weights 1 / probability.
+    is_weighted: weights 1 / probability; not with a "plain" refill.
     is_literal: thresholds on the mean reward, as in the authors' code, instead
       of exactly equal rewards.
   Source: GRESO, arXiv:2506.02177.
@@ -164,14 +169,15 @@ def greso(
     2. A batch of candidates is as large as the batch trained on, and the last
        one is cut to the estimated need; what it leaves over is not visited.
   """
+  _check("tuning", tuning, tuning >= 0, "at least 0")
+  _check("max_draws", max_draws, max_draws >= 1, "at least 1")
+  plain = is_weighted and refill == "plain"
+  _check("refill", refill, not plain, "exact or none where is_weighted")
   prompts = prompt_rules.drop_flat_streaks(
     base, floor, target, tuning, literal=is_literal
   )
-  if refill not in ("plain", "exact", "none"):
-    raise ValueError(
-      f"refill is {refill!r} but must be plain, exact or none; see "
-      "config.method.args"
-    )
+  kinds = ("plain", "exact", "none")
+  _check("refill", refill, refill in kinds, "plain, exact or none")
   return grpo()._replace(
     prompts=prompts if is_weighted else prompt_rules.unweighted(prompts),
     refill=None if refill == "none" else Refill(max_draws, refill == "exact"),
@@ -184,6 +190,9 @@ def pods(keep: float = 0.25) -> Method:
   Args:
     keep: share of the completions kept, m / n in the paper.
   Source: PODS, arXiv:2504.13818.
+  Deviates:
+    1. At least two are kept; ties are broken at random, and of subsets of the
+       same variance the most balanced is taken.
   """
   rule = completion_rules.max_variance(keep, "group")
   return grpo()._replace(
@@ -201,6 +210,8 @@ def d1s(keep: float = 0.25, scope: str = "group") -> Method:
     keep: share of the completions kept.
     scope: the subset of each "group", or of the "batch" (D1S-Cross).
   Source: D3S, arXiv:2509.22115.
+  Deviates:
+    1. As `pods`.
   """
   rule = completion_rules.max_variance(keep, scope)
   return grpo()._replace(completions=completion_rules.unweighted(rule))
@@ -220,8 +231,10 @@ def d2s(
   Source: D3S, arXiv:2509.22115.
   Deviates:
     1. The batch's subset is taken from all completions, not from the groups'.
-    2. A completion's loss is the mean over its kept tokens.
+    2. A completion's loss is the mean over its kept tokens. So it is under
+       dapo, whose tokens otherwise count alike.
   """
+  completion_rules.check_share(keep_tokens, "keep_tokens")
   return d1s(keep, scope)._replace(
     tokens=token_rules.top_entropy(keep_tokens, token_scope)
   )
@@ -240,14 +253,21 @@ def d3s(
 
   Args:
     final_keep, final_keep_tokens: shares at the end.
-    steps: of the run; 0 leaves it to config.steps.
+    steps: of the run. 0 takes config.steps; where there is no config, nothing
+      changes over the run.
   Source: D3S, arXiv:2509.22115.
   Deviates:
     1. The shares are ours; the paper's were not found.
     2. As `d2s`.
   """
-  for share in (keep, keep_tokens, final_keep, final_keep_tokens):
-    completion_rules.check_share(share, "kept share")
+  _check("steps", steps, steps >= 0, "at least 0")
+  for name, share in (
+    ("keep", keep),
+    ("keep_tokens", keep_tokens),
+    ("final_keep", final_keep),
+    ("final_keep_tokens", final_keep_tokens),
+  ):
+    completion_rules.check_share(share, name)
   return d2s()._replace(
     completions=completion_rules.unweighted(
       completion_rules.max_variance(_between(keep, final_keep, steps), scope)
@@ -265,6 +285,11 @@ def neyman(
   min_prompt_prob: float = 0.1,
   min_prob: float = 0.05,
   proxy: str = "length",
+  coherence: float = 0.0,
+  kappa: float = 0.25,
+  forgetting: float = 0.98,
+  is_cost_aware: bool = True,
+  token_size: str = "surprise",
 ) -> Method:
   """Exactly as many prompts, completions and tokens as asked, least variance.
 
@@ -274,20 +299,42 @@ def neyman(
 
   Args:
     prompt_budget: share of the prompts rolled out, in (0, 1].
-    completion_budget: share of their completions trained on; all that are
-      needed where these are fewer.
+    completion_budget: share of their completions trained on, counted with
+      those of zero advantage; all that are needed where these are fewer.
     token_budget: share of their tokens.
     min_prompt_prob, min_prob: least probabilities, which bound the weights.
     proxy: what stands for a completion's gradient beside |advantage|:
       "length", "surprise" or "none".
+    coherence: how far a completion's token gradients point one way.
+    kappa: how much a group's split, beside its being mixed, is expected to
+      add.
+    forgetting: factor on what is remembered of a prompt, per step.
+    is_cost_aware: prefers prompts whose completions are short.
+    token_size: a token's size: "surprise", "norm" or "entropy"; the last two
+      take another pass over the model.
   Source: ours, after Neyman 1934 and Deville and Tille 1998.
+  Deviates:
+    1. A prompt's size is that of advantages divided by their deviation, under
+       any objective.
   """
+  completion_rules.check_share(prompt_budget, "prompt_budget")
+  completion_rules.check_share(min_prompt_prob, "min_prompt_prob")
+  completion_rules.check_share(completion_budget, "completion_budget")
+  completion_rules.check_share(token_budget, "token_budget")
   return grpo()._replace(
-    prompts=prompt_rules.neyman_prompts(prompt_budget, min_prompt_prob),
-    completions=completion_rules.neyman(
-      completion_budget, min_prob, proxy=proxy
+    prompts=prompt_rules.neyman_prompts(
+      prompt_budget,
+      min_prompt_prob,
+      kappa=kappa,
+      forgetting=forgetting,
+      cost_aware=is_cost_aware,
     ),
-    tokens=None if token_budget == 1 else token_rules.neyman(token_budget),
+    completions=completion_rules.neyman(
+      completion_budget, min_prob, coherence, proxy
+    ),
+    tokens=None
+    if token_budget == 1
+    else token_rules.neyman(token_budget, min_prob, token_size),
   )
 
 
@@ -304,9 +351,17 @@ METHODS = {
 }
 
 
+def _check(name: str, value: object, is_fine: bool, limit: str) -> None:
+  if not is_fine:
+    raise ValueError(
+      f"{name} is {value!r} but must be {limit}; see config.method.args"
+    )
+
+
 def _until(rate: float, share: float, steps: int) -> float | Callable:
   """`rate`, and 0 once `share` of the steps is behind."""
   completion_rules.check_share(share, "prune_until")
+  _check("steps", steps, steps >= 0, "at least 0")
   if share == 1 or not steps:
     return rate
   completion_rules.check_rate(rate, "pruning")

@@ -119,7 +119,10 @@ def seconds_to(
 
 def _title(config: dict) -> str:
   source = pathlib.Path(config["data.train"]).name
-  return f"# {config['method.name']} on {source}, seed {config['seed']}"
+  what = config["method.name"]
+  if config["objective.name"] != "grpo":
+    what += f" ({config['objective.name']})"
+  return f"# {what} on {source}, seed {config['seed']}"
 
 
 def seconds_at(

@@ -48,6 +48,8 @@ def write(path: pathlib.Path, config: configs.Config) -> None:
     free = set(FREE)
     if new["optimizer.schedule"] != "constant" or has_schedule(config):
       free.discard("steps")  # the learning rate, or pruning, depends on it
+    if configs.make_method(config).tokens:
+      free -= {"pack.rows", "pack.window"}  # tokens are drawn along the rows
     differing = [
       f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
       for name in sorted(old.keys() | new.keys())

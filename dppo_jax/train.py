@@ -153,7 +153,9 @@ def _warm_up(
   from_run = knobs.pop("from_run")
   if from_run:
     writer.say(f"the first weights of {from_run}")
-    with checkpoint.Checkpoints(pathlib.Path(from_run), keep=1) as other:
+    with checkpoint.Checkpoints(
+      pathlib.Path(from_run), keep=1, read_only=True
+    ) as other:
       return other.restore_params(0, like)
   params = house.initial_params()
   if not knobs["steps"]:

@@ -85,7 +85,7 @@ def top_abs_advantage(keep: Share, scope: str = "group") -> CompletionRule:
     code.
   """
   if not callable(keep):
-    check_share(keep, "kept share")
+    check_share(keep, "keep")
 
   def choose(step, noise, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
@@ -112,7 +112,7 @@ def max_variance(keep: Share, scope: str = "group") -> CompletionRule:
   Source: PODS, arXiv:2504.13818; D3S, arXiv:2509.22115, for the batch.
   """
   if not callable(keep):
-    check_share(keep, "kept share")
+    check_share(keep, "keep")
 
   def choose(step, noise, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
@@ -157,7 +157,7 @@ def _num_highest(
 def neyman(
   budget: float,
   min_prob: float = 0.05,
-  coherence: float = 0.02,
+  coherence: float = 0.0,
   proxy: str = "length",
 ) -> CompletionRule:
   """Keeps a fixed number, in proportion to what each adds to the gradient.
@@ -180,7 +180,7 @@ def neyman(
       "none": L, so that |advantage| alone counts where a token's share is 1/L.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
-  check_share(budget, "completion budget")
+  check_share(budget, "budget")
   if not (0 <= min_prob <= 1 and 0 <= coherence < float("inf")):
     raise ValueError(
       f"min_prob is {min_prob} and must be in [0, 1], coherence is {coherence} "
@@ -223,7 +223,7 @@ def uniform(budget: float) -> CompletionRule:
   Args:
     budget: share of the completions drawn, in (0, 1]; at least one is kept.
   """
-  check_share(budget, "completion budget")
+  check_share(budget, "budget")
 
   def rule(draw: Draw, groups: Groups) -> Selection:
     is_drawn = groups.lengths > 0
@@ -315,7 +315,7 @@ def check_share(value: float, what: str) -> None:
   """Refuses what is not a share above 0."""
   if not 0 < value <= 1:
     raise ValueError(
-      f"a {what} of {value} is outside (0, 1]; see config.method.args"
+      f"{what} is {value} but must be in (0, 1]; see config.method.args"
     )
 
 

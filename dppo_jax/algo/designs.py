@@ -141,8 +141,14 @@ def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:
 
 
 def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
-  """`sum(units) - n * GRID`, which may pass 2**32, cut off at 2**30."""
-  high = (units >> 10).sum(dtype=jnp.int32)
-  low = (units & 1023).sum(dtype=jnp.int32)
-  high = high + (low >> 10) - n * 1024
-  return jnp.clip(high, -(2**20), 2**20) * 1024 + (low & 1023)
+  """`sum(units) - n * GRID`, which may pass 2**32, cut off at 2**30.
+
+  In three limbs, the sums of which hold for up to `2**24` items.
+  """
+  high = (units >> 14).sum(dtype=jnp.int32)
+  middle = ((units >> 7) & 127).sum(dtype=jnp.int32)
+  low = (units & 127).sum(dtype=jnp.int32)
+  middle = middle + (low >> 7)
+  high = high + (middle >> 7) - n * (GRID >> 14)
+  rest = (middle & 127) * 128 + (low & 127)
+  return jnp.clip(high, -(2**16), 2**16 - 1) * 2**14 + rest

@@ -23,8 +23,8 @@ def diagnose(
       common factor; a proxy will do.
     is_needed: False where a completion adds nothing.
   Returns:
-    weights/max, weights/mean: of all completions drawn; the mean is 1 in
-      expectation.
+    weights/max, weights/mean: before tokens are chosen. The mean is 1 in
+      expectation where every completion could be kept.
     completions/prob_min, completions/prob_mean: of the needed completions.
     weights/ess: contributions' effective sample size.
     weights/added_variance: variance that pruning adds, as a share of that of

@@ -14,6 +14,7 @@ unpruned batch, happens in `update.apply_gradient`.
 """
 
 from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import jax
@@ -67,13 +68,18 @@ def grpo(
   Deviates:
     1. beta is 0 unless asked for (0.04 there).
   """
-  _check("clip_low", clip_low, clip_low > 0, "above 0")
+  _check("clip_low", clip_low, 0 < clip_low < 1, "in (0, 1)")
   _check("clip_high", clip_high, clip_high > 0, "above 0")
-  _check("beta", beta, beta >= 0, "at least 0")
+  _check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
   _check(
     "dual_clip", dual_clip, dual_clip == 0 or dual_clip > 1, "0 or above 1"
   )
-  _check("sampler_cap", sampler_cap, sampler_cap >= 0, "at least 0")
+  _check(
+    "sampler_cap",
+    sampler_cap,
+    sampler_cap == 0 or sampler_cap >= 1,
+    "0 or at least 1",
+  )
   return Objective(
     group_normalized,
     clip_low,

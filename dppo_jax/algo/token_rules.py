@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dppo_jax.algo import designs
+from dppo_jax.algo.completion_rules import check_share
 from dppo_jax.algo.segments import segment_sum
 from dppo_jax.keys import Draw
 from dppo_jax.records import PackedBatch, Scores, Selection
@@ -30,16 +31,6 @@ class TokenRule(NamedTuple):
 
   needs_scores: bool
   select: Callable[[Draw, PackedBatch, Scores | None], Selection]
-
-
-def every_token() -> TokenRule:
-  """Keeps all trainable tokens, with probability 1."""
-
-  def select(draw, batch, scores):
-    keep = _trainable(batch)
-    return Selection(keep, keep.astype(jnp.float32))
-
-  return TokenRule(needs_scores=False, select=select)
 
 
 def top_entropy(
@@ -68,7 +59,7 @@ def top_entropy(
     3. Entropy is that of the policy that sampled.
   """
   if not callable(keep):
-    _check_share(keep, "keep")
+    check_share(keep, "keep")
   if scope not in ("batch", "completion"):
     raise ValueError(
       f"scope is {scope!r} but must be 'batch' or 'completion'; "
@@ -129,7 +120,7 @@ def neyman(
   Source: Neyman 1934, optimal allocation; D3S, arXiv:2509.22115, for
     choosing tokens after completions.
   """
-  _check_share(budget, "budget")
+  check_share(budget, "budget")
   if not 0 <= min_prob <= 1:
     raise ValueError(
       f"min_prob is {min_prob} but must be in [0, 1]; see config.method.args"
@@ -185,11 +176,3 @@ def _rank(
   is_first = jnp.diff(group[order], prepend=-1) != 0
   rank = place - jax.lax.cummax(jnp.where(is_first, place, 0))
   return jnp.zeros_like(rank).at[order].set(rank).reshape(score.shape)
-
-
-def _check_share(share: float, name: str) -> None:
-  if not 0 < share <= 1:
-    raise ValueError(
-      f"{name} is {share} but must be in (0, 1]: a share of the trainable "
-      "tokens; see config.method.args"
-    )

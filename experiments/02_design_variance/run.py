@@ -2,11 +2,12 @@
 
   python experiments/02_design_variance/run.py
 
-Warms up the default task's model, samples one large batch from it, takes the
-gradient of every completion, and draws each method's choice of completions
-thousands of times at equal tokens trained. A gradient estimate is a sum of
-those gradients, so its squared error is a quadratic form in their inner
-products. Results go to results.jsonl and figure.png beside this file.
+For the default task and that of experiment 03: warms up the model, samples one
+large batch from it, takes the gradient of every completion, and draws each
+method's choice of completions thousands of times at equal tokens trained. A
+gradient estimate is a sum of those gradients, so its squared error is a
+quadratic form in their inner products. Results go to results.jsonl and
+figure.png beside this file.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from dppo_jax import (
   house,
   keys,
   methods,
+  metrics,
   rollout,
   rooms,
   train,
@@ -101,16 +103,16 @@ class Batch(NamedTuple):
     )
 
 
-def prepare(workdir: pathlib.Path, seed: int, num_prompts: int) -> Batch:
-  """The default task's model after its warm-up, and a batch sampled by it."""
-  config = runpy.run_path(ROOT / "configs/arithmetic.py")["get_config"]("grpo")
-  config.seed, config.steps = seed, 0
+def prepare(config, workdir: pathlib.Path, num_prompts: int) -> Batch:
+  """The model after its warm-up, and a batch sampled by it."""
+  config.steps = 0
   config.rollout.group_size = 16
   train.run(config, workdir)
   home = house.furnish(config)
   with checkpoint.Checkpoints(workdir, keep=1) as saved:
     params = saved.restore_params(0, rooms.state_like(home).params)
   prompts = data.draw(home.train, home.root_key, 0, num_prompts)
+  prompts = jax.tree.map(jnp.asarray, prompts)
   sampled, rewards = sample(home, params, prompts, draw=0)
   scores = score_gradients(home, params, prompts, sampled)
   exact = scores.astype(np.float64)
@@ -132,6 +134,7 @@ def sample(home: house.House, params, prompts, draw: int) -> Sampled:
     model_config=home.model,
     group_size=r.group_size,
     max_tokens=r.max_tokens,
+    temperature=r.temperature,
     num_slots=r.num_slots,
     prefill_prompts=r.prefill_prompts,
     stop_ids=home.stop_ids,
@@ -161,7 +164,9 @@ def score_gradients(home: house.House, params, prompts, sampled) -> np.ndarray:
     num,
     longest,
   )
-  knobs = update.Settings(home.model, home.objective)
+  knobs = update.Settings(
+    home.model, home.objective, home.config.rollout.temperature
+  )
 
   def loss(params, row):
     row = jax.tree.map(lambda x: x[None], row)
@@ -272,8 +277,8 @@ def completion_methods(sampled: Batch) -> dict:
     "uniform": lambda share: choose(rules.uniform(share)),
     "dppo": lambda share: methods.dppo(0.0, 1 - share),
     "dppo, batch mean": lambda share: methods.dppo(0.0, 1 - share, "batch"),
-    "neyman, |A| alone": lambda share: methods.neyman(1, share, proxy="none"),
-    "neyman": lambda share: methods.neyman(1, share),
+    "neyman, |A| alone": lambda share: methods.neyman(1.0, share, proxy="none"),
+    "neyman": lambda share: methods.neyman(1.0, share),
     "neyman, surprise": lambda share: methods.neyman(
       1, share, proxy="surprise"
     ),
@@ -305,27 +310,27 @@ def fit_length(sampled: Batch) -> dict[str, float]:
   share = np.asarray(sampled.groups.scale, np.float64).reshape(-1)
   squares = np.diag(sampled.products) / share**2
   columns = np.stack([lengths**2, lengths], axis=1)
-  scaled = columns / squares[:, None]  # every completion counts alike
-  solution, *_ = np.linalg.lstsq(scaled, np.ones(len(squares)), rcond=None)
-  return {
-    "c0^2": solution[0],
-    "c1^2": solution[1],
-    "coherence": max(solution[0], 0.0) / max(solution[1], 1e-12),
-  }
+  # Every completion counts alike.
+  target, columns = np.ones(len(squares)), columns / squares[:, None]
+  (c0, c1), *_ = np.linalg.lstsq(columns, target, rcond=None)
+  return {"c0^2": c0, "c1^2": c1, "coherence": max(c0, 0.0) / c1}
 
 
 def token_errors(sampled: Batch) -> list[dict]:
   """Of methods that choose tokens, from whole gradients of a few draws."""
   home = sampled.home
-  knobs = update.Settings(home.model, home.objective)
+  knobs = update.Settings(
+    home.model, home.objective, home.config.rollout.temperature
+  )
   full = np.asarray(sampled.advantages, np.float64).reshape(-1)
   exact = full @ sampled.scores
   found = []
   for name, method in {
+    "grpo": methods.grpo(),  # exact, or something is wrong
     "d2s": methods.d2s(0.5, 0.5),
     "d3s, first step": methods.d3s(),
-    "neyman, tokens 50%": methods.neyman(1, 1, 0.5),
-    "neyman, completions and tokens 71%": methods.neyman(1, 0.707, 0.707),
+    "neyman, tokens 50%": methods.neyman(1.0, 1.0, 0.5),
+    "neyman, completions and tokens 71%": methods.neyman(1.0, 0.707, 0.707),
   }.items():
 
     @jax.jit
@@ -356,8 +361,7 @@ def token_errors(sampled: Batch) -> list[dict]:
     drawn = [
       estimate(key) for key in jax.random.split(jax.random.key(1), TOKEN_DRAWS)
     ]
-    # The loss's gradient points against the score.
-    estimates = -np.stack([np.asarray(g, np.float64) for g, _ in drawn])
+    estimates = np.stack([np.asarray(g, np.float64) for g, _ in drawn])
     tokens = np.mean([float(i["tokens/trained"]) for _, i in drawn])
     mean = estimates.mean(axis=0)
     variance = np.square(estimates - mean).sum() / (TOKEN_DRAWS - 1)
@@ -434,40 +438,42 @@ def _rate(rewards, home, ids, budget: float) -> float | None:
 
 def draw_figure(results: list[dict]) -> None:
   """Added variance, and squared error of the biased, against the budget."""
-  figure = figures.Figure(figsize=(9, 4), layout="constrained")
-  weighted, biased = figure.subplots(1, 2)
-  for axis, names, title in (
-    (weighted, list(COLOURS)[:4], "unbiased: variance added"),
-    (biased, [*list(COLOURS)[4:], "neyman"], "all: squared error"),
-  ):
-    for name in names:
-      points = [
-        (r["budget"], r["variance"] + (r["bias"] if axis is biased else 0))
-        for r in results
-        if r["level"] == "completions"
-        and r["method"] == name
-        and r["variance"] is not None
-      ]
-      x, y = zip(*sorted(points), strict=True)
-      axis.plot(x, y, marker="o", color=COLOURS[name], label=name)
-    axis.set(
-      xlabel="share of tokens trained on",
-      ylabel="over the full batch's own variance",
-      title=title,
-      yscale="log",
-      xscale="log",
-    )
-    axis.set_xticks(BUDGETS, [f"{b:.1%}" for b in BUDGETS])
-    axis.minorticks_off()
-    axis.grid(alpha=0.25)
-    axis.legend()
-    axis.spines[["top", "right"]].set_visible(False)
+  batches = list(dict.fromkeys(r["batch"] for r in results))
+  figure = figures.Figure(figsize=(9, 4 * len(batches)), layout="constrained")
+  axes = figure.subplots(len(batches), 2, squeeze=False)
+  for row, name_of_batch in zip(axes, batches, strict=True):
+    for axis, names, title in (
+      (row[0], list(COLOURS)[:4], "unbiased: variance added"),
+      (row[1], [*list(COLOURS)[4:], "neyman"], "squared error of the biased"),
+    ):
+      for name in names:
+        points = [
+          (r["budget"], r["variance"] + (r["bias"] if axis is row[1] else 0))
+          for r in results
+          if (r["batch"], r["level"]) == (name_of_batch, "completions")
+          and r["method"] == name
+          and r["variance"] is not None
+        ]
+        if points:
+          x, y = zip(*sorted(points), strict=True)
+          axis.plot(x, y, marker="o", color=COLOURS[name], label=name)
+      axis.set(
+        xlabel="share of tokens trained on",
+        ylabel="over the full batch's own variance",
+        title=f"{name_of_batch}: {title}",
+        yscale="log",
+        xscale="log",
+      )
+      axis.set_xticks(BUDGETS, [f"{b:.1%}" for b in BUDGETS])
+      axis.minorticks_off()
+      axis.grid(alpha=0.25)
+      axis.legend()
+      axis.spines[["top", "right"]].set_visible(False)
   figure.savefig(HERE / "figure.png", dpi=120)
 
 
-def table(results: list[dict], level: str) -> str:
+def table(rows: list[dict]) -> str:
   """Variance, and squared bias of the biased, for each budget."""
-  rows = [r for r in results if r["level"] == level]
   names = list(dict.fromkeys(r["method"] for r in rows))
   budgets = list(dict.fromkeys(r["budget"] for r in rows))
   lines = [
@@ -480,51 +486,63 @@ def table(results: list[dict], level: str) -> str:
       (r,) = [r for r in rows if (r["method"], r["budget"]) == (name, budget)]
       if r["variance"] is None:
         cells.append("–")
-      elif r.get("bias", 0) > 0.01 * r["variance"] + 1e-3:
+      elif r.get("bias", 0) > 0.02 * r["variance"] + 1e-3:
         cells.append(
           f"{r['variance']:.3f} + {r['bias']:.2f} "
           f"(cos {r['cosine']:.2f}, x{r['scale']:.2f})"
         )
       else:
-        cells.append(f"{r['variance']:.3f}")
+        cells.append(f"{r['variance']:.4f}")
     lines.append(f"| {name} | " + " | ".join(cells) + " |")
   return "\n".join(lines)
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--prompts", type=int, default=128)
-  parser.add_argument("--workdir", default="runs/02_design_variance")
-  args = parser.parse_args()
-  sampled = prepare(
-    pathlib.Path(args.workdir).absolute(), args.seed, args.prompts
-  )
+def measure(name: str, sampled: Batch) -> list[dict]:
+  """All that there is to tell of one batch."""
   live = np.asarray(sampled.advantages != 0).any(axis=1).mean()
-  fit = fit_length(sampled)
-  print(f"groups with a signal: {live:.1%}; gradient against length: {fit}")
-  results = []
-  for name, make in completion_methods(sampled).items():
+  results = [{"level": "batch", "live": live, **fit_length(sampled)}]
+  for method, make in completion_methods(sampled).items():
     for budget in BUDGETS:
-      method = at_budget(sampled, make, budget)
-      found = error(sampled, method) if method else {"variance": None}
-      results.append(
-        {"level": "completions", "method": name, "budget": budget, **found}
-      )
-      print(results[-1], flush=True)
+      chosen = at_budget(sampled, make, budget)
+      found = error(sampled, chosen) if chosen else {"variance": None}
+      row = {"method": method, "budget": budget, **found}
+      results.append({"level": "completions", **row})
   results += [{"level": "prompts", **r} for r in prompt_errors(sampled)]
   results += [
     {"level": "tokens", "budget": 0.5, **r} for r in token_errors(sampled)
   ]
-  facts = {"live": float(live), **fit, "jax": jax.__version__}
-  facts["machine"] = platform.processor() or platform.machine()
+  facts = {
+    "batch": name,
+    "jax": jax.__version__,
+    "machine": platform.processor() or platform.machine(),
+  }
+  return [r | facts for r in results]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--prompts", type=int, default=128)
+  parser.add_argument("--workdir", default="runs/02_design_variance")
+  args = parser.parse_args()
+  workdir = pathlib.Path(args.workdir).absolute()
+  rings = HERE.parent / "03_comparison"
+  write = runpy.run_path(str(rings / "problems.py"))["write"]
+  write(rings / "data", 0, 1536, 512)
   path = HERE / "results.jsonl"
-  path.write_text(
-    "".join(json.dumps(r, default=float) + "\n" for r in [facts, *results])
-  )
-  draw_figure(results)
-  for level in ("completions", "prompts", "tokens"):
-    print(f"\n{level}\n{table(results, level)}")
+  path.write_text("")
+  for name, file in {
+    "arithmetic": ROOT / "configs" / "arithmetic.py",
+    "rings": rings / "config.py",
+  }.items():
+    config = runpy.run_path(str(file))["get_config"]("grpo")
+    rows = measure(name, prepare(config, workdir / name, args.prompts))
+    with path.open("a") as found:
+      found.writelines(json.dumps(r, default=float) + "\n" for r in rows)
+    print(f"\n{name}: {rows[0]}")
+    for level in ("completions", "prompts", "tokens"):
+      of_level = [r for r in rows if r["level"] == level]
+      print(f"\n{level}\n{table(of_level)}", flush=True)
+  draw_figure(metrics.read(path))
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ def table(results: list[dict]) -> str:
     "than on all tokens",
     *(f"to {mark:.0%}, s" for mark in report.MARKS),
     f"faster to {report.MARKS[-1]:.0%}",
+    "prompts",
     "generated, M",
     "trained, M",
     "largest weight",
@@ -241,6 +242,8 @@ def table(results: list[dict]) -> str:
       if ratios
       else "–"
     )
+    drawn = statistics.mean(r["prompts_drawn"] for r in runs)
+    cells.append(f"{drawn:.0f}")
     for name in ("tokens_generated", "tokens_trained"):
       cells.append(f"{statistics.mean(r[name] for r in runs) / 1e6:.2f}")
     cells.append(f"{max(r['weights_max'] for r in runs):.1f}")
@@ -297,6 +300,8 @@ def main() -> None:
     HERE / "data", 0, 1536, 512
   )
   cores = [int(core) for core in args.cores.split(",")]
+  if not 2 <= args.seeds <= max(T) + 1:
+    parser.error(f"--seeds is {args.seeds} but must be in 2..{max(T) + 1}")
   results = train_all(root, args.seeds, cores)
   (HERE / "results.jsonl").write_text(
     "".join(json.dumps(r) + "\n" for r in results)

@@ -21,7 +21,6 @@ SEGMENTS = np.array(
   np.int32,
 )
 SHARES = {
-  "every_token": 1.0,
   "top_entropy": 0.4,
   "top_entropy_each": 0.4,
   "neyman_norm": 0.4,
@@ -29,7 +28,6 @@ SHARES = {
   "neyman_surprise": 0.6,
 }
 RULES = {
-  "every_token": token_rules.every_token(),
   "top_entropy": token_rules.top_entropy(0.4),
   "top_entropy_each": token_rules.top_entropy(0.4, scope="completion"),
   "neyman_norm": token_rules.neyman(0.4, size="norm"),
@@ -186,7 +184,7 @@ def test_a_small_share_keeps_at_least_one_token():
 
 def test_only_rules_that_read_scores_ask_for_them():
   asking = {name for name, rule in RULES.items() if rule.needs_scores}
-  assert asking == set(RULES) - {"every_token", "neyman_surprise"}
+  assert asking == set(RULES) - {"neyman_surprise"}
 
 
 def test_ties_go_by_lot():
