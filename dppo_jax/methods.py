@@ -287,7 +287,7 @@ def neyman(
   proxy: str = "length",
   coherence: float = 0.0,
   kappa: float = 0.25,
-  forgetting: float = 0.98,
+  forgetting: float = 0.5,
   is_cost_aware: bool = True,
   token_size: str = "surprise",
 ) -> Method:
@@ -308,7 +308,7 @@ def neyman(
     coherence: how far a completion's token gradients point one way.
     kappa: how much a group's split, beside its being mixed, is expected to
       add.
-    forgetting: factor on what is remembered of a prompt, per step.
+    forgetting: factor on what is remembered of a prompt, per epoch.
     is_cost_aware: prefers prompts whose completions are short.
     token_size: a token's size: "surprise", "norm" or "entropy"; the last two
       take another pass over the model.

@@ -29,7 +29,7 @@ PROMPT_RULES = {
   "streaks": streaks(),
   "streaks_literal": streaks(literal=True),
   "streaks_unweighted": prompt_rules.unweighted(streaks()),
-  "neyman_half": neyman(0.5),
+  "neyman_half": neyman(0.5, prior=(1.0, 1.0)),
   "neyman_other": neyman(0.7, 0.3, 0.0, 0.9, (0.5, 2.0), cost_aware=False),
 }
 for _name, _factory in METHODS.items():  # every method obeys the laws too

@@ -47,10 +47,12 @@ def of(
   """The beliefs of `ids`, `[Q]`, as they have aged by `step`.
 
   Args:
-    forgetting: factor on every count, per step.
+    forgetting: factor on every count, per epoch, that is while as many
+      prompts were drawn, `Q` a step, as there are problems.
   """
   own = jax.tree.map(lambda x: x[ids] if x.ndim else x, beliefs)
-  kept = forgetting ** (step - own.last_step).astype(jnp.float32)
+  steps = (step - own.last_step).astype(jnp.float32)
+  kept = forgetting ** (steps * (len(ids) / len(beliefs.right)))
   return Beliefs(
     right=own.right * kept,
     wrong=own.wrong * kept,
