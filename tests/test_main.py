@@ -6,6 +6,7 @@ import inspect
 import json
 import pathlib
 import re
+from unittest import mock
 
 import commands
 import jax
@@ -18,6 +19,7 @@ from tokenizers import models, pre_tokenizers
 
 from dppo_jax import config as configs
 from dppo_jax import house, methods, resume
+from dppo_jax.algo import objectives
 from dppo_jax.models import checkpoint_hf
 
 FILES = sorted(path.stem for path in (commands.ROOT / "configs").glob("*.py"))
@@ -103,6 +105,10 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
     ({"method__args__prompt_rate": 1.5}, "1.5 .* config.method.args"),
     ({"method__args__completion_rate": -0.1}, "-0.1 .* config.method.args"),
     ({"objective__args__beta": -1.0}, "beta is -1.0 .* config.objective.args"),
+    ({"objective__args__sampler_cap": 0.5}, "sampler_cap is 0.5 .* least 1"),
+    ({"method__args__scope": "all"}, "scope is 'all' .* group, batch"),
+    ({"reward__overlong_tokens": 99}, "99 but .*config.rollout.max_tokens, 64"),
+    ({"warmup__from_run": "none"}, "config.warmup.from_run is none"),
     ({"pack__row_length": 40}, "holds 40: raise config.pack.row_length"),
     ({"data__prompts_per_step": 64}, "prompts_per_step is 64 .* 56 usable"),
     ({"data__train": "none.jsonl"}, "no file 'none.jsonl'.* config.data.train"),
@@ -118,6 +124,37 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
 def test_a_value_that_cannot_work_is_refused_by_name(overrides, reason):
   with pytest.raises(ValueError, match=reason):
     house.furnish(arithmetic(**overrides))
+
+
+@pytest.mark.parametrize(
+  "choice, overrides, reason",
+  [
+    ("greso", {"method__args__max_draws": 0}, "max_draws is 0"),
+    ("greso", {"method__args__tuning": -1.0}, "tuning is -1.0"),
+    ("greso", {"method__args__refill": "some"}, "plain, exact or none"),
+    ("greso", {"method__args__is_weighted": True}, "exact or none where"),
+    (
+      "greso",
+      {"method__args__refill": "exact", "objective__args__beta": 0.1},
+      "objective.args.beta is 0.1 .* exact refill",
+    ),
+    (
+      "greso,dapo",
+      {"method__args__refill": "exact"},
+      "tokens_per_completion is 0",
+    ),
+    ("neyman", {"method__args__prompt_budget": 0.0}, "prompt_budget is 0.0"),
+    ("neyman", {"method__args__token_budget": 2.0}, "token_budget is 2.0"),
+    ("neyman", {"method__args__proxy": "luck"}, "proxy is 'luck'"),
+    ("cppo", {"method__args__keep": 0.0}, "keep is 0.0 .* config.method.args"),
+    ("d2s", {"method__args__keep_tokens": 0.0}, "keep_tokens is 0.0"),
+    ("d3s", {"method__args__steps": -1}, "steps is -1"),
+  ],
+)
+def test_a_methods_value_that_cannot_work_is_refused(choice, overrides, reason):
+  c = commands.config(f"arithmetic:{choice}", **overrides)
+  with pytest.raises(ValueError, match=reason):
+    house.furnish(c)
 
 
 @pytest.mark.parametrize("what", ["method", "objective"])
@@ -237,6 +274,24 @@ def test_a_run_may_go_on_under_another(begun, name):
   assert json.loads(begun.read_text())[name] == other
 
 
+@pytest.mark.parametrize(
+  "method, overrides, name",
+  [
+    ("d3s", {}, "steps"),
+    ("dppo", {"method__args__prune_until": 0.5}, "steps"),
+    ("neyman", {"method__args__token_budget": 0.5}, "pack__window"),
+  ],
+)
+def test_what_a_method_depends_on_is_fixed(tmp_path, method, overrides, name):
+  make = lambda **more: commands.config(
+    f"arithmetic:{method}", **overrides, **more
+  )
+  resume.write(tmp_path / "config.json", make())
+  (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+  with pytest.raises(ValueError, match=rf"{name.replace('__', '.')} was"):
+    resume.write(tmp_path / "config.json", make(**{name: 999}))
+
+
 def test_steps_are_fixed_where_the_learning_rate_depends_on_them(begun):
   cosine = {"optimizer__schedule": "cosine"}
   begun.write_text(json.dumps(configs.flatten(arithmetic(**cosine))))
@@ -261,15 +316,40 @@ def test_every_argument_of_a_method_is_a_flag(method):
   arguments = inspect.signature(methods.METHODS[method]).parameters
   c = commands.config(f"arithmetic:{method}")
   assert c.method.args == {k: v.default for k, v in arguments.items()}
+  other = {
+    bool: lambda x: not x,
+    float: lambda x: x / 2,
+    int: lambda x: x + 1,
+    str: lambda x: x + "s",
+  }
   for name, value in c.method.args.items():
-    changed = {f"method__args__{name}": value / 2}
-    c = commands.config(f"arithmetic:{method}", **changed)
-    assert c.method.args[name] == value / 2
+    changed = other[type(value)](value)
+    c = commands.config(
+      f"arithmetic:{method}", **{f"method__args__{name}": changed}
+    )
+    assert c.method.args[name] == changed
 
 
-def test_every_argument_of_an_objective_is_a_flag():
-  c = commands.config("arithmetic", objective__args__beta=0.5)
-  assert configs.make_objective(c).beta == 0.5
+@pytest.mark.parametrize("name", objectives.OBJECTIVES)
+def test_every_objective_brings_its_own_arguments(name):
+  c = commands.config(f"arithmetic:neyman,{name}", objective__args__beta=0.5)
+  assert c.method.name == "neyman" and c.objective.name == name
+  made = configs.make_objective(c)
+  assert made == objectives.OBJECTIVES[name](beta=0.5)
+
+
+def test_an_objective_with_anothers_arguments_is_refused():
+  c = commands.config("arithmetic:cppo", objective__name="gspo")
+  with pytest.raises(ValueError, match=r"of 'grpo'.*FILE.py:cppo,gspo"):
+    configs.validate(c)
+
+
+def test_a_schedule_ends_with_the_run():
+  for method in ("dppo", "d3s"):
+    c = commands.config(f"arithmetic:{method}", steps=77)
+    assert c.method.args["steps"] == 0
+    with mock.patch.dict(methods.METHODS, {method: dict}):
+      assert configs.make_method(c)["steps"] == 77
 
 
 def _reads(tree: ast.AST) -> set[tuple[str, str]]:

@@ -93,8 +93,8 @@ def test_neyman_forgets():
   tokens = np.full((1, 4), 8, np.int32)
   history = rule.observe(rule.init(), 0, [5], rewards, tokens)
   np.testing.assert_allclose(counts(history), [2.25, 1.75, 32])
-  # All twelve are candidates: a step is an epoch.
-  history = rule.observe(history, 2, [5], rewards, tokens // 4)
+  # With eight candidates of twelve a step, two epochs later.
+  history = rule.observe(history, 3, [5], rewards, tokens // 4)
   np.testing.assert_allclose(counts(history), [2.8125, 2.1875, 16])
   # In time, what is believed is what was at first.
   rule = compiled("neyman_other")
