@@ -68,7 +68,7 @@ def grpo(
   Deviates:
     1. beta is 0 unless asked for (0.04 there).
   """
-  _check("clip_low", clip_low, 0 < clip_low < 1, "in (0, 1)")
+  _check("clip_low", clip_low, clip_low > 0, "above 0")
   _check("clip_high", clip_high, clip_high > 0, "above 0")
   _check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
   _check(

@@ -100,11 +100,13 @@ def test_an_objective_made_twice_is_one_compilation(name):
     ("clip_low", 0.0, "above 0"),
     ("clip_high", -1.0, "above 0"),
     ("clip_high", np.nan, "above 0"),
-    ("beta", -0.1, "at least 0"),
-    ("beta", np.nan, "at least 0"),
+    ("beta", -0.1, "at least 0 and finite"),
+    ("beta", np.inf, "at least 0 and finite"),
+    ("beta", np.nan, "at least 0 and finite"),
     ("dual_clip", 1.0, "0 or above 1"),
     ("dual_clip", -2.0, "0 or above 1"),
-    ("sampler_cap", -0.5, "at least 0"),
+    ("sampler_cap", -0.5, "0 or at least 1"),
+    ("sampler_cap", 0.5, "0 or at least 1"),
   ],
 )
 def test_senseless_coefficients_are_refused(make, name, value, limit):
