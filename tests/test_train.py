@@ -186,6 +186,31 @@ def test_every_method_trains_and_compiles_nothing_on_the_way(
     assert steps[0]["reward/mean"] == whole[0]["reward/mean"]
 
 
+@pytest.mark.parametrize("objective", ["dapo", "dr_grpo", "gspo"])
+def test_every_objective_trains(uninterrupted, tmp_path, objective):
+  """Off the policy in its second update, with every option at work."""
+  c = _config(
+    method=f"neyman,{objective}",
+    args={"token_budget": 0.7},
+    **{
+      "warmup.from_run": str(uninterrupted),
+      "objective.inner_updates": 2,
+      "reward.overlong_tokens": 4,
+    },
+  )
+  c.objective.args |= {"beta": 0.1, "dual_clip": 3.0, "sampler_cap": 2.0}
+  train.run(c, tmp_path)
+  steps = [m for m in _metrics(tmp_path) if "reward/mean" in m]
+  assert all(m["update/compiles"] == 0 for m in steps[1:])
+  assert all(np.isfinite(m["update/grad_norm"]) for m in steps)
+  # A step may draw nothing but problems that are known by heart.
+  learning = [m for m in steps if m["update/grad_norm"] > 0]
+  assert learning
+  assert any(m["update/policy_ratio_max"] > 1 for m in learning)
+  assert any(m["update/kl"] > 0 for m in learning)
+  assert any(m["tokens/weight_max"] > 1 for m in learning)
+
+
 def test_a_refilled_step_draws_until_it_is_full_and_resumes(
   uninterrupted, tmp_path, monkeypatch
 ):
