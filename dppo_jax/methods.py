@@ -288,6 +288,7 @@ def neyman(
   coherence: float = 0.0,
   kappa: float = 0.25,
   forgetting: float = 0.5,
+  prior: float = 0.2,
   is_cost_aware: bool = True,
   token_size: str = "surprise",
 ) -> Method:
@@ -309,6 +310,8 @@ def neyman(
     kappa: how much a group's split, beside its being mixed, is expected to
       add.
     forgetting: factor on what is remembered of a prompt, per epoch.
+    prior: right, and wrong, completions believed before any was seen; below 1
+      it expects most groups to be all right or all wrong.
     is_cost_aware: prefers prompts whose completions are short.
     token_size: a token's size: "surprise", "norm" or "entropy"; the last two
       take another pass over the model.
@@ -327,6 +330,7 @@ def neyman(
       min_prompt_prob,
       kappa=kappa,
       forgetting=forgetting,
+      prior=(prior, prior),
       cost_aware=is_cost_aware,
     ),
     completions=completion_rules.neyman(
