@@ -284,7 +284,7 @@ def neyman(
   token_budget: float = 1.0,
   min_prompt_prob: float = 0.1,
   min_prob: float = 0.05,
-  proxy: str = "length",
+  proxy: str = "surprise",
   coherence: float = 0.0,
   kappa: float = 0.25,
   forgetting: float = 0.5,
@@ -304,8 +304,8 @@ def neyman(
       those of zero advantage; all that are needed where these are fewer.
     token_budget: share of their tokens.
     min_prompt_prob, min_prob: least probabilities, which bound the weights.
-    proxy: what stands for a completion's gradient beside |advantage|:
-      "length", "surprise" or "none".
+    proxy: what stands for a completion's gradient beside |advantage|: the
+      "surprise" of its tokens, their "length" alone, or "none".
     coherence: how far a completion's token gradients point one way.
     kappa: how much a group's split, beside its being mixed, is expected to
       add.

@@ -40,7 +40,7 @@ WEIGHTED = {
   "dppo, batch": methods.dppo(0.6, 0.7, "batch"),
   "greso": methods.greso(0.5, is_weighted=True, refill="none"),
   "neyman": methods.neyman(0.67, 0.6),
-  "neyman, surprise": methods.neyman(0.67, 0.6, proxy="surprise"),
+  "neyman, length": methods.neyman(0.67, 0.6, proxy="length"),
   "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
 }
 
@@ -231,7 +231,7 @@ CASES = [
   for method in WEIGHTED
   for objective in OBJECTIVES
   # Another proposal, the same weights: once is enough.
-  if objective == "grpo" or method not in ("dppo, batch", "neyman, surprise")
+  if objective == "grpo" or method not in ("dppo, batch", "neyman, length")
 ]
 
 
