@@ -46,7 +46,11 @@ def test_logprobs_are_those_of_the_full_forward_pass():
   prompts = _prompts()
   got = _sample(prompts, temperature=0.8)
   settings = update.Settings(small.MODEL, objectives.grpo(), temperature=0.8)
-  score = jax.jit(lambda rows: update.logprobs(small.params(), settings, rows))
+  score = jax.jit(
+    lambda rows: update.logprobs(
+      small.params(), settings, rows, rows.is_trained
+    )
+  )
   for q in range(6):
     for g in range(4):
       n, n_prompt = int(got.lengths[q, g]), int(prompts.lengths[q])
@@ -61,7 +65,7 @@ def test_logprobs_are_those_of_the_full_forward_pass():
           targets=jnp.roll(tokens, -1, 1),
           positions=jnp.arange(24, dtype=jnp.int32)[None],
           segment_ids=jnp.ones((1, 24), jnp.int32),
-          is_trained=zeros > 1,
+          is_trained=zeros < 1,
           advantages=zeros,
           weights=zeros,
           old_logprobs=zeros,
