@@ -277,7 +277,9 @@ def completion_methods(sampled: Batch) -> dict:
     "uniform": lambda share: choose(rules.uniform(share)),
     "dppo": lambda share: methods.dppo(0.0, 1 - share),
     "dppo, batch mean": lambda share: methods.dppo(0.0, 1 - share, "batch"),
-    "neyman, advantage alone": lambda share: methods.neyman(1.0, share, proxy="none"),
+    "neyman, advantage alone": lambda share: methods.neyman(
+      1.0, share, proxy="none"
+    ),
     "neyman": lambda share: methods.neyman(1.0, share),
     "neyman, surprise": lambda share: methods.neyman(
       1, share, proxy="surprise"
