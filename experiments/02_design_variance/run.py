@@ -229,12 +229,20 @@ def at_budget(sampled: Batch, make, budget: float):
     return prob.reshape(-1) @ sampled.live_tokens
 
   low, high = 1e-3, 1.0
-  if tokens(low) > 1.02 * wanted:
+  fewest, most = tokens(low), tokens(high)
+  if fewest > 1.02 * wanted:
     return None
-  for _ in range(9):
-    middle = (low + high) / 2
-    low, high = (middle, high) if tokens(middle) < wanted else (low, middle)
-  return make(high)
+  for _ in range(5):  # tokens are nearly linear in the share
+    share = low + (high - low) * (wanted - fewest) / max(most - fewest, 1)
+    share = min(max(share, low), high)
+    found = tokens(share)
+    if abs(found - wanted) < 0.005 * wanted:
+      break
+    if found < wanted:
+      low, fewest = share, found
+    else:
+      high, most = share, found
+  return make(share)
 
 
 def error(sampled: Batch, method: methods.Method) -> dict[str, float]:
@@ -280,10 +288,8 @@ def completion_methods(sampled: Batch) -> dict:
     "neyman, advantage alone": lambda share: methods.neyman(
       1.0, share, proxy="none"
     ),
+    "neyman, length": lambda share: methods.neyman(1.0, share, proxy="length"),
     "neyman": lambda share: methods.neyman(1.0, share),
-    "neyman, surprise": lambda share: methods.neyman(
-      1, share, proxy="surprise"
-    ),
     "neyman, true norm": lambda share: choose(oracle(sampled, share)),
     "cppo": methods.cppo,
     "cppo, batch": lambda share: methods.cppo(share, "batch"),
@@ -509,6 +515,7 @@ def measure(name: str, sampled: Batch) -> list[dict]:
       found = error(sampled, chosen) if chosen else {"variance": None}
       row = {"method": method, "budget": budget, **found}
       results.append({"level": "completions", **row})
+      jax.clear_caches()  # or the programs of all shares pile up
   results += [{"level": "prompts", **r} for r in prompt_errors(sampled)]
   results += [
     {"level": "tokens", "budget": 0.5, **r} for r in token_errors(sampled)
@@ -524,6 +531,7 @@ def measure(name: str, sampled: Batch) -> list[dict]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--prompts", type=int, default=128)
+  parser.add_argument("--batches", default="arithmetic,rings")
   parser.add_argument("--workdir", default="runs/02_design_variance")
   args = parser.parse_args()
   workdir = pathlib.Path(args.workdir).absolute()
@@ -531,15 +539,17 @@ def main() -> None:
   write = runpy.run_path(str(rings / "problems.py"))["write"]
   write(rings / "data", 0, 1536, 512)
   path = HERE / "results.jsonl"
-  path.write_text("")
-  for name, file in {
+  files = {
     "arithmetic": ROOT / "configs" / "arithmetic.py",
     "rings": rings / "config.py",
-  }.items():
-    config = runpy.run_path(str(file))["get_config"]("grpo")
+  }
+  for name in args.batches.split(","):
+    config = runpy.run_path(str(files[name]))["get_config"]("grpo")
     rows = measure(name, prepare(config, workdir / name, args.prompts))
-    with path.open("a") as found:
-      found.writelines(json.dumps(r, default=float) + "\n" for r in rows)
+    others = [r for r in metrics.read(path) if r["batch"] != name]
+    path.write_text(
+      "".join(json.dumps(r, default=float) + "\n" for r in [*others, *rows])
+    )
     print(f"\n{name}: {rows[0]}")
     for level in ("completions", "prompts", "tokens"):
       of_level = [r for r in rows if r["level"] == level]
