@@ -51,6 +51,7 @@ VARIANTS = {
     "--config.method.args.prior=1.0",
     "--config.method.args.forgetting=0.144",
     "--config.method.args.coherence=0.02",
+    "--config.method.args.proxy=length",
   ),
   "neyman": ("neyman",),
   "neyman, completions": (
