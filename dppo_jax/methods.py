@@ -279,8 +279,8 @@ def d3s(
 
 
 def neyman(
-  prompt_budget: float = 0.5,
-  completion_budget: float = 0.5,
+  prompt_budget: float = 0.75,
+  completion_budget: float = 0.25,
   token_budget: float = 1.0,
   min_prompt_prob: float = 0.1,
   min_prob: float = 0.05,

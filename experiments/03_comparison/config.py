@@ -5,7 +5,8 @@
 
 The warm-up imitates solutions that err (see problems.py); half the problems or
 more are then always or never solved by all 16 completions, and stay so while
-GRPO takes the held-out accuracy from about 0.45 to above 0.8.
+GRPO takes the held-out accuracy from about 0.5 to above 0.9. Seed 0 warms up
+well; about every third seed does not learn to copy in so few steps.
 """
 
 import pathlib
@@ -18,7 +19,7 @@ DATA = pathlib.Path(__file__).parent / "data"
 def get_config(method: str = "grpo") -> Config:
   config = Config()
   use_method(config, method)
-  config.steps = 288  # three epochs of 1,536 problems
+  config.steps = 144  # three epochs of 1,536 problems
   config.model.layers = 1
   config.model.embed = 48
   config.model.mlp = 256  # holds the table of 300 turns
@@ -26,15 +27,15 @@ def get_config(method: str = "grpo") -> Config:
   config.data.train = str(DATA / "train.jsonl")
   config.data.eval = str(DATA / "eval.jsonl")
   config.data.eval_limit = 512
-  config.data.prompts_per_step = 16
+  config.data.prompts_per_step = 32
   config.rollout.group_size = 16
   config.rollout.max_tokens = 136  # the longest solution takes 130
   config.rollout.num_slots = 128
   config.rollout.temperature = 0.7  # or 30 sure steps in a row are none
   config.pack.row_length = 168
   config.pack.rows = 16
-  config.pack.window = 256  # all of a step's sequences
-  config.optimizer.learning_rate = 5e-4
+  config.pack.window = 64
+  config.optimizer.learning_rate = 7e-4
   config.warmup.steps = 1000
   config.warmup.sequences_per_step = 32
   config.warmup.direct_share = 0.0
