@@ -4,8 +4,8 @@
 
 Each run is a process of its own on a core of its own, as many at a time as
 there are cores; all start from the same warmed-up weights, as runs on a public
-model would. A run that is done is not repeated. Results go to results.jsonl, table.md and
-figure.png beside this file.
+model would. A run that is done is not repeated. Results go to results.jsonl,
+table.md and figure.png beside this file.
 """
 
 import argparse
