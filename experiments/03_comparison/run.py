@@ -184,6 +184,16 @@ def paired(
   ]
 
 
+def difference(results: list[dict], variant: str) -> str:
+  """Final accuracy less that of grpo, seed by seed, with its 95% interval."""
+  of = lambda name: {
+    r["seed"]: r["accuracy"][-1] for r in results if r["variant"] == name
+  }
+  whole, other = of("grpo"), of(variant)
+  mean, half = interval([other[seed] - whole[seed] for seed in other])
+  return f"{mean:+.3f} ± {half:.3f}"
+
+
 def whole_run(result: dict) -> float:
   """Seconds of all steps."""
   return result["seconds"][-1]
@@ -222,6 +232,7 @@ def table(results: list[dict]) -> str:
   head = [
     "",
     "accuracy",
+    "less grpo's",
     "step, s",
     "faster than grpo",
     "than on all tokens",
@@ -239,6 +250,7 @@ def table(results: list[dict]) -> str:
     cells = [
       variant,
       told_interval([r["accuracy"][-1] for r in runs]),
+      difference(results, variant),
       f"{statistics.median(r['step_seconds'] for r in timed):.3f}",
       *(
         told_ratios(paired(results, variant, whole_run, base))
