@@ -15,7 +15,7 @@ def get_config(method: str = "dppo") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 200
-  config.model.remat = False  # the activations are small
+  config.model.remat = "none"  # the activations are small
   config.data.prompts_per_step = 32
   config.rollout.group_size = 8
   config.rollout.max_tokens = 64  # the longest worked solution takes 53

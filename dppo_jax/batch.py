@@ -27,11 +27,13 @@ class Rows(NamedTuple):
     length: cells in a row.
     per_micro: rows in a micro-batch.
     window: sequences among which the packer chooses.
+    shares_prompts: neighbours of one prompt share its cells.
   """
 
   length: int
   per_micro: int
   window: int
+  shares_prompts: bool = True
 
   def count(self, num_sequences: int, max_length: int) -> int:
     """Rows that always suffice, in whole micro-batches."""
@@ -185,12 +187,15 @@ def pack(
   prompts, rollout, advantages, token_weights = jax.tree.map(
     everywhere, (prompts, rollout, advantages, token_weights)
   )
-  lengths = packing.sequence_lengths(prompts.lengths, rollout.lengths)
+  cells = packing.count_cells(
+    prompts.lengths, rollout.lengths, rows.shares_prompts
+  )
   longest = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  num_rows = rows.count(lengths.size, longest)
-  plan = packing.plan(lengths.reshape(-1), rows.length, num_rows, rows.window)
+  num_rows = rows.count(rollout.lengths.size, longest)
+  plan = packing.plan(cells, rows.length, num_rows, rows.window)
   batch = packing.fill(
     plan,
+    cells,
     prompts,
     rollout,
     advantages,
@@ -202,10 +207,17 @@ def pack(
     x.reshape(-1, rows.per_micro, rows.length), None, "batch", None
   )
   num_used = plan.num_used
-  cells = jnp.maximum(num_used, 1).astype(jnp.float32) * rows.length
+  total = lambda x: x.sum(dtype=jnp.float32)
+  in_rows = jnp.maximum(num_used, 1).astype(jnp.float32) * rows.length
+  in_use = total(batch.segment_ids > 0)
+  # What the completions would take, each with a prompt of its own.
+  apart = total(
+    packing.count_cells(prompts.lengths, rollout.lengths, False).own
+  )
   info = {
     "pack/rows": num_used.astype(jnp.float32),
-    "pack/fill": lengths.sum(dtype=jnp.float32) / cells,
+    "pack/fill": in_use / in_rows,
+    "pack/shared": 1 - in_use / jnp.maximum(apart, 1.0),
     "pack/missing_rows": jnp.maximum(num_used - num_rows, 0).astype(
       jnp.float32
     ),

@@ -6,6 +6,15 @@ def round_up(size: int, multiple: int) -> int:
   return -(-size // multiple) * multiple
 
 
+def block(size: int, least: int = 64, most: int = 512) -> int:
+  """How many cells of a row of `size` are handled at once.
+
+  About an eighth, in multiples of `least`: smaller blocks skip more of what is
+  not needed, larger ones keep a machine busier. A row of few cells is one.
+  """
+  return min(size, most, round_up(-(-size // 8), least))
+
+
 def largest_divisor(size: int, limit: int) -> int:
   """The largest divisor of `size` that is at most `limit`, at least 1."""
   return next(

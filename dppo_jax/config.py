@@ -13,6 +13,7 @@ from typing import Any
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.models import attention, transformer
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,7 +29,12 @@ class Model:
   head_dim: int = 16
   mlp: int = 192
   dtype: str = "float32"  # of the computation; master weights are float32
-  remat: bool = True  # recompute each layer in the backward pass
+  # What the backward pass computes again: "layers" all of a layer, "dots" all
+  # but its matrix products, "none" nothing. Each takes more memory.
+  remat: str = "layers"
+  # "xla" runs everywhere; "splash" on TPU, "triton" on NVIDIA; "auto" takes
+  # splash where it can.
+  attention: str = "auto"
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +69,9 @@ class Rollout:
   max_tokens: int = 64  # T, tokens of a completion, stop token included
   num_slots: int = 64  # completions that decode side by side
   prefill_prompts: int = 16  # prompts that prefill side by side
+  # Of the sampler's computation; empty is model.dtype. Where it is not, the
+  # sampler is a little off its policy, as update/policy_ratio_max shows.
+  dtype: str = ""
   temperature: float = 1.0  # also divides the trainer's logits
   # The trainer's distribution is not truncated: with these two the sampler is
   # off its policy, as update/policy_ratio_max shows.
@@ -112,6 +121,7 @@ class Pack:
   row_length: int = 128  # L, at least prompt + completion - 1
   rows: int = 16  # rows of one micro-batch
   window: int = 64  # sequences among which the packer chooses
+  shares_prompts: bool = True  # neighbours of one prompt share its cells
   head_tokens: int = 2048  # tokens whose logits exist at once
 
 
@@ -334,6 +344,9 @@ _LEAST = {
 
 _CHOICES = {
   "model.dtype": ("float32", "bfloat16"),
+  "model.remat": tuple(transformer.REMAT),
+  "model.attention": ("auto", *attention.BACKENDS),
+  "rollout.dtype": ("", "float32", "bfloat16"),
   "reward.kind": ("exact", "math"),
   "optimizer.schedule": ("constant", "linear", "cosine"),
 }

@@ -23,7 +23,7 @@ from dppo_jax import (
 from dppo_jax import config as configs
 from dppo_jax.algo import objectives
 from dppo_jax.methods import Method
-from dppo_jax.models import checkpoint_hf, transformer
+from dppo_jax.models import checkpoint_hf, kernels, transformer
 
 
 class House(NamedTuple):
@@ -105,7 +105,7 @@ def furnish(config: configs.Config) -> House:
   if path:
     checkpoint_hf.check(path)
   words = _tokenizer(config, path)
-  model = _model(config.model, path, words.vocab_size)
+  model = _model(config.model, path, words.vocab_size, _attention(config))
   _check_weights(mesh, model)
   _check_from_run(config.warmup.from_run)
   train, held_out = _problems(config, words)
@@ -137,7 +137,10 @@ def furnish(config: configs.Config) -> House:
     model=model,
     initial_params=initial_params,
     rows=batches.Rows(
-      config.pack.row_length, config.pack.rows, config.pack.window
+      config.pack.row_length,
+      config.pack.rows,
+      config.pack.window,
+      config.pack.shares_prompts,
     ),
   )
 
@@ -154,11 +157,12 @@ def _tokenizer(config: configs.Config, path: str) -> tokenizer.Tokenizer:
 
 
 def _model(
-  shape: configs.Model, path: str, vocab_size: int
+  shape: configs.Model, path: str, vocab_size: int, attention: str
 ) -> transformer.ModelConfig:
   """The checkpoint's architecture or, without one, Qwen3 in this shape."""
   if path:
-    return checkpoint_hf.read_config(path, shape.dtype, shape.remat)
+    model = checkpoint_hf.read_config(path, shape.dtype, shape.remat)
+    return dataclasses.replace(model, attention=attention)
   return transformer.ModelConfig(
     vocab=buckets.round_up(vocab_size, 8),
     embed=shape.embed,
@@ -170,7 +174,35 @@ def _model(
     has_qk_norm=True,
     dtype=shape.dtype,
     remat=shape.remat,
+    attention=attention,
   )
+
+
+def _attention(config: configs.Config) -> str:
+  """The attention that suits the machine, or the one asked for if it can be."""
+  name, machine = config.model.attention, jax.default_backend()
+  row_length, group_size = config.pack.row_length, config.rollout.group_size
+  fits = row_length % kernels.LANES == 0 and (
+    group_size <= kernels.MAX_BRANCHES or not config.pack.shares_prompts
+  )
+  if name == "auto":
+    return "splash" if machine == "tpu" and fits else "xla"
+  if name == "xla":
+    return name
+  needed = {"splash": "tpu", "triton": "gpu"}[name]
+  if machine != needed:
+    raise ValueError(
+      f"config.model.attention is {name!r}, which is for a {needed}, but JAX "
+      f"runs on a {machine}: set it to auto"
+    )
+  if not fits:
+    raise ValueError(
+      f"config.model.attention is {name!r}, which takes rows of a multiple of "
+      f"{kernels.LANES} cells and at most {kernels.MAX_BRANCHES} completions "
+      f"that share a prompt, but config.pack.row_length is {row_length} and "
+      f"config.rollout.group_size {group_size}"
+    )
+  return name
 
 
 def _problems(

@@ -98,8 +98,11 @@ class PackedBatch:
   Attributes:
     tokens: `[R, L]`, what the model reads.
     targets: `[R, L]`, what it should predict: the sequence's next token.
-    positions: `[R, L]`, counted from 0 in each sequence.
-    segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding.
+    positions: `[R, L]`, counted from 0 in each prompt with its completion.
+    segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding. A completion is
+      a segment, and so is a prompt that several share.
+    prefix_ids: `[R, L]`, the segment that a cell sees beside its own: its
+      prompt's, where that is shared; its own where it is not.
     is_trained: `[R, L]`, True where the target is a token of a completion.
     advantages: `[R, L]`.
     weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
@@ -111,6 +114,7 @@ class PackedBatch:
   targets: Int[Array, "*rows L"]
   positions: Int[Array, "*rows L"]
   segment_ids: Int[Array, "*rows L"]
+  prefix_ids: Int[Array, "*rows L"]
   is_trained: Bool[Array, "*rows L"]
   advantages: Float[Array, "*rows L"]
   weights: Float[Array, "*rows L"]

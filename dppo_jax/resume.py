@@ -11,10 +11,12 @@ from dppo_jax import config as configs
 FREE = (
   "steps",
   "model.remat",
+  "model.attention",
   "rollout.num_slots",
   "rollout.prefill_prompts",
   "pack.rows",
   "pack.window",
+  "pack.shares_prompts",
   "pack.head_tokens",
   "reward.num_workers",
   "reward.timeout_seconds",

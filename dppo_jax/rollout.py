@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax import buckets, keys
-from dppo_jax.models import attention, transformer
+from dppo_jax import buckets, keys, sharding
+from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
 # Each stage of the tail has this share of the slots of the one before.
 _SHRINK = 0.75
 _FEWEST_SLOTS = 4
+_BLOCK = 128  # tokens of the vocabulary that are summed first
 
 
 class Slots(NamedTuple):
@@ -224,7 +225,11 @@ def _sample_shard(
     hidden, cache = transformer.decode(
       params, model_config, slots.token, slots.position, slots.cache
     )
-    scores = transformer.logits(params, model_config, hidden)
+    # Whole on each device: a shard may wait for those of its own prompts
+    # alone, since others take more steps or fewer.
+    scores = sharding.constrain(
+      transformer.logits(params, model_config, hidden), "batch", None
+    )
     step_keys = jax.vmap(jax.random.fold_in)(
       item_keys[jnp.minimum(slots.item, num_items - 1)], slots.count
     )
@@ -251,8 +256,7 @@ def _sample_shard(
     return slots, taken, written, done, slot_steps + slots.item.shape[0]
 
   capacity = prompts.tokens.shape[1] + max_tokens - 1
-  if capacity > attention.CACHE_BLOCK:
-    capacity = buckets.round_up(capacity, attention.CACHE_BLOCK)
+  capacity = buckets.round_up(capacity, buckets.block(capacity))
   zeros = jnp.zeros((num_slots,), jnp.int32)
   room = lambda x: jnp.zeros(
     (x.shape[0], num_slots, x.shape[2], capacity, x.shape[4]), x.dtype
@@ -346,6 +350,34 @@ def choose(
     lowest = jnp.where(is_needed, ordered, jnp.inf).min(-1, keepdims=True)
     scores = jnp.where(scores < lowest, -jnp.inf, scores)
   logprobs = jax.nn.log_softmax(scores, axis=-1)
-  noise = jax.vmap(lambda k: jax.random.gumbel(k, scores.shape[1:]))(step_keys)
-  token = jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
+  # One number for a token, not one for each of the vocabulary.
+  uniform = jax.vmap(jax.random.uniform)(step_keys)
+  token = _invert(jnp.exp(logprobs), uniform)
   return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+
+
+def _invert(
+  probs: Float[Array, "B V"], uniform: Float[Array, "B"]
+) -> Int[Array, "B"]:
+  """The token at which the running sum of `probs` passes `uniform`.
+
+  It sums within blocks of the vocabulary, then over blocks. What is looked for
+  stays below each total, so a token of probability 0 is never found.
+
+  Args:
+    uniform: in [0, 1), a multiple of 2^-23.
+  """
+  batch, vocab = probs.shape
+  blocks = jnp.pad(probs, ((0, 0), (0, -vocab % _BLOCK)))
+  blocks = blocks.reshape(batch, -1, _BLOCK)
+  sums = blocks.sum(-1)
+  ends = jnp.cumsum(sums, -1)
+  target = uniform * ends[:, -1]
+  block = (ends <= target[:, None]).sum(-1, dtype=jnp.int32)
+  at_block = lambda x: jnp.take_along_axis(x, block[:, None], 1)[:, 0]
+  inside = jnp.cumsum(
+    jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], -1
+  )
+  rest = target - (at_block(ends) - at_block(sums))
+  rest = jnp.minimum(rest, inside[:, -1] * (1 - 2.0**-22))
+  return block * _BLOCK + (inside <= rest[:, None]).sum(-1, dtype=jnp.int32)

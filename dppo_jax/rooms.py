@@ -5,6 +5,7 @@ A compiled room refuses any other shape, so nothing is compiled during a run.
 
 from collections.abc import Callable
 from concurrent import futures
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -95,6 +96,9 @@ def build(house: House) -> Rooms:
   whole = sharding.sharding(house.mesh)
   by_prompt = sharding.sharding(house.mesh, "batch")
   by_micro = sharding.sharding(house.mesh, None, "batch", None)
+  sampling_model = dataclasses.replace(
+    model, dtype=c.rollout.dtype or model.dtype
+  )
   settings = update.Settings(
     model=model,
     objective=house.objective,
@@ -107,7 +111,7 @@ def build(house: House) -> Rooms:
     def roll_out(params, prompts, draw, kept=None):
       return rollout.sample(
         params,
-        model,
+        sampling_model,
         prompts,
         draw,
         kept=kept,

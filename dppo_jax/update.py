@@ -132,7 +132,12 @@ def _at_head(params, settings, rows, is_needed):
   """The arguments of the functions of `models.head`."""
   model = settings.model
   hidden = transformer.forward(
-    params, model, rows.tokens, rows.positions, rows.segment_ids
+    params,
+    model,
+    rows.tokens,
+    rows.positions,
+    rows.segment_ids,
+    rows.prefix_ids,
   )
   return (
     hidden,

@@ -18,7 +18,7 @@ MODEL = transformer.ModelConfig(
   head_dim=8,
   mlp=32,
   has_qk_norm=True,
-  remat=False,
+  remat="none",
 )
 STOP = 1
 

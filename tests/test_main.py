@@ -100,6 +100,10 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
     ({"rollout__top_p": 0.0}, "config.rollout.top_p is 0.0"),
     ({"model__dtype": "float16"}, "config.model.dtype .* float32, bfloat16"),
     ({"model__heads": 3}, "config.model.heads is 3 .* multiple"),
+    ({"model__remat": "some"}, "remat is 'some' .* layers, dots, none"),
+    ({"model__attention": "flash"}, "auto, xla, splash, triton"),
+    ({"model__attention": "splash"}, "for a tpu, but JAX runs on a cpu"),
+    ({"rollout__dtype": "float16"}, "config.rollout.dtype is 'float16'"),
     ({"reward__kind": "fair"}, "config.reward.kind is 'fair'"),
     ({"optimizer__schedule": "wild"}, "constant, linear, cosine"),
     ({"method__args__prompt_rate": 1.5}, "1.5 .* config.method.args"),
@@ -269,7 +273,10 @@ def test_a_run_that_left_no_checkpoint_may_be_replaced(begun):
 @pytest.mark.parametrize("name", resume.FREE)
 def test_a_run_may_go_on_under_another(begun, name):
   before = configs.flatten(arithmetic())[name]
-  other = not before if isinstance(before, bool) else before + 1
+  other = {
+    bool: lambda: not before,
+    str: lambda: f"not {before}",
+  }.get(type(before), lambda: before + 1)()
   resume.write(begun, arithmetic(**{name.replace(".", "__"): other}))
   assert json.loads(begun.read_text())[name] == other
 

@@ -94,6 +94,22 @@ def test_gradient_does_not_depend_on_rows_or_micro_batches(rows):
   )
 
 
+@pytest.mark.parametrize("objective", [ACTIVE, objectives.gspo(beta=0.3)])
+def test_gradient_does_not_depend_on_whether_prompts_are_shared(objective):
+  rollout = small.rollout(small.prompts())
+  found = {}
+  for shares in (False, True):
+    rows = batches.Rows(40, 2, 9, shares_prompts=shares)
+    batch, num_micro, info = _select(rollout, objective, rows=rows)
+    assert (info["pack/shared"] > 0) == shares
+    settings = _settings(objective)
+    found[shares] = _gradient(
+      small.params(0), small.params(1), batch, num_micro, settings
+    )
+  _assert_close(found[True].gradient, found[False].gradient)
+  _assert_close(found[True].sums, found[False].sums)
+
+
 @jax.jit
 def _score(params, batch, num_micro):
   scores = update.score(params, _settings(), batch, num_micro)

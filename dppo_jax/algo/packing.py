@@ -10,19 +10,53 @@ from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
 
 class Plan(NamedTuple):
-  """Where each sequence goes.
+  """Where each completion goes.
 
   Attributes:
-    row: `[S]`, -1 for a sequence of length 0 or without a place.
-    offset: `[S]`, the cell of its row at which the sequence starts.
-    num_used: rows that the sequences need. More than there are means that
-      some have no place, or that one is longer than a row: the caller must
-      refuse such a plan.
+    row: `[Q, G]`, -1 for a completion of length 0 or without a place.
+    offset: `[Q, G]`, the cell of its row at which its own cells start.
+    prefix_offset: `[Q, G]`, the cell at which those start that it shares; its
+      `offset` where it shares none.
+    num_used: rows that are needed. More than there are means that some have no
+      place, or that one is longer than a row: the caller must refuse such a
+      plan.
   """
 
-  row: Int[Array, "S"]
-  offset: Int[Array, "S"]
+  row: Int[Array, "Q G"]
+  offset: Int[Array, "Q G"]
+  prefix_offset: Int[Array, "Q G"]
   num_used: Int[Array, ""]
+
+
+class Cells(NamedTuple):
+  """How many cells completions take.
+
+  Attributes:
+    prefix: `[Q]`, those that neighbours of one prompt share.
+    own: `[Q, G]`, those of each, 0 where there is no completion. The last token
+      is a target only.
+  """
+
+  prefix: Int[Array, "Q"]
+  own: Int[Array, "Q G"]
+
+
+def count_cells(
+  prompt_lengths: Int[Array, "Q"],
+  completion_lengths: Int[Array, "Q G"],
+  shares_prompts: bool,
+) -> Cells:
+  """The cells of each completion, with its prompt or beside it.
+
+  A shared prompt leaves out its last token, which every completion reads
+  itself: each has a first token of its own to predict from it.
+  """
+  prefix = prompt_lengths - 1
+  own = completion_lengths
+  if not shares_prompts:
+    own = prefix[:, None] + own
+    prefix = jnp.zeros_like(prefix)
+  return Cells(prefix, jnp.where(completion_lengths > 0, own, 0))
 
 
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
@@ -30,98 +64,115 @@ def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
 
   A row is closed only when no sequence in the window fits, and one of those
   opens the next: two neighbours hold more than one row's cells.
+
+  Args:
+    max_length: cells of a prompt and a completion.
   """
   cells = num_sequences * max_length
   return max(1, min(num_sequences, 2 * -(-cells // row_length) + 1))
 
 
-def plan(
-  lengths: Int[Array, "S"], row_length: int, num_rows: int, window: int
-) -> Plan:
-  """Places every sequence of positive length, greedily within a window.
+def plan(cells: Cells, row_length: int, num_rows: int, window: int) -> Plan:
+  """Places every completion that has cells, greedily within a window.
 
-  Of the `window` sequences that wait, the one is placed that fills the row
-  furthest together with the best second one; of several, the longest, and of
-  those the oldest. Where none fits, the next row is opened. Lengths 5, 3, 2 in
-  rows of 8:
+  Of the `window` completions that wait, one of the prompt that was placed last
+  goes first, since it finds its prefix there; of these, or where there is none
+  of all, the one that fills the row furthest together with the best second
+  one; of several, the longest, and of those the oldest. Where none fits, the
+  next row is opened. Two completions of 4 and 2 cells that share 2 (`p`), one
+  of 4 that shares 3 (`q`), in rows of 9:
 
-    row 0   1 1 1 1 1 2 2 2
-    row 1   1 1 . . . . . .      (segment ids; . is padding, id 0)
+    row 0   p p 1 1 1 1 2 2 .
+    row 1   q q q 3 3 3 3 . .
 
-  Args:
-    lengths: cells that each sequence needs, 0 for one that is left out.
-  Source: dense prompt packing, DPPO, arXiv:2603.04135, section 4.3.
+  Source: dense prompt packing, DPPO, arXiv:2603.04135, section 4.3; shared
+  prompts, Prefix Grouper, arXiv:2506.05433.
   Deviates:
-    1. A window and a greedy fill are all that is known of the paper's order.
+    1. A window and a greedy fill are all that is known of DPPO's order.
        Looking one sequence ahead is ours: it leaves half the gaps.
+    2. Prefix Grouper lays a group out as one sequence; here a group may be
+       divided among rows, each with a copy of the prompt.
   """
-  num = lengths.shape[0]
+  own = cells.own.reshape(-1)
+  num, group_size = own.size, cells.own.shape[1]
   window = min(window, num)
-  order = jnp.argsort(lengths == 0, stable=True).astype(jnp.int32)
-  count = (lengths > 0).sum(dtype=jnp.int32)
+  order = jnp.argsort(own == 0, stable=True).astype(jnp.int32)
+  count = (own > 0).sum(dtype=jnp.int32)
   # Rank `num` stands for an empty place in the window; it never fits.
-  ranked = jnp.append(lengths[order], row_length + 1)
+  ranked = jnp.append(own[order], row_length + 1)
+  ranked_prompt = jnp.append(order // group_size, -1)
+  ranked_prefix = jnp.append(cells.prefix[order // group_size], 0)
   is_other = ~jnp.eye(window, dtype=bool)
 
   def place(state):
-    waiting, upcoming, row, offset, current, used = state
-    size = ranked[waiting]
+    waiting, upcoming, plan, current, used, latest, prefix_at = state
+    size, prompt = ranked[waiting], ranked_prompt[waiting]
+    prefix = ranked_prefix[waiting]
     room = row_length - used
-    fits = (waiting < num) & ((size <= room) | (used == 0))
+    is_latest = prompt == latest
+    need = size + jnp.where(is_latest, 0, prefix)
+    fits = (waiting < num) & ((need <= room) | (used == 0))
+    fits &= is_latest | ~(fits & is_latest).any()
     # Cells that a sequence fills together with the best second one.
-    both = jnp.where(is_other, size[:, None] + size[None, :], size[:, None])
-    filled = jnp.where(both <= room, both, size[:, None]).max(axis=1)
+    second = size + jnp.where(prompt[:, None] == prompt, 0, prefix)
+    both = jnp.where(is_other, need[:, None] + second, need[:, None])
+    filled = jnp.where(both <= room, both, need[:, None]).max(axis=1)
     is_best = fits & (filled == jnp.where(fits, filled, -1).max())
     is_best &= size == jnp.where(is_best, size, -1).max()
     seat = jnp.argmin(jnp.where(is_best, waiting, num + 1))  # the oldest
     rank = jnp.where(fits.any(), waiting[seat], num)
-    item = jnp.where(rank < num, order[jnp.minimum(rank, num - 1)], num)
-    row = row.at[item].set(current, mode="drop")
-    offset = offset.at[item].set(used, mode="drop")
-    entrant = jnp.where(upcoming < count, upcoming, num)
     closes = rank == num
-    waiting = jnp.where(closes, waiting, waiting.at[seat].set(entrant))
+    item = jnp.where(closes, num, order[jnp.minimum(rank, num - 1)])
+    shares = is_latest[seat] & (prefix[seat] > 0)
+    prefix_at = jnp.where(shares, prefix_at, used)
+    put = lambda x, value: x.at[item].set(value, mode="drop")
+    plan = plan._replace(
+      row=put(plan.row, current),
+      offset=put(plan.offset, used + need[seat] - size[seat]),
+      prefix_offset=put(plan.prefix_offset, prefix_at),
+    )
+    entrant = jnp.where(upcoming < count, upcoming, num)
     return (
-      waiting,
+      jnp.where(closes, waiting, waiting.at[seat].set(entrant)),
       jnp.where(closes, upcoming, upcoming + 1),
-      row,
-      offset,
+      plan,
       jnp.where(closes, current + 1, current),
-      jnp.where(closes, 0, used + ranked[rank]),
+      jnp.where(closes, 0, used + need[seat]),
+      jnp.where(closes, -2, prompt[seat]),
+      prefix_at,
     )
 
   seats = jnp.arange(window, dtype=jnp.int32)
+  zeros = jnp.zeros((num,), jnp.int32)
+  zero = jnp.int32(0)
   state = (
     jnp.where(seats < count, seats, num),
     jnp.int32(window),
-    jnp.full((num,), -1, jnp.int32),
-    jnp.zeros((num,), jnp.int32),
-    jnp.int32(0),
-    jnp.int32(0),
+    Plan(zeros - 1, zeros, zeros, zero),
+    zero,
+    zero,
+    jnp.int32(-2),  # no prompt: the row is empty
+    zero,
   )
   has_waiting = lambda state: (state[0] < num).any()
-  _, _, row, offset, current, used = jax.lax.while_loop(
+  _, _, placed, current, used, _, _ = jax.lax.while_loop(
     has_waiting, place, state
   )
   num_used = jnp.where(used > 0, current + 1, current)
-  is_possible = (lengths <= row_length).all()
-  return Plan(
-    row=jnp.where(row < num_rows, row, -1),
-    offset=offset,
+  together = jnp.where(cells.own > 0, cells.prefix[:, None] + cells.own, 0)
+  is_possible = (together <= row_length).all()
+  placed = placed._replace(
+    row=jnp.where(placed.row < num_rows, placed.row, -1),
     num_used=jnp.where(is_possible, num_used, jnp.iinfo(jnp.int32).max),
   )
-
-
-def sequence_lengths(
-  prompt_lengths: Int[Array, "Q"], completion_lengths: Int[Array, "Q G"]
-) -> Int[Array, "Q G"]:
-  """Cells that each sequence needs: the last token is a target only."""
-  total = prompt_lengths[:, None] + completion_lengths - 1
-  return jnp.where(completion_lengths > 0, total, 0)
+  return jax.tree.map(
+    lambda x: x.reshape(cells.own.shape) if x.ndim else x, placed
+  )
 
 
 def fill(
   plan: Plan,
+  cells: Cells,
   prompts: PromptBatch,
   rollout: Rollout,
   advantages: Float[Array, "Q G"],
@@ -132,26 +183,37 @@ def fill(
   """The rows `[R, L]` of a plan; cells without a sequence carry no weight.
 
   Args:
-    plan: of the `Q * G` sequences, in order.
+    plan: of `cells`.
     weights: of each token of a completion.
   """
-  group_size = rollout.lengths.shape[1]
+  num_prompts, group_size = rollout.lengths.shape
   num_sequences = rollout.lengths.size
-  cells = jnp.arange(row_length, dtype=jnp.int32)
-  # Sequence s + 1 marks the cell it starts at; each cell then finds the last
-  # mark at or before it.
-  row = jnp.where(plan.row >= 0, plan.row, num_rows)
+  columns = jnp.arange(row_length, dtype=jnp.int32)
+  prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
+  own, prefix = cells.own.reshape(-1), cells.prefix[prompt]
+  # Segments are completions and, after them, the prefixes of prompts. Each
+  # marks the cell it starts at; a cell then finds the last mark at or before
+  # it. Neighbours that share a prefix mark the same cell alike.
+  row = jnp.where(plan.row >= 0, plan.row, num_rows).reshape(-1)
+  prefix_row = jnp.where(prefix > 0, row, num_rows)
+  prefix_offset = plan.prefix_offset.reshape(-1)
   marks = jnp.zeros((num_rows, row_length), jnp.int32)
-  marks = marks.at[row, plan.offset].set(
+  marks = marks.at[prefix_row, prefix_offset].set(
+    num_sequences + 1 + prompt, mode="drop"
+  )
+  marks = marks.at[row, plan.offset.reshape(-1)].set(
     jnp.arange(1, num_sequences + 1, dtype=jnp.int32), mode="drop"
   )
-  start = jax.lax.cummax(jnp.where(marks > 0, cells, 0), axis=1)
+  start = jax.lax.cummax(jnp.where(marks > 0, columns, 0), axis=1)
   owner = jnp.take_along_axis(marks, start, axis=1) - 1
-  s = jnp.maximum(owner, 0)
-  q = s // group_size
-  positions = cells - start
-  lengths = sequence_lengths(prompts.lengths, rollout.lengths).reshape(-1)
-  is_real = (owner >= 0) & (positions < lengths[s])
+  is_prefix = owner >= num_sequences
+  s = jnp.where(is_prefix, 0, jnp.maximum(owner, 0))
+  q = jnp.where(is_prefix, owner - num_sequences, s // group_size)
+  length = jnp.where(is_prefix, cells.prefix[q], own[s])
+  is_real = (owner >= 0) & (columns - start < length)
+  positions = columns - start + jnp.where(is_prefix, 0, cells.prefix[q])
+  segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)
+  seen = jnp.take_along_axis(segment_ids, prefix_offset[s], axis=1)
 
   completions = rollout.tokens.reshape(num_sequences, -1)
   logprobs = rollout.logprobs.reshape(num_sequences, -1)
@@ -165,13 +227,14 @@ def fill(
     return jnp.where(is_real, jnp.where(t < 0, of_prompt, of_completion), 0)
 
   t = positions + 1 - prompts.lengths[q]
-  is_trained = is_real & (t >= 0)
+  is_trained = is_real & ~is_prefix & (t >= 0)
   at_trained = lambda x: jnp.where(is_trained, x, 0.0)
   return PackedBatch(
     tokens=token_at(positions),
     targets=token_at(positions + 1),
     positions=jnp.where(is_real, positions, 0),
-    segment_ids=jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0),
+    segment_ids=segment_ids,
+    prefix_ids=jnp.where(is_real & ~is_prefix, seen, segment_ids),
     is_trained=is_trained,
     advantages=at_trained(advantages.reshape(-1)[s]),
     weights=at_trained(weights.reshape(-1)[s]),

@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import buckets
+from dppo_jax import buckets, sharding
+from dppo_jax.models import blockwise, kernels
 
-QUERY_BLOCK = 512  # queries whose scores exist at once, at most
-NUM_BLOCKS = 4  # of shorter rows; a block skips the keys that follow it
-CACHE_BLOCK = 256  # cache cells read at once while decoding
-MASKED = -1e30  # finite, so that a wholly masked block stays a number
+BACKENDS = {
+  "xla": blockwise.attention,  # runs everywhere
+  "splash": kernels.splash,  # TPU
+  "triton": kernels.triton,  # NVIDIA
+}
+MASKED = blockwise.MASKED
 
 
 def attention(
@@ -17,44 +20,33 @@ def attention(
   k: Float[Array, "B L K D"],
   v: Float[Array, "B L K D"],
   segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"],
+  backend: str = "xla",
 ) -> Float[Array, "B L H D"]:
   """Causal attention within segments; `H` query heads share `K` of keys.
 
-  A cell sees the cells at or before it in its row that carry its segment id.
-  Scores are float32. They exist for a block of queries at a time, in the
-  backward pass too, and for no key after the block.
+  A cell sees the cells at or before it in its row that carry its segment id or
+  its prefix id. Scores are float32, for one pair of blocks at a time, in the
+  backward pass too.
+
+  Args:
+    backend: a key of `BACKENDS`.
+  Raises:
+    ValueError: for a row length that the backend does not take.
   """
-  batch, length, heads, dim = q.shape
-  kv_heads = k.shape[2]
-  q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-  block = min(QUERY_BLOCK, -(-length // NUM_BLOCKS))  # the last may be shorter
-
-  def attend(q, k, v, query_segments, key_segments, start):
-    scores = jnp.einsum(
-      "bqhgd,bshd->bhgqs", q, k, preferred_element_type=jnp.float32
-    ) * (dim**-0.5)
-    queries = start + jnp.arange(q.shape[1], dtype=jnp.int32)
-    is_visible = (query_segments[:, :, None] == key_segments[:, None, :]) & (
-      queries[:, None] >= jnp.arange(k.shape[1], dtype=jnp.int32)
+  run = BACKENDS[backend]
+  mesh = jax.sharding.get_abstract_mesh()
+  if backend != "xla" and not mesh.empty:
+    # What a kernel does with a part of an array, only its author knows.
+    of_heads = sharding.spec(("batch", None, "heads", None))
+    of_cells = sharding.spec(("batch", None))
+    run = jax.shard_map(
+      run,
+      in_specs=(of_heads,) * 3 + (of_cells,) * 2,
+      out_specs=of_heads,
+      check_vma=False,
     )
-    scores = jnp.where(is_visible[:, None, None], scores, MASKED)
-    share = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqs,bshd->bqhgd", share, v)
-
-  if length > QUERY_BLOCK:
-    attend = jax.checkpoint(attend, static_argnums=5)
-  out = [
-    attend(
-      q[:, start : start + block],
-      k[:, : start + block],
-      v[:, : start + block],
-      segment_ids[:, start : start + block],
-      segment_ids[:, : start + block],
-      start,
-    )
-    for start in range(0, length, block)
-  ]
-  return jnp.concatenate(out, axis=1).reshape(batch, length, heads, dim)
+  return run(q, k, v, segment_ids, prefix_ids)
 
 
 def attend_cache(
@@ -66,14 +58,14 @@ def attend_cache(
 ) -> Float[Array, "B H D"]:
   """One query per slot over cells `0..positions[slot]` of layer `layer`.
 
-  The cache is read in blocks, up to the furthest position of any slot, so
-  cells that no slot has reached cost nothing. A block that is wholly masked
-  for a slot leaves that slot's result exactly as it was: what a slot gets
-  does not depend on how far the others are.
+  The cache, whole blocks of it, is read up to the furthest position of any
+  slot, so cells that no slot has reached cost nothing. A block that is wholly
+  masked for a slot leaves that slot's result exactly as it was: what a slot
+  gets does not depend on how far the others are.
   """
   batch, heads, dim = q.shape
   _, _, kv_heads, capacity, _ = keys.shape
-  block = buckets.largest_divisor(capacity, CACHE_BLOCK)
+  block = buckets.block(capacity)
   q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
 
   def read(cache, start):

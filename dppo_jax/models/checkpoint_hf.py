@@ -67,13 +67,13 @@ def fetch(hub_id: str) -> str:
 
 
 def read_config(
-  path: str, dtype: str = "float32", remat: bool = True
+  path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """The model that the checkpoint in directory `path` describes.
 
   Args:
     dtype: of the computation.
-    remat: recompute each layer in the backward pass.
+    remat: what the backward pass computes again.
 
   Raises:
     ValueError: where there is no config.json, where it lacks a key, or where
@@ -105,7 +105,7 @@ def check(path: str) -> None:
 def load(
   path: str,
   dtype: str = "float32",
-  remat: bool = True,
+  remat: str = "layers",
   shardings: Params | None = None,
 ) -> tuple[Params, ModelConfig]:
   """Float32 weights and the model of the checkpoint in directory `path`.
@@ -114,7 +114,7 @@ def load(
 
   Args:
     dtype: of the computation.
-    remat: recompute each layer in the backward pass.
+    remat: what the backward pass computes again.
     shardings: where each weight goes; None is the default device.
 
   Raises:

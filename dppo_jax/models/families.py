@@ -148,14 +148,14 @@ def file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def from_settings(
-  settings: Mapping[str, Any], dtype: str = "float32", remat: bool = True
+  settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """The model that a config.json describes.
 
   Args:
     settings: its content, in the style of transformers 4 or 5.
     dtype: of the computation.
-    remat: recompute each layer in the backward pass.
+    remat: what the backward pass computes again.
 
   Raises:
     ValueError: where a key is missing, or an option is not implemented.

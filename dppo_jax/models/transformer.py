@@ -6,6 +6,7 @@ counting, import and export are maps over it. Layers are stacked and scanned.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,21 @@ from dppo_jax import sharding
 from dppo_jax.models import attention
 
 Params = PyTree[jax.Array]
+
+# What the backward pass computes again of a layer.
+REMAT = {
+  "layers": jax.checkpoint,  # everything
+  "dots": functools.partial(  # all but the products with weights
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  ),
+  "none": lambda layer: layer,
+}
+
+
+# Layers in a row whose activations wait for the backward pass where they are,
+# instead of being copied into one array of all layers and back.
+_UNROLL = 4
 
 
 class RopeScaling(NamedTuple):
@@ -48,7 +64,8 @@ class ModelConfig:
   is_tied: bool = True  # the output head is the embedding
   family: str = "Qwen3ForCausalLM"  # a key of families.FAMILIES
   dtype: str = "float32"  # of the computation
-  remat: bool = True  # recompute each layer in the backward pass
+  remat: str = "layers"  # a key of REMAT
+  attention: str = "xla"  # a key of attention.BACKENDS
 
 
 class Param(NamedTuple):
@@ -155,13 +172,24 @@ def forward(
   tokens: Int[Array, "B L"],
   positions: Int[Array, "B L"],
   segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B L E"]:
-  """The hidden state after the last layer and its norm."""
+  """The hidden state after the last layer and its norm.
+
+  Args:
+    prefix_ids: the segment that a cell sees beside its own; None is its own.
+  """
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
 
   def attend(q, k, v, cache, layer):
-    return attention.attention(q, k, v, segment_ids), cache, None
+    out = attention.attention(
+      q, k, v, segment_ids, prefix_ids, config.attention
+    )
+    return out, cache, None
 
-  hidden, _, _ = _layers(params, config, tokens, positions, attend, None)
+  hidden, _, _ = _layers(
+    params, config, tokens, positions, attend, None, _UNROLL
+  )
   return hidden
 
 
@@ -181,7 +209,7 @@ def prefill(
 
   def attend(q, k, v, cache, layer):
     heads_first = (x.swapaxes(1, 2) for x in (k, v))
-    out = attention.attention(q, k, v, segment_ids)
+    out = attention.attention(q, k, v, segment_ids, segment_ids)
     return out, cache, Cache(*heads_first)
 
   return _layers(params, config, tokens, positions, attend, None)[2]
@@ -235,11 +263,13 @@ def _layers(
   positions: Int[Array, "B *L"],
   attend: Callable,
   cache: Cache | None,
+  unroll: int = 1,
 ):
   """Runs every layer: `(hidden, cache, what each attend saved)`.
 
   `attend(q, k, v, cache, layer)` returns `(out, cache, saved)`; it is all that
-  training, prefill and decoding differ in.
+  training, prefill and decoding differ in. The program has `unroll` layers
+  side by side, and is compiled as much longer.
   """
   params = cast(params, config)
   batch_axes = ("batch",) + (None,) * tokens.ndim
@@ -268,8 +298,10 @@ def _layers(
 
   x = sharding.constrain(params["embed"][tokens], *batch_axes)
   index = jnp.arange(config.layers, dtype=jnp.int32)
-  body = jax.checkpoint(layer) if config.remat else layer
-  (x, cache), saved = jax.lax.scan(body, (x, cache), (params["layers"], index))
+  body = REMAT[config.remat](layer)
+  (x, cache), saved = jax.lax.scan(
+    body, (x, cache), (params["layers"], index), unroll=unroll
+  )
   return _rms_norm(x, params["final_norm"], config.norm_eps), cache, saved
 
 

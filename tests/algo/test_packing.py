@@ -5,52 +5,118 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dppo_jax.algo import packing
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
 ROW = 32
+PROMPTS, GROUP = 10, 4
 plan = jax.jit(packing.plan, static_argnums=(1, 2, 3))
-fill = jax.jit(packing.fill, static_argnums=(5, 6))
+fill = jax.jit(packing.fill, static_argnums=(6, 7))
 
 
-def _plan(lengths, window, num_rows=40):
-  # A few fixed sizes, so that hypothesis does not compile for each example.
-  padded = np.zeros(40, np.int32)
-  padded[: len(lengths)] = lengths
-  return padded, plan(jnp.array(padded), ROW, num_rows, window)
+def _plan(cells, window, num_rows=PROMPTS * GROUP):
+  return plan(jax.tree.map(jnp.asarray, cells), ROW, num_rows, window)
 
 
-LENGTHS = st.lists(st.integers(0, ROW), max_size=40)
+@st.composite
+def _cells(draw):
+  """Cells of completions, some of them absent, that all fit a row."""
+  prefix = draw(
+    st.lists(st.integers(0, 12), min_size=PROMPTS, max_size=PROMPTS)
+  )
+  lengths = st.lists(st.integers(0, ROW - 12), min_size=GROUP, max_size=GROUP)
+  own = draw(st.lists(lengths, min_size=PROMPTS, max_size=PROMPTS))
+  return packing.Cells(np.array(prefix, np.int32), np.array(own, np.int32))
+
+
 WINDOWS = st.sampled_from([1, 4, 64])
 
 
-@hypothesis.given(LENGTHS, WINDOWS)
-def test_nothing_is_lost_and_nothing_overlaps(lengths, window):
-  lengths, placed = _plan(lengths, window)
-  row, offset = np.asarray(placed.row), np.asarray(placed.offset)
-  assert ((row >= 0) == (lengths > 0)).all()
-  slots = [
-    (r, o + i)
-    for n, r, o in zip(lengths, row, offset, strict=True)
-    for i in range(n)
-  ]
-  assert len(set(slots)) == lengths.sum()
-  assert all(o + n <= ROW for n, o in zip(lengths, offset, strict=True) if n)
-  assert set(row[row >= 0]) == set(range(int(placed.num_used)))
+@hypothesis.given(_cells(), WINDOWS)
+def test_nothing_is_lost_and_nothing_overlaps(cells, window):
+  placed = jax.tree.map(np.asarray, _plan(cells, window))
+  assert ((placed.row >= 0) == (cells.own > 0)).all()
+  owner = {}
+
+  def take(row, start, length, name):
+    assert start + length <= ROW
+    for i in range(length):
+      assert owner.setdefault((row, start + i), name) == name
+
+  for q, g in zip(*np.nonzero(cells.own), strict=True):
+    row, prefix = placed.row[q, g], cells.prefix[q]
+    at, prefix_at = placed.offset[q, g], placed.prefix_offset[q, g]
+    take(row, at, cells.own[q, g], (q, g))
+    if prefix:
+      assert prefix_at + prefix <= at
+      take(row, prefix_at, prefix, (q, "prompt", prefix_at))
+    else:
+      assert prefix_at == at
+  rows = set(placed.row[placed.row >= 0].tolist())
+  assert rows == set(range(int(placed.num_used)))
 
 
-@hypothesis.given(LENGTHS, WINDOWS)
-def test_rows_stay_below_the_bound(lengths, window):
-  lengths, placed = _plan(lengths, window)
-  assert placed.num_used <= 2 * -(-lengths.sum() // ROW) + 1
-  assert placed.num_used <= packing.row_bound(40, ROW, ROW)
+@hypothesis.given(_cells(), WINDOWS)
+def test_a_prompt_and_what_shares_it_are_neighbours(cells, window):
+  """Nothing of another prompt lies between a prefix and who sees it."""
+  placed = jax.tree.map(np.asarray, _plan(cells, window))
+  starts = {
+    (placed.row[q, g], placed.offset[q, g]): q
+    for q, g in zip(*np.nonzero(cells.own), strict=True)
+  }
+  for q, g in zip(*np.nonzero(cells.own), strict=True):
+    row, at = placed.row[q, g], placed.offset[q, g]
+    between = range(placed.prefix_offset[q, g], at)
+    assert {starts.get((row, cell), q) for cell in between} <= {q}
+
+
+@hypothesis.given(_cells(), WINDOWS)
+def test_rows_stay_below_the_bound(cells, window):
+  placed = _plan(cells, window)
+  together = np.where(cells.own > 0, cells.prefix[:, None] + cells.own, 0)
+  assert placed.num_used <= 2 * -(-together.sum() // ROW) + 1
+  assert placed.num_used <= packing.row_bound(PROMPTS * GROUP, ROW, ROW)
+
+
+@hypothesis.given(_cells())
+def test_sharing_takes_no_more_cells_than_repeating(cells):
+  placed = jax.tree.map(np.asarray, _plan(cells, 64))
+  is_placed = cells.own > 0
+  prefixes = {
+    (row, at): cells.prefix[q]
+    for q in range(PROMPTS)
+    for row, at in zip(
+      placed.row[q][is_placed[q]],
+      placed.prefix_offset[q][is_placed[q]],
+      strict=True,
+    )
+  }
+  shared = sum(prefixes.values())
+  assert shared >= cells.prefix[is_placed.any(1)].sum()
+  assert shared <= (cells.prefix[:, None] * is_placed).sum()
+
+
+def test_a_group_that_fits_a_row_shares_one_prompt():
+  cells = packing.Cells(
+    np.full(PROMPTS, 8, np.int32), np.full((PROMPTS, GROUP), 6, np.int32)
+  )
+  placed = jax.tree.map(np.asarray, _plan(cells, 64))
+  assert placed.num_used == PROMPTS
+  for q in range(PROMPTS):
+    assert len(set(placed.row[q])) == len(set(placed.prefix_offset[q])) == 1
 
 
 def test_too_few_rows_or_too_long_a_sequence_show():
-  _, placed = _plan([20, 20, 20], 4, num_rows=2)
-  assert placed.num_used == 3 and (np.asarray(placed.row)[:3] == -1).sum() == 1
-  _, placed = _plan([ROW + 1, 3], 4)
+  cells = lambda *own: packing.Cells(
+    np.zeros(1, np.int32), np.array([own], np.int32)
+  )
+  placed = _plan(cells(20, 20, 20), 4, num_rows=2)
+  assert placed.num_used == 3 and (placed.row == -1).sum() == 1
+  placed = _plan(cells(ROW + 1, 3), 4)
+  assert placed.num_used > 40
+  placed = _plan(cells(ROW, 3)._replace(prefix=np.ones(1, np.int32)), 4)
   assert placed.num_used > 40
 
 
@@ -64,7 +130,8 @@ def _batch(seed=0, prompts=3, group=4, width=6, tokens=9):
   batch = PromptBatch(
     jnp.arange(prompts, dtype=jnp.int32),
     integers(1, 99, (prompts, width)),
-    integers(1, width + 1, (prompts,)),
+    # One of a single token, which leaves nothing to share.
+    integers(1, width + 1, (prompts,)).at[0].set(1),
   )
   return batch, Rollout(
     prompt_ids=batch.ids,
@@ -77,53 +144,82 @@ def _batch(seed=0, prompts=3, group=4, width=6, tokens=9):
   )
 
 
-def test_every_sequence_can_be_read_back():
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_every_sequence_can_be_read_back(shares_prompts):
+  """What a cell sees, in order, is its prompt and its completion so far."""
   prompts, rollout = _batch()
   advantages = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
-  lengths = packing.sequence_lengths(prompts.lengths, rollout.lengths)
-  placed = plan(lengths.reshape(-1), ROW, 12, 4)
-  rows = fill(placed, prompts, rollout, advantages, advantages + 50, 12, ROW)
+  cells = packing.count_cells(prompts.lengths, rollout.lengths, shares_prompts)
+  placed = plan(cells, ROW, 12, 4)
+  rows = fill(
+    placed, cells, prompts, rollout, advantages, advantages + 50, 12, ROW
+  )
+  rows = jax.tree.map(np.asarray, rows)
   used = 0
-  for s in range(12):
-    q, g = divmod(s, 4)
+  for q, g in np.ndindex(3, 4):
     n_prompt, n = int(prompts.lengths[q]), int(rollout.lengths[q, g])
     if n == 0:
-      assert placed.row[s] == -1
+      assert placed.row[q, g] == -1
       continue
     text = np.concatenate(
       [prompts.tokens[q, :n_prompt], rollout.tokens[q, g, :n]]
     )
-    at = np.s_[
-      int(placed.row[s]),
-      int(placed.offset[s]) : int(placed.offset[s]) + len(text) - 1,
-    ]
-    is_trained = np.arange(1, len(text)) >= n_prompt
-    np.testing.assert_array_equal(rows.tokens[at], text[:-1])
-    np.testing.assert_array_equal(rows.targets[at], text[1:])
-    np.testing.assert_array_equal(rows.positions[at], np.arange(len(text) - 1))
-    np.testing.assert_array_equal(rows.is_trained[at], is_trained)
-    assert len(set(np.asarray(rows.segment_ids[at]).tolist())) == 1
-    np.testing.assert_array_equal(rows.advantages[at], s * is_trained)
-    np.testing.assert_array_equal(rows.weights[at], (s + 50) * is_trained)
+    r, start = int(placed.row[q, g]), int(placed.offset[q, g])
+    segment = rows.segment_ids[r, start]
+    prefix = rows.prefix_ids[r, start]
+    is_seen = np.isin(rows.segment_ids[r], (segment, prefix))
+    np.testing.assert_array_equal(rows.tokens[r][is_seen], text[:-1])
+    np.testing.assert_array_equal(rows.targets[r][is_seen], text[1:])
     np.testing.assert_array_equal(
-      np.asarray(rows.old_logprobs[at])[is_trained], rollout.logprobs[q, g, :n]
+      rows.positions[r][is_seen], np.arange(len(text) - 1)
     )
-    used += len(text) - 1
-  assert int((rows.segment_ids > 0).sum()) == used
+    own = rows.segment_ids[r] == segment
+    assert (rows.prefix_ids[r][own] == prefix).all()
+    is_trained = own & (rows.positions[r] >= n_prompt - 1)
+    np.testing.assert_array_equal(rows.is_trained[r] & own, is_trained)
+    s = 4 * q + g
+    np.testing.assert_array_equal(rows.advantages[r][own], s * is_trained[own])
+    np.testing.assert_array_equal(
+      rows.weights[r][own], (s + 50) * is_trained[own]
+    )
+    np.testing.assert_array_equal(
+      rows.old_logprobs[r][is_trained], rollout.logprobs[q, g, :n]
+    )
+    used += own.sum()
+    if not shares_prompts:
+      assert segment == prefix and own.sum() == len(text) - 1
   assert int(rows.is_trained.sum()) == int(rollout.lengths.sum())
   empty = rows.segment_ids == 0
   assert not rows.weights[empty].any() and not rows.is_trained[empty].any()
+  is_prefix = ~empty & ~rows.is_trained
+  if shares_prompts:  # whatever is not trained is a prefix, which sees itself
+    assert used + is_prefix.sum() == (~empty).sum()
+    np.testing.assert_array_equal(
+      rows.prefix_ids[is_prefix], rows.segment_ids[is_prefix]
+    )
+    assert (~empty).sum() < int(
+      packing.count_cells(prompts.lengths, rollout.lengths, False).own.sum()
+    )
+  else:
+    assert used == (~empty).sum()
 
 
-def test_neighbours_have_different_segment_ids():
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_neighbours_have_different_segment_ids(shares_prompts):
   prompts, rollout = _batch(1)
-  lengths = packing.sequence_lengths(prompts.lengths, rollout.lengths)
-  placed = plan(lengths.reshape(-1), ROW, 12, 4)
+  cells = packing.count_cells(prompts.lengths, rollout.lengths, shares_prompts)
+  placed = plan(cells, ROW, 12, 4)
   ones = jnp.ones((3, 4))
-  rows = fill(placed, prompts, rollout, ones, ones, 12, ROW)
-  starts = (rows.positions == 0) & (rows.segment_ids > 0)
-  for row, start in zip(rows.segment_ids, starts, strict=True):
-    assert sorted(set(row[row > 0].tolist())) == list(range(1, start.sum() + 1))
+  rows = fill(placed, cells, prompts, rollout, ones, ones, 12, ROW)
+  ids = np.asarray(rows.segment_ids)
+  for row in ids:
+    real = row[row > 0]
+    assert (np.diff(real) >= 0).all()
+    assert sorted(set(real.tolist())) == list(range(1, real.max(initial=0) + 1))
+  # A position that does not follow the one before begins a segment.
+  positions = np.asarray(rows.positions)
+  jumps = (np.diff(positions) != 1) & (ids[:, 1:] > 0)
+  assert (np.diff(ids)[jumps] == 1).all()
 
 
 def test_one_compilation_serves_every_set_of_lengths():
@@ -132,8 +228,9 @@ def test_one_compilation_serves_every_set_of_lengths():
   @jax.jit
   def count(lengths):
     traces.append(1)
-    return packing.plan(lengths, ROW, 40, 8)
+    cells = packing.Cells(jnp.zeros((10,), jnp.int32), lengths)
+    return packing.plan(cells, ROW, 40, 8)
 
   for seed in range(4):
-    count(jax.random.randint(jax.random.key(seed), (40,), 0, ROW))
+    count(jax.random.randint(jax.random.key(seed), (10, 4), 0, ROW))
   assert len(traces) == 1

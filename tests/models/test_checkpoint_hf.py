@@ -113,8 +113,8 @@ def test_weights_go_where_they_are_told(path):
 
 
 def test_dtype_and_remat_are_of_the_computation(path):
-  params, config = checkpoint_hf.load(path, dtype="bfloat16", remat=False)
-  assert (config.dtype, config.remat) == ("bfloat16", False)
+  params, config = checkpoint_hf.load(path, dtype="bfloat16", remat="dots")
+  assert (config.dtype, config.remat) == ("bfloat16", "dots")
   assert_equal(params, tiny()[0])
 
 

@@ -126,7 +126,7 @@ def network():
     has_qkv_bias=True,
     has_qk_norm=True,
     is_tied=False,
-    remat=False,
+    remat="none",
   )
   rng = np.random.default_rng(1)
   flat = {

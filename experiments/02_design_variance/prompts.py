@@ -1,0 +1,66 @@
+"""The choice of prompts, from what one earlier visit to each taught."""
+
+from batch import Batch, sample
+from completions import BUDGETS, DRAWS
+import errors
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dppo_jax import keys
+from dppo_jax.algo import prompt_rules
+
+
+def measure(sampled: Batch) -> list[dict]:
+  """Of uniform, DPPO's and the Neyman design, at every budget of prompts."""
+  home, ids = sampled.home, sampled.prompts.ids
+  before, rewards = sample(home, sampled.params, sampled.prompts, draw=1)
+  found = []
+  for budget in BUDGETS:
+    rate = _rate(rewards, home, ids, budget)
+    for name, rule, is_seen in (
+      ("uniform", prompt_rules.neyman_prompts(budget), False),
+      ("dppo", rate and prompt_rules.drop_by_history(rate), True),
+      ("neyman", prompt_rules.neyman_prompts(budget), True),
+    ):
+      error = {"variance": None}
+      if rule:
+        history = rule.init(len(home.train))
+        if is_seen:
+          history = rule.observe(
+            history, jnp.int32(0), ids, rewards, before.lengths
+          )
+        error = _error(sampled, rule, history)
+      found.append({"method": name, "budget": budget, **error})
+  return found
+
+
+def _error(sampled: Batch, rule: prompt_rules.PromptRule, history) -> dict:
+  """Variance of an unbiased rule, and shares of prompts and tokens kept."""
+  choose = jax.jit(
+    lambda key: rule.select(
+      keys.Draw(key, jnp.int32(1)), history, sampled.prompts.ids
+    )
+  )
+  drawn = jax.lax.map(choose, jax.random.split(jax.random.key(2), DRAWS))
+  keep = np.asarray(drawn.keep)
+  factor = np.where(keep, 1 / np.asarray(drawn.prob, np.float64), 0)
+  full = sampled.factors.reshape(sampled.rewards.shape)
+  apart = ((factor - 1)[..., None] * full).reshape(DRAWS, -1)
+  squares = errors.squared_norm(apart, sampled.products)
+  lengths = np.asarray(sampled.rollout.lengths).sum(axis=1)
+  return {
+    "variance": squares.mean() / sampled.variance,
+    "prompts": keep.mean(),
+    "tokens": (keep @ lengths).mean() / lengths.sum(),
+  }
+
+
+def _rate(rewards, home, ids, budget: float) -> float | None:
+  """The pruning rate at which DPPO keeps `budget` of the prompts, if any."""
+  rule = prompt_rules.drop_by_history(0.5)
+  history = rule.observe(rule.init(len(home.train)), jnp.int32(0), ids, rewards)
+  draw = keys.Draw(jax.random.key(0), jnp.int32(1))
+  eligible = float((rule.select(draw, history, ids).prob < 1).mean())
+  rate = (1 - budget) / eligible if eligible else 1.0
+  return rate if rate < 1 else None

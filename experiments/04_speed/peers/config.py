@@ -1,0 +1,27 @@
+"""One step of the comparison with other systems; `run.py` fills in the paths.
+
+  python -m dppo_jax.main --config=experiments/04_speed/peers/config.py:grpo \
+    --config.model.path=DIR --config.data.train=FILE --config.data.eval=FILE
+"""
+
+from dppo_jax.config import Config, use_method
+
+
+def get_config(method: str = "grpo") -> Config:
+  config = Config()
+  use_method(config, method)
+  config.model.remat = "none"
+  config.data.prompts_per_step = 8
+  config.data.max_prompt_tokens = 96
+  config.data.eval_limit = 1  # what is held out is not looked at
+  config.eval.prompts = 1
+  config.rollout.group_size = 8
+  config.rollout.max_tokens = 128
+  config.rollout.num_slots = 64
+  config.rollout.prefill_prompts = 8
+  config.pack.row_length = 448  # this and the next: the best of three
+  config.pack.rows = 1
+  config.pack.window = 64
+  config.optimizer.learning_rate = 1e-6
+  config.optimizer.clip_norm = 1.0
+  return config

@@ -1,0 +1,341 @@
+"""Times the same GRPO steps in TRL, in tunix and here, on the same cores.
+
+  python experiments/04_speed/peers/run.py [--cores=0] [--steps=5] [--repeats=3]
+
+First each system says what it makes of fixed sequences: where two of them
+differ in a log-probability or in the gradient's norm, nothing is timed. Every
+measurement is a process of its own. Results go to results.jsonl and table.md
+beside this file.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import clock
+import numpy as np
+import work
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[2]
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+PEERS = {
+  "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),
+  "tunix": ("google-tunix==0.1.7", "jax==0.10.2", "flax==0.12.8"),
+}
+OURS = ("grpo", "dppo")
+# Sizes of a micro-batch to choose from: sequences; here rows x cells.
+MICRO = {
+  "trl": ("8", "32", "64"),
+  "tunix": ("8", "32", "64"),
+  "grpo": ("1x448", "2x448", "1x896"),
+}
+LOGPROB, NORM = 1e-3, 1e-3  # largest difference in nats; relative
+THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
+
+
+class Bench:
+  """Starts the systems' programs.
+
+  Attributes:
+    root: where the work and what the programs leave are kept.
+    envs: directory of the peers' virtual environments.
+    cores: those that every measured process may use.
+  """
+
+  def __init__(self, root: pathlib.Path, envs: pathlib.Path, cores: list[int]):
+    self.root, self.envs, self.cores = root, envs, cores
+    self.work = root / "work"
+
+  def python(self, system: str) -> str:
+    if system in OURS:
+      return sys.executable
+    return str(self.envs / system / "bin" / "python")
+
+  def prepare(self, num_steps: int, seeds: Iterable[int]) -> None:
+    """The environments and the work, where they are missing."""
+    for peer, needs in PEERS.items():
+      if pathlib.Path(self.python(peer)).exists():
+        continue
+      install = [self.python(peer), "-m", "pip", "install", "--quiet"]
+      make = [sys.executable, "-m", "venv", str(self.envs / peer)]
+      subprocess.run(make, check=True)
+      if peer == "trl":  # its torch comes first, without CUDA
+        torch = ["--no-deps", "--extra-index-url", TORCH_INDEX, needs[0]]
+        subprocess.run([*install, *torch], check=True)
+      subprocess.run([*install, *needs], check=True)
+    write = [self.python("trl"), str(HERE / "work.py"), str(self.work)]
+    self._run([*write, f"--steps={num_steps}"], self.root / "work.log")
+    for seed in seeds:
+      out = self.work / f"order-{seed}.json"
+      self.call("grpo", "order", MICRO["grpo"][0], out, num_steps, seed)
+
+  def versions(self) -> dict[str, str]:
+    """What is installed, of all that is compared."""
+    out = {}
+    for system, needs in (PEERS | {"grpo": ("jax==",)}).items():
+      freeze = [self.python(system), "-m", "pip", "freeze"]
+      found = subprocess.run(freeze, check=True, capture_output=True, text=True)
+      names = [need.partition("==")[0] for need in needs]
+      lines = [line.partition("==") for line in found.stdout.split()]
+      out |= {f"{system}/{x}": y for x, _, y in lines if x in names}
+    return out
+
+  def call(
+    self,
+    system: str,
+    mode: str,
+    micro: str,
+    out: pathlib.Path,
+    num_steps: int = 1,
+    seed: int = 0,
+  ) -> None:
+    """Runs one system's program, which writes `out`."""
+    program = "ours" if system in OURS else system
+    arguments = [
+      self.python(system),
+      str(HERE / f"with_{program}.py"),
+      mode,
+      f"--work={self.work}",
+      f"--out={out}",
+      f"--micro={micro}",
+      f"--steps={num_steps}",
+      f"--seed={seed}",
+    ]
+    if system in OURS:
+      arguments.append(f"--method={system}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    self._run(arguments, out.with_suffix(".log"))
+
+  def _run(self, arguments: list[str], log: pathlib.Path) -> None:
+    env = dict(os.environ)
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # the first step compiles
+    env |= {f"{name}_NUM_THREADS": str(len(self.cores)) for name in THREADS}
+    env |= {
+      "PYTHONPATH": str(ROOT),
+      "JAX_PLATFORMS": "cpu",
+      "HF_HUB_OFFLINE": "1",
+      "TOKENIZERS_PARALLELISM": "false",
+      clock.STARTED: str(time.monotonic()),
+    }
+    with log.open("w") as file:
+      done = subprocess.run(
+        arguments,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        env=env,
+        check=False,
+        preexec_fn=lambda: os.sched_setaffinity(0, self.cores),
+      )
+    if done.returncode:
+      sys.exit(f"{' '.join(arguments)} failed: see {log}")
+
+
+def check(bench: Bench, micro: dict[str, str]) -> dict[str, float]:
+  """Compares what the systems make of the same sequences.
+
+  Returns:
+    The largest difference of a log-probability, in nats, and of the norm,
+    relative.
+  """
+  found = []
+  for system in MICRO:
+    out = bench.root / "check" / f"{system}.json"
+    bench.call(system, "check", micro[system], out)
+    found.append(json.loads(out.read_text()))
+  wanted = work.sequences(bench.work)
+  prompts = wanted["prompts"][:: work.GROUP]
+  if any(x["prompt_ids"] != prompts for x in found):
+    sys.exit("the systems' tokenizers differ: nothing was timed")
+  is_token = np.array(work.padded(wanted["completions"], work.NEW)) != work.PAD
+  logprobs = np.array([np.array(x["logprobs"])[is_token] for x in found])
+  norms = np.array([x["norm"] for x in found])
+  worst = {
+    "logprob": float((logprobs.max(axis=0) - logprobs.min(axis=0)).max()),
+    "norm": float(norms.max() / norms.min() - 1),
+  }
+  print(f"gradient norms {norms}, largest differences {worst}", flush=True)
+  # A NaN is below no limit.
+  if not (worst["logprob"] <= LOGPROB and worst["norm"] <= NORM):
+    sys.exit("the systems do not do the same work: nothing was timed")
+  return worst
+
+
+def measure(
+  bench: Bench, system: str, micro: str, num_steps: int, seed: int, name: str
+) -> dict:
+  """One run; what it took."""
+  out = bench.root / name / f"{system}-{micro}-{seed}.jsonl"
+  bench.call(system, "steps", micro, out, num_steps, seed)
+  lines = [json.loads(line) for line in out.read_text().splitlines()]
+  assert len(lines) == num_steps, out
+  run = {
+    "name": name,
+    "system": system,
+    "micro": micro,
+    "seed": seed,
+    "steps": lines,
+  }
+  print(
+    f"{name} {seed}, {system} {micro}: {per_step(run, 'seconds'):.2f} s a step,"
+    f" {per_step(run, 'generated'):.0f} tokens generated",
+    flush=True,
+  )
+  return run
+
+
+def later(run: dict, key: str) -> list[float]:
+  """A number of each step after the first."""
+  return [line[key] for line in run["steps"][1:]]
+
+
+def per_step(run: dict, key: str) -> float:
+  return statistics.mean(later(run, key))
+
+
+def per_token(run: dict, key: str) -> float:
+  """For every 1,000 tokens generated."""
+  return 1000 * sum(later(run, key)) / sum(later(run, "generated"))
+
+
+def paired(
+  runs: list[dict], peer: str, base: str, value: Callable[[dict], float]
+) -> list[float]:
+  """The peer's value by the base's, repetition by repetition."""
+  of = lambda name: [value(run) for run in runs if run["system"] == name]
+  return [a / b for a, b in zip(of(peer), of(base), strict=True)]
+
+
+def told(values: list[float], digits: int = 2) -> str:
+  """Median, least and most."""
+  mid, low, high = statistics.median(values), min(values), max(values)
+  return f"{mid:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+
+def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
+  """A column for each system."""
+  systems = [*PEERS, *OURS]
+  of = lambda name: [run for run in runs if run["system"] == name]
+  steps = lambda key, digits: (
+    lambda name: told([x for run in of(name) for x in later(run, key)], digits)
+  )
+  ratios = lambda base, value: (
+    lambda name: told(paired(runs, name, base, value))
+  )
+  by_step = lambda run: per_step(run, "seconds")
+  by_token = lambda run: per_token(run, "seconds")
+  rest = lambda name: told(
+    [
+      line["seconds"] - line["rollout_seconds"]
+      for run in of(name)
+      for line in run["steps"][1:]
+    ]
+  )
+  rows = {
+    "micro-batch": lambda name: of(name)[0]["micro"],
+    "seconds a step": steps("seconds", 2),
+    "CPU seconds a step": steps("cpu_seconds", 2),
+    "of the seconds, rollout": steps("rollout_seconds", 2),
+    "of the seconds, the rest": rest,
+    "tokens generated a step": steps("generated", 0),
+    "tokens trained a step": steps("trained", 0),
+    "seconds for 1,000 tokens": lambda name: told(
+      [by_token(run) for run in of(name)]
+    ),
+    "times grpo's seconds a step": ratios("grpo", by_step),
+    "times grpo's, by tokens": ratios("grpo", by_token),
+    "times dppo's seconds a step": ratios("dppo", by_step),
+    "times dppo's, by tokens": ratios("dppo", by_token),
+    "start to the end of step 1, s": lambda name: told(
+      [run["steps"][0]["seconds"] for run in of(name)], 1
+    ),
+    "decoding alone, tokens a second": lambda name: (
+      told(speeds[name], 0) if name in speeds else "as grpo"
+    ),
+  }
+  head = ["", *systems]
+  lines = [head, ["---"] * len(head)]
+  lines += [[name, *map(cell, systems)] for name, cell in rows.items()]
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def time_all(
+  bench: Bench, given: dict[str, str], num_steps: int, repeats: int
+) -> tuple[list[dict], dict[str, list[float]]]:
+  """Chooses sizes of micro-batches that are not given, then measures.
+
+  Returns:
+    All runs, and of each system the tokens a second that it decodes alone.
+  """
+  runs, micro, speeds = [], {}, {}
+  for system, sizes in MICRO.items():
+    if system not in given:
+      trials = [measure(bench, system, x, 3, 0, "trial") for x in sizes]
+      best = min(trials, key=lambda run: per_token(run, "seconds"))
+      runs += trials
+    micro[system] = given.get(system) or best["micro"]
+  micro["dppo"] = micro["grpo"]
+  for seed in range(repeats):
+    turn = seed % len(micro)  # so that drift hits all alike
+    for system in [*micro, *micro][turn : turn + len(micro)]:
+      size = micro[system]
+      runs.append(measure(bench, system, size, num_steps, seed, "timed"))
+  for system in MICRO:
+    out = bench.root / "decode" / f"{system}.json"
+    bench.call(system, "decode", micro[system], out)
+    seconds = json.loads(out.read_text())
+    speeds[system] = [work.BATCH * work.NEW / s for s in seconds]
+  return runs, speeds
+
+
+def report(about: dict, found: tuple) -> None:
+  """Writes results.jsonl and table.md."""
+  runs, speeds = found
+  lines = [about, *runs, {"decoded a second": speeds}]
+  (HERE / "results.jsonl").write_text(
+    "".join(json.dumps(line) + "\n" for line in lines)
+  )
+  written = table([run for run in runs if run["name"] == "timed"], speeds)
+  (HERE / "table.md").write_text(written + "\n")
+  print(written)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--cores", default="0")
+  parser.add_argument("--steps", type=int, default=5, help="of a run, from 3")
+  parser.add_argument("--repeats", type=int, default=3)
+  parser.add_argument("--workdir", type=pathlib.Path, default="runs/peers")
+  parser.add_argument("--envs", type=pathlib.Path, help="WORKDIR/envs")
+  parser.add_argument("--micro", default="", help="as trl=8,grpo=8x448")
+  parser.add_argument("--only-check", action="store_true")
+  args = parser.parse_args()
+  if args.steps < 3:
+    parser.error(f"--steps is {args.steps} but must be at least 3")
+  root = args.workdir.absolute()
+  root.mkdir(parents=True, exist_ok=True)
+  envs = (args.envs or root / "envs").absolute()
+  cores = [int(core) for core in args.cores.split(",")]
+  bench = Bench(root, envs, cores)
+  bench.prepare(args.steps, range(args.repeats))
+  given = dict(x.split("=") for x in args.micro.split(",") if x)
+  largest = {system: sizes[-1] for system, sizes in MICRO.items()}
+  about = {
+    "differences": check(bench, largest | given),
+    "cores": len(cores),
+    "machine": platform.processor() or platform.machine(),
+    **bench.versions(),
+  }
+  if not args.only_check:
+    report(about, time_all(bench, given, args.steps, args.repeats))
+
+
+if __name__ == "__main__":
+  main()

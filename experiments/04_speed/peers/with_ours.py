@@ -1,0 +1,162 @@
+"""The work done by dppo_jax, its main program as it is."""
+
+import functools
+import json
+import pathlib
+import runpy
+import shutil
+import sys
+
+import clock
+import jax
+import numpy as np
+import work
+
+from dppo_jax import data, house, keys, main, metrics, rollout, rooms, update
+from dppo_jax.records import PromptBatch, Rollout, Selection
+
+CONFIG = pathlib.Path(__file__).parent / "config.py"
+
+
+def knobs(args) -> dict[str, object]:
+  """What is to be set beside the config file, by dotted name.
+
+  `args.micro` is rows x cells of a micro-batch, as in 8x448.
+  """
+  rows, _, length = args.micro.partition("x")
+  shape = {"pack.rows": int(rows), "pack.row_length": int(length)}
+  return {
+    "seed": args.seed,
+    "steps": args.steps,
+    "model.path": str(args.work / "checkpoint"),
+    "data.train": str(args.work / "problems.jsonl"),
+    "data.eval": str(args.work / "held_out.jsonl"),
+    **shape,
+  }
+
+
+def furnish(args) -> house.House:
+  """The house that the main program would furnish."""
+  config = runpy.run_path(str(CONFIG))["get_config"](args.method)
+  for name, value in knobs(args).items():
+    *sections, field = name.split(".")
+    setattr(functools.reduce(getattr, sections, config), field, value)
+  return house.furnish(config)
+
+
+def order(args) -> None:
+  """Which problems each step draws."""
+  home = furnish(args)
+  ids = [
+    data.draw(home.train, home.root_key, step, work.PROMPTS).ids.tolist()
+    for step in range(args.steps)
+  ]
+  args.out.write_text(json.dumps(ids))
+
+
+def steps(args) -> None:
+  """Runs the main program; its metrics' writer stamps the ends of steps."""
+  watch = clock.Clock(args.out)
+
+  class Writer(metrics.Writer):
+    def write(self, step, values):
+      super().write(step, values)
+      if "step/seconds" in values:
+        watch.add(
+          rollout_seconds=values["rollout/seconds"],
+          generated=values["tokens/generated"],
+          trained=values["tokens/trained"],
+        )
+        watch.end()
+
+  metrics.Writer = Writer
+  workdir = args.out.with_suffix("")
+  shutil.rmtree(workdir, ignore_errors=True)
+  sys.argv = [
+    "dppo_jax.main",
+    f"--config={CONFIG}:{args.method}",
+    f"--workdir={workdir}",
+    *(f"--config.{name}={value}" for name, value in knobs(args).items()),
+  ]
+  main.run()
+
+
+def check(args) -> None:
+  """Scores and updates on the packed rows that a step would train on."""
+  home, found = furnish(args), work.sequences(args.work)
+  shape = (work.PROMPTS, work.GROUP)
+  tokens = np.array(work.padded(found["completions"], work.NEW), np.int32)
+  prompts = first_prompts(home)
+  # With one update on a rollout nothing depends on what the sampler says of the
+  # tokens it drew: here it numbers them, to find them again in the rows.
+  numbers = np.arange(tokens.size, dtype=np.float32)
+  drawn = Rollout(
+    prompt_ids=prompts.ids,
+    tokens=tokens.reshape(*shape, -1),
+    logprobs=numbers.reshape(*shape, -1),
+    lengths=(tokens != work.PAD).sum(1, dtype=np.int32).reshape(shape),
+    is_stopped=np.zeros(shape, bool),
+    kept=Selection(
+      np.ones(work.PROMPTS, bool), np.ones(work.PROMPTS, np.float32)
+    ),
+    slot_steps=np.int32(0),
+  )
+  rewards = np.array(found["rewards"], np.float32).reshape(shape)
+  settings = update.Settings(model=home.model, objective=home.objective)
+  with jax.set_mesh(home.mesh):
+    compiled = rooms.build(home)
+    where = jax.tree.map(lambda x: x.sharding, rooms.state_like(home))
+    start = functools.partial(rooms.fresh_state, home)
+    state = jax.jit(start, out_shardings=where)(home.initial_params())
+    draw = keys.draw_at(home.root_key, 0, keys.Room.COMPLETIONS)
+    batch, num_micro, _ = compiled.select(draw, prompts, drawn, rewards)
+    score = lambda params, *rest: update.score(params, settings, *rest)
+    scores = jax.jit(score)(state.params, batch, num_micro)
+    is_trained = np.asarray(batch.is_trained)
+    place = np.asarray(batch.old_logprobs)[is_trained].astype(int)
+    logprobs = np.full(tokens.shape, np.nan)
+    logprobs.ravel()[place] = np.asarray(scores.logprobs)[is_trained]
+    count = np.float32(work.BATCH)
+    _, info = compiled.update(state, None, batch, num_micro, count)
+  lengths = zip(prompts.tokens, prompts.lengths, strict=True)
+  out = {
+    "prompt_ids": [row[:n].tolist() for row, n in lengths],
+    "logprobs": logprobs.tolist(),
+    "norm": float(info["update/grad_norm"]),
+  }
+  args.out.write_text(json.dumps(out))
+
+
+def decode(args) -> None:
+  """Samples a batch whose completions all have NEW tokens."""
+  home = furnish(args)
+  r = home.config.rollout
+  make = functools.partial(
+    rollout.sample,
+    model_config=home.model,
+    group_size=r.group_size,
+    max_tokens=r.max_tokens,
+    num_slots=r.num_slots,
+    prefill_prompts=r.prefill_prompts,
+    stop_ids=(-1,),
+  )
+  with jax.set_mesh(home.mesh):
+    params = home.initial_params()
+    draw = keys.draw_at(home.root_key, 0, keys.Room.ROLLOUT)
+    sample = jax.jit(make)
+
+    def generate():
+      out = sample(params, prompts=first_prompts(home), draw=draw)
+      assert (np.asarray(out.lengths) == work.NEW).all()
+
+    args.out.write_text(json.dumps(clock.repeat(generate)))
+
+
+def first_prompts(home: house.House) -> PromptBatch:
+  """Those that are checked and decoded."""
+  ids = np.arange(work.PROMPTS, dtype=np.int32)
+  return PromptBatch(ids, home.train.tokens[ids], home.train.lengths[ids])
+
+
+if __name__ == "__main__":
+  work.main(__doc__, order, steps, check, decode)

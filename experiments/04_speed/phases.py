@@ -1,0 +1,300 @@
+"""Each phase of a step, and how its cost goes with what it is given."""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+import work as works
+
+from dppo_jax import batch as batches
+from dppo_jax import keys, methods, rewards, update
+from dppo_jax.algo import completion_rules, objectives
+from dppo_jax.models import transformer
+from dppo_jax.records import Selection, TrainState
+
+Row = dict[str, Any]
+
+
+class Update(NamedTuple):
+  """A compiled update with the state it goes on from."""
+
+  run: Any
+  compile_seconds: float
+  temporary_bytes: int
+
+
+def phases(work: works.Work, repeats: int) -> Iterator[Row]:
+  """Seconds of prefill, decode, grade, select, score and update.
+
+  Model FLOPs count what the mathematics needs, nothing that is computed again.
+  """
+  model = work.model
+  params = _params(work)
+  prompts, kept = works.make_prompts(work), works.everything(work)
+  prompt_tokens = float(prompts.lengths.sum())
+
+  def fill_cache(params, prompts):
+    weights = transformer.cast(params, model)
+    return transformer.prefill(weights, model, prompts.tokens, prompts.lengths)
+
+  prefill = _timed(fill_cache, (params, prompts), repeats)
+  flops = works.linear_flops(model, prompt_tokens)
+  yield _row("prefill", prefill, prompt_tokens, flops)
+
+  sample = jax.jit(works.sampler(work)).lower(params, prompts, kept).compile()
+  seconds = machine.timed(lambda: sample(params, prompts, kept), repeats)
+  rollout = sample(params, prompts, kept)
+  generated = float(rollout.lengths.sum())
+  decode = machine.Seconds(*(s - prefill.median for s in seconds))
+  flops = works.linear_flops(model, generated)
+  flops += works.head_flops(model, generated)
+  yield _row("decode", decode, generated, flops) | {
+    "bytes": _decode_bytes(work, prompts, rollout)
+  }
+
+  texts = [r"so it is \boxed{7}"] * rollout.lengths.size
+  with rewards.Grader("exact") as grader:
+    seconds = machine.timed(lambda: grader.grade(texts, ["7"] * len(texts)), 3)
+  yield _row("grade", seconds, generated, 0.0)
+
+  select = jax.jit(functools.partial(_select, work=work, share=1.0))
+  reward = works.make_rewards(work)
+  arguments = (prompts, rollout, reward)
+  seconds = machine.timed(lambda: select(*arguments), repeats)
+  yield _row("select, weight, pack", seconds, generated, 0.0)
+
+  batch, num_micro, info = select(*arguments)
+  trained = float(info["tokens/trained"])
+  cells = float(info["pack/fill"] * info["pack/rows"]) * work.rows.length
+  flops = works.linear_flops(model, cells) + works.head_flops(model, trained)
+  flops += works.attention_flops(model, works.pairs(prompts, rollout))
+  settings = _settings(work)
+  score = jax.jit(functools.partial(update.score, settings=settings))
+  seconds = machine.timed(
+    lambda: score(params, batch=batch, num_used=num_micro), repeats
+  )
+  yield _row("score", seconds, trained, flops)
+
+  learn = compile_update(work, params)
+  seconds = machine.timed(lambda: learn.run(batch, num_micro), repeats)
+  yield _row("update", seconds, trained, 3 * flops) | {
+    "compile_seconds": learn.compile_seconds,
+    "temporary_bytes": learn.temporary_bytes,
+    "fill": float(info["pack/fill"]),
+    "shared": float(info["pack/shared"]),
+  }
+
+
+def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
+  """Does what is pruned come off the time? Ratios to the unpruned step."""
+  params, prompts = _params(work), works.make_prompts(work)
+  rollout, reward = works.make_rollout(work), works.make_rewards(work)
+  learn, whole = compile_update(work, params), None
+  for share in (1.0, 0.5, 0.25):
+    batch, num_micro, info = jax.jit(
+      functools.partial(_select, work=work, share=share)
+    )(prompts, rollout, reward)
+    seconds = machine.timed(
+      lambda b=batch, n=num_micro: learn.run(b, n), repeats
+    )
+    whole = whole or (seconds.median, float(info["tokens/trained"]))
+    yield _ratio("update", share, seconds, float(info["tokens/trained"]), whole)
+  del learn
+  params = _params(work)
+  sample = jax.jit(works.sampler(work))
+  whole = None
+  for share in (1.0, 0.5, 0.25):
+    keep = jnp.arange(work.prompts) < share * work.prompts
+    kept = Selection(keep, jnp.full((work.prompts,), share, jnp.float32))
+    seconds = machine.timed(lambda k=kept: sample(params, prompts, k), repeats)
+    tokens = float(sample(params, prompts, kept).lengths.sum())
+    whole = whole or (seconds.median, tokens)
+    yield _ratio("rollout", share, seconds, tokens, whole)
+
+
+def sharing(work: works.Work, repeats: int) -> Iterator[Row]:
+  """Update time with a prompt for each completion, and with one for all."""
+  prompts, rollout = works.make_prompts(work), works.make_rollout(work)
+  whole = None
+  for shares in (False, True):
+    other = work._replace(rows=work.rows._replace(shares_prompts=shares))
+    batch, num_micro, info = jax.jit(
+      functools.partial(_select, work=other, share=1.0)
+    )(prompts, rollout, works.make_rewards(work))
+    cells = float(info["pack/fill"] * info["pack/rows"]) * work.rows.length
+    learn = compile_update(other, _params(work))
+    seconds = machine.timed(
+      lambda b=batch, n=num_micro, f=learn: f.run(b, n), repeats
+    )
+    whole = whole or (seconds.median, cells)
+    name = "update, shared prompts" if shares else "update, repeated prompts"
+    yield _ratio(name, 1.0, seconds, cells, whole)
+
+
+def selection(work: works.Work, repeats: int) -> Iterator[Row]:
+  """Seconds to select, weight and pack 1,024 prompts of 16 completions."""
+  large = work._replace(prompts=1024, group_size=16)
+  arguments = (
+    works.make_prompts(large),
+    works.make_rollout(large),
+    works.make_rewards(large),
+  )
+  for name in ("grpo", "dppo", "neyman"):
+    select = functools.partial(_select, work=large, method=name)
+    seconds = _timed(select, arguments, repeats)
+    yield _row(f"select, {name}", seconds, float(arguments[1].lengths.sum()), 0)
+
+
+def growth(work: works.Work, repeats: int) -> Iterator[Row]:
+  """Seconds of sampling, selection and update over a factor of 16."""
+  sizes = {
+    "width": lambda x: works.with_model(
+      work, embed=64 * x, mlp=192 * x, heads=2 * x, kv_heads=x, head_dim=32
+    ),
+    "row length": lambda x: work._replace(
+      rows=work.rows._replace(length=256 * x, per_micro=16 // x)
+    ),
+    "completions": lambda x: work._replace(group_size=4 * x),
+    "prompts": lambda x: work._replace(prompts=4 * x),
+  }
+  for axis, resize in sizes.items():
+    for factor in (1, 2, 4, 8, 16):
+      here = resize(factor)
+      found = {row["name"]: row for row in phases(here, repeats)}
+      for name in ("decode", "select, weight, pack", "update"):
+        yield {"axis": axis, "factor": factor, **found[name]}
+
+
+def memory(work: works.Work) -> Iterator[Row]:
+  """Temporary bytes of a compiled update; nothing is run."""
+  for length in (1024, 4096, 16384):
+    for vocab in (4096, 32768, 131072):
+      here = works.with_model(work, vocab=vocab, remat="layers")
+      here = here._replace(
+        rows=work.rows._replace(length=length, per_micro=1), head_tokens=512
+      )
+      learn = compile_update(here, jax.eval_shape(lambda h=here: _params(h)))
+      yield {
+        "name": "update",
+        "row_length": length,
+        "vocab": vocab,
+        "temporary_bytes": learn.temporary_bytes,
+        # What the scores of a row alone would take, and their slope.
+        "scores_bytes": 2 * 4 * length * vocab,
+      }
+
+
+def compile_update(work: works.Work, params) -> Update:
+  """The update of `params`, which it takes over at its first run."""
+  optimizer = update.make_optimizer(1e-6, 1000)
+  step = functools.partial(
+    update.update, settings=_settings(work), optimizer=optimizer
+  )
+
+  def begin(params):
+    zero = jnp.int32(0)
+    return TrainState(zero, zero, params, optimizer.init(params), ())
+
+  batch = jax.eval_shape(
+    functools.partial(_select, work=work, share=1.0),
+    works.make_prompts(work),
+    works.make_rollout(work),
+    works.make_rewards(work),
+  )[0]
+  state = jax.eval_shape(begin, params)
+  shape = lambda dtype: jax.ShapeDtypeStruct((), dtype)
+  start = time.perf_counter()
+  compiled = (
+    jax.jit(step, donate_argnums=(0,))
+    .lower(state, None, batch, shape(jnp.int32), shape(jnp.float32))
+    .compile()
+  )
+  seconds = time.perf_counter() - start
+  held = []
+
+  def run(batch, num_micro):
+    if not held:
+      held.append(jax.jit(begin)(params))
+    denominator = jnp.float32(work.prompts * work.group_size)
+    held[0], info = compiled(held[0], None, batch, num_micro, denominator)
+    return held[0].step, info
+
+  used = compiled.memory_analysis()
+  return Update(run, seconds, used.temp_size_in_bytes if used else 0)
+
+
+def _select(prompts, rollout, reward, *, work, share=None, method="grpo"):
+  """As in a step; `share` keeps so much of the completions at random."""
+  chosen = methods.METHODS[method]()
+  if share is not None:
+    chosen = chosen._replace(completions=completion_rules.uniform(share))
+  return batches.select(
+    keys.draw_at(jax.random.key(0), 0, keys.Room.COMPLETIONS),
+    prompts,
+    rollout,
+    reward,
+    method=chosen,
+    objective=objectives.grpo(),
+    rows=work.rows,
+    train_zero_advantage=share is not None,
+  )
+
+
+def _settings(work: works.Work) -> update.Settings:
+  return update.Settings(
+    work.model, objectives.grpo(), head_tokens=work.head_tokens
+  )
+
+
+def _params(work: works.Work) -> transformer.Params:
+  init = functools.partial(transformer.init, work.model)
+  return jax.jit(init)(jax.random.key(0))
+
+
+def _timed(function, arguments, repeats) -> machine.Seconds:
+  compiled = jax.jit(function).lower(*arguments).compile()
+  return machine.timed(lambda: compiled(*arguments), repeats)
+
+
+def _decode_bytes(work, prompts, rollout) -> float:
+  """Weights read at each step of full slots, and each token's cache."""
+  model = work.model
+  size = jnp.dtype(model.dtype).itemsize
+  weights = transformer.num_parameters(model) * size
+  context = np.asarray(prompts.lengths, np.float64)[:, None]
+  lengths = np.asarray(rollout.lengths, np.float64)
+  read = (lengths * context + lengths * (lengths + 1) / 2).sum()
+  cell = 2 * model.layers * model.kv_heads * model.head_dim * size
+  return float(rollout.slot_steps) / work.slots * weights + read * cell
+
+
+def _row(name, seconds: machine.Seconds, tokens: float, flops: float) -> Row:
+  return {
+    "name": name,
+    **{f"seconds_{k}": v for k, v in seconds._asdict().items()},
+    "tokens": tokens,
+    "tokens_per_second": tokens / seconds.median,
+    "flops": flops,
+    "flops_per_second": flops / seconds.median,
+  }
+
+
+def _ratio(name, share, seconds, tokens, whole) -> Row:
+  """Time and tokens as shares of the `whole` step's."""
+  return _row(name, seconds, tokens, 0.0) | {
+    "kept": share,
+    "time_ratio": seconds.median / whole[0],
+    "token_ratio": tokens / whole[1],
+  }
+
+
+def with_dtype(work: works.Work, dtype: str, attention: str) -> works.Work:
+  """The same work computed in another dtype, by another attention."""
+  model = dataclasses.replace(work.model, dtype=dtype, attention=attention)
+  return work._replace(model=model)

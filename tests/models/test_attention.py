@@ -1,0 +1,145 @@
+"""Attention: every backend is the plain formula, and no segment leaks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dppo_jax import buckets
+from dppo_jax.models import attention, blockwise, kernels
+
+BACKENDS = {
+  "xla": blockwise.attention,
+  "splash": functools.partial(kernels.splash, interpret=True),
+  "triton": functools.partial(kernels.triton, interpret=True),
+}
+# Completions of a prompt, completions alone, padding at the end of a row.
+SEGMENTS = {
+  "shared": [(5, (9, 40, 3)), (30, (70, 12)), (4, (50,))],
+  "apart": [(0, (100,)), (0, (31,)), (0, (64,))],
+  "mixed": [(0, (7,)), (120, (20, 30, 1)), (0, (40,))],
+  "whole": [(0, (256,))],
+  "short": [(2, (3, 2))],
+}
+
+
+def _ids(groups, length):
+  """Segment and prefix ids of one row."""
+  segments, prefixes = [], []
+  for prefix, completions in groups:
+    first = max(segments, default=0) + 1
+    segments += [first] * prefix
+    prefixes += [first] * prefix
+    for i, size in enumerate(completions):
+      own = first + i + (prefix > 0)
+      segments += [own] * size
+      prefixes += [first if prefix else own] * size
+  pad = [0] * (length - len(segments))
+  return segments + pad, prefixes + pad
+
+
+def _rows(length, names=tuple(SEGMENTS)):
+  ids = np.array([_ids(SEGMENTS[name], length) for name in names], np.int32)
+  return jnp.array(ids[:, 0]), jnp.array(ids[:, 1])
+
+
+def _inputs(rows, length, heads=4, kv_heads=2, dim=16, seed=0):
+  make = lambda i, h: jax.random.normal(
+    jax.random.key(seed + i), (rows, length, h, dim)
+  )
+  return make(0, heads), make(1, kv_heads), make(2, kv_heads)
+
+
+def _plain(q, k, v, segment_ids, prefix_ids):
+  """The formula, with every score at once."""
+  repeat = q.shape[2] // k.shape[2]
+  k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
+  scores = jnp.einsum("bqhd,bshd->bhqs", q, k) * q.shape[-1] ** -0.5
+  keys = segment_ids[:, None, :]
+  is_seen = (segment_ids[:, :, None] == keys) | (prefix_ids[:, :, None] == keys)
+  is_seen &= jnp.tri(q.shape[1], dtype=bool)
+  share = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -jnp.inf), -1)
+  return jnp.einsum("bhqs,bshd->bqhd", share, v)
+
+
+def _with_slopes(run, q, k, v, ids):
+  """What comes out, and the slopes of a sum of it over real cells."""
+  noise = jax.random.normal(jax.random.key(9), q.shape)
+  noise = jnp.where((ids[0] > 0)[..., None, None], noise, 0)
+
+  def loss(q, k, v):
+    out = run(q, k, v, *ids)
+    return (out * noise).sum(), out
+
+  slopes, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+  return jnp.where((ids[0] > 0)[..., None, None], out, 0), slopes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_is_the_plain_formula(backend):
+  ids = _rows(256)
+  inputs = _inputs(len(SEGMENTS), 256)
+  got = jax.jit(functools.partial(_with_slopes, BACKENDS[backend]))(
+    *inputs, ids
+  )
+  want = jax.jit(functools.partial(_with_slopes, _plain))(*inputs, ids)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want
+  )
+
+
+@pytest.mark.parametrize("length", [8, 40, 256, 333])
+def test_xla_takes_rows_of_any_length(length):
+  """Those that are shorter than a block, and no whole number of them."""
+  ids = _rows(length, ("short",) if length < 256 else tuple(SEGMENTS))
+  inputs = _inputs(len(ids[0]), length)
+  got = _with_slopes(blockwise.attention, *inputs, ids)
+  want = _with_slopes(_plain, *inputs, ids)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want
+  )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_cell_may_not_see_does_not_change_it(backend):
+  """Bit for bit, by other numbers wherever it must not look."""
+  length = 256
+  ids = _rows(length, ("mixed",))
+  q, k, v = _inputs(1, length)
+  run = jax.jit(BACKENDS[backend])
+  before = run(q, k, v, *ids)
+  segments, prefixes = np.asarray(ids[0][0]), np.asarray(ids[1][0])
+  for cell in (3, 60, 130, 150, 170, 200):
+    is_seen = np.isin(segments, (segments[cell], prefixes[cell]))
+    is_seen &= np.arange(length) <= cell
+    hide = lambda x, seen=is_seen: jnp.where(
+      seen[None, :, None, None], x, 7 - 3 * x
+    )
+    after = run(q, hide(k), hide(v), *ids)
+    np.testing.assert_array_equal(after[0, cell], before[0, cell])
+    shown = run(q, hide(k), v + 1, *ids)
+    assert not np.allclose(shown[0, cell], before[0, cell], atol=1e-3)
+
+
+def test_blocks_that_share_no_segment_are_not_read():
+  """Not even where they hold no numbers: such a block is never computed."""
+  length = 256
+  block = buckets.block(length)
+  segment = jnp.arange(length, dtype=jnp.int32)[None] // block + 1
+  q, k, v = _inputs(1, length)
+  spoilt = v.at[:, :block].set(jnp.nan)
+  out = jax.jit(blockwise.attention)(q, k, spoilt, segment, segment)
+  assert not jnp.isnan(out[:, block:]).any()
+
+
+@pytest.mark.parametrize("backend", ["splash", "triton"])
+def test_kernels_refuse_rows_that_are_not_whole_blocks(backend):
+  ids = jnp.ones((1, 200), jnp.int32)
+  with pytest.raises(ValueError, match="row_length is 200"):
+    BACKENDS[backend](*_inputs(1, 200), ids, ids)
+
+
+def test_every_backend_is_tested():
+  assert set(BACKENDS) == set(attention.BACKENDS)
