@@ -45,7 +45,8 @@ def main(_) -> None:
     mesh=mesh,
     model=dataclasses.replace(furnished.model, attention=ATTENTION.value),
   )
-  with jax.set_mesh(mesh):
+  # Abstract: what JAX computes at once, it computes on this machine.
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     compiled = rooms.build(planned)
   print(f"{TOPOLOGY.value}, mesh {data} x {model}, {devices[0].device_kind}")
   for name, room in compiled._asdict().items():
