@@ -1,4 +1,4 @@
-"""One step of the comparison with other systems; `run.py` fills in the paths.
+"""The steps that are compared with other systems; `run.py` fills in the paths.
 
   python -m dppo_jax.main --config=experiments/04_speed/peers/config.py:grpo \
     --config.model.path=DIR --config.data.train=FILE --config.data.eval=FILE
@@ -19,7 +19,7 @@ def get_config(method: str = "grpo") -> Config:
   config.rollout.max_tokens = 128
   config.rollout.num_slots = 64
   config.rollout.prefill_prompts = 8
-  config.pack.row_length = 448  # this and the next: the best of three
+  config.pack.row_length = 896  # run.py tries others
   config.pack.rows = 1
   config.pack.window = 64
   config.optimizer.learning_rate = 1e-6
