@@ -189,8 +189,9 @@ def test_the_command_line_trains_on_gsm8k(gsm8k):
   assert done.stderr == ""
   assert "bfloat16" in done.stdout
   steps, _ = metrics(workdir)
-  assert steps[0]["update/kl"] == 0.0  # the policy is its own reference
-  assert steps[-1]["update/kl"] > 0
+  # The policy is its own reference at first, up to bfloat16's rounding.
+  assert steps[0]["update/kl"] < 1e-5
+  assert steps[-1]["update/kl"] > 1e-4
 
 
 def test_the_command_line_says_how_many_prompts_were_too_long(gsm8k):
