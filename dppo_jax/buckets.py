@@ -20,3 +20,12 @@ def largest_divisor(size: int, limit: int) -> int:
   return next(
     d for d in range(min(size, max(limit, 1)), 0, -1) if size % d == 0
   )
+
+
+def doublings(least: int, most: int) -> list[int]:
+  """`least`, its double and so on, and `most` at the end."""
+  sizes = [most]
+  while least < most:
+    sizes.insert(-1, least)
+    least *= 2
+  return sizes

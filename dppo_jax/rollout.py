@@ -7,6 +7,8 @@ When fewer completions are left than slots, the slots still at work move
 together and the loop goes on with fewer.
 """
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,10 +19,8 @@ from dppo_jax import buckets, keys, sharding
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
-# Each stage of the tail has this share of the slots of the one before: a larger
-# share leaves fewer slots idle and takes longer to compile.
-_SHRINK = 0.6
-_FEWEST_SLOTS = 4
+_FEWEST_SLOTS = 3
+_SHORTEST = 128  # cells; prompts are padded to this, its double, ...
 _BLOCK = 128  # tokens of the vocabulary that are summed first
 
 
@@ -52,10 +52,14 @@ class Written(NamedTuple):
 
 
 def slot_sizes(num_slots: int) -> list[int]:
-  """How many slots each stage of the decode loop has, largest first."""
-  sizes = [num_slots]
+  """How many slots each stage of the decode loop has, largest first.
+
+  A sixth fewer each time, at most half: with lengths that are geometric and
+  four completions a slot, 0.95 of them are busy. Each stage is compiled.
+  """
+  sizes, fewer = [num_slots], -(-num_slots // 6)
   while sizes[-1] > _FEWEST_SLOTS:
-    sizes.append(max(int(sizes[-1] * _SHRINK), _FEWEST_SLOTS))
+    sizes.append(max(sizes[-1] - fewer, sizes[-1] // 2))
   return sizes
 
 
@@ -179,15 +183,20 @@ def _sample_shard(
   """One shard's completions, and its slots times its steps."""
   num_prompts, _ = prompts.tokens.shape
   num_items = num_prompts * group_size
-  queue = jnp.argsort(~keep, stable=True).astype(jnp.int32)  # kept ones first
+  num_slots = min(num_slots, num_items)
   num_waiting = keep.sum(dtype=jnp.int32) * group_size
+  # The longest first, so that prompts of a length prefill together.
+  queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
+  capacity = prompts.tokens.shape[1] + max_tokens - 1
+  block = buckets.block(capacity)
   shared = _prefill(
-    params, model_config, prompts, queue, keep.sum(), prefill_prompts
+    params, model_config, prompts, queue, keep.sum(), prefill_prompts, block
   )
   prompt_keys = keys.for_items(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
   item_keys = jax.vmap(keys.for_items, (0, None))(prompt_keys, member)
-  item_keys = item_keys.reshape(num_items)
+  draw_all = functools.partial(jax.random.uniform, shape=(max_tokens,))
+  uniform = jax.vmap(draw_all)(item_keys.reshape(num_items))
   stops = jnp.asarray(stop_ids, jnp.int32)
 
   def refill(state):
@@ -199,8 +208,8 @@ def _sample_shard(
     length = prompts.lengths[prompt]
     copy = lambda cache, shared: jax.lax.dynamic_update_slice(
       cache,
-      jax.lax.dynamic_index_in_dim(shared, place, 1),
-      (0, slot, 0, 0, 0),
+      jax.lax.dynamic_index_in_dim(shared, place, 2),
+      (0, 0, slot, 0, 0, 0),
     )
     slots = Slots(
       item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
@@ -231,14 +240,11 @@ def _sample_shard(
     scores = sharding.constrain(
       transformer.logits(params, model_config, hidden), "batch", None
     )
-    step_keys = jax.vmap(jax.random.fold_in)(
-      item_keys[jnp.minimum(slots.item, num_items - 1)], slots.count
-    )
-    token, logprob = choose(scores, step_keys, temperature, top_k, top_p)
+    at = (slots.item, slots.count)
+    token, logprob = choose(scores, uniform[at], temperature, top_k, top_p)
     is_stop = (token[:, None] == stops).any(-1)
     is_live = slots.item < num_items
     is_done = is_live & (is_stop | (slots.count + 1 == max_tokens))
-    at = (slots.item, slots.count)
     written = Written(
       tokens=written.tokens.at[at].set(token, mode="drop"),
       logprobs=written.logprobs.at[at].set(logprob, mode="drop"),
@@ -256,19 +262,15 @@ def _sample_shard(
     done = done + is_done.sum(dtype=jnp.int32)
     return slots, taken, written, done, slot_steps + slots.item.shape[0]
 
-  capacity = prompts.tokens.shape[1] + max_tokens - 1
-  capacity = buckets.round_up(capacity, buckets.block(capacity))
   zeros = jnp.zeros((num_slots,), jnp.int32)
-  room = lambda x: jnp.zeros(
-    (x.shape[0], num_slots, x.shape[2], capacity, x.shape[4]), x.dtype
-  )
+  num_blocks = buckets.round_up(capacity, block) // block
   state = (
     Slots(
       item=jnp.full((num_slots,), num_items, jnp.int32),
       token=zeros,
       position=zeros,
       count=zeros,
-      cache=jax.tree.map(room, shared),
+      cache=transformer.empty_cache(model_config, num_slots, num_blocks, block),
     ),
     jnp.int32(0),
     Written(
@@ -287,9 +289,9 @@ def _sample_shard(
     has_more = lambda state, limit=next_size: num_waiting - state[3] > limit
     # Whoever waits finds a slot in the first stage; only that one refills.
     body = (lambda s: refill_all(step(s))) if size == num_slots else step
-    state = jax.lax.while_loop(
-      has_more, body, (_gather_busy(slots, size, num_items), *rest)
-    )
+    if size < num_slots:
+      slots = _gather_busy(slots, size, num_items)
+    state = jax.lax.while_loop(has_more, body, (slots, *rest))
   _, _, written, _, slot_steps = state
   return written, slot_steps[None]
 
@@ -297,37 +299,59 @@ def _sample_shard(
 def _gather_busy(slots: Slots, size: int, idle: int) -> Slots:
   """`size` of the slots, those at work among them."""
   chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
+
+  def move(x):  # as a matrix of pieces, which compiles in a third of the time
+    pieces = x.reshape(-1, x.shape[2], math.prod(x.shape[3:]))
+    return pieces[:, chosen].reshape(*x.shape[:2], size, *x.shape[3:])
+
   return Slots(
-    *(x[chosen] for x in slots[:-1]),
-    cache=jax.tree.map(lambda x: x[:, chosen], slots.cache),
+    *(x[chosen] for x in slots[:-1]), cache=jax.tree.map(move, slots.cache)
   )
 
 
-def _prefill(params, model_config, prompts, queue, num_kept, side_by_side):
+def _prefill(
+  params, model_config, prompts, queue, num_kept, side_by_side, block
+):
   """Caches of the kept prompts in queue order; the others' stay zero."""
-  num_prompts, length = prompts.tokens.shape
+  num_prompts, longest = prompts.tokens.shape
   chunk = buckets.largest_divisor(num_prompts, side_by_side)
-  c = model_config
-  shape = (c.layers, num_prompts, c.kv_heads, length, c.head_dim)
+  num_blocks = buckets.round_up(longest, block) // block
+  empty = functools.partial(
+    transformer.empty_cache, model_config, num_blocks=num_blocks, block=block
+  )
+  paddings = buckets.doublings(_SHORTEST, longest)
+
+  def at_length(padded, rows):
+    new = transformer.prefill(
+      params,
+      model_config,
+      prompts.tokens[rows, :padded],
+      prompts.lengths[rows],
+      block,
+    )
+    put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (0,) * x.ndim)
+    return jax.tree.map(put, empty(chunk), new)
 
   def prefill_chunk(i, shared):
     rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
-    new = transformer.prefill(
-      params, model_config, prompts.tokens[rows], prompts.lengths[rows]
+    needed = prompts.lengths[rows].max()
+    new = jax.lax.switch(
+      (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
+      [functools.partial(at_length, padded) for padded in paddings],
+      rows,
     )
     write = lambda x, y: jax.lax.dynamic_update_slice(
-      x, y, (0, i * chunk, 0, 0, 0)
+      x, y, (0, 0, i * chunk, 0, 0, 0)
     )
     return jax.tree.map(write, shared, new)
 
-  empty = transformer.Cache(*(jnp.zeros(shape, c.dtype) for _ in range(2)))
   num_chunks = (num_kept + chunk - 1) // chunk
-  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty(num_prompts))
 
 
 def choose(
   scores: Float[Array, "B V"],
-  step_keys: jax.Array,
+  uniform: Float[Array, "B"],
   temperature: float,
   top_k: int = 0,
   top_p: float = 1.0,
@@ -336,6 +360,10 @@ def choose(
 
   The log-probability is that of the distribution that was sampled, after
   temperature and truncation.
+
+  Args:
+    uniform: random numbers of [0, 1); one for a token, not one for each of the
+      vocabulary.
   """
   if temperature == 0:
     token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
@@ -351,8 +379,6 @@ def choose(
     lowest = jnp.where(is_needed, ordered, jnp.inf).min(-1, keepdims=True)
     scores = jnp.where(scores < lowest, -jnp.inf, scores)
   logprobs = jax.nn.log_softmax(scores, axis=-1)
-  # One number for a token, not one for each of the vocabulary.
-  uniform = jax.vmap(jax.random.uniform)(step_keys)
   token = _invert(jnp.exp(logprobs), uniform)
   return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent import futures
 import dataclasses
 import functools
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -91,7 +92,7 @@ def state_like(house: House) -> TrainState:
 
 
 def build(house: House) -> Rooms:
-  """Compiles every room, on as many threads as there are rooms."""
+  """Compiles every room, on as many threads as there are cores."""
   c, model, method = house.config, house.model, house.method
   whole = sharding.sharding(house.mesh)
   by_prompt = sharding.sharding(house.mesh, "batch")
@@ -259,7 +260,10 @@ def build(house: House) -> Rooms:
     ).lower(*args)
     for name, (function, args, out) in plans.items()
   }
-  with futures.ThreadPoolExecutor(len(lowered)) as pool:
+  # More threads than cores would take longer: they push each other aside.
+  can_tell = hasattr(os, "sched_getaffinity")  # which cores are ours
+  cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count()
+  with futures.ThreadPoolExecutor(cores) as pool:
     waiting = {name: pool.submit(x.compile) for name, x in lowered.items()}
     compiled = {name: x.result() for name, x in waiting.items()}
   as_it_is = lambda params, draw, batch, num_micro: (batch, {})

@@ -159,7 +159,7 @@ def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
   num = 20000
   scores = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
   token, logprob = rollout.choose(
-    scores, jax.random.split(jax.random.key(0), num), **kwargs
+    scores, jax.random.uniform(jax.random.key(0), (num,)), **kwargs
   )
   share = np.array(share)
   seen = np.bincount(token, minlength=4) / num
@@ -208,7 +208,12 @@ def test_reading_the_cache_in_blocks_is_the_plain_formula():
   q = jax.random.normal(rng[0], (5, 4, 8))
   cache = [jax.random.normal(k, (2, 5, 2, 256, 8)) for k in rng[1:]]
   positions = jnp.array([0, 3, 64, 127, 230])
-  read = jax.jit(lambda p: attention.attend_cache(q, *cache, jnp.int32(1), p))
+  blocks = [x.reshape(2, 5, 2, 4, 64, 8) for x in cache]
+  blocks = (
+    blocks[0].transpose(0, 3, 1, 2, 5, 4),
+    blocks[1].transpose(0, 3, 1, 2, 4, 5),
+  )
+  read = jax.jit(lambda p: attention.attend_cache(q, *blocks, jnp.int32(1), p))
   k, v = (jnp.repeat(x[1], 2, axis=1) for x in cache)
   scores = jnp.einsum("bhd,bhsd->bhs", q, k) * 8**-0.5
   is_live = jnp.arange(256) <= positions[:, None]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import buckets, sharding
+from dppo_jax import sharding
 from dppo_jax.models import blockwise, kernels
 
 BACKENDS = {
@@ -51,38 +51,36 @@ def attention(
 
 def attend_cache(
   q: Float[Array, "B H D"],
-  keys: Float[Array, "Y B K C D"],
-  values: Float[Array, "Y B K C D"],
+  keys: Float[Array, "Y n B K D c"],
+  values: Float[Array, "Y n B K c D"],
   layer: Int[Array, ""],
   positions: Int[Array, "B"],
 ) -> Float[Array, "B H D"]:
   """One query per slot over cells `0..positions[slot]` of layer `layer`.
 
-  The cache, whole blocks of it, is read up to the furthest position of any
-  slot, so cells that no slot has reached cost nothing. A block that is wholly
-  masked for a slot leaves that slot's result exactly as it was: what a slot
-  gets does not depend on how far the others are.
+  The cache is read block by block up to the furthest position of any slot, so
+  cells that no slot has reached cost nothing. A block that is wholly masked for
+  a slot leaves that slot's result exactly as it was: what a slot gets does not
+  depend on how far the others are.
+
+  Args:
+    keys: `n` blocks of `c` cells, each block of all slots in one piece.
   """
   batch, heads, dim = q.shape
-  _, _, kv_heads, capacity, _ = keys.shape
-  block = buckets.block(capacity)
+  _, num_blocks, _, kv_heads, _, block = keys.shape
   q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
 
-  def read(cache, start):
-    return jax.lax.dynamic_slice(
-      cache, (layer, 0, 0, start, 0), (1, batch, kv_heads, block, dim)
-    )[0]
+  def read(cache, i):
+    start = (layer, i, 0, 0, 0, 0)
+    return jax.lax.dynamic_slice(cache, start, (1, 1, *cache.shape[2:]))[0, 0]
 
   def add_block(i, carry):
     out, top, total = carry
-    start = i * block
     scores = jnp.einsum(
-      "bhgd,bhsd->bhgs",
-      q,
-      read(keys, start),
-      preferred_element_type=jnp.float32,
+      "bhgd,bhds->bhgs", q, read(keys, i), preferred_element_type=jnp.float32
     ) * (dim**-0.5)
-    is_live = start + jnp.arange(block, dtype=jnp.int32) <= positions[:, None]
+    cells = i * block + jnp.arange(block, dtype=jnp.int32)
+    is_live = cells <= positions[:, None]
     scores = jnp.where(is_live[:, None, None], scores, MASKED)
     new_top = jnp.maximum(top, scores.max(-1))
     shrink = jnp.exp(top - new_top)
@@ -90,7 +88,7 @@ def attend_cache(
     new = jnp.einsum(
       "bhgs,bhsd->bhgd",
       share.astype(values.dtype),
-      read(values, start),
+      read(values, i),
       preferred_element_type=jnp.float32,
     )
     return (
@@ -104,9 +102,9 @@ def attend_cache(
     jnp.full(q.shape[:-1], MASKED, jnp.float32),
     jnp.zeros(q.shape[:-1], jnp.float32),
   )
-  if block == capacity:
+  if num_blocks == 1:
     out, _, total = add_block(0, carry)
   else:
-    num_blocks = positions.max() // block + 1
-    out, _, total = jax.lax.fori_loop(0, num_blocks, add_block, carry)
+    num_live = positions.max() // block + 1
+    out, _, total = jax.lax.fori_loop(0, num_live, add_block, carry)
   return (out / total[..., None]).reshape(batch, heads, dim).astype(q.dtype)

@@ -78,10 +78,26 @@ class Param(NamedTuple):
 
 
 class Cache(NamedTuple):
-  """Keys and values of slots, `[layers, slots, kv_heads, cells, D]`."""
+  """Keys and values of `B` slots in `n` blocks of `c` cells each.
 
-  keys: Float[Array, "Y B K C D"]
-  values: Float[Array, "Y B K C D"]
+  A decoding step reads whole blocks: one of all slots lies in one piece, keys
+  with the cells last, as the products with a single query like them.
+  """
+
+  keys: Float[Array, "Y n B K D c"]
+  values: Float[Array, "Y n B K c D"]
+
+
+def empty_cache(
+  config: ModelConfig, num_slots: int, num_blocks: int, block: int
+) -> Cache:
+  """Room for `num_blocks * block` cells of each slot."""
+  c = config
+  shape = (c.layers, num_blocks, num_slots, c.kv_heads)
+  return Cache(
+    jnp.zeros((*shape, c.head_dim, block), c.dtype),
+    jnp.zeros((*shape, block, c.head_dim), c.dtype),
+  )
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Param]:
@@ -198,8 +214,9 @@ def prefill(
   config: ModelConfig,
   tokens: Int[Array, "B L"],
   lengths: Int[Array, "B"],
+  block: int,
 ) -> Cache:
-  """The cache that prompts leave, `[layers, B, kv_heads, L, D]`.
+  """The cache that prompts leave, of as many blocks as hold `L` cells.
 
   Cells at or beyond a prompt's length hold values that no query may read.
   """
@@ -207,10 +224,18 @@ def prefill(
   positions = jnp.broadcast_to(index, tokens.shape)
   segment_ids = (index < lengths[:, None]).astype(jnp.int32)
 
+  def in_blocks(x):
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
+    return x.reshape(x.shape[0], -1, block, *x.shape[2:])
+
   def attend(q, k, v, cache, layer):
-    heads_first = (x.swapaxes(1, 2) for x in (k, v))
     out = attention.attention(q, k, v, segment_ids, segment_ids)
-    return out, cache, Cache(*heads_first)
+    k, v = in_blocks(k), in_blocks(v)
+    return (
+      out,
+      cache,
+      Cache(k.transpose(1, 0, 3, 4, 2), v.transpose(1, 0, 3, 2, 4)),
+    )
 
   return _layers(params, config, tokens, positions, attend, None)[2]
 
@@ -230,10 +255,13 @@ def decode(
     cache: to be donated; the new token is written at `positions`.
   """
   slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+  place, cell = jnp.divmod(positions, cache.keys.shape[-1])
 
   def attend(q, k, v, cache, layer):
-    write = lambda x, new: x.at[layer, slots, :, positions].set(new)
-    cache = Cache(write(cache.keys, k), write(cache.values, v))
+    cache = Cache(
+      cache.keys.at[layer, place, slots, :, :, cell].set(k),
+      cache.values.at[layer, place, slots, :, cell].set(v),
+    )
     return attention.attend_cache(q, *cache, layer, positions), cache, None
 
   return _layers(params, config, tokens, positions, attend, cache)[:2]

@@ -41,7 +41,9 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
 
   def fill_cache(params, prompts):
     weights = transformer.cast(params, model)
-    return transformer.prefill(weights, model, prompts.tokens, prompts.lengths)
+    return transformer.prefill(
+      weights, model, prompts.tokens, prompts.lengths, block=64
+    )
 
   prefill = _timed(fill_cache, (params, prompts), repeats)
   flops = works.linear_flops(model, prompt_tokens)

@@ -12,6 +12,7 @@ from dppo_jax.models import checkpoint_hf, families, transformer
 TOLERANCE = 1e-4  # of a float32 logit
 LENGTHS = (40, 23, 17, 1)  # 40 is beyond the context that llama3 stretches
 PROMPT = 17  # cells that are prefilled side by side
+BLOCK = 8  # cells of the cache that lie together
 
 forward = jax.jit(transformer.forward, static_argnums=1)
 
@@ -23,8 +24,9 @@ def decoded(params, config, tokens, starts, num_steps):
   The cells before `starts` are prefilled; the last of them is then fed again,
   as the sampler does.
   """
-  room = [(0, 0)] * 3 + [(0, tokens.shape[1] - PROMPT), (0, 0)]
-  cache = transformer.prefill(params, config, tokens[:, :PROMPT], starts)
+  cache = transformer.prefill(params, config, tokens[:, :PROMPT], starts, BLOCK)
+  num_blocks = -(-tokens.shape[1] // BLOCK)
+  room = [(0, 0), (0, num_blocks - cache.keys.shape[1])] + [(0, 0)] * 4
   cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
 
   def step(carry, _):
