@@ -307,9 +307,7 @@ def _layers(
     x, cache = carry
     p, index = xs
     h = _rms_norm(x, p["attention_norm"], config.norm_eps)
-    q = jnp.einsum("...e,ehd->...hd", h, p["q"])
-    k = jnp.einsum("...e,ehd->...hd", h, p["k"])
-    v = jnp.einsum("...e,ehd->...hd", h, p["v"])
+    q, k, v = (_linear(h, p[name]) for name in ("q", "k", "v"))
     if config.has_qkv_bias:
       q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
     if config.has_qk_norm:
@@ -317,11 +315,12 @@ def _layers(
       k = _rms_norm(k, p["k_norm"], config.norm_eps)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     out, cache, saved = attend(q, k, v, cache, index)
-    x = x + jnp.einsum("...hd,hde->...e", out, p["o"])
+    out = out.reshape(*out.shape[:-2], -1)
+    x = x + _linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
     h = _rms_norm(x, p["mlp_norm"], config.norm_eps)
-    h = jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
-    x = sharding.constrain(x + h @ p["down"], *batch_axes)
+    h = jax.nn.silu(_linear(h, p["gate"])) * _linear(h, p["up"])
+    x = sharding.constrain(x + _linear(h, p["down"]), *batch_axes)
     return (x, cache), saved
 
   x = sharding.constrain(params["embed"][tokens], *batch_axes)
@@ -331,6 +330,17 @@ def _layers(
     body, (x, cache), (params["layers"], index), unroll=unroll
   )
   return _rms_norm(x, params["final_norm"], config.norm_eps), cache, saved
+
+
+def _linear(x, weight):
+  """`x [..., E]` times `weight [E, ...]`.
+
+  As a product of two matrices, whose slopes are such products again: of a
+  product over several axes XLA makes one by copying an operand the other way
+  round.
+  """
+  out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
+  return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def _rms_norm(x, scale, eps):
