@@ -73,10 +73,14 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def run() -> None:
-  """Runs `main` with quiet libraries."""
+  """Runs `main` with quiet libraries and a cache of compiled programs."""
   # Orbax and TFDS tell all; what matters of it is raised as well.
   logging.set_verbosity(logging.FATAL)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  # Programs that took a second or more to compile are kept for the next run.
+  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  programs = str(pathlib.Path(home) / "dppo_jax")
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
   app.run(main, flags_parser=_parse)
 
 

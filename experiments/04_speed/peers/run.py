@@ -1,11 +1,12 @@
 """Times the same GRPO steps in TRL, in tunix and here, on the same cores.
 
-  python experiments/04_speed/peers/run.py [--cores=0] [--steps=5] [--repeats=3]
+  python experiments/04_speed/peers/run.py [--cores=0] [--steps=4] \
+    [--repeats=3]
 
 First each system says what it makes of fixed sequences: where two of them
 differ in a log-probability or in the gradient's norm, nothing is timed. Every
-measurement is a process of its own. Results go to results.jsonl and table.md
-beside this file.
+measurement is a process of its own. Results go to results-N.jsonl and
+table-N.md beside this file, N being the number of cores.
 """
 
 import argparse
@@ -39,6 +40,7 @@ MICRO = {
 }
 LOGPROB, NORM = 1e-3, 1e-3  # largest difference in nats; relative
 THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
+EPOCHS = 2  # of which the first is not counted
 
 
 class Bench:
@@ -75,7 +77,8 @@ class Bench:
     self._run([*write, f"--steps={num_steps}"], self.root / "work.log")
     for seed in seeds:
       out = self.work / f"order-{seed}.json"
-      self.call("grpo", "order", MICRO["grpo"][0], out, num_steps, seed)
+      total = EPOCHS * num_steps
+      self.call("grpo", "order", MICRO["grpo"][0], out, total, seed)
 
   def versions(self) -> dict[str, str]:
     """What is installed, of all that is compared."""
@@ -96,8 +99,13 @@ class Bench:
     out: pathlib.Path,
     num_steps: int = 1,
     seed: int = 0,
+    keeps: bool = False,
   ) -> None:
-    """Runs one system's program, which writes `out`."""
+    """Runs one system's program, which writes `out`.
+
+    Args:
+      keeps: takes and leaves compiled programs in a directory, if it is JAX.
+    """
     program = "ours" if system in OURS else system
     arguments = [
       self.python(system),
@@ -112,11 +120,16 @@ class Bench:
     if system in OURS:
       arguments.append(f"--method={system}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    self._run(arguments, out.with_suffix(".log"))
+    self._run(arguments, out.with_suffix(".log"), keeps)
 
-  def _run(self, arguments: list[str], log: pathlib.Path) -> None:
+  def _run(
+    self, arguments: list[str], log: pathlib.Path, keeps: bool = False
+  ) -> None:
     env = dict(os.environ)
-    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # the first step compiles
+    env |= {
+      "JAX_COMPILATION_CACHE_DIR": str(self.root / "programs"),
+      "JAX_ENABLE_COMPILATION_CACHE": str(keeps).lower(),
+    }
     env |= {f"{name}_NUM_THREADS": str(len(self.cores)) for name in THREADS}
     env |= {
       "PYTHONPATH": str(ROOT),
@@ -169,11 +182,17 @@ def check(bench: Bench, micro: dict[str, str]) -> dict[str, float]:
 
 
 def measure(
-  bench: Bench, system: str, micro: str, num_steps: int, seed: int, name: str
+  bench: Bench,
+  system: str,
+  micro: str,
+  num_steps: int,
+  seed: int,
+  name: str,
+  skips: int = 1,
 ) -> dict:
-  """One run; what it took."""
+  """One run; what its steps took, of which the first `skips` do not count."""
   out = bench.root / name / f"{system}-{micro}-{seed}.jsonl"
-  bench.call(system, "steps", micro, out, num_steps, seed)
+  bench.call(system, "steps", micro, out, num_steps, seed, name == "kept")
   lines = [json.loads(line) for line in out.read_text().splitlines()]
   assert len(lines) == num_steps, out
   run = {
@@ -181,6 +200,7 @@ def measure(
     "system": system,
     "micro": micro,
     "seed": seed,
+    "skips": skips,
     "steps": lines,
   }
   print(
@@ -192,8 +212,8 @@ def measure(
 
 
 def later(run: dict, key: str) -> list[float]:
-  """A number of each step after the first."""
-  return [line[key] for line in run["steps"][1:]]
+  """A number of each step that counts."""
+  return [line[key] for line in run["steps"][run["skips"] :]]
 
 
 def per_step(run: dict, key: str) -> float:
@@ -222,6 +242,8 @@ def told(values: list[float], digits: int = 2) -> str:
 def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
   """A column for each system."""
   systems = [*PEERS, *OURS]
+  kept = {run["system"]: run for run in runs if run["name"] == "kept"}
+  runs = [run for run in runs if run["name"] == "timed"]
   of = lambda name: [run for run in runs if run["system"] == name]
   steps = lambda key, digits: (
     lambda name: told([x for run in of(name) for x in later(run, key)], digits)
@@ -235,7 +257,7 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
     [
       line["seconds"] - line["rollout_seconds"]
       for run in of(name)
-      for line in run["steps"][1:]
+      for line in run["steps"][run["skips"] :]
     ]
   )
   rows = {
@@ -255,6 +277,9 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
     "times dppo's, by tokens": ratios("dppo", by_token),
     "start to the end of step 1, s": lambda name: told(
       [run["steps"][0]["seconds"] for run in of(name)], 1
+    ),
+    "the same with programs kept, s": lambda name: (
+      f"{kept[name]['steps'][0]['seconds']:.1f}" if name in kept else ""
     ),
     "decoding alone, tokens a second": lambda name: (
       told(speeds[name], 0) if name in speeds else "as grpo"
@@ -285,8 +310,10 @@ def time_all(
   for seed in range(repeats):
     turn = seed % len(micro)  # so that drift hits all alike
     for system in [*micro, *micro][turn : turn + len(micro)]:
-      size = micro[system]
-      runs.append(measure(bench, system, size, num_steps, seed, "timed"))
+      size, total = micro[system], EPOCHS * num_steps
+      runs.append(measure(bench, system, size, total, seed, "timed", num_steps))
+  for system in ("tunix", "grpo"):  # once to leave programs, once with them
+    runs += [measure(bench, system, micro[system], 2, 0, "kept") for _ in "12"]
   for system in MICRO:
     out = bench.root / "decode" / f"{system}.json"
     bench.call(system, "decode", micro[system], out)
@@ -296,21 +323,22 @@ def time_all(
 
 
 def report(about: dict, found: tuple) -> None:
-  """Writes results.jsonl and table.md."""
+  """Writes the results and their table."""
   runs, speeds = found
   lines = [about, *runs, {"decoded a second": speeds}]
-  (HERE / "results.jsonl").write_text(
+  cores = about["cores"]
+  (HERE / f"results-{cores}.jsonl").write_text(
     "".join(json.dumps(line) + "\n" for line in lines)
   )
-  written = table([run for run in runs if run["name"] == "timed"], speeds)
-  (HERE / "table.md").write_text(written + "\n")
+  written = table(runs, speeds)
+  (HERE / f"table-{cores}.md").write_text(written + "\n")
   print(written)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--cores", default="0")
-  parser.add_argument("--steps", type=int, default=5, help="of a run, from 3")
+  parser.add_argument("--steps", type=int, default=4, help="of an epoch")
   parser.add_argument("--repeats", type=int, default=3)
   parser.add_argument("--workdir", type=pathlib.Path, default="runs/peers")
   parser.add_argument("--envs", type=pathlib.Path, help="WORKDIR/envs")
