@@ -5,7 +5,8 @@
 
 Seeds and shapes are fixed (work.py). Every figure is the median over
 repetitions, with the least and the most. Rows are appended to results.jsonl
-as they are measured; table.md and figure.png are made from all rows there.
+as they are measured; table.md and figure.png beside it are made from all rows
+there.
 """
 
 import argparse
@@ -66,18 +67,21 @@ def main() -> None:
     "attention": args.attention,
     "remat": args.remat,
   }
-  yard = machine.yardstick(args.repeats)
-  print(json.dumps(here | yard), flush=True)
+  parts = args.parts.split(",")
+  for part in parts:
+    if part not in plans:
+      sys.exit(f"--parts has {part!r} but knows only {', '.join(plans)}")
+  print(json.dumps(here), flush=True)
   with args.results.open("a", encoding="utf-8") as file:
-    for part in args.parts.split(","):
-      if part not in plans:
-        sys.exit(f"--parts has {part!r} but knows only {', '.join(plans)}")
+    for part in parts:
+      yard = machine.yardstick(max(args.repeats, 7))
+      print(json.dumps(yard), flush=True)
       for found in plans[part]():
         row = {"part": part, **found, **here, "yardstick": yard}
         file.write(json.dumps(row) + "\n")
         file.flush()
         print(table.line(row), flush=True)
-  table.write(args.results, HERE)
+  table.write(args.results)
 
 
 if __name__ == "__main__":

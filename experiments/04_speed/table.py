@@ -51,8 +51,8 @@ def bandwidth(row: dict) -> float:
   return row["bytes"] / row["seconds_median"] / row["yardstick"]["bytes"]
 
 
-def write(results: pathlib.Path, folder: pathlib.Path) -> None:
-  """table.md, and figure.png where growth was measured."""
+def write(results: pathlib.Path) -> None:
+  """table.md beside `results`, and figure.png where growth was measured."""
   rows = [json.loads(text) for text in results.read_text().splitlines()]
   lines = []
   machine = lambda r: (
@@ -63,23 +63,23 @@ def write(results: pathlib.Path, folder: pathlib.Path) -> None:
   for title in dict.fromkeys(map(machine, rows)):
     here = [r for r in rows if machine(r) == title]
     lines += [f"## {title}", ""]
-    yard = here[-1]["yardstick"]
-    lines += [
-      "matmul "
-      + ", ".join(
-        f"{yard[f'{d}_flops'] / 1e9:,.0f} GFLOP/s in {d}"
-        for d in ("float32", "bfloat16")
-      )
-      + f"; memory {yard['bytes'] / 1e9:,.1f} GB/s",
-      "",
-    ]
     for part in dict.fromkeys(r["part"] for r in here):
+      yard = next(r["yardstick"] for r in here if r["part"] == part)
+      lines += [
+        "matmul "
+        + ", ".join(
+          f"{yard[f'{d}_flops'] / 1e9:,.0f} GFLOP/s in {d}"
+          for d in ("float32", "bfloat16")
+        )
+        + f"; memory {yard['bytes'] / 1e9:,.1f} GB/s",
+        "",
+      ]
       lines += [f"- {line(r)}" for r in here if r["part"] == part]
       lines.append("")
-  (folder / "table.md").write_text("\n".join(lines))
+  results.with_name("table.md").write_text("\n".join(lines))
   grown = [r for r in rows if r["part"] == "growth"]
   if grown:
-    draw(grown, folder / "figure.png")
+    draw(grown, results.with_name("figure.png"))
 
 
 def draw(rows: list[dict], path: pathlib.Path) -> None:
