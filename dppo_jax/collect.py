@@ -58,11 +58,16 @@ def harvest(
       draw = at(Room.PROMPTS)._replace(step=state.step)
       kept = compiled.choose(draw, state.history, prompts.ids, limit)
     with clock("rollout"):
-      rollout = ready(
-        compiled.roll_out(state.params, prompts, at(Room.ROLLOUT), kept)
+      begun, decoding = compiled.roll_out(
+        state.params, prompts, at(Room.ROLLOUT), kept
       )
+      # Most completions are whole by now: they are graded while the device
+      # goes on with the others.
+      rollout = compiled.finish(state.params, decoding, prompts, kept)
+      judged = judge(house, grader, begun, {})
+      ready(rollout)
     with clock("reward"):
-      graded = grade(house, grader, rollout)
+      graded = grade(house, grader, rollout, judged)
     counts.update(graded.counts)
     samples += graded.samples
     with clock("remember"):
@@ -98,23 +103,53 @@ class Graded(NamedTuple):
   samples: list[dict]
 
 
-def grade(house: House, grader: rewards.Grader, rollout: Rollout) -> Graded:
-  """Rewards of every completion; 0 where the prompt was not rolled out."""
+class Judged(NamedTuple):
+  """A completion as text, and what the grader makes of it."""
+
+  text: str
+  outcome: str
+
+
+def judge(
+  house: House,
+  grader: rewards.Grader,
+  rollout: Rollout,
+  known: dict[tuple[int, int], Judged],
+) -> dict[tuple[int, int], Judged]:
+  """What is `known`, and every other completion that is whole, by `[q, g]`."""
+  tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
+  is_whole = np.asarray(rollout.is_stopped) | (lengths == tokens.shape[2])
+  places = [x for x in map(tuple, np.argwhere(is_whole)) if x not in known]
+  texts = [house.tokenizer.decode(tokens[x][: lengths[x]]) for x in places]
+  ids = np.asarray(rollout.prompt_ids)
+  golds = [house.train.answers[ids[q]] for q, _ in places]
+  outcomes = grader.judge(texts, golds)
+  return known | dict(zip(places, map(Judged, texts, outcomes), strict=True))
+
+
+def grade(
+  house: House,
+  grader: rewards.Grader,
+  rollout: Rollout,
+  known: dict[tuple[int, int], Judged] | None = None,
+) -> Graded:
+  """Rewards of every completion; 0 where the prompt was not rolled out.
+
+  Args:
+    known: what was judged before.
+  """
+  judged = judge(house, grader, rollout, known or {})
   lengths = np.asarray(rollout.lengths)
-  tokens = np.asarray(rollout.tokens)
   keep = np.asarray(rollout.kept.keep)
   places = np.argwhere(lengths > 0)
   ids = np.asarray(rollout.prompt_ids)[places[:, 0]]
-  texts = [
-    house.tokenizer.decode(tokens[q, g, : lengths[q, g]]) for q, g in places
-  ]
+  found = [judged[tuple(place)] for place in places]
   golds = [house.train.answers[i] for i in ids]
-  outcomes = grader.judge(texts, golds)
-  earned = np.array([grader.reward(x) for x in outcomes], np.float32)
+  earned = np.array([grader.reward(x.outcome) for x in found], np.float32)
   out = np.zeros(lengths.shape, np.float32)
   out[tuple(places.T)] = earned
   is_flat = out.max(axis=1) == out.min(axis=1)
-  counts = collections.Counter(outcomes)
+  counts = collections.Counter(x.outcome for x in found)
   counts.update(
     {
       "prompts": len(keep),
@@ -131,9 +166,9 @@ def grade(house: House, grader: rewards.Grader, rollout: Rollout) -> Graded:
     rewards=out,
     counts=counts,
     samples=[
-      sample(house.train.problems[i], text, gold, reward)
-      for i, text, gold, reward in zip(
-        ids, texts, golds, out[tuple(places.T)], strict=True
+      sample(house.train.problems[i], x.text, gold, reward)
+      for i, x, gold, reward in zip(
+        ids, found, golds, out[tuple(places.T)], strict=True
       )
     ],
   )

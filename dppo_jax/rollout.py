@@ -8,59 +8,36 @@ together and the loop goes on with fewer.
 """
 
 import functools
-import math
-from typing import NamedTuple
+import itertools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from dppo_jax import buckets, keys, sharding
+from dppo_jax import buckets, keys
+from dppo_jax.decoding import (
+  Decoding,
+  Slots,
+  Written,
+  gather_busy,
+  has_more,
+  slot_sizes,
+  step,
+)
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.sampling import Sampling
 
-_FEWEST_SLOTS = 3
 _SHORTEST = 128  # cells; prompts are padded to this, its double, ...
-_BLOCK = 128  # tokens of the vocabulary that are summed first
 
 
-class Slots(NamedTuple):
-  """Completions in the making.
-
-  Attributes:
-    item: `[B]`, which completion; the number of completions where idle.
-    token: `[B]`, the newest token, which the model has not read yet.
-    position: `[B]`, that token's position.
-    count: `[B]`, tokens sampled so far.
-    cache: what the model has read.
-  """
-
-  item: Int[Array, "B"]
-  token: Int[Array, "B"]
-  position: Int[Array, "B"]
-  count: Int[Array, "B"]
-  cache: transformer.Cache
-
-
-class Written(NamedTuple):
-  """Completions as far as they have come, one row each."""
-
-  tokens: Int[Array, "QG T"]
-  logprobs: Float[Array, "QG T"]
-  lengths: Int[Array, "QG"]
-  is_stopped: Bool[Array, "QG"]
-
-
-def slot_sizes(num_slots: int) -> list[int]:
-  """How many slots each stage of the decode loop has, largest first.
-
-  A sixth fewer each time, at most half: with lengths that are geometric and
-  four completions a slot, 0.95 of them are busy. Each stage is compiled.
-  """
-  sizes, fewer = [num_slots], -(-num_slots // 6)
-  while sizes[-1] > _FEWEST_SLOTS:
-    sizes.append(max(sizes[-1] - fewer, sizes[-1] // 2))
-  return sizes
+# Which axis of each array the shards divide; the model axis is the compiler's.
+_SLOT, _CACHE = jax.P("data"), jax.P(None, None, "data")
+_SHARDS = Decoding(
+  Slots(_SLOT, _SLOT, _SLOT, _SLOT, transformer.Cache(_CACHE, _CACHE)),
+  Written(_SLOT, _SLOT, _SLOT, _SLOT),
+  *(_SLOT,) * 4,
+)
 
 
 def sample(
@@ -70,14 +47,10 @@ def sample(
   draw: keys.Draw,
   *,
   group_size: int,
-  max_tokens: int,
   num_slots: int,
-  stop_ids: tuple[int, ...],
-  temperature: float = 1.0,
-  top_k: int = 0,
-  top_p: float = 1.0,
   prefill_prompts: int = 16,
   kept: Selection | None = None,
+  **sampling,
 ) -> Rollout:
   """`group_size` completions of each prompt that was kept.
 
@@ -90,70 +63,130 @@ def sample(
 
   Args:
     draw: consumed.
-    max_tokens: tokens of a completion, stop token included.
     num_slots: completions that decode side by side, over all devices.
-    stop_ids: tokens that end a completion; they are its last token.
-    temperature: 0 takes the likeliest token, with a log-probability of 0.
-    top_k: sample among the k likeliest tokens; 0 for all of them.
-    top_p: sample among the likeliest tokens that hold this much probability.
     prefill_prompts: prompts that prefill side by side, over all devices.
     kept: prompts to roll out; None for all.
+    sampling: the fields of `Sampling`.
   """
-  num_prompts = prompts.ids.shape[0]
   if kept is None:
-    ones = jnp.ones((num_prompts,), jnp.float32)
+    ones = jnp.ones(prompts.ids.shape, jnp.float32)
     kept = Selection(ones > 0, ones)
-  mesh = jax.sharding.get_abstract_mesh()
-  num_shards = 1 if mesh.empty else mesh.shape["data"]
+  how = Sampling(**sampling)
+  decoding = start(
+    params,
+    model_config,
+    prompts,
+    draw,
+    kept,
+    how,
+    group_size=group_size,
+    num_slots=num_slots,
+    prefill_prompts=prefill_prompts,
+  )
+  decoding = finish(params, model_config, decoding, how)
+  return so_far(decoding, prompts, kept)
 
-  def run_shard(params, prompts, keep, key):
-    return _sample_shard(
+
+def start(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  prompts: PromptBatch,
+  draw: keys.Draw,
+  kept: Selection,
+  sampling: Sampling,
+  *,
+  group_size: int,
+  num_slots: int,
+  prefill_prompts: int = 16,
+) -> Decoding:
+  """The first part of `sample`: until no completion waits for a slot.
+
+  It is over when fewer are left than the second stage has slots for. What is
+  complete by then can be graded while `finish` goes on.
+  """
+  num_shards = _num_shards()
+
+  def run(params, prompts, keep, key):
+    return _start_shard(
       params,
       model_config,
       prompts,
       keep,
       key,
+      sampling,
       group_size=group_size,
-      max_tokens=max_tokens,
       num_slots=num_slots // num_shards,
-      stop_ids=stop_ids,
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
       prefill_prompts=max(1, prefill_prompts // num_shards),
     )
 
-  params = transformer.cast(params, model_config)
-  if num_shards == 1:
-    written, slot_steps = run_shard(params, prompts, kept.keep, draw.key)
-  else:
-    spec = jax.sharding.PartitionSpec
+  keep = kept.keep
+  if num_shards > 1:
+    seat = _deal(keep, num_shards)
+    dealt = jnp.zeros_like(seat).at[seat].set(jnp.arange(seat.size))
+    prompts, keep = jax.tree.map(lambda x: x[dealt], (prompts, keep))
+  run = _on_shards(run, (jax.P(), _SLOT, _SLOT, jax.P()))
+  return run(transformer.cast(params, model_config), prompts, keep, draw.key)
+
+
+def finish(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  decoding: Decoding,
+  sampling: Sampling,
+) -> Decoding:
+  """The second part of `sample`: with ever fewer slots, to the end."""
+
+  def run(params, decoding):
+    sizes = [*slot_sizes(decoding.slots.item.shape[0]), 0]
+    for size, next_size in itertools.pairwise(sizes[1:]):
+      slots = gather_busy(decoding.slots, size, decoding.uniform.shape[0])
+      decoding = jax.lax.while_loop(
+        has_more(next_size),
+        lambda x: step(params, model_config, x, sampling),
+        decoding._replace(slots=slots),
+      )
+    # Nobody needs what the slots hold, and there are fewer now.
+    return decoding._replace(slots=None)
+
+  run = _on_shards(run, (jax.P(), _SHARDS), _SHARDS._replace(slots=None))
+  return run(transformer.cast(params, model_config), decoding)
+
+
+def so_far(
+  decoding: Decoding, prompts: PromptBatch, kept: Selection
+) -> Rollout:
+  """Completions, whole where they stopped or have as many tokens as may be."""
+  num_prompts, num_shards = prompts.ids.shape[0], decoding.num_done.shape[0]
+  written = jax.tree.map(
+    lambda x: x.reshape(num_prompts, -1, *x.shape[1:]), decoding.written
+  )
+  if num_shards > 1:
     seat = _deal(kept.keep, num_shards)
-    dealt = jnp.zeros_like(seat).at[seat].set(jnp.arange(num_prompts))
-    written, slot_steps = jax.shard_map(
-      run_shard,
-      in_specs=(spec(), spec("data"), spec("data"), spec()),
-      out_specs=spec("data"),
-      axis_names={"data"},
-      check_vma=False,
-    )(
-      params,
-      jax.tree.map(lambda x: x[dealt], prompts),
-      kept.keep[dealt],
-      draw.key,
-    )
-    written = jax.tree.map(
-      lambda x: x.reshape(num_prompts, group_size, *x.shape[1:])[seat],
-      written,
-    )
-  group = lambda x: x.reshape(num_prompts, group_size, *x.shape[1:])
-  written = Written(*(group(x) if num_shards == 1 else x for x in written))
+    written = jax.tree.map(lambda x: x[seat], written)
   return Rollout(
     prompt_ids=prompts.ids,
     kept=kept,
     # All shards wait for the slowest.
-    slot_steps=slot_steps.max() * num_shards,
+    slot_steps=decoding.slot_steps.max() * num_shards,
     **written._asdict(),
+  )
+
+
+def _num_shards() -> int:
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else mesh.shape["data"]
+
+
+def _on_shards(run, in_specs, out_specs=_SHARDS):
+  """`run`, on each shard of the data axis by itself."""
+  if _num_shards() == 1:
+    return run
+  return jax.shard_map(
+    run,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={"data"},
+    check_vma=False,
   )
 
 
@@ -164,30 +197,24 @@ def _deal(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   return rank % num_shards * (num // num_shards) + rank // num_shards
 
 
-def _sample_shard(
+def _start_shard(
   params,
   model_config,
   prompts: PromptBatch,
   keep: Bool[Array, "N"],
   key: jax.Array,
+  sampling: Sampling,
   *,
   group_size: int,
-  max_tokens: int,
   num_slots: int,
-  stop_ids: tuple[int, ...],
-  temperature: float,
-  top_k: int,
-  top_p: float,
   prefill_prompts: int,
-) -> tuple[Written, Int[Array, "1"]]:
-  """One shard's completions, and its slots times its steps."""
-  num_prompts, _ = prompts.tokens.shape
-  num_items = num_prompts * group_size
+) -> Decoding:
+  num_items = prompts.ids.shape[0] * group_size
   num_slots = min(num_slots, num_items)
-  num_waiting = keep.sum(dtype=jnp.int32) * group_size
+  num_wanted = keep.sum(dtype=jnp.int32) * group_size
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
-  capacity = prompts.tokens.shape[1] + max_tokens - 1
+  capacity = prompts.tokens.shape[1] + sampling.max_tokens - 1
   block = buckets.block(capacity)
   shared = _prefill(
     params, model_config, prompts, queue, keep.sum(), prefill_prompts, block
@@ -195,9 +222,7 @@ def _sample_shard(
   prompt_keys = keys.for_items(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
   item_keys = jax.vmap(keys.for_items, (0, None))(prompt_keys, member)
-  draw_all = functools.partial(jax.random.uniform, shape=(max_tokens,))
-  uniform = jax.vmap(draw_all)(item_keys.reshape(num_items))
-  stops = jnp.asarray(stop_ids, jnp.int32)
+  draw_all = functools.partial(jax.random.uniform, shape=(sampling.max_tokens,))
 
   def refill(state):
     """Gives the first idle slot the first completion that waits."""
@@ -224,47 +249,18 @@ def _sample_shard(
 
   def can_refill(state):
     slots, taken = state
-    return (taken < num_waiting) & (slots.item == num_items).any()
+    return (taken < num_wanted) & (slots.item == num_items).any()
 
-  def refill_all(state):
-    slots, taken, *rest = state
-    return *jax.lax.while_loop(can_refill, refill, (slots, taken)), *rest
-
-  def step(state):
-    slots, taken, written, done, slot_steps = state
-    hidden, cache = transformer.decode(
-      params, model_config, slots.token, slots.position, slots.cache
+  def refill_all(decoding, taken):
+    slots, taken = jax.lax.while_loop(
+      can_refill, refill, (decoding.slots, taken)
     )
-    # Whole on each device: a shard may wait for those of its own prompts
-    # alone, since others take more steps or fewer.
-    scores = sharding.constrain(
-      transformer.logits(params, model_config, hidden), "batch", None
-    )
-    at = (slots.item, slots.count)
-    token, logprob = choose(scores, uniform[at], temperature, top_k, top_p)
-    is_stop = (token[:, None] == stops).any(-1)
-    is_live = slots.item < num_items
-    is_done = is_live & (is_stop | (slots.count + 1 == max_tokens))
-    written = Written(
-      tokens=written.tokens.at[at].set(token, mode="drop"),
-      logprobs=written.logprobs.at[at].set(logprob, mode="drop"),
-      lengths=written.lengths.at[slots.item].set(slots.count + 1, mode="drop"),
-      is_stopped=written.is_stopped.at[slots.item].set(is_stop, mode="drop"),
-    )
-    slots = Slots(
-      item=jnp.where(is_done, num_items, slots.item),
-      token=token,
-      # An idle slot stays at cell 0, so that it does not lengthen the reads.
-      position=jnp.where(is_live & ~is_done, slots.position + 1, 0),
-      count=jnp.where(is_live, slots.count + 1, 0),
-      cache=cache,
-    )
-    done = done + is_done.sum(dtype=jnp.int32)
-    return slots, taken, written, done, slot_steps + slots.item.shape[0]
+    return decoding._replace(slots=slots), taken
 
   zeros = jnp.zeros((num_slots,), jnp.int32)
+  zero, rows = zeros[:1], (num_items, sampling.max_tokens)
   num_blocks = buckets.round_up(capacity, block) // block
-  state = (
+  empty = Decoding(
     Slots(
       item=jnp.full((num_slots,), num_items, jnp.int32),
       token=zeros,
@@ -272,41 +268,26 @@ def _sample_shard(
       count=zeros,
       cache=transformer.empty_cache(model_config, num_slots, num_blocks, block),
     ),
-    jnp.int32(0),
     Written(
-      tokens=jnp.zeros((num_items, max_tokens), jnp.int32),
-      logprobs=jnp.zeros((num_items, max_tokens), jnp.float32),
+      tokens=jnp.zeros(rows, jnp.int32),
+      logprobs=jnp.zeros(rows, jnp.float32),
       lengths=jnp.zeros((num_items,), jnp.int32),
       is_stopped=jnp.zeros((num_items,), bool),
     ),
-    jnp.int32(0),
-    jnp.int32(0),
+    uniform=jax.vmap(draw_all)(item_keys.reshape(num_items)),
+    num_wanted=num_wanted[None],
+    num_done=zero,
+    slot_steps=zero,
   )
-  sizes = slot_sizes(num_slots)
-  state = refill_all(state)
-  for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
-    slots, *rest = state
-    has_more = lambda state, limit=next_size: num_waiting - state[3] > limit
-    # Whoever waits finds a slot in the first stage; only that one refills.
-    body = (lambda s: refill_all(step(s))) if size == num_slots else step
-    if size < num_slots:
-      slots = _gather_busy(slots, size, num_items)
-    state = jax.lax.while_loop(has_more, body, (slots, *rest))
-  _, _, written, _, slot_steps = state
-  return written, slot_steps[None]
-
-
-def _gather_busy(slots: Slots, size: int, idle: int) -> Slots:
-  """`size` of the slots, those at work among them."""
-  chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
-
-  def move(x):  # as a matrix of pieces, which compiles in a third of the time
-    pieces = x.reshape(-1, x.shape[2], math.prod(x.shape[3:]))
-    return pieces[:, chosen].reshape(*x.shape[:2], size, *x.shape[3:])
-
-  return Slots(
-    *(x[chosen] for x in slots[:-1]), cache=jax.tree.map(move, slots.cache)
-  )
+  # Whoever waits finds a slot in this stage: no later one refills.
+  is_first_stage = has_more([*slot_sizes(num_slots), 0][1])
+  return jax.lax.while_loop(
+    lambda state: is_first_stage(state[0]),
+    lambda state: refill_all(
+      step(params, model_config, state[0], sampling), state[1]
+    ),
+    refill_all(empty, jnp.int32(0)),
+  )[0]
 
 
 def _prefill(
@@ -347,64 +328,3 @@ def _prefill(
 
   num_chunks = (num_kept + chunk - 1) // chunk
   return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty(num_prompts))
-
-
-def choose(
-  scores: Float[Array, "B V"],
-  uniform: Float[Array, "B"],
-  temperature: float,
-  top_k: int = 0,
-  top_p: float = 1.0,
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """A token for each row of scores, and its log-probability when sampled.
-
-  The log-probability is that of the distribution that was sampled, after
-  temperature and truncation.
-
-  Args:
-    uniform: random numbers of [0, 1); one for a token, not one for each of the
-      vocabulary.
-  """
-  if temperature == 0:
-    token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    return token, jnp.zeros(token.shape, jnp.float32)
-  scores = scores / temperature
-  if top_k:
-    lowest = jax.lax.top_k(scores, top_k)[0][:, -1:]
-    scores = jnp.where(scores < lowest, -jnp.inf, scores)
-  if top_p < 1:
-    ordered = -jnp.sort(-scores, axis=-1)
-    share = jax.nn.softmax(ordered, axis=-1)
-    is_needed = jnp.cumsum(share, axis=-1) - share < top_p
-    lowest = jnp.where(is_needed, ordered, jnp.inf).min(-1, keepdims=True)
-    scores = jnp.where(scores < lowest, -jnp.inf, scores)
-  logprobs = jax.nn.log_softmax(scores, axis=-1)
-  token = _invert(jnp.exp(logprobs), uniform)
-  return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
-
-
-def _invert(
-  probs: Float[Array, "B V"], uniform: Float[Array, "B"]
-) -> Int[Array, "B"]:
-  """The token at which the running sum of `probs` passes `uniform`.
-
-  It sums within blocks of the vocabulary, then over blocks. What is looked for
-  stays below each total, so a token of probability 0 is never found.
-
-  Args:
-    uniform: in [0, 1), a multiple of 2^-23.
-  """
-  batch, vocab = probs.shape
-  blocks = jnp.pad(probs, ((0, 0), (0, -vocab % _BLOCK)))
-  blocks = blocks.reshape(batch, -1, _BLOCK)
-  sums = blocks.sum(-1)
-  ends = jnp.cumsum(sums, -1)
-  target = uniform * ends[:, -1]
-  block = (ends <= target[:, None]).sum(-1, dtype=jnp.int32)
-  at_block = lambda x: jnp.take_along_axis(x, block[:, None], 1)[:, 0]
-  inside = jnp.cumsum(
-    jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], -1
-  )
-  rest = target - (at_block(ends) - at_block(sums))
-  rest = jnp.minimum(rest, inside[:, -1] * (1 - 2.0**-22))
-  return block * _BLOCK + (inside <= rest[:, None]).sum(-1, dtype=jnp.int32)

@@ -21,6 +21,7 @@ from dppo_jax.data import ProblemSet
 from dppo_jax.house import House
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Selection, TrainState
+from dppo_jax.sampling import Sampling
 
 
 class Rooms(NamedTuple):
@@ -29,7 +30,9 @@ class Rooms(NamedTuple):
   Attributes:
     choose: `(draw, history, ids, limit) -> Selection [N]`, of which at most
       `limit` are kept.
-    roll_out: `(params, prompts, draw, kept) -> Rollout`.
+    roll_out: `(params, prompts, draw, kept) -> (Rollout, decoding)`, of which
+      the completions that took longest are still to come.
+    finish: `(params, decoding, prompts, kept) -> Rollout`, whole.
     select: `(draw, prompts, rollout, rewards) -> (batch, num_micro, info)`.
     score: `(params, draw, batch, num_micro) -> (batch, info)`; the batch is
       donated, or returned as it is where neither the objective nor the method
@@ -46,6 +49,7 @@ class Rooms(NamedTuple):
 
   choose: Callable
   roll_out: Callable
+  finish: Callable
   select: Callable
   score: Callable
   update: Callable
@@ -108,25 +112,40 @@ def build(house: House) -> Rooms:
     inner_updates=c.objective.inner_updates,
   )
 
-  def sampler(group_size: int, temperature: float) -> Callable:
-    def roll_out(params, prompts, draw, kept=None):
-      return rollout.sample(
-        params,
-        sampling_model,
-        prompts,
-        draw,
-        kept=kept,
-        group_size=group_size,
-        max_tokens=c.rollout.max_tokens,
-        num_slots=c.rollout.num_slots,
-        stop_ids=house.stop_ids,
-        temperature=temperature,
-        top_k=c.rollout.top_k,
-        top_p=c.rollout.top_p,
-        prefill_prompts=c.rollout.prefill_prompts,
-      )
+  r = c.rollout
+  how = Sampling(r.max_tokens, house.stop_ids, r.temperature, r.top_k, r.top_p)
 
-    return roll_out
+  def roll_out(params, prompts, draw, kept):
+    decoding = rollout.start(
+      params,
+      sampling_model,
+      prompts,
+      draw,
+      kept,
+      how,
+      group_size=r.group_size,
+      num_slots=r.num_slots,
+      prefill_prompts=r.prefill_prompts,
+    )
+    return rollout.so_far(decoding, prompts, kept), decoding
+
+  def finish(params, decoding, prompts, kept):
+    decoding = rollout.finish(params, sampling_model, decoding, how)
+    return rollout.so_far(decoding, prompts, kept)
+
+  def evaluate(params, prompts, draw):
+    return rollout.sample(
+      params,
+      sampling_model,
+      prompts,
+      draw,
+      group_size=c.eval.samples or 1,
+      num_slots=r.num_slots,
+      prefill_prompts=r.prefill_prompts,
+      **how._replace(
+        temperature=r.temperature if c.eval.samples else 0.0
+      )._asdict(),
+    )
 
   state = state_like(house)
   reference = state.params if house.objective.beta else None
@@ -142,9 +161,16 @@ def build(house: House) -> Rooms:
       prompts.ids.shape, jnp.float32, sharding=by_prompt
     ),
   )
-  sample = sampler(c.rollout.group_size, c.rollout.temperature)
-  completions = _placed(
-    jax.eval_shape(sample, state.params, prompts, draw, kept), by_prompt
+  completions, decoding = jax.eval_shape(
+    roll_out, state.params, prompts, draw, kept
+  )
+  completions = _placed(completions, by_prompt)
+  by_slot = sharding.sharding(house.mesh, None, None, "batch", "kv_heads")
+  decoding = jax.tree.map(  # the cache alone has six axes
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=by_slot if x.ndim == 6 else by_prompt
+    ),
+    decoding,
   )
   rewards = jax.ShapeDtypeStruct(
     completions.lengths.shape, jnp.float32, sharding=by_prompt
@@ -205,8 +231,13 @@ def build(house: House) -> Rooms:
       like(kept),
     ),
     "roll_out": (
-      sample,
+      roll_out,
       (state.params, prompts, draw, kept),
+      (like(completions), like(decoding)),
+    ),
+    "finish": (
+      finish,
+      (state.params, decoding, prompts, kept),
       like(completions),
     ),
     "select": (
@@ -224,13 +255,7 @@ def build(house: House) -> Rooms:
       (state.history, state.step, state.draws, completions, rewards),
       (like(state.history), whole),
     ),
-    "evaluate": (
-      sampler(c.eval.samples, c.rollout.temperature)
-      if c.eval.samples
-      else sampler(1, 0.0),
-      (state.params, held_out, draw),
-      whole,
-    ),
+    "evaluate": (evaluate, (state.params, held_out, draw), whole),
   }
   if needs_scores or method.tokens:
     plans["score"] = (
@@ -253,7 +278,12 @@ def build(house: House) -> Rooms:
       (collected, prompts, completions, rewards),
       (like(collected), whole, whole),
     )
-  donated = {"update": (0,), "remember": (0,), "score": (2,), "add": (0,)}
+  donated = {
+    "update": (0,),
+    "remember": (0,),
+    "score": (2,),
+    "add": (0,),
+  }
   lowered = {
     name: jax.jit(
       function, out_shardings=out, donate_argnums=donated.get(name, ())

@@ -8,11 +8,12 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parents[1] / "dppo_jax"
 LEVELS = [
   {"records", "keys", "buckets", "sharding"},
-  {"algo", "models", "arithmetic"},
+  {"algo", "models", "arithmetic", "sampling"},
   {
     "methods",
     "sources",
     "data",
+    "decoding",
     "tokenizer",
     "rollout",
     "rewards",

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import keys, rollout, update
+from dppo_jax import keys, rollout, sampling, update
 from dppo_jax.algo import objectives
 from dppo_jax.models import attention
 from dppo_jax.records import PackedBatch, PromptBatch, Selection
+from dppo_jax.sampling import Sampling
 
 DRAW = keys.draw_at(jax.random.key(5), 0, keys.Room.ROLLOUT)
 
@@ -158,7 +159,7 @@ def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
   """Tolerance: 5 standard errors of four shares; false alarm below 1e-5."""
   num = 20000
   scores = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
-  token, logprob = rollout.choose(
+  token, logprob = sampling.choose(
     scores, jax.random.uniform(jax.random.key(0), (num,)), **kwargs
   )
   share = np.array(share)
@@ -177,7 +178,7 @@ def test_inverting_the_running_sum_finds_each_token_as_often_as_it_should():
   counts[at] = rng.multinomial(4096, np.full(40, 1 / 40))
   uniform = jnp.arange(4096, dtype=jnp.float32) / 4096
   probs = jnp.broadcast_to(jnp.array(counts / 4096, jnp.float32), (4096, 300))
-  found = jax.jit(rollout._invert)(probs, uniform)
+  found = jax.jit(sampling._invert)(probs, uniform)
   np.testing.assert_array_equal(np.bincount(found, minlength=300), counts)
 
 
@@ -187,7 +188,7 @@ def test_a_token_of_probability_zero_is_never_found():
   probs = rng.exponential(size=(500, 700)) * (rng.random((500, 700)) < 0.1)
   probs = jnp.array(probs / probs.sum(-1, keepdims=True), jnp.float32)
   for uniform in (0.0, 2.0**-23, 1 - 2.0**-23):
-    found = rollout._invert(probs, jnp.full((500,), uniform))
+    found = sampling._invert(probs, jnp.full((500,), uniform))
     assert (jnp.take_along_axis(probs, found[:, None], 1) > 0).all()
 
 
@@ -201,6 +202,47 @@ def test_slots_are_busy_on_geometric_lengths():
   lengths = np.asarray(got.lengths)
   assert 13 < lengths.mean() < 19 and lengths.max() > 60
   assert lengths.sum() / int(got.slot_steps) > 0.95
+
+
+def test_what_is_whole_after_the_first_part_stays_as_it_is():
+  """And it is most of it, where completions wait for slots."""
+  prompts = small.prompts(8)
+  kept = Selection(jnp.arange(8) != 3, jnp.ones(8))
+  how = Sampling(max_tokens=12, stop_ids=(small.STOP,))
+  begun = jax.jit(
+    lambda params: rollout.start(
+      params, small.MODEL, prompts, DRAW, kept, how, group_size=4, num_slots=6
+    )
+  )(small.params())
+  early = rollout.so_far(begun, prompts, kept)
+  late = rollout.so_far(
+    rollout.finish(small.params(), small.MODEL, begun, how), prompts, kept
+  )
+  is_whole = np.asarray(early.is_stopped | (early.lengths == 12))
+  assert 20 < is_whole.sum() < 28
+  for name in ("tokens", "logprobs", "lengths", "is_stopped"):
+    np.testing.assert_array_equal(
+      getattr(early, name)[is_whole], getattr(late, name)[is_whole]
+    )
+  want = _sample(prompts, kept=kept, num_slots=6)
+  np.testing.assert_array_equal(late.tokens, want.tokens)
+  assert late.slot_steps == want.slot_steps > early.slot_steps
+
+
+def test_a_longer_limit_goes_on_where_a_shorter_one_cuts():
+  short, long = _sample(_prompts()), _sample(_prompts(), max_tokens=20)
+  np.testing.assert_array_equal(short.tokens, long.tokens[:, :, :12])
+  assert (long.lengths > 12).any()
+
+
+def test_prompts_padded_to_several_lengths_sample_the_same(monkeypatch):
+  want = _sample(_prompts())
+  monkeypatch.setattr(rollout, "_SHORTEST", 2)
+  _sampler.cache_clear()
+  got = _sample(_prompts(), prefill_prompts=1)
+  _sampler.cache_clear()
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
 def test_reading_the_cache_in_blocks_is_the_plain_formula():

@@ -110,6 +110,21 @@ def _assert_same_run(workdir, other):
   assert _without_compiles(workdir) == _without_compiles(other)
 
 
+def test_grading_while_decoding_changes_nothing(
+  uninterrupted, tmp_path, monkeypatch
+):
+  at_once, num_early = collect.grade, []
+
+  def late(house, grader, rollout, known):
+    num_early.append(len(known))
+    return at_once(house, grader, rollout)
+
+  monkeypatch.setattr(collect, "grade", late)
+  train.run(_config(), tmp_path)
+  assert all(num_early)
+  _assert_same_run(uninterrupted, tmp_path)
+
+
 def _at_grading(monkeypatch, number, act):
   """Does `act` when completions are graded for the `number`-th time."""
   grade, calls = collect.grade, []
@@ -224,12 +239,15 @@ def test_a_refilled_step_draws_until_it_is_full_and_resumes(
     assert m["prompts/drawn"] == 32 or informative >= 8
     assert m["completions/trained"] <= 32
 
-  _at_grading(monkeypatch, 9, lambda: signal.raise_signal(signal.SIGTERM))
+  a = _final_state(tmp_path / "whole", c)
+  middle = int(a.draws) // 2
+  stop = lambda: signal.raise_signal(signal.SIGTERM)
+  _at_grading(monkeypatch, middle, stop)
   with pytest.raises(KeyboardInterrupt):
     train.run(c, tmp_path / "stopped")
   monkeypatch.undo()
   train.run(c, tmp_path / "stopped")
-  a, b = (_final_state(tmp_path / name, c) for name in ("whole", "stopped"))
+  b = _final_state(tmp_path / "stopped", c)
   assert a.draws > a.step == 4
   _assert_equal(a, b)
 
