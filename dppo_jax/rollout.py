@@ -4,7 +4,8 @@ Every prompt is prefilled once. A fixed number of decode slots then draws from
 the completions that wait: a slot whose sequence stops takes the next one
 inside the same compiled loop, starting from a copy of its prompt's cache.
 When fewer completions are left than slots, the slots still at work move
-together and the loop goes on with fewer.
+together and the loop goes on with fewer: that is a second part, during which
+the completions of the first can be graded.
 """
 
 import functools

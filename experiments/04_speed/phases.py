@@ -73,7 +73,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
 
   batch, num_micro, info = select(*arguments)
   trained = float(info["tokens/trained"])
-  cells = float(info["pack/fill"] * info["pack/rows"]) * work.rows.length
+  cells = _cells(info, work)
   flops = works.linear_flops(model, cells) + works.head_flops(model, trained)
   flops += works.attention_flops(model, works.pairs(prompts, rollout))
   settings = _settings(work)
@@ -105,8 +105,11 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
     seconds = machine.timed(
       lambda b=batch, n=num_micro: learn.run(b, n), repeats
     )
-    whole = whole or (seconds.median, float(info["tokens/trained"]))
-    yield _ratio("update", share, seconds, float(info["tokens/trained"]), whole)
+    trained, cells = float(info["tokens/trained"]), _cells(info, work)
+    whole = whole or (seconds.median, trained, cells)
+    yield _ratio("update", share, seconds, trained, whole) | {
+      "cell_ratio": cells / whole[2]
+    }
   del learn
   params = _params(work)
   sample = jax.jit(works.sampler(work))
@@ -129,7 +132,7 @@ def sharing(work: works.Work, repeats: int) -> Iterator[Row]:
     batch, num_micro, info = jax.jit(
       functools.partial(_select, work=other, share=1.0)
     )(prompts, rollout, works.make_rewards(work))
-    cells = float(info["pack/fill"] * info["pack/rows"]) * work.rows.length
+    cells = _cells(info, work)
     learn = compile_update(other, _params(work))
     seconds = machine.timed(
       lambda b=batch, n=num_micro, f=learn: f.run(b, n), repeats
@@ -246,6 +249,11 @@ def _select(prompts, rollout, reward, *, work, share=None, method="grpo"):
     rows=work.rows,
     train_zero_advantage=share is not None,
   )
+
+
+def _cells(info, work: works.Work) -> float:
+  """Tokens in the rows, prompts included."""
+  return float(info["pack/fill"] * info["pack/rows"]) * work.rows.length
 
 
 def _settings(work: works.Work) -> update.Settings:

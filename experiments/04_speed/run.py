@@ -80,7 +80,7 @@ def main() -> None:
         row = {"part": part, **found, **here, "yardstick": yard}
         file.write(json.dumps(row) + "\n")
         file.flush()
-        print(table.line(row), flush=True)
+        print(f"{part} · {table.line(row)}", flush=True)
   table.write(args.results)
 
 

@@ -14,7 +14,7 @@ COLOURS = {
 
 def line(row: dict) -> str:
   """One row, for the terminal."""
-  parts = [row["part"], row["name"]]
+  parts = [row["name"]]
   if "axis" in row:
     parts.append(f"{row['axis']} x{row['factor']}")
   if "seconds_median" in row:
@@ -28,6 +28,8 @@ def line(row: dict) -> str:
     parts.append(
       f"time x{row['time_ratio']:.3f}, tokens x{row['token_ratio']:.3f}"
     )
+  if "cell_ratio" in row:
+    parts.append(f"prompts included x{row['cell_ratio']:.3f}")
   if "vocab" in row:
     parts.append(f"row {row['row_length']:,}, vocabulary {row['vocab']:,}")
   if "temporary_bytes" in row:
@@ -66,7 +68,7 @@ def write(results: pathlib.Path) -> None:
     for part in dict.fromkeys(r["part"] for r in here):
       yard = next(r["yardstick"] for r in here if r["part"] == part)
       lines += [
-        "matmul "
+        f"**{part}**; matmul "
         + ", ".join(
           f"{yard[f'{d}_flops'] / 1e9:,.0f} GFLOP/s in {d}"
           for d in ("float32", "bfloat16")
