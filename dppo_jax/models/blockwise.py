@@ -41,7 +41,7 @@ def attention(
   """As `models.attention.attention`."""
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[2]
-  block = buckets.block(length)
+  block = buckets.block(length, most=128)
   end = buckets.round_up(length, block)
   pad = lambda x: jnp.pad(
     x, ((0, 0), (0, end - length), *((0, 0),) * (x.ndim - 2))
