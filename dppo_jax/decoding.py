@@ -52,7 +52,7 @@ class Decoding(NamedTuple):
     slot_steps: `[S]`, slots times steps so far.
   """
 
-  slots: Slots
+  slots: Slots | None  # None when all are done
   written: Written
   uniform: Float[Array, "QG T"]
   num_wanted: Int[Array, "S"]

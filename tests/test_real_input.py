@@ -38,7 +38,7 @@ SMALL = {
   "data__eval_limit": 8,
   "data__prompts_per_step": 4,
   "data__max_prompt_tokens": 96,
-  "rollout__group_size": 4,
+  "rollout__group_size": 8,
   "rollout__max_tokens": 16,
   "rollout__num_slots": 8,
   "rollout__prefill_prompts": 4,
@@ -180,7 +180,7 @@ def check_promises(workdir):
   assert 0 < total("completions/stopped") < len(steps)
   assert total("update/grad_norm") > 0
   assert max(line["weights/max"] for line in steps) > 1
-  assert any(line["completions/kept"] < 16 for line in steps)
+  assert any(line["completions/kept"] < 32 for line in steps)
 
 
 def test_the_command_line_trains_on_gsm8k(gsm8k):
@@ -190,8 +190,8 @@ def test_the_command_line_trains_on_gsm8k(gsm8k):
   assert "bfloat16" in done.stdout
   steps, _ = metrics(workdir)
   # The policy is its own reference at first, up to bfloat16's rounding.
-  assert steps[0]["update/kl"] < 1e-5
-  assert steps[-1]["update/kl"] > 1e-4
+  assert steps[0]["update/kl"] < 1e-4
+  assert steps[-1]["update/kl"] > 1e-3
 
 
 def test_the_command_line_says_how_many_prompts_were_too_long(gsm8k):
