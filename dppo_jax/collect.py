@@ -62,7 +62,7 @@ def harvest(
         state.params, prompts, at(Room.ROLLOUT), kept
       )
       # Most completions are whole by now: they are graded while the device
-      # goes on with the others.
+      # goes on with the others, within the rollout's seconds.
       rollout = compiled.finish(state.params, decoding, prompts, kept)
       judged = judge(house, grader, begun, {})
       ready(rollout)
