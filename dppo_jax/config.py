@@ -45,7 +45,7 @@ class Data:
   """
 
   train: str = "arithmetic"
-  eval: str = "arithmetic"
+  eval: str = "arithmetic"  # empty evaluates nothing
   train_limit: int = 0  # first problems of the source; 0 takes all
   eval_limit: int = 256  # likewise
   problem_key: str = "problem,question"  # the first column that there is

@@ -62,12 +62,13 @@ def load(
   max_prompt_tokens: int,
   num_arithmetic: int,
   max_operations: int,
-) -> tuple[ProblemSet, ProblemSet]:
+) -> tuple[ProblemSet, ProblemSet | None]:
   """The problems to train on and those to evaluate on.
 
   Args:
     seed: of the arithmetic problems.
     train: this and the rest are as in `config.data`.
+    eval: likewise; empty for none.
   Raises:
     ValueError: if a source cannot be read or leaves nothing to use.
   """
@@ -80,17 +81,18 @@ def load(
         for i, problem in enumerate(problems)
       ]
     )
-  sets = []
-  for label, source, limit, own in (
-    ("train", train, train_limit, made[0]),
-    ("eval", eval, eval_limit, made[1]),
-  ):
+
+  def read(label, source, limit, own):
     if source == ARITHMETIC:
       rows = own[: limit or None]
     else:
       rows = sources.read(source, columns, limit)
-    sets.append(prepare(label, rows, tokenizer, max_prompt_tokens))
-  train_set, eval_set = sets
+    return prepare(label, rows, tokenizer, max_prompt_tokens)
+
+  train_set = read("train", train, train_limit, made[0])
+  if not eval:
+    return train_set, None
+  eval_set = read("eval", eval, eval_limit, made[1])
   known = {_squeeze(problem) for problem in train_set.problems}
   shared = sum(_squeeze(problem) in known for problem in eval_set.problems)
   report = f"{eval_set.report}; {shared} also in train"

@@ -31,7 +31,7 @@ class House(NamedTuple):
 
   Attributes:
     root_key: where all randomness starts.
-    held_out: problems to evaluate on.
+    held_out: problems to evaluate on, if any.
     initial_params: makes the weights to start from, placed on the mesh.
     rows: the shape of packed rows.
   """
@@ -45,7 +45,7 @@ class House(NamedTuple):
   tokenizer: tokenizer.Tokenizer
   stop_ids: tuple[int, ...]
   train: data.ProblemSet
-  held_out: data.ProblemSet
+  held_out: data.ProblemSet | None
   model: transformer.ModelConfig
   initial_params: Callable[[], transformer.Params]
   rows: batches.Rows
@@ -71,7 +71,7 @@ class House(NamedTuple):
         f"parameters, {self.model.dtype}; "
         f"mesh {' x '.join(map(str, self.mesh.devices.shape))}",
         self.train.report,
-        self.held_out.report,
+        self.held_out.report if self.held_out else "eval: no problems",
         f"step: {prompts} prompts x {group} completions = "
         f"{prompts * group} sequences of at most {longest} cells "
         f"(prompt {self.train.tokens.shape[1]}, completion "
@@ -110,7 +110,7 @@ def furnish(config: configs.Config) -> House:
   _check_from_run(config.warmup.from_run)
   train, held_out = _problems(config, words)
   stop_ids = tuple(config.rollout.stop_ids) or words.stop_ids
-  _check_ids(model, stop_ids, (train, held_out))
+  _check_ids(model, stop_ids, [train, *([held_out] if held_out else [])])
   where = transformer.shardings(model, mesh)
 
   def initial_params() -> transformer.Params:
@@ -207,7 +207,7 @@ def _attention(config: configs.Config) -> str:
 
 def _problems(
   config: configs.Config, words: tokenizer.Tokenizer
-) -> tuple[data.ProblemSet, data.ProblemSet]:
+) -> tuple[data.ProblemSet, data.ProblemSet | None]:
   d = config.data
   train, held_out = data.load(
     words,
@@ -252,7 +252,7 @@ def _problems(
 def _check_ids(
   model: transformer.ModelConfig,
   stop_ids: tuple[int, ...],
-  problems: tuple[data.ProblemSet, ...],
+  problems: list[data.ProblemSet],
 ) -> None:
   """Refuses token ids for which the model has no embedding."""
   for stop_id in stop_ids:

@@ -137,19 +137,21 @@ def seconds_at(
 
 
 def _summary(config, steps, evals, seconds) -> str:
-  first, last = evals[0], evals[-1]
   rows = [
     ("model", _model(config)),
     ("method", _call(config, "method")),
     ("objective", _call(config, "objective")),
-    ("held-out accuracy", f"{_accuracy(first)} → {_accuracy(last)}"),
     ("steps", f"{len(steps)}"),
-    ("training time", f"{seconds[last['step']]:.1f} s"),
+    ("training time", f"{seconds[max(seconds)]:.1f} s"),
     ("prompts drawn", f"{_total(steps, 'prompts/drawn'):,.0f}"),
     ("tokens generated", f"{_total(steps, 'tokens/generated'):,.0f}"),
     ("tokens trained", f"{_total(steps, 'tokens/trained'):,.0f}"),
   ]
-  for mark in MARKS:
+  if evals:
+    first, last = evals[0], evals[-1]
+    told = f"{_accuracy(first)} → {_accuracy(last)}"
+    rows.insert(3, ("held-out accuracy", told))
+  for mark in MARKS if evals else ():
     spent = seconds_to(mark, evals, seconds)
     told = "not reached" if spent is None else f"{spent:.1f} s"
     if first["eval/accuracy"] >= mark:
@@ -278,8 +280,11 @@ def _draw(path, config, steps, evals, seconds) -> None:
   # No pyplot: it would choose a backend for the whole process.
   figure = figures.Figure(figsize=(10, 7), layout="constrained")
   axes = figure.subplots(2, 2)
-  accuracy = [line["eval/accuracy"] for line in evals]
-  error = [line["eval/stderr"] for line in evals]
+  # Where nothing is held out, that of what was sampled to train on.
+  lines = evals or steps
+  name, of = ("eval", "held-out ") if evals else ("reward", "training ")
+  accuracy = [line[f"{name}/accuracy"] for line in lines]
+  error = [line.get("eval/stderr", 0.0) for line in lines]
   drawn = {0: 0.0}
   for line in steps:
     drawn[line["step"]] = drawn[max(drawn)] + line["prompts/drawn"]
@@ -288,7 +293,7 @@ def _draw(path, config, steps, evals, seconds) -> None:
     (axes[0, 1], drawn, "prompts drawn"),
   ):
     axis.errorbar(
-      [at[line["step"]] for line in evals],
+      [at[line["step"]] for line in lines],
       accuracy,
       error,
       color=COLOURS["rollout"],
@@ -297,7 +302,7 @@ def _draw(path, config, steps, evals, seconds) -> None:
       capsize=2,
       clip_on=False,  # a marker at 0 is whole
     )
-    axis.set(xlabel=label, ylabel="held-out accuracy", ylim=(0, 1))
+    axis.set(xlabel=label, ylabel=of + "accuracy", ylim=(0, 1))
   axis = axes[1, 0]
   # The later the thinner: equal shares are all seen.
   for colour, width, label, part in (

@@ -44,7 +44,7 @@ class Rooms(NamedTuple):
     begin: `() -> collected`, nothing yet, of a method that refills.
     add: `(collected, prompts, rollout, rewards) -> (collected, limit,
       denominator)`; what was collected is donated.
-    evaluate: `(params, prompts, draw) -> Rollout` of held-out prompts.
+    evaluate: `(params, prompts, draw) -> Rollout` of held-out prompts, if any.
   """
 
   choose: Callable
@@ -54,7 +54,7 @@ class Rooms(NamedTuple):
   score: Callable
   update: Callable
   remember: Callable
-  evaluate: Callable
+  evaluate: Callable | None = None
   begin: Callable | None = None
   add: Callable | None = None
 
@@ -154,7 +154,6 @@ def build(house: House) -> Rooms:
   )
   draw = _placed(draw, whole)
   prompts = _prompts_like(house.train, c.data.prompts_per_step, by_prompt)
-  held_out = _prompts_like(house.held_out, c.eval.prompts, by_prompt)
   kept = Selection(
     keep=jax.ShapeDtypeStruct(prompts.ids.shape, bool, sharding=by_prompt),
     prob=jax.ShapeDtypeStruct(
@@ -255,8 +254,10 @@ def build(house: House) -> Rooms:
       (state.history, state.step, state.draws, completions, rewards),
       (like(state.history), whole),
     ),
-    "evaluate": (evaluate, (state.params, held_out, draw), whole),
   }
+  if house.held_out:
+    held_out = _prompts_like(house.held_out, c.eval.prompts, by_prompt)
+    plans["evaluate"] = (evaluate, (state.params, held_out, draw), whole)
   if needs_scores or method.tokens:
     plans["score"] = (
       score,
@@ -294,10 +295,18 @@ def build(house: House) -> Rooms:
   can_tell = hasattr(os, "sched_getaffinity")  # which cores are ours
   cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count()
   with futures.ThreadPoolExecutor(cores) as pool:
-    waiting = {name: pool.submit(x.compile) for name, x in lowered.items()}
+    waiting = {name: pool.submit(compile, x) for name, x in lowered.items()}
     compiled = {name: x.result() for name, x in waiting.items()}
   as_it_is = lambda params, draw, batch, num_micro: (batch, {})
   return Rooms(**{"score": as_it_is, **compiled})
+
+
+def compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+  """The program. On CPUs less is optimised: it is there sooner, and as fast."""
+  is_cpu = jax.default_backend() == "cpu"
+  return lowered.compile(
+    {"xla_backend_optimization_level": 1} if is_cpu else {}
+  )
 
 
 def _prompts_like(

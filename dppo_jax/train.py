@@ -181,7 +181,9 @@ def _test(
   writer: metrics.Writer,
   state: TrainState,
 ) -> None:
-  """Writes the accuracy on held-out problems, and some answers."""
+  """Writes the accuracy on held-out problems, if any, and some answers."""
+  if not house.held_out:
+    return
   step = int(state.step)
   values, answers = evaluate.evaluate(
     functools.partial(compiled.evaluate, state.params),

@@ -96,6 +96,19 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
   assert evals == [0, 4]
 
 
+def test_without_held_out_problems_nothing_else_changes(
+  uninterrupted, tmp_path
+):
+  c = _config(**{"data.eval": ""})
+  train.run(c, tmp_path)
+  _assert_equal(
+    _final_state(tmp_path, c), _final_state(uninterrupted, _config())
+  )
+  assert not any("eval/accuracy" in m for m in _metrics(tmp_path))
+  assert "held-out" not in (tmp_path / "report.md").read_text()
+  assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
 def _without_compiles(workdir):
   return [
     {k: v for k, v in line.items() if k != "update/compiles"}

@@ -1,7 +1,7 @@
 """Attention a pair of blocks at a time, for rows of any length, in plain XLA.
 
 No pair of blocks is computed whose queries see none of its keys: neither those
-that follow the queries nor, in a packed row, those of sequences before them.
+that follow the queries nor, in a packed row, those of other sequences.
 """
 
 import functools
@@ -22,13 +22,14 @@ class _Row(NamedTuple):
   Attributes:
     segment: of each cell.
     prefix: the segment that it sees beside its own.
-    first: `[L / block]`, the first block that a block's queries see, in any
-      of the B rows.
+    seen: the blocks that a block's queries see, in any of the B rows, first.
+    num_seen: how many those are.
   """
 
   segment: Int[Array, "B L"]
   prefix: Int[Array, "B L"]
-  first: Int[Array, "n"]
+  seen: Int[Array, "n n"]
+  num_seen: Int[Array, "n"]
 
 
 def attention(
@@ -60,15 +61,20 @@ def attention(
 
 
 def _row(segment: Array, prefix: Array, block: int) -> _Row:
-  """Finds the first cell that each cell sees: where that segment starts."""
+  """Finds the blocks that share a segment, as ids that lie between two others.
+
+  Where a row's ids do not ascend that may be too many blocks, never too few.
+  """
   batch, length = segment.shape
-  cells = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segment.shape)
-  rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-  starts = jnp.full((batch, length + 1), length, jnp.int32)
-  starts = starts.at[rows, segment].min(cells)
-  first = jnp.minimum(starts[rows, prefix], starts[rows, segment])
-  first = first.reshape(batch, -1, block).min(axis=(0, 2)) // block
-  return _Row(segment, prefix, first)
+  in_blocks = segment.reshape(batch, 1, -1, block)
+  least, most = in_blocks.min(-1), in_blocks.max(-1)
+  holds = lambda ids: (least <= ids[..., None]) & (ids[..., None] <= most)
+  sees = (holds(segment) | holds(prefix)).reshape(
+    batch, -1, block, length // block
+  )
+  sees = jnp.tril(sees.any((0, 2)))
+  seen = jnp.argsort(~sees, axis=1, stable=True).astype(jnp.int32)
+  return _Row(segment, prefix, seen, sees.sum(1, dtype=jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -83,8 +89,9 @@ def _forward(q, k, v, row, block):
   def query_block(_, i):
     q_i = _cut(q, i, block, 3)
 
-    def key_block(j, carry):
+    def key_block(n, carry):
       out, top, total = carry
+      j = row.seen[i, n]
       scores = _scores(q_i, k, row, i, j, block)
       new_top = jnp.maximum(top, scores.max(-1))
       shrink = jnp.exp(top - new_top)
@@ -104,7 +111,7 @@ def _forward(q, k, v, row, block):
     shape = (batch, kv_heads, group, block)
     zeros = jnp.zeros(shape, jnp.float32)
     carry = (jnp.zeros(q_i.shape, jnp.float32), zeros + MASKED, zeros)
-    out, top, total = jax.lax.fori_loop(row.first[i], i + 1, key_block, carry)
+    out, top, total = jax.lax.fori_loop(0, row.num_seen[i], key_block, carry)
     return None, (
       (out / total[..., None]).astype(q.dtype),
       top + jnp.log(total),
@@ -118,20 +125,21 @@ def _forward(q, k, v, row, block):
 
 def _backward(block, saved, slope):
   q, k, v, row, out, log_total = saved
-  # The slope of a softmax: p * (dp - sum of p * dp), and that sum is this.
-  inner = (slope.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
   def query_block(carry, xs):
     i, log_total = xs
     q_i, slope_i = _cut(q, i, block, 3), _cut(slope, i, block, 3)
-    inner_i = _cut(inner, i, block, 3)
+    # The slope of a softmax: p * (dp - sum of p * dp), and that sum is this.
+    product = slope_i.astype(jnp.float32) * _cut(out, i, block, 3)
+    inner = product.sum(-1, keepdims=True)
 
-    def key_block(j, carry):
+    def key_block(n, carry):
       to_q, to_k, to_v = carry
+      j = row.seen[i, n]
       k_j, v_j = _cut(k, j, block, 2), _cut(v, j, block, 2)
       share = jnp.exp(_scores(q_i, k, row, i, j, block) - log_total[..., None])
       to_share = _einsum("bhgqd,bhsd->bhgqs", slope_i, v_j)
-      to_scores = (share * (to_share - inner_i[..., None])).astype(q.dtype)
+      to_scores = (share * (to_share - inner)).astype(q.dtype)
       new_k = _einsum("bhgqs,bhgqd->bhsd", to_scores, q_i)
       new_v = _einsum("bhgqs,bhgqd->bhsd", share.astype(q.dtype), slope_i)
       new_q = _einsum("bhgqs,bhsd->bhgqd", to_scores, k_j)
@@ -139,7 +147,7 @@ def _backward(block, saved, slope):
 
     to_q = jnp.zeros(q_i.shape, jnp.float32)
     to_q, *carry = jax.lax.fori_loop(
-      row.first[i], i + 1, key_block, (to_q, *carry)
+      0, row.num_seen[i], key_block, (to_q, *carry)
     )
     return tuple(carry), to_q.astype(q.dtype)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
-from dppo_jax.models import attention
+from dppo_jax.models import attention, norm
 
 Params = PyTree[jax.Array]
 
@@ -204,7 +204,7 @@ def forward(
     return out, cache, None
 
   hidden, _, _ = _layers(
-    params, config, tokens, positions, attend, None, _UNROLL
+    params, config, tokens, positions, tokens.shape[1], attend, None, _UNROLL
   )
   return hidden
 
@@ -237,7 +237,9 @@ def prefill(
       Cache(k.transpose(1, 0, 3, 4, 2), v.transpose(1, 0, 3, 2, 4)),
     )
 
-  return _layers(params, config, tokens, positions, attend, None)[2]
+  return _layers(
+    params, config, tokens, positions, tokens.shape[1], attend, None
+  )[2]
 
 
 def decode(
@@ -264,7 +266,10 @@ def decode(
     )
     return attention.attend_cache(q, *cache, layer, positions), cache, None
 
-  return _layers(params, config, tokens, positions, attend, cache)[:2]
+  num_positions = cache.keys.shape[1] * cache.keys.shape[-1]
+  return _layers(
+    params, config, tokens, positions, num_positions, attend, cache
+  )[:2]
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
@@ -289,6 +294,7 @@ def _layers(
   config: ModelConfig,
   tokens: Int[Array, "B *L"],
   positions: Int[Array, "B *L"],
+  num_positions: int,
   attend: Callable,
   cache: Cache | None,
   unroll: int = 1,
@@ -301,24 +307,26 @@ def _layers(
   """
   params = cast(params, config)
   batch_axes = ("batch",) + (None,) * tokens.ndim
-  cos, sin = _rotations(config, positions)
+  # Looked up, as XLA would compute them again for each head and layer.
+  every_position = jnp.arange(num_positions, dtype=jnp.int32)
+  cos, sin = (x[positions] for x in _rotations(config, every_position))
 
   def layer(carry, xs):
     x, cache = carry
     p, index = xs
-    h = _rms_norm(x, p["attention_norm"], config.norm_eps)
+    h = norm.rms_norm(x, p["attention_norm"], config.norm_eps)
     q, k, v = (_linear(h, p[name]) for name in ("q", "k", "v"))
     if config.has_qkv_bias:
       q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
     if config.has_qk_norm:
-      q = _rms_norm(q, p["q_norm"], config.norm_eps)
-      k = _rms_norm(k, p["k_norm"], config.norm_eps)
+      q = norm.rms_norm(q, p["q_norm"], config.norm_eps)
+      k = norm.rms_norm(k, p["k_norm"], config.norm_eps)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     out, cache, saved = attend(q, k, v, cache, index)
     out = out.reshape(*out.shape[:-2], -1)
     x = x + _linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
-    h = _rms_norm(x, p["mlp_norm"], config.norm_eps)
+    h = norm.rms_norm(x, p["mlp_norm"], config.norm_eps)
     h = jax.nn.silu(_linear(h, p["gate"])) * _linear(h, p["up"])
     x = sharding.constrain(x + _linear(h, p["down"]), *batch_axes)
     return (x, cache), saved
@@ -329,7 +337,7 @@ def _layers(
   (x, cache), saved = jax.lax.scan(
     body, (x, cache), (params["layers"], index), unroll=unroll
   )
-  return _rms_norm(x, params["final_norm"], config.norm_eps), cache, saved
+  return norm.rms_norm(x, params["final_norm"], config.norm_eps), cache, saved
 
 
 def _linear(x, weight):
@@ -341,12 +349,6 @@ def _linear(x, weight):
   """
   out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
-
-
-def _rms_norm(x, scale, eps):
-  x32 = x.astype(jnp.float32)
-  x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-  return x32.astype(x.dtype) * scale
 
 
 def _rotations(config: ModelConfig, positions: Int[Array, "..."]):

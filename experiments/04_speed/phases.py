@@ -13,7 +13,7 @@ import numpy as np
 import work as works
 
 from dppo_jax import batch as batches
-from dppo_jax import keys, methods, rewards, update
+from dppo_jax import keys, methods, rewards, rooms, update
 from dppo_jax.algo import completion_rules, objectives
 from dppo_jax.models import transformer
 from dppo_jax.records import Selection, TrainState
@@ -49,7 +49,9 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops = works.linear_flops(model, prompt_tokens)
   yield _row("prefill", prefill, prompt_tokens, flops)
 
-  sample = jax.jit(works.sampler(work)).lower(params, prompts, kept).compile()
+  sample = rooms.compile(
+    jax.jit(works.sampler(work)).lower(params, prompts, kept)
+  )
   seconds = machine.timed(lambda: sample(params, prompts, kept), repeats)
   rollout = sample(params, prompts, kept)
   generated = float(rollout.lengths.sum())
@@ -112,7 +114,10 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
     }
   del learn
   params = _params(work)
-  sample = jax.jit(works.sampler(work))
+  everything = works.everything(work)
+  sample = rooms.compile(
+    jax.jit(works.sampler(work)).lower(params, prompts, everything)
+  )
   whole = None
   for share in (1.0, 0.5, 0.25):
     keep = jnp.arange(work.prompts) < share * work.prompts
@@ -215,10 +220,10 @@ def compile_update(work: works.Work, params) -> Update:
   state = jax.eval_shape(begin, params)
   shape = lambda dtype: jax.ShapeDtypeStruct((), dtype)
   start = time.perf_counter()
-  compiled = (
-    jax.jit(step, donate_argnums=(0,))
-    .lower(state, None, batch, shape(jnp.int32), shape(jnp.float32))
-    .compile()
+  compiled = rooms.compile(
+    jax.jit(step, donate_argnums=(0,)).lower(
+      state, None, batch, shape(jnp.int32), shape(jnp.float32)
+    )
   )
   seconds = time.perf_counter() - start
   held = []
@@ -268,7 +273,7 @@ def _params(work: works.Work) -> transformer.Params:
 
 
 def _timed(function, arguments, repeats) -> machine.Seconds:
-  compiled = jax.jit(function).lower(*arguments).compile()
+  compiled = rooms.compile(jax.jit(function).lower(*arguments))
   return machine.timed(lambda: compiled(*arguments), repeats)
 
 

@@ -124,14 +124,25 @@ def test_what_a_cell_may_not_see_does_not_change_it(backend):
 
 
 def test_blocks_that_share_no_segment_are_not_read():
-  """Not even where they hold no numbers: such a block is never computed."""
-  length = 256
-  block = buckets.block(length)
+  """Not even where they hold no numbers: such a block is never computed.
+
+  Neither of sequences that do not see each other, nor of completions that
+  stand between another one and the prompt that they share.
+  """
+  length = 512
+  block = buckets.block(length, most=128)
   segment = jnp.arange(length, dtype=jnp.int32)[None] // block + 1
   q, k, v = _inputs(1, length)
-  spoilt = v.at[:, :block].set(jnp.nan)
-  out = jax.jit(blockwise.attention)(q, k, spoilt, segment, segment)
-  assert not jnp.isnan(out[:, block:]).any()
+  for prefix, spoilt in ((segment, 0), (jnp.ones_like(segment), 1)):
+
+    def run(q, k, v, prefix=prefix):
+      return blockwise.attention(q, k, v, segment, prefix)
+
+    here = slice(spoilt * block, (spoilt + 1) * block)
+    out, pull = jax.vjp(run, q, k, v.at[:, here].set(jnp.nan))
+    for x in (out, pull(jnp.ones_like(out))[0]):
+      assert jnp.isnan(x[:, here]).all()
+      assert not jnp.isnan(x.at[:, here].set(0)).any()
 
 
 @pytest.mark.parametrize("backend", ["splash", "triton"])

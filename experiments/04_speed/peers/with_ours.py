@@ -30,7 +30,6 @@ def knobs(args) -> dict[str, object]:
     "steps": args.steps,
     "model.path": str(args.work / "checkpoint"),
     "data.train": str(args.work / "problems.jsonl"),
-    "data.eval": str(args.work / "held_out.jsonl"),
     **shape,
   }
 
@@ -141,12 +140,15 @@ def decode(args) -> None:
     stop_ids=(-1,),
   )
   with jax.set_mesh(home.mesh):
-    params = home.initial_params()
-    draw = keys.draw_at(home.root_key, 0, keys.Room.ROLLOUT)
-    sample = jax.jit(make)
+    arguments = {
+      "params": home.initial_params(),
+      "prompts": first_prompts(home),
+      "draw": keys.draw_at(home.root_key, 0, keys.Room.ROLLOUT),
+    }
+    sample = rooms.compile(jax.jit(make).lower(**arguments))
 
     def generate():
-      out = sample(params, prompts=first_prompts(home), draw=draw)
+      out = sample(**arguments)
       assert (np.asarray(out.lengths) == work.NEW).all()
 
     args.out.write_text(json.dumps(clock.repeat(generate)))

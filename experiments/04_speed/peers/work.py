@@ -102,7 +102,6 @@ def write(directory: pathlib.Path, steps: int) -> None:
   (directory / "problems.jsonl").write_text(
     "".join(json.dumps(row) + "\n" for row in rows)
   )
-  (directory / "held_out.jsonl").write_text(json.dumps(rows[0]) + "\n")
   (directory / "sequences.json").write_text(json.dumps(checked))
   _write_checkpoint(str(directory / "checkpoint"))
 
