@@ -113,19 +113,24 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
       "cell_ratio": cells / whole[2]
     }
   del learn
-  params = _params(work)
-  everything = works.everything(work)
+  yield from _rollouts(work, repeats)
+  yield from _rollouts(work._replace(prompts=4 * work.prompts), repeats)
+
+
+def _rollouts(work: works.Work, repeats: int) -> Iterator[Row]:
+  params, prompts = _params(work), works.make_prompts(work)
   sample = rooms.compile(
-    jax.jit(works.sampler(work)).lower(params, prompts, everything)
+    jax.jit(works.sampler(work)).lower(params, prompts, works.everything(work))
   )
-  whole = None
+  whole, waiting = None, work.prompts * work.group_size / work.slots
   for share in (1.0, 0.5, 0.25):
     keep = jnp.arange(work.prompts) < share * work.prompts
     kept = Selection(keep, jnp.full((work.prompts,), share, jnp.float32))
     seconds = machine.timed(lambda k=kept: sample(params, prompts, k), repeats)
     tokens = float(sample(params, prompts, kept).lengths.sum())
     whole = whole or (seconds.median, tokens)
-    yield _ratio("rollout", share, seconds, tokens, whole)
+    name = f"rollout, {share * waiting:g} completions a slot"
+    yield _ratio(name, share, seconds, tokens, whole)
 
 
 def sharing(work: works.Work, repeats: int) -> Iterator[Row]:
