@@ -29,13 +29,13 @@ def _backward(eps, saved, slope):
   x, scale, shrink = saved
   normed = x.astype(jnp.float32) * shrink
   slope, scale32 = slope.astype(jnp.float32), scale.astype(jnp.float32)
-  rows = (slope * normed).reshape(-1, x.shape[-1])
-  to_scale = _dot(jnp.ones(rows.shape[:1], jnp.float32), rows)
-  along = _dot(rows, scale32 / x.shape[-1]).reshape(shrink.shape)
+  product = slope * normed
+  to_scale = _dot(jnp.ones(x.shape[:-1]), product, x.ndim - 1)
+  along = _dot(product, scale32[:, None] / x.shape[-1], 1)
   to_x = (slope * scale32 - normed * along) * shrink
   return to_x.astype(x.dtype), to_scale.astype(scale.dtype)
 
 
 rms_norm.defvjp(_forward, _backward)
 
-_dot = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
+_dot = functools.partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)

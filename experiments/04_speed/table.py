@@ -111,6 +111,8 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
           label=f"{name}, FLOPs",
         )
     plot.set(xscale="log", yscale="log", xlabel=f"{axis}, times the smallest")
+    bottom, top = plot.get_ylim()
+    plot.set_ylim(min(bottom, 0.5), max(top, 20))  # what is flat looks flat
     plot.set_xticks(factors, [str(f) for f in factors])
     plot.minorticks_off()
     plot.grid(alpha=0.25)
