@@ -305,12 +305,10 @@ def _check_from_run(from_run: str) -> None:
 def _check_batches(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
   """Refuses a mesh over which prompts, slots or rows cannot be divided."""
   flat, num_shards = configs.flatten(config), mesh.shape["data"]
-  for name in (
-    "data.prompts_per_step",
-    "eval.prompts",
-    "rollout.num_slots",
-    "pack.rows",
-  ):
+  names = ["data.prompts_per_step", "rollout.num_slots", "pack.rows"]
+  if config.data.eval:
+    names.append("eval.prompts")
+  for name in names:
     if flat[name] % num_shards:
       raise ValueError(
         f"config.{name} is {flat[name]} but must be a multiple of the "

@@ -254,14 +254,15 @@ def _spent(steps) -> dict[str, float]:
 
 
 def _solutions(samples) -> str:
-  held_out = [line for line in samples if line.get("held_out")]
-  if not held_out:
+  # Where nothing is held out, of what was sampled to train on.
+  shown = [line for line in samples if line.get("held_out")] or samples
+  if not shown:
     return "None were kept."
-  steps = sorted({line["step"] for line in held_out})
+  steps = sorted({line["step"] for line in shown})
   chosen = [
     line
     for step in dict.fromkeys((steps[0], steps[-1]))
-    for line in [x for x in held_out if x["step"] == step][:3]
+    for line in [x for x in shown if x["step"] == step][:3]
   ]
   blocks = []
   for line in chosen:

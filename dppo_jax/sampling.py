@@ -75,13 +75,13 @@ def _invert(
   batch, vocab = probs.shape
   blocks = jnp.pad(probs, ((0, 0), (0, -vocab % _BLOCK)))
   blocks = blocks.reshape(batch, -1, _BLOCK)
-  at_block = lambda x: jnp.take_along_axis(
-    x, block.reshape(batch, *(1,) * (x.ndim - 1)), 1
-  )[:, 0]
   sums = blocks.sum(-1)
   ends = _running_sum(sums)
   target = uniform * ends[:, -1]
   block = (ends <= target[:, None]).sum(-1, dtype=jnp.int32)
+  at_block = lambda x: jnp.take_along_axis(
+    x, block.reshape(batch, *(1,) * (x.ndim - 1)), 1
+  )[:, 0]
   inside = _running_sum(at_block(blocks))
   rest = target - at_block(ends - sums)
   rest = jnp.clip(rest, 0.0, inside[:, -1] * (1 - 2.0**-22))
@@ -89,6 +89,10 @@ def _invert(
 
 
 def _running_sum(x: Float[Array, "B n"]) -> Float[Array, "B n"]:
-  """A product with ones, since `cumsum` is ten times as long to compile."""
+  """A product with ones, since `cumsum` is ten times as long to compile.
+
+  Every column must add its numbers in one order, as matrix products do: then
+  the sum never falls, and stays where a number is 0.
+  """
   ones = jnp.triu(jnp.ones((x.shape[1],) * 2, x.dtype))
   return jnp.dot(x, ones, precision=jax.lax.Precision.HIGHEST)

@@ -1,7 +1,8 @@
 """Attention a pair of blocks at a time, for rows of any length, in plain XLA.
 
-No pair of blocks is computed whose queries see none of its keys: neither those
-that follow the queries nor, in a packed row, those of other sequences.
+No pair of blocks is computed whose queries see none of its keys in any row:
+neither those that follow the queries nor, where the ids of a packed row ascend,
+those of other sequences.
 """
 
 import functools
@@ -22,7 +23,8 @@ class _Row(NamedTuple):
   Attributes:
     segment: of each cell.
     prefix: the segment that it sees beside its own.
-    seen: the blocks that a block's queries see, in any of the B rows, first.
+    seen: for each block of queries all blocks, those that it sees in any of the
+      B rows first.
     num_seen: how many those are.
   """
 
@@ -61,8 +63,9 @@ def attention(
 
 
 def _row(segment: Array, prefix: Array, block: int) -> _Row:
-  """Finds the blocks that share a segment, as ids that lie between two others.
+  """Finds the pairs of blocks that share a segment.
 
+  Then an id of the queries lies between the least and the greatest of the keys.
   Where a row's ids do not ascend that may be too many blocks, never too few.
   """
   batch, length = segment.shape

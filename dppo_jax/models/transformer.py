@@ -307,7 +307,7 @@ def _layers(
   """
   params = cast(params, config)
   batch_axes = ("batch",) + (None,) * tokens.ndim
-  # Looked up, as XLA would compute them again for each head and layer.
+  # Looked up: else XLA computes them again for each head and layer.
   every_position = jnp.arange(num_positions, dtype=jnp.int32)
   cos, sin = (x[positions] for x in _rotations(config, every_position))
 

@@ -49,9 +49,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops = works.linear_flops(model, prompt_tokens)
   yield _row("prefill", prefill, prompt_tokens, flops)
 
-  sample = rooms.compile(
-    jax.jit(works.sampler(work)).lower(params, prompts, kept)
-  )
+  sample = _compile(works.sampler(work), params, prompts, kept)
   seconds = machine.timed(lambda: sample(params, prompts, kept), repeats)
   rollout = sample(params, prompts, kept)
   generated = float(rollout.lengths.sum())
@@ -67,9 +65,10 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
     seconds = machine.timed(lambda: grader.grade(texts, ["7"] * len(texts)), 3)
   yield _row("grade", seconds, generated, 0.0)
 
-  select = jax.jit(functools.partial(_select, work=work, share=1.0))
-  reward = works.make_rewards(work)
-  arguments = (prompts, rollout, reward)
+  arguments = (prompts, rollout, works.make_rewards(work))
+  select = _compile(
+    functools.partial(_select, work=work, share=1.0), *arguments
+  )
   seconds = machine.timed(lambda: select(*arguments), repeats)
   yield _row("select, weight, pack", seconds, generated, 0.0)
 
@@ -79,10 +78,13 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops = works.linear_flops(model, cells) + works.head_flops(model, trained)
   flops += works.attention_flops(model, works.pairs(prompts, rollout))
   settings = _settings(work)
-  score = jax.jit(functools.partial(update.score, settings=settings))
-  seconds = machine.timed(
-    lambda: score(params, batch=batch, num_used=num_micro), repeats
+  score = _compile(
+    lambda *rest: update.score(rest[0], settings, *rest[1:]),
+    params,
+    batch,
+    num_micro,
   )
+  seconds = machine.timed(lambda: score(params, batch, num_micro), repeats)
   yield _row("score", seconds, trained, flops)
 
   learn = compile_update(work, params)
@@ -119,9 +121,8 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
 
 def _rollouts(work: works.Work, repeats: int) -> Iterator[Row]:
   params, prompts = _params(work), works.make_prompts(work)
-  sample = rooms.compile(
-    jax.jit(works.sampler(work)).lower(params, prompts, works.everything(work))
-  )
+  everything = works.everything(work)
+  sample = _compile(works.sampler(work), params, prompts, everything)
   whole, waiting = None, work.prompts * work.group_size / work.slots
   for share in (1.0, 0.5, 0.25):
     keep = jnp.arange(work.prompts) < share * work.prompts
@@ -228,7 +229,8 @@ def compile_update(work: works.Work, params) -> Update:
   compiled = rooms.compile(
     jax.jit(step, donate_argnums=(0,)).lower(
       state, None, batch, shape(jnp.int32), shape(jnp.float32)
-    )
+    ),
+    jax.default_backend(),
   )
   seconds = time.perf_counter() - start
   held = []
@@ -277,8 +279,15 @@ def _params(work: works.Work) -> transformer.Params:
   return jax.jit(init)(jax.random.key(0))
 
 
+def _compile(function, *arguments) -> jax.stages.Compiled:
+  """As a run compiles its rooms."""
+  return rooms.compile(
+    jax.jit(function).lower(*arguments), jax.default_backend()
+  )
+
+
 def _timed(function, arguments, repeats) -> machine.Seconds:
-  compiled = rooms.compile(jax.jit(function).lower(*arguments))
+  compiled = _compile(function, *arguments)
   return machine.timed(lambda: compiled(*arguments), repeats)
 
 

@@ -1,7 +1,7 @@
 """The steps that are compared with other systems; `run.py` fills in the paths.
 
   python -m dppo_jax.main --config=experiments/04_speed/peers/config.py:grpo \
-    --config.model.path=DIR --config.data.train=FILE --config.data.eval=FILE
+    --config.model.path=DIR --config.data.train=FILE
 """
 
 from dppo_jax.config import Config, use_method

@@ -145,7 +145,7 @@ def decode(args) -> None:
       "prompts": first_prompts(home),
       "draw": keys.draw_at(home.root_key, 0, keys.Room.ROLLOUT),
     }
-    sample = rooms.compile(jax.jit(make).lower(**arguments))
+    sample = rooms.compile(jax.jit(make).lower(**arguments), "cpu")
 
     def generate():
       out = sample(**arguments)
