@@ -89,7 +89,7 @@ def _invert(
 
 
 def _running_sum(x: Float[Array, "B n"]) -> Float[Array, "B n"]:
-  """A product with ones, since `cumsum` is ten times as long to compile.
+  """A product with ones, since `cumsum` takes longer to compile.
 
   Every column must add its numbers in one order, as matrix products do: then
   the sum never falls, and stays where a number is 0.

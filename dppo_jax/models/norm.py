@@ -14,7 +14,7 @@ def rms_norm(
   """`x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
 
   Its slopes' sums are written as products: as sums, XLA's CPU backend takes
-  ten times as long for them.
+  up to ten times as long for them.
   """
   return _forward(x, scale, eps)[0]
 
