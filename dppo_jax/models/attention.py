@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import sharding
+from dppo_jax import buckets, sharding
 from dppo_jax.models import blockwise, kernels
 
 BACKENDS = {
@@ -13,6 +13,7 @@ BACKENDS = {
   "triton": kernels.triton,  # NVIDIA
 }
 MASKED = blockwise.MASKED
+_PROMPTS_TOGETHER = 8
 
 
 def attention(
@@ -36,8 +37,9 @@ def attention(
   """
   run = BACKENDS[backend]
   mesh = jax.sharding.get_abstract_mesh()
-  if backend != "xla" and not mesh.empty:
-    # What a kernel does with a part of an array, only its author knows.
+  if not mesh.empty:
+    # Each device its own rows and heads: how many blocks a row needs, and what
+    # a kernel does with a part of an array, the compiler does not know.
     of_heads = sharding.spec(("batch", None, "heads", None))
     of_cells = sharding.spec(("batch", None))
     run = jax.shard_map(
@@ -47,6 +49,19 @@ def attention(
       check_vma=False,
     )
   return run(q, k, v, segment_ids, prefix_ids)
+
+
+def attend_prompts(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  lengths: Int[Array, "B"],
+) -> Float[Array, "B L H D"]:
+  """Causal attention where each row is one sequence, several rows at once."""
+  is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
+  ids = is_real.astype(jnp.int32)
+  together = buckets.largest_divisor(q.shape[0], _PROMPTS_TOGETHER)
+  return blockwise.attention(q, k, v, ids, ids, together)
 
 
 def attend_cache(

@@ -1,8 +1,8 @@
 """Attention a pair of blocks at a time, for rows of any length, in plain XLA.
 
-No pair of blocks is computed whose queries see none of its keys in any row:
-neither those that follow the queries nor, where the ids of a packed row ascend,
-those of other sequences.
+No pair of blocks is computed whose queries see none of its keys: neither keys
+that follow the queries nor, where the ids of a packed row ascend, those of
+other sequences.
 """
 
 import functools
@@ -15,23 +15,26 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import buckets
 
 MASKED = -1e30  # finite, so that a wholly masked block stays a number
+BLOCK = 64  # cells; with less, more is skipped, with more, less is started
 
 
-class _Row(NamedTuple):
-  """What decides who sees whom, `[B, L]` in whole blocks.
+class _Blocks(NamedTuple):
+  """What decides who sees whom, of `N` blocks of `c` cells in `R` rows each.
 
   Attributes:
     segment: of each cell.
     prefix: the segment that it sees beside its own.
-    seen: for each block of queries all blocks, those that it sees in any of the
-      B rows first.
+    start: each block's place in its rows, in cells.
+    seen: for each block of queries the `n` blocks of its rows, those that it
+      sees in any of them first.
     num_seen: how many those are.
   """
 
-  segment: Int[Array, "B L"]
-  prefix: Int[Array, "B L"]
-  seen: Int[Array, "n n"]
-  num_seen: Int[Array, "n"]
+  segment: Int[Array, "N R c"]
+  prefix: Int[Array, "N R c"]
+  start: Int[Array, "N"]
+  seen: Int[Array, "N n"]
+  num_seen: Int[Array, "N"]
 
 
 def attention(
@@ -40,126 +43,134 @@ def attention(
   v: Float[Array, "B L K D"],
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"],
+  together: int = 1,
 ) -> Float[Array, "B L H D"]:
-  """As `models.attention.attention`."""
+  """As `models.attention.attention`.
+
+  Args:
+    together: rows that are handled at once, a divisor of `B`. What one of them
+      sees is computed for all: more than 1 is for rows that are alike.
+  """
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[2]
-  block = buckets.block(length, most=128)
+  block = min(length, BLOCK)
   end = buckets.round_up(length, block)
-  pad = lambda x: jnp.pad(
-    x, ((0, 0), (0, end - length), *((0, 0),) * (x.ndim - 2))
-  )
-  row = _row(pad(segment_ids), pad(prefix_ids), block)
-  q = pad(q).reshape(batch, end, kv_heads, heads // kv_heads, dim)
+
+  def in_blocks(x):
+    x = jnp.pad(x, ((0, 0), (0, end - length), *((0, 0),) * (x.ndim - 2)))
+    x = x.reshape(-1, together, end // block, block, *x.shape[2:])
+    return x.swapaxes(1, 2).reshape(-1, together, block, *x.shape[4:])
+
+  q = in_blocks(q * jnp.asarray(dim**-0.5, q.dtype))
+  q = q.reshape(*q.shape[:3], kv_heads, heads // kv_heads, dim)
   out = _attend(
-    q.transpose(0, 2, 3, 1, 4) * jnp.asarray(dim**-0.5, q.dtype),
-    pad(k).swapaxes(1, 2),
-    pad(v).swapaxes(1, 2),
-    row,
-    block,
+    q.transpose(0, 1, 3, 4, 2, 5),
+    in_blocks(k).swapaxes(2, 3),
+    in_blocks(v).swapaxes(2, 3),
+    _blocks(in_blocks(segment_ids), in_blocks(prefix_ids), end // block),
   )
-  out = out.transpose(0, 3, 1, 2, 4).reshape(batch, end, heads, dim)
-  return out[:, :length]
+  out = out.transpose(0, 1, 4, 2, 3, 5)
+  out = out.reshape(-1, end // block, together, block, heads, dim)
+  return out.swapaxes(1, 2).reshape(batch, end, heads, dim)[:, :length]
 
 
-def _row(segment: Array, prefix: Array, block: int) -> _Row:
+def _blocks(
+  segment: Int[Array, "N R c"], prefix: Int[Array, "N R c"], per_row: int
+) -> _Blocks:
   """Finds the pairs of blocks that share a segment.
 
   Then an id of the queries lies between the least and the greatest of the keys.
   Where a row's ids do not ascend that may be too many blocks, never too few.
   """
-  batch, length = segment.shape
-  in_blocks = segment.reshape(batch, 1, -1, block)
-  least, most = in_blocks.min(-1), in_blocks.max(-1)
-  holds = lambda ids: (least <= ids[..., None]) & (ids[..., None] <= most)
-  sees = (holds(segment) | holds(prefix)).reshape(
-    batch, -1, block, length // block
+  by_row = lambda x: x.reshape(-1, per_row, *x.shape[1:])
+  least, most = by_row(segment.min(-1)), by_row(segment.max(-1))
+
+  def holds(ids):
+    ids = by_row(ids)[:, :, None]
+    inside = (least[:, None, ..., None] <= ids) & (
+      ids <= most[:, None, ..., None]
+    )
+    return inside.any((-2, -1))
+
+  sees = jnp.tril(holds(segment) | holds(prefix))
+  seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
+  first = jnp.arange(0, segment.shape[0], per_row, dtype=jnp.int32)
+  place = jnp.arange(segment.shape[0], dtype=jnp.int32) % per_row
+  return _Blocks(
+    segment,
+    prefix,
+    place * segment.shape[2],
+    (seen + first[:, None, None]).reshape(-1, per_row),
+    sees.sum(2, dtype=jnp.int32).reshape(-1),
   )
-  sees = jnp.tril(sees.any((0, 2)))
-  seen = jnp.argsort(~sees, axis=1, stable=True).astype(jnp.int32)
-  return _Row(segment, prefix, seen, sees.sum(1, dtype=jnp.int32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, row, block):
-  """`[B, K, G, L, D]`, the queries scaled."""
-  return _forward(q, k, v, row, block)[0]
+@jax.custom_vjp
+def _attend(q, k, v, blocks):
+  """`[N, R, K, G, c, D]`, the queries scaled."""
+  return _forward(q, k, v, blocks)[0]
 
 
-def _forward(q, k, v, row, block):
-  batch, kv_heads, group, length, _ = q.shape
-
-  def query_block(_, i):
-    q_i = _cut(q, i, block, 3)
+def _forward(q, k, v, blocks):
+  def query_block(_, xs):
+    i, q_i = xs
 
     def key_block(n, carry):
       out, top, total = carry
-      j = row.seen[i, n]
-      scores = _scores(q_i, k, row, i, j, block)
+      j = blocks.seen[i, n]
+      scores = _scores(q_i, k[j], blocks, i, j)
       new_top = jnp.maximum(top, scores.max(-1))
       shrink = jnp.exp(top - new_top)
       share = jnp.exp(scores - new_top[..., None])
-      new = jnp.einsum(
-        "bhgqs,bhsd->bhgqd",
-        share.astype(v.dtype),
-        _cut(v, j, block, 2),
-        preferred_element_type=jnp.float32,
-      )
+      new = _einsum("rhgqs,rhsd->rhgqd", share.astype(v.dtype), v[j])
       return (
         out * shrink[..., None] + new,
         new_top,
         total * shrink + share.sum(-1),
       )
 
-    shape = (batch, kv_heads, group, block)
-    zeros = jnp.zeros(shape, jnp.float32)
+    zeros = jnp.zeros(q_i.shape[:-1], jnp.float32)
     carry = (jnp.zeros(q_i.shape, jnp.float32), zeros + MASKED, zeros)
-    out, top, total = jax.lax.fori_loop(0, row.num_seen[i], key_block, carry)
+    out, top, total = jax.lax.fori_loop(0, blocks.num_seen[i], key_block, carry)
     return None, (
       (out / total[..., None]).astype(q.dtype),
       top + jnp.log(total),
     )
 
-  blocks = jnp.arange(length // block, dtype=jnp.int32)
-  _, (out, log_total) = jax.lax.scan(query_block, None, blocks)
-  out = jnp.moveaxis(out, 0, 3).reshape(q.shape)
-  return out, (q, k, v, row, out, log_total)
+  _, (out, log_total) = jax.lax.scan(query_block, None, (_index(q), q))
+  return out, (q, k, v, blocks, out, log_total)
 
 
-def _backward(block, saved, slope):
-  q, k, v, row, out, log_total = saved
+def _backward(saved, slope):
+  q, k, v, blocks, out, log_total = saved
 
   def query_block(carry, xs):
-    i, log_total = xs
-    q_i, slope_i = _cut(q, i, block, 3), _cut(slope, i, block, 3)
+    i, q_i, out_i, log_total_i, slope_i = xs
     # The slope of a softmax: p * (dp - sum of p * dp), and that sum is this.
-    product = slope_i.astype(jnp.float32) * _cut(out, i, block, 3)
-    inner = product.sum(-1, keepdims=True)
+    inner = (slope_i.astype(jnp.float32) * out_i).sum(-1, keepdims=True)
 
     def key_block(n, carry):
       to_q, to_k, to_v = carry
-      j = row.seen[i, n]
-      k_j, v_j = _cut(k, j, block, 2), _cut(v, j, block, 2)
-      share = jnp.exp(_scores(q_i, k, row, i, j, block) - log_total[..., None])
-      to_share = _einsum("bhgqd,bhsd->bhgqs", slope_i, v_j)
+      j = blocks.seen[i, n]
+      scores = _scores(q_i, k[j], blocks, i, j)
+      share = jnp.exp(scores - log_total_i[..., None])
+      to_share = _einsum("rhgqd,rhsd->rhgqs", slope_i, v[j])
       to_scores = (share * (to_share - inner)).astype(q.dtype)
-      new_k = _einsum("bhgqs,bhgqd->bhsd", to_scores, q_i)
-      new_v = _einsum("bhgqs,bhgqd->bhsd", share.astype(q.dtype), slope_i)
-      new_q = _einsum("bhgqs,bhsd->bhgqd", to_scores, k_j)
-      return to_q + new_q, _add(to_k, new_k, j), _add(to_v, new_v, j)
+      new_k = _einsum("rhgqs,rhgqd->rhsd", to_scores, q_i)
+      new_v = _einsum("rhgqs,rhgqd->rhsd", share.astype(q.dtype), slope_i)
+      new_q = _einsum("rhgqs,rhsd->rhgqd", to_scores, k[j])
+      return to_q + new_q, to_k.at[j].add(new_k), to_v.at[j].add(new_v)
 
     to_q = jnp.zeros(q_i.shape, jnp.float32)
     to_q, *carry = jax.lax.fori_loop(
-      0, row.num_seen[i], key_block, (to_q, *carry)
+      0, blocks.num_seen[i], key_block, (to_q, *carry)
     )
     return tuple(carry), to_q.astype(q.dtype)
 
-  blocks = jnp.arange(q.shape[3] // block, dtype=jnp.int32)
   zeros = jnp.zeros(k.shape, jnp.float32)
   (to_k, to_v), to_q = jax.lax.scan(
-    query_block, (zeros, zeros), (blocks, log_total)
+    query_block, (zeros, zeros), (_index(q), q, out, log_total, slope)
   )
-  to_q = jnp.moveaxis(to_q, 0, 3).reshape(q.shape)
   return to_q, to_k.astype(k.dtype), to_v.astype(v.dtype), None
 
 
@@ -168,24 +179,17 @@ _attend.defvjp(_forward, _backward)
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _scores(q_i, k, row: _Row, i, j, block: int) -> Float[Array, "B K G q s"]:
+def _index(x: Array) -> Int[Array, "N"]:
+  return jnp.arange(x.shape[0], dtype=jnp.int32)
+
+
+def _scores(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
   """Float32 scores of query block `i` against key block `j`."""
-  cells = jnp.arange(block, dtype=jnp.int32)
-  key_segment = _cut(row.segment, j, block, 1)[:, None]
-  is_seen = (_cut(row.segment, i, block, 1)[:, :, None] == key_segment) | (
-    _cut(row.prefix, i, block, 1)[:, :, None] == key_segment
+  cells = jnp.arange(q_i.shape[-2], dtype=jnp.int32)
+  is_past = (blocks.start[i] + cells)[:, None] >= blocks.start[j] + cells
+  keys = blocks.segment[j][:, None]
+  is_seen = (blocks.segment[i][..., None] == keys) | (
+    blocks.prefix[i][..., None] == keys
   )
-  is_seen &= (i * block + cells)[:, None] >= j * block + cells
-  scores = _einsum("bhgqd,bhsd->bhgqs", q_i, _cut(k, j, block, 2))
-  return jnp.where(is_seen[:, None, None], scores, MASKED)
-
-
-def _cut(x: Array, i: Array, block: int, axis: int) -> Array:
-  return jax.lax.dynamic_slice_in_dim(x, i * block, block, axis)
-
-
-def _add(x: Array, new: Array, j: Array) -> Array:
-  """`x [B, K, L, D]` with `new` added to its block `j`."""
-  start = j * new.shape[2]
-  old = jax.lax.dynamic_slice_in_dim(x, start, new.shape[2], 2)
-  return jax.lax.dynamic_update_slice_in_dim(x, old + new, start, 2)
+  scores = _einsum("rhgqd,rhsd->rhgqs", q_i, k_j)
+  return jnp.where((is_seen & is_past)[:, None, None], scores, MASKED)

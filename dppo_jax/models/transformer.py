@@ -222,14 +222,13 @@ def prefill(
   """
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
-  segment_ids = (index < lengths[:, None]).astype(jnp.int32)
 
   def in_blocks(x):
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
     return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
   def attend(q, k, v, cache, layer):
-    out = attention.attention(q, k, v, segment_ids, segment_ids)
+    out = attention.attend_prompts(q, k, v, lengths)
     k, v = in_blocks(k), in_blocks(v)
     return (
       out,

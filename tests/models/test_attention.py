@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax import buckets
 from dppo_jax.models import attention, blockwise, kernels
 
 BACKENDS = {
@@ -102,6 +101,18 @@ def test_xla_takes_rows_of_any_length(length):
   )
 
 
+@pytest.mark.parametrize("together", [1, 2, 6])
+def test_rows_that_are_handled_at_once_stay_apart(together):
+  ids = tuple(jnp.concatenate([x, x[::-1]])[:6] for x in _rows(333))
+  inputs = _inputs(6, 333)
+  run = functools.partial(blockwise.attention, together=together)
+  got = _with_slopes(run, *inputs, ids)
+  want = _with_slopes(_plain, *inputs, ids)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want
+  )
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_cell_may_not_see_does_not_change_it(backend):
   """Bit for bit, by other numbers wherever it must not look."""
@@ -130,7 +141,7 @@ def test_blocks_that_share_no_segment_are_not_read():
   stand between another one and the prompt that they share.
   """
   length = 512
-  block = buckets.block(length, most=128)
+  block = blockwise.BLOCK
   segment = jnp.arange(length, dtype=jnp.int32)[None] // block + 1
   q, k, v = _inputs(1, length)
   for prefix, spoilt in ((segment, 0), (jnp.ones_like(segment), 1)):
