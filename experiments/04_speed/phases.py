@@ -168,12 +168,16 @@ def selection(work: works.Work, repeats: int) -> Iterator[Row]:
 
 
 def growth(work: works.Work, repeats: int) -> Iterator[Row]:
-  """Seconds of sampling, selection and update over a factor of 16."""
+  """Seconds of sampling, selection and update over a factor of 16.
+
+  Rows of each length hold the same completions, enough for whole micro-batches.
+  """
+  many = work._replace(prompts=8 * work.prompts)
   sizes = {
     "width": lambda x: works.with_model(
       work, embed=64 * x, mlp=192 * x, heads=2 * x, kv_heads=x, head_dim=32
     ),
-    "row length": lambda x: work._replace(
+    "row length": lambda x: many._replace(
       rows=work.rows._replace(length=256 * x, per_micro=16 // x)
     ),
     "completions": lambda x: work._replace(group_size=4 * x),
