@@ -6,13 +6,13 @@ def round_up(size: int, multiple: int) -> int:
   return -(-size // multiple) * multiple
 
 
-def block(size: int, least: int = 64, most: int = 512) -> int:
+def block(size: int) -> int:
   """How many cells of a row of `size` are handled at once.
 
-  About an eighth, in multiples of `least`: smaller blocks skip more of what is
-  not needed, larger ones keep a machine busier. A row of few cells is one.
+  About an eighth, in multiples of 64, at most 512: smaller blocks skip more of
+  what is not needed, larger ones keep a machine busier. A row of few is one.
   """
-  return min(size, most, round_up(-(-size // 8), least))
+  return min(size, 512, round_up(-(-size // 8), 64))
 
 
 def largest_divisor(size: int, limit: int) -> int:

@@ -4,16 +4,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import buckets, sharding
+from dppo_jax import sharding
 from dppo_jax.models import blockwise, kernels
 
+
+def _xla(q, k, v, segment_ids, prefix_ids):
+  """On a CPU row by row, so that each computes what it sees alone.
+
+  Elsewhere all rows at once: what is started, not what it computes, takes time.
+  """
+  together = 1 if jax.default_backend() == "cpu" else q.shape[0]
+  return blockwise.attention(q, k, v, segment_ids, prefix_ids, together)
+
+
 BACKENDS = {
-  "xla": blockwise.attention,  # runs everywhere
+  "xla": _xla,  # runs everywhere
   "splash": kernels.splash,  # TPU
   "triton": kernels.triton,  # NVIDIA
 }
 MASKED = blockwise.MASKED
-_PROMPTS_TOGETHER = 8
 
 
 def attention(
@@ -27,13 +36,14 @@ def attention(
   """Causal attention within segments; `H` query heads share `K` of keys.
 
   A cell sees the cells at or before it in its row that carry its segment id or
-  its prefix id. Scores are float32, for one pair of blocks at a time, in the
-  backward pass too.
+  its prefix id. Id 0 is padding: what its cells get means nothing. Scores are
+  float32, for one pair of blocks at a time, in the backward pass too.
 
   Args:
     backend: a key of `BACKENDS`.
   Raises:
-    ValueError: for a row length that the backend does not take.
+    ValueError: for a row length that the backend does not take, and under a
+      mesh for rows or heads that it does not divide.
   """
   run = BACKENDS[backend]
   mesh = jax.sharding.get_abstract_mesh()
@@ -57,11 +67,13 @@ def attend_prompts(
   v: Float[Array, "B L K D"],
   lengths: Int[Array, "B"],
 ) -> Float[Array, "B L H D"]:
-  """Causal attention where each row is one sequence, several rows at once."""
+  """Causal attention where each row is one sequence, and padding after it.
+
+  What comes out at or beyond its length means nothing.
+  """
   is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
   ids = is_real.astype(jnp.int32)
-  together = buckets.largest_divisor(q.shape[0], _PROMPTS_TOGETHER)
-  return blockwise.attention(q, k, v, ids, ids, together)
+  return _xla(q, k, v, ids, ids)
 
 
 def attend_cache(

@@ -1,8 +1,8 @@
 """Attention a pair of blocks at a time, for rows of any length, in plain XLA.
 
-No pair of blocks is computed whose queries see none of its keys: neither keys
-that follow the queries nor, where the ids of a packed row ascend, those of
-other sequences.
+No pair of blocks is computed whose queries see none of its keys in any of the
+rows that are handled at once: neither keys that follow the queries nor, where
+the ids of a packed row ascend, those of other sequences, nor padding.
 """
 
 import functools
@@ -19,14 +19,16 @@ BLOCK = 64  # cells; with less, more is skipped, with more, less is started
 
 
 class _Blocks(NamedTuple):
-  """What decides who sees whom, of `N` blocks of `c` cells in `R` rows each.
+  """Who sees whom: `N` blocks of `R` rows side by side, `c` cells of each.
+
+  A row has `n` blocks.
 
   Attributes:
     segment: of each cell.
     prefix: the segment that it sees beside its own.
-    start: each block's place in its rows, in cells.
-    seen: for each block of queries the `n` blocks of its rows, those that it
-      sees in any of them first.
+    start: the first cell's place in its row.
+    seen: for each block those of the same rows, by their place among the `N`,
+      first those that it sees in any of the rows.
     num_seen: how many those are.
   """
 
@@ -87,12 +89,14 @@ def _blocks(
 
   def holds(ids):
     ids = by_row(ids)[:, :, None]
-    inside = (least[:, None, ..., None] <= ids) & (
+    is_inside = (least[:, None, ..., None] <= ids) & (
       ids <= most[:, None, ..., None]
     )
-    return inside.any((-2, -1))
+    return (is_inside & (ids > 0)).any((-2, -1))
 
-  sees = jnp.tril(holds(segment) | holds(prefix))
+  # Itself in any case: what padding sees must be a number too.
+  own = jnp.eye(per_row, dtype=bool)
+  sees = jnp.tril(holds(segment) | holds(prefix) | own)
   seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
   first = jnp.arange(0, segment.shape[0], per_row, dtype=jnp.int32)
   place = jnp.arange(segment.shape[0], dtype=jnp.int32) % per_row
@@ -107,7 +111,7 @@ def _blocks(
 
 @jax.custom_vjp
 def _attend(q, k, v, blocks):
-  """`[N, R, K, G, c, D]`, the queries scaled."""
+  """`q [N, R, K, G, c, D]`, scaled; `k` and `v` `[N, R, K, c, D]`."""
   return _forward(q, k, v, blocks)[0]
 
 
@@ -147,7 +151,8 @@ def _backward(saved, slope):
   def query_block(carry, xs):
     i, q_i, out_i, log_total_i, slope_i = xs
     # The slope of a softmax: p * (dp - sum of p * dp), and that sum is this.
-    inner = (slope_i.astype(jnp.float32) * out_i).sum(-1, keepdims=True)
+    product = slope_i.astype(jnp.float32) * out_i.astype(jnp.float32)
+    inner = product.sum(-1, keepdims=True)
 
     def key_block(n, carry):
       to_q, to_k, to_v = carry

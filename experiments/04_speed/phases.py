@@ -170,7 +170,7 @@ def selection(work: works.Work, repeats: int) -> Iterator[Row]:
 def growth(work: works.Work, repeats: int) -> Iterator[Row]:
   """Seconds of sampling, selection and update over a factor of 16.
 
-  Rows of each length hold the same completions, enough for whole micro-batches.
+  Rows of each length hold the same completions, those of several micro-batches.
   """
   many = work._replace(prompts=8 * work.prompts)
   sizes = {
