@@ -131,8 +131,8 @@ def gather_busy(slots: Slots, size: int, idle: int) -> Slots:
   chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
 
   def move(x):  # as a matrix of pieces, which compiles in a third of the time
-    pieces = x.reshape(-1, x.shape[2], math.prod(x.shape[3:]))
-    return pieces[:, chosen].reshape(*x.shape[:2], size, *x.shape[3:])
+    pieces = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+    return pieces[:, chosen].reshape(len(x), size, *x.shape[2:])
 
   return Slots(
     *(x[chosen] for x in slots[:-1]), cache=jax.tree.map(move, slots.cache)

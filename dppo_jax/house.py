@@ -97,7 +97,7 @@ def furnish(config: configs.Config) -> House:
   configs.validate(config)
   _check_refill(config)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
-  _check_batches(mesh, config)
+  check_batches(mesh, config)
   root_key = jax.random.key(config.seed)
   path = config.model.path
   if not path and config.model.hub_id:
@@ -106,7 +106,7 @@ def furnish(config: configs.Config) -> House:
     checkpoint_hf.check(path)
   words = _tokenizer(config, path)
   model = _model(config.model, path, words.vocab_size, _attention(config))
-  _check_weights(mesh, model)
+  check_weights(mesh, model)
   _check_from_run(config.warmup.from_run)
   train, held_out = _problems(config, words)
   stop_ids = tuple(config.rollout.stop_ids) or words.stop_ids
@@ -302,7 +302,7 @@ def _check_from_run(from_run: str) -> None:
     )
 
 
-def _check_batches(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
+def check_batches(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
   """Refuses a mesh over which prompts, slots or rows cannot be divided."""
   flat, num_shards = configs.flatten(config), mesh.shape["data"]
   names = ["data.prompts_per_step", "rollout.num_slots", "pack.rows"]
@@ -316,7 +316,7 @@ def _check_batches(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
       )
 
 
-def _check_weights(
+def check_weights(
   mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
   """Refuses a mesh over which some weight cannot be divided."""

@@ -33,11 +33,9 @@ _SHORTEST = 128  # cells; prompts are padded to this, its double, ...
 
 
 # Which axis of each array the shards divide; the model axis is the compiler's.
-_SLOT, _CACHE = jax.P("data"), jax.P(None, None, "data")
+_SLOT = jax.P("data")
 _SHARDS = Decoding(
-  Slots(_SLOT, _SLOT, _SLOT, _SLOT, transformer.Cache(_CACHE, _CACHE)),
-  Written(_SLOT, _SLOT, _SLOT, _SLOT),
-  *(_SLOT,) * 4,
+  Slots(_SLOT, _SLOT, _SLOT, _SLOT, cache=jax.P(None, "data")), *(_SLOT,) * 5
 )
 
 
@@ -126,7 +124,7 @@ def start(
     dealt = jnp.zeros_like(seat).at[seat].set(jnp.arange(seat.size))
     prompts, keep = jax.tree.map(lambda x: x[dealt], (prompts, keep))
   run = _on_shards(run, (jax.P(), _SLOT, _SLOT, jax.P()))
-  return run(transformer.cast(params, model_config), prompts, keep, draw.key)
+  return run(transformer.unstack(params, model_config), prompts, keep, draw.key)
 
 
 def finish(
@@ -150,7 +148,7 @@ def finish(
     return decoding._replace(slots=None)
 
   run = _on_shards(run, (jax.P(), _SHARDS), _SHARDS._replace(slots=None))
-  return run(transformer.cast(params, model_config), decoding)
+  return run(transformer.unstack(params, model_config), decoding)
 
 
 def so_far(
@@ -216,9 +214,12 @@ def _start_shard(
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   capacity = prompts.tokens.shape[1] + sampling.max_tokens - 1
-  block = buckets.block(capacity)
+  ends = buckets.doublings(
+    max(_SHORTEST, buckets.block(capacity)), buckets.round_up(capacity, 32)
+  )
+  sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
   shared = _prefill(
-    params, model_config, prompts, queue, keep.sum(), prefill_prompts, block
+    params, model_config, prompts, queue, keep.sum(), prefill_prompts, sizes
   )
   prompt_keys = keys.for_items(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
@@ -232,11 +233,13 @@ def _start_shard(
     place = taken // group_size
     prompt = queue[place]
     length = prompts.lengths[prompt]
-    copy = lambda cache, shared: jax.lax.dynamic_update_slice(
-      cache,
-      jax.lax.dynamic_index_in_dim(shared, place, 2),
-      (0, 0, slot, 0, 0, 0),
+    copy = lambda cache, shared: jax.lax.dynamic_update_slice_in_dim(
+      cache, jax.lax.dynamic_slice_in_dim(shared, place, 1, 1), slot, 1
     )
+    cache = [
+      (*jax.tree.map(copy, parts[: len(prompt)], prompt), *parts[len(prompt) :])
+      for parts, prompt in zip(slots.cache, shared, strict=True)
+    ]
     slots = Slots(
       item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
       # The last prompt token is read again: what follows it is sampled by
@@ -244,7 +247,7 @@ def _start_shard(
       token=slots.token.at[slot].set(prompts.tokens[prompt, length - 1]),
       position=slots.position.at[slot].set(length - 1),
       count=slots.count.at[slot].set(0),
-      cache=jax.tree.map(copy, slots.cache, shared),
+      cache=tuple(cache),
     )
     return slots, taken + 1
 
@@ -260,14 +263,13 @@ def _start_shard(
 
   zeros = jnp.zeros((num_slots,), jnp.int32)
   zero, rows = zeros[:1], (num_items, sampling.max_tokens)
-  num_blocks = buckets.round_up(capacity, block) // block
   empty = Decoding(
     Slots(
       item=jnp.full((num_slots,), num_items, jnp.int32),
       token=zeros,
       position=zeros,
       count=zeros,
-      cache=transformer.empty_cache(model_config, num_slots, num_blocks, block),
+      cache=transformer.empty_cache(model_config, num_slots, sizes),
     ),
     Written(
       tokens=jnp.zeros(rows, jnp.int32),
@@ -292,27 +294,24 @@ def _start_shard(
 
 
 def _prefill(
-  params, model_config, prompts, queue, num_kept, side_by_side, block
+  params, model_config, prompts, queue, num_kept, side_by_side, sizes
 ):
   """Caches of the kept prompts in queue order; the others' stay zero."""
   num_prompts, longest = prompts.tokens.shape
   chunk = buckets.largest_divisor(num_prompts, side_by_side)
-  num_blocks = buckets.round_up(longest, block) // block
-  empty = functools.partial(
-    transformer.empty_cache, model_config, num_blocks=num_blocks, block=block
-  )
+  # The parts that a prompt reaches into.
+  starts = itertools.accumulate(sizes[:-1], initial=0)
+  sizes = [x for x, at in zip(sizes, starts, strict=True) if at < longest]
   paddings = buckets.doublings(_SHORTEST, longest)
 
   def at_length(padded, rows):
-    new = transformer.prefill(
+    return transformer.prefill(
       params,
       model_config,
       prompts.tokens[rows, :padded],
       prompts.lengths[rows],
-      block,
+      sizes,
     )
-    put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (0,) * x.ndim)
-    return jax.tree.map(put, empty(chunk), new)
 
   def prefill_chunk(i, shared):
     rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
@@ -322,10 +321,9 @@ def _prefill(
       [functools.partial(at_length, padded) for padded in paddings],
       rows,
     )
-    write = lambda x, y: jax.lax.dynamic_update_slice(
-      x, y, (0, 0, i * chunk, 0, 0, 0)
-    )
+    write = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * chunk, 1)
     return jax.tree.map(write, shared, new)
 
+  empty = transformer.empty_cache(model_config, num_prompts, sizes)
   num_chunks = (num_kept + chunk - 1) // chunk
-  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty(num_prompts))
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)

@@ -245,17 +245,18 @@ def test_prompts_padded_to_several_lengths_sample_the_same(monkeypatch):
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
-def test_reading_the_cache_in_blocks_is_the_plain_formula():
+def test_reading_the_cache_in_parts_is_the_plain_formula():
   rng = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(rng[0], (5, 4, 8))
   cache = [jax.random.normal(k, (2, 5, 2, 256, 8)) for k in rng[1:]]
   positions = jnp.array([0, 3, 64, 127, 230])
-  blocks = [x.reshape(2, 5, 2, 4, 64, 8) for x in cache]
-  blocks = (
-    blocks[0].transpose(0, 3, 1, 2, 5, 4),
-    blocks[1].transpose(0, 3, 1, 2, 4, 5),
-  )
-  read = jax.jit(lambda p: attention.attend_cache(q, *blocks, jnp.int32(1), p))
+  parts = [
+    attention.Cells(keys.swapaxes(3, 4), values)
+    for keys, values in zip(
+      *(jnp.split(x, [64, 128], 3) for x in cache), strict=True
+    )
+  ]
+  read = jax.jit(lambda p: attention.attend_cache(q, parts, jnp.int32(1), p))
   k, v = (jnp.repeat(x[1], 2, axis=1) for x in cache)
   scores = jnp.einsum("bhd,bhsd->bhs", q, k) * 8**-0.5
   is_live = jnp.arange(256) <= positions[:, None]

@@ -1,5 +1,10 @@
 """Attention over packed rows, and over the cache of decoding slots."""
 
+from collections.abc import Sequence
+import functools
+import itertools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -23,6 +28,16 @@ BACKENDS = {
   "triton": kernels.triton,  # NVIDIA
 }
 MASKED = blockwise.MASKED
+
+
+class Cells(NamedTuple):
+  """Keys and values of `B` slots in `c` cells of `Y` layers' caches.
+
+  Keys have the cells last, as the product with a single query likes them.
+  """
+
+  keys: Float[Array, "Y B K D c"]
+  values: Float[Array, "Y B K c D"]
 
 
 def attention(
@@ -78,60 +93,54 @@ def attend_prompts(
 
 def attend_cache(
   q: Float[Array, "B H D"],
-  keys: Float[Array, "Y n B K D c"],
-  values: Float[Array, "Y n B K c D"],
+  parts: Sequence[Cells],
   layer: Int[Array, ""],
   positions: Int[Array, "B"],
 ) -> Float[Array, "B H D"]:
-  """One query per slot over cells `0..positions[slot]` of layer `layer`.
+  """One query per slot over cells `0..positions[slot]` of one layer.
 
-  The cache is read block by block up to the furthest position of any slot, so
-  cells that no slot has reached cost nothing. A block that is wholly masked for
-  a slot leaves that slot's result exactly as it was: what a slot gets does not
-  depend on how far the others are.
+  Parts that no slot has reached are not read. What a slot gets does not depend
+  on how far the others are, to the last bit: a part that is wholly masked for
+  it adds zeros.
 
   Args:
-    keys: `n` blocks of `c` cells, each block of all slots in one piece.
+    parts: the cells in order, each part an array of its own, since of a share
+      of an array XLA's CPU backend makes a copy before a product.
   """
   batch, heads, dim = q.shape
-  _, num_blocks, _, kv_heads, _, block = keys.shape
+  kv_heads = parts[0].keys.shape[2]
   q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+  ends = list(itertools.accumulate(part.keys.shape[-1] for part in parts))
 
-  def read(cache, i):
-    start = (layer, i, 0, 0, 0, 0)
-    return jax.lax.dynamic_slice(cache, start, (1, 1, *cache.shape[2:]))[0, 0]
-
-  def add_block(i, carry):
-    out, top, total = carry
+  def score(part, end):
     scores = jnp.einsum(
-      "bhgd,bhds->bhgs", q, read(keys, i), preferred_element_type=jnp.float32
+      "bhgd,bhds->bhgs",
+      q,
+      part.keys[layer],
+      preferred_element_type=jnp.float32,
     ) * (dim**-0.5)
-    cells = i * block + jnp.arange(block, dtype=jnp.int32)
+    cells = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
     is_live = cells <= positions[:, None]
-    scores = jnp.where(is_live[:, None, None], scores, MASKED)
-    new_top = jnp.maximum(top, scores.max(-1))
-    shrink = jnp.exp(top - new_top)
-    share = jnp.exp(scores - new_top[..., None])
-    new = jnp.einsum(
+    return jnp.where(is_live[:, None, None], scores, MASKED)
+
+  def add(share, part):
+    return jnp.einsum(
       "bhgs,bhsd->bhgd",
-      share.astype(values.dtype),
-      read(values, i),
+      share.astype(part.values.dtype),
+      part.values[layer],
       preferred_element_type=jnp.float32,
     )
-    return (
-      out * shrink[..., None] + new,
-      new_top,
-      total * shrink + share.sum(-1),
-    )
 
-  carry = (
-    jnp.zeros(q.shape, jnp.float32),
-    jnp.full(q.shape[:-1], MASKED, jnp.float32),
-    jnp.zeros(q.shape[:-1], jnp.float32),
+  def read(num_parts):
+    scores = list(map(score, parts[:num_parts], ends))
+    top = functools.reduce(jnp.maximum, [x.max(-1) for x in scores])
+    shares = [jnp.exp(x - top[..., None]) for x in scores]
+    total = sum(x.sum(-1) for x in shares)
+    return sum(map(add, shares, parts)) / total[..., None]
+
+  reached = (positions.max() >= jnp.array(ends[:-1], jnp.int32)).sum()
+  out = jax.lax.switch(
+    reached,
+    [functools.partial(read, n + 1) for n in range(len(parts))],
   )
-  if num_blocks == 1:
-    out, _, total = add_block(0, carry)
-  else:
-    num_live = positions.max() // block + 1
-    out, _, total = jax.lax.fori_loop(0, num_live, add_block, carry)
-  return (out / total[..., None]).reshape(batch, heads, dim).astype(q.dtype)
+  return out.reshape(batch, heads, dim).astype(q.dtype)

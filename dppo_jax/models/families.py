@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.models import transformer
-from dppo_jax.models.transformer import ModelConfig, RopeScaling
+from dppo_jax.models.rope import RopeScaling
+from dppo_jax.models.transformer import ModelConfig
 
 
 class Family(NamedTuple):

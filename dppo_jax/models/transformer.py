@@ -4,10 +4,12 @@ Parameters are declared once, in `parameter_table`; initialisation, sharding,
 counting, import and export are maps over it. Layers are stacked and scanned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from typing import NamedTuple
 
 from flax import traverse_util
@@ -15,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dppo_jax import sharding
-from dppo_jax.models import attention, norm
+from dppo_jax import buckets, sharding
+from dppo_jax.models import attention, norm, rope
 
 Params = PyTree[jax.Array]
 
@@ -31,18 +33,10 @@ REMAT = {
 }
 
 
-# Layers in a row whose activations wait for the backward pass where they are,
-# instead of being copied into one array of all layers and back.
+# Layers in a row that a program has side by side: their activations wait for
+# the backward pass where they are, and a decoding step finds their weights and
+# caches where they are, instead of copying them from one array of all layers.
 _UNROLL = 4
-
-
-class RopeScaling(NamedTuple):
-  """Llama 3's stretch of slow rotary frequencies to longer contexts."""
-
-  factor: float
-  low_freq_factor: float
-  high_freq_factor: float
-  original_length: int  # tokens of the context before the stretch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +51,7 @@ class ModelConfig:
   head_dim: int
   mlp: int
   rope_theta: float = 1e6
-  rope_scaling: RopeScaling | None = None
+  rope_scaling: rope.RopeScaling | None = None
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
@@ -77,27 +71,28 @@ class Param(NamedTuple):
   fill: float = 0.0
 
 
-class Cache(NamedTuple):
-  """Keys and values of `B` slots in `n` blocks of `c` cells each.
-
-  A decoding step reads whole blocks: one of all slots lies in one piece, keys
-  with the cells last, as the products with a single query like them.
-  """
-
-  keys: Float[Array, "Y n B K D c"]
-  values: Float[Array, "Y n B K c D"]
+# Parts of layers `i, i + U, ...` are at place `i`; `U` is `_unroll(config)`.
+Cache = tuple[tuple[attention.Cells, ...], ...]
 
 
 def empty_cache(
-  config: ModelConfig, num_slots: int, num_blocks: int, block: int
+  config: ModelConfig, num_slots: int, sizes: Sequence[int]
 ) -> Cache:
-  """Room for `num_blocks * block` cells of each slot."""
-  c = config
-  shape = (c.layers, num_blocks, num_slots, c.kv_heads)
-  return Cache(
-    jnp.zeros((*shape, c.head_dim, block), c.dtype),
-    jnp.zeros((*shape, block, c.head_dim), c.dtype),
+  """Room for as many cells of each slot as `sizes`, of the parts, add up to."""
+  unroll = _unroll(config)
+  head = (config.layers // unroll, num_slots, config.kv_heads)
+  parts = tuple(
+    attention.Cells(
+      jnp.zeros((*head, config.head_dim, size), config.dtype),
+      jnp.zeros((*head, size, config.head_dim), config.dtype),
+    )
+    for size in sizes
   )
+  return (parts,) * unroll
+
+
+def _unroll(config: ModelConfig) -> int:
+  return buckets.largest_divisor(config.layers, _UNROLL)
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Param]:
@@ -182,6 +177,17 @@ def cast(params: Params, config: ModelConfig) -> Params:
   return jax.tree.map(lambda p: p.astype(config.dtype), params)
 
 
+def unstack(params: Params, config: ModelConfig) -> Params:
+  """A copy for `prefill` and `decode`, whose layers lie as in a `Cache`."""
+  params = cast(params, config)
+  unroll = _unroll(config)
+  layers = tuple(
+    jax.tree.map(operator.itemgetter(slice(i, None, unroll)), params["layers"])
+    for i in range(unroll)
+  )
+  return {**params, "layers": layers}
+
+
 def forward(
   params: Params,
   config: ModelConfig,
@@ -195,18 +201,21 @@ def forward(
   Args:
     prefix_ids: the segment that a cell sees beside its own; None is its own.
   """
+  params = cast(params, config)
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
 
-  def attend(q, k, v, cache, layer):
-    out = attention.attention(
-      q, k, v, segment_ids, prefix_ids, config.attention
+  def attend(q, k, v, cache):
+    return (
+      attention.attention(q, k, v, segment_ids, prefix_ids, config.attention),
+      cache,
     )
-    return out, cache, None
 
-  hidden, _, _ = _layers(
-    params, config, tokens, positions, tokens.shape[1], attend, None, _UNROLL
+  x, layer = _enter(params, config, tokens, positions, tokens.shape[1], attend)
+  layer = REMAT[config.remat](layer)
+  x, _ = jax.lax.scan(
+    lambda x, p: layer(x, p, None), x, params["layers"], unroll=_UNROLL
   )
-  return hidden
+  return norm.rms_norm(x, params["final_norm"], config.norm_eps)
 
 
 def prefill(
@@ -214,31 +223,41 @@ def prefill(
   config: ModelConfig,
   tokens: Int[Array, "B L"],
   lengths: Int[Array, "B"],
-  block: int,
+  sizes: Sequence[int],
 ) -> Cache:
-  """The cache that prompts leave, of as many blocks as hold `L` cells.
+  """The cache that prompts leave.
 
   Cells at or beyond a prompt's length hold values that no query may read.
+
+  Args:
+    params: of `unstack`.
+    sizes: of the parts, which hold `L` cells or more.
   """
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
+  ends = list(itertools.accumulate(sizes))[:-1]
 
-  def in_blocks(x):
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
-    return x.reshape(x.shape[0], -1, block, *x.shape[2:])
+  def in_parts(x):
+    room = sum(sizes) - x.shape[1]
+    return jnp.split(jnp.pad(x, ((0, 0), (0, room), (0, 0), (0, 0))), ends, 1)
 
-  def attend(q, k, v, cache, layer):
-    out = attention.attend_prompts(q, k, v, lengths)
-    k, v = in_blocks(k), in_blocks(v)
-    return (
-      out,
-      cache,
-      Cache(k.transpose(1, 0, 3, 4, 2), v.transpose(1, 0, 3, 2, 4)),
-    )
+  def attend(q, k, v, cache):
+    parts, layer = cache
+    new = [
+      attention.Cells(
+        part.keys.at[layer].set(keys.transpose(0, 2, 3, 1)),
+        part.values.at[layer].set(values.transpose(0, 2, 1, 3)),
+      )
+      for part, keys, values in zip(
+        parts, in_parts(k), in_parts(v), strict=True
+      )
+    ]
+    return attention.attend_prompts(q, k, v, lengths), (tuple(new), layer)
 
-  return _layers(
-    params, config, tokens, positions, tokens.shape[1], attend, None
-  )[2]
+  cache = empty_cache(config, len(tokens), sizes)
+  return _each_layer(
+    params, config, tokens, positions, tokens.shape[1], attend, cache
+  )[1]
 
 
 def decode(
@@ -251,24 +270,33 @@ def decode(
   """The hidden state of one more token per slot, and the cache with it.
 
   Args:
+    params: of `unstack`.
     tokens: each slot's newest token.
     positions: its position; cells before it hold the slot's history.
     cache: to be donated; the new token is written at `positions`.
   """
   slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-  place, cell = jnp.divmod(positions, cache.keys.shape[-1])
+  sizes = [part.keys.shape[-1] for part in cache[0]]
 
-  def attend(q, k, v, cache, layer):
-    cache = Cache(
-      cache.keys.at[layer, place, slots, :, :, cell].set(k),
-      cache.values.at[layer, place, slots, :, cell].set(v),
-    )
-    return attention.attend_cache(q, *cache, layer, positions), cache, None
+  def attend(q, k, v, cache):
+    parts, layer = cache
+    new, start = [], 0
+    for (keys, values), size in zip(parts, sizes, strict=True):
+      # Before the part is as far out of it as beyond.
+      cell = jnp.where(positions < start, size, positions - start)
+      new.append(
+        attention.Cells(
+          keys.at[layer, slots, :, :, cell].set(k, mode="drop"),
+          values.at[layer, slots, :, cell].set(v, mode="drop"),
+        )
+      )
+      start += size
+    out = attention.attend_cache(q, new, layer, positions)
+    return out, (tuple(new), layer)
 
-  num_positions = cache.keys.shape[1] * cache.keys.shape[-1]
-  return _layers(
-    params, config, tokens, positions, num_positions, attend, cache
-  )[:2]
+  return _each_layer(
+    params, config, tokens, positions, sum(sizes), attend, cache
+  )
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
@@ -288,31 +316,47 @@ def logits(
   )
 
 
-def _layers(
+def _each_layer(
+  params, config, tokens, positions, num_positions, attend, cache
+):
+  """`(hidden, cache)` after every layer has met its own place in the cache."""
+  x, layer = _enter(params, config, tokens, positions, num_positions, attend)
+  layer = jax.jit(layer)  # traced once
+
+  def group(carry, xs):
+    x, cache = carry
+    weights, index = xs
+    new = []
+    for p, parts in zip(weights, cache, strict=True):
+      x, (new_parts, _) = layer(x, p, (parts, index))
+      new.append(new_parts)
+    return (x, tuple(new)), None
+
+  index = jnp.arange(config.layers // _unroll(config), dtype=jnp.int32)
+  (x, cache), _ = jax.lax.scan(group, (x, cache), (params["layers"], index))
+  return norm.rms_norm(x, params["final_norm"], config.norm_eps), cache
+
+
+def _enter(
   params: Params,
   config: ModelConfig,
   tokens: Int[Array, "B *L"],
   positions: Int[Array, "B *L"],
   num_positions: int,
   attend: Callable,
-  cache: Cache | None,
-  unroll: int = 1,
 ):
-  """Runs every layer: `(hidden, cache, what each attend saved)`.
+  """`(x, layer)`: embedded tokens and `layer(x, weights, cache)`.
 
-  `attend(q, k, v, cache, layer)` returns `(out, cache, saved)`; it is all that
-  training, prefill and decoding differ in. The program has `unroll` layers
-  side by side, and is compiled as much longer.
+  `attend(q, k, v, cache) -> (out, cache)` is all that training, prefill and
+  decoding differ in; a layer returns the cache too.
   """
-  params = cast(params, config)
   batch_axes = ("batch",) + (None,) * tokens.ndim
   # Looked up: else XLA computes them again for each head and layer.
-  every_position = jnp.arange(num_positions, dtype=jnp.int32)
-  cos, sin = (x[positions] for x in _rotations(config, every_position))
+  c = config
+  table = rope.turns(num_positions, c.head_dim, c.rope_theta, c.rope_scaling)
+  cos, sin = (x[positions] for x in table)
 
-  def layer(carry, xs):
-    x, cache = carry
-    p, index = xs
+  def layer(x, p, cache):
     h = norm.rms_norm(x, p["attention_norm"], config.norm_eps)
     q, k, v = (_linear(h, p[name]) for name in ("q", "k", "v"))
     if config.has_qkv_bias:
@@ -320,23 +364,17 @@ def _layers(
     if config.has_qk_norm:
       q = norm.rms_norm(q, p["q_norm"], config.norm_eps)
       k = norm.rms_norm(k, p["k_norm"], config.norm_eps)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    out, cache, saved = attend(q, k, v, cache, index)
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+    out, cache = attend(q, k, v, cache)
     out = out.reshape(*out.shape[:-2], -1)
     x = x + _linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
     h = norm.rms_norm(x, p["mlp_norm"], config.norm_eps)
     h = jax.nn.silu(_linear(h, p["gate"])) * _linear(h, p["up"])
     x = sharding.constrain(x + _linear(h, p["down"]), *batch_axes)
-    return (x, cache), saved
+    return x, cache
 
-  x = sharding.constrain(params["embed"][tokens], *batch_axes)
-  index = jnp.arange(config.layers, dtype=jnp.int32)
-  body = REMAT[config.remat](layer)
-  (x, cache), saved = jax.lax.scan(
-    body, (x, cache), (params["layers"], index), unroll=unroll
-  )
-  return norm.rms_norm(x, params["final_norm"], config.norm_eps), cache, saved
+  return sharding.constrain(params["embed"][tokens], *batch_axes), layer
 
 
 def _linear(x, weight):
@@ -348,29 +386,3 @@ def _linear(x, weight):
   """
   out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
-
-
-def _rotations(config: ModelConfig, positions: Int[Array, "..."]):
-  """Cosines and sines `[..., 1, head_dim / 2]` of each position, float32."""
-  half = config.head_dim // 2
-  exponent = jnp.arange(half, dtype=jnp.float32) / half
-  frequency = config.rope_theta**-exponent
-  if config.rope_scaling is not None:
-    frequency = _stretch(frequency, config.rope_scaling)
-  angle = positions[..., None, None].astype(jnp.float32) * frequency
-  return jnp.cos(angle), jnp.sin(angle)
-
-
-def _stretch(frequency, scaling: RopeScaling):
-  """Slow frequencies divided by `factor`, fast ones kept, a ramp between."""
-  turns = scaling.original_length * frequency / (2 * math.pi)
-  low, high = scaling.low_freq_factor, scaling.high_freq_factor
-  kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-  return frequency * (kept + (1 - kept) / scaling.factor)
-
-
-def _rotate(x, cos, sin):
-  """`x` with each pair (i, i + D/2) of its last axis turned by its angle."""
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return turned.astype(x.dtype)

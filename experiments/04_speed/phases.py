@@ -40,9 +40,10 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   prompt_tokens = float(prompts.lengths.sum())
 
   def fill_cache(params, prompts):
-    weights = transformer.cast(params, model)
+    weights = transformer.unstack(params, model)
+    sizes = prompts.tokens.shape[1:]
     return transformer.prefill(
-      weights, model, prompts.tokens, prompts.lengths, block=64
+      weights, model, prompts.tokens, prompts.lengths, sizes
     )
 
   prefill = _timed(fill_cache, (params, prompts), repeats)

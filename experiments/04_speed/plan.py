@@ -41,6 +41,8 @@ def main(_) -> None:
     sharding.MESH_AXES,
     axis_types=(jax.sharding.AxisType.Auto,) * 2,
   )
+  house.check_batches(mesh, config)
+  house.check_weights(mesh, furnished.model)
   planned = furnished._replace(
     mesh=mesh,
     model=dataclasses.replace(furnished.model, attention=ATTENTION.value),

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dppo_jax.models import families, transformer
+from dppo_jax.models import families, rope, transformer
 
 # What the config.json of three published models say; they have this many
 # weights.
@@ -100,7 +100,7 @@ def test_both_styles_of_rotary_settings_say_the_same(settings):
 
 
 def test_llama3_scaling_is_read():
-  expected = transformer.RopeScaling(32.0, 1.0, 4.0, 8192)
+  expected = rope.RopeScaling(32.0, 1.0, 4.0, 8192)
   assert families.from_settings(LLAMA).rope_scaling == expected
   assert families.from_settings(QWEN3).rope_scaling is None
 

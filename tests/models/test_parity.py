@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.models import checkpoint_hf, families, transformer
+from dppo_jax.models import checkpoint_hf, families, rope, transformer
 
 TOLERANCE = 1e-4  # of a float32 logit
 LENGTHS = (40, 23, 17, 1)  # 40 is beyond the context that llama3 stretches
 PROMPT = 17  # cells that are prefilled side by side
-BLOCK = 8  # cells of the cache that lie together
+SIZES = (8, 16, 32)  # cells of each part of the cache
 
 forward = jax.jit(transformer.forward, static_argnums=1)
 
@@ -24,10 +24,14 @@ def decoded(params, config, tokens, starts, num_steps):
   The cells before `starts` are prefilled; the last of them is then fed again,
   as the sampler does.
   """
-  cache = transformer.prefill(params, config, tokens[:, :PROMPT], starts, BLOCK)
-  num_blocks = -(-tokens.shape[1] // BLOCK)
-  room = [(0, 0), (0, num_blocks - cache.keys.shape[1])] + [(0, 0)] * 4
-  cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+  params = transformer.unstack(params, config)
+  cache = transformer.empty_cache(config, len(tokens), SIZES)
+  prompts = transformer.prefill(
+    params, config, tokens[:, :PROMPT], starts, SIZES[:2]
+  )
+  cache = tuple(
+    (*new, parts[2]) for new, parts in zip(prompts, cache, strict=True)
+  )
 
   def step(carry, _):
     at, cache = carry
@@ -124,7 +128,7 @@ def network():
     kv_heads=2,
     head_dim=16,
     mlp=48,
-    rope_scaling=transformer.RopeScaling(8.0, 1.0, 4.0, 32),
+    rope_scaling=rope.RopeScaling(8.0, 1.0, 4.0, 32),
     has_qkv_bias=True,
     has_qk_norm=True,
     is_tied=False,
@@ -248,7 +252,11 @@ def test_packed_equals_alone(network):
   assert_close(logits_of(*network, packed(a, b, c, d)), alone)
 
 
-def test_decoding_equals_forward(network):
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_decoding_equals_forward(network, side_by_side, monkeypatch):
+  """Whether layers are scanned over or each has its own place."""
+  monkeypatch.setattr(transformer, "_UNROLL", side_by_side)
+  decoded.clear_cache()
   sequence = sequences()[0]
   (expected,) = logits_of(*network, [[sequence]])
   tokens = jnp.asarray(np.stack([sequence, sequence]))
