@@ -29,7 +29,9 @@ from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.sampling import Sampling
 
-_SHORTEST = 128  # cells; prompts are padded to this, its double, ...
+# Cells that prompts are padded to, or its double, ...; a cache's first part has
+# as many or more.
+_SHORTEST = 128
 
 
 # Which axis of each array the shards divide; the model axis is the compiler's.
@@ -214,10 +216,7 @@ def _start_shard(
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   capacity = prompts.tokens.shape[1] + sampling.max_tokens - 1
-  ends = buckets.doublings(
-    max(_SHORTEST, buckets.block(capacity)), buckets.round_up(capacity, 32)
-  )
-  sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+  sizes = _part_sizes(capacity)
   shared = _prefill(
     params, model_config, prompts, queue, keep.sum(), prefill_prompts, sizes
   )
@@ -233,12 +232,12 @@ def _start_shard(
     place = taken // group_size
     prompt = queue[place]
     length = prompts.lengths[prompt]
-    copy = lambda cache, shared: jax.lax.dynamic_update_slice_in_dim(
-      cache, jax.lax.dynamic_slice_in_dim(shared, place, 1, 1), slot, 1
+    copy = lambda to, source: jax.lax.dynamic_update_slice_in_dim(
+      to, jax.lax.dynamic_slice_in_dim(source, place, 1, 1), slot, 1
     )
     cache = [
-      (*jax.tree.map(copy, parts[: len(prompt)], prompt), *parts[len(prompt) :])
-      for parts, prompt in zip(slots.cache, shared, strict=True)
+      (*jax.tree.map(copy, parts[: len(source)], source), *parts[len(source) :])
+      for parts, source in zip(slots.cache, shared, strict=True)
     ]
     slots = Slots(
       item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
@@ -291,6 +290,17 @@ def _start_shard(
     ),
     refill_all(empty, jnp.int32(0)),
   )[0]
+
+
+def _part_sizes(capacity: int) -> list[int]:
+  """Cells of each part of a cache: as many as all before it, or what is left.
+
+  In multiples of 32, which products and vector units like.
+  """
+  ends = buckets.doublings(
+    max(_SHORTEST, buckets.block(capacity)), buckets.round_up(capacity, 32)
+  )
+  return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
 def _prefill(

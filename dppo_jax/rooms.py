@@ -164,13 +164,10 @@ def build(house: House) -> Rooms:
     roll_out, state.params, prompts, draw, kept
   )
   completions = _placed(completions, by_prompt)
-  by_slot = sharding.sharding(house.mesh, None, None, "batch", "kv_heads")
-  decoding = jax.tree.map(  # the cache alone has six axes
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=by_slot if x.ndim == 6 else by_prompt
-    ),
-    decoding,
-  )
+  by_slot = sharding.sharding(house.mesh, None, "batch", "kv_heads")
+  cache = _placed(decoding.slots.cache, by_slot)
+  decoding = _placed(decoding, by_prompt)
+  decoding = decoding._replace(slots=decoding.slots._replace(cache=cache))
   rewards = jax.ShapeDtypeStruct(
     completions.lengths.shape, jnp.float32, sharding=by_prompt
   )

@@ -245,11 +245,24 @@ def test_prompts_padded_to_several_lengths_sample_the_same(monkeypatch):
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
+def test_a_cache_in_many_parts_samples_the_same(monkeypatch):
+  """Prompts of 6 tokens reach into the second part, completions the last."""
+  want = _sample(_prompts())
+  monkeypatch.setattr(rollout, "_part_sizes", lambda capacity: [3, 6, 16])
+  monkeypatch.setattr(rollout, "_SHORTEST", 2)
+  _sampler.cache_clear()
+  got = _sample(_prompts(), prefill_prompts=1)
+  _sampler.cache_clear()
+  assert (want.lengths + _prompts().lengths[:, None] > 10).any()
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+
+
 def test_reading_the_cache_in_parts_is_the_plain_formula():
   rng = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(rng[0], (5, 4, 8))
   cache = [jax.random.normal(k, (2, 5, 2, 256, 8)) for k in rng[1:]]
-  positions = jnp.array([0, 3, 64, 127, 230])
+  positions = jnp.array([63, 3, 64, 127, 128])
   parts = [
     attention.Cells(keys.swapaxes(3, 4), values)
     for keys, values in zip(
@@ -265,8 +278,14 @@ def test_reading_the_cache_in_parts_is_the_plain_formula():
   np.testing.assert_allclose(read(positions), plain, atol=1e-6)
   # Bit for bit: how far the other slots are does not matter.
   np.testing.assert_array_equal(
-    read(jnp.array([0, 3, 64, 0, 0]))[:3], read(positions)[:3]
+    read(jnp.array([63, 3, 64, 0, 0]))[:3], read(positions)[:3]
   )
+  np.testing.assert_array_equal(
+    read(jnp.array([63, 3, 0, 0, 0]))[:2], read(positions)[:2]
+  )
+  # What no slot has reached is not read: 0 times it would not be 0.
+  parts[2] = attention.Cells(*(jnp.full_like(x, jnp.nan) for x in parts[2]))
+  assert jnp.isfinite(attention.attend_cache(q, parts, 1, positions - 1)).all()
 
 
 def test_kept_prompts_are_dealt_evenly():

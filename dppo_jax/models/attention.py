@@ -99,13 +99,14 @@ def attend_cache(
 ) -> Float[Array, "B H D"]:
   """One query per slot over cells `0..positions[slot]` of one layer.
 
-  Parts that no slot has reached are not read. What a slot gets does not depend
-  on how far the others are, to the last bit: a part that is wholly masked for
-  it adds zeros.
+  Parts that no slot has reached are not read. How far the others are does not
+  change what a slot gets, on a CPU to the last bit: a part that is wholly
+  masked for it adds zeros.
 
   Args:
-    parts: the cells in order, each part an array of its own, since of a share
-      of an array XLA's CPU backend makes a copy before a product.
+    parts: the cells in order, each part an array of its own: of a share of an
+      array XLA's CPU backend makes a copy before a product.
+    layer: which of the `Y`.
   """
   batch, heads, dim = q.shape
   kv_heads = parts[0].keys.shape[2]
@@ -123,7 +124,7 @@ def attend_cache(
     is_live = cells <= positions[:, None]
     return jnp.where(is_live[:, None, None], scores, MASKED)
 
-  def add(share, part):
+  def weigh(share, part):
     return jnp.einsum(
       "bhgs,bhsd->bhgd",
       share.astype(part.values.dtype),
@@ -132,11 +133,13 @@ def attend_cache(
     )
 
   def read(num_parts):
-    scores = list(map(score, parts[:num_parts], ends))
+    here = parts[:num_parts]
+    scores = [score(*x) for x in zip(here, ends[:num_parts], strict=True)]
     top = functools.reduce(jnp.maximum, [x.max(-1) for x in scores])
     shares = [jnp.exp(x - top[..., None]) for x in scores]
     total = sum(x.sum(-1) for x in shares)
-    return sum(map(add, shares, parts)) / total[..., None]
+    out = sum(weigh(*x) for x in zip(shares, here, strict=True))
+    return out / total[..., None]
 
   reached = (positions.max() >= jnp.array(ends[:-1], jnp.int32)).sum()
   out = jax.lax.switch(

@@ -34,8 +34,9 @@ REMAT = {
 
 
 # Layers in a row that a program has side by side: their activations wait for
-# the backward pass where they are, and a decoding step finds their weights and
-# caches where they are, instead of copying them from one array of all layers.
+# the backward pass where they are, instead of being copied into one array of
+# all layers, and a decoding step of no more layers than these finds weights and
+# caches where they are. Each takes time to compile.
 _UNROLL = 4
 
 
@@ -71,14 +72,14 @@ class Param(NamedTuple):
   fill: float = 0.0
 
 
-# Parts of layers `i, i + U, ...` are at place `i`; `U` is `_unroll(config)`.
+# At place i are parts of layers i, i + U, ...; `U` is `_unroll(config)`.
 Cache = tuple[tuple[attention.Cells, ...], ...]
 
 
 def empty_cache(
   config: ModelConfig, num_slots: int, sizes: Sequence[int]
 ) -> Cache:
-  """Room for as many cells of each slot as `sizes`, of the parts, add up to."""
+  """Zeros: room for `sum(sizes)` cells of each slot, in parts of `sizes`."""
   unroll = _unroll(config)
   head = (config.layers // unroll, num_slots, config.kv_heads)
   parts = tuple(
@@ -178,7 +179,7 @@ def cast(params: Params, config: ModelConfig) -> Params:
 
 
 def unstack(params: Params, config: ModelConfig) -> Params:
-  """A copy for `prefill` and `decode`, whose layers lie as in a `Cache`."""
+  """For `prefill` and `decode`: cast, layers `i, i + U, ...` at place `i`."""
   params = cast(params, config)
   unroll = _unroll(config)
   layers = tuple(
@@ -242,17 +243,17 @@ def prefill(
     return jnp.split(jnp.pad(x, ((0, 0), (0, room), (0, 0), (0, 0))), ends, 1)
 
   def attend(q, k, v, cache):
-    parts, layer = cache
+    parts, index = cache
     new = [
       attention.Cells(
-        part.keys.at[layer].set(keys.transpose(0, 2, 3, 1)),
-        part.values.at[layer].set(values.transpose(0, 2, 1, 3)),
+        part.keys.at[index].set(keys.transpose(0, 2, 3, 1)),
+        part.values.at[index].set(values.transpose(0, 2, 1, 3)),
       )
       for part, keys, values in zip(
         parts, in_parts(k), in_parts(v), strict=True
       )
     ]
-    return attention.attend_prompts(q, k, v, lengths), (tuple(new), layer)
+    return attention.attend_prompts(q, k, v, lengths), tuple(new)
 
   cache = empty_cache(config, len(tokens), sizes)
   return _each_layer(
@@ -279,20 +280,20 @@ def decode(
   sizes = [part.keys.shape[-1] for part in cache[0]]
 
   def attend(q, k, v, cache):
-    parts, layer = cache
+    parts, index = cache
     new, start = [], 0
+    # Cells before a part and beyond it are dropped.
+    how = {"mode": "drop", "wrap_negative_indices": False}
     for (keys, values), size in zip(parts, sizes, strict=True):
-      # Before the part is as far out of it as beyond.
-      cell = jnp.where(positions < start, size, positions - start)
+      cell = positions - start
       new.append(
         attention.Cells(
-          keys.at[layer, slots, :, :, cell].set(k, mode="drop"),
-          values.at[layer, slots, :, cell].set(v, mode="drop"),
+          keys.at[index, slots, :, :, cell].set(k, **how),
+          values.at[index, slots, :, cell].set(v, **how),
         )
       )
       start += size
-    out = attention.attend_cache(q, new, layer, positions)
-    return out, (tuple(new), layer)
+    return attention.attend_cache(q, new, index, positions), tuple(new)
 
   return _each_layer(
     params, config, tokens, positions, sum(sizes), attend, cache
@@ -321,14 +322,14 @@ def _each_layer(
 ):
   """`(hidden, cache)` after every layer has met its own place in the cache."""
   x, layer = _enter(params, config, tokens, positions, num_positions, attend)
-  layer = jax.jit(layer)  # traced once
+  layer = jax.jit(layer)  # traced once for all places
 
   def group(carry, xs):
     x, cache = carry
     weights, index = xs
     new = []
     for p, parts in zip(weights, cache, strict=True):
-      x, (new_parts, _) = layer(x, p, (parts, index))
+      x, new_parts = layer(x, p, (parts, index))
       new.append(new_parts)
     return (x, tuple(new)), None
 
@@ -347,13 +348,14 @@ def _enter(
 ):
   """`(x, layer)`: embedded tokens and `layer(x, weights, cache)`.
 
-  `attend(q, k, v, cache) -> (out, cache)` is all that training, prefill and
-  decoding differ in; a layer returns the cache too.
+  `attend(q, k, v, cache) -> (out, parts)` is all that training, prefill and
+  decoding differ in; a layer returns the parts too.
   """
   batch_axes = ("batch",) + (None,) * tokens.ndim
+  table = rope.turns(
+    num_positions, config.head_dim, config.rope_theta, config.rope_scaling
+  )
   # Looked up: else XLA computes them again for each head and layer.
-  c = config
-  table = rope.turns(num_positions, c.head_dim, c.rope_theta, c.rope_scaling)
   cos, sin = (x[positions] for x in table)
 
   def layer(x, p, cache):
@@ -365,14 +367,14 @@ def _enter(
       q = norm.rms_norm(q, p["q_norm"], config.norm_eps)
       k = norm.rms_norm(k, p["k_norm"], config.norm_eps)
     q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    out, cache = attend(q, k, v, cache)
+    out, parts = attend(q, k, v, cache)
     out = out.reshape(*out.shape[:-2], -1)
     x = x + _linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
     h = norm.rms_norm(x, p["mlp_norm"], config.norm_eps)
     h = jax.nn.silu(_linear(h, p["gate"])) * _linear(h, p["up"])
     x = sharding.constrain(x + _linear(h, p["down"]), *batch_axes)
-    return x, cache
+    return x, parts
 
   return sharding.constrain(params["embed"][tokens], *batch_axes), layer
 

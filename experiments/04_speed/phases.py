@@ -41,7 +41,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
 
   def fill_cache(params, prompts):
     weights = transformer.unstack(params, model)
-    sizes = prompts.tokens.shape[1:]
+    sizes = [prompts.tokens.shape[1]]
     return transformer.prefill(
       weights, model, prompts.tokens, prompts.lengths, sizes
     )

@@ -52,7 +52,7 @@ def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab):
 WORKS = {
   "small": Work(  # that of the comparison with other systems
     _model(4, 256, 8, 4, 32, 768, 4096),
-    batch.Rows(512, 1, 64),  # more at once gain a CPU nothing
+    batch.Rows(512, 1, 64),  # so that no row of a micro-batch is empty
     prompts=8,
     group_size=8,
     prompt_tokens=(32, 96),
@@ -62,7 +62,7 @@ WORKS = {
   ),
   "wide": Work(
     _model(4, 512, 8, 4, 64, 1536, 8192),
-    batch.Rows(512, 1, 64),  # more at once gain a CPU nothing
+    batch.Rows(512, 1, 64),  # so that no row of a micro-batch is empty
     prompts=8,
     group_size=8,
     prompt_tokens=(32, 96),

@@ -123,7 +123,7 @@ def network():
   config = transformer.ModelConfig(
     vocab=64,
     embed=32,
-    layers=2,
+    layers=4,
     heads=4,
     kv_heads=2,
     head_dim=16,
@@ -252,11 +252,12 @@ def test_packed_equals_alone(network):
   assert_close(logits_of(*network, packed(a, b, c, d)), alone)
 
 
-@pytest.mark.parametrize("side_by_side", [1, 2])
-def test_decoding_equals_forward(network, side_by_side, monkeypatch):
-  """Whether layers are scanned over or each has its own place."""
+@pytest.mark.parametrize("side_by_side", [1, 2, 4])
+def test_decoding_equals_forward(network, side_by_side, monkeypatch, request):
+  """However many layers lie side by side."""
   monkeypatch.setattr(transformer, "_UNROLL", side_by_side)
   decoded.clear_cache()
+  request.addfinalizer(decoded.clear_cache)
   sequence = sequences()[0]
   (expected,) = logits_of(*network, [[sequence]])
   tokens = jnp.asarray(np.stack([sequence, sequence]))
