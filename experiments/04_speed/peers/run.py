@@ -32,7 +32,7 @@ PEERS = {
   "tunix": ("google-tunix==0.1.7", "jax==0.10.2", "flax==0.12.8"),
 }
 OURS = ("grpo", "dppo")
-# Sizes of a micro-batch to choose from: sequences; here rows x cells.
+# Sizes of a micro-batch to choose from: sequences; here rows x cells a device.
 MICRO = {
   "trl": ("8", "32", "64"),
   "tunix": ("8", "32", "64"),
@@ -74,7 +74,7 @@ class Bench:
         subprocess.run([*install, *torch], check=True)
       subprocess.run([*install, *needs], check=True)
     write = [self.python("trl"), str(HERE / "work.py"), str(self.work)]
-    self._run([*write, f"--steps={num_steps}"], self.root / "work.log")
+    self._run([*write, f"--steps={num_steps}"], self.root / "work.log", {})
     for seed in seeds:
       out = self.work / f"order-{seed}.json"
       total = EPOCHS * num_steps
@@ -120,16 +120,16 @@ class Bench:
     if system in OURS:
       arguments.append(f"--method={system}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    self._run(arguments, out.with_suffix(".log"), keeps)
+    env = {"JAX_ENABLE_COMPILATION_CACHE": str(keeps).lower()}
+    if system in OURS:  # a device for each core
+      env["JAX_NUM_CPU_DEVICES"] = str(len(self.cores))
+    self._run(arguments, out.with_suffix(".log"), env)
 
   def _run(
-    self, arguments: list[str], log: pathlib.Path, keeps: bool = False
+    self, arguments: list[str], log: pathlib.Path, env: dict[str, str]
   ) -> None:
-    env = dict(os.environ)
-    env |= {
-      "JAX_COMPILATION_CACHE_DIR": str(self.root / "programs"),
-      "JAX_ENABLE_COMPILATION_CACHE": str(keeps).lower(),
-    }
+    env = {**os.environ, **env}
+    env["JAX_COMPILATION_CACHE_DIR"] = str(self.root / "programs")
     env |= {f"{name}_NUM_THREADS": str(len(self.cores)) for name in THREADS}
     env |= {
       "PYTHONPATH": str(ROOT),

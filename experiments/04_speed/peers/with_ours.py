@@ -21,15 +21,19 @@ CONFIG = pathlib.Path(__file__).parent / "config.py"
 def knobs(args) -> dict[str, object]:
   """What is to be set beside the config file, by dotted name.
 
-  `args.micro` is rows x cells of a micro-batch, as in 8x448.
+  `args.micro` is what a device has of a micro-batch: rows x cells, as in 2x448.
   """
   rows, _, length = args.micro.partition("x")
-  shape = {"pack.rows": int(rows), "pack.row_length": int(length)}
+  shape = {
+    "pack.rows": int(rows) * jax.device_count(),
+    "pack.row_length": int(length),
+  }
   return {
     "seed": args.seed,
     "steps": args.steps,
     "model.path": str(args.work / "checkpoint"),
     "data.train": str(args.work / "problems.jsonl"),
+    "mesh.data": -1,
     **shape,
   }
 
