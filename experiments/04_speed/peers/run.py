@@ -37,7 +37,9 @@ MICRO = {
   "trl": ("8", "32", "64"),
   "tunix": ("8", "32", "64"),
   "grpo": ("1x448", "2x448", "1x896"),
+  "dppo": ("1x448", "2x448", "1x896"),
 }
+SYSTEMS = (*PEERS, "grpo")  # that check and decode; dppo does it as grpo
 LOGPROB, NORM = 1e-3, 1e-3  # largest difference in nats; relative
 THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
 EPOCHS = 2  # of which the first is not counted
@@ -159,7 +161,7 @@ def check(bench: Bench, micro: dict[str, str]) -> dict[str, float]:
     relative.
   """
   found = []
-  for system in MICRO:
+  for system in SYSTEMS:
     out = bench.root / "check" / f"{system}.json"
     bench.call(system, "check", micro[system], out)
     found.append(json.loads(out.read_text()))
@@ -302,11 +304,10 @@ def time_all(
   runs, micro, speeds = [], {}, {}
   for system, sizes in MICRO.items():
     if system not in given:
-      trials = [measure(bench, system, x, 3, 0, "trial") for x in sizes]
+      trials = [measure(bench, system, x, 5, 0, "trial") for x in sizes]
       best = min(trials, key=lambda run: per_token(run, "seconds"))
       runs += trials
     micro[system] = given.get(system) or best["micro"]
-  micro["dppo"] = micro["grpo"]
   for seed in range(repeats):
     turn = seed % len(micro)  # so that drift hits all alike
     for system in [*micro, *micro][turn : turn + len(micro)]:
@@ -314,7 +315,7 @@ def time_all(
       runs.append(measure(bench, system, size, total, seed, "timed", num_steps))
   for system in ("tunix", "grpo"):  # once to leave programs, once with them
     runs += [measure(bench, system, micro[system], 2, 0, "kept") for _ in "12"]
-  for system in MICRO:
+  for system in SYSTEMS:
     out = bench.root / "decode" / f"{system}.json"
     bench.call(system, "decode", micro[system], out)
     seconds = json.loads(out.read_text())
@@ -354,6 +355,8 @@ def main() -> None:
   bench = Bench(root, envs, cores)
   bench.prepare(args.steps, range(args.repeats))
   given = dict(x.split("=") for x in args.micro.split(",") if x)
+  if unknown := set(given) - set(MICRO):
+    parser.error(f"--micro names {unknown} but there are {', '.join(MICRO)}")
   largest = {system: sizes[-1] for system, sizes in MICRO.items()}
   about = {
     "differences": check(bench, largest | given),
