@@ -63,10 +63,10 @@ class Checkpoints:
     return found.params
 
 
-def abstract(state: TrainState, shardings: TrainState) -> TrainState:
-  """Shapes, dtypes and placements of `state`, which may be abstract itself."""
+def abstract(tree: PyTree, shardings: PyTree) -> PyTree:
+  """Shapes, dtypes and placements of `tree`, which may be abstract itself."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    state,
+    tree,
     shardings,
   )

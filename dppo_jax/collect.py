@@ -49,6 +49,8 @@ def harvest(
   counts, samples = collections.Counter(), []
   collected, limit = None, np.int32(num_prompts)
   first_draw = int(state.draws)
+  with clock("rollout"):
+    weights = compiled.unstack(state.params)
   for i in range(refill.max_draws if refill else 1):
     index = first_draw + i
     at = lambda room, index=index: keys.draw_at(house.root_key, index, room)
@@ -59,11 +61,11 @@ def harvest(
       kept = compiled.choose(draw, state.history, prompts.ids, limit)
     with clock("rollout"):
       begun, decoding = compiled.roll_out(
-        state.params, prompts, at(Room.ROLLOUT), kept
+        weights, prompts, at(Room.ROLLOUT), kept
       )
       # Most completions are whole by now: they are graded while the device
       # goes on with the others, within the rollout's seconds.
-      rollout = compiled.finish(state.params, decoding, prompts, kept)
+      rollout = compiled.finish(weights, decoding, prompts, kept)
       judged = judge(house, grader, begun, {})
       ready(rollout)
     with clock("reward"):

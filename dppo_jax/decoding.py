@@ -78,21 +78,25 @@ def has_more(limit: int) -> Callable[[Decoding], Bool[Array, ""]]:
 
 
 def step(
-  params: transformer.Params,
+  weights: transformer.Params,
   model_config: transformer.ModelConfig,
   decoding: Decoding,
   sampling: Sampling,
 ) -> Decoding:
-  """One more token of every slot, on one shard."""
+  """One more token of every slot, on one shard.
+
+  Args:
+    weights: of `transformer.unstack`.
+  """
   slots, written = decoding.slots, decoding.written
   num_items = decoding.uniform.shape[0]
   hidden, cache = transformer.decode(
-    params, model_config, slots.token, slots.position, slots.cache
+    weights, model_config, slots.token, slots.position, slots.cache
   )
   # Whole on each device: a shard may wait for those of its own prompts
   # alone, since others take more steps or fewer.
   scores = sharding.constrain(
-    transformer.logits(params, model_config, hidden), "batch", None
+    transformer.logits(weights, model_config, hidden), "batch", None
   )
   at = (slots.item, slots.count)
   token, logprob = choose(

@@ -73,8 +73,9 @@ def sample(
     ones = jnp.ones(prompts.ids.shape, jnp.float32)
     kept = Selection(ones > 0, ones)
   how = Sampling(**sampling)
+  weights = transformer.unstack(params, model_config)
   decoding = start(
-    params,
+    weights,
     model_config,
     prompts,
     draw,
@@ -84,12 +85,12 @@ def sample(
     num_slots=num_slots,
     prefill_prompts=prefill_prompts,
   )
-  decoding = finish(params, model_config, decoding, how)
+  decoding = finish(weights, model_config, decoding, how)
   return so_far(decoding, prompts, kept)
 
 
 def start(
-  params: transformer.Params,
+  weights: transformer.Params,
   model_config: transformer.ModelConfig,
   prompts: PromptBatch,
   draw: keys.Draw,
@@ -104,12 +105,15 @@ def start(
 
   It is over when fewer are left than the second stage has slots for. What is
   complete by then can be graded while `finish` goes on.
+
+  Args:
+    weights: of `transformer.unstack`.
   """
   num_shards = _num_shards()
 
-  def run(params, prompts, keep, key):
+  def run(weights, prompts, keep, key):
     return _start_shard(
-      params,
+      weights,
       model_config,
       prompts,
       keep,
@@ -126,31 +130,31 @@ def start(
     dealt = jnp.zeros_like(seat).at[seat].set(jnp.arange(seat.size))
     prompts, keep = jax.tree.map(lambda x: x[dealt], (prompts, keep))
   run = _on_shards(run, (jax.P(), _SLOT, _SLOT, jax.P()))
-  return run(transformer.unstack(params, model_config), prompts, keep, draw.key)
+  return run(weights, prompts, keep, draw.key)
 
 
 def finish(
-  params: transformer.Params,
+  weights: transformer.Params,
   model_config: transformer.ModelConfig,
   decoding: Decoding,
   sampling: Sampling,
 ) -> Decoding:
   """The second part of `sample`: with ever fewer slots, to the end."""
 
-  def run(params, decoding):
+  def run(weights, decoding):
     sizes = [*slot_sizes(decoding.slots.item.shape[0]), 0]
     for size, next_size in itertools.pairwise(sizes[1:]):
       slots = gather_busy(decoding.slots, size, decoding.uniform.shape[0])
       decoding = jax.lax.while_loop(
         has_more(next_size),
-        lambda x: step(params, model_config, x, sampling),
+        lambda x: step(weights, model_config, x, sampling),
         decoding._replace(slots=slots),
       )
     # Nobody needs what the slots hold, and there are fewer now.
     return decoding._replace(slots=None)
 
   run = _on_shards(run, (jax.P(), _SHARDS), _SHARDS._replace(slots=None))
-  return run(transformer.unstack(params, model_config), decoding)
+  return run(weights, decoding)
 
 
 def so_far(
@@ -199,7 +203,7 @@ def _deal(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
 
 
 def _start_shard(
-  params,
+  weights,
   model_config,
   prompts: PromptBatch,
   keep: Bool[Array, "N"],
@@ -218,7 +222,7 @@ def _start_shard(
   capacity = prompts.tokens.shape[1] + sampling.max_tokens - 1
   sizes = _part_sizes(capacity)
   shared = _prefill(
-    params, model_config, prompts, queue, keep.sum(), prefill_prompts, sizes
+    weights, model_config, prompts, queue, keep.sum(), prefill_prompts, sizes
   )
   prompt_keys = keys.for_items(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
@@ -286,7 +290,7 @@ def _start_shard(
   return jax.lax.while_loop(
     lambda state: is_first_stage(state[0]),
     lambda state: refill_all(
-      step(params, model_config, state[0], sampling), state[1]
+      step(weights, model_config, state[0], sampling), state[1]
     ),
     refill_all(empty, jnp.int32(0)),
   )[0]
@@ -304,7 +308,7 @@ def _part_sizes(capacity: int) -> list[int]:
 
 
 def _prefill(
-  params, model_config, prompts, queue, num_kept, side_by_side, sizes
+  weights, model_config, prompts, queue, num_kept, side_by_side, sizes
 ):
   """Caches of the kept prompts in queue order; the others' stay zero."""
   num_prompts, longest = prompts.tokens.shape
@@ -316,7 +320,7 @@ def _prefill(
 
   def at_length(padded, rows):
     return transformer.prefill(
-      params,
+      weights,
       model_config,
       prompts.tokens[rows, :padded],
       prompts.lengths[rows],

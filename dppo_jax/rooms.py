@@ -30,9 +30,11 @@ class Rooms(NamedTuple):
   Attributes:
     choose: `(draw, history, ids, limit) -> Selection [N]`, of which at most
       `limit` are kept.
-    roll_out: `(params, prompts, draw, kept) -> (Rollout, decoding)`, of which
+    unstack: `(params) -> weights`, a copy in the dtype and the layout that
+      decoding likes, whole on the data axis.
+    roll_out: `(weights, prompts, draw, kept) -> (Rollout, decoding)`, of which
       the completions that took longest are still to come.
-    finish: `(params, decoding, prompts, kept) -> Rollout`, whole.
+    finish: `(weights, decoding, prompts, kept) -> Rollout`, whole.
     select: `(draw, prompts, rollout, rewards) -> (batch, num_micro, info)`.
     score: `(params, draw, batch, num_micro) -> (batch, info)`; the batch is
       donated, or returned as it is where neither the objective nor the method
@@ -48,6 +50,7 @@ class Rooms(NamedTuple):
   """
 
   choose: Callable
+  unstack: Callable
   roll_out: Callable
   finish: Callable
   select: Callable
@@ -115,9 +118,12 @@ def build(house: House) -> Rooms:
   r = c.rollout
   how = Sampling(r.max_tokens, house.stop_ids, r.temperature, r.top_k, r.top_p)
 
-  def roll_out(params, prompts, draw, kept):
+  def unstack(params):
+    return transformer.unstack(params, sampling_model)
+
+  def roll_out(weights, prompts, draw, kept):
     decoding = rollout.start(
-      params,
+      weights,
       sampling_model,
       prompts,
       draw,
@@ -129,8 +135,8 @@ def build(house: House) -> Rooms:
     )
     return rollout.so_far(decoding, prompts, kept), decoding
 
-  def finish(params, decoding, prompts, kept):
-    decoding = rollout.finish(params, sampling_model, decoding, how)
+  def finish(weights, decoding, prompts, kept):
+    decoding = rollout.finish(weights, sampling_model, decoding, how)
     return rollout.so_far(decoding, prompts, kept)
 
   def evaluate(params, prompts, draw):
@@ -160,9 +166,11 @@ def build(house: House) -> Rooms:
       prompts.ids.shape, jnp.float32, sharding=by_prompt
     ),
   )
-  completions, decoding = jax.eval_shape(
-    roll_out, state.params, prompts, draw, kept
+  weights = checkpoint.abstract(
+    jax.eval_shape(unstack, state.params),
+    transformer.unstacked_shardings(model, house.mesh),
   )
+  completions, decoding = jax.eval_shape(roll_out, weights, prompts, draw, kept)
   completions = _placed(completions, by_prompt)
   by_slot = sharding.sharding(house.mesh, None, "batch", "kv_heads")
   cache = _placed(decoding.slots.cache, by_slot)
@@ -226,14 +234,15 @@ def build(house: House) -> Rooms:
       (draw, state.history, prompts.ids, limit),
       like(kept),
     ),
+    "unstack": (unstack, (state.params,), like(weights)),
     "roll_out": (
       roll_out,
-      (state.params, prompts, draw, kept),
+      (weights, prompts, draw, kept),
       (like(completions), like(decoding)),
     ),
     "finish": (
       finish,
-      (state.params, decoding, prompts, kept),
+      (weights, decoding, prompts, kept),
       like(completions),
     ),
     "select": (

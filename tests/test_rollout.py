@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import keys, rollout, sampling, update
+from dppo_jax import keys, rollout, sampling, sharding, update
 from dppo_jax.algo import objectives
-from dppo_jax.models import attention
+from dppo_jax.models import attention, transformer
 from dppo_jax.records import PackedBatch, PromptBatch, Selection
 from dppo_jax.sampling import Sampling
 
@@ -209,14 +209,15 @@ def test_what_is_whole_after_the_first_part_stays_as_it_is():
   prompts = small.prompts(8)
   kept = Selection(jnp.arange(8) != 3, jnp.ones(8))
   how = Sampling(max_tokens=12, stop_ids=(small.STOP,))
+  weights = transformer.unstack(small.params(), small.MODEL)
   begun = jax.jit(
-    lambda params: rollout.start(
-      params, small.MODEL, prompts, DRAW, kept, how, group_size=4, num_slots=6
+    lambda weights: rollout.start(
+      weights, small.MODEL, prompts, DRAW, kept, how, group_size=4, num_slots=6
     )
-  )(small.params())
+  )(weights)
   early = rollout.so_far(begun, prompts, kept)
   late = rollout.so_far(
-    rollout.finish(small.params(), small.MODEL, begun, how), prompts, kept
+    rollout.finish(weights, small.MODEL, begun, how), prompts, kept
   )
   is_whole = np.asarray(early.is_stopped | (early.lengths == 12))
   assert 20 < is_whole.sum() < 28
@@ -286,6 +287,23 @@ def test_reading_the_cache_in_parts_is_the_plain_formula():
   # What no slot has reached is not read: 0 times it would not be 0.
   parts[2] = attention.Cells(*(jnp.full_like(x, jnp.nan) for x in parts[2]))
   assert jnp.isfinite(attention.attend_cache(q, parts, 1, positions - 1)).all()
+
+
+def test_weights_for_decoding_are_whole_on_the_data_axis():
+  """Gathered once, not by every program; the model axis still splits them."""
+  mesh = sharding.make_mesh(4, 2)
+  places = transformer.unstacked_shardings(small.MODEL, mesh)
+  unstack = functools.partial(transformer.unstack, config=small.MODEL)
+  params = jax.device_put(
+    small.params(), transformer.shardings(small.MODEL, mesh)
+  )
+  weights = jax.jit(unstack, out_shardings=places)(params)
+  jax.tree.map(np.testing.assert_array_equal, weights, unstack(small.params()))
+  copies = {
+    8 * x.addressable_shards[0].data.size // x.size
+    for x in jax.tree.leaves(weights)
+  }
+  assert copies == {4, 8}
 
 
 def test_kept_prompts_are_dealt_evenly():

@@ -164,6 +164,16 @@ def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   )
 
 
+def unstacked_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+  """Where each weight of `unstack` lives: whole on the data axis."""
+  flat = {}
+  for name, p in parameter_table(config).items():
+    axes = (None if axis == "embed" else axis for axis in p.axes)
+    flat[name] = sharding.sharding(mesh, *axes)
+  places = unflatten(flat)
+  return {**places, "layers": (places["layers"],) * _unroll(config)}
+
+
 def init(config: ModelConfig, key: jax.Array) -> Params:
   """Fresh float32 weights; the key is consumed."""
   flat = {}
