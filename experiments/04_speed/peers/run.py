@@ -302,16 +302,18 @@ def time_all(
     All runs, and of each system the tokens a second that it decodes alone.
   """
   runs, micro, speeds = [], {}, {}
+  total = EPOCHS * num_steps
+  try_out = lambda *what: measure(bench, *what, total, 0, "trial", num_steps)
   for system, sizes in MICRO.items():
     if system not in given:
-      trials = [measure(bench, system, x, 5, 0, "trial") for x in sizes]
+      trials = [try_out(system, x) for x in sizes]
       best = min(trials, key=lambda run: per_token(run, "seconds"))
       runs += trials
     micro[system] = given.get(system) or best["micro"]
   for seed in range(repeats):
     turn = seed % len(micro)  # so that drift hits all alike
     for system in [*micro, *micro][turn : turn + len(micro)]:
-      size, total = micro[system], EPOCHS * num_steps
+      size = micro[system]
       runs.append(measure(bench, system, size, total, seed, "timed", num_steps))
   for system in ("tunix", "grpo"):  # once to leave programs, once with them
     runs += [measure(bench, system, micro[system], 2, 0, "kept") for _ in "12"]
