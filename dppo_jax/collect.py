@@ -50,7 +50,7 @@ def harvest(
   collected, limit = None, np.int32(num_prompts)
   first_draw = int(state.draws)
   with clock("rollout"):
-    weights = compiled.unstack(state.params)
+    weights = ready(compiled.unstack(state.params))
   for i in range(refill.max_draws if refill else 1):
     index = first_draw + i
     at = lambda room, index=index: keys.draw_at(house.root_key, index, room)

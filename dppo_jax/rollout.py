@@ -139,7 +139,11 @@ def finish(
   decoding: Decoding,
   sampling: Sampling,
 ) -> Decoding:
-  """The second part of `sample`: with ever fewer slots, to the end."""
+  """The second part of `sample`: with ever fewer slots, to the end.
+
+  Args:
+    weights: of `transformer.unstack`.
+  """
 
   def run(weights, decoding):
     sizes = [*slot_sizes(decoding.slots.item.shape[0]), 0]

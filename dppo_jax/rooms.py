@@ -30,8 +30,8 @@ class Rooms(NamedTuple):
   Attributes:
     choose: `(draw, history, ids, limit) -> Selection [N]`, of which at most
       `limit` are kept.
-    unstack: `(params) -> weights`, a copy in the dtype and the layout that
-      decoding likes, whole on the data axis.
+    unstack: `(params) -> weights`, the copy that rollouts read: in their dtype,
+      layer by layer, whole on the data axis.
     roll_out: `(weights, prompts, draw, kept) -> (Rollout, decoding)`, of which
       the completions that took longest are still to come.
     finish: `(weights, decoding, prompts, kept) -> Rollout`, whole.

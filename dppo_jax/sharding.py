@@ -10,7 +10,7 @@ MESH_AXES = ("data", "model")
 # Logical axis -> mesh axis; None is replicated.
 RULES: Mapping[str | None, str | None] = {
   "batch": "data",  # prompts, decode slots, packed rows
-  "embed": "data",  # a weight's input width: gathered layer by layer
+  "embed": "data",  # a weight's input width: gathered where it is used
   "heads": "model",
   "kv_heads": "model",
   "mlp": "model",

@@ -122,9 +122,11 @@ class Bench:
     if system in OURS:
       arguments.append(f"--method={system}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    env = {"JAX_ENABLE_COMPILATION_CACHE": str(keeps).lower()}
-    if system in OURS:  # a device for each core
-      env["JAX_NUM_CPU_DEVICES"] = str(len(self.cores))
+    devices = len(self.cores) if system in OURS else 1
+    env = {
+      "JAX_ENABLE_COMPILATION_CACHE": str(keeps).lower(),
+      "JAX_NUM_CPU_DEVICES": str(devices),
+    }
     self._run(arguments, out.with_suffix(".log"), env)
 
   def _run(
@@ -350,15 +352,19 @@ def main() -> None:
   args = parser.parse_args()
   if args.steps < 3:
     parser.error(f"--steps is {args.steps} but must be at least 3")
+  given = dict(x.split("=") for x in args.micro.split(",") if x)
+  for name in given.keys() - MICRO.keys():
+    parser.error(f"--micro names {name!r} but there are {', '.join(MICRO)}")
+  cores = [int(core) for core in args.cores.split(",")]
+  if work.PROMPTS % len(cores):
+    parser.error(
+      f"--cores has {len(cores)}, which do not divide {work.PROMPTS} prompts"
+    )
   root = args.workdir.absolute()
   root.mkdir(parents=True, exist_ok=True)
   envs = (args.envs or root / "envs").absolute()
-  cores = [int(core) for core in args.cores.split(",")]
   bench = Bench(root, envs, cores)
   bench.prepare(args.steps, range(args.repeats))
-  given = dict(x.split("=") for x in args.micro.split(",") if x)
-  if unknown := set(given) - set(MICRO):
-    parser.error(f"--micro names {unknown} but there are {', '.join(MICRO)}")
   largest = {system: sizes[-1] for system, sizes in MICRO.items()}
   about = {
     "differences": check(bench, largest | given),
