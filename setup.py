@@ -26,7 +26,7 @@ setuptools.setup(
     "jax>=0.10",
     "jaxtyping>=0.3",
     "jinja2>=3.1",  # transformers needs it for chat templates, undeclared
-    "math-verify[antlr4_13_2]>=0.9,<0.10",
+    "math-verify[antlr4-13-2]>=0.9,<0.10",
     "matplotlib>=3.9",
     "ml-collections>=1.1",
     "numpy>=2.0",

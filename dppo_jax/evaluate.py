@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dppo_jax.data import ProblemSet
-from dppo_jax.keys import Draw
+from dppo_jax.data import ProblemSet, Tokenizer
 from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rewards import Grader
-from dppo_jax.tokenizer import Tokenizer
+from dppo_jax.rng import StepRng
 
 
 class Answer(NamedTuple):
@@ -22,25 +21,25 @@ class Answer(NamedTuple):
 
 
 def evaluate(
-  roll_out: Callable[[PromptBatch, Draw], Rollout],
+  roll_out: Callable[[PromptBatch, StepRng], Rollout],
   problems: ProblemSet,
   tokenizer: Tokenizer,
   grader: Grader,
-  draw: Draw,
+  rng: StepRng,
   num_prompts: int,
 ) -> tuple[dict[str, float], list[Answer]]:
   """Share of right completions, its standard error, and the completions.
 
   Args:
     roll_out: samples completions of `num_prompts` prompts.
-    draw: consumed; what a problem samples does not depend on `num_prompts`.
+    rng: consumed; what a problem samples does not depend on `num_prompts`.
   Returns:
     `eval/accuracy`, `eval/stderr` over problems, `eval/tokens` per completion,
     `eval/stopped`, and every answer.
   """
   answers, lengths, is_stopped = [], [], []
   for prompts, num_real in _batches(problems, num_prompts):
-    rollout = roll_out(prompts, draw)
+    rollout = roll_out(prompts, rng)
     tokens, size, stopped = (
       np.asarray(x)[:num_real]
       for x in (rollout.tokens, rollout.lengths, rollout.is_stopped)

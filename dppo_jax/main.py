@@ -1,11 +1,14 @@
 """Flags to config to run; everything else is a library."""
 
-import os
 import pathlib
+import re
 import sys
+import traceback
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
+
+from dppo_jax.reporting import logs
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -20,19 +23,19 @@ _WORKDIR = flags.DEFINE_string(
   "objective after the method unless that is grpo. The same "
   "command run again goes on from its newest checkpoint.",
 )
-_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of any error.")
 
 
 def main(argv: list[str]) -> None:
   """Trains under the config that the flags give."""
   try:
     _train(argv)
-  except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-    if _DEBUG.value:
-      raise
-    sys.exit(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit(130)
+  except Exception as error:
+    if _DEBUG.value or not _is_explained(error):
+      raise
+    sys.exit(f"error: {error}")
 
 
 def _train(argv: list[str]) -> None:
@@ -58,6 +61,21 @@ def _train(argv: list[str]) -> None:
   train.run(config, pathlib.Path(_WORKDIR.value or f"runs/{name}"))
 
 
+def _is_explained(error: Exception) -> bool:
+  """Whether its message says all that a user needs.
+
+  That is so of what the system refuses, and of errors that this package itself
+  raises. What JAX or another library raises is our mistake or theirs, and the
+  traceback says where.
+  """
+  if isinstance(error, OSError):
+    return True
+  raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+  is_ours = pathlib.Path(__file__).parent in pathlib.Path(raised_in).parents
+  expected = (ValueError, RuntimeError, FloatingPointError)
+  return is_ours and isinstance(error, expected)
+
+
 def _parse(argv: list[str]) -> list[str]:
   """Parses the flags; what a user mistyped ends in one line."""
   try:
@@ -65,22 +83,31 @@ def _parse(argv: list[str]) -> list[str]:
   except Exception as error:  # a config file may raise anything
     if "--debug" in argv:
       raise
-    # Where loading a file fails, the reason comes last.
-    reason = (str(error).strip() or repr(error)).splitlines()[-1].strip()
-    if isinstance(error, LookupError | AttributeError):
-      reason = f"the config has no such field: {reason}"
-    sys.exit(f"error: {reason}")
+    sys.exit(f"error: {_reason(error, argv)}")
+
+
+def _reason(error: Exception, argv: list[str]) -> str:
+  """One line on what is wrong with the flags or the config's file."""
+  from dppo_jax import options
+
+  # Where loading a file fails, the reason comes last.
+  reason = (str(error).strip() or repr(error)).splitlines()[-1].strip()
+  if not isinstance(error, LookupError | AttributeError):
+    return reason
+  typed = [re.match(r"--config\.([\w.]+)", arg) for arg in argv]
+  names = [match[1] for match in typed if match]
+  # A config file that sets a field of a section that has no such field.
+  missing = re.search(r"'(\w+)' object has no attribute '(\w+)'", reason)
+  if missing:
+    section = missing[1].lower().replace("config", "")
+    names.append(f"{section}.{missing[2]}".strip("."))
+  hints = [hint for name in names if (hint := options.renamed(name))]
+  return hints[0] if hints else f"the config has no such field: {reason}"
 
 
 def run() -> None:
-  """Runs `main` with quiet libraries and a cache of compiled programs."""
-  # Orbax and TFDS tell all; what matters of it is raised as well.
-  logging.set_verbosity(logging.FATAL)
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  # Programs that took a second or more to compile are kept for the next run.
-  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  programs = str(pathlib.Path(home) / "dppo_jax")
-  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
+  """Runs `main`."""
+  logs.quiet_libraries()  # which speak while flags are parsed
   app.run(main, flags_parser=_parse)
 
 

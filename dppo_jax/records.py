@@ -1,8 +1,8 @@
-"""What travels between rooms, and the letters that name its shapes.
+"""What travels between stages, and the letters that name its shapes.
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
 `P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
-of `L` cells each, `M` problems in a data set.
+of `L` positions each, `M` problems in a data set.
 
 A rollout has a fixed shape, so `Q` equals `N` and a pruned prompt is a row
 whose `kept.keep` is False: padding is an item that was not kept.
@@ -19,8 +19,7 @@ class Selection:
 
   Attributes:
     keep: True where the item was chosen.
-    prob: the item's inclusion probability: above 0 wherever `keep` is True,
-      and at most 1 but for rules that are documented as ratio estimators.
+    prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
   """
 
   keep: Bool[Array, "..."]
@@ -53,8 +52,9 @@ class Rollout:
     lengths: `[Q, G]`, tokens in each completion, 0 for a pruned prompt.
     is_stopped: `[Q, G]`, True where a stop token ended the completion and
       False where the token limit did.
-    kept: `[Q]`, the choice of prompts this rollout was given.
-    slot_steps: decode slots times decode steps: tokens that there was room for.
+    kept: `[Q]`, the selection of prompts this rollout was given.
+    slot_steps: decode slots times decode steps: how many tokens there was
+      room for.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -79,7 +79,7 @@ class Groups:
       at no cost. None stands for every completion of a prompt that was kept.
     scale: `[Q, G]`, what multiplies each token's loss before this choice: the
       objective's share of a token over the prompt's probability. None is 1.
-    surprise: `[Q, G]`, the sum over tokens of (1 - p)^2, p being the
+    sum_sq_residual: `[Q, G]`, the sum over tokens of (1 - p)^2, p being the
       probability with which each was sampled. None stands for the length.
   """
 
@@ -88,12 +88,12 @@ class Groups:
   lengths: Int[Array, "Q G"]
   is_needed: Bool[Array, "Q G"] | None = None
   scale: Float[Array, "Q G"] | None = None
-  surprise: Float[Array, "Q G"] | None = None
+  sum_sq_residual: Float[Array, "Q G"] | None = None
 
 
 @struct.dataclass
 class PackedBatch:
-  """Sequences laid side by side in rows, each cell predicting its target.
+  """Sequences laid side by side in rows; each position predicts its target.
 
   Attributes:
     tokens: `[R, L]`, what the model reads.
@@ -101,8 +101,8 @@ class PackedBatch:
     positions: `[R, L]`, counted from 0 in each prompt with its completion.
     segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding. A completion is
       a segment, and so is a prompt that several share.
-    prefix_ids: `[R, L]`, the segment that a cell sees beside its own: its
-      prompt's, where that is shared; its own where it is not.
+    prefix_ids: `[R, L]`, the segment that a position attends to beside its
+      own: its prompt's, where that is shared; its own where it is not.
     is_trained: `[R, L]`, True where the target is a token of a completion.
     advantages: `[R, L]`.
     weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
@@ -122,19 +122,19 @@ class PackedBatch:
 
 
 @struct.dataclass
-class Scores:
-  """What one pass over the vocabulary tells of each cell; 0 where not needed.
+class TokenStats:
+  """What one pass over the vocabulary tells of each token; 0 if not needed.
 
   Attributes:
     logprobs: `[R, L]`, nats, of the target.
     entropy: `[R, L]`, nats, of the whole distribution.
-    norm: `[R, L]`, squared length of the slope of the target's
-      log-probability with respect to the scores, 1 - 2 p + sum of p_v^2.
+    logit_grad_sq: `[R, L]`, squared norm of the gradient of the target's
+      log-probability with respect to the logits, 1 - 2 p + sum of p_v^2.
   """
 
   logprobs: Float[Array, "*rows L"]
   entropy: Float[Array, "*rows L"]
-  norm: Float[Array, "*rows L"]
+  logit_grad_sq: Float[Array, "*rows L"]
 
 
 @struct.dataclass

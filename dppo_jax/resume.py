@@ -1,37 +1,24 @@
-"""What a run that goes on may change, and what it may not."""
+"""One directory, one run: its config is written down, or another is refused."""
 
 import json
 import os
 import pathlib
 
 from dppo_jax import config as configs
-
-# What a resumed run may change: none of it alters a step's result by more than
-# rounding.
-FREE = (
-  "steps",
-  "model.remat",
-  "model.attention",
-  "rollout.num_slots",
-  "rollout.prefill_prompts",
-  "pack.rows",
-  "pack.window",
-  "pack.shares_prompts",
-  "pack.head_tokens",
-  "reward.num_workers",
-  "reward.timeout_seconds",
-  "eval.every",
-  "checkpoint.every",
-  "checkpoint.keep",
-  "mesh.data",
-  "mesh.model",
-)
+from dppo_jax.options import flatten, walk
 
 
-def has_schedule(config: configs.Config) -> bool:
-  """True where what the method prunes depends on the number of steps."""
-  args = config.method.args
-  return args.get("steps") == 0 and args.get("prune_until", 0) != 1
+def may_change(config: configs.Config) -> set[str]:
+  """The options that a run that goes on may have changed, by dotted name."""
+  free = {
+    name for name, _, metadata in walk(config) if metadata.get("may_change")
+  }
+  method = configs.make_method(config)
+  if config.optimizer.schedule != "constant" or method.has_schedule:
+    free.discard("steps")  # the learning rate, or pruning, depends on it
+  if method.tokens:  # tokens are drawn along the rows
+    free -= {"pack.rows_per_micro", "pack.window"}
+  return free
 
 
 def write(path: pathlib.Path, config: configs.Config) -> None:
@@ -39,19 +26,15 @@ def write(path: pathlib.Path, config: configs.Config) -> None:
 
   Raises:
     ValueError: where the run in that directory cannot go on under `config`;
-      it names every field that differs.
+      it names every option that differs.
   """
-  new = configs.flatten(config)
+  new = flatten(config)
   # Without a checkpoint there is nothing to go on from.
   if path.exists() and any(
     x.name.isdigit() for x in path.parent.glob("checkpoints/*")
   ):
     old = json.loads(path.read_text())
-    free = set(FREE)
-    if new["optimizer.schedule"] != "constant" or has_schedule(config):
-      free.discard("steps")  # the learning rate, or pruning, depends on it
-    if configs.make_method(config).tokens:
-      free -= {"pack.rows", "pack.window"}  # tokens are drawn along the rows
+    free = may_change(config)
     differing = [
       f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
       for name in sorted(old.keys() | new.keys())
@@ -63,6 +46,6 @@ def write(path: pathlib.Path, config: configs.Config) -> None:
         f"--workdir, or restore: {'; '.join(differing)}"
       )
   path.parent.mkdir(parents=True, exist_ok=True)
-  whole = path.with_suffix(".tmp")
-  whole.write_text(json.dumps(new, indent=2) + "\n")
-  os.replace(whole, path)
+  unfinished = path.with_suffix(".tmp")
+  unfinished.write_text(json.dumps(new, indent=2) + "\n")
+  os.replace(unfinished, path)

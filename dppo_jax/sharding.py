@@ -53,12 +53,20 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
   return NamedSharding(mesh, spec(axes))
 
 
+def unclaimed_spec(*axes: str | None) -> PartitionSpec:
+  """The partition by those mesh axes that no shard_map around has divided.
+
+  Inside a `jax.shard_map` over some axes of the mesh, those are manual and
+  arrays are one shard of them already.
+  """
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  return PartitionSpec(
+    *(None if axis in manual else axis for axis in spec(axes))
+  )
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   """`x`, laid out by its logical axes; as it is where no mesh is set."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
+  if jax.sharding.get_abstract_mesh().empty:
     return x
-  parts = tuple(
-    None if part in mesh.manual_axes else part for part in spec(axes)
-  )
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts))
+  return jax.lax.with_sharding_constraint(x, unclaimed_spec(*axes))

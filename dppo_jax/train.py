@@ -1,7 +1,8 @@
-"""One training step, room by room.
+"""One training step, stage by stage.
 
-harvest (draw -> choose prompts -> roll out -> grade -> remember) -> select
-  (advantages, completions, weights, packing) -> score (tokens) -> update
+collect (draw -> choose prompts -> roll out -> grade -> update history)
+  -> select (advantages, completions, weights, packing) -> score (old
+  log-probabilities, tokens) -> update
 """
 
 from collections.abc import Callable, Iterator
@@ -12,28 +13,18 @@ import pathlib
 import signal
 
 import jax
-from jax import block_until_ready as ready
 import numpy as np
 
-from dppo_jax import (
-  checkpoint,
-  collect,
-  data,
-  evaluate,
-  keys,
-  metrics,
-  report,
-  resume,
-  rewards,
-  rooms,
-  update,
-  warmup,
-)
+from dppo_jax import checkpoint, data, evaluate, resume, rewards, shapes
+from dppo_jax import compiled as stages
 from dppo_jax import config as configs
-from dppo_jax.house import House, furnish
-from dppo_jax.keys import Room
+from dppo_jax.collect import collect, sample
+from dppo_jax.learner import sft, update
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
+from dppo_jax.reporting import logs, metrics, report
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.setup_run import Run, setup_run
 
 SAMPLES_PER_STEP = 2  # completions of each step in samples.jsonl
 
@@ -45,157 +36,160 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
     ValueError: for a config, data or checkpoint that cannot work.
     FloatingPointError: where the gradient stays non-finite.
   """
-  house = furnish(config)
+  logs.quiet_libraries()
+  logs.keep_programs()
+  run = setup_run(config)
   resume.write(workdir / "config.json", config)
   with (
-    jax.set_mesh(house.mesh),
-    house.make_grader() as grader,
-    checkpoint.Checkpoints(workdir, config.checkpoint.keep) as saved,
-    metrics.Writer(workdir, saved.latest_step(), config.steps) as writer,
+    jax.set_mesh(run.mesh),
+    run.make_grader() as grader,
+    checkpoint.Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
+    metrics.Writer(workdir, checkpoints.latest_step(), config.steps) as writer,
   ):
-    writer.say(house.description())
+    writer.say(run.description())
     grader.self_check()
-    _train(house, grader, saved, writer)
+    _train(run, grader, checkpoints, writer)
   print(f"report: {report.write(workdir)}", flush=True)
 
 
 def _train(
-  house: House,
+  run: Run,
   grader: rewards.Grader,
-  saved: checkpoint.Checkpoints,
+  checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
 ) -> None:
-  config = house.config
+  config = run.config
   num_prompts = config.data.prompts_per_step
-  compiled = rooms.build(house)
-  test = functools.partial(_test, house, compiled, grader, writer)
-  state, reference = _begin(house, saved, writer, test)
+  compiled = stages.compile_step(run)
+  evaluate_now = functools.partial(_evaluate, run, compiled, grader, writer)
+  state, reference = _begin(run, checkpoints, writer, evaluate_now)
   # The first draw shuffles the epoch, which compiles; no later one does.
-  data.draw(house.train, house.root_key, 0, num_prompts)
-  compiles = metrics.Compilations()
+  data.draw(run.train_set, run.root_key, 0, num_prompts)
+  compilations = metrics.Compilations()
 
   with _stop_signal() as is_stopping:
     for step in range(int(state.step), config.steps):
-      at = functools.partial(keys.draw_at, house.root_key, step)
+      rng_of = functools.partial(rng_at, run.root_key, step)
       clock = metrics.Clock()
-      state, got = collect.harvest(house, compiled, grader, state, clock)
+      state, got = collect(run, compiled, grader, state, clock)
       with clock("select"):
-        batch, num_micro, chosen = ready(
+        batch, num_micro, selected = jax.block_until_ready(
           compiled.select(
-            at(Room.COMPLETIONS), got.prompts, got.rollout, got.rewards
+            rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
           )
         )
       with clock("score"):
-        batch, refined = ready(
-          compiled.score(state.params, at(Room.TOKENS), batch, num_micro)
+        batch, scored = jax.block_until_ready(
+          compiled.score(state.params, rng_of(Stage.TOKENS), batch, num_micro)
         )
       with clock("update"):
-        num_drawn = np.float32(got.num_prompts) * config.rollout.group_size
-        state, learned = ready(
-          compiled.update(state, reference, batch, num_micro, num_drawn)
+        denominator = np.float32(got.num_prompts) * config.rollout.group_size
+        state, updated = jax.block_until_ready(
+          compiled.update(state, reference, batch, num_micro, denominator)
         )
 
       done = step + 1
-      values = jax.device_get(got.metrics | chosen | refined | learned)
-      values |= clock.metrics() | {"update/compiles": compiles.since_last()}
+      values = jax.device_get(got.metrics | selected | scored | updated)
+      values |= clock.metrics()
+      values |= {"update/compiles": compilations.since_last()}
       writer.write(done, values)
       writer.write_samples(done, got.samples[:SAMPLES_PER_STEP])
       writer.progress(done, values)
       _check(values)
-      ends = done == config.steps
-      if ends or _is_due(done, config.eval.every):
-        test(state)
+      is_last = done == config.steps
+      if is_last or _is_due(done, config.eval.every):
+        evaluate_now(state)
       stops = is_stopping()
-      if ends or stops or _is_due(done, config.checkpoint.every):
-        saved.save(done, state)
-      if stops and not ends:
+      if is_last or stops or _is_due(done, config.checkpoint.every):
+        checkpoints.save(done, state)
+      if stops and not is_last:
         writer.say(f"stopped after step {done}; the same command goes on")
         raise KeyboardInterrupt
 
 
 def _begin(
-  house: House,
-  saved: checkpoint.Checkpoints,
+  run: Run,
+  checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
-  test: Callable[[TrainState], None],
+  evaluate_now: Callable[[TrainState], None],
 ) -> tuple[TrainState, TrainState | None]:
   """The state to go on from, and the reference policy's weights."""
-  like = rooms.state_like(house)
-  first = saved.latest_step()
-  if first is None:
-    params = _warm_up(house, like.params, writer)
+  abstract = stages.abstract_train_state(run)
+  latest = checkpoints.latest_step()
+  if latest is None:
+    params = _first_params(run, abstract.params, writer)
     state = jax.jit(
-      functools.partial(rooms.fresh_state, house),
-      out_shardings=jax.tree.map(lambda x: x.sharding, like),
+      functools.partial(stages.init_train_state, run),
+      out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
       donate_argnums=0,
     )(params)
-    test(state)
-    saved.save(0, state)
+    evaluate_now(state)
+    checkpoints.save(0, state)
   else:
-    writer.say(f"going on after step {first}")
-    state = saved.restore(first, like)
+    writer.say(f"going on after step {latest}")
+    state = checkpoints.restore(latest, abstract)
   reference = None
-  if house.objective.beta:
-    saved.wait()
-    reference = saved.restore_params(0, like.params)
+  if run.objective.beta:
+    checkpoints.wait()
+    reference = checkpoints.restore_params(0, abstract.params)
   return state, reference
 
 
-def _warm_up(
-  house: House, like: transformer.Params, writer: metrics.Writer
+def _first_params(
+  run: Run, abstract: transformer.Params, writer: metrics.Writer
 ) -> transformer.Params:
   """The weights after the supervised steps that the config asks for, if any.
 
   Args:
-    like: shapes and placements of the weights.
+    abstract: shapes and shardings of the weights.
   """
-  knobs = dataclasses.asdict(house.config.warmup)
-  from_run = knobs.pop("from_run")
+  options = dataclasses.asdict(run.config.sft)
+  from_run = options.pop("from_run")
   if from_run:
     writer.say(f"the first weights of {from_run}")
     with checkpoint.Checkpoints(
       pathlib.Path(from_run), keep=1, read_only=True
     ) as other:
-      return other.restore_params(0, like)
-  params = house.initial_params()
-  if not knobs["steps"]:
+      return other.restore_params(0, abstract)
+  params = run.initial_params()
+  if not options["steps"]:
     return params
-  return warmup.run(
+  return sft.run(
     params,
-    house.train,
-    house.tokenizer,
-    house.stop_ids[0],
-    house.root_key,
-    model_config=house.model,
-    rows=house.rows,
-    head_tokens=house.config.pack.head_tokens,
+    run.train_set,
+    run.tokenizer,
+    run.stop_ids[0],
+    run.root_key,
+    model_config=run.model,
+    spec=run.packing,
+    logit_chunk=run.config.pack.logit_chunk,
     say=writer.say,
-    **knobs,
+    **options,
   )
 
 
-def _test(
-  house: House,
-  compiled: rooms.Rooms,
+def _evaluate(
+  run: Run,
+  compiled: stages.CompiledStep,
   grader: rewards.Grader,
   writer: metrics.Writer,
   state: TrainState,
 ) -> None:
-  """Writes the accuracy on held-out problems, if any, and some answers."""
-  if not house.held_out:
+  """Writes the accuracy on the evaluation set, if any, and some answers."""
+  if not run.eval_set:
     return
   step = int(state.step)
   values, answers = evaluate.evaluate(
     functools.partial(compiled.evaluate, state.params),
-    house.held_out,
-    house.tokenizer,
+    run.eval_set,
+    run.tokenizer,
     grader,
-    keys.draw_at(house.root_key, 0, Room.EVALUATE),
-    house.config.eval.prompts,
+    rng_at(run.root_key, 0, Stage.EVALUATE),
+    shapes.round_up(run.config.eval.prompts, run.mesh.shape["data"]),
   )
   writer.write(step, values)
   writer.write_samples(
-    step, [collect.sample(*x) | {"held_out": True} for x in answers[:8]]
+    step, [sample(*x) | {"split": "eval"} for x in answers[:8]]
   )
   writer.say(
     f"step {step}: held-out accuracy {values['eval/accuracy']:.3f}"

@@ -8,34 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import keys
-from dppo_jax.algo import designs, prompt_rules
+from dppo_jax import methods
+from dppo_jax.algo import designs
 from dppo_jax.methods import METHODS
+from dppo_jax.rng import StepRng
 
 NUM_PROMPTS, GRID_ERROR = 12, 2 / designs.GRID
 drop, streaks, neyman = (
-  prompt_rules.drop_by_history,
-  prompt_rules.drop_flat_streaks,
-  prompt_rules.neyman_prompts,
+  methods.drop_by_history,
+  methods.drop_zero_variance_streaks,
+  methods.neyman_prompts,
 )
 PROMPT_RULES = {
-  "every": prompt_rules.every_prompt(),
+  "every": methods.every_prompt(),
   "history": drop(0.6),
   "history_annealed": drop(lambda step: jnp.where(step < 9, 0.6, 0.0)),
   "history_variance_all": drop(0.6, score="variance", scope="all"),
   "history_smooth_aged": drop(0.6, smoothing=0.5, max_age=3),
-  "history_literal": drop(0.6, literal=True),
-  "history_share": prompt_rules.expected_share(drop(0.6)),
   "streaks": streaks(),
-  "streaks_literal": streaks(literal=True),
-  "streaks_unweighted": prompt_rules.unweighted(streaks()),
+  "streaks_unweighted": methods.unweighted_prompts(streaks()),
   "neyman_half": neyman(0.5, prior=(1.0, 1.0)),
-  "neyman_other": neyman(0.7, 0.3, 0.0, 0.9, (0.5, 2.0), cost_aware=False),
+  "neyman_other": neyman(0.7, 0.3, 0.0, 0.9, (0.5, 2.0), is_cost_aware=False),
 }
 for _name, _factory in METHODS.items():  # every method obeys the laws too
   PROMPT_RULES[_name] = _factory().prompts
 # These say that they do not report the probability of their draw.
-DISHONEST = {"history_literal", "history_share", "streaks_unweighted", "greso"}
+DISHONEST = {"streaks_unweighted", "greso"}
 
 REWARDS = np.array(
   [[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0] * 6, [1] * 5 + [0], [1] * 6],
@@ -69,7 +67,7 @@ def jitted(rule, num_draws=20):
   @jax.jit
   def draws(history, ids, seeds, step):
     traces.append("select")
-    select = lambda key: rule.select(keys.Draw(key, step), history, ids)
+    select = lambda key: rule.select(StepRng(key, step), history, ids)
     return jax.lax.map(select, seeds)  # compiles sooner than vmap
 
   @jax.jit

@@ -12,8 +12,8 @@ import pytest
 from sources import write_jsonl, write_parquet, write_tfds
 import tensorflow_datasets as tfds
 
-from dppo_jax import arithmetic, data, sources
-from dppo_jax.tokenizer import CharacterTokenizer
+from dppo_jax import data
+from dppo_jax.data import CharacterTokenizer, arithmetic, sources
 
 COLUMNS = sources.Columns("problem", "answer", "source", "solution")
 ROWS = [
@@ -86,18 +86,18 @@ def test_numbers_of_operations_share_alike_until_one_runs_out():
   assert mix(arithmetic.make(0, 602, 6)).tolist() == [0, *[100] * 4, 101, 101]
   made = arithmetic.make(0, 4096, 6)
   assert mix(made).tolist() == [0, 272, 764, 765, 765, 765, 765]
-  train, held_out = arithmetic.split(made)
-  np.testing.assert_allclose(mix(held_out), mix(made) / 8, atol=1)
+  train, eval_set = arithmetic.split(made)
+  np.testing.assert_allclose(mix(eval_set), mix(made) / 8, atol=1)
   assert mix(train).sum() == 3584
-  np.testing.assert_allclose(mix(held_out[:64]), mix(made) / 64, atol=1)
+  np.testing.assert_allclose(mix(eval_set[:64]), mix(made) / 64, atol=1)
 
 
 def test_train_and_held_out_problems_are_disjoint():
-  train, held_out = data.load(CharacterTokenizer(), 0, **ARITHMETIC)
-  assert (len(train), len(held_out)) == (350, 50)
-  assert not set(train.problems) & set(held_out.problems)
-  assert len({*train.names, *held_out.names}) == 400
-  assert held_out.report.endswith("; 0 also in train")
+  train, eval_set = data.load(CharacterTokenizer(), 0, **ARITHMETIC)
+  assert (len(train), len(eval_set)) == (350, 50)
+  assert not set(train.problems) & set(eval_set.problems)
+  assert len({*train.names, *eval_set.names}) == 400
+  assert eval_set.report.endswith("; 0 also in train")
 
 
 def test_the_seed_alone_decides_the_problems():
@@ -111,9 +111,9 @@ def test_the_seed_alone_decides_the_problems():
 def test_limits_do_not_move_the_border_between_train_and_held_out():
   few = {**ARITHMETIC, "train_limit": 10, "eval_limit": 5}
   all_train, all_eval = data.load(CharacterTokenizer(), 0, **ARITHMETIC)
-  train, held_out = data.load(CharacterTokenizer(), 0, **few)
+  train, eval_set = data.load(CharacterTokenizer(), 0, **few)
   assert train.problems == all_train.problems[:10]
-  assert held_out.problems == all_eval.problems[:5]
+  assert eval_set.problems == all_eval.problems[:5]
 
 
 @pytest.mark.parametrize(
@@ -319,8 +319,8 @@ def test_problems_also_in_train_are_reported(tmp_path):
     {"source": str(i), "problem": text, "answer": "1"}
     for i, text in enumerate(("1 + 2 =", "8-8=", "9-8="))
   ]
-  held_out = write_jsonl(tmp_path / "eval.jsonl", others)
-  options = {**ARITHMETIC, "train": train, "eval": held_out}
+  eval_set = write_jsonl(tmp_path / "eval.jsonl", others)
+  options = {**ARITHMETIC, "train": train, "eval": eval_set}
   train_set, eval_set = data.load(CharacterTokenizer(), 0, **options)
   assert eval_set.report.startswith("eval: 3 read, 3 used (")
   assert eval_set.report.endswith("; 1 also in train")
@@ -330,9 +330,9 @@ def test_problems_also_in_train_are_reported(tmp_path):
 def test_a_file_may_stand_beside_arithmetic(tmp_path):
   path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:1])
   options = {**ARITHMETIC, "eval": path}
-  train, held_out = data.load(CharacterTokenizer(), 0, **options)
+  train, eval_set = data.load(CharacterTokenizer(), 0, **options)
   assert train.names[0].startswith("arithmetic/") and len(train) == 350
-  assert held_out.names == ("a",)
+  assert eval_set.names == ("a",)
 
 
 # Draws -----------------------------------------------------------------------

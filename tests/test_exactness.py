@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import batch as batches
-from dppo_jax import keys, methods, update
-from dppo_jax.algo import designs, objectives, token_rules
-from dppo_jax.records import Scores
+from dppo_jax import methods
+from dppo_jax.algo import designs, objectives
+from dppo_jax.learner import select, update
+from dppo_jax.records import Selection, TokenStats
+from dppo_jax.rng import Stage, rng_at
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-DRAW = keys.draw_at(jax.random.key(0), 1, keys.Room.COMPLETIONS)
-ROWS = batches.Rows(length=24, per_micro=2, window=4)
+RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)
+SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
 IDS = jnp.arange(3, dtype=jnp.int32)
 
 _ACTIVE = {"beta": 0.3, "dual_clip": 1.3}
@@ -38,7 +39,7 @@ OBJECTIVES = {
 WEIGHTED = {
   "dppo": methods.dppo(0.6, 0.7),
   "dppo, batch": methods.dppo(0.6, 0.7, "batch"),
-  "greso": methods.greso(0.5, is_weighted=True, refill="none"),
+  "greso": methods.greso(0.5, is_weighted=True, dynamic_sampling="none"),
   "neyman": methods.neyman(0.67, 0.6),
   "neyman, length": methods.neyman(0.67, 0.6, proxy="length"),
   "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
@@ -109,7 +110,7 @@ def _prompt_draws(method):
   lengths = jnp.array([[4, 5, 3], [2, 2, 2], [5, 5, 5]], jnp.int32)
   zero = jnp.int32(0)
   history = method.prompts.observe(history, zero, IDS, BEFORE, lengths)
-  select = lambda: (method.prompts.select(DRAW, history, IDS),)
+  select = lambda: (method.prompts.select(RNG, history, IDS),)
   drawn = list(_Draws(select)())
   if any((kept.keep != drawn[0][1].keep).any() for _, kept in drawn):
     return drawn
@@ -125,18 +126,18 @@ def _draws(method, objective, is_weighted=True):
   def pack(rollout):
     chosen = []
 
-    def spy(draw, groups):
-      chosen.append(method.completions(draw, groups))
+    def spy(rng, groups):
+      chosen.append(method.completions(rng, groups))
       return chosen[0] if is_weighted else forget(chosen[0])
 
-    batch, num_micro, _ = batches.select(
-      DRAW,
+    batch, num_micro, _ = select.select(
+      RNG,
       small.prompts(),
       rollout,
       jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
       method=method._replace(completions=spy),
       objective=objective,
-      rows=ROWS,
+      spec=SPEC,
       train_zero_advantage=False,
     )
     return chosen[0], batch, num_micro
@@ -144,13 +145,13 @@ def _draws(method, objective, is_weighted=True):
   def refine(batch):
     chosen = []
 
-    def spy(draw, batch, scores):
-      chosen.append(method.tokens.select(draw, batch, scores))
+    def spy(rng, batch, stats):
+      chosen.append(method.tokens.select(rng, batch, stats))
       return chosen[0]
 
     tokens = method.tokens._replace(select=spy)
-    batch, _ = batches.choose_tokens(
-      DRAW,
+    batch, _ = select.choose_tokens(
+      RNG,
       batch,
       None,
       method=method._replace(tokens=tokens),
@@ -177,11 +178,11 @@ def _draws(method, objective, is_weighted=True):
 
 @functools.partial(jax.jit, static_argnames="objective")
 def _gradient(params, reference, batch, num_micro, objective):
-  settings = update.Settings(
-    small.MODEL, objective, head_tokens=16, inner_updates=2
+  config = update.UpdateConfig(
+    small.MODEL, objective, logit_chunk=16, inner_updates=2
   )
-  total = update.gradient(batch, num_micro, params, reference, settings)
-  leaves = jax.tree.leaves(total.gradient)
+  total = update.sum_gradients(batch, num_micro, params, reference, config)
+  leaves = jax.tree.leaves(total.grad)
   return jnp.concatenate([jnp.ravel(x) for x in leaves]), total.sums
 
 
@@ -269,6 +270,24 @@ def _retained(kept, chosen):
   return keep.size / max(float(keep.sum()), 1)
 
 
+def _expected_share(rng, groups):
+  """A mean over what was kept, times the share expected to be."""
+  chosen = methods.drop_small_advantage(0.7)(rng, groups)
+  share = lambda x: x.astype(jnp.float32).mean(axis=1, keepdims=True)
+  ratio = share(chosen.keep) / share(chosen.prob)
+  return chosen.replace(prob=chosen.prob * ratio)
+
+
+def _lowest_first(rng, groups):
+  """Drops what it says that it drops with a probability of 0.7."""
+  prob = methods.drop_small_advantage(0.7)(rng, groups).prob
+  return Selection(prob == 1, prob)
+
+
+def _with_completions(rule):
+  return methods.dppo(0.6, 0.7)._replace(completions=rule)
+
+
 WRONG = {
   "Hajek": {"method": methods.dppo(0.6, 0.7), "scale": _hajek},
   "Hajek, fixed size": {"method": methods.neyman(0.67, 0.6), "scale": _hajek},
@@ -279,14 +298,14 @@ WRONG = {
     "is_weighted": False,
   },
   "no weights of prompts": {
-    "method": methods.greso(is_weighted=True, refill="none"),
+    "method": methods.greso(is_weighted=True, dynamic_sampling="none"),
     "is_weighted": False,
   },
   "statistics after": {
     "method": methods.dppo(0.6, 0.7)._replace(has_statistics_after=True)
   },
-  "expected share": {"method": methods.dppo(0.6, 0.7, has_expected_share=True)},
-  "literal floor": {"method": methods.dppo(0.6, 0.7, is_literal=True)},
+  "expected share": {"method": _with_completions(_expected_share)},
+  "fixed share, lowest first": {"method": _with_completions(_lowest_first)},
   "top advantage": {"method": methods.cppo(0.5)},
   "top advantage, batch": {"method": methods.cppo(0.5, "batch")},
   "max variance": {"method": methods.d1s(0.7)},
@@ -302,21 +321,19 @@ def test_the_enumeration_has_teeth(wrong):
 
 COLLAPSED = {
   "dppo": methods.dppo(0.0, 0.0),
-  "dppo, ended": methods.dppo(prune_until=0.001, steps=100),
-  "dppo, literal": methods.dppo(0.0, 0.0, is_literal=True),
-  "dppo, expected share": methods.dppo(0.0, 0.0, has_expected_share=True),
+  "dppo, ended": methods.dppo(prune_until=0.001, total_steps=100),
   "cppo": methods.cppo(1.0),
   "cppo, batch": methods.cppo(1.0, "batch"),
-  "greso": methods.greso(1.0, tuning=0.0, refill="none"),
+  "greso": methods.greso(1.0, tuning=0.0, dynamic_sampling="none"),
   "d1s": methods.d1s(1.0),
   "d1s, batch": methods.d1s(1.0, "batch"),
   "d2s": methods.d2s(1.0, 1.0),
   "d3s": methods.d3s(1.0, 1.0),
-  "d3s, at its end": methods.d3s(steps=2),
+  "d3s, at its end": methods.d3s(total_steps=2),
   "pods": methods.pods(1.0),
   "neyman": methods.neyman(1.0, 1.0),
   "neyman, tokens": methods.neyman(1.0, 1.0)._replace(
-    tokens=token_rules.neyman(1.0)
+    tokens=methods.neyman_tokens(1.0)
   ),
 }
 
@@ -329,25 +346,25 @@ def test_keeping_all_is_grpo_to_the_bit(method):
   rollout = small.rollout(small.prompts())
 
   @jax.jit
-  def pack(scores):
-    batch, num_micro, _ = batches.select(
-      DRAW,
+  def pack(stats):
+    batch, num_micro, _ = select.select(
+      RNG,
       small.prompts(),
       rollout,
       REWARDS,
       method=method,
       objective=objective,
-      rows=ROWS,
+      spec=SPEC,
       train_zero_advantage=False,
     )
     if method.tokens:
-      scores = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, batch.weights.shape), scores
+      stats = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, batch.weights.shape), stats
       )
-      batch, _ = batches.choose_tokens(
-        DRAW,
+      batch, _ = select.choose_tokens(
+        RNG,
         batch,
-        scores,
+        stats,
         method=method,
         objective=objective,
         is_on_policy=True,
@@ -355,7 +372,7 @@ def test_keeping_all_is_grpo_to_the_bit(method):
     return batch, num_micro
 
   half = jnp.float32(0.5)
-  batch, num_micro = pack(Scores(-half, half, half))
+  batch, num_micro = pack(TokenStats(-half, half, half))
   (_, _, _, want, want_micro), *_ = _draws(methods.grpo(), objective)
   jax.tree.map(
     np.testing.assert_array_equal, (batch, num_micro), (want, want_micro)

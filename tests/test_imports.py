@@ -1,72 +1,77 @@
-"""The order of the rooms is a test: imports point down, config stays up."""
+"""The layout is a test: imports point down, and never in a circle."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "dppo_jax"
 LEVELS = [
-  {"records", "keys", "buckets", "sharding"},
-  {"algo", "models", "arithmetic", "sampling"},
-  {
-    "methods",
-    "sources",
-    "data",
-    "decoding",
-    "tokenizer",
-    "rollout",
-    "rewards",
-    "update",
-    "checkpoint",
-    "metrics",
-    "batch",
-    "warmup",
-  },
-  {"config", "collect", "evaluate", "house", "report", "resume", "rooms"},
+  {"records", "rng", "shapes", "sharding"},
+  {"algo", "models", "data", "rewards", "reporting", "options"},
+  {"methods", "rollout", "checkpoint"},
+  {"learner", "config", "evaluate"},
+  {"resume", "setup_run"},
+  {"compiled"},
+  {"collect"},
   {"train"},
   {"main"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def _room(path: pathlib.Path) -> str:
-  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+MODULES = {
+  ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+  for path in FILES
+}
+MODULES = {name.removesuffix(".__init__"): p for name, p in MODULES.items()}
 
 
 def _imported(path: pathlib.Path) -> set[str]:
-  """Rooms that a file imports, at whatever depth of the file."""
+  """Modules of the package that a file imports, at whatever depth of it."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
-      if node.module == "dppo_jax":
-        found |= {alias.name for alias in node.names}
-      elif node.module.startswith("dppo_jax."):
-        found.add(node.module.split(".")[1])
+      for alias in node.names:
+        inner = f"{node.module}.{alias.name}"
+        found.add(inner if inner in MODULES else node.module)
     if isinstance(node, ast.Import):
-      names = [alias.name for alias in node.names]
-      found |= {n.split(".")[1] for n in names if n.startswith("dppo_jax.")}
-  return found
+      found |= {alias.name for alias in node.names}
+  return found & MODULES.keys()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_imports_point_down(path):
-  room = _room(path)
-  if room == "__init__":
-    assert not _imported(path)
-    return
-  for other in _imported(path) - {room}:
-    assert LEVEL[other] <= LEVEL[room], f"{room} imports {other}"
+def _part(module: str) -> str:
+  return module.split(".")[1] if "." in module else ""
 
 
-def test_every_room_has_a_level():
-  assert {_room(path) for path in FILES} - {"__init__"} == set(LEVEL)
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+  for other in _imported(MODULES[module]):
+    if _part(other) != _part(module):
+      assert _part(module), f"dppo_jax/__init__ imports {other}"
+      down = LEVEL[_part(other)] <= LEVEL[_part(module)]
+      assert down, f"{module} imports {other}"
+
+
+def test_no_import_goes_in_a_circle():
+  """Neither between files nor between folders, on one level or across."""
+  files = {name: _imported(path) - {name} for name, path in MODULES.items()}
+  folders = {}
+  for name, others in files.items():
+    here = folders.setdefault(_part(name), set())
+    here |= {_part(other) for other in others} - {_part(name)}
+  for graph in (files, folders):
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_every_part_has_a_level():
+  assert {_part(name) for name in MODULES} - {""} == set(LEVEL)
 
 
 def test_mathematics_knows_no_model_config_or_file():
   for path in (PACKAGE / "algo").glob("*.py"):
-    assert _imported(path) <= {"algo", "records", "keys"}, path.name
+    parts = {_part(name) for name in _imported(path)}
+    assert parts <= {"algo", "records", "rng"}, path.name
 
 
 def test_a_file_is_read_in_one_sitting():

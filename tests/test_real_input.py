@@ -18,7 +18,7 @@ import pytest
 import sources
 
 from dppo_jax import train
-from dppo_jax.tokenizer import PretrainedTokenizer
+from dppo_jax.data import PretrainedTokenizer
 
 torch = pytest.importorskip("torch")
 import checkpoints  # noqa: E402
@@ -41,18 +41,18 @@ SMALL = {
   "rollout__group_size": 8,
   "rollout__max_tokens": 16,
   "rollout__num_slots": 8,
-  "rollout__prefill_prompts": 4,
+  "rollout__prefill_batch": 4,
   "reward__num_workers": 2,
   "reward__format_reward": 0.1,
   "pack__row_length": 128,
-  "pack__rows": 2,
-  "pack__head_tokens": 256,
+  "pack__rows_per_micro": 2,
+  "pack__logit_chunk": 256,
   "optimizer__learning_rate": 1e-2,
   "eval__prompts": 8,
 }
 PROMISED = (
   "reward/mean reward/accuracy prompts/drawn prompts/kept completions/kept "
-  "completions/dead_groups tokens/generated tokens/trained pack/fill "
+  "groups/zero_std tokens/generated tokens/trained pack/fill "
   "weights/max weights/ess rollout/seconds rollout/slot_utilisation "
   "reward/seconds reward/timeouts update/seconds update/micro_batches "
   "update/compiles update/grad_norm update/policy_ratio_max update/clip_share "

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import keys, rollout, sampling, sharding, update
+from dppo_jax import rollout, sharding
 from dppo_jax.algo import objectives
-from dppo_jax.models import attention, transformer
+from dppo_jax.learner import update
+from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PackedBatch, PromptBatch, Selection
-from dppo_jax.sampling import Sampling
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout import Sampling, generate, sampling
 
-DRAW = keys.draw_at(jax.random.key(5), 0, keys.Room.ROLLOUT)
+RNG = rng_at(jax.random.key(5), 0, Stage.ROLLOUT)
 
 
 @functools.cache
@@ -24,7 +26,7 @@ def _sampler(**kwargs):
     max_tokens=12,
     num_slots=4,
     stop_ids=(small.STOP,),
-    prefill_prompts=2,
+    prefill_batch=2,
   )
   return jax.jit(
     functools.partial(
@@ -35,7 +37,7 @@ def _sampler(**kwargs):
 
 def _sample(prompts, kept=None, params=None, **kwargs):
   params = small.params() if params is None else params
-  return _sampler(**kwargs)(params, prompts=prompts, draw=DRAW, kept=kept)
+  return _sampler(**kwargs)(params, prompts=prompts, rng=RNG, kept=kept)
 
 
 def _prompts(num=6):
@@ -46,11 +48,9 @@ def test_logprobs_are_those_of_the_full_forward_pass():
   """Prefill, cache and slots give what one pass over each sequence gives."""
   prompts = _prompts()
   got = _sample(prompts, temperature=0.8)
-  settings = update.Settings(small.MODEL, objectives.grpo(), temperature=0.8)
+  config = update.UpdateConfig(small.MODEL, objectives.grpo(), temperature=0.8)
   score = jax.jit(
-    lambda rows: update.logprobs(
-      small.params(), settings, rows, rows.is_trained
-    )
+    lambda rows: update.logprobs(small.params(), config, rows, rows.is_trained)
   )
   for q in range(6):
     for g in range(4):
@@ -132,8 +132,8 @@ def test_steps_differ_and_ids_differ():
   prompts = _prompts()
   other = prompts.replace(ids=prompts.ids + 100)
   assert not (_sample(other).tokens == _sample(prompts).tokens).all()
-  later = keys.draw_at(jax.random.key(5), 1, keys.Room.ROLLOUT)
-  got = _sampler()(small.params(), prompts=prompts, draw=later, kept=None)
+  later = rng_at(jax.random.key(5), 1, Stage.ROLLOUT)
+  got = _sampler()(small.params(), prompts=prompts, rng=later, kept=None)
   assert not (got.tokens == _sample(prompts).tokens).all()
 
 
@@ -158,9 +158,9 @@ def test_the_likeliest_token_is_the_limit_of_every_truncation():
 def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
   """Tolerance: 5 standard errors of four shares; false alarm below 1e-5."""
   num = 20000
-  scores = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
-  token, logprob = sampling.choose(
-    scores, jax.random.uniform(jax.random.key(0), (num,)), **kwargs
+  logits = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
+  token, logprob = sampling.sample_token(
+    logits, jax.random.uniform(jax.random.key(0), (num,)), **kwargs
   )
   share = np.array(share)
   seen = np.bincount(token, minlength=4) / num
@@ -178,7 +178,7 @@ def test_inverting_the_running_sum_finds_each_token_as_often_as_it_should():
   counts[at] = rng.multinomial(4096, np.full(40, 1 / 40))
   uniform = jnp.arange(4096, dtype=jnp.float32) / 4096
   probs = jnp.broadcast_to(jnp.array(counts / 4096, jnp.float32), (4096, 300))
-  found = jax.jit(sampling._invert)(probs, uniform)
+  found = jax.jit(sampling._invert_cdf)(probs, uniform)
   np.testing.assert_array_equal(np.bincount(found, minlength=300), counts)
 
 
@@ -188,7 +188,7 @@ def test_a_token_of_probability_zero_is_never_found():
   probs = rng.exponential(size=(500, 700)) * (rng.random((500, 700)) < 0.1)
   probs = jnp.array(probs / probs.sum(-1, keepdims=True), jnp.float32)
   for uniform in (0.0, 2.0**-23, 1 - 2.0**-23):
-    found = sampling._invert(probs, jnp.full((500,), uniform))
+    found = sampling._invert_cdf(probs, jnp.full((500,), uniform))
     assert (jnp.take_along_axis(probs, found[:, None], 1) > 0).all()
 
 
@@ -209,15 +209,15 @@ def test_what_is_whole_after_the_first_part_stays_as_it_is():
   prompts = small.prompts(8)
   kept = Selection(jnp.arange(8) != 3, jnp.ones(8))
   how = Sampling(max_tokens=12, stop_ids=(small.STOP,))
-  weights = transformer.unstack(small.params(), small.MODEL)
-  begun = jax.jit(
-    lambda weights: rollout.start(
-      weights, small.MODEL, prompts, DRAW, kept, how, group_size=4, num_slots=6
+  params = transformer.to_inference_params(small.params(), small.MODEL)
+  state = jax.jit(
+    lambda params: rollout.begin_decode(
+      params, small.MODEL, prompts, RNG, kept, how, group_size=4, num_slots=6
     )
-  )(weights)
-  early = rollout.so_far(begun, prompts, kept)
-  late = rollout.so_far(
-    rollout.finish(weights, small.MODEL, begun, how), prompts, kept
+  )(params)
+  early = rollout.to_rollout(state, prompts, kept)
+  late = rollout.to_rollout(
+    rollout.finish_decode(params, small.MODEL, state, how), prompts, kept
   )
   is_whole = np.asarray(early.is_stopped | (early.lengths == 12))
   assert 20 < is_whole.sum() < 28
@@ -238,9 +238,9 @@ def test_a_longer_limit_goes_on_where_a_shorter_one_cuts():
 
 def test_prompts_padded_to_several_lengths_sample_the_same(monkeypatch):
   want = _sample(_prompts())
-  monkeypatch.setattr(rollout, "_SHORTEST", 2)
+  monkeypatch.setattr(kv_cache, "_SHORTEST", 2)
   _sampler.cache_clear()
-  got = _sample(_prompts(), prefill_prompts=1)
+  got = _sample(_prompts(), prefill_batch=1)
   _sampler.cache_clear()
   np.testing.assert_array_equal(got.tokens, want.tokens)
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
@@ -249,56 +249,30 @@ def test_prompts_padded_to_several_lengths_sample_the_same(monkeypatch):
 def test_a_cache_in_many_parts_samples_the_same(monkeypatch):
   """Prompts of 6 tokens reach into the second part, completions the last."""
   want = _sample(_prompts())
-  monkeypatch.setattr(rollout, "_part_sizes", lambda capacity: [3, 6, 16])
-  monkeypatch.setattr(rollout, "_SHORTEST", 2)
+  monkeypatch.setattr(kv_cache, "part_sizes", lambda capacity: [3, 6, 16])
+  monkeypatch.setattr(kv_cache, "_SHORTEST", 2)
   _sampler.cache_clear()
-  got = _sample(_prompts(), prefill_prompts=1)
+  got = _sample(_prompts(), prefill_batch=1)
   _sampler.cache_clear()
   assert (want.lengths + _prompts().lengths[:, None] > 10).any()
   np.testing.assert_array_equal(got.tokens, want.tokens)
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
-def test_reading_the_cache_in_parts_is_the_plain_formula():
-  rng = jax.random.split(jax.random.key(0), 3)
-  q = jax.random.normal(rng[0], (5, 4, 8))
-  cache = [jax.random.normal(k, (2, 5, 2, 256, 8)) for k in rng[1:]]
-  positions = jnp.array([63, 3, 64, 127, 128])
-  parts = [
-    attention.Cells(keys.swapaxes(3, 4), values)
-    for keys, values in zip(
-      *(jnp.split(x, [64, 128], 3) for x in cache), strict=True
-    )
-  ]
-  read = jax.jit(lambda p: attention.attend_cache(q, parts, jnp.int32(1), p))
-  k, v = (jnp.repeat(x[1], 2, axis=1) for x in cache)
-  scores = jnp.einsum("bhd,bhsd->bhs", q, k) * 8**-0.5
-  is_live = jnp.arange(256) <= positions[:, None]
-  share = jax.nn.softmax(jnp.where(is_live[:, None], scores, -jnp.inf), -1)
-  plain = jnp.einsum("bhs,bhsd->bhd", share, v)
-  np.testing.assert_allclose(read(positions), plain, atol=1e-6)
-  # Bit for bit: how far the other slots are does not matter.
-  np.testing.assert_array_equal(
-    read(jnp.array([63, 3, 64, 0, 0]))[:3], read(positions)[:3]
-  )
-  np.testing.assert_array_equal(
-    read(jnp.array([63, 3, 0, 0, 0]))[:2], read(positions)[:2]
-  )
-  # What no slot has reached is not read: 0 times it would not be 0.
-  parts[2] = attention.Cells(*(jnp.full_like(x, jnp.nan) for x in parts[2]))
-  assert jnp.isfinite(attention.attend_cache(q, parts, 1, positions - 1)).all()
-
-
 def test_weights_for_decoding_are_whole_on_the_data_axis():
   """Gathered once, not by every program; the model axis still splits them."""
   mesh = sharding.make_mesh(4, 2)
-  places = transformer.unstacked_shardings(small.MODEL, mesh)
-  unstack = functools.partial(transformer.unstack, config=small.MODEL)
+  places = transformer.inference_shardings(small.MODEL, mesh)
+  to_inference_params = functools.partial(
+    transformer.to_inference_params, config=small.MODEL
+  )
   params = jax.device_put(
     small.params(), transformer.shardings(small.MODEL, mesh)
   )
-  weights = jax.jit(unstack, out_shardings=places)(params)
-  jax.tree.map(np.testing.assert_array_equal, weights, unstack(small.params()))
+  weights = jax.jit(to_inference_params, out_shardings=places)(params)
+  jax.tree.map(
+    np.testing.assert_array_equal, weights, to_inference_params(small.params())
+  )
   copies = {
     8 * x.addressable_shards[0].data.size // x.size
     for x in jax.tree.leaves(weights)
@@ -306,11 +280,11 @@ def test_weights_for_decoding_are_whole_on_the_data_axis():
   assert copies == {4, 8}
 
 
-def test_kept_prompts_are_dealt_evenly():
+def test_kept_prompts_are_divided_evenly():
   keep = jnp.array([False, True, True, False, True, True, False, True])
-  seat = np.asarray(rollout._deal(keep, 4))
-  assert sorted(seat) == list(range(8))
-  per_shard = np.bincount(seat[np.asarray(keep)] // 2, minlength=4)
+  place = np.asarray(generate._balance_shards(keep, 4))
+  assert sorted(place) == list(range(8))
+  per_shard = np.bincount(place[np.asarray(keep)] // 2, minlength=4)
   assert per_shard.max() - per_shard.min() <= 1
 
 

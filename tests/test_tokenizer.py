@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from dppo_jax import arithmetic
-from dppo_jax.tokenizer import (
+from dppo_jax.data import arithmetic
+from dppo_jax.data.tokenizer import (
   CharacterTokenizer,
   PretrainedTokenizer,
   find_stop_ids,
@@ -202,7 +202,7 @@ def test_missing_files_are_named_with_their_directory(
 
 def test_reading_a_tokenizer_prints_nothing(small):
   code = (
-    "import sys; from dppo_jax.tokenizer import PretrainedTokenizer;"
+    "import sys; from dppo_jax.data.tokenizer import PretrainedTokenizer;"
     "assert 'transformers' not in sys.modules;"
     f"PretrainedTokenizer({small()!r})"
   )

@@ -8,18 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from dppo_jax import (
-  checkpoint,
-  collect,
-  config,
-  house,
-  keys,
-  methods,
-  metrics,
-  rooms,
-  train,
-)
-from dppo_jax.keys import Room
+from dppo_jax import checkpoint, collect, compiled, config, methods, train
+from dppo_jax.reporting import metrics
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.setup_run import setup_run
 
 
 def _config(**overrides) -> config.Config:
@@ -40,13 +32,13 @@ def _config(**overrides) -> config.Config:
     "rollout.max_tokens": 8,
     "rollout.num_slots": 8,
     "pack.row_length": 24,
-    "pack.rows": 8,
+    "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,
     # Enough to put something into a box, which then is right now and then.
-    "warmup.steps": 60,
-    "warmup.sequences_per_step": 16,
-    "warmup.direct_share": 1.0,
-    "warmup.learning_rate": 1e-2,
+    "sft.steps": 60,
+    "sft.sequences_per_step": 16,
+    "sft.direct_share": 1.0,
+    "sft.learning_rate": 1e-2,
     "eval.prompts": 8,
     "checkpoint.every": 2,
     "reward.format_reward": 0.5,
@@ -67,9 +59,9 @@ def _metrics(workdir):
 
 
 def _final_state(workdir, c):
-  with checkpoint.Checkpoints(workdir, 2) as saved:
-    like = rooms.state_like(house.furnish(c))
-    return jax.device_get(saved.restore(c.steps, like))
+  with checkpoint.Checkpoints(workdir, 2) as checkpoints:
+    abstract = compiled.abstract_train_state(setup_run(c))
+    return jax.device_get(checkpoints.restore(c.steps, abstract))
 
 
 def _assert_equal(a, b):
@@ -128,9 +120,9 @@ def test_grading_while_decoding_changes_nothing(
 ):
   at_once, num_early = collect.grade, []
 
-  def late(house, grader, rollout, known):
+  def late(run, grader, rollout, known):
     num_early.append(len(known))
-    return at_once(house, grader, rollout)
+    return at_once(run, grader, rollout)
 
   monkeypatch.setattr(collect, "grade", late)
   train.run(_config(), tmp_path)
@@ -176,8 +168,8 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on(
   with pytest.raises(KeyboardInterrupt):
     train.run(_config(), tmp_path)
   monkeypatch.undo()
-  with checkpoint.Checkpoints(tmp_path, 2) as saved:
-    assert saved.latest_step() == 1
+  with checkpoint.Checkpoints(tmp_path, 2) as checkpoints:
+    assert checkpoints.latest_step() == 1
   if number == signal.SIGTERM:
     train.run(_config(), tmp_path)
     _assert_same_run(tmp_path, uninterrupted)
@@ -201,7 +193,7 @@ def test_another_config_is_refused_by_name(uninterrupted):
 def test_every_method_trains_and_compiles_nothing_on_the_way(
   uninterrupted, tmp_path, method
 ):
-  c = _config(method=method, **{"warmup.from_run": str(uninterrupted)})
+  c = _config(method=method, **{"sft.from_run": str(uninterrupted)})
   if method == "neyman":
     c.method.args["token_budget"] = 0.5
   train.run(c, tmp_path)
@@ -222,7 +214,7 @@ def test_every_objective_trains(uninterrupted, tmp_path, objective):
     method=f"neyman,{objective}",
     args={"token_budget": 0.7},
     **{
-      "warmup.from_run": str(uninterrupted),
+      "sft.from_run": str(uninterrupted),
       "objective.inner_updates": 2,
       "reward.overlong_tokens": 4,
     },
@@ -240,16 +232,16 @@ def test_every_objective_trains(uninterrupted, tmp_path, objective):
   assert any(m["tokens/weight_max"] > 1 for m in learning)
 
 
-def test_a_refilled_step_draws_until_it_is_full_and_resumes(
+def test_dynamic_sampling_draws_until_it_is_full_and_resumes(
   uninterrupted, tmp_path, monkeypatch
 ):
-  c = _config(method="greso", **{"warmup.from_run": str(uninterrupted)})
+  c = _config(method="greso", **{"sft.from_run": str(uninterrupted)})
   train.run(c, tmp_path / "whole")
   steps = [m for m in _metrics(tmp_path / "whole") if "reward/mean" in m]
   assert any(m["prompts/drawn"] > 8 for m in steps)
   for m in steps:
-    informative = m["prompts/kept"] - m["completions/dead_groups"]
-    assert m["prompts/drawn"] == 32 or informative >= 8
+    nonzero = m["prompts/kept"] - m["groups/zero_std"]
+    assert m["prompts/drawn"] == 32 or nonzero >= 8
     assert m["completions/trained"] <= 32
 
   a = _final_state(tmp_path / "whole", c)
@@ -267,13 +259,13 @@ def test_a_refilled_step_draws_until_it_is_full_and_resumes(
 
 def test_a_run_starts_from_another_ones_first_weights(uninterrupted, tmp_path):
   """Restored before the first evaluation, without a warm-up."""
-  c = _config(steps=0, **{"warmup.from_run": str(uninterrupted)})
+  c = _config(steps=0, **{"sft.from_run": str(uninterrupted)})
   train.run(c, tmp_path)
   with checkpoint.Checkpoints(tmp_path, 2) as mine:
-    like = rooms.state_like(house.furnish(c))
-    params = mine.restore_params(0, like.params)
+    abstract = compiled.abstract_train_state(setup_run(c))
+    params = mine.restore_params(0, abstract.params)
   with checkpoint.Checkpoints(uninterrupted, 2) as other:
-    _assert_equal(params, other.restore_params(0, like.params))
+    _assert_equal(params, other.restore_params(0, abstract.params))
 
 
 def _three_steps(data_axis, model_axis, **overrides):
@@ -289,7 +281,7 @@ def _three_steps(data_axis, model_axis, **overrides):
   c.objective.args["beta"] = 0.1
   if c.method.name == "neyman":
     c.method.args["token_budget"] = 0.5
-  h = house.furnish(c)
+  run = setup_run(c)
 
   class Grader:
     """Something to learn that depends on nothing but the tokens."""
@@ -300,25 +292,25 @@ def _three_steps(data_axis, model_axis, **overrides):
     def reward(self, outcome):
       return float(outcome == "right")
 
-  with jax.set_mesh(h.mesh):
-    compiled = rooms.build(h)
-    like = rooms.state_like(h)
+  with jax.set_mesh(run.mesh):
+    step = compiled.compile_step(run)
+    abstract = compiled.abstract_train_state(run)
     state = jax.jit(
-      lambda p: rooms.fresh_state(h, p),
-      out_shardings=jax.tree.map(lambda x: x.sharding, like),
-    )(h.initial_params())
+      lambda p: compiled.init_train_state(run, p),
+      out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+    )(run.initial_params())
     reference = jax.tree.map(lambda x: x.copy(), state.params)
     tokens = []
-    for step in range(3):
-      at = lambda room, s=step: keys.draw_at(h.root_key, s, room)
-      state, got = collect.harvest(
-        h, compiled, Grader(), state, metrics.Clock()
+    for i in range(3):
+      rng_of = lambda stage, i=i: rng_at(run.root_key, i, stage)
+      state, got = collect.collect(run, step, Grader(), state, metrics.Clock())
+      batch, num_micro, _ = step.select(
+        rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
       )
-      batch, num_micro, _ = compiled.select(
-        at(Room.COMPLETIONS), got.prompts, got.rollout, got.rewards
+      batch, _ = step.score(
+        state.params, rng_of(Stage.TOKENS), batch, num_micro
       )
-      batch, _ = compiled.score(state.params, at(Room.TOKENS), batch, num_micro)
-      state, info = compiled.update(
+      state, info = step.update(
         state, reference, batch, num_micro, np.float32(got.num_prompts) * 4
       )
       tokens.append(jax.device_get((got.rollout.tokens, got.rollout.lengths)))
@@ -347,6 +339,6 @@ def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4)
   jax.tree.map(close, state.params, reference.params)
   jax.tree.map(close, state.history, reference.history)
-  start = house.furnish(_config()).initial_params()
+  start = setup_run(_config()).initial_params()
   moved = np.abs(np.asarray(start["embed"]) - state.params["embed"]).max()
   assert moved > 5e-3  # so that agreement says something

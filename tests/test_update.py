@@ -8,34 +8,35 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import batch as batches
-from dppo_jax import keys, methods, update
+from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.learner import select, update
 from dppo_jax.records import TrainState
+from dppo_jax.rng import Stage, rng_at
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-DRAW = keys.draw_at(jax.random.key(0), 0, keys.Room.COMPLETIONS)
-ROWS = batches.Rows(length=24, per_micro=2, window=4)
+RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
+SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
 # Clipping and the penalty at work: the sampler's log-probabilities are random.
 ACTIVE = objectives.grpo(clip_low=0.1, clip_high=0.15, beta=0.3)
 
 
-def _settings(objective=ACTIVE, inner_updates=2):
-  return update.Settings(
-    small.MODEL, objective, head_tokens=16, inner_updates=inner_updates
+def _config(objective=ACTIVE, inner_updates=2):
+  return update.UpdateConfig(
+    small.MODEL, objective, logit_chunk=16, inner_updates=inner_updates
   )
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "rows", "lavish"))
-def _select(rollout, objective=ACTIVE, rows=ROWS, lavish=False):
-  return batches.select(
-    DRAW,
+@functools.partial(jax.jit, static_argnames=("objective", "spec", "lavish"))
+def _select(rollout, objective=ACTIVE, spec=SPEC, lavish=False):
+  return select.select(
+    RNG,
     small.prompts(),
     rollout,
     REWARDS,
     method=methods.grpo(),
     objective=objective,
-    rows=rows,
+    spec=spec,
     train_zero_advantage=lavish,
   )
 
@@ -44,21 +45,21 @@ def _update(inner_updates, optimizer):
   return jax.jit(
     functools.partial(
       update.update,
-      settings=_settings(inner_updates=inner_updates),
+      config=_config(inner_updates=inner_updates),
       optimizer=optimizer,
     )
   )
 
 
-@functools.partial(jax.jit, static_argnames="settings")
-def _gradient(params, reference, batch, num_micro, settings):
-  return update.gradient(batch, num_micro, params, reference, settings)
+@functools.partial(jax.jit, static_argnames="config")
+def _gradient(params, reference, batch, num_micro, config):
+  return update.sum_gradients(batch, num_micro, params, reference, config)
 
 
 def _gradient_of(rollout, objective=ACTIVE, inner_updates=2, **kwargs):
   batch, num_micro, _ = _select(rollout, objective, **kwargs)
-  settings = _settings(objective, inner_updates)
-  return _gradient(small.params(0), small.params(1), batch, num_micro, settings)
+  config = _config(objective, inner_updates)
+  return _gradient(small.params(0), small.params(1), batch, num_micro, config)
 
 
 def _flat(tree):
@@ -78,19 +79,19 @@ def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
   lean = _gradient_of(rollout, objective=plain)
   heavy = _gradient_of(rollout, objective=plain, lavish=True)
   assert lean.sums["tokens"] < heavy.sums["tokens"]
-  _assert_close(lean.gradient, heavy.gradient, rtol=1e-6)
+  _assert_close(lean.grad, heavy.grad, rtol=1e-6)
   # With a penalty those completions are trained on without being asked for.
   held = _gradient_of(rollout)
   assert held.sums["tokens"] == heavy.sums["tokens"]
 
 
 @pytest.mark.parametrize(
-  "rows", [batches.Rows(11, 1, 1), batches.Rows(40, 3, 9)]
+  "spec", [select.PackingSpec(11, 1, 1), select.PackingSpec(40, 3, 9)]
 )
-def test_gradient_does_not_depend_on_rows_or_micro_batches(rows):
+def test_gradient_does_not_depend_on_rows_or_micro_batches(spec):
   rollout = small.rollout(small.prompts())
   _assert_close(
-    _gradient_of(rollout, rows=rows).gradient, _gradient_of(rollout).gradient
+    _gradient_of(rollout, spec=spec).grad, _gradient_of(rollout).grad
   )
 
 
@@ -99,24 +100,24 @@ def test_gradient_does_not_depend_on_whether_prompts_are_shared(objective):
   rollout = small.rollout(small.prompts())
   found = {}
   for shares in (False, True):
-    rows = batches.Rows(40, 2, 9, shares_prompts=shares)
-    batch, num_micro, info = _select(rollout, objective, rows=rows)
+    spec = select.PackingSpec(40, 2, 9, share_prefix=shares)
+    batch, num_micro, info = _select(rollout, objective, spec=spec)
     assert (info["pack/shared"] > 0) == shares
-    settings = _settings(objective)
+    config = _config(objective)
     found[shares] = _gradient(
-      small.params(0), small.params(1), batch, num_micro, settings
+      small.params(0), small.params(1), batch, num_micro, config
     )
-  _assert_close(found[True].gradient, found[False].gradient)
+  _assert_close(found[True].grad, found[False].grad)
   _assert_close(found[True].sums, found[False].sums)
 
 
 @jax.jit
 def _score(params, batch, num_micro):
-  scores = update.score(params, _settings(), batch, num_micro)
-  batch, _ = batches.choose_tokens(
-    DRAW,
+  stats = update.score(params, _config(), batch, num_micro)
+  batch, _ = select.choose_tokens(
+    RNG,
     batch,
-    scores,
+    stats,
     method=methods.grpo(),
     objective=ACTIVE,
     is_on_policy=False,
@@ -127,14 +128,14 @@ def _score(params, batch, num_micro):
 def test_packed_equals_alone():
   """Each sequence in a row of its own gives the same log-probabilities."""
   rollout = small.rollout(small.prompts())
-  alone = batches.Rows(length=10, per_micro=9, window=1)
+  alone = select.PackingSpec(row_length=10, rows_per_micro=9, window=1)
   scored = {}
-  for name, rows in {"packed": ROWS, "alone": alone}.items():
-    batch, num_micro, _ = _select(rollout, rows=rows)
+  for name, spec in {"packed": SPEC, "alone": alone}.items():
+    batch, num_micro, _ = _select(rollout, spec=spec)
     batch = _score(small.params(), batch, num_micro)
     flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1), batch)
-    # A cell is known by what was sampled there: its random log-probability.
-    was = _select(rollout, rows=rows)[0].old_logprobs.reshape(-1)
+    # A token is known by what was sampled there: its random log-probability.
+    was = _select(rollout, spec=spec)[0].old_logprobs.reshape(-1)
     scored[name] = {
       float(old): float(new)
       for old, new, t in zip(
@@ -144,8 +145,8 @@ def test_packed_equals_alone():
     }
   assert len(scored["packed"]) == int(rollout.lengths.sum())
   assert scored["packed"].keys() == scored["alone"].keys()
-  for cell, value in scored["packed"].items():
-    np.testing.assert_allclose(value, scored["alone"][cell], atol=2e-5)
+  for token, value in scored["packed"].items():
+    np.testing.assert_allclose(value, scored["alone"][token], atol=2e-5)
 
 
 def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
@@ -159,11 +160,11 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
     total = 0.0
     for i in range(int(num_micro)):
       rows = jax.tree.map(lambda x, i=i: x[i], batch)
-      logprobs = update.logprobs(params, _settings(), rows, rows.is_trained)
+      logprobs = update.logprobs(params, _config(), rows, rows.is_trained)
       total -= (logprobs * rows.advantages * rows.weights).sum()
     return total
 
-  _assert_close(got.gradient, jax.grad(likelihood)(small.params()))
+  _assert_close(got.grad, jax.grad(likelihood)(small.params()))
 
 
 def _state(optimizer):
@@ -185,7 +186,7 @@ def test_one_compilation_serves_every_number_of_micro_batches():
       batch,
       num_micro,
       jnp.float32(9),
-      settings=_settings(),
+      config=_config(),
       optimizer=optimizer,
     )
 
@@ -224,19 +225,17 @@ def test_inner_updates_are_steps_from_one_old_policy():
   assert info["update/policy_ratio_max"] > 1.01
   once, _ = _update(1, optimizer)(*args)
   # The second of two single steps must not take itself for on-policy.
-  by_hand = _gradient(
-    once.params, small.params(1), batch, num_micro, _settings()
-  )
+  by_hand = _gradient(once.params, small.params(1), batch, num_micro, _config())
   apply = jax.jit(update.apply_gradient, static_argnums=3)
   second, _ = apply(once, by_hand, jnp.float32(9), optimizer)
   _assert_close(twice.params, second.params, rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_learning_rate_ramps_and_falls(schedule):
-  """A constant slope makes AdamW move a weight by the learning rate."""
+def test_learning_rate_rises_and_falls(schedule):
+  """A constant gradient makes AdamW move a weight by the learning rate."""
   optimizer = update.make_optimizer(
-    0.1, 10, schedule, ramp_steps=2, clip_norm=1e9
+    0.1, 10, schedule, warmup_steps=2, clip_norm=1e9
   )
   params, moved = {"w": jnp.zeros(())}, []
   state = optimizer.init(params)

@@ -1,1 +1,49 @@
-"""The mathematics: pure functions of arrays; no model, config, or file."""
+"""Pure mathematics of arrays: it knows no model, no config and no files."""
+
+from dppo_jax.algo.advantages import (
+  group_centred,
+  group_normalized,
+  is_zero_variance,
+  leave_one_out,
+  overlong_penalty,
+)
+from dppo_jax.algo.designs import bernoulli, systematic, water_filling
+from dppo_jax.algo.diagnostics import diagnose
+from dppo_jax.algo.objectives import (
+  OBJECTIVES,
+  Objective,
+  dapo,
+  dr_grpo,
+  grpo,
+  gspo,
+  surrogate,
+)
+from dppo_jax.algo.packing import count_tokens, fill, plan, row_bound
+from dppo_jax.algo.segments import segment_sum
+from dppo_jax.algo.weights import effective_sample_size, horvitz_thompson
+
+__all__ = [
+  "OBJECTIVES",
+  "Objective",
+  "bernoulli",
+  "count_tokens",
+  "dapo",
+  "diagnose",
+  "dr_grpo",
+  "effective_sample_size",
+  "fill",
+  "group_centred",
+  "group_normalized",
+  "grpo",
+  "gspo",
+  "horvitz_thompson",
+  "is_zero_variance",
+  "leave_one_out",
+  "overlong_penalty",
+  "plan",
+  "row_bound",
+  "segment_sum",
+  "surrogate",
+  "systematic",
+  "water_filling",
+]

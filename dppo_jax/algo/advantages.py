@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dppo_jax.algo.checks import check
+
 
 def group_normalized(
   rewards: Float[Array, "Q G"],
@@ -19,8 +21,8 @@ def group_normalized(
   `2 sqrt(c (G - c))`. A `ddof` of 1 shrinks each by `sqrt((G - 1) / G)`.
 
   Args:
-    is_counted: whose rewards the mean and the deviation are of; the others'
-      advantages are zero. None stands for all.
+    is_counted: rewards from which mean and deviation are taken; the others'
+      advantages are zero. None counts all.
     eps: added to the deviation, above 0.
     ddof: 1 for the sample deviation, 0 for the population's.
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
@@ -38,17 +40,17 @@ def group_centred(
   """Rewards less the mean of their group.
 
   Args:
-    is_counted: whose rewards the mean is of; the others' advantages are zero.
-      None stands for all.
+    is_counted: rewards from which the mean is taken; the others' advantages
+      are zero. None counts all.
   Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
   """
   counted = _counted(rewards, is_counted)
-  # A reciprocal, which is what a compiler makes of a size that it knows: all
-  # counted and None then agree to the bit.
+  # A reciprocal, which is what the compiler makes of a constant size: a mask
+  # of all and None then agree to the bit.
   share = 1.0 / jnp.maximum(_size(rewards, is_counted), 1.0)
   total = jnp.where(counted, rewards, 0.0).sum(axis=1, keepdims=True)
-  is_flat = is_constant(rewards, is_counted)[:, None]
-  return jnp.where(counted & ~is_flat, rewards - total * share, 0.0)
+  has_none = is_zero_variance(rewards, is_counted)[:, None]
+  return jnp.where(counted & ~has_none, rewards - total * share, 0.0)
 
 
 def leave_one_out(
@@ -57,8 +59,8 @@ def leave_one_out(
   """Rewards less the mean of the others in their group.
 
   Args:
-    is_counted: which others the mean is of; those not among them have an
-      advantage of zero. None stands for all.
+    is_counted: rewards from which the mean is taken; the others' advantages
+      are zero. None counts all.
   Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free".
   """
   size = _size(rewards, is_counted)
@@ -66,7 +68,7 @@ def leave_one_out(
   return centred * (size / jnp.maximum(size - 1, 1.0))
 
 
-def is_constant(
+def is_zero_variance(
   rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
 ) -> Bool[Array, "Q"]:
   """True for the groups whose counted rewards are all the same, or none."""
@@ -89,24 +91,26 @@ def _size(rewards, is_counted) -> Float[Array, "Q 1"]:
 def overlong_penalty(
   lengths: Int[Array, "Q G"], max_tokens: int, cache: int
 ) -> Float[Array, "Q G"]:
-  """What is added to a completion's reward for its length, from -1 to 0.
+  """DAPO's soft overlong punishment, from -1 to 0, to be added to the reward.
 
-  0 up to `max_tokens - cache` tokens, from there down in a straight line to -1
-  at `max_tokens`, and -1 beyond.
+  0 up to `max_tokens - cache` tokens, from there a linear ramp down to -1 at
+  `max_tokens`, and -1 beyond.
 
   Args:
     lengths: tokens in each completion.
     max_tokens: the generation limit.
-    cache: tokens before the limit that cost something; 0 for no penalty.
+    cache: length of the ramp, in tokens; 0 for no penalty.
   Raises:
     ValueError: for a cache that is negative or longer than a completion.
   Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.4.
   """
-  if not 0 <= cache <= max_tokens:
-    raise ValueError(
-      f"{cache} tokens are to be penalised but must be from 0 to "
-      f"{max_tokens}, the generation limit; see config.reward.overlong_tokens"
-    )
+  check(
+    "cache",
+    cache,
+    0 <= cache <= max_tokens,
+    f"from 0 to {max_tokens}, the generation limit",
+    "config.reward.overlong_tokens",
+  )
   if cache == 0:
     return jnp.zeros(lengths.shape, jnp.float32)
   left = (max_tokens - cache - lengths).astype(jnp.float32)

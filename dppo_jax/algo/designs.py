@@ -41,8 +41,8 @@ def water_filling(
     prob = jnp.clip(scale * size_measure, least, 1.0)
     return jnp.where((size_measure > 0) & (n > 0), prob, 0.0)
 
-  # Positive floats are ordered as their bits are: halving the range of bits
-  # finds the largest scale that fits, to the last of them, at any magnitude.
+  # Positive floats are ordered as their bits are: bisecting the bits finds the
+  # largest scale that fits, to the last bit, at any magnitude.
   def halve(_, bounds):
     low, high = bounds
     middle = high - (high - low) // 2
@@ -74,21 +74,22 @@ def to_grid(
   remainder = prob * GRID - units.astype(jnp.float32)
   order = jnp.argsort(-sign.astype(jnp.float32) * remainder, stable=True)
 
-  def room(units):
+  def spare(units):
+    """How far each can still move."""
     free = jnp.where(sign > 0, GRID - units, units - 1)
     return jnp.where(is_free, free, 0)
 
   def hand_out(units):
-    """To each that has room the same number, and to the first one more."""
-    has_room = room(units) > 0
-    count = jnp.maximum(has_room.sum(dtype=jnp.int32), 1)
+    """The same number to each that can move, and one more to the first."""
+    can_move = spare(units) > 0
+    count = jnp.maximum(can_move.sum(dtype=jnp.int32), 1)
     missing = jnp.abs(_excess(units, n))
-    rank = jnp.cumsum(has_room[order], dtype=jnp.int32) - 1
+    rank = jnp.cumsum(can_move[order], dtype=jnp.int32) - 1
     rank = jnp.zeros_like(rank).at[order].set(rank)
     share = missing // count + (rank < missing % count).astype(jnp.int32)
-    return units + sign * jnp.minimum(share, room(units))
+    return units + sign * jnp.minimum(share, spare(units))
 
-  is_open = lambda units: (_excess(units, n) != 0) & (room(units) > 0).any()
+  is_open = lambda units: (_excess(units, n) != 0) & (spare(units) > 0).any()
   units = jax.lax.while_loop(is_open, hand_out, units)
   return units.astype(jnp.float32) / GRID
 

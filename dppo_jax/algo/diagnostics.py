@@ -14,14 +14,14 @@ def diagnose(
   size: Float[Array, "Q G"],
   is_needed: Bool[Array, "Q G"],
 ) -> dict[str, Float[Array, ""]]:
-  """Numbers that tell whether pruning is still worth its noise.
+  """Metrics that tell whether pruning is still worth its noise.
 
   Args:
     chosen: `[Q, G]`, the choice of completions.
     weight: 1 / probability, of prompt and completion, where kept; else 0.
-    size: what each completion adds to the gradient before weighting, up to a
-      common factor; a proxy will do.
-    is_needed: False where a completion adds nothing.
+    size: norm of each completion's gradient before weighting, or a proxy of
+      it, up to a common factor.
+    is_needed: False where a completion adds nothing to the gradient.
   Returns:
     weights/max, weights/mean: before tokens are chosen. The mean is 1 in
       expectation where every completion could be kept.

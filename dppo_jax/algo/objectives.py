@@ -14,6 +14,7 @@ unpruned batch, happens in `update.apply_gradient`.
 """
 
 from collections.abc import Callable
+import functools
 import math
 from typing import NamedTuple
 
@@ -21,9 +22,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dppo_jax.algo import checks
 from dppo_jax.algo.advantages import group_centred, group_normalized
 from dppo_jax.algo.segments import segment_sum
 from dppo_jax.records import Rollout
+
+check = functools.partial(checks.check, where="config.objective.args")
 
 
 class Objective(NamedTuple):
@@ -40,8 +44,8 @@ class Objective(NamedTuple):
     is_sequence_ratio: one ratio for each sequence, not for each token.
     dual_clip: a ratio above it stops counting where the advantage is negative;
       above 1, or 0 for no such limit.
-    sampler_cap: the largest factor by which a token's weight makes up for a
-      sampler that differs from the policy it stands for; 0 for no factor.
+    sampler_cap: the largest factor by which a token's weight may correct for a
+      sampler whose probabilities differ from the trainer's; 0 for none.
   """
 
   advantage: Callable[..., Float[Array, "Q G"]]
@@ -63,23 +67,20 @@ def grpo(
 ) -> Objective:
   """Mean over completions of the mean over each one's tokens.
 
+  Raises:
+    ValueError: for a coefficient that makes no sense.
   Source: Shao et al. 2024, arXiv:2402.03300, equation 3; Ye et al. 2020,
     arXiv:1912.09729, equation 5, for the dual clip.
   Deviates:
     1. beta is 0 unless asked for (0.04 there).
   """
-  _check("clip_low", clip_low, clip_low > 0, "above 0")
-  _check("clip_high", clip_high, clip_high > 0, "above 0")
-  _check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
-  _check(
-    "dual_clip", dual_clip, dual_clip == 0 or dual_clip > 1, "0 or above 1"
-  )
-  _check(
-    "sampler_cap",
-    sampler_cap,
-    sampler_cap == 0 or sampler_cap >= 1,
-    "0 or at least 1",
-  )
+  check("clip_low", clip_low, clip_low > 0, "above 0")
+  check("clip_high", clip_high, clip_high > 0, "above 0")
+  check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
+  is_valid = dual_clip == 0 or dual_clip > 1
+  check("dual_clip", dual_clip, is_valid, "0 or above 1")
+  is_valid = sampler_cap == 0 or sampler_cap >= 1
+  check("sampler_cap", sampler_cap, is_valid, "0 or at least 1")
   return Objective(
     group_normalized,
     clip_low,
@@ -102,9 +103,11 @@ def dapo(
   """Mean over all tokens of the batch, whichever completion they are of.
 
   Args:
-    tokens_per_completion: by how many tokens the loss is divided, for each
-      completion of the unpruned batch. Known before any draw, it leaves
-      pruning exact. 0 for the mean length of the completions at hand.
+    tokens_per_completion: the loss is divided by so many tokens for each
+      completion of the unpruned batch. As a constant it leaves pruning exact.
+      0 takes the mean length of the completions at hand.
+  Raises:
+    ValueError: for a coefficient that makes no sense.
   Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
   Deviates:
     1. The mean is over the tokens of the whole batch, as codes have it; the
@@ -116,7 +119,7 @@ def dapo(
     3. Drawing again for groups without variance is left to the method, the
        penalty on length to the reward.
   """
-  _check(
+  check(
     "tokens_per_completion",
     tokens_per_completion,
     tokens_per_completion >= 0,
@@ -170,19 +173,12 @@ def gspo(
 OBJECTIVES = {"grpo": grpo, "dapo": dapo, "dr_grpo": dr_grpo, "gspo": gspo}
 
 
-def _check(name: str, value: float, is_fine: bool, limit: str) -> None:
-  if not is_fine:
-    raise ValueError(
-      f"{name} is {value} but must be {limit}; see config.objective.args"
-    )
-
-
 def _one_over_length(rollout: Rollout) -> Float[Array, "Q G"]:
   return 1.0 / jnp.maximum(rollout.lengths, 1).astype(jnp.float32)
 
 
 def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
-  """Each kept prompt stands for 1 / prob of those drawn."""
+  """Estimated where prompts were pruned: each kept one stands for 1 / prob."""
   keep, prob = rollout.kept.keep, rollout.kept.prob
   weight = jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
   lengths = rollout.lengths.astype(jnp.float32)
@@ -210,23 +206,23 @@ def surrogate(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
   """The loss summed over trained tokens, and sums that describe it.
 
-  A token is clipped where moving on in the direction of its advantage would
-  pay nothing; exactly at a bound it is not, and has its whole slope. A positive
-  weight commutes with the clipping, so weighting the term equals weighting the
-  advantage.
+  A token is clipped where moving further in the direction of its advantage
+  would gain nothing; exactly at a bound it is not, and has its whole gradient.
+  A positive weight commutes with the clipping, so weighting the term equals
+  weighting the advantage.
 
   A token of weight 0 counts in no sum. Where each sequence has one ratio it is
-  still part of that ratio; elsewhere its log-probabilities may be any that are
-  finite. Cells that are not trained may hold anything.
+  still part of that ratio; elsewhere its log-probabilities may be any finite
+  numbers. Positions that are not trained may hold anything.
 
   Args:
     logprobs: nats, of the policy that is trained.
     old_logprobs: nats, of the policy before the step; a constant.
     weights: design weight times the objective's normaliser.
-    segment_ids: which cells are of one sequence, for a ratio per sequence.
+    segment_ids: positions of one sequence share one, for a ratio per sequence.
     ref_logprobs: nats, of the reference policy; needed where beta is not 0.
-    sampler_logprobs: nats, with which the tokens were really drawn; None where
-      the weights make up for them already, or nothing should.
+    sampler_logprobs: nats, of the distribution the tokens were drawn from;
+      None where the weights correct for it already, or nothing should.
   Returns:
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
     over trained tokens of a weight that is not 0.
@@ -238,7 +234,7 @@ def surrogate(
   if objective.is_sequence_ratio:
     length = segment_sum(is_trained.astype(jnp.float32), segment_ids)
     mean = segment_sum(log_ratio, segment_ids) / jnp.maximum(length, 1.0)
-    # The sequence's value with the token's own slope.
+    # The sequence's value with the token's own gradient.
     log_ratio = jax.lax.stop_gradient(mean)
     log_ratio = log_ratio + (logprobs - jax.lax.stop_gradient(logprobs))
   ratio, is_clipped = _clip(objective, jnp.exp(log_ratio), advantages)
@@ -262,7 +258,7 @@ def surrogate(
 def _clip(objective, ratio, advantages):
   """Ratios held within the bounds of their side, and which were beyond.
 
-  By comparison: `jnp.clip` would halve the slope at a bound.
+  By comparison: `jnp.clip` would halve the gradient at a bound.
   """
   is_bad = advantages < 0
   low = jnp.where(is_bad, 1 - objective.clip_low, 0.0)
@@ -292,7 +288,7 @@ def sampler_correction(
   sampler_logprobs: Float[Array, "*shape"],
   cap: float,
 ) -> Float[Array, "*shape"]:
-  """What makes up for tokens drawn by another program than scores them.
+  """Corrects for a sampler whose probabilities differ from the trainer's.
 
   The importance ratio, but at most `cap`: a constant factor of each token.
 
@@ -306,5 +302,5 @@ def sampler_correction(
 
 
 def _bounded(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """Within 20 nats of 0: an infinite ratio would make a clipped slope NaN."""
+  """Within 20 nats: an infinite ratio would make a clipped gradient NaN."""
   return jnp.clip(log_ratio, -20.0, 20.0)

@@ -14,9 +14,9 @@ class Plan(NamedTuple):
 
   Attributes:
     row: `[Q, G]`, -1 for a completion of length 0 or without a place.
-    offset: `[Q, G]`, the cell of its row at which its own cells start.
-    prefix_offset: `[Q, G]`, the cell at which those start that it shares; its
-      `offset` where it shares none.
+    offset: `[Q, G]`, the position in its row at which its own tokens start.
+    prefix_offset: `[Q, G]`, the position at which the prompt that it shares
+      starts; its `offset` where it shares none.
     num_used: rows that are needed. More than there are means that some have no
       place, or that one is longer than a row: the caller must refuse such a
       plan.
@@ -28,8 +28,8 @@ class Plan(NamedTuple):
   num_used: Int[Array, ""]
 
 
-class Cells(NamedTuple):
-  """How many cells completions take.
+class TokenCounts(NamedTuple):
+  """How many positions of a row completions take.
 
   Attributes:
     prefix: `[Q]`, those that neighbours of one prompt share.
@@ -41,46 +41,48 @@ class Cells(NamedTuple):
   own: Int[Array, "Q G"]
 
 
-def count_cells(
+def count_tokens(
   prompt_lengths: Int[Array, "Q"],
   completion_lengths: Int[Array, "Q G"],
-  shares_prompts: bool,
-) -> Cells:
-  """The cells of each completion, with its prompt or beside it.
+  share_prefix: bool,
+) -> TokenCounts:
+  """Positions of each completion, its prompt included or shared.
 
   A shared prompt leaves out its last token, which every completion reads
-  itself: each has a first token of its own to predict from it.
+  itself: each predicts a first token of its own from it.
   """
   prefix = prompt_lengths - 1
   own = completion_lengths
-  if not shares_prompts:
+  if not share_prefix:
     own = prefix[:, None] + own
     prefix = jnp.zeros_like(prefix)
-  return Cells(prefix, jnp.where(completion_lengths > 0, own, 0))
+  return TokenCounts(prefix, jnp.where(completion_lengths > 0, own, 0))
 
 
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
   """Rows that always suffice for `plan`.
 
   A row is closed only when no sequence in the window fits, and one of those
-  opens the next: two neighbours hold more than one row's cells.
+  opens the next: two neighbouring rows hold more than one row's tokens.
 
   Args:
-    max_length: cells of a prompt and a completion.
+    max_length: positions of a prompt and a completion.
   """
-  cells = num_sequences * max_length
-  return max(1, min(num_sequences, 2 * -(-cells // row_length) + 1))
+  total = num_sequences * max_length
+  return max(1, min(num_sequences, 2 * -(-total // row_length) + 1))
 
 
-def plan(cells: Cells, row_length: int, num_rows: int, window: int) -> Plan:
-  """Places every completion that has cells, greedily within a window.
+def plan(
+  counts: TokenCounts, row_length: int, num_rows: int, window: int
+) -> Plan:
+  """Places every completion that has tokens, greedily within a window.
 
   Of the `window` completions that wait, one of the prompt that was placed last
-  goes first, since it finds its prefix there; of these, or where there is none
-  of all, the one that fills the row furthest together with the best second
-  one; of several, the longest, and of those the oldest. Where none fits, the
-  next row is opened. Two completions of 4 and 2 cells that share 2 (`p`), one
-  of 4 that shares 3 (`q`), in rows of 9:
+  goes first, since it finds its prefix there. Of these, or of all where there
+  is none, the one goes first that fills the row furthest together with the
+  best second one; of several, the longest, and of those the oldest. Where none
+  fits, the next row is opened. Two completions of 4 and 2 tokens that share 2
+  (`p`), one of 4 that shares 3 (`q`), in rows of 9:
 
     row 0   p p 1 1 1 1 2 2 .
     row 1   q q q 3 3 3 3 . .
@@ -93,60 +95,60 @@ def plan(cells: Cells, row_length: int, num_rows: int, window: int) -> Plan:
     2. Prefix Grouper lays a group out as one sequence; here a group may be
        divided among rows, each with a copy of the prompt.
   """
-  own = cells.own.reshape(-1)
-  num, group_size = own.size, cells.own.shape[1]
+  own = counts.own.reshape(-1)
+  num, group_size = own.size, counts.own.shape[1]
   window = min(window, num)
   order = jnp.argsort(own == 0, stable=True).astype(jnp.int32)
-  count = (own > 0).sum(dtype=jnp.int32)
-  # Rank `num` stands for an empty place in the window; it never fits.
+  num_real = (own > 0).sum(dtype=jnp.int32)
+  # Rank `num` stands for an empty place of the window; it never fits.
   ranked = jnp.append(own[order], row_length + 1)
   ranked_prompt = jnp.append(order // group_size, -1)
-  ranked_prefix = jnp.append(cells.prefix[order // group_size], 0)
+  ranked_prefix = jnp.append(counts.prefix[order // group_size], 0)
   is_other = ~jnp.eye(window, dtype=bool)
 
   def place(state):
-    waiting, upcoming, plan, current, used, latest, prefix_at = state
+    waiting, upcoming, plan, current, used, last_prompt, prefix_at = state
     size, prompt = ranked[waiting], ranked_prompt[waiting]
     prefix = ranked_prefix[waiting]
-    room = row_length - used
-    is_latest = prompt == latest
-    need = size + jnp.where(is_latest, 0, prefix)
-    fits = (waiting < num) & ((need <= room) | (used == 0))
-    fits &= is_latest | ~(fits & is_latest).any()
-    # Cells that a sequence fills together with the best second one.
+    space = row_length - used
+    is_last = prompt == last_prompt
+    need = size + jnp.where(is_last, 0, prefix)
+    fits = (waiting < num) & ((need <= space) | (used == 0))
+    fits &= is_last | ~(fits & is_last).any()
+    # Positions that a sequence fills together with the best second one.
     second = size + jnp.where(prompt[:, None] == prompt, 0, prefix)
     both = jnp.where(is_other, need[:, None] + second, need[:, None])
-    filled = jnp.where(both <= room, both, need[:, None]).max(axis=1)
+    filled = jnp.where(both <= space, both, need[:, None]).max(axis=1)
     is_best = fits & (filled == jnp.where(fits, filled, -1).max())
     is_best &= size == jnp.where(is_best, size, -1).max()
-    seat = jnp.argmin(jnp.where(is_best, waiting, num + 1))  # the oldest
-    rank = jnp.where(fits.any(), waiting[seat], num)
+    pick = jnp.argmin(jnp.where(is_best, waiting, num + 1))  # the oldest
+    rank = jnp.where(fits.any(), waiting[pick], num)
     closes = rank == num
     item = jnp.where(closes, num, order[jnp.minimum(rank, num - 1)])
-    shares = is_latest[seat] & (prefix[seat] > 0)
+    shares = is_last[pick] & (prefix[pick] > 0)
     prefix_at = jnp.where(shares, prefix_at, used)
     put = lambda x, value: x.at[item].set(value, mode="drop")
     plan = plan._replace(
       row=put(plan.row, current),
-      offset=put(plan.offset, used + need[seat] - size[seat]),
+      offset=put(plan.offset, used + need[pick] - size[pick]),
       prefix_offset=put(plan.prefix_offset, prefix_at),
     )
-    entrant = jnp.where(upcoming < count, upcoming, num)
+    next_item = jnp.where(upcoming < num_real, upcoming, num)
     return (
-      jnp.where(closes, waiting, waiting.at[seat].set(entrant)),
+      jnp.where(closes, waiting, waiting.at[pick].set(next_item)),
       jnp.where(closes, upcoming, upcoming + 1),
       plan,
       jnp.where(closes, current + 1, current),
-      jnp.where(closes, 0, used + need[seat]),
-      jnp.where(closes, -2, prompt[seat]),
+      jnp.where(closes, 0, used + need[pick]),
+      jnp.where(closes, -2, prompt[pick]),
       prefix_at,
     )
 
-  seats = jnp.arange(window, dtype=jnp.int32)
+  window_ids = jnp.arange(window, dtype=jnp.int32)
   zeros = jnp.zeros((num,), jnp.int32)
   zero = jnp.int32(0)
   state = (
-    jnp.where(seats < count, seats, num),
+    jnp.where(window_ids < num_real, window_ids, num),
     jnp.int32(window),
     Plan(zeros - 1, zeros, zeros, zero),
     zero,
@@ -159,20 +161,20 @@ def plan(cells: Cells, row_length: int, num_rows: int, window: int) -> Plan:
     has_waiting, place, state
   )
   num_used = jnp.where(used > 0, current + 1, current)
-  together = jnp.where(cells.own > 0, cells.prefix[:, None] + cells.own, 0)
+  together = jnp.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
   is_possible = (together <= row_length).all()
   placed = placed._replace(
     row=jnp.where(placed.row < num_rows, placed.row, -1),
     num_used=jnp.where(is_possible, num_used, jnp.iinfo(jnp.int32).max),
   )
   return jax.tree.map(
-    lambda x: x.reshape(cells.own.shape) if x.ndim else x, placed
+    lambda x: x.reshape(counts.own.shape) if x.ndim else x, placed
   )
 
 
 def fill(
   plan: Plan,
-  cells: Cells,
+  counts: TokenCounts,
   prompts: PromptBatch,
   rollout: Rollout,
   advantages: Float[Array, "Q G"],
@@ -180,20 +182,20 @@ def fill(
   num_rows: int,
   row_length: int,
 ) -> PackedBatch:
-  """The rows `[R, L]` of a plan; cells without a sequence carry no weight.
+  """The rows `[R, L]` of a plan; positions without a sequence have weight 0.
 
   Args:
-    plan: of `cells`.
-    weights: of each token of a completion.
+    plan: of `counts`.
+    advantages, weights: `[Q, G]`, the same for all tokens of a completion.
   """
   num_prompts, group_size = rollout.lengths.shape
   num_sequences = rollout.lengths.size
   columns = jnp.arange(row_length, dtype=jnp.int32)
   prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
-  own, prefix = cells.own.reshape(-1), cells.prefix[prompt]
+  own, prefix = counts.own.reshape(-1), counts.prefix[prompt]
   # Segments are completions and, after them, the prefixes of prompts. Each
-  # marks the cell it starts at; a cell then finds the last mark at or before
-  # it. Neighbours that share a prefix mark the same cell alike.
+  # marks the position it starts at; a position is of the last mark at or before
+  # it. Neighbours that share a prefix write the same mark at the same place.
   row = jnp.where(plan.row >= 0, plan.row, num_rows).reshape(-1)
   prefix_row = jnp.where(prefix > 0, row, num_rows)
   prefix_offset = plan.prefix_offset.reshape(-1)
@@ -209,9 +211,9 @@ def fill(
   is_prefix = owner >= num_sequences
   s = jnp.where(is_prefix, 0, jnp.maximum(owner, 0))
   q = jnp.where(is_prefix, owner - num_sequences, s // group_size)
-  length = jnp.where(is_prefix, cells.prefix[q], own[s])
+  length = jnp.where(is_prefix, counts.prefix[q], own[s])
   is_real = (owner >= 0) & (columns - start < length)
-  positions = columns - start + jnp.where(is_prefix, 0, cells.prefix[q])
+  positions = columns - start + jnp.where(is_prefix, 0, counts.prefix[q])
   segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)
   seen = jnp.take_along_axis(segment_ids, prefix_offset[s], axis=1)
 

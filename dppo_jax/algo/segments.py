@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 def segment_sum(
   x: Float[Array, "*rows L"], segment_ids: Int[Array, "*rows L"]
 ) -> Float[Array, "*rows L"]:
-  """At each cell the sum of `x` over its own sequence.
+  """At each position the sum of `x` over its own sequence.
 
   Args:
     segment_ids: 1, 2, ... along a row, at most `L` of them; 0 is padding,

@@ -1,4 +1,4 @@
-"""What every kept term is multiplied by so that the mean stays unbiased."""
+"""Horvitz-Thompson weights: they keep the mean of what was kept unbiased."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,10 +29,11 @@ def horvitz_thompson(
 def effective_sample_size(
   weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
 ) -> Float[Array, ""]:
-  """Kept terms' evenness: `(sum w a)^2 / sum (w a)^2`, from 0 to their number.
+  """How evenly the kept terms count: `(sum w a)^2 / sum (w a)^2`.
 
-  It is that of contributions, not of weights: probabilities proportional to
-  `a` make `w a` constant, the best case, however uneven `w` itself is.
+  From 0 to the number kept. It is that of contributions, not of weights:
+  probabilities proportional to `a` make `w a` constant, the best case, however
+  uneven `w` itself is.
   """
   terms = weights * contributions
   square = (terms * terms).sum()

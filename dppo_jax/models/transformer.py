@@ -1,4 +1,4 @@
-"""One decoder-only transformer: Qwen2/2.5, Qwen3 and Llama 3 are its settings.
+"""One decoder-only transformer, configured as Qwen2/2.5, Qwen3 or Llama 3.
 
 Parameters are declared once, in `parameter_table`; initialisation, sharding,
 counting, import and export are maps over it. Layers are stacked and scanned.
@@ -7,36 +7,55 @@ counting, import and export are maps over it. Layers are stacked and scanned.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import itertools
 import math
-import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dppo_jax import buckets, sharding
-from dppo_jax.models import attention, norm, rope
+from dppo_jax import sharding
+from dppo_jax.models import attention, kv_cache, layers
+from dppo_jax.models.kv_cache import KVCache
+
+__all__ = [
+  "REMAT",
+  "ModelConfig",
+  "Param",
+  "Params",
+  "cast",
+  "decode",
+  "flatten",
+  "forward",
+  "head",
+  "inference_shardings",
+  "init",
+  "logits",
+  "num_parameters",
+  "parameter_table",
+  "prefill",
+  "shardings",
+  "to_inference_params",
+  "unflatten",
+]
 
 Params = PyTree[jax.Array]
 
-# What the backward pass computes again of a layer.
+# Remat policy: layers recomputes a whole layer in the backward pass, dots keeps
+# the outputs of products with weights, none recomputes nothing.
 REMAT = {
-  "layers": jax.checkpoint,  # everything
-  "dots": functools.partial(  # all but the products with weights
+  "layers": jax.checkpoint,
+  "dots": functools.partial(
     jax.checkpoint,
     policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   ),
   "none": lambda layer: layer,
 }
 
-
-# Layers in a row that a program has side by side: their activations wait for
-# the backward pass where they are, instead of being copied into one array of
-# all layers, and a decoding step of no more layers than these finds weights and
-# caches where they are. Each takes time to compile.
+# Layers that one iteration of `forward`'s scan holds: their activations await
+# the backward pass in place, instead of being copied into one array of all
+# layers. Each takes time to compile.
 _UNROLL = 4
 
 
@@ -52,48 +71,24 @@ class ModelConfig:
   head_dim: int
   mlp: int
   rope_theta: float = 1e6
-  rope_scaling: rope.RopeScaling | None = None
+  rope_scaling: layers.RopeScaling | None = None
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
   is_tied: bool = True  # the output head is the embedding
-  family: str = "Qwen3ForCausalLM"  # a key of families.FAMILIES
+  family: str = "Qwen3ForCausalLM"  # a key of hf.families.FAMILIES
   dtype: str = "float32"  # of the computation
   remat: str = "layers"  # a key of REMAT
-  attention: str = "xla"  # a key of attention.BACKENDS
+  attention: str = "xla_by_row"  # a key of attention.BACKENDS
 
 
 class Param(NamedTuple):
-  """One weight's declaration; it starts as normal(0, scale) + `fill`."""
+  """One weight's declaration; its initial value is normal(0, scale) + fill."""
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   scale: float = 0.0
   fill: float = 0.0
-
-
-# At place i are parts of layers i, i + U, ...; `U` is `_unroll(config)`.
-Cache = tuple[tuple[attention.Cells, ...], ...]
-
-
-def empty_cache(
-  config: ModelConfig, num_slots: int, sizes: Sequence[int]
-) -> Cache:
-  """Zeros: room for `sum(sizes)` cells of each slot, in parts of `sizes`."""
-  unroll = _unroll(config)
-  head = (config.layers // unroll, num_slots, config.kv_heads)
-  parts = tuple(
-    attention.Cells(
-      jnp.zeros((*head, config.head_dim, size), config.dtype),
-      jnp.zeros((*head, size, config.head_dim), config.dtype),
-    )
-    for size in sizes
-  )
-  return (parts,) * unroll
-
-
-def _unroll(config: ModelConfig) -> int:
-  return buckets.largest_divisor(config.layers, _UNROLL)
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Param]:
@@ -150,7 +145,7 @@ def flatten(params: Params) -> dict[str, jax.Array]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-  """How many numbers the model has."""
+  """How many weights the model has, counting each number."""
   return sum(math.prod(p.shape) for p in parameter_table(config).values())
 
 
@@ -164,14 +159,19 @@ def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   )
 
 
-def unstacked_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-  """Where each weight of `unstack` lives: whole on the data axis."""
+def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+  """Where each weight of `to_inference_params` lives.
+
+  As in `shardings`, but replicated over the data axis, so that a rollout
+  gathers no weights.
+  """
   flat = {}
   for name, p in parameter_table(config).items():
     axes = (None if axis == "embed" else axis for axis in p.axes)
     flat[name] = sharding.sharding(mesh, *axes)
-  places = unflatten(flat)
-  return {**places, "layers": (places["layers"],) * _unroll(config)}
+  tree = unflatten(flat)
+  num_groups = kv_cache.num_groups(config.layers)
+  return {**tree, "layers": (tree["layers"],) * num_groups}
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -188,15 +188,11 @@ def cast(params: Params, config: ModelConfig) -> Params:
   return jax.tree.map(lambda p: p.astype(config.dtype), params)
 
 
-def unstack(params: Params, config: ModelConfig) -> Params:
-  """For `prefill` and `decode`: cast, layers `i, i + U, ...` at place `i`."""
+def to_inference_params(params: Params, config: ModelConfig) -> Params:
+  """The weights for `prefill` and `decode`: cast, grouped like the cache."""
   params = cast(params, config)
-  unroll = _unroll(config)
-  layers = tuple(
-    jax.tree.map(operator.itemgetter(slice(i, None, unroll)), params["layers"])
-    for i in range(unroll)
-  )
-  return {**params, "layers": layers}
+  groups = kv_cache.group_layers(params["layers"], config.layers)
+  return {**params, "layers": groups}
 
 
 def forward(
@@ -207,10 +203,13 @@ def forward(
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B L E"]:
-  """The hidden state after the last layer and its norm.
+  """The hidden states after the last layer and the final norm.
 
   Args:
-    prefix_ids: the segment that a cell sees beside its own; None is its own.
+    tokens: packed rows.
+    positions: of each token in its sequence.
+    segment_ids: a token sees the past of its segment; 0 is padding.
+    prefix_ids: a segment that a token sees besides its own; None is no other.
   """
   params = cast(params, config)
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
@@ -221,12 +220,12 @@ def forward(
       cache,
     )
 
-  x, layer = _enter(params, config, tokens, positions, tokens.shape[1], attend)
+  x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
   layer = REMAT[config.remat](layer)
   x, _ = jax.lax.scan(
     lambda x, p: layer(x, p, None), x, params["layers"], unroll=_UNROLL
   )
-  return norm.rms_norm(x, params["final_norm"], config.norm_eps)
+  return layers.rms_norm(x, params["final_norm"], config.norm_eps)
 
 
 def prefill(
@@ -235,40 +234,26 @@ def prefill(
   tokens: Int[Array, "B L"],
   lengths: Int[Array, "B"],
   sizes: Sequence[int],
-) -> Cache:
-  """The cache that prompts leave.
+) -> KVCache:
+  """The cache of `B` prompts, one in each slot.
 
-  Cells at or beyond a prompt's length hold values that no query may read.
+  Positions at or beyond a prompt's length hold values that no query may read.
 
   Args:
-    params: of `unstack`.
-    sizes: of the parts, which hold `L` cells or more.
+    params: of `to_inference_params`.
+    lengths: tokens of each prompt, at most `L`.
+    sizes: positions of each part of the cache, `L` or more in all.
   """
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
-  ends = list(itertools.accumulate(sizes))[:-1]
-
-  def in_parts(x):
-    room = sum(sizes) - x.shape[1]
-    return jnp.split(jnp.pad(x, ((0, 0), (0, room), (0, 0), (0, 0))), ends, 1)
 
   def attend(q, k, v, cache):
-    parts, index = cache
-    new = [
-      attention.Cells(
-        part.keys.at[index].set(keys.transpose(0, 2, 3, 1)),
-        part.values.at[index].set(values.transpose(0, 2, 1, 3)),
-      )
-      for part, keys, values in zip(
-        parts, in_parts(k), in_parts(v), strict=True
-      )
-    ]
-    return attention.attend_prompts(q, k, v, lengths), tuple(new)
+    out = attention.attend_prompts(q, k, v, lengths, config.attention)
+    return out, kv_cache.write_prompts(cache, k, v)
 
-  cache = empty_cache(config, len(tokens), sizes)
-  return _each_layer(
-    params, config, tokens, positions, tokens.shape[1], attend, cache
-  )[1]
+  x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
+  cache = kv_cache.init(config, len(tokens), sizes)
+  return kv_cache.scan_layers(layer, x, params["layers"], cache)[1]
 
 
 def decode(
@@ -276,49 +261,36 @@ def decode(
   config: ModelConfig,
   tokens: Int[Array, "B"],
   positions: Int[Array, "B"],
-  cache: Cache,
-) -> tuple[Float[Array, "B E"], Cache]:
-  """The hidden state of one more token per slot, and the cache with it.
+  cache: KVCache,
+) -> tuple[Float[Array, "B E"], KVCache]:
+  """The final hidden state of one more token per slot, and the new cache.
 
   Args:
-    params: of `unstack`.
+    params: of `to_inference_params`.
     tokens: each slot's newest token.
-    positions: its position; cells before it hold the slot's history.
-    cache: to be donated; the new token is written at `positions`.
+    positions: of that token; the cache holds the slot's past before it.
+    cache: to be donated; the new keys and values are written at `positions`.
   """
-  slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-  sizes = [part.keys.shape[-1] for part in cache[0]]
 
   def attend(q, k, v, cache):
-    parts, index = cache
-    new, start = [], 0
-    # Cells before a part and beyond it are dropped.
-    how = {"mode": "drop", "wrap_negative_indices": False}
-    for (keys, values), size in zip(parts, sizes, strict=True):
-      cell = positions - start
-      new.append(
-        attention.Cells(
-          keys.at[index, slots, :, :, cell].set(k, **how),
-          values.at[index, slots, :, cell].set(v, **how),
-        )
-      )
-      start += size
-    return attention.attend_cache(q, new, index, positions), tuple(new)
+    cache = kv_cache.write_tokens(cache, k, v, positions)
+    return kv_cache.attend(q, cache, positions), cache
 
-  return _each_layer(
-    params, config, tokens, positions, sum(sizes), attend, cache
-  )
+  num_positions = kv_cache.num_positions(cache)
+  x, layer = _embed(params, config, tokens, positions, num_positions, attend)
+  x, cache = kv_cache.scan_layers(layer, x, params["layers"], cache)
+  return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
-  """The output head, which is the embedding where they are tied."""
+  """The output head; the embedding if they are tied."""
   return params["embed"] if config.is_tied else params["head"]
 
 
 def logits(
   params: Params, config: ModelConfig, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... V"]:
-  """Float32 scores of the next token."""
+  """Float32 logits of the next token."""
   return jnp.einsum(
     "...e,ve->...v",
     hidden,
@@ -327,74 +299,42 @@ def logits(
   )
 
 
-def _each_layer(
-  params, config, tokens, positions, num_positions, attend, cache
-):
-  """`(hidden, cache)` after every layer has met its own place in the cache."""
-  x, layer = _enter(params, config, tokens, positions, num_positions, attend)
-  layer = jax.jit(layer)  # traced once for all places
-
-  def group(carry, xs):
-    x, cache = carry
-    weights, index = xs
-    new = []
-    for p, parts in zip(weights, cache, strict=True):
-      x, new_parts = layer(x, p, (parts, index))
-      new.append(new_parts)
-    return (x, tuple(new)), None
-
-  index = jnp.arange(config.layers // _unroll(config), dtype=jnp.int32)
-  (x, cache), _ = jax.lax.scan(group, (x, cache), (params["layers"], index))
-  return norm.rms_norm(x, params["final_norm"], config.norm_eps), cache
-
-
-def _enter(
+def _embed(
   params: Params,
   config: ModelConfig,
   tokens: Int[Array, "B *L"],
   positions: Int[Array, "B *L"],
   num_positions: int,
   attend: Callable,
-):
-  """`(x, layer)`: embedded tokens and `layer(x, weights, cache)`.
+) -> tuple[Float[Array, "B *L E"], Callable[[Array, Params, Any], tuple]]:
+  """The embedded tokens, and `layer(x, weights, cache) -> (x, cache)`.
 
-  `attend(q, k, v, cache) -> (out, parts)` is all that training, prefill and
-  decoding differ in; a layer returns the parts too.
+  Training, prefill and decoding differ only in `attend(q, k, v, cache) ->
+  (out, cache)`.
   """
   batch_axes = ("batch",) + (None,) * tokens.ndim
-  table = rope.turns(
+  table = layers.cos_sin_table(
     num_positions, config.head_dim, config.rope_theta, config.rope_scaling
   )
-  # Looked up: else XLA computes them again for each head and layer.
+  # A lookup, since XLA would compute cosines again for each head and layer.
   cos, sin = (x[positions] for x in table)
 
   def layer(x, p, cache):
-    h = norm.rms_norm(x, p["attention_norm"], config.norm_eps)
-    q, k, v = (_linear(h, p[name]) for name in ("q", "k", "v"))
+    h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
+    q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
     if config.has_qkv_bias:
       q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
     if config.has_qk_norm:
-      q = norm.rms_norm(q, p["q_norm"], config.norm_eps)
-      k = norm.rms_norm(k, p["k_norm"], config.norm_eps)
-    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    out, parts = attend(q, k, v, cache)
+      q = layers.rms_norm(q, p["q_norm"], config.norm_eps)
+      k = layers.rms_norm(k, p["k_norm"], config.norm_eps)
+    q, k = layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
+    out, cache = attend(q, k, v, cache)
     out = out.reshape(*out.shape[:-2], -1)
-    x = x + _linear(out, p["o"].reshape(-1, config.embed))
+    x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
-    h = norm.rms_norm(x, p["mlp_norm"], config.norm_eps)
-    h = jax.nn.silu(_linear(h, p["gate"])) * _linear(h, p["up"])
-    x = sharding.constrain(x + _linear(h, p["down"]), *batch_axes)
-    return x, parts
+    h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
+    h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
+    x = sharding.constrain(x + layers.linear(h, p["down"]), *batch_axes)
+    return x, cache
 
   return sharding.constrain(params["embed"][tokens], *batch_axes), layer
-
-
-def _linear(x, weight):
-  """`x [..., E]` times `weight [E, ...]`.
-
-  As a product of two matrices, whose slopes are such products again: of a
-  product over several axes XLA makes one by copying an operand the other way
-  round.
-  """
-  out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
-  return out.reshape(*x.shape[:-1], *weight.shape[1:])

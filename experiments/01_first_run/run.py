@@ -18,7 +18,7 @@ import sys
 import jax
 from matplotlib import figure as figures
 
-from dppo_jax import metrics, report
+from dppo_jax.reporting import metrics, report
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -110,7 +110,7 @@ def draw(results: list[dict]) -> None:
 def table(results: list[dict]) -> str:
   """Medians over seeds, smallest and largest in brackets."""
 
-  def told(values, digits):
+  def shown(values, digits):
     if any(v is None for v in values):
       return "not reached by all"
     low, mid, high = min(values), statistics.median(values), max(values)
@@ -141,7 +141,7 @@ def table(results: list[dict]) -> str:
   ]
   for name, (value, digits) in rows.items():
     cells = [
-      told([value(r) for r in results if r["variant"] == variant], digits)
+      shown([value(r) for r in results if r["variant"] == variant], digits)
       for variant in variants
     ]
     lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -13,15 +13,11 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import batch as batches
 from dppo_jax import (
   checkpoint,
   collect,
   data,
-  house,
-  keys,
   rollout,
-  rooms,
   train,
   update,
 )
@@ -37,7 +33,7 @@ class Batch(NamedTuple):
     products: `[U, U]`, their inner products.
   """
 
-  home: house.House
+  home: setup_run.Run
   params: dict
   prompts: PromptBatch
   rollout: Rollout
@@ -63,7 +59,7 @@ class Batch(NamedTuple):
       self.rollout.lengths,
       advantages != 0,
       self.home.objective.token_share(self.rollout),
-      batches.surprise(self.rollout),
+      select.sum_sq_residual(self.rollout),
     )
 
   @property
@@ -91,9 +87,9 @@ def prepare(config, workdir: pathlib.Path, num_prompts: int) -> Batch:
   config.steps = 0
   config.rollout.group_size = 16
   train.run(config, workdir)
-  home = house.furnish(config)
+  home = setup_run.setup_run(config)
   with checkpoint.Checkpoints(workdir, keep=1) as saved:
-    params = saved.restore_params(0, rooms.state_like(home).params)
+    params = saved.restore_params(0, compiled.abstract_train_state(home).params)
   prompts = data.draw(home.train, home.root_key, 0, num_prompts)
   prompts = jax.tree.map(jnp.asarray, prompts)
   sampled, rewards = sample(home, params, prompts, draw=0)
@@ -103,7 +99,7 @@ def prepare(config, workdir: pathlib.Path, num_prompts: int) -> Batch:
 
 
 def sample(
-  home: house.House, params: dict, prompts: PromptBatch, draw: int
+  home: setup_run.Run, params: dict, prompts: PromptBatch, draw: int
 ) -> tuple[Rollout, jax.Array]:
   """Completions of the prompts and their rewards, `[Q, G]`.
 
@@ -118,10 +114,10 @@ def sample(
     max_tokens=r.max_tokens,
     temperature=r.temperature,
     num_slots=r.num_slots,
-    prefill_prompts=r.prefill_prompts,
+    prefill_batch=r.prefill_batch,
     stop_ids=home.stop_ids,
   )
-  at = keys.draw_at(home.root_key, draw, keys.Room.ROLLOUT)
+  at = rng_at(home.root_key, draw, Stage.ROLLOUT)
   sampled = jax.jit(make)(params, prompts=prompts, draw=at)
   with home.make_grader() as grader:
     graded = collect.grade(home, grader, sampled)
@@ -129,17 +125,17 @@ def sample(
 
 
 def score_gradients(
-  home: house.House, params: dict, prompts: PromptBatch, sampled: Rollout
+  home: setup_run.Run, params: dict, prompts: PromptBatch, sampled: Rollout
 ) -> np.ndarray:
   """`[U, parameters]`: gradients at advantage 1, one row each."""
   knobs, share = settings(home), home.objective.token_share(sampled)
   longest = prompts.tokens.shape[1] + sampled.tokens.shape[2] - 1
-  rows = batches.Rows(longest, per_micro=1, window=1)
+  rows = select.PackingSpec(longest, rows_per_micro=1, window=1)
 
   def gradient(u):
     q, g = jnp.divmod(u, sampled.lengths.shape[1])
     one = lambda x: x[q, g][None, None]
-    packed, used, _ = batches.pack(
+    packed, used, _ = select.pack(
       jax.tree.map(lambda x: x[q][None], prompts),
       sampled.replace(
         tokens=one(sampled.tokens),
@@ -158,9 +154,9 @@ def score_gradients(
   return np.asarray(every())
 
 
-def settings(home: house.House) -> update.Settings:
+def settings(home: setup_run.Run) -> update.UpdateConfig:
   """Of an update on the policy that sampled."""
-  return update.Settings(
+  return update.UpdateConfig(
     home.model, home.objective, home.config.rollout.temperature
   )
 

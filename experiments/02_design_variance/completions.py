@@ -6,16 +6,17 @@ is a quadratic form in their inner products, and thousands of draws cost little.
 
 from collections.abc import Callable
 
+from baselines import uniform
 from batch import Batch
 import errors
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import keys, methods
-from dppo_jax.algo import completion_rules as rules
-from dppo_jax.algo import weights
+from dppo_jax import methods
+from dppo_jax.algo import horvitz_thompson
 from dppo_jax.records import Selection
+from dppo_jax.rng import StepRng
 
 BUDGETS = (0.75, 0.5, 0.25, 0.125)
 DRAWS = 2000
@@ -42,10 +43,10 @@ def at_budget(
     make: a share to a method; more of it trains on more tokens.
   """
   wanted = budget * sampled.live_tokens.sum()
-  draw = keys.Draw(jax.random.key(0), jnp.int32(0))
+  rng = StepRng(jax.random.key(0), jnp.int32(0))
 
   def tokens(share):
-    chosen = make(share).completions(draw, sampled.groups)
+    chosen = make(share).completions(rng, sampled.groups)
     prob = np.asarray(chosen.prob, np.float64)
     # An unweighted rule reports one number: what it keeps is what it keeps.
     if np.ptp(prob[np.asarray(chosen.keep)]) == 0:
@@ -66,12 +67,12 @@ def _methods(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
   choose = lambda rule: methods.grpo()._replace(completions=rule)
   neyman = lambda proxy: lambda share: methods.neyman(1.0, share, proxy=proxy)
   return {
-    "uniform": lambda share: choose(rules.uniform(share)),
+    "uniform": lambda share: choose(uniform(share)),
     "dppo": lambda share: methods.dppo(0.0, 1 - share),
     "dppo, batch mean": lambda share: methods.dppo(0.0, 1 - share, "batch"),
     "neyman, advantage alone": neyman("none"),
     "neyman, length": neyman("length"),
-    "neyman": neyman("surprise"),
+    "neyman": neyman("residual"),
     "neyman, true norm": lambda share: choose(_true_norm(sampled, share)),
     "cppo": methods.cppo,
     "cppo, batch": lambda share: methods.cppo(share, "batch"),
@@ -81,13 +82,13 @@ def _methods(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
   }
 
 
-def _true_norm(sampled: Batch, share: float) -> rules.CompletionRule:
+def _true_norm(sampled: Batch, share: float) -> methods.CompletionRule:
   """The design with each completion's true gradient norm as its size."""
   norms = np.sqrt(np.diag(sampled.products)).reshape(sampled.rewards.shape)
   lengths = np.asarray(sampled.rollout.lengths, np.float32)
   scale = jnp.asarray(norms / lengths, jnp.float32)
-  rule = rules.neyman(share, proxy="none")
-  return lambda draw, groups: rule(draw, groups.replace(scale=scale))
+  rule = methods.neyman_completions(share, proxy="none")
+  return lambda rng, groups: rule(rng, groups.replace(scale=scale))
 
 
 def _error(sampled: Batch, method: methods.Method) -> dict[str, float]:
@@ -108,11 +109,11 @@ def _draw(sampled: Batch, method: methods.Method) -> tuple[np.ndarray, float]:
 
   @jax.jit
   def one(key):
-    chosen = method.completions(keys.Draw(key, jnp.int32(0)), groups)
+    chosen = method.completions(StepRng(key, jnp.int32(0)), groups)
     a = advantages
     if method.has_statistics_after:
       a = sampled.home.objective.advantage(sampled.rewards, chosen.keep)
-    weight = weights.horvitz_thompson(everyone, chosen)
+    weight = horvitz_thompson(everyone, chosen)
     tokens = jnp.where((weight > 0) & (a != 0), groups.lengths, 0).sum()
     return (weight * a).reshape(-1), tokens
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import keys
-from dppo_jax.algo import prompt_rules
+from dppo_jax import methods
+from dppo_jax.rng import StepRng
 
 
 def measure(sampled: Batch) -> list[dict]:
@@ -19,9 +19,9 @@ def measure(sampled: Batch) -> list[dict]:
   for budget in BUDGETS:
     rate = _rate(rewards, home, ids, budget)
     for name, rule, is_seen in (
-      ("uniform", prompt_rules.neyman_prompts(budget), False),
-      ("dppo", rate and prompt_rules.drop_by_history(rate), True),
-      ("neyman", prompt_rules.neyman_prompts(budget), True),
+      ("uniform", methods.neyman_prompts(budget), False),
+      ("dppo", rate and methods.drop_by_history(rate), True),
+      ("neyman", methods.neyman_prompts(budget), True),
     ):
       error = {"variance": None}
       if rule:
@@ -35,11 +35,11 @@ def measure(sampled: Batch) -> list[dict]:
   return found
 
 
-def _error(sampled: Batch, rule: prompt_rules.PromptRule, history) -> dict:
+def _error(sampled: Batch, rule: methods.PromptRule, history) -> dict:
   """Variance of an unbiased rule, and shares of prompts and tokens kept."""
   choose = jax.jit(
     lambda key: rule.select(
-      keys.Draw(key, jnp.int32(1)), history, sampled.prompts.ids
+      StepRng(key, jnp.int32(1)), history, sampled.prompts.ids
     )
   )
   drawn = jax.lax.map(choose, jax.random.split(jax.random.key(2), DRAWS))
@@ -58,9 +58,9 @@ def _error(sampled: Batch, rule: prompt_rules.PromptRule, history) -> dict:
 
 def _rate(rewards, home, ids, budget: float) -> float | None:
   """The pruning rate at which DPPO keeps `budget` of the prompts, if any."""
-  rule = prompt_rules.drop_by_history(0.5)
+  rule = methods.drop_by_history(0.5)
   history = rule.observe(rule.init(len(home.train)), jnp.int32(0), ids, rewards)
-  draw = keys.Draw(jax.random.key(0), jnp.int32(1))
-  eligible = float((rule.select(draw, history, ids).prob < 1).mean())
+  rng = StepRng(jax.random.key(0), jnp.int32(1))
+  eligible = float((rule.select(rng, history, ids).prob < 1).mean())
   rate = (1 - budget) / eligible if eligible else 1.0
   return rate if rate < 1 else None

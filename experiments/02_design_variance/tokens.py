@@ -7,8 +7,10 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import batch as batches
-from dppo_jax import keys, methods, update
+from dppo_jax import methods
+from dppo_jax.learner import select as selection
+from dppo_jax.learner import update
+from dppo_jax.rng import StepRng
 
 DRAWS = 32
 METHODS = {
@@ -23,16 +25,16 @@ METHODS = {
 def measure(sampled: Batch) -> list[dict]:
   """Squared bias and variance, in units of the full batch's own variance."""
   exact = sampled.factors @ sampled.scores
-  knobs = settings(sampled.home)
+  config = settings(sampled.home)
   # Compiled once: whatever is chosen, the rows have the same shape.
   score = jax.jit(
-    lambda packed, used: update.score(sampled.params, knobs, packed, used)
+    lambda packed, used: update.score(sampled.params, config, packed, used)
   )
 
   @jax.jit
   def gradient(packed, used):
-    total = update.gradient(packed, used, sampled.params, None, knobs)
-    return flatten_util.ravel_pytree(total.gradient)[0]
+    total = update.sum_gradients(packed, used, sampled.params, None, config)
+    return flatten_util.ravel_pytree(total.grad)[0]
 
   found = []
   for name, method in METHODS.items():
@@ -42,9 +44,9 @@ def measure(sampled: Batch) -> list[dict]:
     num = DRAWS if method.tokens else 2
     for key in jax.random.split(jax.random.key(1), DRAWS)[:num]:
       packed, used = select(key)
-      needs_scores = method.tokens and method.tokens.needs_scores
-      scores = score(packed, used) if needs_scores else None
-      packed, info = choose(key, packed, scores)
+      needs_stats = method.tokens and method.tokens.needs_stats
+      stats = score(packed, used) if needs_stats else None
+      packed, info = choose(key, packed, stats)
       estimates.append(np.asarray(gradient(packed, used), np.float64))
       tokens.append(float(info["tokens/trained"]))
     error = errors.describe(np.stack(estimates), exact, sampled.variance)
@@ -56,27 +58,27 @@ def measure(sampled: Batch) -> list[dict]:
 def _choices(sampled: Batch, method: methods.Method):
   """The method's choices of completions and of tokens, compiled."""
   objective = sampled.home.objective
-  at = lambda key: keys.Draw(key, jnp.int32(0))
+  at = lambda key: StepRng(key, jnp.int32(0))
 
   @jax.jit
   def select(key):
-    return batches.select(
+    return selection.select(
       at(key),
       sampled.prompts,
       sampled.rollout,
       sampled.rewards,
       method=method,
       objective=objective,
-      rows=sampled.home.rows,
+      spec=sampled.home.rows,
       train_zero_advantage=False,
     )[:2]
 
   @jax.jit
-  def choose(key, packed, scores):
-    return batches.choose_tokens(
+  def choose(key, packed, stats):
+    return selection.choose_tokens(
       at(key),
       packed,
-      scores,
+      stats,
       method=method,
       objective=objective,
       is_on_policy=True,

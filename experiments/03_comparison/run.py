@@ -24,7 +24,7 @@ import sys
 import jax
 from matplotlib import figure as figures
 
-from dppo_jax import report
+from dppo_jax.reporting import report
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]

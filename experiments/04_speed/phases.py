@@ -12,11 +12,14 @@ import machine
 import numpy as np
 import work as works
 
-from dppo_jax import batch as batches
-from dppo_jax import keys, methods, rewards, rooms, update
-from dppo_jax.algo import completion_rules, objectives
+from dppo_jax import compiled as stages
+from dppo_jax import methods, rewards
+from dppo_jax.algo import objectives
+from dppo_jax.learner import select, update
+from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.models import transformer
 from dppo_jax.records import Selection, TrainState
+from dppo_jax.rng import Stage, rng_at
 
 Row = dict[str, Any]
 
@@ -40,10 +43,10 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   prompt_tokens = float(prompts.lengths.sum())
 
   def fill_cache(params, prompts):
-    weights = transformer.unstack(params, model)
+    params = transformer.to_inference_params(params, model)
     sizes = [prompts.tokens.shape[1]]
     return transformer.prefill(
-      weights, model, prompts.tokens, prompts.lengths, sizes
+      params, model, prompts.tokens, prompts.lengths, sizes
     )
 
   prefill = _timed(fill_cache, (params, prompts), repeats)
@@ -67,20 +70,20 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   yield _row("grade", seconds, generated, 0.0)
 
   arguments = (prompts, rollout, works.make_rewards(work))
-  select = _compile(
+  choose = _compile(
     functools.partial(_select, work=work, share=1.0), *arguments
   )
-  seconds = machine.timed(lambda: select(*arguments), repeats)
+  seconds = machine.timed(lambda: choose(*arguments), repeats)
   yield _row("select, weight, pack", seconds, generated, 0.0)
 
-  batch, num_micro, info = select(*arguments)
+  batch, num_micro, info = choose(*arguments)
   trained = float(info["tokens/trained"])
-  cells = _cells(info, work)
-  flops = works.linear_flops(model, cells) + works.head_flops(model, trained)
+  in_rows = _tokens_in_rows(info, work)
+  flops = works.linear_flops(model, in_rows) + works.head_flops(model, trained)
   flops += works.attention_flops(model, works.pairs(prompts, rollout))
-  settings = _settings(work)
+  config = _update_config(work)
   score = _compile(
-    lambda *rest: update.score(rest[0], settings, *rest[1:]),
+    lambda *rest: update.score(rest[0], config, *rest[1:]),
     params,
     batch,
     num_micro,
@@ -110,10 +113,13 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
     seconds = machine.timed(
       lambda b=batch, n=num_micro: learn.run(b, n), repeats
     )
-    trained, cells = float(info["tokens/trained"]), _cells(info, work)
-    whole = whole or (seconds.median, trained, cells)
+    trained, in_rows = (
+      float(info["tokens/trained"]),
+      _tokens_in_rows(info, work),
+    )
+    whole = whole or (seconds.median, trained, in_rows)
     yield _ratio("update", share, seconds, trained, whole) | {
-      "cell_ratio": cells / whole[2]
+      "row_token_ratio": in_rows / whole[2]
     }
   del learn
   yield from _rollouts(work, repeats)
@@ -140,18 +146,18 @@ def sharing(work: works.Work, repeats: int) -> Iterator[Row]:
   prompts, rollout = works.make_prompts(work), works.make_rollout(work)
   whole = None
   for shares in (False, True):
-    other = work._replace(rows=work.rows._replace(shares_prompts=shares))
+    other = work._replace(rows=work.rows._replace(share_prefix=shares))
     batch, num_micro, info = jax.jit(
       functools.partial(_select, work=other, share=1.0)
     )(prompts, rollout, works.make_rewards(work))
-    cells = _cells(info, work)
+    in_rows = _tokens_in_rows(info, work)
     learn = compile_update(other, _params(work))
     seconds = machine.timed(
       lambda b=batch, n=num_micro, f=learn: f.run(b, n), repeats
     )
-    whole = whole or (seconds.median, cells)
+    whole = whole or (seconds.median, in_rows)
     name = "update, shared prompts" if shares else "update, repeated prompts"
-    yield _ratio(name, 1.0, seconds, cells, whole)
+    yield _ratio(name, 1.0, seconds, in_rows, whole)
 
 
 def selection(work: works.Work, repeats: int) -> Iterator[Row]:
@@ -163,8 +169,8 @@ def selection(work: works.Work, repeats: int) -> Iterator[Row]:
     works.make_rewards(large),
   )
   for name in ("grpo", "dppo", "neyman"):
-    select = functools.partial(_select, work=large, method=name)
-    seconds = _timed(select, arguments, repeats)
+    choose = functools.partial(_select, work=large, method=name)
+    seconds = _timed(choose, arguments, repeats)
     yield _row(f"select, {name}", seconds, float(arguments[1].lengths.sum()), 0)
 
 
@@ -179,7 +185,7 @@ def growth(work: works.Work, repeats: int) -> Iterator[Row]:
       work, embed=64 * x, mlp=192 * x, heads=2 * x, kv_heads=x, head_dim=32
     ),
     "row length": lambda x: many._replace(
-      rows=work.rows._replace(length=256 * x, per_micro=16 // x)
+      rows=work.rows._replace(row_length=256 * x, rows_per_micro=16 // x)
     ),
     "completions": lambda x: work._replace(group_size=4 * x),
     "prompts": lambda x: work._replace(prompts=4 * x),
@@ -198,7 +204,8 @@ def memory(work: works.Work) -> Iterator[Row]:
     for vocab in (4096, 32768, 131072):
       here = works.with_model(work, vocab=vocab, remat="layers")
       here = here._replace(
-        rows=work.rows._replace(length=length, per_micro=1), head_tokens=512
+        rows=work.rows._replace(row_length=length, rows_per_micro=1),
+        logit_chunk=512,
       )
       learn = compile_update(here, jax.eval_shape(lambda h=here: _params(h)))
       yield {
@@ -206,8 +213,8 @@ def memory(work: works.Work) -> Iterator[Row]:
         "row_length": length,
         "vocab": vocab,
         "temporary_bytes": learn.temporary_bytes,
-        # What the scores of a row alone would take, and their slope.
-        "scores_bytes": 2 * 4 * length * vocab,
+        # What the logits of a row alone would take, and their gradient.
+        "logits_bytes": 2 * 4 * length * vocab,
       }
 
 
@@ -215,7 +222,7 @@ def compile_update(work: works.Work, params) -> Update:
   """The update of `params`, which it takes over at its first run."""
   optimizer = update.make_optimizer(1e-6, 1000)
   step = functools.partial(
-    update.update, settings=_settings(work), optimizer=optimizer
+    update.update, config=_update_config(work), optimizer=optimizer
   )
 
   def begin(params):
@@ -231,11 +238,11 @@ def compile_update(work: works.Work, params) -> Update:
   state = jax.eval_shape(begin, params)
   shape = lambda dtype: jax.ShapeDtypeStruct((), dtype)
   start = time.perf_counter()
-  compiled = rooms.compile(
+  compiled = stages.compile(
     jax.jit(step, donate_argnums=(0,)).lower(
       state, None, batch, shape(jnp.int32), shape(jnp.float32)
     ),
-    jax.default_backend(),
+    jax.devices()[0].platform,
   )
   seconds = time.perf_counter() - start
   held = []
@@ -255,27 +262,38 @@ def _select(prompts, rollout, reward, *, work, share=None, method="grpo"):
   """As in a step; `share` keeps so much of the completions at random."""
   chosen = methods.METHODS[method]()
   if share is not None:
-    chosen = chosen._replace(completions=completion_rules.uniform(share))
-  return batches.select(
-    keys.draw_at(jax.random.key(0), 0, keys.Room.COMPLETIONS),
+    chosen = chosen._replace(completions=_uniform(share))
+  return select.select(
+    rng_at(jax.random.key(0), 0, Stage.COMPLETIONS),
     prompts,
     rollout,
     reward,
     method=chosen,
     objective=objectives.grpo(),
-    rows=work.rows,
+    spec=work.rows,
     train_zero_advantage=share is not None,
   )
 
 
-def _cells(info, work: works.Work) -> float:
+def _uniform(share: float) -> methods.CompletionRule:
+  """Keeps a fixed number of completions, all equally likely."""
+
+  def rule(rng, groups):
+    is_drawn = groups.lengths > 0
+    num = round_count(share, is_drawn.sum(dtype=jnp.int32))
+    return fixed_size(rng.key, is_drawn.astype(jnp.float32), num)
+
+  return rule
+
+
+def _tokens_in_rows(info, work: works.Work) -> float:
   """Tokens in the rows, prompts included."""
-  return float(info["pack/fill"] * info["pack/rows"]) * work.rows.length
+  return float(info["pack/fill"] * info["pack/rows"]) * work.rows.row_length
 
 
-def _settings(work: works.Work) -> update.Settings:
-  return update.Settings(
-    work.model, objectives.grpo(), head_tokens=work.head_tokens
+def _update_config(work: works.Work) -> update.UpdateConfig:
+  return update.UpdateConfig(
+    work.model, objectives.grpo(), logit_chunk=work.logit_chunk
   )
 
 
@@ -285,9 +303,9 @@ def _params(work: works.Work) -> transformer.Params:
 
 
 def _compile(function, *arguments) -> jax.stages.Compiled:
-  """As a run compiles its rooms."""
-  return rooms.compile(
-    jax.jit(function).lower(*arguments), jax.default_backend()
+  """As a run compiles its stages."""
+  return stages.compile(
+    jax.jit(function).lower(*arguments), jax.devices()[0].platform
   )
 
 

@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from ml_collections import config_flags
 import numpy as np
 
-from dppo_jax import house, rooms, sharding
+from dppo_jax import sharding
 
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x2", "kind and shape")
 ATTENTION = flags.DEFINE_string("attention", "splash", "which kernel")
@@ -31,7 +31,7 @@ def main(_) -> None:
   config = CONFIG.value
   data, model = config.mesh.data, config.mesh.model
   config.mesh.data = config.mesh.model = 1  # this machine's
-  furnished = house.furnish(config)
+  furnished = setup_run.setup_run(config)
   devices = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGY.value
   ).devices
@@ -41,15 +41,15 @@ def main(_) -> None:
     sharding.MESH_AXES,
     axis_types=(jax.sharding.AxisType.Auto,) * 2,
   )
-  house.check_batches(mesh, config)
-  house.check_weights(mesh, furnished.model)
+  setup_run.check_batches(mesh, config)
+  setup_run.check_weights(mesh, furnished.model)
   planned = furnished._replace(
     mesh=mesh,
     model=dataclasses.replace(furnished.model, attention=ATTENTION.value),
   )
   # Abstract: what JAX computes at once, it computes on this machine.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    compiled = rooms.build(planned)
+    compiled = compiled.build(planned)
   print(f"{TOPOLOGY.value}, mesh {data} x {model}, {devices[0].device_kind}")
   for name, room in compiled._asdict().items():
     if not hasattr(room, "memory_analysis"):

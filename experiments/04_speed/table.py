@@ -28,8 +28,8 @@ def line(row: dict) -> str:
     parts.append(
       f"time x{row['time_ratio']:.3f}, tokens x{row['token_ratio']:.3f}"
     )
-  if "cell_ratio" in row:
-    parts.append(f"prompts included x{row['cell_ratio']:.3f}")
+  if "row_token_ratio" in row:
+    parts.append(f"prompts included x{row['row_token_ratio']:.3f}")
   if "vocab" in row:
     parts.append(f"row {row['row_length']:,}, vocabulary {row['vocab']:,}")
   if "temporary_bytes" in row:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import batch, keys, rollout
+from dppo_jax import rollout
+from dppo_jax.learner import PackingSpec
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rng import Stage, rng_at
 
 
 class Work(NamedTuple):
@@ -21,18 +23,18 @@ class Work(NamedTuple):
     max_tokens: of a completion.
     mean_tokens: of a completion, if none were cut: lengths are geometric.
     slots: completions that decode side by side.
-    head_tokens: cells whose scores over the vocabulary exist at once.
+    logit_chunk: tokens whose logits exist at once.
   """
 
   model: transformer.ModelConfig
-  rows: batch.Rows
+  rows: PackingSpec
   prompts: int
   group_size: int
   prompt_tokens: tuple[int, int]
   max_tokens: int
   mean_tokens: int
   slots: int
-  head_tokens: int = 2048
+  logit_chunk: int = 2048
 
 
 def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab):
@@ -52,7 +54,7 @@ def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab):
 WORKS = {
   "small": Work(  # that of the comparison with other systems
     _model(4, 256, 8, 4, 32, 768, 4096),
-    batch.Rows(512, 1, 64),  # so that no row of a micro-batch is empty
+    PackingSpec(512, 1, 64),  # so that no row of a micro-batch is empty
     prompts=8,
     group_size=8,
     prompt_tokens=(32, 96),
@@ -62,7 +64,7 @@ WORKS = {
   ),
   "wide": Work(
     _model(4, 512, 8, 4, 64, 1536, 8192),
-    batch.Rows(512, 1, 64),  # so that no row of a micro-batch is empty
+    PackingSpec(512, 1, 64),  # so that no row of a micro-batch is empty
     prompts=8,
     group_size=8,
     prompt_tokens=(32, 96),
@@ -72,25 +74,25 @@ WORKS = {
   ),
   "qwen3-0.6b": Work(
     _model(28, 1024, 16, 8, 128, 3072, 151_936),
-    batch.Rows(4096, 8, 64),
+    PackingSpec(4096, 8, 64),
     prompts=64,
     group_size=8,
     prompt_tokens=(64, 256),
     max_tokens=1024,
     mean_tokens=400,
     slots=256,
-    head_tokens=8192,
+    logit_chunk=8192,
   ),
   "qwen3-4b": Work(
     _model(36, 2560, 32, 8, 128, 9728, 151_936),
-    batch.Rows(4096, 4, 64),
+    PackingSpec(4096, 4, 64),
     prompts=32,
     group_size=8,
     prompt_tokens=(64, 256),
     max_tokens=1024,
     mean_tokens=400,
     slots=256,
-    head_tokens=8192,
+    logit_chunk=8192,
   ),
 }
 
@@ -159,13 +161,13 @@ def sampler(work: Work):
       params,
       work.model,
       prompts,
-      keys.draw_at(jax.random.key(0), 0, keys.Room.ROLLOUT),
+      rng_at(jax.random.key(0), 0, Stage.ROLLOUT),
       kept=kept,
       group_size=work.group_size,
       max_tokens=work.max_tokens,
       num_slots=work.slots,
       stop_ids=stop_ids(work),
-      prefill_prompts=min(work.prompts, 64),
+      prefill_batch=min(work.prompts, 64),
     )
 
   return sample
@@ -183,12 +185,12 @@ def head_flops(model: transformer.ModelConfig, tokens: float) -> float:
 
 
 def attention_flops(model: transformer.ModelConfig, pairs: float) -> float:
-  """Of scores and sums over `pairs` of cells that see each other."""
+  """Of scores and sums over `pairs` of tokens that see each other."""
   return 4 * pairs * model.layers * model.heads * model.head_dim
 
 
 def pairs(prompts, completions) -> float:
-  """Cells that see each other: a prompt within, a completion both."""
+  """Pairs of tokens that see each other: a prompt within, a completion both."""
   p = np.asarray(prompts.lengths, np.float64)[:, None]
   t = np.asarray(completions.lengths, np.float64)
   p = np.broadcast_to(p, t.shape)

@@ -19,7 +19,7 @@ each = pytest.mark.parametrize("advantage", ALL.values(), ids=ALL.keys())
 population = jax.jit(
   functools.partial(advantages.group_normalized, eps=1e-12, ddof=0)
 )
-is_constant = jax.jit(advantages.is_constant)
+is_zero_variance = jax.jit(advantages.is_zero_variance)
 REWARD = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])
 GROUPS = st.lists(
   st.lists(REWARD, min_size=5, max_size=5), min_size=3, max_size=3
@@ -124,7 +124,7 @@ def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
 def test_a_group_is_constant_where_the_counted_agree(rewards, mask):
   sets = [set(r[m]) for r, m in zip(rewards, mask, strict=True)]
   np.testing.assert_array_equal(
-    is_constant(rewards, mask), [len(values) < 2 for values in sets]
+    is_zero_variance(rewards, mask), [len(values) < 2 for values in sets]
   )
 
 
@@ -143,6 +143,6 @@ def test_a_long_completion_costs_up_to_one():
 
 @pytest.mark.parametrize("cache", [-1, 11])
 def test_a_senseless_cache_is_refused(cache):
-  match = rf"{cache} tokens .* 10, .*config\.reward\.overlong_tokens"
+  match = rf"cache is {cache} .* 10, .*config\.reward\.overlong_tokens"
   with pytest.raises(ValueError, match=match):
     advantages.overlong_penalty(jnp.ones((1, 1), jnp.int32), 10, cache)

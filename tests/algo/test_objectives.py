@@ -1,4 +1,4 @@
-"""The surrogate against hand-computed values, and its slopes."""
+"""The surrogate against hand-computed values, and its grads."""
 
 import functools
 
@@ -26,13 +26,13 @@ each_active = pytest.mark.parametrize(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _differentiate(objective, logprobs, cells):
-  value = lambda x: objectives.surrogate(objective, x, **cells)
+def _differentiate(objective, logprobs, fields):
+  value = lambda x: objectives.surrogate(objective, x, **fields)
   return jax.value_and_grad(value, has_aux=True)(logprobs)
 
 
-def _surrogate(objective, logprobs, **cells):
-  """Loss sum, slopes and info; by default 1 sequence of 1s, old policy 0."""
+def _surrogate(objective, logprobs, **fields):
+  """Loss sum, grads and info; by default 1 sequence of 1s, old policy 0."""
   logprobs = np.asarray(logprobs, np.float32)
   default = {
     "old_logprobs": np.zeros(logprobs.shape),
@@ -42,31 +42,31 @@ def _surrogate(objective, logprobs, **cells):
     "segment_ids": np.ones(logprobs.shape, int),
   }
   dtypes = {"f": np.float32, "i": np.int32, "b": bool}
-  cells = {
+  fields = {
     name: np.asarray(x).astype(dtypes[np.asarray(x).dtype.kind])
-    for name, x in (default | cells).items()
+    for name, x in (default | fields).items()
   }
-  (loss, info), slope = _differentiate(objective, logprobs, cells)
-  return np.asarray(loss), np.asarray(slope), info
+  (loss, info), grad = _differentiate(objective, logprobs, fields)
+  return np.asarray(loss), np.asarray(grad), info
 
 
-def _one(objective, ratio, advantage, weight=1.0, **cells):
-  """Loss and slope of one token."""
-  cells = {name: [[x]] for name, x in cells.items()}
-  loss, slope, _ = _surrogate(
+def _one(objective, ratio, advantage, weight=1.0, **fields):
+  """Loss and grad of one token."""
+  fields = {name: [[x]] for name, x in fields.items()}
+  loss, grad, _ = _surrogate(
     objective,
     [[np.log(ratio)]],
     advantages=[[float(advantage)]],
     weights=[[weight]],
-    **cells,
+    **fields,
   )
-  return loss, slope[0, 0]
+  return loss, grad[0, 0]
 
 
 @pytest.mark.parametrize(
-  ("ratio", "advantage", "loss", "slope"),
+  ("ratio", "advantage", "loss", "grad"),
   [
-    (1.0, 2.0, -2.0, -2.0),  # on policy: the slope is -advantage
+    (1.0, 2.0, -2.0, -2.0),  # on policy: the grad is -advantage
     (1.0, -2.0, 2.0, 2.0),
     (1.25, 2.0, -2.5, -2.5),  # inside both bounds
     (1.5, 2.0, -2.6, 0.0),  # above 1.3, and going up would pay nothing
@@ -77,14 +77,14 @@ def _one(objective, ratio, advantage, weight=1.0, **cells):
   ],
 )
 @pytest.mark.parametrize("objective", [GRPO, DUAL, SEQUENCE])
-def test_clipping_by_hand(objective, ratio, advantage, loss, slope):
+def test_clipping_by_hand(objective, ratio, advantage, loss, grad):
   """A sequence of one token has the token's ratio."""
   got = _one(objective, ratio, advantage)
-  np.testing.assert_allclose(got, (loss, slope), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(got, (loss, grad), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-  ("ratio", "advantage", "loss", "slope"),
+  ("ratio", "advantage", "loss", "grad"),
   [
     (2.9, -2.0, 5.8, 5.8),
     (4.0, -2.0, 6.0, 0.0),  # above 3: too unlikely to have been drawn
@@ -92,9 +92,9 @@ def test_clipping_by_hand(objective, ratio, advantage, loss, slope):
     (0.5, -2.0, 1.6, 0.0),
   ],
 )
-def test_dual_clip_by_hand(ratio, advantage, loss, slope):
+def test_dual_clip_by_hand(ratio, advantage, loss, grad):
   got = _one(DUAL, ratio, advantage)
-  np.testing.assert_allclose(got, (loss, slope), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(got, (loss, grad), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high", "dual_clip"])
@@ -113,9 +113,9 @@ def test_a_ratio_at_a_bound_has_its_whole_slope(make, name):
       "dual_clip": float(bound),
     }[name]
     args = {"clip_low": 0.5, "clip_high": 0.5, name: value}
-    loss, slope = _one(make(**args), np.exp(logprob), advantage)
+    loss, grad = _one(make(**args), np.exp(logprob), advantage)
     assert loss == -bound * advantage
-    assert slope == -expected * advantage
+    assert grad == -expected * advantage
 
 
 @each_active
@@ -140,9 +140,9 @@ def test_kl_by_hand():
   # The reference gives the token half of the policy's probability.
   half = np.log(0.5)
   kl = 0.5 - half - 1
-  loss, slope = _one(objectives.grpo(beta=0.1), 1.0, 2.0, ref_logprobs=half)
+  loss, grad = _one(objectives.grpo(beta=0.1), 1.0, 2.0, ref_logprobs=half)
   np.testing.assert_allclose(loss, -2.0 + 0.1 * kl, rtol=1e-6)
-  np.testing.assert_allclose(slope, -2.0 + 0.1 * (1 - 0.5), rtol=1e-6)
+  np.testing.assert_allclose(grad, -2.0 + 0.1 * (1 - 0.5), rtol=1e-6)
   # It carries the weight too, and stays where the ratio is clipped.
   got = _one(objectives.grpo(beta=0.1), 1.5, 2.0, 3.0, ref_logprobs=half)
   kl = 1 / 3 - np.log(1 / 3) - 1
@@ -170,25 +170,25 @@ def _rows(seed, num=3, length=12):
     "old_logprobs": old,
     "advantages": np.take_along_axis(per_sequence, ids, axis=1),
     "weights": rng.uniform(0.5, 2, shape) * (rng.random(shape) < 0.8),
-    # The first cell of a sequence predicts a token of its prompt.
+    # The first column of a sequence predicts a token of its prompt.
     "is_trained": (ids > 0) & ~np.isin(np.arange(length), [0, 5, 9]),
     "segment_ids": ids,
     "ref_logprobs": old + rng.normal(0, 0.3, shape),
   }
 
 
-def _by_loops(objective, logprobs, cells):
-  """Loss, slopes and info of rows, in the words of the papers."""
-  loss, slopes = 0.0, np.zeros(logprobs.shape)
+def _by_loops(objective, logprobs, fields):
+  """Loss, grads and info of rows, in the words of the papers."""
+  loss, grads = 0.0, np.zeros(logprobs.shape)
   info = {"tokens": 0, "clipped": 0, "kl": 0.0}
   for r, c in np.ndindex(logprobs.shape):
-    at = lambda name, r=r, c=c: cells[name][r, c]
+    at = lambda name, r=r, c=c: fields[name][r, c]
     if not at("is_trained") or at("weights") == 0:
       continue
-    log_ratio = logprobs - cells["old_logprobs"]
+    log_ratio = logprobs - fields["old_logprobs"]
     if objective.is_sequence_ratio:
-      mine = (cells["segment_ids"][r] == at("segment_ids")) & (
-        cells["is_trained"][r]
+      mine = (fields["segment_ids"][r] == at("segment_ids")) & (
+        fields["is_trained"][r]
       )
       ratio = np.exp(log_ratio[r][mine].mean())
     else:
@@ -202,24 +202,24 @@ def _by_loops(objective, logprobs, cells):
     kl = np.exp(d) - d - 1
     loss += at("weights") * (objective.beta * kl - gain)
     is_open = gain == ratio * a
-    slopes[r, c] = at("weights") * (
+    grads[r, c] = at("weights") * (
       objective.beta * (1 - np.exp(d)) - is_open * ratio * a
     )
     info["tokens"] += 1
     info["clipped"] += not is_open
     info["kl"] += kl
-  return loss, slopes, info
+  return loss, grads, info
 
 
 @each_active
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_rows_against_loops(objective, seed):
   """A sequence's ratio is over all its tokens, those of weight 0 too."""
-  logprobs, cells = _rows(seed)
-  loss, slopes, info = _surrogate(objective, logprobs, **cells)
-  expected = _by_loops(objective, logprobs, cells)
+  logprobs, fields = _rows(seed)
+  loss, grads, info = _surrogate(objective, logprobs, **fields)
+  expected = _by_loops(objective, logprobs, fields)
   np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
-  np.testing.assert_allclose(slopes, expected[1], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(grads, expected[1], rtol=1e-5, atol=1e-6)
   assert 0 < expected[2]["clipped"] < expected[2]["tokens"]
   for name, value in expected[2].items():
     np.testing.assert_allclose(info[name], value, rtol=1e-5)
@@ -227,24 +227,24 @@ def test_packed_rows_against_loops(objective, seed):
 
 def test_a_sequences_slope_is_that_of_its_clipped_mean():
   """The token form against the sequence form, differentiated."""
-  logprobs, cells = _rows(0, num=1)
-  cells = {k: np.asarray(v) for k, v in cells.items() if k != "ref_logprobs"}
-  cells["weights"] = np.ones(logprobs.shape)
+  logprobs, fields = _rows(0, num=1)
+  fields = {k: np.asarray(v) for k, v in fields.items() if k != "ref_logprobs"}
+  fields["weights"] = np.ones(logprobs.shape)
   mine = [np.arange(1, 5), np.arange(6, 9), np.array([10])]
 
   def sequence_form(x):
     total = 0.0
-    for cell in mine:
-      old = jnp.array(cells["old_logprobs"][0, cell], jnp.float32)
-      s = jnp.exp((x[0, cell] - old).mean())
-      a = float(cells["advantages"][0, cell[0]])
-      total -= len(cell) * jnp.minimum(s * a, jnp.clip(s, 0.8, 1.3) * a)
+    for column in mine:
+      old = jnp.array(fields["old_logprobs"][0, column], jnp.float32)
+      s = jnp.exp((x[0, column] - old).mean())
+      a = float(fields["advantages"][0, column[0]])
+      total -= len(column) * jnp.minimum(s * a, jnp.clip(s, 0.8, 1.3) * a)
     return total
 
   expected = jax.jit(jax.value_and_grad(sequence_form))(
     logprobs.astype(np.float32)
   )
-  got = _surrogate(SEQUENCE, logprobs, **cells)[:2]
+  got = _surrogate(SEQUENCE, logprobs, **fields)[:2]
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
     got,
@@ -254,11 +254,11 @@ def test_a_sequences_slope_is_that_of_its_clipped_mean():
 
 @each
 def test_at_a_ratio_of_one_all_slopes_are_alike(objective):
-  logprobs, cells = _rows(1)
-  cells["old_logprobs"] = logprobs
-  _, slopes, info = _surrogate(objective, logprobs, **cells)
-  expected = -cells["advantages"] * cells["weights"] * cells["is_trained"]
-  np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+  logprobs, fields = _rows(1)
+  fields["old_logprobs"] = logprobs
+  _, grads, info = _surrogate(objective, logprobs, **fields)
+  expected = -fields["advantages"] * fields["weights"] * fields["is_trained"]
+  np.testing.assert_allclose(grads, expected, rtol=1e-6)
   assert info["clipped"] == 0
 
 
@@ -276,47 +276,47 @@ def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
   def lay(order):
     row = {name: np.zeros((2, 8)) for name in ("x", "old_logprobs", "weights")}
     row |= {name: np.zeros((2, 8)) for name in ("advantages", "ref_logprobs")}
-    ids, cells = np.zeros((2, 8), int), {}
+    ids, fields = np.zeros((2, 8), int), {}
     for place, s in enumerate(order):
       r, start = place // 2, lengths[order[place - 1]] if place % 2 else 0
-      at = cells[s] = (r, np.arange(start, start + lengths[s]))
+      at = fields[s] = (r, np.arange(start, start + lengths[s]))
       row["x"][at], row["old_logprobs"][at] = new[s], old[s]
       row["ref_logprobs"][at] = old[s] + 0.1
       row["weights"][at], row["advantages"][at] = weights[s], signs[s]
       ids[at] = place % 2 + 1
-    loss, slopes, _ = _surrogate(
+    loss, grads, _ = _surrogate(
       objective, row.pop("x"), is_trained=ids > 0, segment_ids=ids, **row
     )
-    return loss, [slopes[cells[s]] for s in range(4)]
+    return loss, [grads[fields[s]] for s in range(4)]
 
-  loss, slopes = lay(order)
+  loss, grads = lay(order)
   expected_loss, expected_slopes = lay(range(4))
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-5)
-  for got, expected in zip(slopes, expected_slopes, strict=True):
+  for got, expected in zip(grads, expected_slopes, strict=True):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @each_active
-def test_cells_that_do_not_count_cannot_poison_the_sum(objective):
+def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
   """Prompts and padding hold anything; tokens of weight 0 hold numbers."""
   objective = objective._replace(sampler_cap=2.0)
-  logprobs, cells = _rows(2)
-  cells["sampler_logprobs"] = cells["old_logprobs"] + 0.1
-  clean = _surrogate(objective, logprobs, **cells)
-  outside = ~cells["is_trained"]
+  logprobs, fields = _rows(2)
+  fields["sampler_logprobs"] = fields["old_logprobs"] + 0.1
+  clean = _surrogate(objective, logprobs, **fields)
+  outside = ~fields["is_trained"]
   names = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
-  strange = cells | {n: np.where(outside, np.nan, cells[n]) for n in names}
-  strange["weights"] = np.where(outside, np.inf, cells["weights"])
+  strange = fields | {n: np.where(outside, np.nan, fields[n]) for n in names}
+  strange["weights"] = np.where(outside, np.inf, fields["weights"])
   got = _surrogate(objective, np.where(outside, np.nan, logprobs), **strange)
   jax.tree.map(np.testing.assert_array_equal, got, clean)
-  unweighted = cells["is_trained"] & (cells["weights"] == 0)
+  unweighted = fields["is_trained"] & (fields["weights"] == 0)
   assert unweighted.any()
   if objective.is_sequence_ratio:
     names = names[1:]  # a sequence's ratio needs all of its tokens
   for number in (0.0, -1e30):
     if not objective.is_sequence_ratio:
       logprobs = np.where(unweighted, number, logprobs)
-    other = cells | {n: np.where(unweighted, number, cells[n]) for n in names}
+    other = fields | {n: np.where(unweighted, number, fields[n]) for n in names}
     got = _surrogate(objective, logprobs, **other)
     jax.tree.map(np.testing.assert_array_equal, got, clean)
 
@@ -325,7 +325,7 @@ def test_cells_that_do_not_count_cannot_poison_the_sum(objective):
 def test_extreme_ratios_stay_finite(objective):
   objective = objective._replace(beta=0.1, sampler_cap=2.0)
   far = np.array([[-1e4, 1e4, -1e4, 1e4]])
-  loss, slopes, _ = _surrogate(
+  loss, grads, _ = _surrogate(
     objective,
     far,
     advantages=[[1.0, 1.0, -1.0, -1.0]],
@@ -333,15 +333,15 @@ def test_extreme_ratios_stay_finite(objective):
     ref_logprobs=-far,
     sampler_logprobs=-far,
   )
-  assert np.isfinite(loss) and np.isfinite(slopes).all()
+  assert np.isfinite(loss) and np.isfinite(grads).all()
 
 
 def test_a_sampler_that_differs_is_made_up_for_up_to_a_cap():
   capped = objectives.grpo(sampler_cap=2.0, beta=0.1)
-  cells = {"old_logprobs": np.log(0.9), "ref_logprobs": np.log(0.8)}
-  plain = np.array(_one(capped, 1.0, 2.0, **cells))
+  fields = {"old_logprobs": np.log(0.9), "ref_logprobs": np.log(0.8)}
+  plain = np.array(_one(capped, 1.0, 2.0, **fields))
   for sampler, factor in ((0.9, 1.0), (0.6, 1.5), (0.3, 2.0), (1.8, 0.5)):
-    sampled = cells | {"sampler_logprobs": np.log(sampler)}
+    sampled = fields | {"sampler_logprobs": np.log(sampler)}
     got = _one(capped, 1.0, 2.0, **sampled)
     np.testing.assert_allclose(got, factor * plain, rtol=1e-5)
     off = _one(capped._replace(sampler_cap=0.0), 1.0, 2.0, **sampled)

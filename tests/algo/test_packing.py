@@ -16,28 +16,30 @@ plan = jax.jit(packing.plan, static_argnums=(1, 2, 3))
 fill = jax.jit(packing.fill, static_argnums=(6, 7))
 
 
-def _plan(cells, window, num_rows=PROMPTS * GROUP):
-  return plan(jax.tree.map(jnp.asarray, cells), ROW, num_rows, window)
+def _plan(counts, window, num_rows=PROMPTS * GROUP):
+  return plan(jax.tree.map(jnp.asarray, counts), ROW, num_rows, window)
 
 
 @st.composite
-def _cells(draw):
-  """Cells of completions, some of them absent, that all fit a row."""
+def _counts(draw):
+  """Tokens of completions, some of them absent, that all fit a row."""
   prefix = draw(
     st.lists(st.integers(0, 12), min_size=PROMPTS, max_size=PROMPTS)
   )
   lengths = st.lists(st.integers(0, ROW - 12), min_size=GROUP, max_size=GROUP)
   own = draw(st.lists(lengths, min_size=PROMPTS, max_size=PROMPTS))
-  return packing.Cells(np.array(prefix, np.int32), np.array(own, np.int32))
+  return packing.TokenCounts(
+    np.array(prefix, np.int32), np.array(own, np.int32)
+  )
 
 
 WINDOWS = st.sampled_from([1, 4, 64])
 
 
-@hypothesis.given(_cells(), WINDOWS)
-def test_nothing_is_lost_and_nothing_overlaps(cells, window):
-  placed = jax.tree.map(np.asarray, _plan(cells, window))
-  assert ((placed.row >= 0) == (cells.own > 0)).all()
+@hypothesis.given(_counts(), WINDOWS)
+def test_nothing_is_lost_and_nothing_overlaps(counts, window):
+  placed = jax.tree.map(np.asarray, _plan(counts, window))
+  assert ((placed.row >= 0) == (counts.own > 0)).all()
   owner = {}
 
   def take(row, start, length, name):
@@ -45,10 +47,10 @@ def test_nothing_is_lost_and_nothing_overlaps(cells, window):
     for i in range(length):
       assert owner.setdefault((row, start + i), name) == name
 
-  for q, g in zip(*np.nonzero(cells.own), strict=True):
-    row, prefix = placed.row[q, g], cells.prefix[q]
+  for q, g in zip(*np.nonzero(counts.own), strict=True):
+    row, prefix = placed.row[q, g], counts.prefix[q]
     at, prefix_at = placed.offset[q, g], placed.prefix_offset[q, g]
-    take(row, at, cells.own[q, g], (q, g))
+    take(row, at, counts.own[q, g], (q, g))
     if prefix:
       assert prefix_at + prefix <= at
       take(row, prefix_at, prefix, (q, "prompt", prefix_at))
@@ -58,34 +60,34 @@ def test_nothing_is_lost_and_nothing_overlaps(cells, window):
   assert rows == set(range(int(placed.num_used)))
 
 
-@hypothesis.given(_cells(), WINDOWS)
-def test_a_prompt_and_what_shares_it_are_neighbours(cells, window):
+@hypothesis.given(_counts(), WINDOWS)
+def test_a_prompt_and_what_shares_it_are_neighbours(counts, window):
   """Nothing of another prompt lies between a prefix and who sees it."""
-  placed = jax.tree.map(np.asarray, _plan(cells, window))
+  placed = jax.tree.map(np.asarray, _plan(counts, window))
   starts = {
     (placed.row[q, g], placed.offset[q, g]): q
-    for q, g in zip(*np.nonzero(cells.own), strict=True)
+    for q, g in zip(*np.nonzero(counts.own), strict=True)
   }
-  for q, g in zip(*np.nonzero(cells.own), strict=True):
+  for q, g in zip(*np.nonzero(counts.own), strict=True):
     row, at = placed.row[q, g], placed.offset[q, g]
     between = range(placed.prefix_offset[q, g], at)
     assert {starts.get((row, cell), q) for cell in between} <= {q}
 
 
-@hypothesis.given(_cells(), WINDOWS)
-def test_rows_stay_below_the_bound(cells, window):
-  placed = _plan(cells, window)
-  together = np.where(cells.own > 0, cells.prefix[:, None] + cells.own, 0)
+@hypothesis.given(_counts(), WINDOWS)
+def test_rows_stay_below_the_bound(counts, window):
+  placed = _plan(counts, window)
+  together = np.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
   assert placed.num_used <= 2 * -(-together.sum() // ROW) + 1
   assert placed.num_used <= packing.row_bound(PROMPTS * GROUP, ROW, ROW)
 
 
-@hypothesis.given(_cells())
-def test_sharing_takes_no_more_cells_than_repeating(cells):
-  placed = jax.tree.map(np.asarray, _plan(cells, 64))
-  is_placed = cells.own > 0
+@hypothesis.given(_counts())
+def test_sharing_takes_no_more_tokens_than_repeating(counts):
+  placed = jax.tree.map(np.asarray, _plan(counts, 64))
+  is_placed = counts.own > 0
   prefixes = {
-    (row, at): cells.prefix[q]
+    (row, at): counts.prefix[q]
     for q in range(PROMPTS)
     for row, at in zip(
       placed.row[q][is_placed[q]],
@@ -94,29 +96,29 @@ def test_sharing_takes_no_more_cells_than_repeating(cells):
     )
   }
   shared = sum(prefixes.values())
-  assert shared >= cells.prefix[is_placed.any(1)].sum()
-  assert shared <= (cells.prefix[:, None] * is_placed).sum()
+  assert shared >= counts.prefix[is_placed.any(1)].sum()
+  assert shared <= (counts.prefix[:, None] * is_placed).sum()
 
 
 def test_a_group_that_fits_a_row_shares_one_prompt():
-  cells = packing.Cells(
+  counts = packing.TokenCounts(
     np.full(PROMPTS, 8, np.int32), np.full((PROMPTS, GROUP), 6, np.int32)
   )
-  placed = jax.tree.map(np.asarray, _plan(cells, 64))
+  placed = jax.tree.map(np.asarray, _plan(counts, 64))
   assert placed.num_used == PROMPTS
   for q in range(PROMPTS):
     assert len(set(placed.row[q])) == len(set(placed.prefix_offset[q])) == 1
 
 
 def test_too_few_rows_or_too_long_a_sequence_show():
-  cells = lambda *own: packing.Cells(
+  counts = lambda *own: packing.TokenCounts(
     np.zeros(1, np.int32), np.array([own], np.int32)
   )
-  placed = _plan(cells(20, 20, 20), 4, num_rows=2)
+  placed = _plan(counts(20, 20, 20), 4, num_rows=2)
   assert placed.num_used == 3 and (placed.row == -1).sum() == 1
-  placed = _plan(cells(ROW + 1, 3), 4)
+  placed = _plan(counts(ROW + 1, 3), 4)
   assert placed.num_used > 40
-  placed = _plan(cells(ROW, 3)._replace(prefix=np.ones(1, np.int32)), 4)
+  placed = _plan(counts(ROW, 3)._replace(prefix=np.ones(1, np.int32)), 4)
   assert placed.num_used > 40
 
 
@@ -144,15 +146,15 @@ def _batch(seed=0, prompts=3, group=4, width=6, tokens=9):
   )
 
 
-@pytest.mark.parametrize("shares_prompts", [False, True])
-def test_every_sequence_can_be_read_back(shares_prompts):
-  """What a cell sees, in order, is its prompt and its completion so far."""
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_every_sequence_can_be_read_back(share_prefix):
+  """What a position sees, in order, is its prompt and its completion so far."""
   prompts, rollout = _batch()
   advantages = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
-  cells = packing.count_cells(prompts.lengths, rollout.lengths, shares_prompts)
-  placed = plan(cells, ROW, 12, 4)
+  counts = packing.count_tokens(prompts.lengths, rollout.lengths, share_prefix)
+  placed = plan(counts, ROW, 12, 4)
   rows = fill(
-    placed, cells, prompts, rollout, advantages, advantages + 50, 12, ROW
+    placed, counts, prompts, rollout, advantages, advantages + 50, 12, ROW
   )
   rows = jax.tree.map(np.asarray, rows)
   used = 0
@@ -186,31 +188,31 @@ def test_every_sequence_can_be_read_back(shares_prompts):
       rows.old_logprobs[r][is_trained], rollout.logprobs[q, g, :n]
     )
     used += own.sum()
-    if not shares_prompts:
+    if not share_prefix:
       assert segment == prefix and own.sum() == len(text) - 1
   assert int(rows.is_trained.sum()) == int(rollout.lengths.sum())
   empty = rows.segment_ids == 0
   assert not rows.weights[empty].any() and not rows.is_trained[empty].any()
   is_prefix = ~empty & ~rows.is_trained
-  if shares_prompts:  # whatever is not trained is a prefix, which sees itself
+  if share_prefix:  # whatever is not trained is a prefix, which sees itself
     assert used + is_prefix.sum() == (~empty).sum()
     np.testing.assert_array_equal(
       rows.prefix_ids[is_prefix], rows.segment_ids[is_prefix]
     )
     assert (~empty).sum() < int(
-      packing.count_cells(prompts.lengths, rollout.lengths, False).own.sum()
+      packing.count_tokens(prompts.lengths, rollout.lengths, False).own.sum()
     )
   else:
     assert used == (~empty).sum()
 
 
-@pytest.mark.parametrize("shares_prompts", [False, True])
-def test_neighbours_have_different_segment_ids(shares_prompts):
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_neighbours_have_different_segment_ids(share_prefix):
   prompts, rollout = _batch(1)
-  cells = packing.count_cells(prompts.lengths, rollout.lengths, shares_prompts)
-  placed = plan(cells, ROW, 12, 4)
+  counts = packing.count_tokens(prompts.lengths, rollout.lengths, share_prefix)
+  placed = plan(counts, ROW, 12, 4)
   ones = jnp.ones((3, 4))
-  rows = fill(placed, cells, prompts, rollout, ones, ones, 12, ROW)
+  rows = fill(placed, counts, prompts, rollout, ones, ones, 12, ROW)
   ids = np.asarray(rows.segment_ids)
   for row in ids:
     real = row[row > 0]
@@ -228,8 +230,8 @@ def test_one_compilation_serves_every_set_of_lengths():
   @jax.jit
   def count(lengths):
     traces.append(1)
-    cells = packing.Cells(jnp.zeros((10,), jnp.int32), lengths)
-    return packing.plan(cells, ROW, 40, 8)
+    counts = packing.TokenCounts(jnp.zeros((10,), jnp.int32), lengths)
+    return packing.plan(counts, ROW, 40, 8)
 
   for seed in range(4):
     count(jax.random.randint(jax.random.key(seed), (10, 4), 0, ROW))

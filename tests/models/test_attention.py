@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from dppo_jax import sharding
-from dppo_jax.models import attention, blockwise, kernels
+from dppo_jax.models import attention
+from dppo_jax.models.attention import blockwise, kernels
 
-BACKENDS = {
-  "xla": blockwise.attention,
+BACKENDS = attention.BACKENDS | {
   "splash": functools.partial(kernels.splash, interpret=True),
   "triton": functools.partial(kernels.triton, interpret=True),
 }
-# Completions of a prompt, completions alone, padding at the end of a row.
+# Groups of a row: (tokens of a shared prompt, or 0; tokens of completions).
 SEGMENTS = {
   "shared": [(5, (9, 40, 3)), (30, (70, 12)), (4, (50,))],
   "apart": [(0, (100,)), (0, (31,)), (0, (64,))],
@@ -53,90 +53,99 @@ def _inputs(rows, length, heads=4, kv_heads=2, dim=16, seed=0):
 
 
 def _plain(q, k, v, segment_ids, prefix_ids):
-  """The formula, with every score at once."""
+  """The formula, with all logits at once."""
   repeat = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
-  scores = jnp.einsum("bqhd,bshd->bhqs", q, k) * q.shape[-1] ** -0.5
+  logits = jnp.einsum("bqhd,bshd->bhqs", q, k) * q.shape[-1] ** -0.5
   keys = segment_ids[:, None, :]
   is_seen = (segment_ids[:, :, None] == keys) | (prefix_ids[:, :, None] == keys)
   is_seen &= jnp.tri(q.shape[1], dtype=bool)
-  share = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -jnp.inf), -1)
-  return jnp.einsum("bhqs,bshd->bqhd", share, v)
+  probs = jax.nn.softmax(
+    jnp.where(is_seen[:, None], logits, attention.MASKED), -1
+  )
+  return jnp.einsum("bhqs,bshd->bqhd", probs, v)
 
 
-def _with_slopes(run, q, k, v, ids):
-  """What comes out, and the slopes of a sum of it over real cells."""
+@functools.partial(jax.jit, static_argnums=0)
+def _with_grads(run, q, k, v, ids):
+  """The output at real tokens, and the gradients of a weighted sum of it."""
+  is_real = (ids[0] > 0)[..., None, None]
   noise = jax.random.normal(jax.random.key(9), q.shape)
-  noise = jnp.where((ids[0] > 0)[..., None, None], noise, 0)
+  noise = jnp.where(is_real, noise, 0)
 
   def loss(q, k, v):
     out = run(q, k, v, *ids)
     return (out * noise.astype(out.dtype)).sum(), out
 
-  slopes, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
-  return jnp.where((ids[0] > 0)[..., None, None], out, 0), slopes
+  grads, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+  return jnp.where(is_real, out, 0), grads
+
+
+def _assert_close(found, expected, atol=2e-5, rtol=1e-7):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(
+      x.astype(jnp.float32), y, atol=atol, rtol=rtol
+    ),
+    found,
+    expected,
+  )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_is_the_plain_formula(backend):
   ids = _rows(256)
   inputs = _inputs(len(SEGMENTS), 256)
-  got = jax.jit(functools.partial(_with_slopes, BACKENDS[backend]))(
-    *inputs, ids
-  )
-  want = jax.jit(functools.partial(_with_slopes, _plain))(*inputs, ids)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want
-  )
+  got = _with_grads(BACKENDS[backend], *inputs, ids)
+  _assert_close(got, _with_grads(_plain, *inputs, ids))
 
 
-@pytest.mark.parametrize("length", [8, 40, 256, 333])
+@pytest.mark.parametrize("length", [8, 40, 333])
 def test_xla_takes_rows_of_any_length(length):
-  """Those that are shorter than a block, and no whole number of them."""
+  """Also rows shorter than a block, and no whole number of blocks."""
   ids = _rows(length, ("short",) if length < 256 else tuple(SEGMENTS))
   inputs = _inputs(len(ids[0]), length)
-  got = _with_slopes(blockwise.attention, *inputs, ids)
-  want = _with_slopes(_plain, *inputs, ids)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want
-  )
+  got = _with_grads(blockwise.attention, *inputs, ids)
+  _assert_close(got, _with_grads(_plain, *inputs, ids))
 
 
-@pytest.mark.parametrize("together", [2, 6])
-def test_rows_that_are_handled_at_once_stay_apart(together):
+@pytest.mark.parametrize("rows_at_once", [2, None])
+def test_rows_that_are_handled_at_once_stay_apart(rows_at_once):
   ids = tuple(jnp.concatenate([x, x[::-1]])[:6] for x in _rows(333))
   inputs = _inputs(6, 333)
-  run = functools.partial(blockwise.attention, together=together)
-  got = _with_slopes(run, *inputs, ids)
-  want = _with_slopes(_plain, *inputs, ids)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want
-  )
+  run = functools.partial(blockwise.attention, rows_at_once=rows_at_once)
+  got = _with_grads(run, *inputs, ids)
+  _assert_close(got, _with_grads(_plain, *inputs, ids))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_cell_may_not_see_does_not_change_it(backend):
-  """Bit for bit, by other numbers wherever it must not look."""
+def test_what_a_token_may_not_see_does_not_change_it(backend):
+  """To the bit, with other numbers wherever it must not look."""
   length = 256
   ids = _rows(length, ("mixed",))
   q, k, v = _inputs(1, length)
   run = jax.jit(BACKENDS[backend])
   before = run(q, k, v, *ids)
   segments, prefixes = np.asarray(ids[0][0]), np.asarray(ids[1][0])
-  for cell in (3, 60, 130, 150, 170, 200):
-    is_seen = np.isin(segments, (segments[cell], prefixes[cell]))
-    is_seen &= np.arange(length) <= cell
+  for token in (3, 60, 130, 150, 170, 200):
+    is_seen = np.isin(segments, (segments[token], prefixes[token]))
+    is_seen &= np.arange(length) <= token
     hide = lambda x, seen=is_seen: jnp.where(
       seen[None, :, None, None], x, 7 - 3 * x
     )
     after = run(q, hide(k), hide(v), *ids)
-    np.testing.assert_array_equal(after[0, cell], before[0, cell])
+    np.testing.assert_array_equal(after[0, token], before[0, token])
     shown = run(q, hide(k), v + 1, *ids)
-    assert not np.allclose(shown[0, cell], before[0, cell], atol=1e-3)
+    assert not np.allclose(shown[0, token], before[0, token], atol=1e-3)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _with_dq(q, k, v, ids, run=blockwise.attention):
+  out, pull = jax.vjp(lambda q: run(q, k, v, *ids), q)
+  return out, pull(jnp.ones_like(out))[0]
 
 
 def test_blocks_that_share_no_segment_are_not_read():
-  """Not even where they hold no numbers: such a block is never computed.
+  """Not even if they hold NaNs: such a block is never computed.
 
   Neither of sequences that do not see each other, nor of completions that
   stand between another one and the prompt that they share.
@@ -146,13 +155,9 @@ def test_blocks_that_share_no_segment_are_not_read():
   segment = jnp.arange(length, dtype=jnp.int32)[None] // block + 1
   q, k, v = _inputs(1, length)
   for prefix, spoilt in ((segment, 0), (jnp.ones_like(segment), 1)):
-
-    def run(q, k, v, prefix=prefix):
-      return blockwise.attention(q, k, v, segment, prefix)
-
     here = slice(spoilt * block, (spoilt + 1) * block)
-    out, pull = jax.vjp(run, q, k, v.at[:, here].set(jnp.nan))
-    for x in (out, pull(jnp.ones_like(out))[0]):
+    v_spoilt = v.at[:, here].set(jnp.nan)
+    for x in _with_dq(q, k, v_spoilt, (segment, prefix)):
       assert jnp.isnan(x[:, here]).all()
       assert not jnp.isnan(x.at[:, here].set(0)).any()
 
@@ -164,56 +169,76 @@ def test_no_row_computes_what_another_one_sees():
   segment = jnp.stack([jnp.ones_like(each), each, jnp.zeros_like(each)])
   q, k, v = _inputs(3, length)
   v = v.at[1:, :block].set(jnp.nan)
-  run = lambda q: blockwise.attention(q, k, v, segment, segment)
-  out, pull = jax.vjp(run, q)
-  for x in (out, pull(jnp.ones_like(out))[0]):
+  for x in _with_dq(q, k, v, (segment, segment)):
     assert jnp.isnan(x[1:, :block]).all()
     assert not jnp.isnan(x[1:, block:]).any()
     assert not jnp.isnan(x[0]).any()
 
 
-def test_prompts_side_by_side_are_each_alone():
-  lengths = jnp.array([1, 2, 63, 64, 65, 90, 128, 149, 150], jnp.int32)
-  q, k, v = _inputs(lengths.size, 150)
-  got = attention.attend_prompts(q, k, v, lengths)
-  for i, length in enumerate(lengths):
-    alone = [x[i : i + 1, :length] for x in (q, k, v)]
-    ids = jnp.ones((1, length), jnp.int32)
-    np.testing.assert_allclose(
-      got[i, :length], _plain(*alone, ids, ids)[0], atol=2e-5
+def _prompt_attention(backend, num_rows=8):
+  """`attend_prompts` of rows of 150 tokens, and the plain formula."""
+  lengths = jnp.array([1, 2, 63, 64, 90, 128, 149, 150], jnp.int32)[-num_rows:]
+  inputs = _inputs(num_rows, 150)
+  is_real = jnp.arange(150) < lengths[:, None]
+  hide = lambda x: jnp.where(is_real[..., None, None], x, 0)
+  # A function of its own for each trace, as BACKENDS changes under a test.
+  got = jax.jit(lambda *x: attention.attend_prompts(*x, backend))(
+    *inputs, lengths
+  )
+  ids = is_real.astype(jnp.int32)
+  return hide(got), hide(jax.jit(_plain)(*inputs, ids, ids))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prompts_side_by_side_are_each_alone(backend, monkeypatch):
+  """Also where a kernel's rows must be padded."""
+  monkeypatch.setitem(attention.BACKENDS, backend, BACKENDS[backend])
+  _assert_close(*_prompt_attention(backend))
+
+
+@pytest.mark.parametrize("backend", ["xla_by_row", "splash"])
+def test_prompts_may_be_attended_inside_a_shard_map(backend, monkeypatch):
+  """As in a rollout: rows are a shard's already, heads are still to divide."""
+  monkeypatch.setitem(attention.BACKENDS, backend, BACKENDS[backend])
+  q, k, v = _inputs(4, 130)
+  lengths = jnp.array([1, 70, 129, 130], jnp.int32)
+  run = lambda *x: attention.attend_prompts(*x, backend)
+  alone = jax.jit(run)(q, k, v, lengths)
+  mesh = sharding.make_mesh(2, 2)
+  shards = (jax.P("data"),) * 4
+  with jax.set_mesh(mesh):
+    on_shards = jax.shard_map(
+      run,
+      in_specs=shards,
+      out_specs=jax.P("data"),
+      axis_names={"data"},
+      check_vma=False,
     )
+    spread = jax.jit(on_shards)(q, k, v, lengths)
+  _assert_close(spread, alone)
 
 
 def test_a_mesh_changes_nothing():
   """Rows of many blocks, other ids in each, over 4 x 2 devices."""
   ids = tuple(jnp.concatenate([x, x[::-1]])[:8] for x in _rows(256))
-  run = functools.partial(_with_slopes, attention.attention)
+  run = functools.partial(attention.attention, backend="xla_by_row")
   inputs = _inputs(8, 256)
-  alone = jax.jit(run)(*inputs, ids)
+  alone = _with_grads(run, *inputs, ids)
   mesh = sharding.make_mesh(4, 2)
   with jax.set_mesh(mesh):
     rows = lambda x: jax.device_put(x, sharding.sharding(mesh, "batch", None))
     heads = sharding.sharding(mesh, "batch", None, "heads", None)
     inputs = [jax.device_put(x, heads) for x in inputs]
-    spread = jax.jit(run)(*inputs, tuple(map(rows, ids)))
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), spread, alone
-  )
+    spread = _with_grads(run, *inputs, tuple(map(rows, ids)))
+  _assert_close(spread, alone)
 
 
 def test_bfloat16_is_the_plain_formula_rounded():
   ids = _rows(256)
   inputs = _inputs(len(SEGMENTS), 256)
   small = [x.astype(jnp.bfloat16) for x in inputs]
-  got = _with_slopes(blockwise.attention, *small, ids)
-  want = _with_slopes(_plain, *inputs, ids)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(
-      x.astype(jnp.float32), y, atol=0.05, rtol=0.05
-    ),
-    got,
-    want,
-  )
+  got = _with_grads(blockwise.attention, *small, ids)
+  _assert_close(got, _with_grads(_plain, *inputs, ids), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("backend", ["splash", "triton"])
@@ -223,5 +248,38 @@ def test_kernels_refuse_rows_that_are_not_whole_blocks(backend):
     BACKENDS[backend](*_inputs(1, 200), ids, ids)
 
 
-def test_every_backend_is_tested():
-  assert set(BACKENDS) == set(attention.BACKENDS)
+# name, platform, row_length, group_size, share_prefix -> backend
+CHOSEN = {
+  ("auto", "cpu", 1024, 8, True): "xla_by_row",
+  ("xla", "cpu", 1024, 8, True): "xla_by_row",
+  ("auto", "gpu", 1024, 8, True): "xla",
+  ("xla", "tpu", 1024, 8, True): "xla",
+  ("auto", "tpu", 1024, 8, True): "splash",
+  ("auto", "tpu", 1000, 8, True): "xla",
+  ("auto", "tpu", 1024, 65, True): "xla",
+  ("auto", "tpu", 1024, 65, False): "splash",
+  ("splash", "tpu", 1024, 64, True): "splash",
+  ("triton", "gpu", 1024, 8, True): "triton",
+}
+REFUSED = {
+  ("splash", "cpu", 1024, 8, True): "'splash', which is for a tpu, but .* cpu",
+  ("triton", "tpu", 1024, 8, True): "'triton', which is for a gpu, but .* tpu",
+  ("splash", "tpu", 1000, 8, True): "multiple of 128 .*row_length is 1000",
+  ("triton", "gpu", 1024, 65, True): "at most 64 .*group_size 65",
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_the_backend_suits_the_platform_and_the_rows(case):
+  assert attention.choose_backend(*case) == CHOSEN[case]
+  assert CHOSEN[case] in attention.BACKENDS
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_a_kernel_that_cannot_run_is_refused(case):
+  with pytest.raises(ValueError, match=REFUSED[case]):
+    attention.choose_backend(*case)
+
+
+def test_every_choice_is_a_backend():
+  assert set(attention.CHOICES) - {"auto"} <= set(attention.BACKENDS)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.models import checkpoint_hf, families, rope, transformer
+from dppo_jax.models import hf, kv_cache, layers, transformer
+from dppo_jax.models.hf import families
 
 TOLERANCE = 1e-4  # of a float32 logit
 LENGTHS = (40, 23, 17, 1)  # 40 is beyond the context that llama3 stretches
-PROMPT = 17  # cells that are prefilled side by side
-SIZES = (8, 16, 32)  # cells of each part of the cache
+PROMPT = 17  # padded tokens of a prompt
+SIZES = (8, 16, 32)  # positions of each part of the cache
 
 forward = jax.jit(transformer.forward, static_argnums=1)
 
@@ -21,17 +22,15 @@ forward = jax.jit(transformer.forward, static_argnums=1)
 def decoded(params, config, tokens, starts, num_steps):
   """Logits `[slot, num_steps, V]` of the tokens from `starts - 1` on.
 
-  The cells before `starts` are prefilled; the last of them is then fed again,
+  The tokens before `starts` are prefilled; the last of them is then fed again,
   as the sampler does.
   """
-  params = transformer.unstack(params, config)
-  cache = transformer.empty_cache(config, len(tokens), SIZES)
+  params = transformer.to_inference_params(params, config)
+  cache = kv_cache.init(config, len(tokens), SIZES)
   prompts = transformer.prefill(
     params, config, tokens[:, :PROMPT], starts, SIZES[:2]
   )
-  cache = tuple(
-    (*new, parts[2]) for new, parts in zip(prompts, cache, strict=True)
-  )
+  cache = kv_cache.put_slots(cache, prompts, jnp.int32(0))
 
   def step(carry, _):
     at, cache = carry
@@ -55,8 +54,7 @@ def laid_out(rows, length=48):
     start = 0
     for s, tokens in enumerate(row, 1):
       n = len(tokens)
-      cells = np.stack([tokens, np.arange(n), np.full(n, s)])
-      out[:, r, start : start + n] = cells
+      out[:, r, start : start + n] = tokens, np.arange(n), np.full(n, s)
       start += n
   return tuple(jnp.asarray(x) for x in out)
 
@@ -68,10 +66,10 @@ def packed(a, b, c, d):
 
 def logits_of(params, config, rows):
   """The logits of each sequence, cut from the rows that hold them."""
-  cells = laid_out(rows)
-  out = transformer.logits(params, config, forward(params, config, *cells))
+  row_arrays = laid_out(rows)
+  out = transformer.logits(params, config, forward(params, config, *row_arrays))
   return [
-    np.asarray(out[r, cells[2][r] == s])
+    np.asarray(out[r, row_arrays[2][r] == s])
     for r, row in enumerate(rows)
     for s in range(1, len(row) + 1)
   ]
@@ -128,7 +126,7 @@ def network():
     kv_heads=2,
     head_dim=16,
     mlp=48,
-    rope_scaling=rope.RopeScaling(8.0, 1.0, 4.0, 32),
+    rope_scaling=layers.RopeScaling(8.0, 1.0, 4.0, 32),
     has_qkv_bias=True,
     has_qk_norm=True,
     is_tied=False,
@@ -145,12 +143,12 @@ def network():
 def test_padded_rows_agree_with_transformers(checkpoint):
   path, expected = checkpoint
   rows = [[x] for x in sequences()]
-  assert_close(logits_of(*checkpoint_hf.load(path), rows), expected)
+  assert_close(logits_of(*hf.load(path), rows), expected)
 
 
 def test_packed_rows_agree_with_transformers(checkpoint):
   path, (a, b, c, d) = checkpoint
-  found = logits_of(*checkpoint_hf.load(path), packed(*sequences()))
+  found = logits_of(*hf.load(path), packed(*sequences()))
   assert_close(found, [b, c, d, a])
 
 
@@ -158,7 +156,7 @@ def test_decoding_agrees_with_transformers(checkpoint):
   path, expected = checkpoint
   tokens = laid_out([[x] for x in sequences()])[0]
   starts = np.array([5, 17, 8, 1], np.int32)
-  found = decoded(*checkpoint_hf.load(path), tokens, starts, 36)
+  found = decoded(*hf.load(path), tokens, starts, 36)
   assert_close(
     [x[: n + 1 - at] for x, n, at in zip(found, LENGTHS, starts, strict=True)],
     [x[at - 1 :] for x, at in zip(expected, starts, strict=True)],
@@ -168,7 +166,7 @@ def test_decoding_agrees_with_transformers(checkpoint):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files_become_float32_weights(write, tmp_path, dtype):
   model = write(tmp_path, "Qwen2ForCausalLM", dtype=dtype)
-  params, config = checkpoint_hf.load(tmp_path)
+  params, config = hf.load(tmp_path)
   assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
   found = logits_of(params, config, [[x] for x in sequences()])
   assert_close(found, reference_logits(model))
@@ -177,7 +175,7 @@ def test_half_precision_files_become_float32_weights(write, tmp_path, dtype):
 def test_shards_agree_with_transformers(write, tmp_path):
   model = write(tmp_path, is_tied=False, max_shard_size="20KB")
   assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-  found = logits_of(*checkpoint_hf.load(tmp_path), [[x] for x in sequences()])
+  found = logits_of(*hf.load(tmp_path), [[x] for x in sequences()])
   assert_close(found, reference_logits(model))
 
 
@@ -187,9 +185,9 @@ def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
   import transformers
 
   path, expected = checkpoint
-  params, config = checkpoint_hf.load(path)
+  params, config = hf.load(path)
   source = str(path) if has_source else ""
-  checkpoint_hf.save(tmp_path, params, config, source=source, stop_ids=[3, 5])
+  hf.save(tmp_path, params, config, source=source, stop_ids=[3, 5])
   model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
   assert model.dtype == torch.float32
   assert model.config.tie_word_embeddings == config.is_tied
@@ -203,8 +201,8 @@ def test_a_float32_file_stays_so_whatever_its_source(write, tmp_path):
   import transformers
 
   write(tmp_path / "a", dtype="bfloat16")
-  loaded = checkpoint_hf.load(tmp_path / "a")
-  checkpoint_hf.save(tmp_path / "b", *loaded, source=tmp_path / "a")
+  loaded = hf.load(tmp_path / "a")
+  hf.save(tmp_path / "b", *loaded, source=tmp_path / "a")
   model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
   assert model.dtype == torch.float32
 
@@ -214,8 +212,8 @@ def test_a_bfloat16_file_is_what_transformers_rounds(write, tmp_path):
   import transformers
 
   model = write(tmp_path / "a", is_tied=False)
-  params, config = checkpoint_hf.load(tmp_path / "a")
-  checkpoint_hf.save(tmp_path / "b", params, config, dtype="bfloat16")
+  params, config = hf.load(tmp_path / "a")
+  hf.save(tmp_path / "b", params, config, dtype="bfloat16")
   saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
   expected = model.to(torch.bfloat16).state_dict()
   found = saved.state_dict()
@@ -225,22 +223,22 @@ def test_a_bfloat16_file_is_what_transformers_rounds(write, tmp_path):
     assert torch.equal(found[name], expected[name]), name
 
 
-def test_a_cell_sees_what_precedes_it_in_its_segment_and_no_more(network):
+def test_a_token_sees_what_precedes_it_in_its_segment_and_no_more(network):
   params, config = network
-  # Every cell has a token of its own, so that the gradient with respect to an
-  # embedding is that with respect to a cell.
+  # Each position holds another token, so that the gradient with respect to an
+  # embedding is that with respect to a position.
   tokens = np.arange(24, dtype=np.int32)
-  cells = laid_out([[tokens[:9], tokens[9:20]]], length=24)
-  cells = (jnp.arange(24, dtype=jnp.int32)[None], *cells[1:])
+  _, *rest = laid_out([[tokens[:9], tokens[9:20]]], length=24)
   probe = jax.random.normal(jax.random.key(2), (config.embed,))
 
-  def heights(embed):
-    hidden = forward({**params, "embed": embed}, config, *cells)
-    return hidden[0] @ probe  # [cell]
+  def projected(embed):
+    hidden = forward({**params, "embed": embed}, config, tokens[None], *rest)
+    return hidden[0] @ probe  # [position]
 
-  slope = jax.jacrev(heights)(params["embed"])[:, :24]  # [cell, cell, E]
-  is_seen = np.asarray(jnp.abs(slope).max(-1) > 0)
-  segment, index = np.asarray(cells[2][0]), np.arange(24)
+  # [position, position, E]
+  grads = jax.jit(jax.jacrev(projected))(params["embed"])[:, :24]
+  is_seen = np.asarray(jnp.abs(grads).max(-1) > 0)
+  segment, index = np.asarray(rest[1][0]), np.arange(24)
   is_visible = segment[:, None] == segment
   is_visible &= index[:, None] >= index
   np.testing.assert_array_equal(is_seen, is_visible)
@@ -254,8 +252,8 @@ def test_packed_equals_alone(network):
 
 @pytest.mark.parametrize("side_by_side", [1, 2, 4])
 def test_decoding_equals_forward(network, side_by_side, monkeypatch, request):
-  """However many layers lie side by side."""
-  monkeypatch.setattr(transformer, "_UNROLL", side_by_side)
+  """However many layers a step has side by side."""
+  monkeypatch.setattr(kv_cache, "_MAX_GROUPS", side_by_side)
   decoded.clear_cache()
   request.addfinalizer(decoded.clear_cache)
   sequence = sequences()[0]

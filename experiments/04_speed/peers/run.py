@@ -237,7 +237,7 @@ def paired(
   return [a / b for a, b in zip(of(peer), of(base), strict=True)]
 
 
-def told(values: list[float], digits: int = 2) -> str:
+def shown(values: list[float], digits: int = 2) -> str:
   """Median, least and most."""
   mid, low, high = statistics.median(values), min(values), max(values)
   return f"{mid:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
@@ -250,14 +250,14 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
   runs = [run for run in runs if run["name"] == "timed"]
   of = lambda name: [run for run in runs if run["system"] == name]
   steps = lambda key, digits: (
-    lambda name: told([x for run in of(name) for x in later(run, key)], digits)
+    lambda name: shown([x for run in of(name) for x in later(run, key)], digits)
   )
   ratios = lambda base, value: (
-    lambda name: told(paired(runs, name, base, value))
+    lambda name: shown(paired(runs, name, base, value))
   )
   by_step = lambda run: per_step(run, "seconds")
   by_token = lambda run: per_token(run, "seconds")
-  rest = lambda name: told(
+  rest = lambda name: shown(
     [
       line["seconds"] - line["rollout_seconds"]
       for run in of(name)
@@ -272,21 +272,21 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
     "of the seconds, the rest": rest,
     "tokens generated a step": steps("generated", 0),
     "tokens trained a step": steps("trained", 0),
-    "seconds for 1,000 tokens": lambda name: told(
+    "seconds for 1,000 tokens": lambda name: shown(
       [by_token(run) for run in of(name)]
     ),
     "times grpo's seconds a step": ratios("grpo", by_step),
     "times grpo's, by tokens": ratios("grpo", by_token),
     "times dppo's seconds a step": ratios("dppo", by_step),
     "times dppo's, by tokens": ratios("dppo", by_token),
-    "start to the end of step 1, s": lambda name: told(
+    "start to the end of step 1, s": lambda name: shown(
       [run["steps"][0]["seconds"] for run in of(name)], 1
     ),
     "the same with programs kept, s": lambda name: (
       f"{kept[name]['steps'][0]['seconds']:.1f}" if name in kept else ""
     ),
     "decoding alone, tokens a second": lambda name: (
-      told(speeds[name], 0) if name in speeds else "as grpo"
+      shown(speeds[name], 0) if name in speeds else "as grpo"
     ),
   }
   head = ["", *systems]

@@ -12,20 +12,24 @@ import jax
 import numpy as np
 import work
 
-from dppo_jax import data, house, keys, main, metrics, rollout, rooms, update
+from dppo_jax import compiled as stages
+from dppo_jax import data, main, rollout, setup_run
+from dppo_jax.learner import update
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.reporting import metrics
+from dppo_jax.rng import Stage, rng_at
 
 CONFIG = pathlib.Path(__file__).parent / "config.py"
 
 
-def knobs(args) -> dict[str, object]:
+def options(args) -> dict[str, object]:
   """What is to be set beside the config file, by dotted name.
 
-  `args.micro` is what a device has of a micro-batch: rows x cells, as in 2x448.
+  `args.micro` is a micro-batch of a device: rows x tokens, as in 2x448.
   """
   rows, _, length = args.micro.partition("x")
   shape = {
-    "pack.rows": int(rows) * jax.device_count(),
+    "pack.rows_per_micro": int(rows),
     "pack.row_length": int(length),
   }
   return {
@@ -38,20 +42,20 @@ def knobs(args) -> dict[str, object]:
   }
 
 
-def furnish(args) -> house.House:
-  """The house that the main program would furnish."""
+def set_up(args) -> setup_run.Run:
+  """The run that the main program would set up."""
   config = runpy.run_path(str(CONFIG))["get_config"](args.method)
-  for name, value in knobs(args).items():
+  for name, value in options(args).items():
     *sections, field = name.split(".")
     setattr(functools.reduce(getattr, sections, config), field, value)
-  return house.furnish(config)
+  return setup_run.setup_run(config)
 
 
 def order(args) -> None:
   """Which problems each step draws."""
-  home = furnish(args)
+  run = set_up(args)
   ids = [
-    data.draw(home.train, home.root_key, step, work.PROMPTS).ids.tolist()
+    data.draw(run.train_set, run.root_key, step, work.PROMPTS).ids.tolist()
     for step in range(args.steps)
   ]
   args.out.write_text(json.dumps(ids))
@@ -79,17 +83,17 @@ def steps(args) -> None:
     "dppo_jax.main",
     f"--config={CONFIG}:{args.method}",
     f"--workdir={workdir}",
-    *(f"--config.{name}={value}" for name, value in knobs(args).items()),
+    *(f"--config.{name}={value}" for name, value in options(args).items()),
   ]
   main.run()
 
 
 def check(args) -> None:
   """Scores and updates on the packed rows that a step would train on."""
-  home, found = furnish(args), work.sequences(args.work)
+  run, found = set_up(args), work.sequences(args.work)
   shape = (work.PROMPTS, work.GROUP)
   tokens = np.array(work.padded(found["completions"], work.NEW), np.int32)
-  prompts = first_prompts(home)
+  prompts = first_prompts(run)
   # With one update on a rollout nothing depends on what the sampler says of the
   # tokens it drew: here it numbers them, to find them again in the rows.
   numbers = np.arange(tokens.size, dtype=np.float32)
@@ -105,20 +109,21 @@ def check(args) -> None:
     slot_steps=np.int32(0),
   )
   rewards = np.array(found["rewards"], np.float32).reshape(shape)
-  settings = update.Settings(model=home.model, objective=home.objective)
-  with jax.set_mesh(home.mesh):
-    compiled = rooms.build(home)
-    where = jax.tree.map(lambda x: x.sharding, rooms.state_like(home))
-    start = functools.partial(rooms.fresh_state, home)
-    state = jax.jit(start, out_shardings=where)(home.initial_params())
-    draw = keys.draw_at(home.root_key, 0, keys.Room.COMPLETIONS)
-    batch, num_micro, _ = compiled.select(draw, prompts, drawn, rewards)
-    score = lambda params, *rest: update.score(params, settings, *rest)
-    scores = jax.jit(score)(state.params, batch, num_micro)
+  config = update.UpdateConfig(model=run.model, objective=run.objective)
+  with jax.set_mesh(run.mesh):
+    compiled = stages.compile_step(run)
+    abstract = stages.abstract_train_state(run)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    start = functools.partial(stages.init_train_state, run)
+    state = jax.jit(start, out_shardings=shardings)(run.initial_params())
+    rng = rng_at(run.root_key, 0, Stage.COMPLETIONS)
+    batch, num_micro, _ = compiled.select(rng, prompts, drawn, rewards)
+    score = lambda params, *rest: update.score(params, config, *rest)
+    stats = jax.jit(score)(state.params, batch, num_micro)
     is_trained = np.asarray(batch.is_trained)
     place = np.asarray(batch.old_logprobs)[is_trained].astype(int)
     logprobs = np.full(tokens.shape, np.nan)
-    logprobs.ravel()[place] = np.asarray(scores.logprobs)[is_trained]
+    logprobs.ravel()[place] = np.asarray(stats.logprobs)[is_trained]
     count = np.float32(work.BATCH)
     _, info = compiled.update(state, None, batch, num_micro, count)
   lengths = zip(prompts.tokens, prompts.lengths, strict=True)
@@ -132,24 +137,24 @@ def check(args) -> None:
 
 def decode(args) -> None:
   """Samples a batch whose completions all have NEW tokens."""
-  home = furnish(args)
-  r = home.config.rollout
+  run = set_up(args)
+  r = run.config.rollout
   make = functools.partial(
     rollout.sample,
-    model_config=home.model,
+    model_config=run.model,
     group_size=r.group_size,
     max_tokens=r.max_tokens,
     num_slots=r.num_slots,
-    prefill_prompts=r.prefill_prompts,
+    prefill_batch=r.prefill_batch,
     stop_ids=(-1,),
   )
-  with jax.set_mesh(home.mesh):
+  with jax.set_mesh(run.mesh):
     arguments = {
-      "params": home.initial_params(),
-      "prompts": first_prompts(home),
-      "draw": keys.draw_at(home.root_key, 0, keys.Room.ROLLOUT),
+      "params": run.initial_params(),
+      "prompts": first_prompts(run),
+      "rng": rng_at(run.root_key, 0, Stage.ROLLOUT),
     }
-    sample = rooms.compile(jax.jit(make).lower(**arguments), "cpu")
+    sample = stages.compile(jax.jit(make).lower(**arguments), "cpu")
 
     def generate():
       out = sample(**arguments)
@@ -158,10 +163,10 @@ def decode(args) -> None:
     args.out.write_text(json.dumps(clock.repeat(generate)))
 
 
-def first_prompts(home: house.House) -> PromptBatch:
+def first_prompts(run: setup_run.Run) -> PromptBatch:
   """Those that are checked and decoded."""
   ids = np.arange(work.PROMPTS, dtype=np.int32)
-  return PromptBatch(ids, home.train.tokens[ids], home.train.lengths[ids])
+  return PromptBatch(ids, run.train_set.tokens[ids], run.train_set.lengths[ids])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""From graded completions to new weights."""
+
+from dppo_jax.learner.select import PackingSpec, choose_tokens, pack
+from dppo_jax.learner.update import (
+  GradSums,
+  UpdateConfig,
+  add_gradient,
+  apply_gradient,
+  make_optimizer,
+  score,
+  sum_gradients,
+  zero_sums,
+)
+
+__all__ = [
+  "GradSums",
+  "PackingSpec",
+  "UpdateConfig",
+  "add_gradient",
+  "apply_gradient",
+  "choose_tokens",
+  "make_optimizer",
+  "pack",
+  "score",
+  "sum_gradients",
+  "zero_sums",
+]

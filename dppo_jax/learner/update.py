@@ -1,0 +1,295 @@
+"""One optimizer step from packed rows: gradient sums, then one division.
+
+Rows are cut into micro-batches of one fixed shape, `[M, R, L]`, of which the
+first `num_used` are run by one compiled loop: a pruned batch costs fewer turns
+of the loop and no new compilation.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+import optax
+
+from dppo_jax.algo import objectives
+from dppo_jax.models import lm_head, transformer
+from dppo_jax.records import PackedBatch, TokenStats, TrainState
+
+MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
+
+
+class UpdateConfig(NamedTuple):
+  """What a compiled update is specialised to.
+
+  Attributes:
+    model: the architecture.
+    objective: what is optimised.
+    temperature: of the sampler.
+    logit_chunk: tokens whose logits exist at once.
+    inner_updates: optimizer steps on one batch. With one, the parameters that
+      are trained are those that sampled: the old log-probabilities are the
+      current ones, held constant, and those in the batch only serve to
+      measure the sampler.
+  """
+
+  model: transformer.ModelConfig
+  objective: objectives.Objective
+  temperature: float = 1.0
+  logit_chunk: int = 2048
+  inner_updates: int = 1
+
+  @property
+  def is_on_policy(self) -> bool:
+    return self.inner_updates == 1
+
+
+class GradSums(NamedTuple):
+  """Running sums over micro-batches.
+
+  Attributes:
+    grad: gradient of the loss sum.
+    sums: what describes the loss: `loss tokens clipped kl logprob`.
+    log_ratio: the largest |log(policy / sampler)| of any trained token.
+  """
+
+  grad: transformer.Params
+  sums: dict[str, Float[Array, ""]]
+  log_ratio: Float[Array, ""]
+
+
+def make_optimizer(
+  learning_rate: float,
+  total_steps: int,
+  schedule: str = "constant",
+  warmup_steps: int = 0,
+  weight_decay: float = 0.0,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  clip_norm: float = 1.0,
+) -> optax.GradientTransformation:
+  """AdamW behind global-norm clipping; skips gradients that are not finite.
+
+  Args:
+    total_steps: updates in all, of which the schedule is made.
+    schedule: after the warm-up: constant, linear or cosine.
+    warmup_steps: updates from 0 to `learning_rate`, in a straight line.
+  Raises:
+    ValueError: for a schedule that is not constant, linear or cosine.
+  """
+  rest = max(1, total_steps - warmup_steps)
+  schedules = {
+    "constant": lambda: optax.constant_schedule(learning_rate),
+    "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
+    "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
+  }
+  if schedule not in schedules:
+    raise ValueError(
+      f"config.optimizer.schedule is {schedule!r} but must be one of "
+      f"{', '.join(schedules)}"
+    )
+  rate = schedules[schedule]()
+  if warmup_steps:
+    warmup = optax.linear_schedule(
+      learning_rate / warmup_steps, learning_rate, warmup_steps - 1
+    )
+    rate = optax.join_schedules([warmup, rate], [warmup_steps])
+  return optax.apply_if_finite(
+    optax.chain(
+      optax.clip_by_global_norm(clip_norm),
+      optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay),
+    ),
+    # The run stops long before optax would let such a gradient through.
+    max_consecutive_errors=2**30,
+  )
+
+
+def logprobs(
+  params: transformer.Params,
+  config: UpdateConfig,
+  rows: PackedBatch,
+  is_needed: Bool[Array, "R L"],
+) -> Float[Array, "R L"]:
+  """Log-probability of the needed targets, in nats; 0 elsewhere."""
+  return lm_head.token_logprobs(*_head_args(params, config, rows, is_needed))
+
+
+def score(
+  params: transformer.Params,
+  config: UpdateConfig,
+  batch: PackedBatch,
+  num_used: Int[Array, ""],
+) -> TokenStats:
+  """Statistics of every trained token of the first `num_used` micro-batches."""
+
+  def score_one(i, stats):
+    rows = _take(batch, i)
+    new = lm_head.token_stats(
+      *_head_args(params, config, rows, rows.is_trained)
+    )
+    put = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
+
+  zeros = jnp.zeros_like(batch.weights)
+  return jax.lax.fori_loop(
+    0, num_used, score_one, TokenStats(zeros, zeros, zeros)
+  )
+
+
+def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
+  """The arguments of the functions of `models.lm_head`."""
+  model = config.model
+  hidden = transformer.forward(
+    params,
+    model,
+    rows.tokens,
+    rows.positions,
+    rows.segment_ids,
+    rows.prefix_ids,
+  )
+  return (
+    hidden,
+    transformer.head(params, model).astype(hidden.dtype),
+    rows.targets,
+    is_needed,
+    config.temperature,
+    config.logit_chunk,
+  )
+
+
+def zero_sums(params: transformer.Params) -> GradSums:
+  """What sums over micro-batches start from."""
+  names = ("loss", "logprob", "tokens", "clipped", "kl")
+  return GradSums(
+    grad=jax.tree.map(jnp.zeros_like, params),
+    sums={name: jnp.float32(0) for name in names},
+    log_ratio=jnp.float32(0),
+  )
+
+
+def add_gradient(
+  sums: GradSums,
+  params: transformer.Params,
+  reference: transformer.Params | None,
+  config: UpdateConfig,
+  rows: PackedBatch,
+) -> GradSums:
+  """`sums` with one micro-batch, `[R, L]`, added to it.
+
+  Args:
+    reference: parameters of the reference policy; needed where beta is not 0.
+  """
+  is_chosen = rows.is_trained & (rows.weights != 0)
+  # A sequence's ratio needs all of its tokens, unless it is 1 by definition.
+  has_ratio = config.objective.is_sequence_ratio and not config.is_on_policy
+  is_needed = rows.is_trained if has_ratio else is_chosen
+
+  def loss_sum(params):
+    new = logprobs(params, config, rows, is_needed)
+    constant = jax.lax.stop_gradient(new)
+    ref_logprobs = None
+    if config.objective.beta:
+      ref_logprobs = jax.lax.stop_gradient(
+        logprobs(reference, config, rows, is_chosen)
+      )
+    loss, info = objectives.surrogate(
+      config.objective,
+      new,
+      constant if config.is_on_policy else rows.old_logprobs,
+      rows.advantages,
+      rows.weights,
+      rows.is_trained,
+      rows.segment_ids,
+      ref_logprobs,
+      # Off policy, `select.choose_tokens` has put it into the weights.
+      rows.old_logprobs if config.is_on_policy else None,
+    )
+    log_ratio = jnp.where(is_chosen, constant - rows.old_logprobs, 0.0)
+    at_chosen = jnp.where(is_chosen, constant, 0.0)
+    scalars = {"loss": loss, "logprob": at_chosen.sum(), **info}
+    return loss, (scalars, jnp.abs(log_ratio).max())
+
+  grad, (scalars, log_ratio) = jax.grad(loss_sum, has_aux=True)(params)
+  return GradSums(
+    grad=jax.tree.map(jnp.add, sums.grad, grad),
+    sums=jax.tree.map(jnp.add, sums.sums, scalars),
+    log_ratio=jnp.maximum(sums.log_ratio, log_ratio),
+  )
+
+
+def sum_gradients(
+  batch: PackedBatch,
+  num_used: Int[Array, ""],
+  params: transformer.Params,
+  reference: transformer.Params | None,
+  config: UpdateConfig,
+) -> GradSums:
+  """The sums over the first `num_used` micro-batches of `[M, R, L]`."""
+  add = lambda i, sums: add_gradient(
+    sums, params, reference, config, _take(batch, i)
+  )
+  return jax.lax.fori_loop(0, num_used, add, zero_sums(params))
+
+
+def apply_gradient(
+  state: TrainState,
+  sums: GradSums,
+  denominator: Float[Array, ""],
+  optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+  """One optimizer step along `sums.grad / denominator`.
+
+  A gradient that is not finite changes nothing but the optimizer's count of
+  such steps.
+
+  Args:
+    denominator: the loss denominator, in completions of the unpruned batch.
+  """
+  grad = jax.tree.map(lambda g: g / denominator, sums.grad)
+  updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
+  tokens = jnp.maximum(sums.sums["tokens"], 1.0)
+  metrics = {
+    "update/loss": sums.sums["loss"] / denominator,
+    "update/logprob": sums.sums["logprob"] / tokens,
+    "update/kl": sums.sums["kl"] / tokens,
+    "update/clip_share": sums.sums["clipped"] / tokens,
+    "update/policy_ratio_max": jnp.exp(sums.log_ratio),
+    "update/grad_norm": optax.tree.norm(grad),
+    "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
+    "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
+  }
+  params = optax.apply_updates(state.params, updates)
+  return state.replace(params=params, opt_state=opt_state), metrics
+
+
+def update(
+  state: TrainState,
+  reference: transformer.Params | None,
+  batch: PackedBatch,
+  num_used: Int[Array, ""],
+  denominator: Float[Array, ""],
+  *,
+  config: UpdateConfig,
+  optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+  """Optimizer steps on the first `num_used` micro-batches of `[M, R, L]`.
+
+  Returns:
+    The new state, and metrics of the last of its inner updates.
+  """
+
+  def inner(_, carry):
+    state, _ = carry
+    sums = sum_gradients(batch, num_used, state.params, reference, config)
+    return apply_gradient(state, sums, denominator, optimizer)
+
+  carry = inner(0, (state, None))
+  if not config.is_on_policy:
+    carry = jax.lax.fori_loop(1, config.inner_updates, inner, carry)
+  state, metrics = carry
+  return state, metrics | {"update/micro_batches": num_used.astype(jnp.float32)}
+
+
+def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:
+  index = jax.lax.dynamic_index_in_dim
+  return jax.tree.map(lambda x: index(x, i, 0, keepdims=False), batch)

@@ -1,0 +1,152 @@
+"""What is known of each problem's pass rate, and of what a rollout costs.
+
+Right and wrong completions are counted and slowly forgotten. Added to those of
+a prior, the counts are the parameters of a Beta distribution.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+MIN_COUNT = 1e-5  # with fewer completions a problem counts as never seen
+
+
+class PassCounts(NamedTuple):
+  """Counts of each problem's completions, without those of the prior.
+
+  Attributes:
+    right: `[M]`, completions that were right; partly right ones in part.
+    wrong: `[M]`, the others.
+    tokens: `[M]`, tokens in all of them.
+    last_step: `[M]`, the step up to which the counts have decayed.
+    group_size: completions in a group.
+  """
+
+  right: Float[Array, "M"]
+  wrong: Float[Array, "M"]
+  tokens: Float[Array, "M"]
+  last_step: Int[Array, "M"]
+  group_size: Int[Array, ""]
+
+
+def init(num_prompts: int) -> PassCounts:
+  """Nothing counted; groups are taken to be of 8 until one is observed."""
+  zeros = jnp.zeros((num_prompts,), jnp.float32)
+  last_step = jnp.zeros((num_prompts,), jnp.int32)
+  return PassCounts(zeros, zeros, zeros, last_step, jnp.int32(8))
+
+
+def decayed(
+  counts: PassCounts,
+  step: int | Int[Array, ""],
+  ids: Int[Array, "Q"],
+  forgetting: float,
+) -> PassCounts:
+  """The counts of `ids`, `[Q]`, as they have decayed by `step`.
+
+  Args:
+    forgetting: factor on every count, per epoch, that is while as many
+      prompts were drawn, `Q` a step, as there are problems.
+  """
+  own = jax.tree.map(lambda x: x[ids] if x.ndim else x, counts)
+  steps = (step - own.last_step).astype(jnp.float32)
+  kept = forgetting ** (steps * (len(ids) / len(counts.right)))
+  return PassCounts(
+    right=own.right * kept,
+    wrong=own.wrong * kept,
+    tokens=own.tokens * kept,
+    last_step=jnp.full_like(ids, step),
+    group_size=own.group_size,
+  )
+
+
+def update(
+  counts: PassCounts,
+  step: int | Int[Array, ""],
+  ids: Int[Array, "Q"],
+  rewards: Float[Array, "Q G"],
+  lengths: Int[Array, "Q G"] | None,
+  forgetting: float,
+) -> PassCounts:
+  """The counts after some groups; an id of `M` or more changes none.
+
+  Args:
+    rewards: clipped to [0, 1], the part of each completion that is right.
+    lengths: tokens of each; None counts one for each completion.
+  """
+  old = decayed(counts, step, ids, forgetting)
+  right = jnp.clip(rewards, 0.0, 1.0).sum(axis=1)
+  size = rewards.shape[1]
+  tokens = jnp.full(ids.shape, size) if lengths is None else lengths.sum(axis=1)
+  new = PassCounts(
+    right=old.right + right,
+    wrong=old.wrong + (size - right),
+    tokens=old.tokens + tokens.astype(jnp.float32),
+    last_step=old.last_step,
+    group_size=jnp.int32(size),
+  )
+  put = lambda all, some: (
+    all.at[ids].set(some, mode="drop") if all.ndim else some
+  )
+  return jax.tree.map(put, counts, new)
+
+
+def expected_tokens(
+  counts: PassCounts, ids: Int[Array, "N"]
+) -> Float[Array, "N"]:
+  """Tokens of a completion: what the problem's own took, else what all did."""
+  num = counts.right + counts.wrong
+  usual = counts.tokens.sum() / jnp.maximum(num.sum(), MIN_COUNT)
+  own = counts.tokens[ids] / jnp.maximum(num[ids], MIN_COUNT)
+  return jnp.maximum(jnp.where(num[ids] >= MIN_COUNT, own, usual), 1.0)
+
+
+def second_moment(
+  right: Float[Array, "N"],
+  wrong: Float[Array, "N"],
+  group_size: Int[Array, ""],
+  kappa: float,
+) -> Float[Array, "N"]:
+  """Expected squared norm of a group's gradient, in units of `s^2 / G`.
+
+  With advantages divided by their deviation, the noise `s` of the completions'
+  scores adds `s^2 / G` wherever the group is mixed, and the difference `d`
+  of the mean scores of right and wrong ones adds `ph (1 - ph) |d|^2`, where
+  `ph` is the share that is right.
+
+  Args:
+    right, wrong: parameters of the Beta distribution, prior included.
+    kappa: `G |d|^2 / (4 s^2)`.
+  """
+  total = right + wrong
+  size = group_size.astype(jnp.float32)
+  spread = (1 - 1 / size) * right * wrong / (total * (total + 1))
+  return prob_mixed(right, wrong, group_size) + 4 * kappa * spread
+
+
+def prob_mixed(
+  right: Float[Array, "N"], wrong: Float[Array, "N"], group_size: Int[Array, ""]
+) -> Float[Array, "N"]:
+  """Chance that a group is neither all right nor all wrong.
+
+  That is `1 - E[p^G] - E[(1 - p)^G]` for a pass rate `p` from Beta(right,
+  wrong), where `E[p^G]` is the product over `j < G` of
+  `(right + j) / (right + wrong + j)`.
+  """
+  total = right + wrong
+  less, more = jnp.minimum(right, wrong), jnp.maximum(right, wrong)
+
+  def another(j, logs):
+    drawn = total + j.astype(jnp.float32)
+    likely, unlikely = logs
+    return likely + jnp.log1p(-less / drawn), unlikely + jnp.log1p(
+      -more / drawn
+    )
+
+  # Where mixed groups are rare, one of the two is near 1: only its distance
+  # from 1 is computed, which nothing cancels.
+  logs = (jnp.zeros_like(total), jnp.zeros_like(total))
+  likely, unlikely = jax.lax.fori_loop(0, group_size, another, logs)
+  return -jnp.expm1(likely) - jnp.exp(unlikely)

@@ -1,0 +1,106 @@
+"""What completion rules share: order, ties, and draws of a fixed number."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dppo_jax.algo import designs
+from dppo_jax.methods.method import ROUNDING, CompletionRule, check_choice
+from dppo_jax.records import Groups, Selection
+from dppo_jax.rng import StepRng
+
+
+def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:
+  """`choose` applied to each "group" by itself, or to the "batch" as one.
+
+  Args:
+    choose: `(step, uniform [n], advantages [n], is_drawn [n]) -> Selection
+      [n]`, where `uniform` are random numbers in [0, 1).
+  """
+  check_choice("scope", scope, ("group", "batch"))
+
+  def rule(rng: StepRng, groups: Groups) -> Selection:
+    shape = groups.advantages.shape
+    rows = shape if scope == "group" else (1, groups.advantages.size)
+    uniform = jax.random.uniform(rng.key, shape)
+    items = (uniform, groups.advantages, groups.lengths > 0)
+    items = [x.reshape(rows) for x in items]
+    chosen = jax.vmap(choose, (None, 0, 0, 0))(rng.step, *items)
+    return jax.tree.map(lambda x: x.reshape(shape), chosen)
+
+  return rule
+
+
+def rank(
+  uniform: Float[Array, "n"],
+  x: Float[Array, "n"],
+  is_candidate: Bool[Array, "n"],
+) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
+  """Ranks of the candidates, 0 for the least, and the numbers of their ties.
+
+  Neighbours in size that differ by rounding only are tied; `uniform` orders
+  them. Items that are no candidates come last.
+  """
+  x = jnp.where(is_candidate, x, 0.0)
+  order = jnp.argsort(x)
+  gaps = jnp.diff(x[order]) > ROUNDING * jnp.abs(x).max()
+  numbers = jnp.pad(jnp.cumsum(gaps, dtype=jnp.int32), (1, 0))
+  tie = jnp.zeros_like(numbers).at[order].set(numbers)
+  order = jnp.lexsort((uniform, tie, ~is_candidate))
+  ranks = jnp.arange(x.shape[0], dtype=jnp.int32)
+  return jnp.zeros_like(ranks).at[order].set(ranks), tie
+
+
+def random_in_ties(
+  keep: Bool[Array, "n"], tie: Int[Array, "n"], is_candidate: Bool[Array, "n"]
+) -> Selection:
+  """A choice that is random only within ties, with its probabilities."""
+  count = lambda x: (
+    jnp.zeros(x.shape, jnp.float32).at[tie].add(x.astype(jnp.float32))
+  )
+  prob = count(keep) / jnp.maximum(count(is_candidate), 1.0)
+  return Selection(keep, jnp.where(is_candidate, prob[tie], 0.0))
+
+
+def fixed_size(
+  key: Key[Array, ""],
+  size: Float[Array, "Q G"],
+  num: Int[Array, ""],
+  min_prob: float = 0.0,
+  strata: tuple[Array, ...] = (),
+) -> Selection:
+  """Draws exactly `num` completions systematically, in proportion to size.
+
+  Args:
+    size: 0 for what cannot be kept; where fewer than `num` are above 0, all
+      of those are kept.
+    min_prob: least probability, as in `designs.water_filling`.
+    strata: `[Q, G]` each, the most significant last: neighbours in this order
+      exclude one another. What they leave open is ordered at random.
+  """
+  order_key, key = jax.random.split(key)
+  by = (jax.random.uniform(order_key, size.shape), *strata)
+  order = jnp.lexsort([x.reshape(-1) for x in by])
+  prob = designs.water_filling(size.reshape(-1), num, min_prob)
+  num = jnp.minimum(num, (prob > 0).sum(dtype=jnp.int32))
+  keep = designs.systematic(key, prob[order], num)
+  keep = jnp.zeros(prob.shape, bool).at[order].set(keep)
+  return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
+
+
+def floor_count(
+  share: float | Float[Array, ""], count: Int[Array, ""]
+) -> Int[Array, ""]:
+  """`share * count` rounded down, save where only float32 made it less."""
+  exact = jnp.float32(share) * count.astype(jnp.float32)
+  return jnp.floor(exact * (1 + 1e-6)).astype(jnp.int32)
+
+
+def round_count(
+  share: float | Float[Array, ""], count: Int[Array, "*shape"]
+) -> Int[Array, "*shape"]:
+  """`share` of each count, rounded, but at least 1 where there is any."""
+  exact = jnp.float32(share) * count.astype(jnp.float32)
+  return jnp.clip(jnp.round(exact).astype(jnp.int32), 1, count)

@@ -1,0 +1,149 @@
+"""Causal attention over packed rows and over prompts, by several backends."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dppo_jax import shapes, sharding
+from dppo_jax.models.attention import blockwise, kernels
+from dppo_jax.models.attention.blockwise import MASKED
+from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
+
+__all__ = [
+  "BACKENDS",
+  "CHOICES",
+  "LANES",
+  "MASKED",
+  "MAX_BRANCHES",
+  "attend_prompts",
+  "attention",
+  "choose_backend",
+]
+
+# Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`.
+BACKENDS = {
+  # Any platform: all rows at once, which launches fewer kernels. Not measured.
+  "xla": functools.partial(blockwise.attention, rows_at_once=None),
+  # CPU: row by row, so that none computes blocks that only another one sees.
+  "xla_by_row": functools.partial(blockwise.attention, rows_at_once=1),
+  "splash": kernels.splash,  # TPU
+  "triton": kernels.triton,  # NVIDIA GPU
+}
+
+# Kernel -> the platform it is written for, in JAX's words.
+_PLATFORMS = {"splash": "tpu", "triton": "gpu"}
+
+# What config.model.attention may be; `choose_backend` makes a key of BACKENDS.
+CHOICES = ("auto", "xla", *_PLATFORMS)
+
+
+def choose_backend(
+  name: str,
+  platform: str,
+  row_length: int,
+  group_size: int,
+  share_prefix: bool,
+) -> str:
+  """The key of `BACKENDS` that a run uses.
+
+  Args:
+    name: config.model.attention, one of `CHOICES`.
+    platform: of the mesh's devices: cpu, gpu or tpu.
+    row_length: tokens in a packed row.
+    group_size: completions of a prompt.
+    share_prefix: the completions in a row share one copy of their prompt.
+  Raises:
+    ValueError: for a kernel of another platform, or one that does not take
+      such rows.
+  """
+  fits = row_length % LANES == 0 and (
+    group_size <= MAX_BRANCHES or not share_prefix
+  )
+  if name == "auto" and platform == "tpu" and fits:
+    return "splash"
+  if name in ("auto", "xla"):
+    return "xla_by_row" if platform == "cpu" else "xla"
+  if platform != _PLATFORMS[name]:
+    raise ValueError(
+      f"config.model.attention is {name!r}, which is for a "
+      f"{_PLATFORMS[name]}, but JAX runs on a {platform}: set it to auto"
+    )
+  if not fits:
+    raise ValueError(
+      f"config.model.attention is {name!r}, which takes rows of a multiple of "
+      f"{LANES} tokens and at most {MAX_BRANCHES} completions that share a "
+      f"prompt, but config.pack.row_length is {row_length} and "
+      f"config.rollout.group_size {group_size}: set it to auto"
+    )
+  return name
+
+
+def attention(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"],
+  backend: str = "xla",
+) -> Float[Array, "B L H D"]:
+  """Causal attention within segments; `H` query heads share `K` of keys.
+
+  A token sees those at or before it in its row that have its segment id or
+  its prefix id. Id 0 is padding, whose output means nothing. Logits are
+  float32 and exist for one pair of blocks at a time, in the backward pass too.
+
+  Args:
+    backend: a key of `BACKENDS`.
+  Raises:
+    ValueError: for a row length that the backend does not take, and under a
+      mesh for rows or heads that do not divide evenly over it.
+  """
+  run = BACKENDS[backend]
+  mesh = jax.sharding.get_abstract_mesh()
+  if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
+    # Each device computes its own rows and heads: the compiler knows neither
+    # how many blocks a row needs nor how to partition a kernel. Axes that are
+    # manual already, such as a rollout's data axis, were divided outside.
+    by_head = sharding.unclaimed_spec("batch", None, "heads", None)
+    by_row = sharding.unclaimed_spec("batch", None)
+    run = jax.shard_map(
+      run,
+      in_specs=(by_head,) * 3 + (by_row,) * 2,
+      out_specs=by_head,
+      axis_names=axis_names,
+      check_vma=False,
+    )
+  return run(q, k, v, segment_ids, prefix_ids)
+
+
+def attend_prompts(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  lengths: Int[Array, "B"],
+  backend: str = "xla",
+) -> Float[Array, "B L H D"]:
+  """Causal attention where each row is one sequence with padding after it.
+
+  Output at or beyond a row's length means nothing. Rows may be of any length:
+  those of a kernel are padded to whole blocks.
+
+  Args:
+    lengths: tokens of each sequence.
+    backend: a key of `BACKENDS`.
+  """
+  length = q.shape[1]
+  is_kernel = backend in _PLATFORMS
+  if is_kernel:
+    pad = shapes.round_up(length, LANES) - length
+    q, k, v = (
+      jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v)
+    )
+  is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
+  ids = is_real.astype(jnp.int32)
+  if is_kernel:
+    return attention(q, k, v, ids, ids, backend)[:, :length]
+  # Plain XLA: the compiler spreads heads by itself, and takes any row count.
+  return BACKENDS[backend](q, k, v, ids, ids)

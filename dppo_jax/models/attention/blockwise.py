@@ -1,0 +1,207 @@
+"""Attention by pairs of blocks in plain XLA, for rows of any length.
+
+A pair of blocks is skipped if its queries see none of its keys in any of the
+rows that are handled at once: keys that follow the queries, padding and, where
+the ids of a packed row ascend, other sequences. The softmax is accumulated
+over key blocks as in flash attention (https://arxiv.org/abs/2205.14135), in
+the backward pass recomputed from its saved log-sum-exp.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dppo_jax import shapes
+
+__all__ = ["BLOCK", "MASKED", "attention"]
+
+MASKED = -1e30  # finite: the softmax of a wholly masked block is no NaN
+BLOCK = 64  # tokens; smaller blocks skip more, larger ones launch less
+
+
+class _Blocks(NamedTuple):
+  """Which blocks see which: `N` blocks of `c` tokens, each of `R` rows.
+
+  A row has `n` blocks.
+
+  Attributes:
+    segment: of each token.
+    prefix: the segment that a token sees besides its own.
+    start: the first token's index in its row.
+    seen: for each block the indices of those of the same rows, first of those
+      that it sees in any of the rows.
+    num_seen: how many those are.
+  """
+
+  segment: Int[Array, "N R c"]
+  prefix: Int[Array, "N R c"]
+  start: Int[Array, "N"]
+  seen: Int[Array, "N n"]
+  num_seen: Int[Array, "N"]
+
+
+def attention(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"],
+  rows_at_once: int | None = 1,
+) -> Float[Array, "B L H D"]:
+  """As `models.attention.attention`.
+
+  Args:
+    rows_at_once: a divisor of `B`; None is `B`. A pair of blocks that one of
+      these rows sees is computed for all of them.
+  """
+  batch, length, heads, dim = q.shape
+  kv_heads, rows = k.shape[2], rows_at_once or batch
+  block = min(length, BLOCK)
+  end = shapes.round_up(length, block)
+
+  def in_blocks(x):
+    x = jnp.pad(x, ((0, 0), (0, end - length), *((0, 0),) * (x.ndim - 2)))
+    x = x.reshape(-1, rows, end // block, block, *x.shape[2:])
+    return x.swapaxes(1, 2).reshape(-1, rows, block, *x.shape[4:])
+
+  q = in_blocks(q * jnp.asarray(dim**-0.5, q.dtype))
+  q = q.reshape(*q.shape[:3], kv_heads, heads // kv_heads, dim)
+  out = _attend(
+    q.transpose(0, 1, 3, 4, 2, 5),
+    in_blocks(k).swapaxes(2, 3),
+    in_blocks(v).swapaxes(2, 3),
+    _blocks(in_blocks(segment_ids), in_blocks(prefix_ids), end // block),
+  )
+  out = out.transpose(0, 1, 4, 2, 3, 5)
+  out = out.reshape(-1, end // block, rows, block, heads, dim)
+  return out.swapaxes(1, 2).reshape(batch, end, heads, dim)[:, :length]
+
+
+def _blocks(
+  segment: Int[Array, "N R c"], prefix: Int[Array, "N R c"], per_row: int
+) -> _Blocks:
+  """Finds the pairs of blocks that share a segment.
+
+  If they do, some id of the queries lies between the least and the greatest of
+  the keys. Where a row's ids do not ascend this may find too many pairs, never
+  too few.
+  """
+  by_row = lambda x: x.reshape(-1, per_row, *x.shape[1:])
+  least, most = by_row(segment.min(-1)), by_row(segment.max(-1))
+
+  def holds(ids):
+    ids = by_row(ids)[:, :, None]
+    is_inside = (least[:, None, ..., None] <= ids) & (
+      ids <= most[:, None, ..., None]
+    )
+    return (is_inside & (ids > 0)).any((-2, -1))
+
+  # Each block sees itself in any case, so that padding gets finite numbers.
+  own = jnp.eye(per_row, dtype=bool)
+  sees = jnp.tril(holds(segment) | holds(prefix) | own)
+  seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
+  first = jnp.arange(0, segment.shape[0], per_row, dtype=jnp.int32)
+  index = jnp.arange(segment.shape[0], dtype=jnp.int32) % per_row
+  return _Blocks(
+    segment,
+    prefix,
+    index * segment.shape[2],
+    (seen + first[:, None, None]).reshape(-1, per_row),
+    sees.sum(2, dtype=jnp.int32).reshape(-1),
+  )
+
+
+@jax.custom_vjp
+def _attend(q, k, v, blocks):
+  """`q [N, R, K, G, c, D]`, scaled; `k` and `v` `[N, R, K, c, D]`."""
+  return _forward(q, k, v, blocks)[0]
+
+
+def _forward(q, k, v, blocks):
+  def query_block(_, xs):
+    i, q_i = xs
+
+    def key_block(n, carry):
+      out, row_max, denom = carry
+      j = blocks.seen[i, n]
+      logits = _logits(q_i, k[j], blocks, i, j)
+      new_max = jnp.maximum(row_max, logits.max(-1))
+      rescale = jnp.exp(row_max - new_max)
+      probs = jnp.exp(logits - new_max[..., None])
+      new = _einsum("rhgqs,rhsd->rhgqd", probs.astype(v.dtype), v[j])
+      return (
+        out * rescale[..., None] + new,
+        new_max,
+        denom * rescale + probs.sum(-1),
+      )
+
+    zeros = jnp.zeros(q_i.shape[:-1], jnp.float32)
+    carry = (jnp.zeros(q_i.shape, jnp.float32), zeros + MASKED, zeros)
+    out, row_max, denom = jax.lax.fori_loop(
+      0, blocks.num_seen[i], key_block, carry
+    )
+    return None, (
+      (out / denom[..., None]).astype(q.dtype),
+      row_max + jnp.log(denom),
+    )
+
+  _, (out, lse) = jax.lax.scan(query_block, None, (_index(q), q))
+  return out, (q, k, v, blocks, out, lse)
+
+
+def _backward(saved, grad):
+  q, k, v, blocks, out, lse = saved
+
+  def query_block(carry, xs):
+    i, q_i, out_i, lse_i, grad_i = xs
+    # The gradient of a softmax is p * (dp - sum of p * dp); delta is that sum.
+    product = grad_i.astype(jnp.float32) * out_i.astype(jnp.float32)
+    delta = product.sum(-1, keepdims=True)
+
+    def key_block(n, carry):
+      dq, dk, dv = carry
+      j = blocks.seen[i, n]
+      logits = _logits(q_i, k[j], blocks, i, j)
+      probs = jnp.exp(logits - lse_i[..., None])
+      dprobs = _einsum("rhgqd,rhsd->rhgqs", grad_i, v[j])
+      dlogits = (probs * (dprobs - delta)).astype(q.dtype)
+      new_dk = _einsum("rhgqs,rhgqd->rhsd", dlogits, q_i)
+      new_dv = _einsum("rhgqs,rhgqd->rhsd", probs.astype(q.dtype), grad_i)
+      new_dq = _einsum("rhgqs,rhsd->rhgqd", dlogits, k[j])
+      return dq + new_dq, dk.at[j].add(new_dk), dv.at[j].add(new_dv)
+
+    dq = jnp.zeros(q_i.shape, jnp.float32)
+    dq, *carry = jax.lax.fori_loop(
+      0, blocks.num_seen[i], key_block, (dq, *carry)
+    )
+    return tuple(carry), dq.astype(q.dtype)
+
+  zeros = jnp.zeros(k.shape, jnp.float32)
+  (dk, dv), dq = jax.lax.scan(
+    query_block, (zeros, zeros), (_index(q), q, out, lse, grad)
+  )
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _index(x: Array) -> Int[Array, "N"]:
+  return jnp.arange(x.shape[0], dtype=jnp.int32)
+
+
+def _logits(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
+  """Float32 logits of query block `i` against key block `j`."""
+  offset = jnp.arange(q_i.shape[-2], dtype=jnp.int32)
+  is_past = (blocks.start[i] + offset)[:, None] >= blocks.start[j] + offset
+  keys = blocks.segment[j][:, None]
+  is_seen = (blocks.segment[i][..., None] == keys) | (
+    blocks.prefix[i][..., None] == keys
+  )
+  logits = _einsum("rhgqd,rhsd->rhgqs", q_i, k_j)
+  return jnp.where((is_seen & is_past)[:, None, None], logits, MASKED)

@@ -1,0 +1,124 @@
+"""Attention by the Pallas kernels of JAX, for TPU and for NVIDIA GPUs.
+
+Both support segments but no prefix that several segments share: here a segment
+is a prompt with all its completions, and further dimensions of queries and
+keys mask sibling completions. Their product is 0 where a key may be seen and
+very negative where it belongs to a sibling.
+"""
+
+import jax
+from jax.experimental.pallas.ops.gpu import attention as triton_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as splash_kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask as splash_mask,
+)
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+__all__ = ["LANES", "MAX_BRANCHES", "splash", "triton"]
+
+MAX_BRANCHES = 64  # completions that may share a prompt within a row
+LANES = 128  # a row is whole blocks of so many tokens
+_FAR = 2.0**15  # a power of two, so that its product is exact in any dtype
+
+
+def splash(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"],
+  interpret: bool = False,
+) -> Float[Array, "B L H D"]:
+  """`models.attention.attention` by Pallas splash attention, for TPU.
+
+  Args:
+    interpret: emulates the kernel on any platform, slowly.
+  Raises:
+    ValueError: for rows that are no whole number of blocks.
+  """
+  length, heads, dim = q.shape[1:]
+  block = _block(length, "splash", 512)
+  mask = splash_mask.CausalMask((length, length))
+  kernel = splash_kernel.make_splash_mha(
+    splash_mask.MultiHeadMask([mask] * heads),
+    block_sizes=splash_kernel.BlockSizes(*(block,) * 8),
+    head_shards=1,
+    q_seq_shards=1,
+    interpret=interpret,
+  )
+  q = q * jnp.asarray(dim**-0.5, q.dtype)
+  q, k = _with_branches(q, k, segment_ids - prefix_ids)
+  ids = splash_kernel.SegmentIds(prefix_ids, prefix_ids)
+  heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
+  return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
+
+
+def triton(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"],
+  interpret: bool = False,
+) -> Float[Array, "B L H D"]:
+  """`models.attention.attention` by Pallas in Triton, for NVIDIA GPUs.
+
+  Args:
+    interpret: emulates the kernel on any platform, slowly.
+  Raises:
+    ValueError: for rows that are no whole number of blocks.
+  """
+  heads, dim = q.shape[2:]
+  block = _block(q.shape[1], "triton", 64)
+  repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
+  q, k = _with_branches(q, repeat(k), segment_ids - prefix_ids)
+  out = triton_kernel.mha(
+    q,
+    k,
+    jnp.pad(repeat(v), (*((0, 0),) * 3, (0, MAX_BRANCHES))),
+    prefix_ids,
+    sm_scale=dim**-0.5,
+    causal=True,
+    block_sizes=triton_kernel.BlockSizes(*(block,) * 6),
+    interpret=interpret,
+  )
+  return out[..., :dim]
+
+
+def _block(length: int, backend: str, largest: int) -> int:
+  """The largest block that divides a row."""
+  block = largest
+  while length % block and block > LANES:
+    block //= 2
+  if length % block:
+    raise ValueError(
+      f"config.pack.row_length is {length} but must be a multiple of "
+      f"{block} for config.model.attention={backend!r}"
+    )
+  return block
+
+
+def _with_branches(
+  q: Float[Array, "B L H D"],
+  k: Float[Array, "B L H D"],
+  branch: Int[Array, "B L"],
+) -> tuple[Array, Array]:
+  """Queries and keys with the dimensions that mask sibling completions.
+
+  A prompt and its completions are neighbours in a row with consecutive ids.
+  A query of completion `a` gets the unit vector of `a`; a key of completion `b`
+  gets -FAR everywhere but at `b`. All others get zeros.
+
+  Args:
+    branch: a completion's number from 1 among those that share its prompt; 0
+      for the prompt, and for a sequence that shares none.
+  """
+  own = jax.nn.one_hot(branch - 1, MAX_BRANCHES, dtype=q.dtype)
+  others = jnp.where(branch[..., None] > 0, (own - 1) * _FAR, 0).astype(k.dtype)
+  extend = lambda x, more: jnp.concatenate(
+    [x, jnp.broadcast_to(more[:, :, None], (*x.shape[:3], MAX_BRANCHES))], -1
+  )
+  return extend(q, own), extend(k, others)

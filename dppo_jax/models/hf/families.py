@@ -1,0 +1,261 @@
+"""The supported architectures: their keys in config.json, their tensors.
+
+Each is declared once, in a table, so that import and export are maps over it.
+"""
+
+from collections.abc import Iterator, Mapping
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dppo_jax.models import transformer
+from dppo_jax.models.layers import RopeScaling
+from dppo_jax.models.transformer import ModelConfig
+
+__all__ = [
+  "FAMILIES",
+  "TENSORS",
+  "Family",
+  "Tensor",
+  "file_shape",
+  "file_shapes",
+  "from_file",
+  "from_settings",
+  "parts",
+  "to_file",
+  "to_settings",
+]
+
+
+class Family(NamedTuple):
+  """What an architecture fixes, whatever its config.json says.
+
+  Attributes:
+    head_dim: the default if config.json has none; None is embed / heads.
+  """
+
+  model_type: str
+  has_qkv_bias: bool = False
+  has_qk_norm: bool = False
+  head_dim: int | None = None
+
+
+FAMILIES = {
+  "LlamaForCausalLM": Family("llama"),
+  "Qwen2ForCausalLM": Family("qwen2", has_qkv_bias=True),
+  "Qwen3ForCausalLM": Family("qwen3", has_qk_norm=True, head_dim=128),
+}
+
+# Field of ModelConfig -> key of config.json.
+KEYS = {
+  "vocab": "vocab_size",
+  "embed": "hidden_size",
+  "layers": "num_hidden_layers",
+  "heads": "num_attention_heads",
+  "kv_heads": "num_key_value_heads",
+  "head_dim": "head_dim",
+  "mlp": "intermediate_size",
+  "norm_eps": "rms_norm_eps",
+  "is_tied": "tie_word_embeddings",
+}
+
+# Field of RopeScaling -> key of config.json's rope_parameters.
+ROPE_KEYS = {
+  "factor": "factor",
+  "low_freq_factor": "low_freq_factor",
+  "high_freq_factor": "high_freq_factor",
+  "original_length": "original_max_position_embeddings",
+}
+
+# Option -> its only implemented value, which an absent option has too.
+IMPLEMENTED = {
+  "hidden_act": "silu",
+  "is_causal": True,
+  "attention_dropout": 0.0,
+  "mlp_bias": False,
+  "partial_rotary_factor": 1.0,
+  "use_sliding_window": False,
+  "quantization_config": None,
+}
+
+
+class Tensor(NamedTuple):
+  """A weight's name in the file and the order of its axes there.
+
+  Attributes:
+    name: with one `{}` for each leading axis along which ours is stacked.
+    ours: our axes after those, a letter each.
+    theirs: the file's axes; letters without a space are merged into one axis.
+  """
+
+  name: str
+  ours: str
+  theirs: str
+
+
+TENSORS = {
+  "embed": Tensor("model.embed_tokens.weight", "ve", "v e"),
+  "final_norm": Tensor("model.norm.weight", "e", "e"),
+  "head": Tensor("lm_head.weight", "ve", "v e"),
+} | {
+  f"layers/{name}": Tensor("model.layers.{}." + suffix, ours, theirs)
+  for name, suffix, ours, theirs in (
+    ("attention_norm", "input_layernorm.weight", "e", "e"),
+    ("q", "self_attn.q_proj.weight", "ehd", "hd e"),
+    ("k", "self_attn.k_proj.weight", "ehd", "hd e"),
+    ("v", "self_attn.v_proj.weight", "ehd", "hd e"),
+    ("q_bias", "self_attn.q_proj.bias", "hd", "hd"),
+    ("k_bias", "self_attn.k_proj.bias", "hd", "hd"),
+    ("v_bias", "self_attn.v_proj.bias", "hd", "hd"),
+    ("q_norm", "self_attn.q_norm.weight", "d", "d"),
+    ("k_norm", "self_attn.k_norm.weight", "d", "d"),
+    ("o", "self_attn.o_proj.weight", "hde", "e hd"),
+    ("mlp_norm", "post_attention_layernorm.weight", "e", "e"),
+    ("gate", "mlp.gate_proj.weight", "em", "m e"),
+    ("up", "mlp.up_proj.weight", "em", "m e"),
+    ("down", "mlp.down_proj.weight", "me", "e m"),
+  )
+}
+
+
+def parts(
+  name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], str]]:
+  """`(index, tensor)`: which part of our weight `name` each tensor is."""
+  pattern = TENSORS[name].name
+  for index in np.ndindex(shape[: pattern.count("{}")]):
+    yield index, pattern.format(*index)
+
+
+def file_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape in the file of each tensor of our weight of this shape."""
+  _, ours, theirs = TENSORS[name]
+  size = dict(zip(ours, shape[-len(ours) :], strict=True))
+  return tuple(math.prod(size[a] for a in word) for word in theirs.split())
+
+
+def to_file(name: str, part: np.ndarray) -> np.ndarray:
+  """One part of our weight `name`, as the file has it."""
+  _, ours, theirs = TENSORS[name]
+  order = [ours.index(a) for a in theirs.replace(" ", "")]
+  return part.transpose(order).reshape(file_shape(name, part.shape))
+
+
+def from_file(
+  name: str, tensor: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+  """The inverse of `to_file`; `shape` is that of the whole weight."""
+  _, ours, theirs = TENSORS[name]
+  axes = theirs.replace(" ", "")
+  size = dict(zip(ours, shape[-len(ours) :], strict=True))
+  split = tensor.reshape([size[a] for a in axes])
+  return split.transpose([axes.index(a) for a in ours])
+
+
+def file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Every tensor that a checkpoint of this model has, and its shape."""
+  return {
+    tensor: file_shape(name, p.shape)
+    for name, p in transformer.parameter_table(config).items()
+    for _, tensor in parts(name, p.shape)
+  }
+
+
+def from_settings(
+  settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
+) -> ModelConfig:
+  """The model that a config.json describes.
+
+  Args:
+    settings: its content, in the style of transformers 4 or 5.
+    dtype: of the computation.
+    remat: the remat policy, a key of transformer.REMAT.
+
+  Raises:
+    ValueError: if a key is missing or an option is not implemented.
+  """
+  settings = {k: v for k, v in settings.items() if v is not None}
+  name = next(iter(_get(settings, "architectures")), None)
+  if name not in FAMILIES:
+    raise ValueError(
+      f"architecture {name!r} is not known: known are {', '.join(FAMILIES)}"
+    )
+  family = FAMILIES[name]
+  rope = _rope(settings)
+  _refuse_unimplemented({**settings, **rope}, family)
+  heads = _get(settings, "num_attention_heads")
+  defaults = {
+    "num_key_value_heads": heads,
+    "head_dim": family.head_dim or _get(settings, "hidden_size") // heads,
+    "tie_word_embeddings": False,
+  }
+  return ModelConfig(
+    **{k: _get({**defaults, **settings}, key) for k, key in KEYS.items()},
+    rope_theta=_get(rope, "rope_theta"),
+    rope_scaling=_rope_scaling(rope),
+    has_qkv_bias=family.has_qkv_bias,
+    has_qk_norm=family.has_qk_norm,
+    family=name,
+    dtype=dtype,
+    remat=remat,
+  )
+
+
+def to_settings(config: ModelConfig) -> dict[str, Any]:
+  """The content of a config.json that describes this model.
+
+  In the style of transformers 4, which 5 reads as well; from the style of 5,
+  transformers 4 would silently take its default theta.
+  """
+  scaling = config.rope_scaling
+  if scaling is not None:
+    scaling = {key: getattr(scaling, k) for k, key in ROPE_KEYS.items()}
+    scaling["rope_type"] = "llama3"
+  return {
+    "architectures": [config.family],
+    "model_type": FAMILIES[config.family].model_type,
+    "hidden_act": "silu",
+    **{key: getattr(config, k) for k, key in KEYS.items()},
+    "rope_theta": config.rope_theta,
+    "rope_scaling": scaling,
+  }
+
+
+def _get(settings: Mapping[str, Any], key: str) -> Any:
+  if key not in settings:
+    raise ValueError(f"config.json lacks {key!r}")
+  return settings[key]
+
+
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """The rotary settings of either style, in that of transformers 5."""
+  rope = {k: v for k, v in settings.items() if k == "rope_theta"}
+  rope |= settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+  rope.setdefault("rope_type", rope.get("type", "default"))
+  return rope
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+  if rope["rope_type"] == "default":
+    return None
+  return RopeScaling(**{k: _get(rope, key) for k, key in ROPE_KEYS.items()})
+
+
+def _refuse_unimplemented(settings: Mapping[str, Any], family: Family):
+  implemented = {key: (value,) for key, value in IMPLEMENTED.items()}
+  implemented["rope_type"] = ("default", "llama3")
+  if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
+    implemented["attention_bias"] = (False,)
+  for key, values in implemented.items():
+    if key in settings and settings[key] not in values:
+      raise ValueError(
+        f"config.json sets {key} to {settings[key]!r}, which is not "
+        f"implemented: only {' and '.join(map(repr, values))} is"
+      )
+  kinds = set(settings.get("layer_types", ())) - {"full_attention"}
+  if kinds:
+    raise ValueError(
+      f"config.json has layer_types {sorted(kinds)}, which are not "
+      "implemented: only 'full_attention' is"
+    )

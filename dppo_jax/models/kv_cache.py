@@ -1,0 +1,322 @@
+"""The cache of keys and values that decoding reads: its layout and its use.
+
+A cache has slots, one sequence each. Its positions are cut into parts, each an
+array of its own, so that attention leaves out the parts that no slot has
+reached yet. Its layers are dealt out to a few groups that a compiled step has
+side by side. Axes, parts and groups are this file's business alone.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from dppo_jax import shapes
+from dppo_jax import sharding as shardings
+from dppo_jax.models.attention import MASKED
+
+__all__ = [
+  "KVCache",
+  "KVPart",
+  "LayerCache",
+  "attend",
+  "copy_slot",
+  "group_layers",
+  "init",
+  "num_groups",
+  "num_positions",
+  "part_sizes",
+  "prompt_paddings",
+  "prompt_part_sizes",
+  "put_slots",
+  "scan_layers",
+  "shard_spec",
+  "sharding",
+  "take_slots",
+  "write_prompts",
+  "write_tokens",
+]
+
+# Layers that a compiled step has side by side. A model of no more layers than
+# these is not scanned at all, so that its weights and caches are read in place;
+# each takes time to compile.
+_MAX_GROUPS = 4
+
+# The least padded length of a prompt; a cache's first part holds it or more.
+_SHORTEST = 128
+
+
+class Dims(Protocol):
+  """What a cache needs to know of a model, such as a `ModelConfig`."""
+
+  layers: int
+  kv_heads: int
+  head_dim: int
+  dtype: str
+
+
+class KVPart(NamedTuple):
+  """Keys and values of `B` slots at `c` positions, in `Y` layers of a group.
+
+  Keys have the positions last, as a product with a single query reads them.
+  """
+
+  keys: Float[Array, "Y B K D c"]
+  values: Float[Array, "Y B K c D"]
+
+
+# A tuple of groups: group i has the parts of layers i, i + U, i + 2U, ...
+# where `U` is `num_groups(layers)`.
+KVCache = tuple[tuple[KVPart, ...], ...]
+
+
+class LayerCache(NamedTuple):
+  """One layer's view of a cache: row `layer` of each part of its group."""
+
+  parts: tuple[KVPart, ...]
+  layer: Int[Array, ""]
+
+
+def part_sizes(capacity: int) -> list[int]:
+  """Positions of each part of a cache that holds at least `capacity`.
+
+  Each part has as many as all before it together; the last has what is left.
+  Multiples of 32 suit matrix products and vector units.
+  """
+  ends = shapes.doublings(
+    max(_SHORTEST, shapes.block(capacity)), shapes.round_up(capacity, 32)
+  )
+  return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+def prompt_part_sizes(sizes: Sequence[int], longest: int) -> list[int]:
+  """The leading ones of `sizes` that a prompt of `longest` tokens reaches."""
+  starts = itertools.accumulate(sizes[:-1], initial=0)
+  return [x for x, at in zip(sizes, starts, strict=True) if at < longest]
+
+
+def prompt_paddings(longest: int) -> list[int]:
+  """Padded lengths for prompts of up to `longest` tokens, ascending."""
+  return shapes.doublings(_SHORTEST, longest)
+
+
+def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
+  """An empty cache of `num_slots` slots, in parts of `sizes` positions."""
+  groups = num_groups(model.layers)
+  lead = (model.layers // groups, num_slots, model.kv_heads)
+  parts = tuple(
+    KVPart(
+      jnp.zeros((*lead, model.head_dim, size), model.dtype),
+      jnp.zeros((*lead, size, model.head_dim), model.dtype),
+    )
+    for size in sizes
+  )
+  return (parts,) * groups
+
+
+def num_positions(cache: KVCache) -> int:
+  """How many positions each slot has."""
+  return sum(_sizes(cache[0]))
+
+
+def shard_spec() -> jax.P:
+  """The shards of a `jax.shard_map` over the data axis alone, for any array."""
+  return jax.P(None, "data")
+
+
+def sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+  """Where every array of a cache lives: slots and heads are spread."""
+  return shardings.sharding(mesh, None, "batch", "kv_heads")
+
+
+def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
+  """`cache` with the slots of `new` at `start`, `start + 1`, ...
+
+  Args:
+    new: of as many parts as `cache` has, or fewer; others stay as they are.
+  """
+
+  def put(to, x):
+    return jax.lax.dynamic_update_slice_in_dim(to, x, start, 1)
+
+  return tuple(
+    (*jax.tree.map(put, parts[: len(x)], x), *parts[len(x) :])
+    for parts, x in zip(cache, new, strict=True)
+  )
+
+
+def copy_slot(
+  cache: KVCache,
+  slot: Int[Array, ""],
+  source: KVCache,
+  source_slot: Int[Array, ""],
+) -> KVCache:
+  """`cache` with a slot of `source`, of as many parts or fewer, in `slot`."""
+
+  def take(x):
+    return jax.lax.dynamic_slice_in_dim(x, source_slot, 1, 1)
+
+  return put_slots(cache, jax.tree.map(take, source), slot)
+
+
+def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
+  """The cache of these slots, in this order."""
+
+  def take(x):  # as a matrix of rows, which compiles in a third of the time
+    rows = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+    return rows[:, slots].reshape(len(x), len(slots), *x.shape[2:])
+
+  return jax.tree.map(take, cache)
+
+
+def num_groups(num_layers: int) -> int:
+  """Into how many groups the layers of a model are dealt."""
+  return shapes.largest_divisor(num_layers, _MAX_GROUPS)
+
+
+def group_layers(
+  stacked: PyTree[Array], num_layers: int
+) -> tuple[PyTree[Array], ...]:
+  """Weights of all layers, stacked, as those of each group."""
+  groups = num_groups(num_layers)
+  return tuple(
+    jax.tree.map(lambda x, i=i: x[i::groups], stacked) for i in range(groups)
+  )
+
+
+def scan_layers(
+  layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache]],
+  x: Float[Array, "..."],
+  weights: tuple[PyTree[Array], ...],
+  cache: KVCache,
+) -> tuple[Float[Array, "..."], KVCache]:
+  """`(x, cache)` after every layer in order.
+
+  Args:
+    layer: `(x, weights, cache) -> (x, cache)` of one layer.
+    weights: of `group_layers`.
+  """
+  layer = jax.jit(layer)  # traced once for all groups
+
+  def one_of_each_group(carry, xs):
+    x, cache = carry
+    weights, index = xs
+    new = []
+    for p, parts in zip(weights, cache, strict=True):
+      x, layer_cache = layer(x, p, LayerCache(parts, index))
+      new.append(layer_cache.parts)
+    return (x, tuple(new)), None
+
+  index = jnp.arange(len(cache[0][0].keys), dtype=jnp.int32)
+  return jax.lax.scan(one_of_each_group, (x, cache), (weights, index))[0]
+
+
+def write_prompts(
+  cache: LayerCache, k: Float[Array, "B L K D"], v: Float[Array, "B L K D"]
+) -> LayerCache:
+  """`cache` with the keys and values of a prompt in each slot, from 0 on.
+
+  All positions are written, those at or beyond `L` with zeros.
+  """
+  sizes = _sizes(cache.parts)
+  ends = list(itertools.accumulate(sizes))[:-1]
+
+  def in_parts(x):
+    rest = sum(sizes) - x.shape[1]
+    return jnp.split(jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))), ends, 1)
+
+  parts = [
+    KVPart(
+      part.keys.at[cache.layer].set(keys.transpose(0, 2, 3, 1)),
+      part.values.at[cache.layer].set(values.transpose(0, 2, 1, 3)),
+    )
+    for part, keys, values in zip(
+      cache.parts, in_parts(k), in_parts(v), strict=True
+    )
+  ]
+  return cache._replace(parts=tuple(parts))
+
+
+def write_tokens(
+  cache: LayerCache,
+  k: Float[Array, "B K D"],
+  v: Float[Array, "B K D"],
+  positions: Int[Array, "B"],
+) -> LayerCache:
+  """`cache` with the key and value of one token of each slot written."""
+  slots = jnp.arange(k.shape[0], dtype=jnp.int32)
+  # Each part drops the positions that lie before or beyond it.
+  drop = {"mode": "drop", "wrap_negative_indices": False}
+  parts, start = [], 0
+  for keys, values in cache.parts:
+    at = positions - start
+    parts.append(
+      KVPart(
+        keys.at[cache.layer, slots, :, :, at].set(k, **drop),
+        values.at[cache.layer, slots, :, at].set(v, **drop),
+      )
+    )
+    start += keys.shape[-1]
+  return cache._replace(parts=tuple(parts))
+
+
+def attend(
+  q: Float[Array, "B H D"], cache: LayerCache, positions: Int[Array, "B"]
+) -> Float[Array, "B H D"]:
+  """One query per slot over its positions `0..positions[slot]`.
+
+  Parts that no slot has reached are not read. How many are read does not
+  change a slot's result, on a CPU to the last bit: a part that is wholly
+  masked for it adds zeros.
+  """
+  # Each part is a whole array: XLA's CPU backend would copy a slice of an
+  # array before multiplying it.
+  parts, layer = cache
+  batch, heads, dim = q.shape
+  kv_heads = parts[0].keys.shape[2]
+  q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+  ends = list(itertools.accumulate(_sizes(parts)))
+
+  def part_logits(part, end):
+    logits = jnp.einsum(
+      "bhgd,bhds->bhgs",
+      q,
+      part.keys[layer],
+      preferred_element_type=jnp.float32,
+    ) * (dim**-0.5)
+    index = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
+    is_seen = index <= positions[:, None]
+    return jnp.where(is_seen[:, None, None], logits, MASKED)
+
+  def weighted_values(probs, part):
+    return jnp.einsum(
+      "bhgs,bhsd->bhgd",
+      probs.astype(part.values.dtype),
+      part.values[layer],
+      preferred_element_type=jnp.float32,
+    )
+
+  def read(num_parts):
+    here = parts[:num_parts]
+    logits = [part_logits(*x) for x in zip(here, ends[:num_parts], strict=True)]
+    row_max = functools.reduce(jnp.maximum, [x.max(-1) for x in logits])
+    probs = [jnp.exp(x - row_max[..., None]) for x in logits]
+    denom = sum(x.sum(-1) for x in probs)
+    out = sum(weighted_values(*x) for x in zip(probs, here, strict=True))
+    return out / denom[..., None]
+
+  reached = (positions.max() >= jnp.array(ends[:-1], jnp.int32)).sum()
+  out = jax.lax.switch(
+    reached,
+    [functools.partial(read, n + 1) for n in range(len(parts))],
+  )
+  return out.reshape(batch, heads, dim).astype(q.dtype)
+
+
+def _sizes(parts: Sequence[KVPart]) -> list[int]:
+  return [part.keys.shape[-1] for part in parts]

@@ -1,0 +1,114 @@
+"""Parts of a transformer layer: norm, projection, rotary positions."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+__all__ = [
+  "RopeScaling",
+  "apply_rope",
+  "cos_sin_table",
+  "linear",
+  "rms_norm",
+  "scale_frequencies",
+]
+
+
+class RopeScaling(NamedTuple):
+  """Llama 3's scaling of low rotary frequencies to longer contexts."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_length: int  # context before scaling, in tokens
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(
+  x: Float[Array, "*B E"], scale: Float[Array, "E"], eps: float
+) -> Float[Array, "*B E"]:
+  """`x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
+
+  The backward pass is written by hand for XLA's CPU backend: there, sums
+  written as matrix products are up to ten times faster than reductions.
+  """
+  return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _rms_norm_forward(x, scale, eps):
+  x32 = x.astype(jnp.float32)
+  inv_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+  return (x32 * inv_rms).astype(x.dtype) * scale, (x, scale, inv_rms)
+
+
+def _rms_norm_backward(eps, saved, grad):
+  x, scale, inv_rms = saved
+  normed = x.astype(jnp.float32) * inv_rms
+  grad, scale32 = grad.astype(jnp.float32), scale.astype(jnp.float32)
+  product = grad * normed
+  dscale = _dot(jnp.ones(x.shape[:-1]), product, x.ndim - 1)
+  mean = _dot(product, scale32[:, None] / x.shape[-1], 1)
+  dx = (grad * scale32 - normed * mean) * inv_rms
+  return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+_dot = functools.partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
+
+
+def linear(
+  x: Float[Array, "*B E"], weight: Float[Array, "E *F"]
+) -> Float[Array, "..."]:
+  """`x` times `weight`, `[*B, *F]`, as a product of two matrices.
+
+  The gradients of such a product are such products again. For a product over
+  several axes XLA would transpose a copy of an operand first.
+  """
+  out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
+  return out.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def cos_sin_table(
+  num_positions: int,
+  head_dim: int,
+  theta: float,
+  scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "N 1 D/2"], Float[Array, "N 1 D/2"]]:
+  """Float32 cosines and sines of each position's rotation angles.
+
+  RoPE, https://arxiv.org/abs/2104.09864.
+  """
+  half = head_dim // 2
+  exponent = jnp.arange(half, dtype=jnp.float32) / half
+  frequency = theta**-exponent
+  if scaling is not None:
+    frequency = scale_frequencies(frequency, scaling)
+  positions = jnp.arange(num_positions, dtype=jnp.float32)
+  angle = positions[:, None, None] * frequency
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(
+  x: Float[Array, "*B H D"],
+  cos: Float[Array, "*B 1 D/2"],
+  sin: Float[Array, "*B 1 D/2"],
+) -> Float[Array, "*B H D"]:
+  """`x` with each pair (i, i + D/2) of its last axis rotated by its angle."""
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return rotated.astype(x.dtype)
+
+
+def scale_frequencies(
+  frequency: Float[Array, "D/2"], scaling: RopeScaling
+) -> Float[Array, "D/2"]:
+  """Low frequencies divided by `factor`, high ones kept, a ramp between."""
+  rotations = scaling.original_length * frequency / (2 * math.pi)
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+  return frequency * (kept + (1 - kept) / scaling.factor)

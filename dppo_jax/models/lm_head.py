@@ -1,0 +1,180 @@
+"""Log-probabilities of targets without ever holding `[tokens, vocab]`.
+
+Only the tokens that are needed meet the vocabulary: each row moves its own to
+the front, and as many columns get logits as the fullest row needs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dppo_jax import shapes
+from dppo_jax.records import TokenStats
+
+__all__ = ["token_logprobs", "token_stats"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def token_logprobs(
+  hidden: Float[Array, "B L E"],
+  head: Float[Array, "V E"],
+  targets: Int[Array, "B L"],
+  is_needed: Bool[Array, "B L"],
+  temperature: float,
+  logit_chunk: int,
+) -> Float[Array, "B L"]:
+  """Log-probability of each target under softmax(logits / t), in nats.
+
+  Logits are float32. If `logit_chunk` covers all tokens, the backward pass
+  reuses those of the forward pass; else it computes them again.
+
+  Args:
+    is_needed: tokens to evaluate; the others get 0 and no gradient.
+    temperature: that of the sampler, so that both mean one distribution.
+    logit_chunk: tokens whose logits exist at once; at least one column of rows.
+  """
+  arguments = (hidden, head, targets, is_needed, temperature, logit_chunk)
+  return _forward(*arguments)[0]
+
+
+def token_stats(
+  hidden: Float[Array, "B L E"],
+  head: Float[Array, "V E"],
+  targets: Int[Array, "B L"],
+  is_needed: Bool[Array, "B L"],
+  temperature: float,
+  logit_chunk: int,
+) -> TokenStats:
+  """As `token_logprobs`, with further statistics and without a gradient."""
+  columns = _ColumnChunks(is_needed, logit_chunk)
+
+  def chunk(i, stats):
+    logits = _logits(columns.take(hidden, i), head, temperature)
+    probs = jax.nn.softmax(logits, axis=-1)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    logprobs = _at_target(logits, columns.take(targets, i)) - lse
+    entropy = lse - (probs * logits).sum(-1)
+    logit_grad_sq = 1 - 2 * jnp.exp(logprobs) + (probs * probs).sum(-1)
+    new = TokenStats(
+      logprobs, jnp.maximum(entropy, 0), jnp.maximum(logit_grad_sq, 0)
+    )
+    return jax.tree.map(lambda x, y: columns.put(x, y, i), stats, new)
+
+  empty = TokenStats(*(jnp.zeros(targets.shape, jnp.float32) for _ in range(3)))
+  stats = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
+  return jax.tree.map(columns.restore, stats)
+
+
+def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
+  columns = _ColumnChunks(is_needed, logit_chunk)
+
+  def chunk(i, carry):
+    logprobs, lses, kept = carry
+    logits = _logits(columns.take(hidden, i), head, temperature)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    logprob = _at_target(logits, columns.take(targets, i)) - lse
+    if kept is not None:
+      kept = jax.lax.dynamic_update_index_in_dim(kept, logits, i, 0)
+    return columns.put(logprobs, logprob, i), columns.put(lses, lse, i), kept
+
+  empty, kept = jnp.zeros(targets.shape, jnp.float32), None
+  if targets.size <= logit_chunk:
+    kept = jnp.zeros((*columns.shape, head.shape[0]), jnp.float32)
+  logprobs, lses, kept = jax.lax.fori_loop(
+    0, columns.num_chunks, chunk, (empty, empty, kept)
+  )
+  saved = hidden, head, targets, is_needed, lses, kept
+  return columns.restore(logprobs), saved
+
+
+def _backward(temperature, logit_chunk, saved, grads):
+  hidden, head, targets, is_needed, lses, kept = saved
+  columns = _ColumnChunks(is_needed, logit_chunk)
+  grads = jnp.where(is_needed, grads, 0.0)
+
+  def chunk(i, carry):
+    dhead, dhidden = carry
+    x = columns.take(hidden, i)
+    if kept is None:
+      logits = _logits(x, head, temperature)
+    else:
+      logits = jax.lax.dynamic_index_in_dim(kept, i, 0, keepdims=False)
+    probs = jnp.exp(logits - columns.slice(lses, i)[..., None])
+    target = columns.take(targets, i)[..., None]
+    # One-hot by comparison: on a CPU a scatter would cost more.
+    is_target = target == jnp.arange(head.shape[0], dtype=jnp.int32)
+    grad = columns.take(grads, i)[..., None] / temperature
+    dlogits = (is_target.astype(probs.dtype) - probs) * grad
+    dlogits = dlogits.astype(hidden.dtype)
+    # [E, V], since XLA's CPU backend copies no operand for this product.
+    dhead = dhead + jnp.einsum(
+      "te,tv->ev",
+      x.reshape(-1, x.shape[-1]),
+      dlogits.reshape(-1, dlogits.shape[-1]),
+      preferred_element_type=jnp.float32,
+    )
+    new = jnp.einsum("blv,ve->ble", dlogits, head)
+    return dhead, columns.put(dhidden, new, i)
+
+  empty = jnp.zeros(head.shape[::-1], jnp.float32), jnp.zeros_like(hidden)
+  dhead, dhidden = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
+  return columns.restore(dhidden), dhead.T.astype(head.dtype), None, None
+
+
+token_logprobs.defvjp(_forward, _backward)
+
+
+def _logits(hidden, head, temperature):
+  logits = jnp.einsum(
+    "ble,ve->blv", hidden, head, preferred_element_type=jnp.float32
+  )
+  return logits / temperature
+
+
+def _at_target(logits, targets):
+  return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+
+
+class _ColumnChunks:
+  """The needed tokens of `[B, L]`, in chunks of `c` columns.
+
+  Each row's needed tokens are sorted to its front. Chunks are columns of all
+  rows rather than runs of tokens, so that rows stay on their devices. Narrow
+  chunks leave out more columns that no row needs.
+  """
+
+  def __init__(self, is_needed: Bool[Array, "B L"], logit_chunk: int):
+    batch, length = is_needed.shape
+    most = min(logit_chunk // batch, shapes.block(length))
+    self.width = shapes.largest_divisor(length, most)
+    self.shape = (length // self.width, batch, self.width)
+    self.is_needed = is_needed
+    self.order = jnp.argsort(~is_needed, axis=1, stable=True).astype(jnp.int32)
+    fullest = is_needed.sum(axis=1, dtype=jnp.int32).max()
+    self.num_chunks = (fullest + self.width - 1) // self.width
+
+  def take(self, x: Array, i: Array) -> Array:
+    """Chunk `i` of `x [B, L, ...]`, which is in the order of tokens."""
+    return _pick(x, self.slice(self.order, i))
+
+  def slice(self, x: Array, i: Array) -> Array:
+    """Chunk `i` of an `x` that is in the order of columns."""
+    return jax.lax.dynamic_slice_in_dim(x, i * self.width, self.width, axis=1)
+
+  def put(self, x: Array, new: Array, i: Array) -> Array:
+    """`x`, in the order of columns, with chunk `i` replaced by `new`."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, i * self.width, axis=1)
+
+  def restore(self, x: Array) -> Array:
+    """`x` from the order of columns back to that of tokens."""
+    back = jnp.argsort(self.order, axis=1).astype(jnp.int32)
+    needed = self.is_needed.reshape(*self.is_needed.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(needed, _pick(x, back), jnp.zeros((), x.dtype))
+
+
+def _pick(x: Array, columns: Int[Array, "B c"]) -> Array:
+  return jnp.take_along_axis(
+    x, columns.reshape(*columns.shape, *(1,) * (x.ndim - 2)), axis=1
+  )

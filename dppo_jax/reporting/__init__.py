@@ -1,0 +1,1 @@
+"""What a run tells: numbers, samples, progress, a report."""

@@ -1,0 +1,38 @@
+"""What a library does for a run, set up by the run itself, not by `main`."""
+
+import logging
+import os
+import pathlib
+
+# Their information is for their developers; what matters of it is raised too.
+_CHATTY = ("ml_collections", "orbax", "tensorflow_datasets")
+
+
+def quiet_libraries() -> None:
+  """Drops what chatty libraries tell through absl's logger, errors aside."""
+
+  def is_worth_reading(record: logging.LogRecord) -> bool:
+    parts = pathlib.PurePath(record.pathname).parts
+    return record.levelno >= logging.ERROR or not set(parts) & set(_CHATTY)
+
+  logger = logging.getLogger("absl")
+  if not any(getattr(f, "is_ours", False) for f in logger.filters):
+    is_worth_reading.is_ours = True
+    logger.addFilter(is_worth_reading)
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def keep_programs() -> None:
+  """Keeps compiled programs for the next run, unless JAX was told where.
+
+  Those that took a second or more to compile go to `~/.cache/dppo_jax`.
+  """
+  import jax  # not before the flags are read
+  from jax.experimental.compilation_cache import compilation_cache
+
+  if jax.config.jax_compilation_cache_dir:
+    return
+  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  folder = str(pathlib.Path(home) / "dppo_jax")
+  jax.config.update("jax_compilation_cache_dir", folder)
+  compilation_cache.reset_cache()  # it may have settled on having none

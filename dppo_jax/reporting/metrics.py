@@ -1,0 +1,156 @@
+"""What a run tells: numbers, sampled completions, progress, phase times."""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import tensorboardX
+import tqdm
+
+
+class Writer:
+  """`metrics.jsonl`, TensorBoard events, `samples.jsonl` and a progress bar.
+
+  Names are `stage/quantity`. A line's `step` counts the updates done. Lines
+  that a killed run wrote after the checkpoint it resumes from are dropped:
+  they are about to be written again.
+  """
+
+  def __init__(
+    self, workdir: pathlib.Path, first_step: int | None, last_step: int
+  ):
+    """Goes on after `first_step`; None starts afresh."""
+    first_step = -1 if first_step is None else first_step
+    for name in ("metrics.jsonl", "samples.jsonl"):
+      _keep_until(workdir / name, first_step)
+    self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
+    self._samples = (workdir / "samples.jsonl").open("a", encoding="utf-8")
+    self._events = tensorboardX.SummaryWriter(
+      str(workdir / "events"), purge_step=first_step + 1
+    )
+    self._is_terminal = sys.stderr.isatty()
+    self._bar = tqdm.tqdm(
+      total=last_step,
+      initial=max(first_step, 0),
+      unit="step",
+      disable=not self._is_terminal,
+      dynamic_ncols=True,
+    )
+    self._last_line = 0.0
+
+  def __enter__(self) -> "Writer":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self._bar.close()
+    self._events.close()
+    self._metrics.close()
+    self._samples.close()
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """One line of numbers."""
+    values = {name: float(value) for name, value in values.items()}
+    self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+    self._metrics.flush()
+    for name, value in values.items():
+      self._events.add_scalar(name, value, step)
+
+  def write_samples(self, step: int, samples: list[dict]) -> None:
+    """Completions as text, with what they answer and what they earned."""
+    for sample in samples:
+      line = json.dumps({"step": step, **sample}, ensure_ascii=False)
+      self._samples.write(line + "\n")
+    self._samples.flush()
+
+  def say(self, line: str) -> None:
+    """A line on standard output, above the progress bar."""
+    self._bar.clear()
+    print(line, flush=True)
+    self._bar.refresh()
+
+  def progress(self, step: int, values: Mapping[str, float]) -> None:
+    """Moves the bar; without a terminal, a line every ten seconds."""
+    note = (
+      f"reward {values['reward/mean']:.2f}"
+      f" · accuracy {values['reward/accuracy']:.2f}"
+      f" · trained {int(values['completions/trained'])}"
+      f" of {int(values['completions/drawn'])}"
+      f" · {values['step/seconds']:.2f} s"
+    )
+    if values["update/skipped"]:
+      note += f" · {int(values['update/skipped'])} updates skipped"
+    if self._is_terminal:
+      self._bar.set_postfix_str(note, refresh=False)
+      self._bar.update(step - self._bar.n)
+    elif time.monotonic() - self._last_line > 10:
+      self._last_line = time.monotonic()
+      print(f"step {step} of {self._bar.total}: {note}", flush=True)
+
+
+class Clock:
+  """Seconds spent in each stage of one step."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._start = time.monotonic()
+    self._cpu_start = time.process_time()
+
+  @contextlib.contextmanager
+  def __call__(self, stage: str) -> Iterator[None]:
+    """Adds the time inside the `with` to `stage`."""
+    start = time.monotonic()
+    yield
+    spent = time.monotonic() - start
+    self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
+
+  def metrics(self) -> dict[str, float]:
+    """`stage/seconds` of every stage, and of the step since the start.
+
+    `step/cpu_seconds` is what all cores of this machine spent on it: on a
+    core of its own, the seconds that the step takes when nothing disturbs it.
+    """
+    stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
+    return stages | {
+      "step/seconds": time.monotonic() - self._start,
+      "step/cpu_seconds": time.process_time() - self._cpu_start,
+    }
+
+
+class Compilations:
+  """Counts what XLA compiles in this process."""
+
+  def __init__(self):
+    self._count = 0
+    jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+  def _on_event(self, name: str, seconds: float, **unused) -> None:
+    if name == "/jax/core/compile/backend_compile_duration":
+      self._count += 1
+
+  def since_last(self) -> int:
+    """Programs compiled since the last call, or since the start."""
+    count, self._count = self._count, 0
+    return count
+
+
+def read(path: pathlib.Path) -> list[dict]:
+  """The lines of a `.jsonl` file, without a last one cut short by a kill."""
+  return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+  # Not splitlines: a completion may hold any of the characters it splits at.
+  lines = path.read_text("utf-8").split("\n") if path.exists() else []
+  return [line for line in lines[:-1] if line]
+
+
+def _keep_until(path: pathlib.Path, step: int) -> None:
+  lines = [x for x in _lines(path) if json.loads(x)["step"] <= step]
+  kept = path.with_suffix(".tmp")
+  kept.write_text("".join(line + "\n" for line in lines), "utf-8")
+  os.replace(kept, path)  # whole or not at all

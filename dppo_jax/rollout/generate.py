@@ -1,0 +1,324 @@
+"""Sampling completions: continuous batching as one pure function.
+
+Every prompt is prefilled once. A fixed number of decode slots then takes the
+completions in turn: a slot whose sequence stops takes the next one inside the
+same compiled loop, starting from a copy of its prompt's cache. When fewer
+completions are left than slots, the busy slots move together and the loop goes
+on with fewer: that is a second part, during which the completions of the first
+can be graded.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dppo_jax import shapes
+from dppo_jax.models import kv_cache, transformer
+from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rng import StepRng, keys_for_ids
+from dppo_jax.rollout.decode import (
+  DecodeOutput,
+  DecodeState,
+  Slots,
+  compact_slots,
+  decode_step,
+  more_unfinished_than,
+  slot_schedule,
+)
+from dppo_jax.rollout.sampling import Sampling
+
+# Which axis of each array the shards divide; the model axis is the compiler's.
+_BY_SLOT = jax.P("data")
+_STATE_SPECS = DecodeState(
+  Slots(*(_BY_SLOT,) * 4, cache=kv_cache.shard_spec()), *(_BY_SLOT,) * 5
+)
+
+
+def sample(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  prompts: PromptBatch,
+  rng: StepRng,
+  *,
+  group_size: int,
+  num_slots: int,
+  prefill_batch: int = 16,
+  kept: Selection | None = None,
+  **sampling,
+) -> Rollout:
+  """`group_size` completions of each prompt that was kept.
+
+  A completion's randomness comes from its prompt's id, its number in the group
+  and the token's index: its tokens depend neither on its slot or neighbours,
+  nor on which other prompts were kept, nor on the number of devices.
+
+  Under a mesh, each shard of the data axis drains its own share of the prompts
+  without talking to the others; kept prompts are divided evenly.
+
+  Args:
+    rng: consumed.
+    num_slots: completions that decode side by side, on each device of the data
+      axis.
+    prefill_batch: prompts that prefill side by side, on each of them.
+    kept: prompts to roll out; None for all.
+    sampling: the fields of `Sampling`.
+  """
+  prompts = jax.tree.map(jnp.asarray, prompts)
+  if kept is None:
+    ones = jnp.ones(prompts.ids.shape, jnp.float32)
+    kept = Selection(ones > 0, ones)
+  how = Sampling(**sampling)
+  params = transformer.to_inference_params(params, model_config)
+  state = begin_decode(
+    params,
+    model_config,
+    prompts,
+    rng,
+    kept,
+    how,
+    group_size=group_size,
+    num_slots=num_slots,
+    prefill_batch=prefill_batch,
+  )
+  state = finish_decode(params, model_config, state, how)
+  return to_rollout(state, prompts, kept)
+
+
+def begin_decode(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  prompts: PromptBatch,
+  rng: StepRng,
+  kept: Selection,
+  sampling: Sampling,
+  *,
+  group_size: int,
+  num_slots: int,
+  prefill_batch: int = 16,
+) -> DecodeState:
+  """The first part of `sample`: until no completion waits for a slot.
+
+  It is over when fewer are left than the second stage has slots for. What is
+  complete by then can be graded while `finish_decode` goes on.
+
+  Args:
+    params: of `transformer.to_inference_params`.
+  """
+  num_shards = _num_shards()
+
+  def run(params, prompts, keep, key):
+    return _begin_shard(
+      params,
+      model_config,
+      prompts,
+      keep,
+      key,
+      sampling,
+      group_size=group_size,
+      num_slots=num_slots,
+      prefill_batch=prefill_batch,
+    )
+
+  keep = kept.keep
+  if num_shards > 1:
+    place = _balance_shards(keep, num_shards)
+    order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
+    prompts, keep = jax.tree.map(lambda x: x[order], (prompts, keep))
+  run = _on_shards(run, (jax.P(), _BY_SLOT, _BY_SLOT, jax.P()))
+  return run(params, prompts, keep, rng.key)
+
+
+def finish_decode(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  state: DecodeState,
+  sampling: Sampling,
+) -> DecodeState:
+  """The second part of `sample`: with ever fewer slots, to the end.
+
+  Args:
+    params: of `transformer.to_inference_params`.
+  """
+
+  def run(params, state):
+    sizes = [*slot_schedule(state.slots.item.shape[0]), 0]
+    for size, next_size in itertools.pairwise(sizes[1:]):
+      slots = compact_slots(state.slots, size, state.uniform.shape[0])
+      state = jax.lax.while_loop(
+        more_unfinished_than(next_size),
+        lambda x: decode_step(params, model_config, x, sampling),
+        state._replace(slots=slots),
+      )
+    # Slots are empty and have another shape; drop them.
+    return state._replace(slots=None)
+
+  run = _on_shards(
+    run, (jax.P(), _STATE_SPECS), _STATE_SPECS._replace(slots=None)
+  )
+  return run(params, state)
+
+
+def to_rollout(
+  state: DecodeState, prompts: PromptBatch, kept: Selection
+) -> Rollout:
+  """Completions, whole where they stopped or are as long as they may be."""
+  num_prompts, num_shards = prompts.ids.shape[0], state.num_done.shape[0]
+  output = jax.tree.map(
+    lambda x: x.reshape(num_prompts, -1, *x.shape[1:]), state.output
+  )
+  if num_shards > 1:
+    place = _balance_shards(kept.keep, num_shards)
+    output = jax.tree.map(lambda x: x[place], output)
+  return Rollout(
+    prompt_ids=prompts.ids,
+    kept=kept,
+    # All shards wait for the slowest.
+    slot_steps=state.slot_steps.max() * num_shards,
+    **output._asdict(),
+  )
+
+
+def _num_shards() -> int:
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else mesh.shape["data"]
+
+
+def _on_shards(run, in_specs, out_specs=_STATE_SPECS):
+  """`run`, on each shard of the data axis by itself."""
+  if _num_shards() == 1:
+    return run
+  return jax.shard_map(
+    run,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={"data"},
+    check_vma=False,
+  )
+
+
+def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
+  """Where each prompt goes so that every shard has as many kept ones."""
+  num = keep.shape[0]
+  rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
+  return rank % num_shards * (num // num_shards) + rank // num_shards
+
+
+def _begin_shard(
+  params,
+  model_config,
+  prompts: PromptBatch,
+  keep: Bool[Array, "N"],
+  key: jax.Array,
+  sampling: Sampling,
+  *,
+  group_size: int,
+  num_slots: int,
+  prefill_batch: int,
+) -> DecodeState:
+  """Prefill and the first stage, on one shard."""
+  num_items = prompts.ids.shape[0] * group_size
+  num_slots = min(num_slots, num_items)
+  num_wanted = keep.sum(dtype=jnp.int32) * group_size
+  # The longest first, so that prompts of a length prefill together.
+  queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
+  sizes = kv_cache.part_sizes(prompts.tokens.shape[1] + sampling.max_tokens - 1)
+  prompt_cache = _prefill(
+    params, model_config, prompts, queue, keep.sum(), prefill_batch, sizes
+  )
+  prompt_keys = keys_for_ids(key, prompts.ids)
+  member = jnp.arange(group_size, dtype=jnp.int32)
+  item_keys = jax.vmap(keys_for_ids, (0, None))(prompt_keys, member)
+  draw_all = functools.partial(jax.random.uniform, shape=(sampling.max_tokens,))
+
+  def refill(carry):
+    """Gives the first idle slot the next completion."""
+    slots, taken = carry
+    slot = jnp.argmax(slots.item == num_items)
+    place = taken // group_size
+    prompt = queue[place]
+    length = prompts.lengths[prompt]
+    slots = Slots(
+      item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
+      # The last prompt token is read again: what follows it is sampled by
+      # the same step that all other slots take.
+      token=slots.token.at[slot].set(prompts.tokens[prompt, length - 1]),
+      position=slots.position.at[slot].set(length - 1),
+      count=slots.count.at[slot].set(0),
+      cache=kv_cache.copy_slot(slots.cache, slot, prompt_cache, place),
+    )
+    return slots, taken + 1
+
+  def can_refill(carry):
+    slots, taken = carry
+    return (taken < num_wanted) & (slots.item == num_items).any()
+
+  def refill_all(state, taken):
+    slots, taken = jax.lax.while_loop(can_refill, refill, (state.slots, taken))
+    return state._replace(slots=slots), taken
+
+  zeros = jnp.zeros((num_slots,), jnp.int32)
+  zero, rows = zeros[:1], (num_items, sampling.max_tokens)
+  empty = DecodeState(
+    Slots(
+      item=jnp.full((num_slots,), num_items, jnp.int32),
+      token=zeros,
+      position=zeros,
+      count=zeros,
+      cache=kv_cache.init(model_config, num_slots, sizes),
+    ),
+    DecodeOutput(
+      tokens=jnp.zeros(rows, jnp.int32),
+      logprobs=jnp.zeros(rows, jnp.float32),
+      lengths=jnp.zeros((num_items,), jnp.int32),
+      is_stopped=jnp.zeros((num_items,), bool),
+    ),
+    uniform=jax.vmap(draw_all)(item_keys.reshape(num_items)),
+    num_wanted=num_wanted[None],
+    num_done=zero,
+    slot_steps=zero,
+  )
+  # Every waiting completion finds a slot in this stage: no later one refills.
+  is_first_stage = more_unfinished_than([*slot_schedule(num_slots), 0][1])
+  return jax.lax.while_loop(
+    lambda carry: is_first_stage(carry[0]),
+    lambda carry: refill_all(
+      decode_step(params, model_config, carry[0], sampling), carry[1]
+    ),
+    refill_all(empty, jnp.int32(0)),
+  )[0]
+
+
+def _prefill(
+  params, model_config, prompts, queue, num_kept, prefill_batch, sizes
+):
+  """Caches of the kept prompts in queue order; the others' stay zero."""
+  num_prompts, longest = prompts.tokens.shape
+  chunk = shapes.largest_divisor(num_prompts, prefill_batch)
+  sizes = kv_cache.prompt_part_sizes(sizes, longest)
+  paddings = kv_cache.prompt_paddings(longest)
+
+  def at_length(padded, rows):
+    return transformer.prefill(
+      params,
+      model_config,
+      prompts.tokens[rows, :padded],
+      prompts.lengths[rows],
+      sizes,
+    )
+
+  def prefill_chunk(i, cache):
+    rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
+    needed = prompts.lengths[rows].max()
+    new = jax.lax.switch(
+      (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
+      [functools.partial(at_length, padded) for padded in paddings],
+      rows,
+    )
+    return kv_cache.put_slots(cache, new, i * chunk)
+
+  empty = kv_cache.init(model_config, num_prompts, sizes)
+  num_chunks = (num_kept + chunk - 1) // chunk
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)

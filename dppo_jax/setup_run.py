@@ -1,0 +1,311 @@
+"""A run before its first step: everything it shares, checked and gathered."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import pathlib
+from typing import NamedTuple
+
+import jax
+import optax
+
+from dppo_jax import config as configs
+from dppo_jax import data, rewards, shapes, sharding
+from dppo_jax.algo import objectives
+from dppo_jax.learner.select import PackingSpec
+from dppo_jax.learner.update import make_optimizer
+from dppo_jax.methods import Method
+from dppo_jax.models import attention, hf, transformer
+from dppo_jax.rng import Stage, rng_at
+
+
+class Run(NamedTuple):
+  """What the stages of a step share.
+
+  Attributes:
+    mesh: the devices, which need not be those of this machine.
+    root_key: where all randomness starts.
+    eval_set: problems to evaluate on, if any.
+    initial_params: makes the weights to start from, placed on the mesh.
+    packing: the shape of packed rows.
+  """
+
+  config: configs.Config
+  mesh: jax.sharding.Mesh
+  root_key: jax.Array
+  method: Method
+  objective: objectives.Objective
+  optimizer: optax.GradientTransformation
+  tokenizer: data.Tokenizer
+  stop_ids: tuple[int, ...]
+  train_set: data.ProblemSet
+  eval_set: data.ProblemSet | None
+  model: transformer.ModelConfig
+  initial_params: Callable[[], transformer.Params]
+  packing: PackingSpec
+
+  def make_grader(self) -> rewards.Grader:
+    """The grader that the config asks for, not yet started."""
+    r = self.config.reward
+    return rewards.Grader(
+      r.kind, r.num_workers, r.timeout_seconds, r.format_reward
+    )
+
+  def description(self) -> str:
+    """The batch arithmetic of a step, and what was read."""
+    c, packing = self.config, self.packing
+    prompts, group_size = c.data.prompts_per_step, c.rollout.group_size
+    prompt_length = self.train_set.tokens.shape[1]
+    longest = prompt_length + c.rollout.max_tokens - 1
+    num_rows = packing.num_rows(prompts * group_size, longest)
+    epoch = len(self.train_set) // prompts
+    return "\n".join(
+      [
+        f"model: {self.model.family}, {self.model.layers} layers of width "
+        f"{self.model.embed}, {transformer.num_parameters(self.model):,} "
+        f"parameters, {self.model.dtype}; "
+        f"mesh {' x '.join(map(str, self.mesh.devices.shape))}",
+        self.train_set.report,
+        self.eval_set.report if self.eval_set else "eval: no problems",
+        f"step: {prompts} prompts x {group_size} completions = "
+        f"{prompts * group_size} sequences of at most {longest} tokens "
+        f"(prompt {prompt_length}, completion {c.rollout.max_tokens}), decoded "
+        f"in {c.rollout.num_slots} slots a device",
+        f"update: micro-batches of {packing.rows_per_micro} rows x "
+        f"{packing.row_length} = "
+        f"{packing.rows_per_micro * packing.row_length:,} tokens, at most "
+        f"{num_rows // packing.rows_per_micro} of them, "
+        f"{c.objective.inner_updates} update(s) on each rollout",
+        f"epoch: {epoch} steps; {len(self.train_set) - epoch * prompts} "
+        "prompts sit out, others each time",
+        f"method: {c.method.name} {c.method.args or ''}, objective "
+        f"{c.objective.name} {c.objective.args or ''}, {c.steps} steps",
+      ]
+    )
+
+
+def setup_run(
+  config: configs.Config,
+  mesh: jax.sharding.Mesh | None = None,
+  platform: str | None = None,
+) -> Run:
+  """Checks the config and gathers what a run needs.
+
+  Args:
+    mesh: where it is to run; None makes the config's of this machine's
+      devices. One of other devices serves to plan a run.
+    platform: cpu, gpu or tpu; None is that of the mesh's devices.
+  Raises:
+    ValueError: for whatever cannot work, naming value, limit and option.
+  """
+  configs.validate(config)
+  _check_dynamic_sampling(config)
+  if mesh is None:
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
+  platform = platform or mesh.devices.flat[0].platform
+  _check_prompts(mesh, config)
+  root_key = jax.random.key(config.seed)
+  path = config.model.path
+  if not path and config.model.hub_id:
+    path = hf.fetch(config.model.hub_id)
+  if path:
+    hf.check(path)
+  tokenizer = _tokenizer(config, path)
+  backend = attention.choose_backend(
+    config.model.attention,
+    platform,
+    config.pack.row_length,
+    config.rollout.group_size,
+    config.pack.share_prefix,
+  )
+  model = _model(config.model, path, tokenizer.vocab_size, backend)
+  _check_weights(mesh, model)
+  _check_from_run(config.sft.from_run)
+  train_set, eval_set = _problems(config, tokenizer)
+  stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
+  _check_ids(model, stop_ids, [train_set, *([eval_set] if eval_set else [])])
+  shardings = transformer.shardings(model, mesh)
+
+  def initial_params() -> transformer.Params:
+    if path:
+      return hf.load(path, shardings=shardings)[0]
+    init = functools.partial(transformer.init, model)
+    key = rng_at(root_key, 0, Stage.INIT).key
+    return jax.jit(init, out_shardings=shardings)(key)
+
+  return Run(
+    config=config,
+    mesh=mesh,
+    root_key=root_key,
+    method=configs.make_method(config),
+    objective=configs.make_objective(config),
+    optimizer=make_optimizer(
+      total_steps=config.steps * config.objective.inner_updates,
+      **dataclasses.asdict(config.optimizer),
+    ),
+    tokenizer=tokenizer,
+    stop_ids=stop_ids,
+    train_set=train_set,
+    eval_set=eval_set,
+    model=model,
+    initial_params=initial_params,
+    packing=PackingSpec(
+      config.pack.row_length,
+      config.pack.rows_per_micro * mesh.shape["data"],
+      config.pack.window,
+      config.pack.share_prefix,
+    ),
+  )
+
+
+def _tokenizer(config: configs.Config, path: str) -> data.Tokenizer:
+  if not path:
+    return data.CharacterTokenizer()
+  return data.PretrainedTokenizer(
+    path,
+    system=config.data.system,
+    instruction=config.data.instruction,
+    template_args=config.data.template_args,
+  )
+
+
+def _model(
+  shape: configs.Model, path: str, vocab_size: int, backend: str
+) -> transformer.ModelConfig:
+  """The checkpoint's architecture or, without one, Qwen3 in this shape."""
+  if path:
+    model = hf.read_config(path, shape.dtype, shape.remat)
+    return dataclasses.replace(model, attention=backend)
+  return transformer.ModelConfig(
+    vocab=shapes.round_up(vocab_size, 8),
+    embed=shape.embed,
+    layers=shape.layers,
+    heads=shape.heads,
+    kv_heads=shape.kv_heads,
+    head_dim=shape.head_dim,
+    mlp=shape.mlp,
+    has_qk_norm=True,
+    dtype=shape.dtype,
+    remat=shape.remat,
+    attention=backend,
+  )
+
+
+def _problems(
+  config: configs.Config, tokenizer: data.Tokenizer
+) -> tuple[data.ProblemSet, data.ProblemSet | None]:
+  d = config.data
+  train_set, eval_set = data.load(
+    tokenizer,
+    config.seed,
+    train=d.train,
+    eval=d.eval,
+    train_limit=d.train_limit,
+    eval_limit=d.eval_limit,
+    columns=data.Columns(d.problem_key, d.answer_key, d.id_key, d.solution_key),
+    max_prompt_tokens=d.max_prompt_tokens,
+    num_arithmetic=d.num_arithmetic,
+    max_operations=d.max_operations,
+  )
+  prompt_length = train_set.tokens.shape[1]
+  longest = prompt_length + config.rollout.max_tokens - 1
+  if longest > config.pack.row_length:
+    raise ValueError(
+      f"a prompt of {prompt_length} tokens and a completion of "
+      f"{config.rollout.max_tokens} take {longest} tokens but a packed row "
+      f"holds {config.pack.row_length}: raise config.pack.row_length, or "
+      "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
+    )
+  wanted = {"data.prompts_per_step": d.prompts_per_step}
+  if config.sft.steps:
+    wanted["sft.sequences_per_step"] = config.sft.sequences_per_step
+  for name, number in wanted.items():
+    if len(train_set) < number:
+      raise ValueError(
+        f"config.{name} is {number} but {d.train} has {len(train_set)} usable "
+        "problems"
+      )
+  if config.sft.steps and not any(train_set.solutions):
+    raise ValueError(
+      f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
+      "has a solution to imitate: name the column with "
+      "config.data.solution_key, or set config.sft.steps to 0"
+    )
+  return train_set, eval_set
+
+
+def _check_ids(
+  model: transformer.ModelConfig,
+  stop_ids: tuple[int, ...],
+  problem_sets: list[data.ProblemSet],
+) -> None:
+  """Refuses token ids for which the model has no embedding."""
+  for stop_id in stop_ids:
+    if not isinstance(stop_id, int) or not 0 <= stop_id < model.vocab:
+      raise ValueError(
+        f"the stop id {stop_id!r} is no token of the model, which has "
+        f"{model.vocab}: set config.rollout.stop_ids"
+      )
+  largest = max(int(x.tokens.max()) for x in problem_sets)
+  if largest >= model.vocab:
+    raise ValueError(
+      f"a prompt has token {largest} but the model's vocabulary is "
+      f"{model.vocab}: config.model.path holds a tokenizer of another model"
+    )
+
+
+def _check_dynamic_sampling(config: configs.Config) -> None:
+  """Refuses the exact form where the groups it passes over would count."""
+  sampling = configs.make_method(config).dynamic_sampling
+  if not (sampling and sampling.is_exact):
+    return
+  objective = configs.make_objective(config)
+  counts = {
+    "config.reward.overlong_tokens": config.reward.overlong_tokens,
+    "config.objective.args.beta": objective.beta,
+  }
+  for name, value in counts.items():
+    if value:
+      raise ValueError(
+        f"{name} is {value} but exact dynamic sampling passes over groups "
+        "whose rewards are all the same, which would have counted: set it to "
+        "0, or config.method.args.dynamic_sampling to plain or none"
+      )
+  if config.objective.args.get("tokens_per_completion") == 0:
+    raise ValueError(
+      "config.objective.args.tokens_per_completion is 0 but the mean length of "
+      "the groups that exact dynamic sampling gathers is not that of all: set "
+      "it to what a completion usually takes"
+    )
+
+
+def _check_from_run(from_run: str) -> None:
+  if from_run and not (pathlib.Path(from_run) / "checkpoints/0").is_dir():
+    raise ValueError(
+      f"config.sft.from_run is {from_run} but there is no checkpoint of step 0 "
+      "in it"
+    )
+
+
+def _check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
+  """Refuses a mesh over which prompts cannot be divided."""
+  prompts, num_shards = config.data.prompts_per_step, mesh.shape["data"]
+  if prompts % num_shards:
+    raise ValueError(
+      f"config.data.prompts_per_step is {prompts} but must be a multiple of "
+      f"the {num_shards} devices of config.mesh.data"
+    )
+
+
+def _check_weights(
+  mesh: jax.sharding.Mesh, model: transformer.ModelConfig
+) -> None:
+  """Refuses a mesh over which some weight cannot be divided."""
+  for name, param in transformer.parameter_table(model).items():
+    for size, axis in zip(param.shape, param.axes, strict=True):
+      mesh_axis = sharding.RULES[axis]
+      if mesh_axis and size % mesh.shape[mesh_axis]:
+        raise ValueError(
+          f"config.mesh.{mesh_axis} is {mesh.shape[mesh_axis]} but the {axis} "
+          f"axis of {name}, {size}, is not a multiple of it"
+        )

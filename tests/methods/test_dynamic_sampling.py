@@ -1,0 +1,212 @@
+"""Dynamic sampling against brute force, and its mean by exact enumeration."""
+
+from fractions import Fraction
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dppo_jax.methods.dynamic_sampling import (
+  DynamicSampling,
+  add_groups,
+  denominator,
+  init_buffer,
+  limit,
+  next_size,
+)
+from dppo_jax.records import PromptBatch, Rollout, Selection
+
+# What may happen to a candidate: its chance, whether it was kept and with what
+# probability, whether its group has variance, and its term of the gradient.
+# Half of the candidates are always kept, the others once in four times.
+OUTCOMES = [
+  # chance, keep, prob, has variance, value
+  (0.2, True, 1.0, True, 3),
+  (0.3, True, 1.0, False, 0),
+  (0.375, False, 0.25, True, 7),  # nobody learns what it would have been
+  (0.0875, True, 0.25, True, 5),
+  (0.0375, True, 0.25, False, 0),
+]
+CHANCE, KEEP, PROB, IS_MIXED, VALUE = (
+  np.array(column) for column in zip(*OUTCOMES, strict=True)
+)
+TERM = np.where(KEEP & IS_MIXED, VALUE / PROB, 0.0)
+MEAN = CHANCE @ TERM
+
+
+def _chunk(outcome, ids):
+  """One chunk `[N]` of the numbered outcomes; groups of 2, 1 token each."""
+  keep, is_mixed = jnp.array(KEEP)[outcome], jnp.array(IS_MIXED)[outcome]
+  prob = jnp.array(PROB, jnp.float32)[outcome]
+  rolled = keep[:, None] & jnp.ones((1, 2), bool)
+  first = jnp.where(is_mixed, 0.0, 1.0)  # of a skipped one, never to be used
+  rewards = jnp.stack([first, jnp.ones_like(first)], axis=1)
+  value = jnp.array(VALUE, jnp.int32)[outcome]
+  return (
+    PromptBatch(ids, ids[:, None], jnp.ones_like(ids)),
+    Rollout(
+      prompt_ids=ids,
+      tokens=jnp.broadcast_to(value[:, None, None], (len(ids), 2, 1)),
+      logprobs=jnp.zeros((len(ids), 2, 1)),
+      lengths=rolled.astype(jnp.int32),
+      is_stopped=rolled,
+      kept=Selection(keep, prob),
+      slot_steps=rolled.sum(dtype=jnp.int32),
+    ),
+    rewards,
+  )
+
+
+def _step(outcomes):
+  """All chunks `[D, N]` of outcomes, collected; ids count the candidates."""
+  ids = jnp.arange(outcomes.size, dtype=jnp.int32).reshape(outcomes.shape)
+  like = _chunk(outcomes[0], ids[0])
+  return jax.lax.scan(
+    lambda got, chunk: (
+      add_groups(got, *_chunk(*chunk)),
+      None,
+    ),
+    init_buffer(*like),
+    (outcomes, ids),
+  )[0]
+
+
+@jax.jit
+@jax.vmap
+def _collect(outcomes):
+  """What is collected, and its plain and exact denominators."""
+  got = _step(outcomes)
+  rules = (
+    DynamicSampling(len(outcomes), False),
+    DynamicSampling(len(outcomes), True),
+  )
+  return got, *(denominator(got, rule) for rule in rules)
+
+
+def _estimates(sequences, is_exact):
+  """Sums over what was collected, `[K]`, each over its denominator."""
+  got, *below = jax.device_get(_collect(sequences))
+  kept = got.rollout.kept
+  value = got.rollout.tokens[:, :, 0, 0]
+  total = np.where(kept.keep, value / kept.prob, 0.0).sum(axis=1)
+  return total / below[is_exact]
+
+
+def _sequences(num_draws, size):
+  """All sequences of outcomes, and how likely each is."""
+  every = itertools.product(range(len(OUTCOMES)), repeat=num_draws * size)
+  every = np.array(list(every), np.int32)
+  return every.reshape(-1, num_draws, size), CHANCE[every].prod(axis=1)
+
+
+@pytest.mark.parametrize("num_draws, size", [(1, 2), (1, 3), (2, 2), (2, 3)])
+def test_exact_mean_is_that_of_all_candidates(num_draws, size):
+  """Also where a step often ends before it is full."""
+  sequences, chance = _sequences(num_draws, size)
+  exact = chance @ _estimates(sequences, True)
+  np.testing.assert_allclose(exact, MEAN, rtol=1e-5)
+  plain = chance @ _estimates(sequences, False)
+  assert abs(plain - MEAN) > 0.5 * MEAN
+
+
+def test_exact_mean_is_that_of_a_finite_population_in_random_order():
+  population = np.array([0, 3, 1, 1, 2, 0], np.int32)
+  orders = np.array(list(itertools.permutations(population)), np.int32)
+  exact = _estimates(orders.reshape(-1, 3, 2), True).mean()
+  np.testing.assert_allclose(exact, TERM[population].mean(), rtol=1e-5)
+
+
+def test_one_draw_divides_by_its_candidates():
+  sequences, _ = _sequences(1, 3)
+  expected = TERM[sequences[:, 0]].mean(axis=1)
+  estimates = _estimates(sequences, True)
+  np.testing.assert_allclose(estimates, expected, rtol=1e-6)
+
+
+def test_the_buffer_holds_the_first_groups_with_variance_in_order():
+  sequences, _ = _sequences(2, 2)
+  got, plain, _ = jax.device_get(_collect(sequences))
+  flat = sequences.reshape(len(sequences), -1)
+  for k, outcome in enumerate(flat):
+    places = np.flatnonzero((KEEP & IS_MIXED)[outcome])
+    used = places[:2]
+    num = len(used)
+    assert got.num_groups[k] == num
+    assert got.num_seen[k] == (places[1] + 1 if num == 2 else 4)
+    np.testing.assert_array_equal(got.prompts.ids[k, :num], used)
+    np.testing.assert_array_equal(got.prompts.tokens[k, :num, 0], used)
+    np.testing.assert_array_equal(got.rollout.prompt_ids[k, :num], used)
+    np.testing.assert_array_equal(
+      got.rewards[k, :num], np.tile([0, 1], (num, 1))
+    )
+    np.testing.assert_array_equal(
+      got.rollout.kept.prob[k, :num], PROB[outcome[used]]
+    )
+    assert got.rollout.slot_steps[k] == 2 * KEEP[outcome].sum()
+  is_used = np.arange(2) < got.num_groups[:, None]
+  kept = got.rollout.kept
+  np.testing.assert_array_equal(kept.keep, is_used)
+  assert (kept.prob[~is_used] == 1).all()
+  assert (got.rollout.lengths[~is_used] == 0).all()
+  assert (got.rewards[~is_used] == 0).all()
+  assert not got.rollout.is_stopped[~is_used].any()
+  np.testing.assert_array_equal(plain, np.maximum(got.num_groups, 1))
+  # No two places name the same prompt, blank or not.
+  assert (got.prompts.ids[:, 0] != got.prompts.ids[:, 1]).all()
+
+
+def test_one_place_cannot_be_exact():
+  chunk = _chunk(jnp.array([0]), jnp.array([0]))
+  with pytest.raises(ValueError, match=r"1 prompt .*prompts_per_step"):
+    jax.eval_shape(
+      lambda: denominator(
+        init_buffer(*chunk),
+        DynamicSampling(2, True),
+      )
+    )
+
+
+def test_next_chunk_is_a_quarter_more_than_seems_needed():
+  sequences, _ = _sequences(1, 4)
+
+  @jax.jit
+  @jax.vmap
+  def sizes(outcome, number):
+    chunk = _chunk(outcome, jnp.arange(4, dtype=jnp.int32))
+    got = init_buffer(*chunk)._replace(num_groups=number)
+    return [
+      next_size(got, *chunk[1:], DynamicSampling(2, is_exact))
+      for is_exact in (False, True)
+    ]
+
+  number = np.arange(len(sequences), dtype=np.int32) % 5
+  plain, exact = jax.device_get(sizes(sequences[:, 0], number))
+  assert (exact == 4).all()
+  for outcome, done, size in zip(sequences[:, 0], number, plain, strict=True):
+    rolled = int(KEEP[outcome].sum())
+    mixed = int((KEEP & IS_MIXED)[outcome].sum())
+    expected = 4
+    if mixed:
+      share = Fraction(mixed, rolled)
+      expected = min(4, math.ceil(Fraction(5, 4) * (4 - int(done)) / share))
+    assert size == expected
+
+
+def test_limit_keeps_the_first():
+  keep = np.array(list(itertools.product([False, True], repeat=5)))
+  prob = jnp.full((5,), 0.5, jnp.float32)
+
+  @jax.jit
+  def limited(size):
+    return jax.vmap(lambda x: limit(Selection(x, prob), size))(keep)
+
+  for size in range(6):
+    got = jax.device_get(limited(size))
+    for before, after in zip(keep, got.keep, strict=True):
+      first = np.flatnonzero(before)[:size]
+      np.testing.assert_array_equal(np.flatnonzero(after), first)
+    assert (got.prob == 0.5).all()
+  assert limited._cache_size() == 1

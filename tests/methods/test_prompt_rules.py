@@ -1,0 +1,263 @@
+"""The laws of every prompt rule, and what histories and streaks do."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+from prompts import (
+  CANDIDATES,
+  DISHONEST,
+  EASY,
+  GRID_ERROR,
+  HARD,
+  MIXED,
+  NUM_PROMPTS,
+  PROMPT_RULES,
+  REWARDS,
+  VISITED,
+  compiled,
+  drop,
+  jitted,
+  lengths_of_visits,
+  neyman,
+  prob_of,
+  seen,
+  streaks,
+)
+import pytest
+
+
+@pytest.mark.parametrize("name", PROMPT_RULES)
+def test_prompt_rule_laws(name):
+  rule = compiled(name)
+  history = seen(rule)
+  first = rule.draws(history, CANDIDATES, 1, 4)
+  assert first.keep.shape == first.prob.shape == (4000, 8)
+  assert first.keep.dtype == bool and first.prob.dtype == np.float32
+  assert (first.prob > 0).all()
+  assert (first.prob <= 1).all()
+  # Known before the draw; which of a tie is rounded up may depend on it.
+  assert np.ptp(first.prob, axis=0).max() <= GRID_ERROR
+  # The caller's order does not matter: a prompt's random number is its own.
+  order = np.array([2, 0, 3, 1, 7, 6, 5, 4])
+  permuted = rule.draws(history, CANDIDATES[order], 1, 4)
+  np.testing.assert_array_equal(permuted.keep, first.keep[:, order])
+  np.testing.assert_allclose(permuted.prob, first.prob[:, order], rtol=1e-6)
+  # Prompts that were not rolled out change nothing.
+  outside = np.full(VISITED.shape, NUM_PROMPTS)
+  for step in (2, 3):
+    after = rule.observe(history, step, outside, REWARDS, lengths_of_visits())
+    after = rule.draws(after, CANDIDATES, 1, 4)
+    jax.tree.map(np.testing.assert_array_equal, after, first)
+  # A memory keeps its shapes and dtypes, so that nothing compiles again.
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert shapes(history) == shapes(rule.init())
+  assert rule.traces.count("select") == 1
+  assert rule.traces.count("observe") <= 2  # with lengths and without
+
+
+@pytest.mark.parametrize(
+  "name", [x for x in PROMPT_RULES if x not in DISHONEST]
+)
+def test_prompts_are_kept_as_often_as_they_say(name):
+  """Tolerance: 5 standard errors of 8 shares; false alarm below 5e-6."""
+  rule = compiled(name)
+  drawn = rule.draws(seen(rule), CANDIDATES, 1, 4)
+  prob = drawn.prob.mean(axis=0)
+  error = 5 * np.sqrt(prob * (1 - prob) / len(drawn.prob))
+  assert (np.abs(drawn.keep.mean(axis=0) - prob) <= error + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", PROMPT_RULES)
+def test_a_prompt_never_visited_is_kept(name):
+  rule = compiled(name)
+  chosen = rule.draws(rule.init(), CANDIDATES, 0, 0)
+  if "neyman" not in name:
+    assert chosen.keep.all() and (chosen.prob == 1).all()
+    assert rule.draws(seen(rule), CANDIDATES, 0, 4).keep[:, [1, 6, 7]].all()
+  else:  # unless only some can be: then all have the same chance
+    number = chosen.keep[0].sum()
+    assert (chosen.keep.sum(axis=1) == number).all()
+    np.testing.assert_allclose(chosen.prob, number / 8, atol=GRID_ERROR)
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [
+    drop(0.0),
+    streaks(base=1.0, tuning=0.0),
+    neyman(1.0),
+  ],
+)
+def test_nothing_is_dropped_where_nothing_should_be(rule):
+  rule = jitted(rule)
+  chosen = rule.draws(seen(rule), CANDIDATES, 0, 4)
+  assert chosen.keep.all() and (chosen.prob == 1).all()
+
+
+# History ---------------------------------------------------------------------
+
+
+def test_history_prunes_what_taught_less_than_usual():
+  rule = compiled("history")
+  history = rule.observe(rule.init(), 0, VISITED, REWARDS, lengths_of_visits())
+  # Mean |advantage|: 0.68, 0.91, 0, 0.68, 0 and one never visited.
+  prob = prob_of(rule, history, [7, 2, 9, 4, 0, 11, 1])
+  np.testing.assert_allclose(prob, [1, 1, 0.4, 1, 0.4, 1, 1], rtol=1e-6)
+
+
+def test_threshold_is_the_mean_of_the_batch_or_of_all():
+  for scope, prob in (("batch", 0.5), ("all", 1.0)):
+    rule = jitted(drop(0.5, score="variance", scope=scope))
+    history = rule.observe(rule.init(), 0, VISITED, REWARDS)
+    # Variances 0.14, 0.25, 0, 0.14, 0: 0.14 is below the mean of the first
+    # two, but not below that of all.
+    np.testing.assert_array_equal(prob_of(rule, history, [7, 2]), [prob, 1])
+
+
+def test_scores_expire():
+  rule = jitted(drop(0.5, max_age=3))
+  history = rule.observe(rule.init(), 1, VISITED, REWARDS)
+  assert prob_of(rule, history, VISITED, step=4)[2] == 0.5
+  assert prob_of(rule, history, VISITED, step=5)[2] == 1
+  # Nor does an expired score count in the mean: 0.91 beside twice 0.68.
+  some = np.where(np.isin(VISITED, [7, 4]), VISITED, NUM_PROMPTS)
+  history = rule.observe(history, 4, some, REWARDS)
+  np.testing.assert_array_equal(
+    prob_of(rule, history, [7, 2, 4], 4), [0.5, 1, 0.5]
+  )
+  np.testing.assert_array_equal(prob_of(rule, history, [7, 2, 4], 5), 1)
+
+
+def test_scores_are_smoothed():
+  rule = jitted(drop(0.5, score="variance", smoothing=0.75))
+  ids = np.array([3, 5], np.int32)
+  first = np.array([[0, 1], [0, 2]], np.float32)  # variances 0.25 and 1
+  then = np.array([[0, 4], [0, 0]], np.float32)  # variances 4 and 0
+  history = rule.observe(rule.init(), 0, ids, first)
+  np.testing.assert_allclose(history.score[ids], [0.25, 1])
+  history = rule.observe(history, 1, ids, then)
+  np.testing.assert_allclose(history.score[ids], [1.1875, 0.75])
+
+
+def test_rate_follows_the_step():
+  rule = compiled("history_annealed")
+  history = seen(rule)
+  np.testing.assert_allclose(prob_of(rule, history, CANDIDATES, 8).min(), 0.4)
+  assert (prob_of(rule, history, CANDIDATES, 9) == 1).all()
+
+
+def test_unweighted_keeps_the_choice_and_forgets_the_probability():
+  honest, biased = compiled("streaks"), compiled("streaks_unweighted")
+  history = seen(honest)
+  one = honest.draws(history, CANDIDATES, 3, 4)
+  other = biased.draws(history, CANDIDATES, 3, 4)
+  np.testing.assert_array_equal(one.keep, other.keep)
+  assert (other.prob == 1).all() and not (one.prob == 1).all()
+
+
+# Streaks ---------------------------------------------------------------------
+
+
+def _visits(rule, groups, history=None, first=0):
+  """Visits of problem 3, one group at each step."""
+  history = rule.init() if history is None else history
+  ids = np.array([3], np.int32)
+  for step, group in enumerate(groups, first):
+    history = rule.observe(history, step, ids, np.array([group], np.float32))
+  return history
+
+
+@functools.cache
+def _untuned(**options):
+  return jitted(streaks(tuning=0.0, **options))
+
+
+def test_streaks_keep_probability():
+  rule = _untuned()
+  for length in range(9):
+    history = _visits(rule, [MIXED] + [HARD] * length)
+    expected = max(0.5**length, 0.01)
+    np.testing.assert_allclose(prob_of(rule, history, [3, 4]), [expected, 1])
+  np.testing.assert_allclose(
+    prob_of(rule, _visits(rule, [EASY, HARD, EASY]), [3]), 0.125
+  )
+  # One group with variance ends the streak; time alone does nothing.
+  assert prob_of(rule, _visits(rule, [HARD, HARD, MIXED]), [3]) == 1
+  assert prob_of(rule, _visits(rule, [HARD]), [3], step=90) == 0.5
+
+
+def test_streaks_tune_easy_and_hard_apart():
+  rule = jitted(streaks(target=0.3, tuning=0.1, base=0.5))
+  tune = lambda group, times: _visits(rule, [MIXED] + [group] * times)
+  easy, hard = tune(EASY, 1), tune(HARD, 1)
+  # Every group was easy: easy ones are kept less often, hard ones more.
+  np.testing.assert_allclose(prob_of(rule, easy, [3], step=2), 0.4, rtol=1e-6)
+  np.testing.assert_allclose(easy.keep_base, 0.5)  # until the step is over
+  np.testing.assert_allclose(tune(EASY, 2).keep_base, [0.4, 0.6], rtol=1e-6)
+  np.testing.assert_allclose(tune(HARD, 2).keep_base, [0.6, 0.4], rtol=1e-6)
+  # Within a step, no prompt is affected by the others.
+  np.testing.assert_allclose(prob_of(rule, hard, [3], step=1), 0.5)
+
+
+def test_the_base_has_bounds():
+  rule = jitted(streaks(tuning=0.1))
+  least = _visits(rule, [HARD] * 30).keep_base
+  np.testing.assert_allclose(least, [0.95, 0.05], rtol=1e-6)
+  most = _visits(rule, [MIXED] * 30).keep_base
+  np.testing.assert_allclose(most, [0.95, 0.95], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_hard, base", [(1, 0.6), (2, 0.4)])
+def test_the_base_falls_from_the_target_on(num_hard, base):
+  """2 of 8 are a quarter; hard ones are all of the target here."""
+  rule = jitted(streaks(target=0.25, easy_share=0.0, tuning=0.1))
+  ids, rewards = np.arange(8), np.array([MIXED] * 8)
+  history = rule.observe(rule.init(), 0, ids, rewards)
+  rewards[:num_hard] = HARD
+  # In two parts, as a step that draws again observes.
+  for part in (slice(0, 5), slice(5, 8)):
+    history = rule.observe(history, 1, ids[part], rewards[part])
+  history = rule.observe(history, 2, [8], [MIXED])
+  np.testing.assert_allclose(history.keep_base[1], base, rtol=1e-6)
+
+
+def test_first_visits_tune_nothing():
+  rule = compiled("streaks")
+  history = rule.observe(rule.init(), 0, VISITED, np.zeros_like(REWARDS))
+  later = rule.observe(history, 1, VISITED, np.zeros_like(REWARDS))
+  np.testing.assert_array_equal(later.keep_base, [0.5, 0.5])
+  even_later = rule.observe(later, 2, VISITED, REWARDS)
+  np.testing.assert_allclose(even_later.keep_base, [0.51, 0.49], rtol=1e-6)
+
+
+# Values that cannot work -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "factory, options",
+  [
+    (drop, {"rate": -0.1}),
+    (drop, {"rate": 1.0}),
+    (drop, {"rate": 1.5}),
+    (drop, {"rate": 0.5, "score": "loss"}),
+    (drop, {"rate": 0.5, "scope": "group"}),
+    (drop, {"rate": 0.5, "smoothing": 1.0}),
+    (drop, {"rate": 0.5, "max_age": -1}),
+    (streaks, {"base": 0.0}),
+    (streaks, {"floor": 0.0}),
+    (streaks, {"target": 1.5}),
+    (streaks, {"tuning": -0.01}),
+    (streaks, {"easy_share": 1.5}),
+    (neyman, {"budget": 0.0}),
+    (neyman, {"budget": 0.5, "min_prob": 0.0}),
+    (neyman, {"budget": 0.5, "kappa": -1.0}),
+    (neyman, {"budget": 0.5, "forgetting": 1.5}),
+    (neyman, {"budget": 0.5, "prior": (0.0, 1.0)}),
+  ],
+)
+def test_a_value_that_cannot_work_is_refused(factory, options):
+  value = re.escape(str(list(options.values())[-1]))
+  with pytest.raises(ValueError, match=f"{value}.*method.args"):
+    factory(**options)

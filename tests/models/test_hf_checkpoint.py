@@ -1,0 +1,339 @@
+"""Reading and writing checkpoints, without torch."""
+
+import json
+import os
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as stored
+
+from dppo_jax import sharding
+from dppo_jax.models import hf, transformer
+from dppo_jax.models.hf import families
+
+
+def tiny(family="Qwen3ForCausalLM", **changes):
+  """`(params, config)` in which every number is another."""
+  known = families.FAMILIES[family]
+  fields = {
+    "vocab": 32,
+    "embed": 16,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "mlp": 24,
+    "has_qkv_bias": known.has_qkv_bias,
+    "has_qk_norm": known.has_qk_norm,
+    "family": family,
+  }
+  config = transformer.ModelConfig(**fields | changes)
+  flat, start = {}, 1
+  for name, p in transformer.parameter_table(config).items():
+    size = int(np.prod(p.shape))
+    flat[name] = np.arange(start, start + size, dtype=np.float32)
+    flat[name] = jax.device_put(flat[name].reshape(p.shape) / 7)
+    start += size
+  return transformer.unflatten(flat), config
+
+
+def assert_equal(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture
+def path(tmp_path):
+  """A checkpoint of `tiny()`."""
+  hf.save(tmp_path, *tiny())
+  return tmp_path
+
+
+def change_settings(path, **changes):
+  """Sets keys of config.json; ... takes a key out."""
+  settings = json.loads((path / "config.json").read_text()) | changes
+  settings = {k: v for k, v in settings.items() if v is not ...}
+  (path / "config.json").write_text(json.dumps(settings))
+
+
+def change_tensors(path, changes):
+  """Sets tensors of the file; None takes one out."""
+  tensors = stored.load_file(path / "model.safetensors") | changes
+  tensors = {k: v for k, v in tensors.items() if v is not None}
+  stored.save_file(tensors, path / "model.safetensors")
+
+
+def split_in_shards(path):
+  """Makes two shards and an index of the one file."""
+  tensors = stored.load_file(path / "model.safetensors")
+  (path / "model.safetensors").unlink()
+  weight_map = {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}
+  for shard in set(weight_map.values()):
+    part = {k: v for k, v in tensors.items() if weight_map[k] == shard}
+    stored.save_file(part, path / shard)
+  index = path / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_saved_then_loaded_is_bit_equal(tmp_path, family, is_tied):
+  params, config = tiny(family, is_tied=is_tied)
+  hf.save(tmp_path, params, config)
+  found, found_config = hf.load(tmp_path)
+  assert found_config == config
+  assert_equal(found, params)
+
+
+def test_a_bfloat16_file_is_bit_equal_from_then_on(tmp_path):
+  params, config = tiny()
+  hf.save(tmp_path / "a", params, config, dtype="bfloat16")
+  rounded, _ = hf.load(tmp_path / "a")
+  expected = jax.tree.map(
+    lambda p: p.astype("bfloat16").astype("float32"), params
+  )
+  assert_equal(rounded, expected)
+  hf.save(tmp_path / "b", rounded, config, dtype="bfloat16")
+  files = [tmp_path / d / "model.safetensors" for d in "ab"]
+  assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_shards_are_one_model(path):
+  split_in_shards(path)
+  assert_equal(hf.load(path)[0], tiny()[0])
+
+
+def test_weights_go_where_they_are_told(path):
+  mesh = sharding.make_mesh(1, min(2, jax.device_count()))
+  params, config = tiny()
+  where = transformer.shardings(config, mesh)
+  found, _ = hf.load(path, shardings=where)
+  assert jax.tree.map(lambda p: p.sharding, found) == where
+  assert_equal(found, params)
+
+
+def test_dtype_and_remat_are_of_the_computation(path):
+  params, config = hf.load(path, dtype="bfloat16", remat="dots")
+  assert (config.dtype, config.remat) == ("bfloat16", "dots")
+  assert_equal(params, tiny()[0])
+
+
+def test_what_the_checkpoint_began_with_comes_along(tmp_path):
+  source, out = tmp_path / "source", tmp_path / "out"
+  params, config = tiny()
+  hf.save(source, params, config, dtype="bfloat16", stop_ids=[9])
+  change_settings(source, max_position_embeddings=512)
+  (source / "tokenizer.json").write_text("words")
+  hf.save(out, params, config, source=source)
+  settings = json.loads((out / "config.json").read_text())
+  assert settings["max_position_embeddings"] == 512
+  assert settings["torch_dtype"] == "float32"
+  assert (out / "tokenizer.json").read_text() == "words"
+  generation = json.loads((out / "generation_config.json").read_text())
+  assert generation == {"eos_token_id": [9]}
+  hf.save(out, params, config, source=source, stop_ids=[7])
+  generation = json.loads((out / "generation_config.json").read_text())
+  assert generation == {"eos_token_id": [7]}
+  assert_equal(hf.load(out)[0], params)
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_files_are_as_readable_as_the_umask_lets_them(tmp_path, umask, mode):
+  source, out = tmp_path / "source", tmp_path / "out"
+  before = os.umask(umask)
+  try:
+    hf.save(source, *tiny(), stop_ids=[9])
+    (source / "tokenizer.json").touch(0o400)
+    hf.save(out, *tiny(), source=source)
+  finally:
+    os.umask(before)
+  modes = {file.name: file.stat().st_mode & 0o777 for file in out.iterdir()}
+  assert len(modes) == 4 and set(modes.values()) == {mode}, modes
+
+
+def test_the_attention_of_a_run_is_no_part_of_a_checkpoint(tmp_path):
+  params, config = tiny(attention="splash")
+  hf.save(tmp_path, params, config)
+  assert_equal(hf.load(tmp_path)[0], params)
+
+
+def test_a_tied_file_may_repeat_the_embedding(path):
+  embed = np.asarray(tiny()[0]["embed"])
+  frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  extras = {"lm_head.weight": embed, frequencies: np.ones(4, np.float32)}
+  change_tensors(path, extras)
+  assert_equal(hf.load(path)[0], tiny()[0])
+
+
+def test_a_tied_file_may_not_have_another_head(path):
+  embed = np.asarray(tiny()[0]["embed"])
+  change_tensors(path, {"lm_head.weight": embed + 1})
+  with pytest.raises(ValueError, match=r"lm_head.weight that differs from"):
+    hf.load(path)
+
+
+def test_a_missing_directory_names_the_options(tmp_path):
+  with pytest.raises(
+    ValueError, match=r"config.model.path .* config.model.hub"
+  ):
+    hf.load(tmp_path / "none")
+
+
+def test_a_missing_config_json_is_named(path):
+  (path / "config.json").unlink()
+  with pytest.raises(ValueError, match=f"there is no {path}/config.json"):
+    hf.load(path)
+
+
+def test_what_config_json_lacks_is_named_with_its_directory(path):
+  change_settings(path, hidden_size=...)
+  with pytest.raises(ValueError, match=f"{path}: .* lacks 'hidden_size'"):
+    hf.load(path)
+
+
+def test_a_damaged_config_json_is_named(path):
+  (path / "config.json").write_text("{")
+  with pytest.raises(ValueError, match=r"config.json is not JSON"):
+    hf.load(path)
+
+
+def test_missing_weights_name_what_was_looked_for(path):
+  (path / "model.safetensors").unlink()
+  looked_for = r"neither model.safetensors nor model.safetensors.index.json$"
+  with pytest.raises(ValueError, match=looked_for):
+    hf.load(path)
+
+
+def test_bin_files_must_be_converted(path):
+  (path / "model.safetensors").rename(path / "pytorch_model.bin")
+  with pytest.raises(ValueError, match=r"convert its \*.bin files"):
+    hf.load(path)
+
+
+def test_a_missing_shard_is_named(path):
+  split_in_shards(path)
+  (path / "1.safetensors").unlink()
+  with pytest.raises(ValueError, match=r"lacks 1.safetensors, named by"):
+    hf.load(path)
+
+
+def test_an_index_without_a_map_is_refused(path):
+  split_in_shards(path)
+  (path / "model.safetensors.index.json").write_text("{}")
+  with pytest.raises(ValueError, match=r"index.json lacks 'weight_map'"):
+    hf.load(path)
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.mlp.up_proj.weight"])
+def test_a_missing_tensor_is_named(path, name):
+  change_tensors(path, {f"model.{name}": None})
+  with pytest.raises(ValueError, match=f"lacks model.{name}"):
+    hf.load(path)
+
+
+def test_a_few_of_many_missing_tensors_are_named(path):
+  change_settings(path, num_hidden_layers=4)
+  with pytest.raises(ValueError, match=r"lacks model.layers.3.* and 6 more"):
+    hf.load(path)
+
+
+@pytest.mark.parametrize(
+  "name", ["lm_head.bias", "model.layers.0.self_attn.q_proj.bias"]
+)
+def test_an_unknown_tensor_is_named(path, name):
+  change_tensors(path, {name: np.ones(32, np.float32)})
+  with pytest.raises(ValueError, match=f"has {name}, unknown"):
+    hf.load(path)
+
+
+def test_a_wrong_shape_is_told_the_right_one(path):
+  name = "model.layers.2.self_attn.o_proj.weight"
+  change_tensors(path, {name: np.ones((32, 16), np.float32)})
+  shapes = r"\(32, 16\), but the model's is \(16, 32\)"
+  with pytest.raises(ValueError, match=f"{name} in shape {shapes}"):
+    hf.load(path)
+
+
+def test_integer_weights_are_refused(path):
+  change_tensors(path, {"model.norm.weight": np.ones(16, np.int8)})
+  with pytest.raises(ValueError, match=r"model.norm.weight in I8"):
+    hf.load(path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(path, size):
+  file = path / "model.safetensors"
+  file.write_bytes(file.read_bytes()[:size])
+  with pytest.raises(ValueError, match=f"{file} is damaged, cut short"):
+    hf.load(path)
+
+
+def test_a_git_lfs_pointer_is_suspected(path):
+  pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+  (path / "model.safetensors").write_text(pointer)
+  with pytest.raises(ValueError, match=r"git-lfs pointer"):
+    hf.load(path)
+
+
+def test_params_of_another_model_are_refused(tmp_path):
+  params, _ = tiny()
+  _, untied = tiny(is_tied=False)
+  with pytest.raises(ValueError, match=r"params lacks head"):
+    hf.save(tmp_path, params, untied)
+  params, _ = tiny(is_tied=False)
+  with pytest.raises(ValueError, match=r"params has head, unknown"):
+    hf.save(tmp_path, params, tiny()[1])
+  with pytest.raises(ValueError, match=r"embed in shape \(32, 16\), but"):
+    hf.save(tmp_path, tiny()[0], tiny(embed=8)[1])
+
+
+def test_a_model_that_no_config_json_describes_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"Qwen3ForCausalLM describes"):
+    hf.save(tmp_path, *tiny(has_qkv_bias=True))
+
+
+def test_a_source_of_another_model_is_refused(path, tmp_path):
+  with pytest.raises(ValueError, match=f"{path} describes"):
+    hf.save(tmp_path / "out", *tiny(mlp=32), source=path)
+
+
+def test_the_source_is_not_overwritten(path):
+  with pytest.raises(ValueError, match=r"that training began with"):
+    hf.save(path, *tiny(), source=path)
+
+
+def test_files_are_float32_or_bfloat16(tmp_path):
+  with pytest.raises(ValueError, match=r"'float16': a file is"):
+    hf.save(tmp_path, *tiny(), dtype="float16")
+
+
+def test_a_hub_out_of_reach_says_how_to_get_the_files(monkeypatch):
+  def model_info(hub_id, timeout):
+    raise OSError("no route\nto the host")
+
+  def snapshot_download(hub_id, **kwargs):
+    raise FileNotFoundError("not cached")
+
+  monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+  remedy = r"OSError: no route\).* `hf download a/b --local-dir DIR`.*path=DIR"
+  with pytest.raises(ValueError, match=remedy) as error:
+    hf.fetch("a/b")
+  assert error.value.__suppress_context__
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_hub_out_of_reach_leaves_the_cache(monkeypatch, is_reachable):
+  def model_info(hub_id, timeout):
+    if not is_reachable:
+      raise OSError("no route")
+
+  def snapshot_download(hub_id, allow_patterns, local_files_only):
+    assert local_files_only != is_reachable
+    return f"/cache/{hub_id}"
+
+  monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+  assert hf.fetch("a/b") == "/cache/a/b"

@@ -1,0 +1,86 @@
+"""The head in chunks: log-softmax at the tokens that are needed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dppo_jax.models import lm_head
+
+
+def _arguments(needed_share=0.6):
+  keys = jax.random.split(jax.random.key(0), 5)
+  hidden = jax.random.normal(keys[0], (2, 12, 8))
+  weight = jax.random.normal(keys[1], (20, 8))
+  targets = jax.random.randint(keys[2], (2, 12), 0, 20)
+  is_needed = jax.random.uniform(keys[3], (2, 12)) < needed_share
+  return hidden, weight, targets, is_needed, jax.random.normal(keys[4], (2, 12))
+
+
+@pytest.mark.parametrize("logit_chunk", [1, 8, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunked_head_equals_log_softmax(logit_chunk, temperature):
+  hidden, weight, targets, is_needed, grads = _arguments()
+
+  def plain(hidden, weight):
+    logits = jnp.einsum("ble,ve->blv", hidden, weight) / temperature
+    logprobs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
+    chosen = jnp.where(is_needed, chosen, 0.0)
+    return (chosen * grads).sum(), chosen
+
+  def chunked(hidden, weight):
+    chosen = lm_head.token_logprobs(
+      hidden, weight, targets, is_needed, temperature, logit_chunk
+    )
+    return (chosen * grads).sum(), chosen
+
+  both = lambda f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+    both(chunked)(hidden, weight),
+    both(plain)(hidden, weight),
+  )
+
+
+def test_stats_are_those_of_the_whole_distribution():
+  hidden, weight, targets, is_needed, _ = _arguments()
+  got = jax.jit(lm_head.token_stats, static_argnums=(4, 5))(
+    hidden, weight, targets, is_needed, 0.7, 8
+  )
+  logits = np.einsum("ble,ve->blv", hidden, weight).astype(np.float64) / 0.7
+  probs = np.exp(logits - logits.max(-1, keepdims=True))
+  probs /= probs.sum(-1, keepdims=True)
+  of_target = np.take_along_axis(probs, np.asarray(targets)[..., None], -1)
+  one_hot = np.eye(20)[np.asarray(targets)]
+  want = {
+    "logprobs": np.log(of_target[..., 0]),
+    "entropy": -(probs * np.log(probs)).sum(-1),
+    "logit_grad_sq": np.square(one_hot - probs).sum(-1),
+  }
+  for name, value in want.items():
+    at_needed = np.where(is_needed, value, 0.0)
+    np.testing.assert_allclose(getattr(got, name), at_needed, atol=1e-5)
+
+
+@pytest.mark.parametrize("needed_share", [0.0, 1.1])
+def test_none_and_all_may_be_needed(needed_share):
+  hidden, weight, targets, is_needed, grads = _arguments(needed_share)
+  total = lambda hidden: (
+    lm_head.token_logprobs(hidden, weight, targets, is_needed, 1.0, 8) * grads
+  ).sum()
+  value, grad = jax.jit(jax.value_and_grad(total))(hidden)
+  assert np.isfinite(value) and np.isfinite(grad).all()
+  assert bool((grad != 0).any()) == (needed_share > 0)
+
+
+def test_no_logits_are_made_where_none_are_needed():
+  """The number of chunks follows the fullest row."""
+  _, _, _, is_needed, _ = _arguments()
+  columns = lm_head._ColumnChunks(
+    is_needed & (jnp.arange(12) < 5), logit_chunk=4
+  )
+  fullest = int((is_needed[:, :5]).sum(axis=1).max())
+  assert columns.width == 2 and int(columns.num_chunks) == -(-fullest // 2) < 6
