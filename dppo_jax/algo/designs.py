@@ -35,7 +35,8 @@ def water_filling(
   Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
   """
   n = jnp.asarray(n, jnp.int32)
-  least = max(math.ceil(min_prob * GRID), 1) / GRID
+  # Below 1: what is certain could not be lowered to the even share.
+  least = min(max(math.ceil(min_prob * GRID), 1), GRID - 1) / GRID
 
   def filled(scale):
     prob = jnp.clip(scale * size_measure, least, 1.0)

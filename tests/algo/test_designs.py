@@ -64,7 +64,7 @@ SIZES = st.lists(
   ),
   max_size=M,
 ).map(_padded)
-LEAST = st.sampled_from([0.0, 0.05, 0.3])
+LEAST = st.sampled_from([0.0, 0.05, 0.3, 1.0])
 
 
 @given(SIZES, st.integers(0, M), LEAST)
@@ -81,6 +81,14 @@ def test_water_filling_is_the_optimum_on_the_grid(size, n, least):
   np.testing.assert_allclose(prob, _optimum(size, n, least), atol=M / GRID)
   if positive.sum() <= n:
     np.testing.assert_array_equal(prob, positive)
+
+
+@pytest.mark.parametrize("least", [0.9, 1 - 1e-6, 1 - 1e-7, 1.0])
+def test_no_least_probability_keeps_more_than_the_budget(least):
+  prob = water_filling(jnp.array(_padded([1, 2, 3, 4])), 2, least)
+  np.testing.assert_array_equal(prob, _padded([0.5] * 4))
+  prob = water_filling(jnp.array(_padded([1, 2])), 2, least)
+  np.testing.assert_array_equal(prob, _padded([1, 1]))
 
 
 @given(SIZES, st.integers(1, M), LEAST)
