@@ -17,15 +17,17 @@ class Plan(NamedTuple):
     offset: `[Q, G]`, the position in its row at which its own tokens start.
     prefix_offset: `[Q, G]`, the position at which the prompt that it shares
       starts; its `offset` where it shares none.
-    num_used: rows that are needed. More than there are means that some have no
-      place, or that one is longer than a row: the caller must refuse such a
-      plan.
+    num_used: rows in use, at least 1 where some completion has no place.
+    num_unplaced: completions without a place, as they are longer than a row or
+      the rows did not suffice. The caller must refuse such a plan; the loss of
+      its rows is NaN.
   """
 
   row: Int[Array, "Q G"]
   offset: Int[Array, "Q G"]
   prefix_offset: Int[Array, "Q G"]
   num_used: Int[Array, ""]
+  num_unplaced: Int[Array, ""]
 
 
 class TokenCounts(NamedTuple):
@@ -95,7 +97,8 @@ def plan(
     2. Prefix Grouper lays a group out as one sequence; here a group may be
        divided among rows, each with a copy of the prompt.
   """
-  own = counts.own.reshape(-1)
+  together = jnp.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
+  own = jnp.where(together > row_length, 0, counts.own).reshape(-1)
   num, group_size = own.size, counts.own.shape[1]
   window = min(window, num)
   order = jnp.argsort(own == 0, stable=True).astype(jnp.int32)
@@ -150,7 +153,7 @@ def plan(
   state = (
     jnp.where(window_ids < num_real, window_ids, num),
     jnp.int32(window),
-    Plan(zeros - 1, zeros, zeros, zero),
+    Plan(zeros - 1, zeros, zeros, zero, zero),
     zero,
     zero,
     jnp.int32(-2),  # no prompt: the row is empty
@@ -160,15 +163,16 @@ def plan(
   _, _, placed, current, used, _, _ = jax.lax.while_loop(
     has_waiting, place, state
   )
-  num_used = jnp.where(used > 0, current + 1, current)
-  together = jnp.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
-  is_possible = (together <= row_length).all()
-  placed = placed._replace(
-    row=jnp.where(placed.row < num_rows, placed.row, -1),
-    num_used=jnp.where(is_possible, num_used, jnp.iinfo(jnp.int32).max),
-  )
-  return jax.tree.map(
-    lambda x: x.reshape(counts.own.shape) if x.ndim else x, placed
+  num_used = jnp.minimum(jnp.where(used > 0, current + 1, current), num_rows)
+  shaped = lambda x: x.reshape(counts.own.shape)
+  row = shaped(jnp.where(placed.row < num_rows, placed.row, -1))
+  num_unplaced = ((counts.own > 0) & (row < 0)).sum(dtype=jnp.int32)
+  return Plan(
+    row=row,
+    offset=shaped(placed.offset),
+    prefix_offset=shaped(placed.prefix_offset),
+    num_used=jnp.where(num_unplaced > 0, jnp.maximum(num_used, 1), num_used),
+    num_unplaced=num_unplaced,
   )
 
 
@@ -231,14 +235,17 @@ def fill(
   t = positions + 1 - prompts.lengths[q]
   is_trained = is_real & ~is_prefix & (t >= 0)
   at_trained = lambda x: jnp.where(is_trained, x, 0.0)
+  # Where a sequence has no place, one NaN spoils the sum over the others.
+  is_first = jnp.zeros((num_rows, row_length), bool).at[0, 0].set(True)
+  is_spoiled = is_first & (plan.num_unplaced > 0)
   return PackedBatch(
     tokens=token_at(positions),
     targets=token_at(positions + 1),
     positions=jnp.where(is_real, positions, 0),
     segment_ids=segment_ids,
     prefix_ids=jnp.where(is_real & ~is_prefix, seen, segment_ids),
-    is_trained=is_trained,
+    is_trained=is_trained | is_spoiled,
     advantages=at_trained(advantages.reshape(-1)[s]),
-    weights=at_trained(weights.reshape(-1)[s]),
+    weights=jnp.where(is_spoiled, jnp.nan, at_trained(weights.reshape(-1)[s])),
     old_logprobs=at_trained(logprobs[s, jnp.clip(t, 0, logprobs.shape[1] - 1)]),
   )

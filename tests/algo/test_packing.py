@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.algo import packing
+from dppo_jax.algo import objectives, packing
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
 ROW = 32
@@ -110,16 +110,48 @@ def test_a_group_that_fits_a_row_shares_one_prompt():
     assert len(set(placed.row[q])) == len(set(placed.prefix_offset[q])) == 1
 
 
-def test_too_few_rows_or_too_long_a_sequence_show():
-  counts = lambda *own: packing.TokenCounts(
-    np.zeros(1, np.int32), np.array([own], np.int32)
+@pytest.mark.parametrize(
+  ("prefix", "own", "num_rows", "num_used", "places"),
+  [
+    (0, (20, 20, 20), 2, 2, 2),  # too few rows
+    (0, (20, 20, 20), 3, 3, 3),
+    (0, (ROW + 1, 3), 40, 1, 1),  # too long by itself
+    (1, (ROW, 3), 40, 1, 1),  # too long with its prompt
+    (1, (ROW, ROW), 40, 1, 0),
+  ],
+)
+def test_what_has_no_place_is_counted(prefix, own, num_rows, num_used, places):
+  counts = packing.TokenCounts(
+    np.array([prefix], np.int32), np.array([own], np.int32)
   )
-  placed = _plan(counts(20, 20, 20), 4, num_rows=2)
-  assert placed.num_used == 3 and (placed.row == -1).sum() == 1
-  placed = _plan(counts(ROW + 1, 3), 4)
-  assert placed.num_used > 40
-  placed = _plan(counts(ROW, 3)._replace(prefix=np.ones(1, np.int32)), 4)
-  assert placed.num_used > 40
+  placed = _plan(counts, 4, num_rows)
+  assert placed.num_used == num_used
+  assert (placed.row >= 0).sum() == places
+  assert placed.num_unplaced == len(own) - places
+
+
+@pytest.mark.parametrize("num_rows, row_length", [(1, ROW), (12, 5), (2, 2)])
+def test_rows_that_lack_a_sequence_cannot_be_trained_on(num_rows, row_length):
+  """Too few rows, some that are too short, and none that is long enough."""
+  prompts, rollout = _batch(tokens=12)
+  counts = packing.count_tokens(prompts.lengths, rollout.lengths, True)
+  placed = plan(counts, row_length, num_rows, 4)
+  assert 1 <= placed.num_used <= num_rows and placed.num_unplaced > 0
+  ones = jnp.ones((3, 4))
+  rows = fill(
+    placed, counts, prompts, rollout, ones, ones, num_rows, row_length
+  )
+  used = jax.tree.map(lambda x: x[: int(placed.num_used)], rows)
+  loss, _ = objectives.surrogate(
+    objectives.grpo(),
+    used.old_logprobs,
+    used.old_logprobs,
+    used.advantages,
+    used.weights,
+    used.is_trained,
+    used.segment_ids,
+  )
+  assert np.isnan(loss)
 
 
 def _batch(seed=0, prompts=3, group=4, width=6, tokens=9):
