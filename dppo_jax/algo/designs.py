@@ -26,7 +26,9 @@ def water_filling(
 
   Args:
     size_measure: at least 0, in any unit. An item of size 0 is left out:
-      probability 0. All are certain if at most `n` have a size above 0.
+      probability 0. All are certain if at most `n` have a size above 0. Where
+      some are infinite or NaN, only those are kept, all alike: what spoils a
+      sum must not vanish from it.
     n: how many items to keep, up to `GRID`; 0 keeps none.
     min_prob: in [0, 1], least probability of an item of size above 0; the
       even share `n / count` where that is lower. Never below `1 / GRID`.
@@ -35,6 +37,10 @@ def water_filling(
   Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
   """
   n = jnp.asarray(n, jnp.int32)
+  is_spoiled = ~jnp.isfinite(size_measure)
+  size_measure = jnp.where(
+    is_spoiled.any(), is_spoiled.astype(jnp.float32), size_measure
+  )
   # Below 1: what is certain could not be lowered to the even share.
   least = min(max(math.ceil(min_prob * GRID), 1), GRID - 1) / GRID
 

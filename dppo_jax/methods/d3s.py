@@ -147,6 +147,9 @@ def top_entropy(keep: Share, scope: str = "batch") -> TokenRule:
       group = first + batch.segment_ids
       quota = round_count(share, count.astype(jnp.int32))
     score = jnp.abs(batch.advantages) * stats.entropy
+    # What is no number is kept, to spoil the update, which then is skipped.
+    is_finite = jnp.isfinite(batch.advantages * batch.weights)
+    score = jnp.where(is_finite, score, jnp.inf)
     score = jnp.where(can_train, score, -jnp.inf)
     kept = can_train & (_rank_in_group(rng.key, group, score) < quota)
     num_kept = segment_sum(kept.astype(jnp.float32), batch.segment_ids)

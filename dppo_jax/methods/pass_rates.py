@@ -73,19 +73,22 @@ def update(
   """The counts after some groups; an id of `M` or more changes none.
 
   Args:
-    rewards: clipped to [0, 1], the part of each completion that is right.
+    rewards: clipped to [0, 1], the part of each completion that is right. A
+      completion whose reward is infinite or NaN is not counted.
     lengths: tokens of each; None counts one for each completion.
   """
   old = decayed(counts, step, ids, forgetting)
-  right = jnp.clip(rewards, 0.0, 1.0).sum(axis=1)
-  size = rewards.shape[1]
-  tokens = jnp.full(ids.shape, size) if lengths is None else lengths.sum(axis=1)
+  is_counted = jnp.isfinite(rewards)
+  right = jnp.where(is_counted, jnp.clip(rewards, 0.0, 1.0), 0.0).sum(axis=1)
+  count = is_counted.sum(axis=1, dtype=jnp.float32)
+  lengths = jnp.ones(rewards.shape, jnp.int32) if lengths is None else lengths
+  tokens = jnp.where(is_counted, lengths, 0).sum(axis=1)
   new = PassCounts(
     right=old.right + right,
-    wrong=old.wrong + (size - right),
+    wrong=old.wrong + (count - right),
     tokens=old.tokens + tokens.astype(jnp.float32),
     last_step=old.last_step,
-    group_size=jnp.int32(size),
+    group_size=jnp.int32(rewards.shape[1]),
   )
   put = lambda all, some: (
     all.at[ids].set(some, mode="drop") if all.ndim else some

@@ -25,12 +25,27 @@ def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:
     shape = groups.advantages.shape
     rows = shape if scope == "group" else (1, groups.advantages.size)
     uniform = jax.random.uniform(rng.key, shape)
-    items = (uniform, groups.advantages, groups.lengths > 0)
+    items = (uniform, finite_advantages(groups), groups.lengths > 0)
     items = [x.reshape(rows) for x in items]
     chosen = jax.vmap(choose, (None, 0, 0, 0))(rng.step, *items)
     return jax.tree.map(lambda x: x.reshape(shape), chosen)
 
   return rule
+
+
+def finite_advantages(groups: Groups) -> Float[Array, "Q G"]:
+  """Advantages to rank by; what is infinite or NaN counts as far above all.
+
+  One reward that is no number spoils the advantages of its group. These, and
+  first of all that of the reward itself, must be kept: the update is then
+  skipped and counted, where otherwise nobody would hear of the reward.
+  """
+  advantages = groups.advantages
+  is_finite = jnp.isfinite(advantages)
+  largest = jnp.where(is_finite, jnp.abs(advantages), 0.0).max()
+  above = 1e6 * jnp.maximum(largest, 1.0)
+  above = jnp.where(jnp.isfinite(groups.rewards), above, 2 * above)
+  return jnp.where(is_finite, advantages, above)
 
 
 def rank(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dppo_jax import methods
-from dppo_jax.algo import advantages, designs
+from dppo_jax.algo import advantages, designs, horvitz_thompson
 from dppo_jax.methods import METHODS
-from dppo_jax.records import Groups
+from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
 _relaxing = lambda step: jnp.minimum(0.4 + step.astype(jnp.float32), 1.0)
@@ -124,3 +124,38 @@ def test_small_advantages_are_those_below_their_groups_mean():
 def test_a_rate_that_leaves_no_chance_is_refused(rate):
   with pytest.raises(ValueError, match=f"{rate}.*method.args"):
     methods.drop_small_advantage(rate)
+
+
+SPOILED = {
+  **{name: make() for name, make in METHODS.items()},
+  "dppo batch": methods.dppo(0.5, 0.9, "batch"),
+  "cppo batch": methods.cppo(0.1, "batch"),
+  "d1s batch": methods.d1s(0.1, "batch"),
+  "neyman few": methods.neyman(0.5, 0.1, 0.1),
+  "neyman least": methods.neyman(0.5, 0.1, min_prob=1.0, proxy="none"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_no_number_reaches_the_gradient(name, reward):
+  """There it spoils the update, which is skipped and counted; every time."""
+  method = SPOILED[name]
+  rewards = jnp.array(REWARDS).at[1, 2].set(reward)
+  lengths = jnp.array(LENGTHS)
+
+  @jax.jit
+  def draw(key):
+    a = advantages.group_normalized(rewards)
+    is_needed = (a != 0) & (lengths > 0)
+    groups = Groups(rewards, a, lengths, is_needed)
+    chosen = method.completions(StepRng(key, jnp.int32(0)), groups)
+    if method.has_statistics_after:
+      counted = chosen.keep & (lengths > 0)
+      a = advantages.group_normalized(rewards, counted)
+    everyone = Selection(jnp.ones(5, bool), jnp.ones(5))
+    weights = jnp.where(lengths > 0, horvitz_thompson(everyone, chosen), 0.0)
+    return jnp.where(weights != 0, weights * a, 0.0).sum()
+
+  keys = jax.random.split(jax.random.key(0), 200)
+  assert not np.isfinite(jax.lax.map(draw, keys)).any()

@@ -104,6 +104,19 @@ def test_neyman_forgets():
   np.testing.assert_allclose(late, late.mean(), atol=GRID_ERROR)
 
 
+def test_what_is_no_number_is_not_counted():
+  rule = jitted(neyman(0.5))
+  history = rule.observe(
+    rule.init(),
+    0,
+    [5],
+    [[1.0, np.nan, 0.0, np.inf]],
+    np.array([[3, 40, 5, 60]], np.int32),
+  )
+  counts = [history.right[5], history.wrong[5], history.tokens[5]]
+  np.testing.assert_array_equal(counts, [1, 1, 8])
+
+
 def test_neyman_takes_some_of_each_pass_rate():
   """Four right and four wrong, equally good: always two of each."""
   rule = compiled("neyman_half")

@@ -96,6 +96,19 @@ def test_nothing_is_dropped_where_nothing_should_be(rule):
   assert chosen.keep.all() and (chosen.prob == 1).all()
 
 
+@pytest.mark.parametrize("name", PROMPT_RULES)
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_no_number_is_not_remembered_for_ever(name, reward):
+  """It spoils one update, not the history: every prompt keeps its chance."""
+  rule = compiled(name)
+  rewards = REWARDS.copy()
+  rewards[1, 2] = reward
+  history = rule.observe(seen(rule), 3, VISITED, rewards, lengths_of_visits())
+  chosen = rule.draws(history, CANDIDATES, 1, 4)
+  assert ((chosen.prob > 0) & (chosen.prob <= 1)).all()
+  assert chosen.keep.any(axis=0).all()
+
+
 # History ---------------------------------------------------------------------
 
 

@@ -143,6 +143,22 @@ def test_nothing_to_train_on_chooses_nothing(name):
   assert not keep.any() and not prob.any()
 
 
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("where", ["advantages", "weights"])
+def test_a_completion_that_is_no_number_keeps_a_token(name, where):
+  """Its NaN spoils the update, which is skipped and counted; every time."""
+  batch, stats = _batch()
+  spoiled = np.zeros(SEGMENTS.shape, bool)
+  spoiled[0, 0] = (SEGMENTS[0, 0] == 2) & _trainable(batch)[0, 0]
+  assert spoiled.sum() == 5
+  values = jnp.where(spoiled, jnp.nan, getattr(batch, where))
+  batch = batch.replace(**{where: values})
+  for seed in range(20):
+    keep, prob = _choose(name, batch, stats, _draw(seed))
+    assert keep[spoiled].any()
+    assert np.isfinite(prob).all()
+
+
 @given(st.integers(0, 10**6))
 def test_top_entropy_by_brute_force(seed):
   batch, stats = _batch(seed)
