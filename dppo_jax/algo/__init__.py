@@ -20,7 +20,11 @@ from dppo_jax.algo.objectives import (
 )
 from dppo_jax.algo.packing import count_tokens, fill, plan, row_bound
 from dppo_jax.algo.segments import segment_sum
-from dppo_jax.algo.weights import effective_sample_size, horvitz_thompson
+from dppo_jax.algo.weights import (
+  effective_sample_size,
+  horvitz_thompson,
+  invalid_probs,
+)
 
 __all__ = [
   "OBJECTIVES",
@@ -37,6 +41,7 @@ __all__ = [
   "grpo",
   "gspo",
   "horvitz_thompson",
+  "invalid_probs",
   "is_zero_variance",
   "leave_one_out",
   "overlong_penalty",

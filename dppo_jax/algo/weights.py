@@ -26,6 +26,15 @@ def horvitz_thompson(
   return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
 
 
+def invalid_probs(selection: Selection) -> Float[Array, ""]:
+  """How many items are kept at what is no probability: not in (0, 1], or NaN.
+
+  Their weights 1 / prob would bias every sum; a correct rule has none.
+  """
+  is_valid = (selection.prob > 0) & (selection.prob <= 1)
+  return (selection.keep & ~is_valid).sum(dtype=jnp.float32)
+
+
 def effective_sample_size(
   weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
 ) -> Float[Array, ""]:

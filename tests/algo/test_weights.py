@@ -42,6 +42,18 @@ def test_what_is_not_kept_weighs_nothing_even_at_probability_zero():
   np.testing.assert_allclose(got, [[8.0, 0.0]])
 
 
+def test_what_is_no_probability_is_counted_where_it_is_kept():
+  strange = [0.0, -0.5, 1 + 2.0**-23, 2.0, np.nan, np.inf]
+  prob = jnp.array([[0.5, 1.0, 2.0**-20], [0.0, 2.0, np.nan]])
+  keep = jnp.array([[True, True, True], [False, False, False]])
+  assert weights.invalid_probs(Selection(keep, prob)) == 0
+  for value in strange:
+    chosen = Selection(keep, prob.at[0, 1].set(value))
+    assert weights.invalid_probs(chosen) == 1
+  everything = Selection(jnp.ones(6, bool), jnp.array(strange))
+  assert weights.invalid_probs(everything) == 6
+
+
 def test_effective_sample_size():
   even = weights.effective_sample_size(
     jnp.array([4.0, 2.0, 0.0]), jnp.array([1.0, 2.0, 5.0])
