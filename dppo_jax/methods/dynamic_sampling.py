@@ -22,7 +22,9 @@ value is on average the mean of those buffer. If it ended with `k < m` among
 That holds where each candidate is chosen by itself, with a probability that
 this step's rewards do not change, and where the most that can be seen is known
 beforehand. `every_prompt` and `drop_zero_variance_streaks` do so; rules that
-look at the whole chunk do so only nearly.
+look at the whole chunk do so only nearly. The order of candidates is random
+where the place of a step in the epoch does not follow from rewards either: see
+`draws_of_step`.
 
 Source: Girshick, Mosteller and Savage 1946, unbiased estimates for binomial
 sampling plans; Haldane 1945 for the untruncated one. DAPO, arXiv:2503.14476,
@@ -71,6 +73,30 @@ class GroupBuffer(NamedTuple):
   rewards: Float[Array, "N G"]
   num_groups: Int[Array, ""]
   num_seen: Int[Array, ""]
+
+
+def draws_of_step(
+  sampling: DynamicSampling, step: int, first_draw: int, draws_per_epoch: int
+) -> range:
+  """The draws that a step may make, in order; on the host.
+
+  Usually it goes on at `first_draw`, where the step before ended. An exact mean
+  does not: then a step with much variance would leave less of it in the epoch
+  to the next one, and a step across the border of two epochs would mix
+  candidates that are not in random order. There each step has draws of its
+  own, whether it makes them all or not. What it leaves, and what of an epoch
+  is too short for a step, is not visited in that epoch.
+
+  Args:
+    step: of the run.
+    draws_per_epoch: chunks that an epoch consists of.
+  """
+  if not sampling.is_exact:
+    return range(first_draw, first_draw + sampling.max_draws)
+  size = min(sampling.max_draws, draws_per_epoch)
+  epoch, block = divmod(step, draws_per_epoch // size)
+  begin = epoch * draws_per_epoch + block * size
+  return range(begin, begin + size)
 
 
 def init_buffer(
