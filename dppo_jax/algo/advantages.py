@@ -1,14 +1,23 @@
-"""Rewards of a group turned into advantages within it."""
+"""Rewards of a group turned into advantages within it.
+
+Rewards and masks may be arrays or lists of lists; whole numbers become float32.
+"""
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+import numpy as np
 
 from dppo_jax.algo.checks import check
 
+Rewards = Float[Array, "Q G"] | np.ndarray | Sequence
+Mask = Bool[Array, "Q G"] | np.ndarray | Sequence
+
 
 def group_normalized(
-  rewards: Float[Array, "Q G"],
-  is_counted: Bool[Array, "Q G"] | None = None,
+  rewards: Rewards,
+  is_counted: Mask | None = None,
   eps: float = 1e-6,
   ddof: int = 1,
 ) -> Float[Array, "Q G"]:
@@ -28,14 +37,15 @@ def group_normalized(
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
     deviation and this eps are what verl and tunix use; the paper says neither.
   """
-  centred = group_centred(rewards, is_counted)
-  per_freedom = 1.0 / jnp.maximum(_size(rewards, is_counted) - ddof, 1.0)
+  rewards, counted = _arrays(rewards, is_counted)
+  centred = group_centred(rewards, counted)
+  per_freedom = 1.0 / jnp.maximum(_size(counted) - ddof, 1.0)
   variance = jnp.square(centred).sum(axis=1, keepdims=True) * per_freedom
   return centred / (jnp.sqrt(variance) + eps)
 
 
 def group_centred(
-  rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
+  rewards: Rewards, is_counted: Mask | None = None
 ) -> Float[Array, "Q G"]:
   """Rewards less the mean of their group.
 
@@ -44,17 +54,17 @@ def group_centred(
       are zero. None counts all.
   Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
   """
-  counted = _counted(rewards, is_counted)
+  rewards, counted = _arrays(rewards, is_counted)
   # A reciprocal, which is what the compiler makes of a constant size: a mask
   # of all and None then agree to the bit.
-  share = 1.0 / jnp.maximum(_size(rewards, is_counted), 1.0)
+  share = 1.0 / jnp.maximum(_size(counted), 1.0)
   total = jnp.where(counted, rewards, 0.0).sum(axis=1, keepdims=True)
-  has_none = is_zero_variance(rewards, is_counted)[:, None]
+  has_none = is_zero_variance(rewards, counted)[:, None]
   return jnp.where(counted & ~has_none, rewards - total * share, 0.0)
 
 
 def leave_one_out(
-  rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
+  rewards: Rewards, is_counted: Mask | None = None
 ) -> Float[Array, "Q G"]:
   """Rewards less the mean of the others in their group.
 
@@ -63,28 +73,47 @@ def leave_one_out(
       are zero. None counts all.
   Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free".
   """
-  size = _size(rewards, is_counted)
-  centred = group_centred(rewards, is_counted)
+  rewards, counted = _arrays(rewards, is_counted)
+  size = _size(counted)
+  centred = group_centred(rewards, counted)
   return centred * (size / jnp.maximum(size - 1, 1.0))
 
 
 def is_zero_variance(
-  rewards: Float[Array, "Q G"], is_counted: Bool[Array, "Q G"] | None = None
+  rewards: Rewards, is_counted: Mask | None = None
 ) -> Bool[Array, "Q"]:
   """True for the groups whose counted rewards are all the same, or none."""
-  counted = _counted(rewards, is_counted)
+  rewards, counted = _arrays(rewards, is_counted)
   most = jnp.where(counted, rewards, -jnp.inf).max(axis=1)
   least = jnp.where(counted, rewards, jnp.inf).min(axis=1)
   return most <= least
 
 
-def _counted(rewards, is_counted):
-  return jnp.ones(rewards.shape, bool) if is_counted is None else is_counted
+def _arrays(
+  rewards: Rewards, is_counted: Mask | None
+) -> tuple[Float[Array, "Q G"], Bool[Array, "Q G"]]:
+  """Rewards as numbers, and whose are counted."""
+  rewards = jnp.asarray(rewards)
+  if rewards.ndim != 2:
+    raise ValueError(
+      f"rewards have the shape {rewards.shape} but must be [Q, G], the rewards "
+      "of each group in a row"
+    )
+  if not jnp.issubdtype(rewards.dtype, jnp.floating):
+    rewards = rewards.astype(jnp.float32)
+  if is_counted is None:
+    return rewards, jnp.ones(rewards.shape, bool)
+  counted = jnp.asarray(is_counted, bool)
+  if counted.shape != rewards.shape:
+    raise ValueError(
+      f"is_counted has the shape {counted.shape} but must have that of the "
+      f"rewards, {rewards.shape}"
+    )
+  return rewards, counted
 
 
-def _size(rewards, is_counted) -> Float[Array, "Q 1"]:
+def _size(counted: Bool[Array, "Q G"]) -> Float[Array, "Q 1"]:
   """How many rewards of each group are counted."""
-  counted = _counted(rewards, is_counted)
   return counted.sum(axis=1, keepdims=True, dtype=jnp.float32)
 
 

@@ -141,9 +141,11 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
   return biased
 
 
-def at_step(share: Share, step: Int[Array, ""]) -> float | Float[Array, ""]:
+def at_step(
+  share: Share, step: int | Int[Array, ""]
+) -> float | Float[Array, ""]:
   """The share in use at `step`."""
-  return share(step) if callable(share) else share
+  return share(jnp.asarray(step, jnp.int32)) if callable(share) else share
 
 
 def trainable(batch: PackedBatch) -> Bool[Array, "*rows L"]:

@@ -128,6 +128,27 @@ def test_a_group_is_constant_where_the_counted_agree(rewards, mask):
   )
 
 
+@each
+@pytest.mark.parametrize("kind", [list, np.array, np.float64])
+def test_rewards_may_be_lists_and_whole_numbers(advantage, kind):
+  rewards, counted = (
+    [[1, 0, 0, 2], [3, 3, 3, 3]],
+    [[True, True, False, True]] * 2,
+  )
+  plain = advantage.__wrapped__  # a list is no argument of a compiled function
+  expected = advantage(np.array(rewards, np.float32), np.array(counted))
+  np.testing.assert_array_equal(plain(kind(rewards), counted), expected)
+  assert plain(kind(rewards)).dtype == np.float32
+
+
+@each
+def test_rewards_that_are_no_groups_are_refused(advantage):
+  with pytest.raises(ValueError, match=r"\(4,\).*\[Q, G\]"):
+    advantage.__wrapped__([1.0, 0.0, 0.0, 1.0])
+  with pytest.raises(ValueError, match=r"is_counted.*\(4,\).*\(1, 4\)"):
+    advantage.__wrapped__([[1.0, 0.0, 0.0, 1.0]], [True] * 4)
+
+
 def test_a_long_completion_costs_up_to_one():
   lengths = np.array([[0, 6, 7, 8], [9, 10, 11, 99]], np.int32)
   penalty = jax.jit(advantages.overlong_penalty, static_argnums=(1, 2))

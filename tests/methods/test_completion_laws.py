@@ -1,6 +1,7 @@
 """One table of all completion rules and the laws that every one obeys."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,26 @@ def test_small_advantages_are_those_below_their_groups_mean():
 def test_a_rate_that_leaves_no_chance_is_refused(rate):
   with pytest.raises(ValueError, match=f"{rate}.*method.args"):
     methods.drop_small_advantage(rate)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_may_be_a_python_int(name):
+  options = inspect.signature(METHODS[name]).parameters
+  scheduled = {"total_steps": 10} if "total_steps" in options else {}
+  method = METHODS[name](**scheduled)
+  groups = Groups(
+    jnp.array(REWARDS),
+    advantages.group_normalized(jnp.array(REWARDS)),
+    jnp.array(LENGTHS),
+  )
+  ids, history = jnp.arange(5, dtype=jnp.int32), method.prompts.init(9)
+  for rule in (
+    method.completions,
+    lambda rng, _: method.prompts.select(rng, history, ids),
+  ):
+    one = rule(StepRng(jax.random.key(0), 3), groups)
+    other = rule(StepRng(jax.random.key(0), jnp.int32(3)), groups)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 SPOILED = {
