@@ -3,8 +3,8 @@
   python -m dppo_jax.main --config=configs/arithmetic.py
   python -m dppo_jax.main --config=configs/arithmetic.py:grpo
 
-The warm-up leaves a model that mostly guesses and can show its work; the
-training teaches it to. Expect a held-out accuracy of about 0.2 at first and
+Supervised fine-tuning leaves a model that mostly guesses and can show its work;
+the training teaches it to. Expect a held-out accuracy of about 0.2 at first and
 0.9 at the end, two to four minutes after the start.
 """
 

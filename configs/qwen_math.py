@@ -26,13 +26,13 @@ def get_config(method: str = "dppo") -> Config:
   )
   config.data.max_prompt_tokens = 512
   config.data.prompts_per_step = 128
-  config.reward.kind = "math"
+  config.reward.functions = "math"
   config.reward.num_workers = 16
   config.rollout.group_size = 8
   config.rollout.max_tokens = 2048
-  config.rollout.num_slots = 256
+  config.rollout.num_slots = 64
   config.pack.row_length = 4096  # the context that this model was trained with
-  config.pack.rows_per_micro = 8
+  config.pack.rows_per_micro = 1
   config.pack.window = 256
   config.optimizer.learning_rate = 1e-6
   config.optimizer.warmup_steps = 10

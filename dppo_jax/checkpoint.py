@@ -14,7 +14,7 @@ class Checkpoints:
   """The checkpoints of one run; a context manager that waits for the last.
 
   That of step 0 is never deleted: its weights are the reference policy's, and
-  it spares a second warm-up.
+  it spares supervised fine-tuning a second time.
   """
 
   def __init__(self, workdir: pathlib.Path, keep: int, read_only: bool = False):

@@ -1,4 +1,4 @@
-"""The functions of a step, compiled before the first one.
+"""The stages of a step, compiled before the first one.
 
 Each is a pure function, compiled ahead of time for one shape; any other
 raises. `programs` is the table of them.
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 import optax
 
-from dppo_jax import checkpoint, rollout, shapes, sharding
+from dppo_jax import checkpoint, rollout, shapes, sharding, stages
 from dppo_jax.data import ProblemSet
 from dppo_jax.learner import select, update
-from dppo_jax.methods import Method, dynamic_sampling
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.methods import dynamic_sampling
+from dppo_jax.models import transformer
 from dppo_jax.records import (
   PackedBatch,
   PromptBatch,
@@ -29,7 +29,6 @@ from dppo_jax.records import (
   TrainState,
 )
 from dppo_jax.rng import Stage, StepRng, rng_at
-from dppo_jax.rollout.decode import DecodeState
 from dppo_jax.setup_run import Run
 
 Metrics = dict[str, jax.Array]
@@ -43,10 +42,8 @@ class CompiledStep(NamedTuple):
     choose_prompts: `(rng, history, ids, limit)` to a selection `[N]` of which
       at most `limit` are kept.
     to_inference_params: the copy of the weights that rollouts read.
-    begin_decode: `(params, prompts, rng, kept)` to a rollout of which the
-      completions that took longest are still to come, and what it takes to
-      finish it.
-    finish_decode: `(params, state, prompts, kept)` to the whole rollout.
+    roll_out: `(params, prompts, rng, kept)` to a rollout; the parameters are
+      of `to_inference_params`.
     select: `(rng, prompts, rollout, rewards)` to micro-batches, how many are
       in use, and metrics.
     score: `(params, rng, batch, num_micro)` to the batch with the tokens that
@@ -54,8 +51,8 @@ class CompiledStep(NamedTuple):
       nothing to do it returns the batch as it is.
     update: `(state, reference, batch, num_micro, denominator)` to the state
       one step on, which is donated, and metrics.
-    update_history: `(history, step, draws, rollout, rewards)` to history and
-      draws one draw on; the history is donated.
+    update_history: `(history, step, draws, rollout, rewards, correct)` to
+      history and draws one draw on; the history is donated.
     evaluate: `(params, prompts, rng)` to a rollout of the evaluation set.
     init_buffer: `()` to an empty buffer, for dynamic sampling.
     add_groups: `(buffer, prompts, rollout, rewards)` to the buffer, which is
@@ -64,12 +61,7 @@ class CompiledStep(NamedTuple):
 
   choose_prompts: Callable[[StepRng, PyTree, Array, Array], Selection]
   to_inference_params: Callable[[Params], Params]
-  begin_decode: Callable[
-    [Params, PromptBatch, StepRng, Selection], tuple[Rollout, DecodeState]
-  ]
-  finish_decode: Callable[
-    [Params, DecodeState, PromptBatch, Selection], Rollout
-  ]
+  roll_out: Callable[[Params, PromptBatch, StepRng, Selection], Rollout]
   select: Callable[
     [StepRng, PromptBatch, Rollout, Array], tuple[PackedBatch, Array, Metrics]
   ]
@@ -81,7 +73,7 @@ class CompiledStep(NamedTuple):
     tuple[TrainState, Metrics],
   ]
   update_history: Callable[
-    [PyTree, Array, Array, Rollout, Array], tuple[PyTree, Array]
+    [PyTree, Array, Array, Rollout, Array, Array], tuple[PyTree, Array]
   ]
   evaluate: Callable[[Params, PromptBatch, StepRng], Rollout] | None = None
   init_buffer: Callable[[], dynamic_sampling.GroupBuffer] | None = None
@@ -108,145 +100,6 @@ class Program(NamedTuple):
   args: tuple
   out_shardings: Any
   donated: tuple[int, ...] = ()
-
-
-# The stages ------------------------------------------------------------------
-
-
-def choose_prompts(
-  rng: StepRng,
-  history: PyTree,
-  ids: Int[Array, "N"],
-  limit: Int[Array, ""],
-  *,
-  method: Method,
-) -> Selection:
-  """The prompts to roll out: at most the first `limit` of the method's."""
-  return dynamic_sampling.limit(method.prompts.select(rng, history, ids), limit)
-
-
-def begin_decode(
-  params: Params,
-  prompts: PromptBatch,
-  rng: StepRng,
-  kept: Selection,
-  *,
-  model: transformer.ModelConfig,
-  sampling: rollout.Sampling,
-  **sizes: int,
-) -> tuple[Rollout, DecodeState]:
-  """Rolls out until no completion waits for a slot."""
-  state = rollout.begin_decode(
-    params, model, prompts, rng, kept, sampling, **sizes
-  )
-  return rollout.to_rollout(state, prompts, kept), state
-
-
-def finish_decode(
-  params: Params,
-  state: DecodeState,
-  prompts: PromptBatch,
-  kept: Selection,
-  *,
-  model: transformer.ModelConfig,
-  sampling: rollout.Sampling,
-) -> Rollout:
-  """Rolls out to the end."""
-  state = rollout.finish_decode(params, model, state, sampling)
-  return rollout.to_rollout(state, prompts, kept)
-
-
-def evaluate(
-  params: Params, prompts: PromptBatch, rng: StepRng, *, model, **options
-) -> Rollout:
-  """Completions of evaluation problems."""
-  return rollout.sample(params, model, prompts, rng, **options)
-
-
-def score(
-  params: Params,
-  rng: StepRng,
-  batch: PackedBatch,
-  num_micro: Int[Array, ""],
-  *,
-  method: Method,
-  config: update.UpdateConfig,
-) -> tuple[PackedBatch, Metrics]:
-  """Old log-probabilities where the update needs them, and chosen tokens."""
-  stats = None
-  if needs_stats(method, config):
-    stats = update.score(params, config, batch, num_micro)
-  return select.choose_tokens(
-    rng,
-    batch,
-    stats,
-    method=method,
-    objective=config.objective,
-    is_on_policy=config.is_on_policy,
-  )
-
-
-def needs_stats(method: Method, config: update.UpdateConfig) -> bool:
-  """Whether a step takes another forward pass before its update."""
-  is_read = method.tokens is not None and method.tokens.needs_stats
-  return is_read or not config.is_on_policy
-
-
-def train_step(
-  state: TrainState,
-  reference: Params | None,
-  batch: PackedBatch,
-  num_micro: Int[Array, ""],
-  denominator: Float[Array, ""],
-  *,
-  config: update.UpdateConfig,
-  optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, Metrics]:
-  """The update of a step, which counts."""
-  state, metrics = update.update(
-    state,
-    reference,
-    batch,
-    num_micro,
-    denominator,
-    config=config,
-    optimizer=optimizer,
-  )
-  return state.replace(step=state.step + 1), metrics
-
-
-def update_history(
-  history: PyTree,
-  step: Int[Array, ""],
-  draws: Int[Array, ""],
-  rollout: Rollout,
-  rewards: Float[Array, "Q G"],
-  *,
-  method: Method,
-  num_problems: int,
-) -> tuple[PyTree, Int[Array, ""]]:
-  """What the method remembers after a rollout, and one more draw."""
-  # A pruned prompt goes by an id that no problem has.
-  ids = jnp.where(rollout.kept.keep, rollout.prompt_ids, num_problems)
-  history = method.prompts.observe(history, step, ids, rewards, rollout.lengths)
-  return history, draws + 1
-
-
-def add_groups(
-  buffer: dynamic_sampling.GroupBuffer,
-  prompts: PromptBatch,
-  rollout: Rollout,
-  rewards: Float[Array, "N G"],
-  *,
-  rule: dynamic_sampling.DynamicSampling,
-) -> tuple[dynamic_sampling.GroupBuffer, Int[Array, ""], Float[Array, ""]]:
-  """The buffer with one more chunk, the next one's size, the denominator."""
-  buffer = dynamic_sampling.add_groups(buffer, prompts, rollout, rewards)
-  size = dynamic_sampling.next_size(buffer, rollout, rewards, rule)
-  return buffer, size, dynamic_sampling.denominator(buffer, rule)
-
-
-# The train state -------------------------------------------------------------
 
 
 def init_train_state(run: Run, params: Params) -> TrainState:
@@ -285,9 +138,6 @@ def abstract_train_state(run: Run) -> TrainState:
   )
 
 
-# The table -------------------------------------------------------------------
-
-
 def programs(run: Run) -> dict[str, Program]:
   """A program for each field of `CompiledStep` that the run needs."""
   c, mesh, method = run.config, run.mesh, run.method
@@ -321,9 +171,9 @@ def programs(run: Run) -> dict[str, Program]:
   to_inference_params = bind(
     transformer.to_inference_params, config=inference_model
   )
-  begin = bind(
-    begin_decode,
-    model=inference_model,
+  roll_out = bind(
+    rollout.roll_out,
+    model_config=inference_model,
     sampling=sampling,
     group_size=c.rollout.group_size,
     **sizes,
@@ -353,11 +203,8 @@ def programs(run: Run) -> dict[str, Program]:
     jax.eval_shape(to_inference_params, state.params),
     transformer.inference_shardings(run.model, mesh),
   )
-  completions, decoding = jax.eval_shape(begin, params, prompts, rng, kept)
+  completions = jax.eval_shape(roll_out, params, prompts, rng, kept)
   completions = _abstract(completions, prompt_sharding)
-  cache = _abstract(decoding.slots.cache, kv_cache.sharding(mesh))
-  decoding = _abstract(decoding, prompt_sharding)
-  decoding = decoding._replace(slots=decoding.slots._replace(cache=cache))
   rewards = _array(completions.lengths.shape, jnp.float32, prompt_sharding)
   batch, num_micro, _ = jax.eval_shape(
     select_completions, rng, prompts, completions, rewards
@@ -369,22 +216,15 @@ def programs(run: Run) -> dict[str, Program]:
 
   table = {
     "choose_prompts": Program(
-      bind(choose_prompts, method=method),
+      bind(stages.choose_prompts, method=method),
       (rng, state.history, prompts.ids, limit),
       shardings(kept),
     ),
     "to_inference_params": Program(
       to_inference_params, (state.params,), shardings(params)
     ),
-    "begin_decode": Program(
-      begin,
-      (params, prompts, rng, kept),
-      (shardings(completions), shardings(decoding)),
-    ),
-    "finish_decode": Program(
-      bind(finish_decode, model=inference_model, sampling=sampling),
-      (params, decoding, prompts, kept),
-      shardings(completions),
+    "roll_out": Program(
+      roll_out, (params, prompts, rng, kept), shardings(completions)
     ),
     "select": Program(
       select_completions,
@@ -392,21 +232,30 @@ def programs(run: Run) -> dict[str, Program]:
       (shardings(batch), replicated, replicated),
     ),
     "update": Program(
-      bind(train_step, config=update_config, optimizer=run.optimizer),
+      bind(stages.train_step, config=update_config, optimizer=run.optimizer),
       (state, reference, batch, num_micro, count),
       (shardings(state), replicated),
       donated=(0,),
     ),
     "update_history": Program(
-      bind(update_history, method=method, num_problems=len(run.train_set)),
-      (state.history, state.step, state.draws, completions, rewards),
+      bind(
+        stages.update_history, method=method, num_problems=len(run.train_set)
+      ),
+      (
+        state.history,
+        state.step,
+        state.draws,
+        completions,
+        rewards,
+        rewards,  # of the shape of correctness
+      ),
       (shardings(state.history), replicated),
       donated=(0,),
     ),
   }
-  if needs_stats(method, update_config) or method.tokens:
+  if stages.needs_stats(method, update_config) or method.tokens:
     table["score"] = Program(
-      bind(score, method=method, config=update_config),
+      bind(stages.score, method=method, config=update_config),
       (state.params, rng, batch, num_micro),
       (shardings(batch), replicated),
       donated=(2,),
@@ -416,7 +265,7 @@ def programs(run: Run) -> dict[str, Program]:
     num_prompts = shapes.round_up(c.eval.prompts, mesh.shape["data"])
     table["evaluate"] = Program(
       bind(
-        evaluate,
+        stages.evaluate,
         model=inference_model,
         group_size=c.eval.samples or 1,
         **sizes,
@@ -436,7 +285,7 @@ def programs(run: Run) -> dict[str, Program]:
     buffer = _abstract(jax.eval_shape(init_buffer), prompt_sharding)
     table["init_buffer"] = Program(init_buffer, (), shardings(buffer))
     table["add_groups"] = Program(
-      bind(add_groups, rule=method.dynamic_sampling),
+      bind(stages.add_groups, rule=method.dynamic_sampling),
       (buffer, prompts, completions, rewards),
       (shardings(buffer), replicated, replicated),
       donated=(0,),
@@ -460,9 +309,9 @@ def compile_step(run: Run) -> CompiledStep:
   platform = run.mesh.devices.flat[0].platform
   with futures.ThreadPoolExecutor(num_cores) as pool:
     compiled = pool.map(lambda x: compile(x, platform), lowered.values())
-    stages = dict(zip(lowered, compiled, strict=True))
+    found = dict(zip(lowered, compiled, strict=True))
   unscored = lambda params, rng, batch, num_micro: (batch, {})
-  return CompiledStep(**{"score": unscored, **stages})
+  return CompiledStep(**{"score": unscored, **found})
 
 
 def compile(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:

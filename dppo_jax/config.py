@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from dppo_jax import methods
+from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.models import attention, transformer
 from dppo_jax.options import check_range, default_args, option, walk
@@ -134,12 +134,16 @@ class Rollout:
 class Reward:
   """What a completion earns."""
 
-  kind: str = option(
+  functions: str = option(
     "exact",
-    "exact compares text; math asks math-verify",
-    choices=("exact", "math"),
+    "exact, math, boxed, FILE.py:FUNCTION or MODULE:FUNCTION, each perhaps "
+    "with :WEIGHT, separated by commas; the first says what is correct",
   )
-  format_reward: float = option(0.0, "added where the answer is in \\boxed{}")
+  on_error: str = option(
+    "zero",
+    "what a user's function that fails costs: its reward, or the run",
+    choices=("zero", "stop"),
+  )
   overlong_tokens: int = option(
     0,
     "length of DAPO's soft overlong ramp, in tokens before rollout.max_tokens; "
@@ -147,10 +151,10 @@ class Reward:
     least=0,
   )
   num_workers: int = option(
-    2, "grader processes; exact needs none", least=1, may_change=True
+    2, "processes that grade; exact needs none", least=1, may_change=True
   )
   timeout_seconds: float = option(
-    5.0, "wall clock for one completion", above=0, may_change=True
+    5.0, "wall clock for one call of a function", above=0, may_change=True
   )
 
 
@@ -190,10 +194,7 @@ class Pack:
     128, "L, tokens of a row, at least prompt + completion - 1", least=8
   )
   rows_per_micro: int = option(
-    16,
-    "rows of one micro-batch on each device",
-    least=1,
-    may_change=True,
+    16, "rows of one micro-batch on each device", least=1, may_change=True
   )
   window: int = option(
     64, "sequences among which the packer chooses", least=1, may_change=True
@@ -212,9 +213,7 @@ class Optimizer:
 
   learning_rate: float = option(1e-6, "at its highest", least=0)
   schedule: str = option(
-    "constant",
-    "after the warm-up",
-    choices=("constant", "linear", "cosine"),
+    "constant", "after the warm-up", choices=("constant", "linear", "cosine")
   )
   warmup_steps: int = option(
     0, "updates, inner ones too, from 0 to learning_rate", least=0
@@ -374,6 +373,7 @@ def validate(config: Config) -> None:
   """
   make_method(config)
   make_objective(config)
+  rewards.parse(config.reward.functions)
   for name, value, metadata in walk(config):
     check_range(name, value, metadata)
   r, m = config.reward, config.model

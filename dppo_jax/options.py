@@ -102,6 +102,8 @@ RENAMED = {
   "pack.head_tokens": "config.pack.logit_chunk",
   "pack.rows": "config.pack.rows_per_micro, a device's",
   "pack.shares_prompts": "config.pack.share_prefix",
+  "reward.format_reward": "config.reward.functions, as in math:1.0,boxed:0.5",
+  "reward.kind": "config.reward.functions",
   "rollout.prefill_prompts": "config.rollout.prefill_batch, a device's",
   "warmup": "config.sft",
 }

@@ -48,7 +48,7 @@ class Run(NamedTuple):
     """The grader that the config asks for, not yet started."""
     r = self.config.reward
     return rewards.Grader(
-      r.kind, r.num_workers, r.timeout_seconds, r.format_reward
+      r.functions, r.num_workers, r.timeout_seconds, r.on_error
     )
 
   def description(self) -> str:
@@ -123,6 +123,11 @@ def setup_run(
   _check_from_run(config.sft.from_run)
   train_set, eval_set = _problems(config, tokenizer)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
+  if config.rollout.top_k > model.vocab:
+    raise ValueError(
+      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
+      f"{model.vocab} tokens"
+    )
   _check_ids(model, stop_ids, [train_set, *([eval_set] if eval_set else [])])
   shardings = transformer.shardings(model, mesh)
 

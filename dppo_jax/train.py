@@ -11,14 +11,22 @@ import dataclasses
 import functools
 import pathlib
 import signal
+import traceback
 
 import jax
 import numpy as np
 
-from dppo_jax import checkpoint, data, evaluate, resume, rewards, shapes
-from dppo_jax import compiled as stages
+from dppo_jax import (
+  checkpoint,
+  compiled,
+  data,
+  evaluate,
+  resume,
+  rewards,
+  shapes,
+)
 from dppo_jax import config as configs
-from dppo_jax.collect import collect, sample
+from dppo_jax.collect import collect
 from dppo_jax.learner import sft, update
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
@@ -46,9 +54,13 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
     checkpoint.Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
     metrics.Writer(workdir, checkpoints.latest_step(), config.steps) as writer,
   ):
-    writer.say(run.description())
-    grader.self_check()
-    _train(run, grader, checkpoints, writer)
+    try:
+      writer.say(run.description())
+      grader.self_check(run.train_set.columns)
+      _train(run, grader, checkpoints, writer)
+    except Exception:
+      writer.log(traceback.format_exc())
+      raise
   print(f"report: {report.write(workdir)}", flush=True)
 
 
@@ -60,32 +72,32 @@ def _train(
 ) -> None:
   config = run.config
   num_prompts = config.data.prompts_per_step
-  compiled = stages.compile_step(run)
-  evaluate_now = functools.partial(_evaluate, run, compiled, grader, writer)
+  stages = compiled.compile_step(run)
+  evaluate_now = functools.partial(_evaluate, run, stages, grader, writer)
   state, reference = _begin(run, checkpoints, writer, evaluate_now)
   # The first draw shuffles the epoch, which compiles; no later one does.
   data.draw(run.train_set, run.root_key, 0, num_prompts)
-  compilations = metrics.Compilations()
 
-  with _stop_signal() as is_stopping:
+  with metrics.Compilations() as compilations, _stop_signal() as is_stopping:
     for step in range(int(state.step), config.steps):
       rng_of = functools.partial(rng_at, run.root_key, step)
       clock = metrics.Clock()
-      state, got = collect(run, compiled, grader, state, clock)
+      state, got = collect(run, stages, grader, state, clock)
       with clock("select"):
         batch, num_micro, selected = jax.block_until_ready(
-          compiled.select(
+          stages.select(
             rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
           )
         )
+        _check_selection(jax.device_get(selected))
       with clock("score"):
         batch, scored = jax.block_until_ready(
-          compiled.score(state.params, rng_of(Stage.TOKENS), batch, num_micro)
+          stages.score(state.params, rng_of(Stage.TOKENS), batch, num_micro)
         )
       with clock("update"):
         denominator = np.float32(got.num_prompts) * config.rollout.group_size
         state, updated = jax.block_until_ready(
-          compiled.update(state, reference, batch, num_micro, denominator)
+          stages.update(state, reference, batch, num_micro, denominator)
         )
 
       done = step + 1
@@ -93,9 +105,11 @@ def _train(
       values |= clock.metrics()
       values |= {"update/compiles": compilations.since_last()}
       writer.write(done, values)
-      writer.write_samples(done, got.samples[:SAMPLES_PER_STEP])
+      writer.write_samples(done, "train", got.samples[:SAMPLES_PER_STEP])
       writer.progress(done, values)
-      _check(values)
+      for line in grader.news():
+        writer.say(line)
+      _check_update(values)
       is_last = done == config.steps
       if is_last or _is_due(done, config.eval.every):
         evaluate_now(state)
@@ -114,12 +128,12 @@ def _begin(
   evaluate_now: Callable[[TrainState], None],
 ) -> tuple[TrainState, TrainState | None]:
   """The state to go on from, and the reference policy's weights."""
-  abstract = stages.abstract_train_state(run)
+  abstract = compiled.abstract_train_state(run)
   latest = checkpoints.latest_step()
   if latest is None:
     params = _first_params(run, abstract.params, writer)
     state = jax.jit(
-      functools.partial(stages.init_train_state, run),
+      functools.partial(compiled.init_train_state, run),
       out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
       donate_argnums=0,
     )(params)
@@ -170,7 +184,7 @@ def _first_params(
 
 def _evaluate(
   run: Run,
-  compiled: stages.CompiledStep,
+  stages: compiled.CompiledStep,
   grader: rewards.Grader,
   writer: metrics.Writer,
   state: TrainState,
@@ -179,8 +193,8 @@ def _evaluate(
   if not run.eval_set:
     return
   step = int(state.step)
-  values, answers = evaluate.evaluate(
-    functools.partial(compiled.evaluate, state.params),
+  values, samples = evaluate.evaluate(
+    functools.partial(stages.evaluate, state.params),
     run.eval_set,
     run.tokenizer,
     grader,
@@ -188,9 +202,7 @@ def _evaluate(
     shapes.round_up(run.config.eval.prompts, run.mesh.shape["data"]),
   )
   writer.write(step, values)
-  writer.write_samples(
-    step, [sample(*x) | {"split": "eval"} for x in answers[:8]]
-  )
+  writer.write_samples(step, "eval", samples[:8])
   writer.say(
     f"step {step}: held-out accuracy {values['eval/accuracy']:.3f}"
     f" ± {values['eval/stderr']:.3f}"
@@ -198,13 +210,23 @@ def _evaluate(
   )
 
 
-def _check(values: dict[str, float]) -> None:
-  """Refuses to go on where going on would be in vain."""
-  if values["pack/missing_rows"] > 0:
+def _check_selection(values: dict[str, np.ndarray]) -> None:
+  """Refuses to train on a batch that is not what its weights say."""
+  if values["pack/unplaced"] > 0:
     raise RuntimeError(
-      f"{values['pack/missing_rows']:.0f} packed rows have no place: "
-      "packing.row_bound is wrong; please report this"
+      f"{values['pack/unplaced']:.0f} completions have no place in the packed "
+      "rows: packing.row_bound is wrong; please report this"
     )
+  if values["weights/invalid_probs"] > 0:
+    raise ValueError(
+      f"{values['weights/invalid_probs']:.0f} prompts or completions were kept "
+      "with a probability that is not in (0, 1]: the rules of config.method "
+      "must report the probabilities with which they draw"
+    )
+
+
+def _check_update(values: dict[str, float]) -> None:
+  """Refuses to go on where going on would be in vain."""
   if values["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
     raise FloatingPointError(
       f"the gradient of {update.MAX_SKIPPED} updates in a row was not finite "

@@ -15,8 +15,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def config(file: str, **overrides) -> Config:
   """The config of `configs/FILE.py`; `rollout__top_k=2` overrides a field."""
+  return parse(_flags(file, overrides))
+
+
+def parse(words: list[str]) -> Config:
+  """The config that the flags of a command line make."""
   values = flags.FlagValues()
-  argv = ["main", *_flags(file, overrides)]
+  argv = ["main", *words]
   holder = config_flags.DEFINE_config_file(
     "config", flag_values=values, sys_argv=argv
   )

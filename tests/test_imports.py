@@ -11,7 +11,7 @@ LEVELS = [
   {"records", "rng", "shapes", "sharding"},
   {"algo", "models", "data", "rewards", "reporting", "options"},
   {"methods", "rollout", "checkpoint"},
-  {"learner", "config", "evaluate"},
+  {"learner", "config", "grading", "stages", "evaluate"},
   {"resume", "setup_run"},
   {"compiled"},
   {"collect"},

@@ -8,6 +8,7 @@ import pathlib
 import re
 from unittest import mock
 
+from absl import logging as absl_logging
 import commands
 import jax
 import numpy as np
@@ -18,10 +19,11 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dppo_jax import config as configs
-from dppo_jax import methods, options, resume
+from dppo_jax import main, methods, options, resume, train
 from dppo_jax.algo import objectives
 from dppo_jax.models import hf
 from dppo_jax.models.hf import checkpoint as hf_checkpoint
+from dppo_jax.reporting import logs
 from dppo_jax.setup_run import setup_run
 
 FILES = sorted(path.stem for path in (commands.ROOT / "configs").glob("*.py"))
@@ -122,7 +124,8 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(tmp_path, argv, reason):
     ({"model__attention": "flash"}, "auto, xla, splash, triton"),
     ({"model__attention": "splash"}, "for a tpu, but JAX runs on a cpu"),
     ({"rollout__dtype": "float16"}, "config.rollout.dtype is 'float16'"),
-    ({"reward__kind": "fair"}, "config.reward.kind is 'fair'"),
+    ({"reward__functions": "fair"}, "config.reward.functions: 'fair'"),
+    ({"rollout__top_k": 99}, "config.rollout.top_k is 99 .* 24"),
     ({"optimizer__schedule": "wild"}, "constant, linear, cosine"),
     ({"method__args__prompt_rate": 1.5}, "1.5 .* config.method.args"),
     ({"method__args__completion_rate": -0.1}, "-0.1 .* config.method.args"),
@@ -439,3 +442,36 @@ def test_every_option_is_read():
   reads |= {(x, "factory") for x in ("method", "objective")}  # in config.py
   for section in SECTIONS:
     assert not _fields(section) - reads
+
+
+# Whose fault it is ----------------------------------------------------------
+
+
+def _raised(function):
+  with pytest.raises(Exception) as caught:
+    function()
+  return caught.value
+
+
+def test_errors_that_say_all_end_in_a_line_and_others_show_where():
+  """A value of the user's; what JAX raises, for which we are to blame."""
+  explained = lambda f: main._is_explained(_raised(f))
+  assert explained(lambda: setup_run(arithmetic(mesh__data=0)))
+  assert explained(lambda: open("/no/such/file"))
+  assert not explained(lambda: jax.numpy.ones(2) + jax.numpy.ones(3))
+  assert not explained(lambda: {}["a"])
+
+
+def test_the_log_of_a_run_keeps_its_traceback(tmp_path, monkeypatch):
+  monkeypatch.setattr(train, "_train", lambda *unused: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    train.run(arithmetic(), tmp_path)
+  log = (tmp_path / "log.txt").read_text()
+  assert "model: Qwen3ForCausalLM" in log
+  assert "Traceback" in log and "ZeroDivisionError" in log
+
+
+def test_logging_is_not_muted_for_everyone(caplog):
+  logs.quiet_libraries()
+  absl_logging.warning("of another library")
+  assert "of another library" in caplog.text

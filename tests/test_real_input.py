@@ -43,7 +43,7 @@ SMALL = {
   "rollout__num_slots": 8,
   "rollout__prefill_batch": 4,
   "reward__num_workers": 2,
-  "reward__format_reward": 0.1,
+  "reward__functions": "math,boxed:0.1",
   "pack__row_length": 128,
   "pack__rows_per_micro": 2,
   "pack__logit_chunk": 256,

@@ -14,7 +14,7 @@ from dppo_jax.learner import update
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PackedBatch, PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.rollout import Sampling, generate, sampling
+from dppo_jax.rollout import generate, sampling
 
 RNG = rng_at(jax.random.key(5), 0, Stage.ROLLOUT)
 
@@ -170,6 +170,36 @@ def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
   )
 
 
+def test_of_tokens_tied_at_the_last_place_no_more_than_k_are_sampled():
+  """Four alike, of which two are kept; greedy decoding is their limit."""
+  uniform = jnp.arange(64, dtype=jnp.float32) / 64
+  token, logprob = sampling.sample_token(
+    jnp.zeros((64, 4)), uniform, 1.0, top_k=2
+  )
+  np.testing.assert_array_equal(np.bincount(token, minlength=4), [32, 32, 0, 0])
+  np.testing.assert_allclose(np.exp(logprob), 0.5, rtol=1e-6)
+  with pytest.raises(ValueError, match=r"top_k is 5 but .* 4 tokens"):
+    sampling.sample_token(jnp.zeros((64, 4)), uniform, 1.0, top_k=5)
+
+
+def test_prompts_may_be_arrays_of_numpy():
+  """As `data.draw` returns them."""
+  want = _sample(_prompts())
+  prompts = jax.tree.map(np.asarray, _prompts())
+  got = rollout.sample(
+    small.params(),
+    small.MODEL,
+    prompts,
+    RNG,
+    group_size=4,
+    max_tokens=12,
+    num_slots=4,
+    stop_ids=(small.STOP,),
+    prefill_batch=2,
+  )
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
 def test_inverting_the_running_sum_finds_each_token_as_often_as_it_should():
   """All multiples of 1/4096, over two blocks of the vocabulary and a rest."""
   counts = np.zeros(300, np.int64)
@@ -202,32 +232,6 @@ def test_slots_are_busy_on_geometric_lengths():
   lengths = np.asarray(got.lengths)
   assert 13 < lengths.mean() < 19 and lengths.max() > 60
   assert lengths.sum() / int(got.slot_steps) > 0.95
-
-
-def test_what_is_whole_after_the_first_part_stays_as_it_is():
-  """And it is most of it, where completions wait for slots."""
-  prompts = small.prompts(8)
-  kept = Selection(jnp.arange(8) != 3, jnp.ones(8))
-  how = Sampling(max_tokens=12, stop_ids=(small.STOP,))
-  params = transformer.to_inference_params(small.params(), small.MODEL)
-  state = jax.jit(
-    lambda params: rollout.begin_decode(
-      params, small.MODEL, prompts, RNG, kept, how, group_size=4, num_slots=6
-    )
-  )(params)
-  early = rollout.to_rollout(state, prompts, kept)
-  late = rollout.to_rollout(
-    rollout.finish_decode(params, small.MODEL, state, how), prompts, kept
-  )
-  is_whole = np.asarray(early.is_stopped | (early.lengths == 12))
-  assert 20 < is_whole.sum() < 28
-  for name in ("tokens", "logprobs", "lengths", "is_stopped"):
-    np.testing.assert_array_equal(
-      getattr(early, name)[is_whole], getattr(late, name)[is_whole]
-    )
-  want = _sample(prompts, kept=kept, num_slots=6)
-  np.testing.assert_array_equal(late.tokens, want.tokens)
-  assert late.slot_steps == want.slot_steps > early.slot_steps
 
 
 def test_a_longer_limit_goes_on_where_a_shorter_one_cuts():

@@ -1,5 +1,6 @@
 """The loop: resume equals uninterrupted, sharded equals unsharded."""
 
+import collections
 import functools
 import json
 import signal
@@ -8,7 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from dppo_jax import checkpoint, collect, compiled, config, methods, train
+from dppo_jax import (
+  checkpoint,
+  collect,
+  compiled,
+  config,
+  methods,
+  rewards,
+  train,
+)
 from dppo_jax.reporting import metrics
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.setup_run import setup_run
@@ -41,7 +50,7 @@ def _config(**overrides) -> config.Config:
     "sft.learning_rate": 1e-2,
     "eval.prompts": 8,
     "checkpoint.every": 2,
-    "reward.format_reward": 0.5,
+    "reward.functions": "exact,boxed:0.5",
   }
   for name, value in (settings | overrides).items():
     section, _, field = name.rpartition(".")
@@ -113,21 +122,6 @@ def _assert_same_run(workdir, other):
     _final_state(workdir, _config()), _final_state(other, _config())
   )
   assert _without_compiles(workdir) == _without_compiles(other)
-
-
-def test_grading_while_decoding_changes_nothing(
-  uninterrupted, tmp_path, monkeypatch
-):
-  at_once, num_early = collect.grade, []
-
-  def late(run, grader, rollout, known):
-    num_early.append(len(known))
-    return at_once(run, grader, rollout)
-
-  monkeypatch.setattr(collect, "grade", late)
-  train.run(_config(), tmp_path)
-  assert all(num_early)
-  _assert_same_run(uninterrupted, tmp_path)
 
 
 def _at_grading(monkeypatch, number, act):
@@ -268,6 +262,16 @@ def test_a_run_starts_from_another_ones_first_weights(uninterrupted, tmp_path):
     _assert_equal(params, other.restore_params(0, abstract.params))
 
 
+class _Grader:
+  """Something to learn that depends on nothing but the tokens."""
+
+  specs = rewards.parse("exact")
+
+  def grade(self, prompts, completions, answers, columns, **unused):
+    right = np.array([len(text) % 3 > 0 for text in completions], np.float32)
+    return rewards.Graded(right, right, collections.Counter(), {})
+
+
 def _three_steps(data_axis, model_axis, **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   c = _config(
@@ -283,15 +287,6 @@ def _three_steps(data_axis, model_axis, **overrides):
     c.method.args["token_budget"] = 0.5
   run = setup_run(c)
 
-  class Grader:
-    """Something to learn that depends on nothing but the tokens."""
-
-    def judge(self, texts, golds):
-      return ["right" if len(text) % 3 else "wrong" for text in texts]
-
-    def reward(self, outcome):
-      return float(outcome == "right")
-
   with jax.set_mesh(run.mesh):
     step = compiled.compile_step(run)
     abstract = compiled.abstract_train_state(run)
@@ -303,7 +298,7 @@ def _three_steps(data_axis, model_axis, **overrides):
     tokens = []
     for i in range(3):
       rng_of = lambda stage, i=i: rng_at(run.root_key, i, stage)
-      state, got = collect.collect(run, step, Grader(), state, metrics.Clock())
+      state, got = collect.collect(run, step, _Grader(), state, metrics.Clock())
       batch, num_micro, _ = step.select(
         rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
       )

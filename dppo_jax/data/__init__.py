@@ -1,7 +1,7 @@
-"""Problems as token arrays."""
+"""Problems and their tokens: where they come from, and in what order."""
 
 from dppo_jax.data.problems import ProblemSet, draw, load, prepare
-from dppo_jax.data.sources import Columns, Row, read
+from dppo_jax.data.sources import Columns, Row
 from dppo_jax.data.tokenizer import (
   CharacterTokenizer,
   PretrainedTokenizer,
@@ -18,5 +18,4 @@ __all__ = [
   "draw",
   "load",
   "prepare",
-  "read",
 ]

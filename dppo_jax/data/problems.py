@@ -3,9 +3,10 @@
 Rows that cannot be used are left out, counted and reported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Int
@@ -29,6 +30,9 @@ class ProblemSet:
     problems: as written, without template or instruction.
     answers: what a grader compares with.
     solutions: worked out, empty where the source has none.
+    columns: every column of the source by its own name, as the source has it
+      and as long as `problems`; None where a row lacks it. For reward
+      functions.
     tokens: `[M, P]`, prompts at the left, padded at the right; P is the length
       of the longest, rounded up to a multiple of 8.
     lengths: `[M]`, tokens in each prompt.
@@ -39,6 +43,7 @@ class ProblemSet:
   problems: tuple[str, ...]
   answers: tuple[str, ...]
   solutions: tuple[str, ...]
+  columns: dict[str, tuple[Any, ...]]
   tokens: Int[np.ndarray, "M P"]
   lengths: Int[np.ndarray, "M"]
   report: str
@@ -50,6 +55,13 @@ class ProblemSet:
   def direct_solutions(self) -> tuple[str, ...]:
     """Solutions that state the answer without the work."""
     return tuple(arithmetic.boxed(answer) for answer in self.answers)
+
+  def columns_at(self, ids: Iterable[int]) -> dict[str, list[Any]]:
+    """The columns of the problems numbered `ids`, in their order."""
+    ids = [int(i) for i in ids]
+    return {
+      name: [values[i] for i in ids] for name, values in self.columns.items()
+    }
 
 
 def load(
@@ -79,7 +91,7 @@ def load(
     problems = arithmetic.make(seed, num_arithmetic, max_operations)
     made = arithmetic.split(
       [
-        sources.Row(f"{ARITHMETIC}/{i}", *problem)
+        sources.Row(f"{ARITHMETIC}/{i}", *problem, problem._asdict())
         for i, problem in enumerate(problems)
       ]
     )
@@ -89,7 +101,7 @@ def load(
       rows = own[: limit or None]
     else:
       rows = sources.read(source, columns, limit)
-    return prepare(label, rows, tokenizer, max_prompt_tokens)
+    return prepare(label, rows, tokenizer, max_prompt_tokens, source)
 
   train_set = read("train", train, train_limit, made[0])
   if not eval:
@@ -106,6 +118,7 @@ def prepare(
   rows: Sequence[sources.Row],
   tokenizer: Tokenizer,
   max_prompt_tokens: int,
+  source: str = "",
 ) -> ProblemSet:
   """The usable ones of `rows`, tokenized.
 
@@ -114,6 +127,7 @@ def prepare(
 
   Args:
     label: `train` or `eval`, for the report.
+    source: where the rows are from, for the error.
   Raises:
     ValueError: if no row is left.
   """
@@ -140,16 +154,29 @@ def prepare(
   )
   if not kept:
     raise ValueError(
-      f"{report}: check config.data.{label}, config.data.problem_key, "
-      "config.data.answer_key and config.data.max_prompt_tokens"
+      f"{source or label}: {report}: check config.data.{label}, "
+      "config.data.problem_key, config.data.answer_key and "
+      "config.data.max_prompt_tokens"
     )
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   width = shapes.round_up(int(lengths.max()), 8)
   tokens = np.full((len(prompts), width), tokenizer.pad_id, np.int32)
   for i, prompt in enumerate(prompts):
     tokens[i, : len(prompt)] = prompt
-  columns = zip(*kept, strict=True)
-  return ProblemSet(*columns, tokens=tokens, lengths=lengths, report=report)
+  column_names = dict.fromkeys(name for row in kept for name in row.columns)
+  return ProblemSet(
+    names=tuple(row.id for row in kept),
+    problems=tuple(row.problem for row in kept),
+    answers=tuple(row.answer for row in kept),
+    solutions=tuple(row.solution for row in kept),
+    columns={
+      name: tuple(row.columns.get(name) for row in kept)
+      for name in column_names
+    },
+    tokens=tokens,
+    lengths=lengths,
+    report=report,
+  )
 
 
 def draw(

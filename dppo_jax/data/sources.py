@@ -6,6 +6,8 @@ same rows for the same contents.
 """
 
 from collections.abc import Iterator, Mapping
+import datetime
+import decimal
 import gzip
 import itertools
 import json
@@ -13,6 +15,8 @@ import math
 import os
 from typing import Any, NamedTuple
 import zlib
+
+import numpy as np
 
 
 class Columns(NamedTuple):
@@ -25,12 +29,18 @@ class Columns(NamedTuple):
 
 
 class Row(NamedTuple):
-  """A row as it was read; what its source lacks is the empty string."""
+  """A row as it was read.
+
+  Attributes:
+    id: this and the next three are text, empty where the source lacks them.
+    columns: every column of the source by its own name, as the source has it.
+  """
 
   id: str
   problem: str
   answer: str
   solution: str
+  columns: Mapping[str, Any] = {}
 
 
 def read(source: str, columns: Columns, limit: int = 0) -> list[Row]:
@@ -38,7 +48,9 @@ def read(source: str, columns: Columns, limit: int = 0) -> list[Row]:
 
   Of an answer, what follows the last `####` counts, commas removed (GSM8K's
   format). A row without an id is called after its source and its number,
-  counted from 0.
+  counted from 0. Of a row's columns, what JSON lacks becomes what is closest:
+  bytes text, arrays lists, times text in ISO 8601, decimals and durations
+  (seconds) floats; what has no such form, as an image, stays as it is.
 
   Raises:
     ValueError: if the source is missing, of no known kind, or has a malformed
@@ -50,7 +62,10 @@ def read(source: str, columns: Columns, limit: int = 0) -> list[Row]:
       _text(_first(record, names), f"{place}: {names!r}") for names in columns
     )
     name = name or f"{os.path.basename(source)}/{len(rows)}"
-    rows.append(Row(name, problem, _final_answer(answer), solution))
+    columns_of_row = {name: _plain(value) for name, value in record.items()}
+    rows.append(
+      Row(name, problem, _final_answer(answer), solution, columns_of_row)
+    )
   return rows
 
 
@@ -152,6 +167,26 @@ def _text(value: Any, place: str) -> str:
     kind = type(value).__name__
     raise ValueError(f"{place} must be text or a number, not {kind}")
   return str(value)
+
+
+def _plain(value: Any) -> Any:
+  """`value` as JSON may hold it, where there is such a form."""
+  if isinstance(value, bytes):
+    try:
+      return value.decode()
+    except UnicodeDecodeError:
+      return value
+  if isinstance(value, np.ndarray | np.generic):
+    return _plain(value.tolist())
+  if isinstance(value, Mapping):
+    return {name: _plain(x) for name, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(x) for x in value]
+  if isinstance(value, datetime.date | datetime.time):
+    return value.isoformat()
+  if isinstance(value, datetime.timedelta):
+    return value.total_seconds()
+  return float(value) if isinstance(value, decimal.Decimal) else value
 
 
 def _final_answer(text: str) -> str:

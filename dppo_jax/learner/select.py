@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import shapes, sharding
 from dppo_jax.algo import diagnostics, objectives, packing
 from dppo_jax.algo.advantages import overlong_penalty
-from dppo_jax.algo.weights import horvitz_thompson
+from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
 from dppo_jax.methods import Method
 from dppo_jax.records import (
   Groups,
@@ -120,6 +120,8 @@ def select(
   metrics = {
     **pack_metrics,
     **diagnostics.diagnose(chosen, weights, advantages, size, is_needed),
+    "weights/invalid_probs": invalid_probs(rollout.kept)
+    + invalid_probs(chosen.replace(keep=chosen.keep & is_drawn)),
     "prompts/prob_min": jnp.where(
       rollout.kept.keep, rollout.kept.prob, 1.0
     ).min(),
@@ -188,9 +190,9 @@ def pack(
   """Micro-batches `[M, R, L]` of the sequences whose length is not 0.
 
   Returns:
-    The micro-batches, how many are in use, and metrics; `pack/missing_rows`
-    above 0 means that the rows did not suffice, and such a batch must not be
-    trained on.
+    The micro-batches, how many are in use, and metrics. Where `pack/unplaced`
+    is above 0, sequences had no place in the rows, and their loss is NaN: such
+    a batch must not be trained on.
   """
   replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
   prompts, rollout, advantages, token_weights = jax.tree.map(
@@ -227,9 +229,7 @@ def pack(
     "pack/rows": num_used.astype(jnp.float32),
     "pack/fill": in_use / room,
     "pack/shared": 1 - in_use / jnp.maximum(unshared, 1.0),
-    "pack/missing_rows": jnp.maximum(num_used - num_rows, 0).astype(
-      jnp.float32
-    ),
+    "pack/unplaced": plan.num_unplaced.astype(jnp.float32),
   }
   num_micro = (num_used + spec.rows_per_micro - 1) // spec.rows_per_micro
   return jax.tree.map(micro, batch), num_micro, metrics

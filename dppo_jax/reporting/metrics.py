@@ -1,4 +1,4 @@
-"""What a run tells: numbers, sampled completions, progress, phase times."""
+"""What a run tells: numbers, completions, progress, and how long each took."""
 
 from collections.abc import Iterator, Mapping
 import contextlib
@@ -12,9 +12,17 @@ import jax
 import tensorboardX
 import tqdm
 
+# What a metric was called before, so that older runs can be read.
+RENAMED = {
+  "completions/dead_groups": "groups/zero_std",
+  "pack/missing_rows": "pack/unplaced",
+  "refill/seconds": "dynamic_sampling/seconds",
+  "remember/seconds": "update_history/seconds",
+}
+
 
 class Writer:
-  """`metrics.jsonl`, TensorBoard events, `samples.jsonl` and a progress bar.
+  """`metrics.jsonl`, `samples.jsonl`, TensorBoard, `log.txt`, a progress bar.
 
   Names are `stage/quantity`. A line's `step` counts the updates done. Lines
   that a killed run wrote after the checkpoint it resumes from are dropped:
@@ -30,6 +38,7 @@ class Writer:
       _keep_until(workdir / name, first_step)
     self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
     self._samples = (workdir / "samples.jsonl").open("a", encoding="utf-8")
+    self._log = (workdir / "log.txt").open("a", encoding="utf-8")
     self._events = tensorboardX.SummaryWriter(
       str(workdir / "events"), purge_step=first_step + 1
     )
@@ -49,8 +58,8 @@ class Writer:
   def __exit__(self, *unused) -> None:
     self._bar.close()
     self._events.close()
-    self._metrics.close()
-    self._samples.close()
+    for file in (self._metrics, self._samples, self._log):
+      file.close()
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """One line of numbers."""
@@ -60,15 +69,26 @@ class Writer:
     for name, value in values.items():
       self._events.add_scalar(name, value, step)
 
-  def write_samples(self, step: int, samples: list[dict]) -> None:
-    """Completions as text, with what they answer and what they earned."""
+  def write_samples(self, step: int, split: str, samples: list[dict]) -> None:
+    """Completions as text, with what they answer and what they earned.
+
+    Args:
+      split: whose problems they answer, "train" or "eval".
+    """
     for sample in samples:
-      line = json.dumps({"step": step, **sample}, ensure_ascii=False)
+      line = {"step": step, "split": split, **sample}
+      line = json.dumps(line, ensure_ascii=False)
       self._samples.write(line + "\n")
     self._samples.flush()
 
+  def log(self, text: str) -> None:
+    """Keeps text in `log.txt` alone, such as a traceback."""
+    self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    self._log.flush()
+
   def say(self, line: str) -> None:
-    """A line on standard output, above the progress bar."""
+    """A line on standard output, above the progress bar, and in `log.txt`."""
+    self.log(line)
     self._bar.clear()
     print(line, flush=True)
     self._bar.refresh()
@@ -122,11 +142,17 @@ class Clock:
 
 
 class Compilations:
-  """Counts what XLA compiles in this process."""
+  """Counts what XLA compiles in this process, while the context lasts."""
 
   def __init__(self):
     self._count = 0
+
+  def __enter__(self) -> "Compilations":
     jax.monitoring.register_event_duration_secs_listener(self._on_event)
+    return self
+
+  def __exit__(self, *unused) -> None:
+    jax.monitoring.unregister_event_duration_listener(self._on_event)
 
   def _on_event(self, name: str, seconds: float, **unused) -> None:
     if name == "/jax/core/compile/backend_compile_duration":
@@ -139,8 +165,14 @@ class Compilations:
 
 
 def read(path: pathlib.Path) -> list[dict]:
-  """The lines of a `.jsonl` file, without a last one cut short by a kill."""
-  return [json.loads(line) for line in _lines(path)]
+  """The lines of a `.jsonl` file, without a last one cut short by a kill.
+
+  Metrics go by their present names.
+  """
+  return [
+    {RENAMED.get(name, name): x for name, x in json.loads(line).items()}
+    for line in _lines(path)
+  ]
 
 
 def _lines(path: pathlib.Path) -> list[str]:

@@ -1,5 +1,19 @@
-"""What completions earn."""
+"""Rewards: plain functions, called in processes that may be killed.
 
-from dppo_jax.rewards.workers import OUTCOMES, Grader, last_boxed
+The functions that come with the project are in `functions`; they are not
+re-exported, since `rewards.math` is the module.
+"""
 
-__all__ = ["OUTCOMES", "Grader", "last_boxed"]
+from dppo_jax.rewards.functions import RewardFn, RewardSpec, Verdict, parse
+from dppo_jax.rewards.grader import Graded, Grader
+from dppo_jax.rewards.math import last_boxed
+
+__all__ = [
+  "Graded",
+  "Grader",
+  "RewardFn",
+  "RewardSpec",
+  "Verdict",
+  "last_boxed",
+  "parse",
+]

@@ -1,341 +1,224 @@
-r"""What a completion earns: is the answer in its last box the gold answer?
+"""Child processes that call reward functions, restarted at need.
 
-Completions are untrusted text, and whether two expressions are equal is
-unbounded work: a box that holds 9^{9^{9}} keeps sympy busy for ever. So child
-processes do the mathematics, one pair of answers at a time. A child that
-hangs, dies or fills its memory costs one reward and is replaced.
+A child (child.py) serves one call at a time. It is killed when it does not
+answer in time, and replaced when it was killed, died or filled its memory.
 """
 
-from collections.abc import Sequence
-from concurrent import futures
+from collections.abc import Mapping, Sequence
 import contextlib
-import functools
+import errno
 import json
-import logging
-from multiprocessing import connection
 import os
-import queue
-import re
+import pathlib
+import signal
+import socket
 import subprocess
 import sys
-from typing import Self
+import tempfile
+import threading
+import time
+from typing import Any
 
-OUTCOMES = ("right", "wrong", "unboxed", "unparsed", "timeouts", "crashes")
-MAX_ANSWER_CHARS = 1000  # ten times the longest gold answer of MATH
-MEMORY_BYTES = 4 << 30  # address space of a child
+from dppo_jax.rewards.functions import Arguments, Mark, RewardSpec
+
 START_SECONDS = 120.0  # to import math-verify, which takes half a second
+CHILD = pathlib.Path(__file__).with_name("child.py")
 CHILD_ENV = {
-  "JAX_PLATFORMS": "cpu",  # should a child ever import JAX
+  "JAX_PLATFORMS": "cpu",  # should a function ever import JAX
   "CUDA_VISIBLE_DEVICES": "",
+  "OPENBLAS_NUM_THREADS": "1",  # each takes some of a child's address space
   "SYMPY_CACHE_SIZE": "100",  # 1000 numbers of a million digits fill a child
 }
 
-# For each kind: gold answer, answer, are they equal.
-KNOWN_PAIRS = {
-  "exact": [
-    (r"\frac{1}{2}", r" \frac{1}{2} ", True),
-    (r"\frac{1}{2}", "0.5", False),
-  ],
-  "math": [
-    (r"\frac{1}{2}", "0.5", True),
-    ("(x+1)^2", "x^2+2x+1", True),
-    ("1000", "1,001", False),
-    ("[1,2]", "(1,2)", False),
-  ],
-}
 
-# A box and its brace; a box around one bare word; `\{` and other escapes, of
-# which no brace counts; a brace.
-_TOKEN = re.compile(
-  r"(?P<box>\\(?:boxed|fbox)\s*\{)"
-  r"|\\(?:boxed|fbox)(?![a-zA-Z])\s*(?P<bare>-?\w+(?:[./]\w+)*)"
-  r"|\\.|(?P<open>\{)|(?P<close>\})",
-  re.DOTALL,
-)
-
-
-def last_boxed(text: str) -> str | None:
-  r"""The contents of the last complete `\boxed{}` or `\fbox{}`, or None.
-
-  Last is the box that starts last; a box that is cut off does not count. Takes
-  time linear in the text, whatever its braces.
-
-  >>> last_boxed(r"not \boxed{4} but \boxed{\frac{1}{2}}, as \boxed{...")
-  '\\frac{1}{2}'
-  >>> last_boxed(r"hence $\boxed 5$.")
-  '5'
-  """
-  starts = []  # of the open braces: where a box's contents begin, or -1
-  begin, end = -1, -1
-  for token in _TOKEN.finditer(text):
-    if token["bare"]:
-      begin, end = token.span("bare")
-    elif token["box"]:
-      starts.append(token.end())
-    elif token["open"]:
-      starts.append(-1)
-    elif token["close"] and starts:
-      start = starts.pop()
-      if start > begin:
-        begin, end = start, token.start()
-  return None if begin < 0 else text[begin:end]
-
-
-class Grader:
-  r"""Grades completions; a context manager that ends its child processes.
-
-  The answer is the text in the last complete box; a completion without one is
-  wrong, as is an answer longer than `MAX_ANSWER_CHARS`. `exact` compares text,
-  white space around it aside. `math` asks math-verify, which is lenient where
-  notation is: units and subscripts (a number's base) are dropped, 10\% equals
-  both 10 and 0.1, of an equation the last side counts where the gold answer is
-  none, and a number may be off in the seventh decimal.
+class Fault(Exception):
+  """A call that gave no values.
 
   Attributes:
-    counts: completions graded so far by outcome, a key for each of `OUTCOMES`.
-      `unboxed` had no box, `unparsed` an answer (or a gold answer) that is not
-      mathematics; `timeouts` and `crashes` cost a child process each.
+    kind: `timeouts`, `crashes` or `errors`.
+    text: what the function did, a verb phrase; a traceback may follow it on
+      lines of its own.
   """
 
-  def __init__(
-    self,
-    kind: str,
-    num_workers: int = 2,
-    timeout_seconds: float = 5.0,
-    format_reward: float = 0.0,
-  ):
-    """Starts no process: a worker starts with its first completion.
-
-    Args:
-      num_workers: child processes, at least 1; "exact" starts none.
-      timeout_seconds: wall clock for one completion, above 0; it starts when a
-        child that is ready gets the answer.
-      format_reward: added wherever there is a complete box.
-    Raises:
-      ValueError: if an argument is out of range.
-    """
-    if kind not in KNOWN_PAIRS:
-      raise ValueError(
-        f"config.reward.kind is {kind!r}, not one of {[*KNOWN_PAIRS]}"
-      )
-    if kind == "math" and num_workers < 1:
-      raise ValueError(
-        f"config.reward.num_workers is {num_workers}, not at least 1"
-      )
-    if timeout_seconds <= 0:
-      raise ValueError(
-        f"config.reward.timeout_seconds is {timeout_seconds}, not above 0"
-      )
-    self.counts = dict.fromkeys(OUTCOMES, 0)
-    self._kind = kind
-    self._format_reward = format_reward
-    num_workers = num_workers if kind == "math" else 0
-    self._workers = [_Worker(timeout_seconds) for _ in range(num_workers)]
-    self._idle = queue.SimpleQueue()
-    for worker in self._workers:
-      self._idle.put(worker)
-    # As many threads as workers: each waits for one child.
-    self._pool = futures.ThreadPoolExecutor(max(num_workers, 1))
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *exception) -> None:
-    self._pool.shutdown(cancel_futures=True)
-    for worker in self._workers:
-      worker.stop()
-
-  def grade(
-    self, completions: Sequence[str], golds: Sequence[str]
-  ) -> list[float]:
-    """Rewards in the order given: 1 where right, else 0, and `format_reward`.
-
-    Args and errors are those of `judge`.
-    """
-    return [self.reward(x) for x in self.judge(completions, golds)]
-
-  def reward(self, outcome: str) -> float:
-    """What an outcome earns: 1 where right, and `format_reward` for a box."""
-    return float(outcome == "right") + self._format_reward * (
-      outcome != "unboxed"
-    )
-
-  def judge(
-    self, completions: Sequence[str], golds: Sequence[str]
-  ) -> list[str]:
-    """One of `OUTCOMES` for each completion, in the order given; counts them.
-
-    Args:
-      golds: the gold answer of each completion, without a box.
-    Raises:
-      ValueError: if the lengths differ.
-      RuntimeError: if a child process cannot start.
-    """
-    if len(completions) != len(golds):
-      raise ValueError(
-        f"{len(golds)} gold answers for {len(completions)} completions"
-      )
-    outcomes = self._outcomes(completions, golds)
-    for outcome in outcomes:
-      self.counts[outcome] += 1
-    return outcomes
-
-  def self_check(self) -> None:
-    """Grades `KNOWN_PAIRS` the way completions are; they are not counted.
-
-    Raises:
-      RuntimeError: names the first pair that was graded wrongly.
-    """
-    pairs = KNOWN_PAIRS[self._kind]
-    completions = [rf"It is \boxed{{{answer}}}." for _, answer, _ in pairs]
-    outcomes = self._outcomes(completions, [gold for gold, _, _ in pairs])
-    for (gold, answer, is_equal), outcome in zip(pairs, outcomes, strict=True):
-      if outcome != ("right" if is_equal else "wrong"):
-        raise RuntimeError(
-          f"config.reward.kind {self._kind!r} fails its self-check: answer "
-          f"{answer!r} counts under {outcome!r} where the gold answer is "
-          f"{gold!r}; reinstall math-verify as setup.py pins it, or raise "
-          "config.reward.timeout_seconds"
-        )
-
-  def _outcomes(
-    self, completions: Sequence[str], golds: Sequence[str]
-  ) -> list[str]:
-    run = map if self._kind == "exact" else self._pool.map
-    return list(run(self._outcome, completions, golds))
-
-  def _outcome(self, completion: str, gold: str) -> str:
-    answer = last_boxed(completion)
-    if answer is None:
-      return "unboxed"
-    if self._kind == "exact":
-      return "right" if answer.strip() == gold.strip() else "wrong"
-    # The same text is right whether or not anyone can parse it.
-    if _tidy(answer) == _tidy(gold):
-      return "right"
-    if len(answer) > MAX_ANSWER_CHARS:
-      return "unparsed"
-    worker = self._idle.get()
-    try:
-      return worker.compare(gold, answer)
-    finally:
-      self._idle.put(worker)
+  def __init__(self, kind: str, text: str):
+    super().__init__(kind, text)
+    self.kind, self.text = kind, text
 
 
-class _Worker:
-  """A child process that compares two answers at a time, restarted at need."""
+class Worker:
+  """A child process that calls reward functions, one call at a time.
 
-  def __init__(self, timeout_seconds: float):
-    self.process = None
+  Attributes:
+    takes: the arguments of each function by its reference, once a child has
+      loaded them.
+  """
+
+  def __init__(self, references: Sequence[str], timeout_seconds: float):
+    """Starts nothing."""
+    self.takes: dict[str, Arguments] = {}
+    self._references = references
     self._timeout_seconds = timeout_seconds
+    self._process: subprocess.Popen | None = None
+    self._is_closed = False
+    self._lock = threading.Lock()  # between a kill and a reaping
 
-  def compare(self, gold: str, answer: str) -> str:
-    """One of `OUTCOMES`. Raises RuntimeError if no child can start."""
-    if self.process is None:
-      self._start()
+  def call(self, reference: str, batch: Mapping[str, Sequence]) -> list[Mark]:
+    """Calls a function with what it takes of `batch`; a mark per completion.
+
+    Raises:
+      Fault: if it gives none.
+      ValueError: if the batch is not JSON, or no function can be loaded.
+      RuntimeError: if no child can start.
+    """
+    is_fresh = self._process is None
+    if is_fresh:
+      self.start()
+    wanted = _wanted(self.takes[reference], batch)
+    request = {
+      "reference": reference,
+      "arguments": {name: batch[name] for name in wanted},
+      "num": len(batch["completions"]),
+    }
     try:
-      print(json.dumps([gold, answer]), file=self.process.stdin, flush=True)
-      outcome = self._read_line(self._timeout_seconds)
-    except BrokenPipeError:
-      outcome = "crashes"
-    if outcome in ("timeouts", "crashes"):
+      reply = self._exchange(_to_line(request), self._timeout_seconds)
+    except TimeoutError:
       self.stop()
-    return outcome
+      limit = f"{self._timeout_seconds:g} s"
+      raise Fault("timeouts", f"gave no answer within {limit}") from None
+    except (OSError, EOFError):
+      status = self.stop()
+      if not is_fresh:  # it may have died since the call before this one
+        return self.call(reference, batch)
+      if status == errno.ENOMEM:
+        raise Fault("crashes", "filled the memory of its process") from None
+      by = f"signal {-status}" if status < 0 else f"exit status {status}"
+      raise Fault("crashes", f"ended its process ({by})") from None
+    if "error" in reply:
+      raise Fault("errors", f"raised {reply['error']}\n{reply['traceback']}")
+    return reply["marks"]
 
-  def stop(self) -> str:
-    """Ends the child, if there is one; returns what it wrote to stderr."""
-    if self.process is None:
-      return ""
-    self.process.kill()
-    _, errors = self.process.communicate()  # also closes the pipes
-    self.process = None
-    return errors
+  def start(self) -> None:
+    """Starts a child, if there is none, that loads the functions.
 
-  def _start(self) -> None:
-    # This file as a script: a child of multiprocessing imports dppo_jax.main,
-    # and with it JAX. -P hides its neighbours, such as config.py, from imports.
-    self.process = subprocess.Popen(
-      [sys.executable, "-P", __file__, str(self._timeout_seconds)],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      env=os.environ | CHILD_ENV,
-      start_new_session=True,  # Ctrl-C is for the parent
-    )
-    if self._read_line(START_SECONDS) != "ready":
+    Raises:
+      ValueError: in one line, if a function cannot be loaded.
+      RuntimeError: if the child dies or is not ready in `START_SECONDS`.
+    """
+    if self._process:
+      return
+    if self._is_closed:
+      raise RuntimeError("the grader is closed")
+    self._socket, theirs = socket.socketpair()
+    self._stderr = tempfile.TemporaryFile()
+    with theirs:
+      # A file as a script: a child of multiprocessing imports dppo_jax.main,
+      # and with it JAX. -P hides its neighbour math.py from imports.
+      self._process = subprocess.Popen(
+        [sys.executable, "-P", CHILD],
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=self._stderr,
+        env=os.environ | CHILD_ENV,
+        start_new_session=True,  # Ctrl-C is for the parent
+      )
+    request = {
+      "path": [os.path.abspath(x) for x in sys.path],  # "" is this directory
+      "references": self._references,
+      "timeout_seconds": self._timeout_seconds,
+    }
+    try:
+      reply = self._exchange(_to_line(request), START_SECONDS)
+    except (OSError, EOFError):
+      self._stderr.seek(0)
+      errors = self._stderr.read()[-2000:].decode(errors="replace")
+      self.stop()
       raise RuntimeError(
         f"a grader process died, or was not ready in {START_SECONDS:g} s; its "
-        f"stderr ends with: {self.stop()[-2000:]}"
-      )
+        f"stderr ends with: {errors}"
+      ) from None
+    if "refused" in reply:
+      self.stop()
+      raise ValueError(reply["refused"])
+    self.takes = {name: Arguments(*x) for name, x in reply["takes"].items()}
 
-  def _read_line(self, seconds: float) -> str:
-    # A line is shorter than a pipe's atomic write: its first byte brings all.
-    if not connection.wait([self.process.stdout], seconds):
-      return "timeouts"
-    return self.process.stdout.readline().strip() or "crashes"
+  def stop(self) -> int:
+    """Ends the child, if there is one, and what it started; its exit status."""
+    self.kill()
+    with self._lock:
+      if not self._process:
+        return 0
+      status = self._process.wait()
+      self._process = None
+    self._socket.close()
+    self._stderr.close()
+    return status
+
+  def kill(self) -> None:
+    """Kills the child, if there is one; a call under way then ends."""
+    with self._lock:
+      # Nobody has reaped it, so that the number is still its own.
+      if self._process:
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(self._process.pid, signal.SIGKILL)
+
+  def close(self) -> None:
+    """Kills the child, and starts no other."""
+    self._is_closed = True
+    self.kill()
+
+  def _exchange(self, line: bytes, seconds: float) -> dict:
+    """Sends a line and receives one.
+
+    Raises:
+      TimeoutError: if that takes more than `seconds`.
+      OSError, EOFError: if the child has ended.
+    """
+    deadline = time.monotonic() + seconds
+    self._socket.settimeout(seconds)
+    self._socket.sendall(line)
+    reply = bytearray()
+    while not reply.endswith(b"\n"):
+      self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+      received = self._socket.recv(1 << 16)
+      if not received:
+        raise EOFError
+      reply += received
+    return json.loads(reply)
 
 
-def _serve(timeout_seconds: float) -> None:
-  """The child: says "ready", then answers each line of stdin with an outcome.
+def check_columns(
+  spec: RewardSpec, takes: Arguments, columns: Mapping[str, Sequence[Any]]
+) -> None:
+  """Passes over columns that a function can be called with.
 
-  It ends with its stdin, so it does not outlive the parent.
+  Raises:
+    ValueError: if it requires another, or takes one that is not JSON.
   """
-  import resource
-  import signal
-
-  # Replies get a pipe of their own. Whatever else is printed goes to stderr, to
-  # explain a failure to start, and once ready nowhere: a full pipe would block.
-  replies = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)
-  with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-  logging.disable()  # math-verify warns that it keeps no time: the parent does
-  _compare("1", "2")  # the first comparison builds the parser's tables
-  silence = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(silence, 1)
-  os.dup2(silence, 2)
-  print("ready", file=replies, flush=True)
-  for line in sys.stdin:
-    # The parent's deadline comes first; this ends an orphan that hangs.
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
-    outcome = _compare(*json.loads(line))
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    print(outcome, file=replies, flush=True)
+  known = {"prompts", "completions", "answers", *columns}
+  missing = [name for name in takes.required if name not in known]
+  if missing:
+    raise ValueError(
+      f"config.reward.functions: {spec.name!r} requires {missing[0]!r}, which "
+      f"is none of {', '.join(sorted(known))}: the data has no such column"
+    )
+  _to_line({"arguments": {x: columns[x] for x in _wanted(takes, columns)}})
 
 
-def _compare(gold: str, answer: str) -> str:
-  import math_verify
-
-  gold_values, answer_values = _parse(_tidy(gold)), _parse(_tidy(answer))
-  if not gold_values or not answer_values:
-    return "unparsed"
-  is_equal = math_verify.verify(  # not symmetric: the gold answer comes first
-    gold_values, answer_values, timeout_seconds=None
-  )
-  return "right" if is_equal else "wrong"
+def _wanted(takes: Arguments, batch: Mapping[str, Sequence]) -> list[str]:
+  return [name for name in batch if takes.has_kwargs or name in takes.named]
 
 
-@functools.lru_cache(maxsize=64)  # a group shares its gold answer
-def _parse(text: str) -> list:
-  import math_verify
-
-  # LaTeX only, first match only: the default goes on to look for any number in
-  # what it could not parse, and a policy learns to please it.
-  return math_verify.parse(
-    rf"\boxed{{{text}}}",
-    [math_verify.LatexExtractionConfig(boxed_match_priority=0)],
-    fallback_mode="no_fallback",
-    extraction_mode="first_match",
-    parsing_timeout=None,
-  )
-
-
-def _tidy(answer: str) -> str:
-  r"""`answer` without the `,\!` between thousands or a full stop at its end."""
-  answer = answer.replace(r",\!", "").replace(r"\!", "")
-  return answer.strip().removesuffix(".").strip()
-
-
-if __name__ == "__main__":
-  _serve(float(sys.argv[1]))
+def _to_line(request: dict) -> bytes:
+  try:
+    return json.dumps(request).encode() + b"\n"
+  except (TypeError, ValueError):
+    for name, values in request["arguments"].items():
+      for value in values:
+        try:
+          json.dumps(value)
+        except (TypeError, ValueError) as error:
+          raise ValueError(
+            f"the data column {name!r} holds what a reward function cannot be "
+            f"sent ({error}): remove it, or turn it into text or numbers"
+          ) from None
+    raise

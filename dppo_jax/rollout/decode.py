@@ -41,21 +41,21 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-  """A rollout under way, on each of `S` shards of the data axis.
+  """A rollout under way, on one shard of the data axis.
 
   Attributes:
     uniform: `[QG, T]`, the random number of each token.
-    num_wanted: `[S]`, completions of prompts that were kept.
-    num_done: `[S]`, how many of them are complete.
-    slot_steps: `[S]`, slots times steps so far.
+    num_wanted: `[1]`, completions of prompts that were kept.
+    num_done: `[1]`, how many of them are complete.
+    slot_steps: `[1]`, slots times steps so far.
   """
 
-  slots: Slots | None  # None when all are done
+  slots: Slots
   output: DecodeOutput
   uniform: Float[Array, "QG T"]
-  num_wanted: Int[Array, "S"]
-  num_done: Int[Array, "S"]
-  slot_steps: Int[Array, "S"]
+  num_wanted: Int[Array, "1"]
+  num_done: Int[Array, "1"]
+  slot_steps: Int[Array, "1"]
 
 
 def slot_schedule(num_slots: int) -> list[int]:

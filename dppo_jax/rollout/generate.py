@@ -4,8 +4,7 @@ Every prompt is prefilled once. A fixed number of decode slots then takes the
 completions in turn: a slot whose sequence stops takes the next one inside the
 same compiled loop, starting from a copy of its prompt's cache. When fewer
 completions are left than slots, the busy slots move together and the loop goes
-on with fewer: that is a second part, during which the completions of the first
-can be graded.
+on with fewer.
 """
 
 import functools
@@ -29,12 +28,6 @@ from dppo_jax.rollout.decode import (
   slot_schedule,
 )
 from dppo_jax.rollout.sampling import Sampling
-
-# Which axis of each array the shards divide; the model axis is the compiler's.
-_BY_SLOT = jax.P("data")
-_STATE_SPECS = DecodeState(
-  Slots(*(_BY_SLOT,) * 4, cache=kv_cache.shard_spec()), *(_BY_SLOT,) * 5
-)
 
 
 def sample(
@@ -70,113 +63,66 @@ def sample(
   if kept is None:
     ones = jnp.ones(prompts.ids.shape, jnp.float32)
     kept = Selection(ones > 0, ones)
-  how = Sampling(**sampling)
-  params = transformer.to_inference_params(params, model_config)
-  state = begin_decode(
-    params,
-    model_config,
+  return roll_out(
+    transformer.to_inference_params(params, model_config),
     prompts,
     rng,
     kept,
-    how,
+    model_config=model_config,
+    sampling=Sampling(**sampling),
     group_size=group_size,
     num_slots=num_slots,
     prefill_batch=prefill_batch,
   )
-  state = finish_decode(params, model_config, state, how)
-  return to_rollout(state, prompts, kept)
 
 
-def begin_decode(
+def roll_out(
   params: transformer.Params,
-  model_config: transformer.ModelConfig,
   prompts: PromptBatch,
   rng: StepRng,
   kept: Selection,
-  sampling: Sampling,
   *,
-  group_size: int,
-  num_slots: int,
-  prefill_batch: int = 16,
-) -> DecodeState:
-  """The first part of `sample`: until no completion waits for a slot.
-
-  It is over when fewer are left than the second stage has slots for. What is
-  complete by then can be graded while `finish_decode` goes on.
+  model_config: transformer.ModelConfig,
+  sampling: Sampling,
+  **sizes: int,
+) -> Rollout:
+  """`sample` from weights that are laid out for it already.
 
   Args:
     params: of `transformer.to_inference_params`.
+    sizes: group_size, num_slots and prefill_batch.
   """
-  num_shards = _num_shards()
 
   def run(params, prompts, keep, key):
-    return _begin_shard(
-      params,
-      model_config,
-      prompts,
-      keep,
-      key,
-      sampling,
-      group_size=group_size,
-      num_slots=num_slots,
-      prefill_batch=prefill_batch,
+    state = _first_stage(
+      params, model_config, prompts, keep, key, sampling, **sizes
     )
+    return _later_stages(params, model_config, state, sampling)
 
-  keep = kept.keep
-  if num_shards > 1:
+  keep, num_shards = kept.keep, _num_shards()
+  if num_shards == 1:
+    output, slot_steps = run(params, prompts, keep, rng.key)
+  else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
-    prompts, keep = jax.tree.map(lambda x: x[order], (prompts, keep))
-  run = _on_shards(run, (jax.P(), _BY_SLOT, _BY_SLOT, jax.P()))
-  return run(params, prompts, keep, rng.key)
-
-
-def finish_decode(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
-  state: DecodeState,
-  sampling: Sampling,
-) -> DecodeState:
-  """The second part of `sample`: with ever fewer slots, to the end.
-
-  Args:
-    params: of `transformer.to_inference_params`.
-  """
-
-  def run(params, state):
-    sizes = [*slot_schedule(state.slots.item.shape[0]), 0]
-    for size, next_size in itertools.pairwise(sizes[1:]):
-      slots = compact_slots(state.slots, size, state.uniform.shape[0])
-      state = jax.lax.while_loop(
-        more_unfinished_than(next_size),
-        lambda x: decode_step(params, model_config, x, sampling),
-        state._replace(slots=slots),
-      )
-    # Slots are empty and have another shape; drop them.
-    return state._replace(slots=None)
-
-  run = _on_shards(
-    run, (jax.P(), _STATE_SPECS), _STATE_SPECS._replace(slots=None)
-  )
-  return run(params, state)
-
-
-def to_rollout(
-  state: DecodeState, prompts: PromptBatch, kept: Selection
-) -> Rollout:
-  """Completions, whole where they stopped or are as long as they may be."""
-  num_prompts, num_shards = prompts.ids.shape[0], state.num_done.shape[0]
+    dealt = jax.tree.map(lambda x: x[order], (prompts, keep))
+    output, slot_steps = jax.shard_map(
+      run,
+      in_specs=(jax.P(), jax.P("data"), jax.P("data"), jax.P()),
+      out_specs=jax.P("data"),
+      axis_names={"data"},
+      check_vma=False,
+    )(params, *dealt, rng.key)
   output = jax.tree.map(
-    lambda x: x.reshape(num_prompts, -1, *x.shape[1:]), state.output
+    lambda x: x.reshape(len(keep), -1, *x.shape[1:]), output
   )
   if num_shards > 1:
-    place = _balance_shards(kept.keep, num_shards)
     output = jax.tree.map(lambda x: x[place], output)
   return Rollout(
     prompt_ids=prompts.ids,
     kept=kept,
     # All shards wait for the slowest.
-    slot_steps=state.slot_steps.max() * num_shards,
+    slot_steps=slot_steps.max() * num_shards,
     **output._asdict(),
   )
 
@@ -186,19 +132,6 @@ def _num_shards() -> int:
   return 1 if mesh.empty else mesh.shape["data"]
 
 
-def _on_shards(run, in_specs, out_specs=_STATE_SPECS):
-  """`run`, on each shard of the data axis by itself."""
-  if _num_shards() == 1:
-    return run
-  return jax.shard_map(
-    run,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names={"data"},
-    check_vma=False,
-  )
-
-
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   """Where each prompt goes so that every shard has as many kept ones."""
   num = keep.shape[0]
@@ -206,7 +139,7 @@ def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   return rank % num_shards * (num // num_shards) + rank // num_shards
 
 
-def _begin_shard(
+def _first_stage(
   params,
   model_config,
   prompts: PromptBatch,
@@ -218,7 +151,7 @@ def _begin_shard(
   num_slots: int,
   prefill_batch: int,
 ) -> DecodeState:
-  """Prefill and the first stage, on one shard."""
+  """Prefill, then decoding until fewer are left than the next stage takes."""
   num_items = prompts.ids.shape[0] * group_size
   num_slots = min(num_slots, num_items)
   num_wanted = keep.sum(dtype=jnp.int32) * group_size
@@ -289,6 +222,21 @@ def _begin_shard(
     ),
     refill_all(empty, jnp.int32(0)),
   )[0]
+
+
+def _later_stages(
+  params, model_config, state: DecodeState, sampling: Sampling
+) -> tuple[DecodeOutput, Int[Array, "1"]]:
+  """Decoding to the end with ever fewer slots, and the slot steps of it all."""
+  sizes = [*slot_schedule(state.slots.item.shape[0]), 0]
+  for size, next_size in itertools.pairwise(sizes[1:]):
+    slots = compact_slots(state.slots, size, state.uniform.shape[0])
+    state = jax.lax.while_loop(
+      more_unfinished_than(next_size),
+      lambda x: decode_step(params, model_config, x, sampling),
+      state._replace(slots=slots),
+    )
+  return state.output, state.slot_steps
 
 
 def _prefill(

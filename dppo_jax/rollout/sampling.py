@@ -42,14 +42,26 @@ def sample_token(
   Args:
     uniform: random numbers of [0, 1); one for a token, not one for each of the
       vocabulary.
+    top_k, top_p: as in `Sampling`; of tokens tied at the k-th place those of
+      lower ids are kept.
+  Raises:
+    ValueError: for a top_k above the vocabulary.
   """
+  if top_k > logits.shape[1]:
+    raise ValueError(
+      f"top_k is {top_k} but the vocabulary has {logits.shape[1]} tokens; see "
+      "config.rollout.top_k"
+    )
   if temperature == 0:
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return token, jnp.zeros(token.shape, jnp.float32)
   logits = logits / temperature
   if top_k:
-    lowest = jax.lax.top_k(logits, top_k)[0][:, -1:]
-    logits = jnp.where(logits < lowest, -jnp.inf, logits)
+    # By index, so that of tokens tied at the k-th place not more are kept.
+    _, kept = jax.lax.top_k(logits, top_k)
+    rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    is_kept = jnp.zeros(logits.shape, bool).at[rows, kept].set(True)
+    logits = jnp.where(is_kept, logits, -jnp.inf)
   if top_p < 1:
     ordered = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(ordered, axis=-1)

@@ -23,8 +23,7 @@ import sys
 
 import jax
 from matplotlib import figure as figures
-
-from dppo_jax.reporting import report
+import summary
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -149,7 +148,7 @@ def train_all(root: pathlib.Path, seeds: int, cores: list[int]) -> list[dict]:
     {
       "variant": variant,
       "seed": seed,
-      **report.summary(root / _name(variant, seed), "step/cpu_seconds"),
+      **summary.summary(root / _name(variant, seed), "step/cpu_seconds"),
       "jax": jax.__version__,
       "machine": platform.processor() or platform.machine(),
     }
@@ -201,7 +200,7 @@ def whole_run(result: dict) -> float:
 
 def to_last_mark(result: dict) -> float | None:
   """Seconds to the highest mark, if it was reached."""
-  return result["seconds_to"][f"{report.MARKS[-1]:.0%}"]
+  return result["seconds_to"][f"{summary.MARKS[-1]:.0%}"]
 
 
 def mean_curve(runs: list[dict], name: str) -> list[float]:
@@ -236,8 +235,8 @@ def table(results: list[dict]) -> str:
     "step, s",
     "faster than grpo",
     "than on all tokens",
-    *(f"to {mark:.0%}, s" for mark in report.MARKS),
-    f"faster to {report.MARKS[-1]:.0%}",
+    *(f"to {mark:.0%}, s" for mark in summary.MARKS),
+    f"faster to {summary.MARKS[-1]:.0%}",
     "prompts",
     "generated, M",
     "trained, M",
@@ -257,7 +256,7 @@ def table(results: list[dict]) -> str:
         for base in ("grpo", "grpo, all tokens")
       ),
     ]
-    for mark in report.MARKS:
+    for mark in summary.MARKS:
       times = [r["seconds_to"][f"{mark:.0%}"] for r in timed]
       reached = [t for t in times if t is not None]
       cell = f"{statistics.median(reached):.1f}" if reached else "–"

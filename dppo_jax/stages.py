@@ -1,0 +1,128 @@
+"""The stages of a step that are compiled: pure functions of arrays.
+
+Two more are `rollout.roll_out` and `learner.select.select`, as they are.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+import optax
+
+from dppo_jax import rollout
+from dppo_jax.learner import select, update
+from dppo_jax.methods import Method, dynamic_sampling
+from dppo_jax.models import transformer
+from dppo_jax.records import (
+  PackedBatch,
+  PromptBatch,
+  Rollout,
+  Selection,
+  TrainState,
+)
+from dppo_jax.rng import StepRng
+
+Metrics = dict[str, jax.Array]
+Params = transformer.Params
+
+
+def choose_prompts(
+  rng: StepRng,
+  history: PyTree,
+  ids: Int[Array, "N"],
+  limit: Int[Array, ""],
+  *,
+  method: Method,
+) -> Selection:
+  """The prompts to roll out: at most the first `limit` of the method's."""
+  return dynamic_sampling.limit(method.prompts.select(rng, history, ids), limit)
+
+
+def evaluate(
+  params: Params, prompts: PromptBatch, rng: StepRng, *, model, **options
+) -> Rollout:
+  """Completions of evaluation problems."""
+  return rollout.sample(params, model, prompts, rng, **options)
+
+
+def score(
+  params: Params,
+  rng: StepRng,
+  batch: PackedBatch,
+  num_micro: Int[Array, ""],
+  *,
+  method: Method,
+  config: update.UpdateConfig,
+) -> tuple[PackedBatch, Metrics]:
+  """Old log-probabilities where the update needs them, and chosen tokens."""
+  stats = None
+  if needs_stats(method, config):
+    stats = update.score(params, config, batch, num_micro)
+  return select.choose_tokens(
+    rng,
+    batch,
+    stats,
+    method=method,
+    objective=config.objective,
+    is_on_policy=config.is_on_policy,
+  )
+
+
+def needs_stats(method: Method, config: update.UpdateConfig) -> bool:
+  """Whether a step takes another forward pass before its update."""
+  is_read = method.tokens is not None and method.tokens.needs_stats
+  return is_read or not config.is_on_policy
+
+
+def train_step(
+  state: TrainState,
+  reference: Params | None,
+  batch: PackedBatch,
+  num_micro: Int[Array, ""],
+  denominator: Float[Array, ""],
+  *,
+  config: update.UpdateConfig,
+  optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, Metrics]:
+  """The update of a step, which counts."""
+  state, metrics = update.update(
+    state,
+    reference,
+    batch,
+    num_micro,
+    denominator,
+    config=config,
+    optimizer=optimizer,
+  )
+  return state.replace(step=state.step + 1), metrics
+
+
+def update_history(
+  history: PyTree,
+  step: Int[Array, ""],
+  draws: Int[Array, ""],
+  rollout: Rollout,
+  rewards: Float[Array, "Q G"],
+  correct: Float[Array, "Q G"],
+  *,
+  method: Method,
+  num_problems: int,
+) -> tuple[PyTree, Int[Array, ""]]:
+  """What the method remembers after a rollout, and one more draw."""
+  # A pruned prompt goes by an id that no problem has.
+  ids = jnp.where(rollout.kept.keep, rollout.prompt_ids, num_problems)
+  history = method.prompts.observe(history, step, ids, rewards, rollout.lengths)
+  return history, draws + 1
+
+
+def add_groups(
+  buffer: dynamic_sampling.GroupBuffer,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  rewards: Float[Array, "N G"],
+  *,
+  rule: dynamic_sampling.DynamicSampling,
+) -> tuple[dynamic_sampling.GroupBuffer, Int[Array, ""], Float[Array, ""]]:
+  """The buffer with one more chunk, the next one's size, the denominator."""
+  buffer = dynamic_sampling.add_groups(buffer, prompts, rollout, rewards)
+  size = dynamic_sampling.next_size(buffer, rollout, rewards, rule)
+  return buffer, size, dynamic_sampling.denominator(buffer, rule)

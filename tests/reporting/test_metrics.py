@@ -1,0 +1,52 @@
+"""What a run writes down, and what is read back."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+
+from dppo_jax.reporting import metrics, report
+
+
+def test_a_compilation_is_counted_while_the_context_lasts_and_no_longer():
+  fresh = lambda n: jax.jit(lambda x: x * n + 0.5)(jnp.ones(n))
+  with metrics.Compilations() as compilations:
+    fresh(3).block_until_ready()
+    assert compilations.since_last() >= 1
+    jnp.ones(3).block_until_ready()
+    assert compilations.since_last() == 0
+  fresh(5).block_until_ready()
+  assert compilations.since_last() == 0
+
+
+def test_metrics_of_older_runs_go_by_their_present_names(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  old = {"step": 1, "completions/dead_groups": 3.0, "remember/seconds": 0.1}
+  path.write_text(json.dumps(old) + "\n" + '{"step": 2, "cut')
+  assert metrics.read(path) == [
+    {"step": 1, "groups/zero_std": 3.0, "update_history/seconds": 0.1}
+  ]
+
+
+def test_a_writer_keeps_what_was_said_and_what_was_written(tmp_path):
+  with metrics.Writer(tmp_path, None, 3) as writer:
+    writer.say("begun")
+    for step in (1, 2, 3):
+      writer.write(step, {"reward/mean": step / 2})
+    writer.log("Traceback: one\ntwo")
+  with metrics.Writer(tmp_path, 1, 3) as writer:  # goes on after step 1
+    writer.write(2, {"reward/mean": 7.0})
+  lines = metrics.read(tmp_path / "metrics.jsonl")
+  assert [x["reward/mean"] for x in lines] == [0.5, 7.0]
+  log = (tmp_path / "log.txt").read_text()
+  assert "begun" in log and "Traceback: one\ntwo" in log
+
+
+def test_a_completion_with_credit_for_its_form_alone_is_not_called_right():
+  sample = {"step": 0, "split": "eval", "problem": "1+1=", "answer": "2"}
+  samples = [
+    sample | {"completion": r"\boxed{3}", "reward": 0.5, "correct": 0.0},
+    sample | {"completion": r"\boxed{2}", "reward": 0.0, "correct": 1.0},
+  ]
+  wrong, right = report._solutions(samples).split("Step 0, ")[1:]
+  assert wrong.startswith("wrong") and right.startswith("right")

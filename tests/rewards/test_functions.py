@@ -1,0 +1,142 @@
+"""Naming reward functions, importing them, and what ours return."""
+
+import copy
+import functools
+import pickle
+import sys
+
+import pytest
+
+from dppo_jax.rewards import RewardSpec, Verdict, functions, parse
+
+
+def brevity(completions, weight=1.0):
+  return [weight / len(text) for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+  """What a loaded file adds to the import path ends with the test."""
+  monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_ours_say_why():
+  texts = [r"\boxed{ 18 }", r"\boxed{18.0}", "18", r"\boxed{4} \boxed{**}"]
+  exact = functions.exact(texts, [" 18"] * 4)
+  math = functions.math(texts, [" 18"] * 4)
+  assert exact == [1.0, 0.0, 0.0, 0.0]
+  assert [x.outcome for x in exact] == ["right", "wrong", "unboxed", "wrong"]
+  assert [x.outcome for x in math] == ["right", "right", "unboxed", "unparsed"]
+  assert functions.boxed(texts) == [1.0, 1.0, 0.0, 1.0]
+  for same in (copy.copy(exact[0]), pickle.loads(pickle.dumps(exact[0]))):
+    assert (same, same.outcome) == (1.0, "right")
+  with pytest.raises(ValueError, match="'good' is not one of"):
+    Verdict("good")
+
+
+def test_a_config_names_functions_and_weights(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "mine.py").touch()
+  text = "math, boxed:0.5,mine.py:f:-1e-1,a.b:f,c:g:2"
+  assert parse(text) == (
+    RewardSpec("math", "math", 1.0),
+    RewardSpec("boxed", "boxed", 0.5),
+    RewardSpec(f"{tmp_path}/mine.py:f", f"{tmp_path}/mine.py:f", -0.1),
+    RewardSpec("a.b:f", "a.b:f", 1.0),
+    RewardSpec("g", "c:g", 2.0),
+  )
+  assert parse(parse(text)) == parse(text)
+
+
+def test_python_may_give_functions_themselves():
+  here = RewardSpec("brevity", "test_functions:brevity", 0.5)
+  assert parse(brevity) == (here._replace(weight=1.0),)
+  assert parse([functions.math, (brevity, 0.5), "boxed:2"]) == (
+    RewardSpec("math", "math"),
+    here,
+    RewardSpec("boxed", "boxed", 2.0),
+  )
+  assert functions.load(here.reference) is brevity
+
+
+@pytest.mark.parametrize(
+  "given, complaint",
+  [
+    ("maths", "'maths' is none of exact, math, boxed, FILE.py:FUNCTION"),
+    ("math:1:2", "'math:1:2' is none of"),
+    ("math,,boxed", "'' is none of"),
+    ("", "'' is none of"),
+    ("a b.c:f", "'a b.c:f' is none of"),
+    ("math:heavy", "the weight 'heavy' is not a finite number"),
+    ("a.b:f:nan", "'a.b:f:nan': the weight 'nan' is not"),
+    ("no/such.py:f", "there is no file /.*/no/such.py"),
+    ("math,boxed,math:2", "'math' is there twice"),
+    ([], "there is none"),
+    ([len, 3], "cannot import 3: it is not callable"),
+    (lambda completions: [], "a lambda has no name"),
+    (functools.partial(brevity, weight=2), "cannot import functools.partial"),
+    ([(brevity, "x")], "'brevity': the weight 'x'"),
+  ],
+  ids=repr,
+)
+def test_bad_items_are_refused_in_one_line(given, complaint):
+  with pytest.raises(ValueError, match=complaint) as error:
+    parse(given)
+  assert str(error.value).startswith("config.reward.functions: ")
+  assert "\n" not in str(error.value)
+
+
+def test_a_function_inside_another_is_refused():
+  def inner(completions):
+    return []
+
+  with pytest.raises(ValueError, match="inside another function; define it at"):
+    parse(inner)
+
+
+@pytest.mark.parametrize(
+  "source, complaint",
+  [
+    ("def g(): pass", "there is no function 'f' in /.*/mine.py"),
+    ("f = 3", "is not callable but of type int"),
+    ("async def f(completions): pass", "is async"),
+    (
+      "import no_such_thing",
+      r"ModuleNotFoundError: .*mine.py, line 1\)",
+    ),
+    ("x = 1\nraise OSError('a\\nb')", r"cannot be imported: OSError: .*line 2"),
+    ("def f(:", "SyntaxError"),
+    ("exit(3)", "SystemExit"),
+    ("def f(completions, /): pass", "'completions' by position"),
+  ],
+)
+def test_what_cannot_be_imported_is_refused_in_one_line(
+  tmp_path, source, complaint
+):
+  (tmp_path / "mine.py").write_text(source)
+  (spec,) = parse(f"{tmp_path}/mine.py:f")
+  with pytest.raises(ValueError, match=complaint) as error:
+    functions.load(spec.reference)
+  assert str(error.value).startswith("config.reward.functions: ")
+  assert "\n" not in str(error.value)
+
+
+def test_a_file_may_be_called_as_a_module_is(tmp_path):
+  (tmp_path / "copy.py").write_text("def f(completions): pass")
+  function = functions.load(f"{tmp_path}/copy.py:f")
+  assert sys.modules["copy"] is copy
+  assert sys.modules[function.__module__].f is function
+
+
+def test_a_module_that_does_not_exist_is_refused():
+  with pytest.raises(ValueError, match=r"no_such\.module cannot be imported"):
+    functions.load("no_such.module:f")
+
+
+def test_a_signature_says_what_a_function_takes():
+  def f(completions, *, level, tag="", **rest):
+    return []
+
+  named = ["completions", "level", "tag"]
+  assert functions.arguments(f) == (named, named[:2], True)
+  assert functions.arguments(brevity).has_kwargs is False

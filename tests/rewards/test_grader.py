@@ -1,0 +1,392 @@
+"""What completions earn, and what a nasty one or a nasty function can cost."""
+
+from collections.abc import Iterator
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from dppo_jax.rewards import Grader, workers
+from dppo_jax.rewards import grader as graders
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
+
+PATIENT = 60.0  # seconds: a slow machine is no reason to fail
+HANG = r"\boxed{9^{9^{9}}}"  # too many digits for a lifetime
+
+# The completion says what the function does. Its neighbours are decoys: they
+# must not hide the standard library.
+REWARDS = """
+import colorsys, json, math, os, signal, subprocess, sys, time
+import helper
+from dppo_jax.rewards import Verdict
+print("noise " * 100_000, flush=True)
+
+def nasty(completions, **kwargs):
+  print('{"marks": [9.0]}\\\\n' * 10_000, flush=True)
+  os.write(2, b"noise " * 100_000)
+  values = [perform(text) for text in completions]
+  return values[1:] if "short" in completions else values
+
+def perform(text):
+  if text == "raise":
+    raise ValueError("first\\nsecond")
+  if text == "sys.exit":
+    sys.exit(0)
+  if text == "os._exit":
+    os._exit(3)
+  if text == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+  if text == "memory":
+    bytearray(8 << 30)
+  if text.startswith("hang "):
+    grandchild = subprocess.Popen(["sleep", "1000"])
+    with open(text[5:] + "~", "w") as file:
+      file.write(str(grandchild.pid))
+    os.rename(text[5:] + "~", text[5:])
+    time.sleep(1000)
+  if text == "text":
+    return "1.0"
+  if text == "list":
+    return [1.0]
+  if text in ("none", "short") or "boxed" in text:
+    return None
+  if text == "stdin":
+    return float(len(sys.stdin.read()))
+  return float(text)
+
+def not_a_list(completions):
+  return 1.0
+
+def shortest(completions):
+  least = min(map(len, completions))
+  return [len(text) == least for text in completions]
+
+def solution_reward(completions, solution, **kwargs):
+  return [None if s is None else float(s in c)
+          for c, s in zip(completions, solution)]
+
+def received(prompts, completions, answers, level, unused=None):
+  seen = [str(x) for x in zip(prompts, answers, level)]
+  return [float(a == b) for a, b in zip(seen, completions)]
+
+def everything(**kwargs):
+  names = sorted(kwargs)
+  return [float(str(names) == text) for text in kwargs["completions"]]
+
+def environment(completions):
+  stdlib = os.path.dirname(os.__file__)
+  is_right = (
+    all(x.__file__.startswith(stdlib) for x in (colorsys, json, math))
+    and helper.VALUE == 7 and "jax" not in sys.modules
+    and os.environ["JAX_PLATFORMS"] == "cpu")
+  return [Verdict("right" if is_right else "wrong") for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "my_rewards.py").write_text(REWARDS)
+  (folder / "helper.py").write_text("VALUE = 7")
+  for decoy in ("colorsys", "json", "math"):
+    (folder / f"{decoy}.py").write_text("raise ImportError('decoy')")
+  return folder / "my_rewards.py"
+
+
+@pytest.fixture(scope="module")
+def nasty(path) -> Iterator[Grader]:
+  with Grader(
+    f"{path}:nasty", num_workers=1, timeout_seconds=PATIENT
+  ) as grader:
+    yield grader
+
+
+def grade(grader, completions, answers=None, columns=None, **options):
+  answers = answers or [""] * len(completions)
+  prompts = [f"What is {x}?" for x in answers]
+  return grader.grade(prompts, completions, answers, columns, **options)
+
+
+def faults(graded) -> dict[str, int]:
+  names = (*graders.FAULTS, "nonfinite")
+  return {x: graded.counts[x] for x in names if graded.counts[x]}
+
+
+def is_running(pid: int) -> bool:
+  """Whether it is at work: an orphan that ended may still await its init."""
+  try:
+    return ") Z " not in pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except FileNotFoundError:
+    return False
+
+
+def wait_until(condition) -> None:
+  deadline = time.monotonic() + PATIENT
+  while not condition() and time.monotonic() < deadline:
+    time.sleep(0.02)
+  assert condition()
+
+
+# What is earned.
+
+
+def test_ours_add_up_and_start_no_process(monkeypatch):
+  monkeypatch.setattr(subprocess, "Popen", None)
+  texts = [r"\boxed{5}", r"\boxed{6}", r"\boxed{5", "5"]
+  with Grader("exact,boxed:0.25", num_workers=0) as grader:
+    grader.self_check()
+    graded = grade(grader, texts, ["5"] * 4, group_size=2)
+    verdict = grade(grader, texts, ["5"] * 4, verifier_only=True)
+  assert graded.rewards.tolist() == [1.25, 0.25, 0.0, 0.0]
+  assert graded.rewards.dtype == graded.correct.dtype == np.float32
+  assert graded.correct.tolist() == verdict.rewards.tolist() == [1, 0, 0, 0]
+  assert graded.values["boxed"].tolist() == [1, 1, 0, 0]
+  assert {x: n for x, n in graded.counts.items() if n} == {
+    "right": 1,
+    "wrong": 1,
+    "unboxed": 2,
+  }
+  assert [*verdict.values] == ["exact"] and grader.news() == []
+
+
+def test_functions_get_what_their_signatures_name(path):
+  names = [
+    "environment",
+    "shortest",
+    "solution_reward:-2",
+    "received:4",
+    "everything:8",
+  ]
+  seen = str(("What is 7?", "7", 3))
+  taken = "['answers', 'completions', 'level', 'prompts', 'solution']"
+  completions = [seen, "aaaa", taken, "abcde"]
+  columns = {"solution": ["x", None, None, "abc"], "level": [3, 4, 5, 6]}
+  with Grader(",".join(f"{path}:{x}" for x in names), 2, PATIENT) as grader:
+    grader.self_check(columns)
+    graded = grade(grader, completions, [*"7777"], columns, group_size=2)
+    assert grader.news() == []
+    with pytest.raises(ValueError, match=r"requires 'solution'.* no such col"):
+      grader.self_check({"level": [1]})
+    with pytest.raises(ValueError, match=r"data column 'photo' holds .*bytes"):
+      grader.self_check(columns | {"photo": [None, b"\xff"]})
+    with pytest.raises(ValueError, match=r"data column 'level' holds .*set"):
+      grade(grader, ["1"], None, columns={"level": [{1}], "solution": ["x"]})
+  assert {x: v.tolist() for x, v in graded.values.items()} == {
+    "environment": [1, 1, 1, 1],
+    "shortest": [0, 1, 0, 1],
+    "solution_reward": [0, 0, 0, 1],
+    "received": [1, 0, 0, 0],
+    "everything": [0, 0, 1, 0],
+  }
+  assert graded.rewards.tolist() == [5, 2, 9, 0]
+  assert graded.correct.tolist() == [1] * 4 and faults(graded) == {}
+  assert graded.counts["right"] == 4
+
+
+def test_rewards_keep_their_order_and_correct_is_clipped(path):
+  with Grader(f"{path}:nasty:2,boxed", 3, PATIENT) as grader:
+    values = [x / 8 for x in range(-20, 21)]
+    graded = grade(grader, [str(x) for x in values])
+    assert len({w._process.pid for w in grader._workers}) == 3
+  assert graded.rewards.tolist() == [2 * x for x in values]
+  assert graded.correct.tolist() == [min(max(x, 0), 1) for x in values]
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize(
+  "culprit, fault, complaint",
+  [
+    ("raise", "errors", r"raised ValueError: first on the 4 completions"),
+    ("sys.exit", "errors", "raised SystemExit: 0"),
+    ("text", "errors", "a value of type str, not a number"),
+    ("list", "errors", "a value of type list, not a number"),
+    ("short", "errors", "it returned 3 values for 4 completions"),
+    ("os._exit", "crashes", r"ended its process \(exit status 3\)"),
+    ("kill", "crashes", r"ended its process \(signal 9\)"),
+    pytest.param("memory", "crashes", "filled the memory", marks=needs_linux),
+    ("nan", "nonfinite", "returned nan on a completion"),
+    ("-inf", "nonfinite", "returned -inf"),
+    ("1e39", "nonfinite", r"returned 1e\+39"),
+    ("none", None, None),
+    ("stdin", None, None),
+  ],
+)
+def test_a_fault_costs_its_own_reward(nasty, culprit, fault, complaint):
+  nasty._news.clear()
+  graded = grade(nasty, ["1", culprit, "2", "3"], group_size=4)
+  assert graded.rewards.tolist() == [1, 0, 2, 3]
+  assert faults(graded) == ({fault: 1} if fault else {})
+  again = grade(nasty, [culprit, "4"])  # one at a time from the start
+  assert again.rewards.tolist() == [0, 4] and faults(again) == faults(graded)
+  news = nasty.news()
+  assert len(news) == bool(fault) and nasty.news() == []
+  if fault:
+    line, _, details = news[0].partition("\n")
+    assert line.startswith("reward function 'nasty' ") and f"/{fault}" in line
+    assert ("in perform" in details) == (culprit in ("raise", "sys.exit"))
+    assert re.search(complaint, line)
+
+
+def test_a_hang_costs_its_own_reward(path, tmp_path):
+  """A user's, with its grandchild; and mathematics for a lifetime."""
+  hang = f"hang {tmp_path / 'pid'}"
+  completions = ["7", hang, HANG, r"\boxed{0.5}"]
+  with Grader(f"{path}:nasty,math:2", 2, timeout_seconds=2.0) as grader:
+    graded = grade(grader, completions, [r"\frac12"] * 4, group_size=2)
+    assert graded.values["nasty"].tolist() == [7, 0, 0, 0]
+    assert graded.rewards.tolist() == [7, 0, 0, 2]
+    assert faults(graded) == {"timeouts": 2}
+    (news,) = grader.news()
+    assert "'nasty' gave no answer within 2 s on the 2 completions" in news
+  if sys.platform == "linux":
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("culprit", ["raise", "nan", "kill"])
+def test_a_fault_may_stop_the_run(path, culprit):
+  spec = f"math,{path}:nasty"
+  with Grader(spec, 1, PATIENT, on_error="stop") as grader:
+    assert grade(grader, ["1", "2"]).values["nasty"].tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match=r"'nasty' .*on_error is 'stop'"):
+      grade(grader, ["1", culprit], group_size=2)
+
+
+def test_a_child_that_died_while_idle_costs_nothing(nasty):
+  assert grade(nasty, ["1"]).rewards == [1]
+  (worker,) = nasty._workers
+  os.kill(worker._process.pid, signal.SIGKILL)
+  # Until it is dead, without reaping it.
+  os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+  graded = grade(nasty, ["1", "2"])
+  assert graded.rewards.tolist() == [1, 2] and faults(graded) == {}
+
+
+@pytest.mark.parametrize(
+  "source, error, complaint",
+  [
+    ("import no_such_thing", ValueError, "^config.reward.functions: .*no_such"),
+    (
+      "import os, sys; sys.stderr.write('why'); os._exit(3)",
+      RuntimeError,
+      "why",
+    ),
+    ("import time; time.sleep(600)", RuntimeError, "was not ready in 1 s"),
+  ],
+)
+def test_functions_that_cannot_be_loaded_are_refused(
+  tmp_path, monkeypatch, source, error, complaint
+):
+  if "sleep" in source:
+    monkeypatch.setattr(workers, "START_SECONDS", 1.0)
+  (tmp_path / "mine.py").write_text(source)
+  with Grader(f"{tmp_path}/mine.py:f", 1) as grader:
+    with pytest.raises(error, match=complaint):
+      grader.self_check()
+    assert grader._workers[0]._process is None
+
+
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_self_check_names_the_pair_that_fails(name, monkeypatch):
+  pairs = [*graders.KNOWN_PAIRS[name], ("51", "52", True)]
+  monkeypatch.setitem(graders.KNOWN_PAIRS, name, pairs)
+  with Grader(name, 1, PATIENT) as grader:
+    with pytest.raises(RuntimeError, match=r"'52' counts under 'wrong'.*'51'"):
+      grader.self_check()
+
+
+@pytest.mark.parametrize(
+  "args, complaint",
+  [
+    ({"functions": "maths"}, "config.reward.functions: 'maths'"),
+    ({"functions": "math", "num_workers": 0}, "reward.num_workers is 0"),
+    ({"timeout_seconds": 0.0}, r"config.reward.timeout_seconds is 0\.0"),
+    ({"on_error": "ask"}, "config.reward.on_error is 'ask', not one of"),
+  ],
+)
+def test_arguments_out_of_range_are_refused(args, complaint):
+  with pytest.raises(ValueError, match=complaint):
+    Grader(**{"functions": "exact"} | args)
+
+
+@pytest.mark.parametrize(
+  "args, complaint",
+  [
+    ((["p"], ["5"], ["5", "6"]), "2 answers for 1 completions"),
+    ((["p"], ["5"], ["5"], {"level": []}), "0 level for 1 completions"),
+    ((["p"], ["5"], ["5"], {}, 2), "1 completions are not in groups of 2"),
+  ],
+)
+def test_lengths_must_agree(args, complaint):
+  with Grader("exact") as grader, pytest.raises(ValueError, match=complaint):
+    grader.grade(*args)
+
+
+# Whose processes they are.
+
+
+def test_workers_persist_and_end_with_the_grader(path):
+  with Grader(f"{path}:nasty", 2, PATIENT) as grader:
+    assert [w._process for w in grader._workers] == [None, None]
+    for _ in range(2):
+      grade(grader, [*"123456"])
+      processes = [w._process for w in grader._workers]
+    assert [p.poll() for p in processes] == [None, None]
+    groups = {os.getpgid(pid) for pid in [0, *[p.pid for p in processes]]}
+    assert len(groups) == 3  # Ctrl-C reaches the parent alone
+  assert [p.poll() for p in processes] == [-signal.SIGKILL] * 2
+
+
+PARENT = """
+import signal, sys
+from dppo_jax.rewards import Grader
+# A shell that runs the tests in the background has SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+path, completion, timeout = sys.argv[1:]
+with Grader(path + ":nasty", 1, float(timeout)) as grader:
+  grader.self_check()
+  print(grader._workers[0]._process.pid, flush=True)
+  if completion:
+    grader.grade([""], [completion], [""])
+  sys.stdin.read()
+"""
+
+
+@needs_linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("at_work", [True, False])
+def test_workers_end_with_their_parent(path, tmp_path, number, at_work):
+  """Within two deadlines and a second if they hang and nobody kills them."""
+  completion = f"hang {tmp_path / 'pid'}" if at_work else ""
+  timeout = "1" if number == signal.SIGKILL else str(PATIENT)
+  with subprocess.Popen(
+    [sys.executable, "-c", PARENT, path, completion, timeout],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  ) as parent:
+    child = int(parent.stdout.readline())
+    if at_work:
+      wait_until((tmp_path / "pid").exists)
+    os.killpg(parent.pid, number)  # as a terminal does
+    errors = parent.stderr.read()
+    parent.wait()
+  wait_until(lambda: not is_running(child))
+  if at_work:
+    grandchild = int((tmp_path / "pid").read_text())
+    if number == signal.SIGKILL:
+      os.kill(grandchild, signal.SIGKILL)  # nobody is left to do so
+    wait_until(lambda: not is_running(grandchild))
+  # One traceback, the parent's own.
+  assert errors.count("\nKeyboardInterrupt") == (number == signal.SIGINT)

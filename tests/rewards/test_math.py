@@ -1,0 +1,185 @@
+"""Finding the answer in a completion, and which answers are equal."""
+
+from collections.abc import Iterator
+import gzip
+import itertools
+import json
+import pathlib
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from dppo_jax.rewards import Grader, last_boxed
+from dppo_jax.rewards.math import MAX_ANSWER_CHARS
+
+DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}")
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[Grader]:
+  with Grader("math", timeout_seconds=60) as grader:
+    yield grader
+
+
+def boxed(answer: str) -> str:
+  return rf"So the answer is $\boxed{{{answer}}}$."
+
+
+def grade(math: Grader, pairs: list[tuple[str, str]]) -> list[float]:
+  """Of (gold answer, answer) pairs, whether each is right."""
+  golds = [gold for gold, _ in pairs]
+  texts = [boxed(answer) for _, answer in pairs]
+  return math.grade(golds, texts, golds).rewards.tolist()
+
+
+@pytest.mark.parametrize(
+  "text, answer",
+  [
+    (r"\boxed{5}", "5"),
+    (r"first \boxed{4}, then \boxed{5}.", "5"),
+    (r"\boxed{\frac{1}{\sqrt{2}}} and {so} on", r"\frac{1}{\sqrt{2}}"),
+    (r"\boxed{x = \boxed{5}}", "5"),
+    (r"\boxed{\boxed{5} \text{cm}}", "5"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+    (r"\boxed{a \\} b}", r"a \\"),
+    (r"} { \boxed{5}", "5"),
+    (r"\boxed {5}", "5"),
+    (r"\fbox{5}", "5"),
+    (r"$\boxed 5$.", "5"),
+    (r"\boxed -1.5.", "-1.5"),
+    (r"\boxed{4} but \boxed{5", "4"),
+    (r"\boxed{}", ""),
+    (r"\boxed{5", None),
+    (r"\boxedx{5} \unboxed{5} boxed{5}", None),
+    ("5", None),
+    ("", None),
+    (r"\boxed{" * 100_000, None),  # quadratic time would be hours
+  ],
+  ids=range(20),
+)
+def test_last_boxed(text, answer):
+  assert last_boxed(text) == answer
+
+
+BALANCED = st.recursive(
+  st.text("a1 ,"),
+  lambda inner: st.lists(inner | inner.map("{{{}}}".format)).map("".join),
+)
+
+
+@given(st.text("a {}"), BALANCED, st.text("a {"))
+def test_last_boxed_ignores_braces_outside_of_the_box(before, answer, after):
+  text = f"{before}\\boxed{{{answer}}}{after}"
+  assert last_boxed(text) == answer
+
+
+EQUAL = [
+  ("1000", "1,000"),
+  ("1,000", "1000"),
+  ("1000", r"1{,}000"),
+  ("34650", r"34,\!650"),
+  (r"\frac{12}{5,\!525}", r"\frac{12}{5525}"),
+  (r"\frac{1}{2}", "0.5"),
+  ("0.5", r"\dfrac12"),
+  ("5", "x=5"),
+  ("x=5", "5"),
+  ("5", r"5\text{ cm}"),
+  ("5", r"5\ \text{units}^2"),
+  ("90", r"90^\circ"),
+  (r"10\%", "10"),
+  ("18", r"\$18.00"),
+  ("3", "3."),
+  ("3.", "3"),
+  ("5040", "7!"),
+  ("8", "$8$"),
+  (r"2\sqrt{2}", r"\sqrt{8}"),
+  ("x^2+2x+1", "(x+1)^2"),
+  ("(1, 2)", r"\left(1,2\right)"),
+  (r"\{1,2\}", r"\{2,1\}"),
+  (r"1 \pm \sqrt{2}", r"1-\sqrt{2}, 1+\sqrt{2}"),
+  (r"(-\infty,3]", r"(-\infty, 3]"),
+  (r"x \le 3", r"(-\infty,3]"),
+  (r"\text{Evelyn}", "Evelyn"),
+  (r"\text{(C)}", "C"),
+  (
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+    r"\begin{bmatrix}1\\2\end{bmatrix}",
+  ),
+]
+UNEQUAL = [
+  ("1000", "1,001"),
+  (r"\frac{1}{3}", "0.33"),
+  ("5", "-5"),
+  ("2", r"\pm 2"),
+  ("[1,2]", "(1,2)"),
+  ("(1,2)", "(2,1)"),
+  (r"\{1,2\}", r"\{1,2,3\}"),
+  ("2", "1, 2, 3"),
+  ("2", "2 or 3"),
+  ("2", "the answer is 2"),
+  ("2", "The final answer is 2. I hope"),
+  ("2", "** $2$"),
+  ("2", r"\text{either } 2 \text{ or } 3"),
+  ("2", r"\sqrt[ 2"),
+  (r"\text{Evelyn}", r"\text{John}"),
+  ("x+1", "y+1"),
+  (r"(-\infty,3]", r"x \le 3"),  # verify is not symmetric: gold goes first
+  ("5", ""),
+]
+
+
+@pytest.mark.parametrize("pairs, value", [(EQUAL, 1.0), (UNEQUAL, 0.0)])
+def test_equal_answers_are_right_and_others_wrong(math, pairs, value):
+  earned = grade(math, pairs)
+  assert [p for p, x in zip(pairs, earned, strict=True) if x != value] == []
+
+
+def test_only_the_last_box_counts(math):
+  text = r"$\boxed{0.5}$? No, the final answer is $\boxed{0.6}$, not $0.5$."
+  golds = [r"\frac{1}{2}", r"\frac{3}{5}", "0.6"]
+  graded = math.grade(golds, [text, text, "It is $0.6$."], golds)
+  assert graded.rewards.tolist() == [0.0, 1.0, 0.0]
+  assert graded.counts["unboxed"] == 1
+
+
+def test_answers_that_nobody_can_read_are_counted(math):
+  long = "0" * MAX_ANSWER_CHARS + "5"
+  answers, golds = ["**5**", "5", long, "5"], ["5", "5", "5", "**5**"]
+  graded = math.grade(golds, [*map(boxed, answers)], golds)
+  assert graded.rewards.tolist() == [0.0, 1.0, 0.0, 0.0]
+  assert graded.counts["unparsed"] == 3
+
+
+def rows(name: str) -> list[dict]:
+  path = DATA / name
+  with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as lines:
+    return [json.loads(line) for line in lines]
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["math500.jsonl", "gsm8k_test.jsonl"])
+def test_gold_answers_equal_themselves_in_any_dress(math, name):
+  golds = [row["answer"] for row in rows(name)[:300]]
+  styles = ["{}", "${}$", "{}.", r"\displaystyle {}"]
+  pairs = [(gold, style.format(gold)) for style in styles for gold in golds]
+  earned = grade(math, pairs)
+  assert [p for p, x in zip(pairs, earned, strict=True) if not x] == []
+
+
+@needs_data
+def test_solutions_earn_their_answers(math):
+  golds = [row["answer"] for row in rows("math_test.jsonl")]
+  solutions = [r["solution"] for r in rows("math_test.solutions.jsonl.gz")]
+  assert math.grade(golds, solutions, golds).rewards.tolist() == [1.0] * 5000
+
+
+@needs_data
+def test_other_answers_earn_nothing(math):
+  """Of 499 pairs of neighbours, one is equal though its text differs."""
+  golds = [row["answer"] for row in rows("math500.jsonl")]
+  pairs = [*itertools.pairwise(golds)]
+  earned = zip(pairs, grade(math, pairs), strict=True)
+  assert [(g, a) for (g, a), x in earned if x and g != a] == [("5", "x=5")]
