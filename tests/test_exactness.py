@@ -5,8 +5,11 @@ tokens pruned together, clipping and the KL penalty at work. What is wrong by
 design must fail the same test.
 """
 
+import contextlib
 import functools
+import inspect
 import itertools
+import sys
 from unittest import mock
 
 import jax
@@ -67,11 +70,13 @@ def _outcomes(prob):
 class _Draws:
   """All that a function which draws may return, each with its chance.
 
-  A systematic draw is made at each of its offsets, and independent ones with
-  each combination of noise just above and just below every probability.
+  A systematic draw is made at each of its offsets. Independent draws compare a
+  random number with each item's probability: they are made with each
+  combination of numbers just below the probabilities, which must keep, and at
+  them, which must drop. Any other draw is an error, as it would be left out.
   """
 
-  def __init__(self, draws, shape=()):
+  def __init__(self, draws, shape):
     self._shape = shape
 
     def at(offset, noise, *args):
@@ -82,27 +87,52 @@ class _Draws:
         return designs.systematic_at(offset, prob)
 
       def uniform(key, shape=(), *unused):
-        return noise if shape == noise.shape else jnp.zeros(shape)
+        if shape != self._shape:
+          raise AssertionError(f"random numbers for {shape}, not {self._shape}")
+        return noise
 
-      with (
-        mock.patch.object(designs, "systematic", systematic),
-        mock.patch.object(jax.random, "uniform", uniform),
-      ):
+      with contextlib.ExitStack() as patches:
+        patch = lambda *args: patches.enter_context(mock.patch.object(*args))
+        for name in SAMPLERS:
+          patch(jax.random, name, functools.partial(_refuse, name))
+        patch(jax.random, "uniform", uniform)
+        patch(designs, "systematic", systematic)
+        of_ids = lambda key, ids: uniform(key, ids.shape)
+        for name in ("dppo", "greso", "neyman"):
+          module = sys.modules[f"dppo_jax.methods.{name}"]
+          patch(module, "uniform_for_ids", of_ids)
         return *draws(*args), probs
 
     self._at = jax.jit(at)
 
   def __call__(self, *args):
-    nothing = jnp.zeros(self._shape)
-    first = self._at(np.uint32(0), nothing, *args)
-    chosen, probs = first[0], first[-1]
-    if probs:
-      for chance, offset in _offsets(probs[0]):
-        yield chance, *self._at(offset, nothing, *args)[:-1]
+    least = jnp.zeros(self._shape)
+    chosen, *_, probs = self._at(np.uint32(0), least, *args)
+    if not probs:
+      for chance, keep in _outcomes(chosen.prob):
+        below = jnp.nextafter(chosen.prob, jnp.zeros_like(chosen.prob))
+        noise = jnp.where(keep, below, chosen.prob)
+        yield chance, *self._at(np.uint32(0), noise, *args)[:-1]
       return
-    for chance, keep in _outcomes(chosen.prob):
-      noise = jnp.where(keep, 0.0, 1 - 2.0**-24)
-      yield chance, *self._at(np.uint32(0), noise, *args)[:-1]
+    # Random numbers may order ties, but not choose as well.
+    other, *_ = self._at(np.uint32(0), least + (1 - 2.0**-24), *args)
+    if len(probs) > 1 or (other.keep != chosen.keep).any():
+      raise AssertionError("it draws more than once")
+    for chance, offset in _offsets(probs[0]):
+      yield chance, *self._at(offset, least, *args)[:-1]
+
+
+# What draws random numbers, but for `uniform`.
+SAMPLERS = {
+  name
+  for name, value in vars(jax.random).items()
+  if inspect.isfunction(value)
+  and "shape" in inspect.signature(value).parameters
+} | {"permutation", "bits"}
+
+
+def _refuse(name, *args, **kwargs):
+  raise AssertionError(f"a draw by jax.random.{name} is left out")
 
 
 def _prompt_draws(method):
@@ -111,12 +141,7 @@ def _prompt_draws(method):
   zero = jnp.int32(0)
   history = method.prompts.observe(history, zero, IDS, BEFORE, lengths)
   select = lambda: (method.prompts.select(RNG, history, IDS),)
-  drawn = list(_Draws(select)())
-  if any((kept.keep != drawn[0][1].keep).any() for _, kept in drawn):
-    return drawn
-  # Each prompt has noise of its own, out of reach: trust its probability.
-  (_, kept), *_ = drawn
-  return [(c, kept.replace(keep=keep)) for c, keep in _outcomes(kept.prob)]
+  return list(_Draws(select, IDS.shape)())
 
 
 def _draws(method, objective, is_weighted=True):
@@ -160,7 +185,7 @@ def _draws(method, objective, is_weighted=True):
     )
     return chosen[0], batch
 
-  completions, tokens = _Draws(pack, REWARDS.shape), _Draws(refine)
+  completions, tokens = _Draws(pack, REWARDS.shape), _Draws(refine, ())
   full = small.rollout(small.prompts())
   for by_prompts, kept in _prompt_draws(method):
     lengths = jnp.where(kept.keep[:, None], full.lengths, 0)
@@ -278,6 +303,12 @@ def _expected_share(rng, groups):
   return chosen.replace(prob=chosen.prob * ratio)
 
 
+def _misreported(rng, groups):
+  """Keeps with a probability of 0.4 and reports 0.5."""
+  chosen = methods.drop_small_advantage(0.6)(rng, groups)
+  return chosen.replace(prob=jnp.where(chosen.prob < 1, 0.5, 1.0))
+
+
 def _lowest_first(rng, groups):
   """Drops what it says that it drops with a probability of 0.7."""
   prob = methods.drop_small_advantage(0.7)(rng, groups).prob
@@ -286,6 +317,18 @@ def _lowest_first(rng, groups):
 
 def _with_completions(rule):
   return methods.dppo(0.6, 0.7)._replace(completions=rule)
+
+
+def _with_prompts(rate, reported):
+  """Drops prompts at one rate and reports another."""
+  method = methods.dppo(rate, 0.7)
+
+  def select(rng, history, ids):
+    chosen = method.prompts.select(rng, history, ids)
+    prob = jnp.where(chosen.prob < 1, 1 - reported, 1.0)
+    return chosen.replace(prob=prob)
+
+  return method._replace(prompts=method.prompts._replace(select=select))
 
 
 WRONG = {
@@ -305,6 +348,8 @@ WRONG = {
     "method": methods.dppo(0.6, 0.7)._replace(has_statistics_after=True)
   },
   "expected share": {"method": _with_completions(_expected_share)},
+  "misreported": {"method": _with_completions(_misreported)},
+  "misreported prompts": {"method": _with_prompts(0.6, 0.5)},
   "fixed share, lowest first": {"method": _with_completions(_lowest_first)},
   "top advantage": {"method": methods.cppo(0.5)},
   "top advantage, batch": {"method": methods.cppo(0.5, "batch")},
@@ -317,6 +362,28 @@ WRONG = {
 def test_the_enumeration_has_teeth(wrong):
   mean, _ = _mean(name="grpo", **WRONG[wrong])
   assert _distance(mean, _full("grpo")[0]) > 1e-2
+
+
+_HALF = Selection(jnp.ones(3, bool), jnp.full((3,), 0.5))
+UNPLANNED = {
+  "another sampler": lambda key: jax.random.bernoulli(key, 0.5, (3,)),
+  "other bits": lambda key: jax.random.bits(key, (3,)) > 0,
+  "another shape": lambda key: jax.random.uniform(key, (2,))[:1] < 0.5,
+  "two systematic draws": lambda key: (
+    designs.systematic(key, _HALF.prob, 1)
+    & designs.systematic(key, _HALF.prob, 1)
+  ),
+  "two kinds of draws": lambda key: (
+    designs.systematic(key, _HALF.prob, 1) & designs.bernoulli(key, _HALF.prob)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_a_draw_that_is_not_enumerated_is_an_error(name):
+  draw = lambda: (_HALF.replace(keep=UNPLANNED[name](RNG.key)),)
+  with pytest.raises(AssertionError, match=r"random|draw"):
+    list(_Draws(draw, (3,))())
 
 
 COLLAPSED = {
