@@ -14,6 +14,7 @@ import numpy as np
 from dppo_jax import data, rewards
 from dppo_jax.compiled import CompiledStep
 from dppo_jax.grading import grade, to_metrics
+from dppo_jax.methods.dynamic_sampling import draws_of_step
 from dppo_jax.records import PromptBatch, Rollout, TrainState
 from dppo_jax.reporting import metrics
 from dppo_jax.rng import Stage, rng_at
@@ -40,36 +41,47 @@ class Experience(NamedTuple):
 
 def collect(
   run: Run,
-  step: CompiledStep,
+  compiled_step: CompiledStep,
   grader: rewards.Grader,
   state: TrainState,
   clock: metrics.Clock,
 ) -> tuple[TrainState, Experience]:
-  """Rolls out and grades the next prompts; the state remembers them."""
+  """Rolls out and grades the next prompts.
+
+  Also returns the state with history and draw count advanced.
+  """
   num_prompts = run.config.data.prompts_per_step
   dynamic = run.method.dynamic_sampling
   counts, samples = collections.Counter(), []
   buffer, limit = None, np.int32(num_prompts)
   with clock("rollout"):
-    params = jax.block_until_ready(step.to_inference_params(state.params))
-  first_draw, num_draws = int(state.draws), 1
+    params = jax.block_until_ready(
+      compiled_step.to_inference_params(state.params)
+    )
+  first_draw = int(state.draws)
+  draws = range(first_draw, first_draw + 1)
   if dynamic:
-    num_draws = dynamic.max_draws
-  for draw in range(first_draw, first_draw + num_draws):
+    per_epoch = len(run.train_set) // num_prompts
+    draws = draws_of_step(dynamic, int(state.step), first_draw, per_epoch)
+  for draw in draws:
     with clock("data"):
       prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
       # A prompt rule counts steps, of which one may draw several times.
       rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept = step.choose_prompts(rng, state.history, prompts.ids, limit)
+      kept = compiled_step.choose_prompts(
+        rng, state.history, prompts.ids, limit
+      )
     with clock("rollout"):
       rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
-      rollout = jax.block_until_ready(step.roll_out(params, prompts, rng, kept))
+      rollout = jax.block_until_ready(
+        compiled_step.roll_out(params, prompts, rng, kept)
+      )
     with clock("reward"):
       graded = grade(rollout, run.train_set, run.tokenizer, grader)
     counts.update(graded.counts)
     samples += graded.samples
     with clock("update_history"):
-      history, draws = step.update_history(
+      history, num_draws = compiled_step.update_history(
         state.history,
         state.step,
         state.draws,
@@ -77,14 +89,19 @@ def collect(
         graded.rewards,
         graded.correct,
       )
-      state = jax.block_until_ready(state.replace(draws=draws, history=history))
+      state = jax.block_until_ready(
+        state.replace(draws=num_draws, history=history)
+      )
     if not dynamic:
       gathered = (prompts, rollout, graded.rewards, np.float32(num_prompts))
       break
     with clock("dynamic_sampling"):
       buffer, limit, denominator = jax.block_until_ready(
-        step.add_groups(
-          buffer or step.init_buffer(), prompts, rollout, graded.rewards
+        compiled_step.add_groups(
+          buffer or compiled_step.init_buffer(),
+          prompts,
+          rollout,
+          graded.rewards,
         )
       )
       gathered = (buffer.prompts, buffer.rollout, buffer.rewards, denominator)

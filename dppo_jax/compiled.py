@@ -138,14 +138,9 @@ def abstract_train_state(run: Run) -> TrainState:
   )
 
 
-def programs(run: Run) -> dict[str, Program]:
-  """A program for each field of `CompiledStep` that the run needs."""
-  c, mesh, method = run.config, run.mesh, run.method
-  replicated = sharding.sharding(mesh)
-  prompt_sharding = sharding.sharding(mesh, "batch")
-  micro_sharding = sharding.sharding(mesh, None, "batch", None)
-  shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
-
+def _functions(run: Run) -> dict[str, Callable[..., Any]]:
+  """The stages, each bound to what it is specialised to."""
+  c, method, bind = run.config, run.method, functools.partial
   sampling = rollout.Sampling(
     c.rollout.max_tokens,
     run.stop_ids,
@@ -167,130 +162,134 @@ def programs(run: Run) -> dict[str, Program]:
     logit_chunk=c.pack.logit_chunk,
     inner_updates=c.objective.inner_updates,
   )
-  bind = functools.partial
-  to_inference_params = bind(
-    transformer.to_inference_params, config=inference_model
-  )
-  roll_out = bind(
-    rollout.roll_out,
-    model_config=inference_model,
-    sampling=sampling,
-    group_size=c.rollout.group_size,
-    **sizes,
-  )
-  select_completions = bind(
-    select.select,
-    method=method,
-    objective=run.objective,
-    spec=run.packing,
-    train_zero_advantage=c.objective.train_zero_advantage,
-    overlong_tokens=c.reward.overlong_tokens,
-  )
-
-  # What travels between the stages.
-  state = abstract_train_state(run)
-  reference = state.params if run.objective.beta else None
-  rng = jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT))
-  rng = _abstract(rng, replicated)
-  prompts = _abstract_prompts(
-    run.train_set, c.data.prompts_per_step, prompt_sharding
-  )
-  kept = Selection(
-    keep=_array(prompts.ids.shape, bool, prompt_sharding),
-    prob=_array(prompts.ids.shape, jnp.float32, prompt_sharding),
-  )
-  params = checkpoint.abstract(
-    jax.eval_shape(to_inference_params, state.params),
-    transformer.inference_shardings(run.model, mesh),
-  )
-  completions = jax.eval_shape(roll_out, params, prompts, rng, kept)
-  completions = _abstract(completions, prompt_sharding)
-  rewards = _array(completions.lengths.shape, jnp.float32, prompt_sharding)
-  batch, num_micro, _ = jax.eval_shape(
-    select_completions, rng, prompts, completions, rewards
-  )
-  batch = _abstract(batch, micro_sharding)
-  num_micro = _abstract(num_micro, replicated)
-  count = _array((), jnp.float32, replicated)
-  limit = _array((), jnp.int32, replicated)
-
-  table = {
-    "choose_prompts": Program(
-      bind(stages.choose_prompts, method=method),
-      (rng, state.history, prompts.ids, limit),
-      shardings(kept),
+  found = {
+    "choose_prompts": bind(stages.choose_prompts, method=method),
+    "to_inference_params": bind(
+      transformer.to_inference_params, config=inference_model
     ),
-    "to_inference_params": Program(
-      to_inference_params, (state.params,), shardings(params)
+    "roll_out": bind(
+      rollout.roll_out,
+      model_config=inference_model,
+      sampling=sampling,
+      group_size=c.rollout.group_size,
+      **sizes,
     ),
-    "roll_out": Program(
-      roll_out, (params, prompts, rng, kept), shardings(completions)
+    "select": bind(
+      select.select,
+      method=method,
+      objective=run.objective,
+      spec=run.packing,
+      train_zero_advantage=c.objective.train_zero_advantage,
+      overlong_tokens=c.reward.overlong_tokens,
     ),
-    "select": Program(
-      select_completions,
-      (rng, prompts, completions, rewards),
-      (shardings(batch), replicated, replicated),
+    "update": bind(
+      stages.train_step, config=update_config, optimizer=run.optimizer
     ),
-    "update": Program(
-      bind(stages.train_step, config=update_config, optimizer=run.optimizer),
-      (state, reference, batch, num_micro, count),
-      (shardings(state), replicated),
-      donated=(0,),
-    ),
-    "update_history": Program(
-      bind(
-        stages.update_history, method=method, num_problems=len(run.train_set)
-      ),
-      (
-        state.history,
-        state.step,
-        state.draws,
-        completions,
-        rewards,
-        rewards,  # of the shape of correctness
-      ),
-      (shardings(state.history), replicated),
-      donated=(0,),
+    "update_history": bind(
+      stages.update_history,
+      method=method,
+      num_problems=len(run.train_set),
     ),
   }
   if stages.needs_stats(method, update_config) or method.tokens:
-    table["score"] = Program(
-      bind(stages.score, method=method, config=update_config),
-      (state.params, rng, batch, num_micro),
-      (shardings(batch), replicated),
-      donated=(2,),
-    )
+    found["score"] = bind(stages.score, method=method, config=update_config)
   if run.eval_set:
-    how = sampling if c.eval.samples else sampling._replace(temperature=0.0)
-    num_prompts = shapes.round_up(c.eval.prompts, mesh.shape["data"])
-    table["evaluate"] = Program(
-      bind(
-        stages.evaluate,
-        model=inference_model,
-        group_size=c.eval.samples or 1,
-        **sizes,
-        **how._asdict(),
-      ),
-      (
-        state.params,
-        _abstract_prompts(run.eval_set, num_prompts, prompt_sharding),
-        rng,
-      ),
-      replicated,
+    greedy = sampling._replace(temperature=0.0)
+    found["evaluate"] = bind(
+      stages.evaluate,
+      model=inference_model,
+      group_size=c.eval.samples or 1,
+      **sizes,
+      **(sampling if c.eval.samples else greedy)._asdict(),
     )
   if method.dynamic_sampling:
-    init_buffer = bind(
-      dynamic_sampling.init_buffer, prompts, completions, rewards
+    found["add_groups"] = bind(stages.add_groups, rule=method.dynamic_sampling)
+  return found
+
+
+def programs(run: Run) -> dict[str, Program]:
+  """A program for each field of `CompiledStep` that the run needs."""
+  c, mesh, functions = run.config, run.mesh, _functions(run)
+  replicated = sharding.sharding(mesh)
+  by_prompt = sharding.sharding(mesh, "batch")
+  by_row = sharding.sharding(mesh, None, "batch", None)
+  shape = jax.eval_shape
+  places = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+
+  # What travels between the stages.
+  state = abstract_train_state(run)
+  history = state.history
+  reference = state.params if run.objective.beta else None
+  rng = shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT))
+  rng = _abstract(rng, replicated)
+  num_prompts = c.data.prompts_per_step
+  prompts = _abstract_prompts(run.train_set, num_prompts, by_prompt)
+  kept = Selection(
+    keep=_array((num_prompts,), bool, by_prompt),
+    prob=_array((num_prompts,), jnp.float32, by_prompt),
+  )
+  params = checkpoint.abstract(
+    shape(functions["to_inference_params"], state.params),
+    transformer.inference_shardings(run.model, mesh),
+  )
+  completions = shape(functions["roll_out"], params, prompts, rng, kept)
+  completions = _abstract(completions, by_prompt)
+  rewards = _array(completions.lengths.shape, jnp.float32, by_prompt)
+  batch, num_micro, _ = shape(
+    functions["select"], rng, prompts, completions, rewards
+  )
+  batch = _abstract(batch, by_row)
+  num_micro = _abstract(num_micro, replicated)
+  denominator = _array((), jnp.float32, replicated)
+  limit = _array((), jnp.int32, replicated)
+
+  # Arguments, shardings of what is returned, donated arguments.
+  table = {
+    "choose_prompts": ((rng, history, prompts.ids, limit), places(kept), ()),
+    "to_inference_params": ((state.params,), places(params), ()),
+    "roll_out": ((params, prompts, rng, kept), places(completions), ()),
+    "select": (
+      (rng, prompts, completions, rewards),
+      (places(batch), replicated, replicated),
+      (),
+    ),
+    "score": (
+      (state.params, rng, batch, num_micro),
+      (places(batch), replicated),
+      (2,),
+    ),
+    "update": (
+      (state, reference, batch, num_micro, denominator),
+      (places(state), replicated),
+      (0,),
+    ),
+    "update_history": (
+      # Rewards twice: what is correct has their shape.
+      (history, state.step, state.draws, completions, rewards, rewards),
+      (places(history), replicated),
+      (0,),
+    ),
+  }
+  if run.eval_set:
+    size = shapes.round_up(c.eval.prompts, mesh.shape["data"])
+    eval_prompts = _abstract_prompts(run.eval_set, size, by_prompt)
+    table["evaluate"] = ((state.params, eval_prompts, rng), replicated, ())
+  if run.method.dynamic_sampling:
+    groups = (prompts, completions, rewards)
+    functions["init_buffer"] = functools.partial(
+      dynamic_sampling.init_buffer, *groups
     )
-    buffer = _abstract(jax.eval_shape(init_buffer), prompt_sharding)
-    table["init_buffer"] = Program(init_buffer, (), shardings(buffer))
-    table["add_groups"] = Program(
-      bind(stages.add_groups, rule=method.dynamic_sampling),
-      (buffer, prompts, completions, rewards),
-      (shardings(buffer), replicated, replicated),
-      donated=(0,),
+    buffer = _abstract(shape(functions["init_buffer"]), by_prompt)
+    table["init_buffer"] = ((), places(buffer), ())
+    table["add_groups"] = (
+      (buffer, *groups),
+      (places(buffer), replicated, replicated),
+      (0,),
     )
-  return table
+  return {
+    name: Program(function, *table[name])
+    for name, function in functions.items()
+  }
 
 
 def compile_step(run: Run) -> CompiledStep:
@@ -308,13 +307,17 @@ def compile_step(run: Run) -> CompiledStep:
   num_cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count()
   platform = run.mesh.devices.flat[0].platform
   with futures.ThreadPoolExecutor(num_cores) as pool:
-    compiled = pool.map(lambda x: compile(x, platform), lowered.values())
+    compiled = pool.map(
+      lambda x: compile_program(x, platform), lowered.values()
+    )
     found = dict(zip(lowered, compiled, strict=True))
   unscored = lambda params, rng, batch, num_micro: (batch, {})
   return CompiledStep(**{"score": unscored, **found})
 
 
-def compile(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
+def compile_program(
+  lowered: jax.stages.Lowered, platform: str
+) -> jax.stages.Compiled:
   """The program for `platform`; on a CPU at XLA's optimisation level 1.
 
   That compiles in an eighth less time, and runs no slower where measured.

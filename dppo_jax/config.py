@@ -1,10 +1,10 @@
-"""Every option, stated once: default, meaning, unit, range, resume.
+"""Every option, stated once: default, meaning, unit, range, resume rule.
 
 Nothing below `setup_run.py` sees a config: the stages take plain arguments. A
 config file returns a `Config` and says how it differs from these defaults.
 """
 
-# No `from __future__ import annotations` here: config_flags reads the types.
+# Without `from __future__ import annotations`: config_flags reads the types.
 from collections.abc import Callable
 import dataclasses
 import inspect
@@ -68,7 +68,7 @@ class Data:
   answer_key: str = option(
     "answer", "column of the answer; text after the last #### counts, if any"
   )
-  id_key: str = option("id", "optional column, distinct; else rows are counted")
+  id_key: str = option("id", "optional column, distinct; else the row's number")
   solution_key: str = option("solution", "optional column, for config.sft")
   prompts_per_step: int = option(
     16, "N, prompts drawn in a step, before any is pruned", least=1
@@ -178,7 +178,8 @@ class Objective:
   args: dict = option(default_args(objectives.grpo), "of the factory")
   inner_updates: int = option(1, "mu, optimizer steps on one rollout", least=1)
   train_zero_advantage: bool = option(
-    False, "True pays for terms that are zero"
+    False,
+    "also train on zero-advantage completions; changes no gradient",
   )
 
   @property
@@ -211,7 +212,7 @@ class Pack:
 class Optimizer:
   """AdamW behind global-norm clipping."""
 
-  learning_rate: float = option(1e-6, "at its highest", least=0)
+  learning_rate: float = option(1e-6, "peak", least=0)
   schedule: str = option(
     "constant", "after the warm-up", choices=("constant", "linear", "cosine")
   )
@@ -240,7 +241,7 @@ class Sft:
   direct_share: float = option(
     0.5, "share of answers without the work", least=0, most=1
   )
-  learning_rate: float = option(3e-3, "at its highest", least=0)
+  learning_rate: float = option(3e-3, "peak", least=0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -360,8 +361,8 @@ def _make(choice: Method | Objective, what: str, **known) -> Any:
     return choice.factory(**choice.args, **known)
   except TypeError as error:
     raise ValueError(
-      f"config.{what}.args do not fit {choice.name}: {error}; one named after "
-      "the config's file, as in FILE.py:grpo, brings its own"
+      f"config.{what}.args do not fit {choice.name}: {error}; naming it in "
+      "--config=FILE.py:grpo sets the options that it has"
     ) from error
 
 
@@ -376,11 +377,11 @@ def validate(config: Config) -> None:
   rewards.parse(config.reward.functions)
   for name, value, metadata in walk(config):
     check_range(name, value, metadata)
-  r, m = config.reward, config.model
-  if r.overlong_tokens > config.rollout.max_tokens:
+  m, ramp = config.model, config.reward.overlong_tokens
+  if ramp > config.rollout.max_tokens:
     raise ValueError(
-      f"config.reward.overlong_tokens is {r.overlong_tokens} but must be at "
-      f"most config.rollout.max_tokens, {config.rollout.max_tokens}"
+      f"config.reward.overlong_tokens is {ramp} but must be at most "
+      f"config.rollout.max_tokens, {config.rollout.max_tokens}"
     )
   if config.pack.row_length % 8:
     raise ValueError(
@@ -388,9 +389,7 @@ def validate(config: Config) -> None:
       "multiple of 8"
     )
   if config.mesh.data == 0:
-    raise ValueError(
-      "config.mesh.data is 0 but must be at least 1, or -1 for every device"
-    )
+    raise ValueError("config.mesh.data is 0 but must be at least 1, or -1")
   if m.heads % m.kv_heads:
     raise ValueError(
       f"config.model.heads is {m.heads} but must be a multiple of "

@@ -25,8 +25,8 @@ def option(
     meaning: what it is, with its unit; for people.
     least, above, most, below: its range.
     choices: the values that there are.
-    may_change: a resumed run may have another value, since none alters a
-      step's result by more than rounding.
+    may_change: a resumed run may have another value, since it alters what a
+      step computes by no more than rounding (`resume.py` has exceptions).
   """
   metadata = {
     "meaning": meaning,
@@ -91,7 +91,9 @@ def flatten(config) -> dict[str, Any]:
       flat[name.replace("factory", "name")] = value.__name__
     else:
       flat[name] = value
-  return json.loads(json.dumps(flat))
+  # From Python a reward function may be given as what it is.
+  name_of = lambda x: f"{x.__module__}:{x.__qualname__}"
+  return json.loads(json.dumps(flat, default=name_of))
 
 
 # What an option was called before, for those who still type it.

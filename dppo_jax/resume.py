@@ -9,7 +9,10 @@ from dppo_jax.options import flatten, walk
 
 
 def may_change(config: configs.Config) -> set[str]:
-  """The options that a run that goes on may have changed, by dotted name."""
+  """The options that a run that goes on may have changed, by dotted name.
+
+  They say so themselves in `config.py`; here are the exceptions.
+  """
   free = {
     name for name, _, metadata in walk(config) if metadata.get("may_change")
   }
@@ -17,7 +20,8 @@ def may_change(config: configs.Config) -> set[str]:
   if config.optimizer.schedule != "constant" or method.has_schedule:
     free.discard("steps")  # the learning rate, or pruning, depends on it
   if method.tokens:  # tokens are drawn along the rows
-    free -= {"pack.rows_per_micro", "pack.window"}
+    free -= {"pack.rows_per_micro", "pack.window", "pack.share_prefix"}
+    free.discard("mesh.data")  # which decides how many rows there are
   return free
 
 

@@ -1,4 +1,6 @@
-"""One training step, stage by stage.
+"""The training loop: steps, evaluation, checkpoints, stopping.
+
+A step, stage by stage:
 
 collect (draw -> choose prompts -> roll out -> grade -> update history)
   -> select (advantages, completions, weights, packing) -> score (old
@@ -72,8 +74,10 @@ def _train(
 ) -> None:
   config = run.config
   num_prompts = config.data.prompts_per_step
-  stages = compiled.compile_step(run)
-  evaluate_now = functools.partial(_evaluate, run, stages, grader, writer)
+  compiled_step = compiled.compile_step(run)
+  evaluate_now = functools.partial(
+    _evaluate, run, compiled_step, grader, writer
+  )
   state, reference = _begin(run, checkpoints, writer, evaluate_now)
   # The first draw shuffles the epoch, which compiles; no later one does.
   data.draw(run.train_set, run.root_key, 0, num_prompts)
@@ -82,22 +86,24 @@ def _train(
     for step in range(int(state.step), config.steps):
       rng_of = functools.partial(rng_at, run.root_key, step)
       clock = metrics.Clock()
-      state, got = collect(run, stages, grader, state, clock)
+      state, got = collect(run, compiled_step, grader, state, clock)
       with clock("select"):
         batch, num_micro, selected = jax.block_until_ready(
-          stages.select(
+          compiled_step.select(
             rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
           )
         )
         _check_selection(jax.device_get(selected))
       with clock("score"):
         batch, scored = jax.block_until_ready(
-          stages.score(state.params, rng_of(Stage.TOKENS), batch, num_micro)
+          compiled_step.score(
+            state.params, rng_of(Stage.TOKENS), batch, num_micro
+          )
         )
       with clock("update"):
         denominator = np.float32(got.num_prompts) * config.rollout.group_size
         state, updated = jax.block_until_ready(
-          stages.update(state, reference, batch, num_micro, denominator)
+          compiled_step.update(state, reference, batch, num_micro, denominator)
         )
 
       done = step + 1
@@ -184,7 +190,7 @@ def _first_params(
 
 def _evaluate(
   run: Run,
-  stages: compiled.CompiledStep,
+  compiled_step: compiled.CompiledStep,
   grader: rewards.Grader,
   writer: metrics.Writer,
   state: TrainState,
@@ -194,7 +200,7 @@ def _evaluate(
     return
   step = int(state.step)
   values, samples = evaluate.evaluate(
-    functools.partial(stages.evaluate, state.params),
+    functools.partial(compiled_step.evaluate, state.params),
     run.eval_set,
     run.tokenizer,
     grader,

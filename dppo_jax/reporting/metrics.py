@@ -1,4 +1,14 @@
-"""What a run tells: numbers, completions, progress, and how long each took."""
+"""What a run writes: metrics, samples, progress, and the clock of its stages.
+
+Metrics are named `stage/quantity`. Where they are computed:
+
+  prompts completions groups tokens reward rollout   grading.py
+  weights prompts completions (probabilities)        algo/diagnostics.py
+  pack                                               learner/select.py
+  update                                             learner/update.py
+  eval                                               evaluate.py
+  */seconds                                          the clock, in train.py
+"""
 
 from collections.abc import Iterator, Mapping
 import contextlib

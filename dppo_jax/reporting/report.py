@@ -160,7 +160,7 @@ def _pruning(steps) -> str:
         "tokens generated",
       ),
       (
-        "groups without a signal",
+        "groups of zero variance",
         f"{share('groups/zero_std', 'prompts/kept'):.1%}",
         "prompts rolled out",
       ),
@@ -190,8 +190,16 @@ def _faults(steps) -> str:
         f"{_total(steps, 'reward/timeouts'):.0f}",
       ),
       (
-        "gradings that killed a grader",
+        "gradings that crashed a worker",
         f"{_total(steps, 'reward/crashes'):.0f}",
+      ),
+      (
+        "gradings that raised an error",
+        f"{_total(steps, 'reward/errors'):.0f}",
+      ),
+      (
+        "rewards that were not finite",
+        f"{_total(steps, 'reward/nonfinite'):.0f}",
       ),
     ],
   )

@@ -1,4 +1,4 @@
-"""The batch that is measured: sampled by a warmed-up model, with its gradients.
+"""The batch that is measured: a fine-tuned model's samples and gradients.
 
 Letters are those of `dppo_jax.records`; `U` = Q * G counts the completions.
 """
@@ -13,15 +13,11 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import (
-  checkpoint,
-  collect,
-  data,
-  rollout,
-  train,
-  update,
-)
+from dppo_jax import checkpoint, compiled, data, grading, rollout, train
+from dppo_jax.learner import select, update
 from dppo_jax.records import Groups, PromptBatch, Rollout
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.setup_run import Run, setup_run
 
 
 class Batch(NamedTuple):
@@ -33,7 +29,7 @@ class Batch(NamedTuple):
     products: `[U, U]`, their inner products.
   """
 
-  home: setup_run.Run
+  run: Run
   params: dict
   prompts: PromptBatch
   rollout: Rollout
@@ -43,7 +39,7 @@ class Batch(NamedTuple):
 
   @property
   def advantages(self) -> jax.Array:
-    return self.home.objective.advantage(self.rewards)
+    return self.run.objective.advantage(self.rewards)
 
   @property
   def factors(self) -> np.ndarray:
@@ -58,7 +54,7 @@ class Batch(NamedTuple):
       advantages,
       self.rollout.lengths,
       advantages != 0,
-      self.home.objective.token_share(self.rollout),
+      self.run.objective.token_share(self.rollout),
       select.sum_sq_residual(self.rollout),
     )
 
@@ -83,54 +79,56 @@ class Batch(NamedTuple):
 
 
 def prepare(config, workdir: pathlib.Path, num_prompts: int) -> Batch:
-  """The model after its warm-up, and a batch of 16 completions a prompt."""
+  """The model after its fine-tuning, and a batch of 16 completions a prompt."""
   config.steps = 0
   config.rollout.group_size = 16
   train.run(config, workdir)
-  home = setup_run.setup_run(config)
-  with checkpoint.Checkpoints(workdir, keep=1) as saved:
-    params = saved.restore_params(0, compiled.abstract_train_state(home).params)
-  prompts = data.draw(home.train, home.root_key, 0, num_prompts)
+  run = setup_run(config)
+  with checkpoint.Checkpoints(workdir, keep=1) as checkpoints:
+    params = checkpoints.restore_params(
+      0, compiled.abstract_train_state(run).params
+    )
+  prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
   prompts = jax.tree.map(jnp.asarray, prompts)
-  sampled, rewards = sample(home, params, prompts, draw=0)
-  scores = score_gradients(home, params, prompts, sampled)
+  sampled, rewards = sample(run, params, prompts, draw=0)
+  scores = score_gradients(run, params, prompts, sampled)
   exact = scores.astype(np.float64)
-  return Batch(home, params, prompts, sampled, rewards, scores, exact @ exact.T)
+  return Batch(run, params, prompts, sampled, rewards, scores, exact @ exact.T)
 
 
 def sample(
-  home: setup_run.Run, params: dict, prompts: PromptBatch, draw: int
+  run: Run, params: dict, prompts: PromptBatch, draw: int
 ) -> tuple[Rollout, jax.Array]:
   """Completions of the prompts and their rewards, `[Q, G]`.
 
   Args:
     draw: tells one set of completions from another.
   """
-  r = home.config.rollout
+  r = run.config.rollout
   make = functools.partial(
     rollout.sample,
-    model_config=home.model,
+    model_config=run.model,
     group_size=r.group_size,
     max_tokens=r.max_tokens,
     temperature=r.temperature,
     num_slots=r.num_slots,
     prefill_batch=r.prefill_batch,
-    stop_ids=home.stop_ids,
+    stop_ids=run.stop_ids,
   )
-  at = rng_at(home.root_key, draw, Stage.ROLLOUT)
-  sampled = jax.jit(make)(params, prompts=prompts, draw=at)
-  with home.make_grader() as grader:
-    graded = collect.grade(home, grader, sampled)
+  rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
+  sampled = jax.jit(make)(params, prompts=prompts, rng=rng)
+  with run.make_grader() as grader:
+    graded = grading.grade(sampled, run.train_set, run.tokenizer, grader)
   return sampled, jnp.asarray(graded.rewards)
 
 
 def score_gradients(
-  home: setup_run.Run, params: dict, prompts: PromptBatch, sampled: Rollout
+  run: Run, params: dict, prompts: PromptBatch, sampled: Rollout
 ) -> np.ndarray:
   """`[U, parameters]`: gradients at advantage 1, one row each."""
-  knobs, share = settings(home), home.objective.token_share(sampled)
+  config, share = update_config(run), run.objective.token_share(sampled)
   longest = prompts.tokens.shape[1] + sampled.tokens.shape[2] - 1
-  rows = select.PackingSpec(longest, rows_per_micro=1, window=1)
+  spec = select.PackingSpec(longest, rows_per_micro=1, window=1)
 
   def gradient(u):
     q, g = jnp.divmod(u, sampled.lengths.shape[1])
@@ -144,20 +142,20 @@ def score_gradients(
       ),
       jnp.ones((1, 1)),
       one(share),
-      rows,
+      spec,
     )
-    total = update.gradient(packed, used, params, None, knobs)
-    return flatten_util.ravel_pytree(total.gradient)[0]
+    sums = update.sum_gradients(packed, used, params, None, config)
+    return flatten_util.ravel_pytree(sums.grad)[0]
 
   everyone = jnp.arange(sampled.lengths.size)
   every = jax.jit(lambda: jax.lax.map(gradient, everyone, batch_size=32))
   return np.asarray(every())
 
 
-def settings(home: setup_run.Run) -> update.UpdateConfig:
+def update_config(run: Run) -> update.UpdateConfig:
   """Of an update on the policy that sampled."""
   return update.UpdateConfig(
-    home.model, home.objective, home.config.rollout.temperature
+    run.model, run.objective, run.config.rollout.temperature
   )
 
 

@@ -22,7 +22,7 @@ import prompts
 import report
 import tokens
 
-from dppo_jax import metrics
+from dppo_jax.reporting import metrics
 
 HERE = pathlib.Path(__file__).parent
 RINGS = HERE.parent / "03_comparison"
@@ -38,7 +38,7 @@ STAGES = {
 
 
 def measure(name: str, sampled: batch.Batch, path: pathlib.Path) -> None:
-  """All that there is to tell of one batch, in the place of what was shown."""
+  """All that there is to tell of one batch, in the place of what was known."""
   others = [r for r in metrics.read(path) if r["batch"] != name]
   facts = {
     "batch": name,
@@ -64,7 +64,7 @@ def main() -> None:
   args = parser.parse_args()
   workdir = pathlib.Path(args.workdir).absolute()
   path = HERE / "results.jsonl"
-  for name in args.select.split(","):
+  for name in args.batches.split(","):
     if name == "rings":
       write = runpy.run_path(str(RINGS / "problems.py"))["write"]
       write(RINGS / "data", 0, 1536, 512)

@@ -1,6 +1,6 @@
 """The choice of tokens: whole gradients, of a few draws of each method."""
 
-from batch import Batch, settings
+from batch import Batch, update_config
 import errors
 import jax
 from jax import flatten_util
@@ -25,7 +25,7 @@ METHODS = {
 def measure(sampled: Batch) -> list[dict]:
   """Squared bias and variance, in units of the full batch's own variance."""
   exact = sampled.factors @ sampled.scores
-  config = settings(sampled.home)
+  config = update_config(sampled.run)
   # Compiled once: whatever is chosen, the rows have the same shape.
   score = jax.jit(
     lambda packed, used: update.score(sampled.params, config, packed, used)
@@ -57,7 +57,7 @@ def measure(sampled: Batch) -> list[dict]:
 
 def _choices(sampled: Batch, method: methods.Method):
   """The method's choices of completions and of tokens, compiled."""
-  objective = sampled.home.objective
+  objective = sampled.run.objective
   at = lambda key: StepRng(key, jnp.int32(0))
 
   @jax.jit
@@ -69,7 +69,7 @@ def _choices(sampled: Batch, method: methods.Method):
       sampled.rewards,
       method=method,
       objective=objective,
-      spec=sampled.home.rows,
+      spec=sampled.run.packing,
       train_zero_advantage=False,
     )[:2]
 

@@ -1,4 +1,4 @@
-r"""Writes rings of small operations, a task on which half the groups are dead.
+r"""Writes rings of small operations: half the groups have zero variance.
 
   python problems.py --out=DIR [--seed=0] [--train=1536] [--eval=512]
 
@@ -12,7 +12,7 @@ round the box.
   solution   +38*70-24 4+37*79-23\boxed{3}
 
 Each operator with its operand, a skill, turns the digit by an amount of its own
-(modulo 10), which nothing but a table tells. A solution, from which the warm-up
+(modulo 10), which nothing but a table tells. A solution, from which fine-tuning
 learns, turns one too far as often as the skill's error rate says: never for the
 sound skills; for the faulty ones from seldom to nearly always. Its box holds
 what its mistakes led to; the answer is the truth. A model that imitates the

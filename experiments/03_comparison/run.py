@@ -3,7 +3,7 @@
   python experiments/03_comparison/run.py [--seeds=5] [--cores=0,1]
 
 Each run is a process of its own on a core of its own, as many at a time as
-there are cores; all start from the same warmed-up weights, as runs on a public
+there are cores; all start from the same fine-tuned weights, as runs on a public
 model would. A run that is done is not repeated. Results go to results.jsonl,
 table.md and figure.png beside this file.
 """
@@ -134,7 +134,7 @@ def train_all(root: pathlib.Path, seeds: int, cores: list[int]) -> list[dict]:
           root / _name(variant, seed),
           method,
           seed,
-          f"--config.warmup.from_run={warm}",
+          f"--config.sft.from_run={warm}",
           *flags,
         ),
       )

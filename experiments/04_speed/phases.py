@@ -12,7 +12,7 @@ import machine
 import numpy as np
 import work as works
 
-from dppo_jax import compiled as stages
+from dppo_jax import compiled as programs
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.learner import select, update
@@ -66,7 +66,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
 
   texts = [r"so it is \boxed{7}"] * rollout.lengths.size
   with rewards.Grader("exact") as grader:
-    seconds = machine.timed(lambda: grader.grade(texts, ["7"] * len(texts)), 3)
+    answers, problems = ["7"] * len(texts), [""] * len(texts)
+    seconds = machine.timed(lambda: grader.grade(problems, texts, answers), 3)
   yield _row("grade", seconds, generated, 0.0)
 
   arguments = (prompts, rollout, works.make_rewards(work))
@@ -121,7 +122,7 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
     yield _ratio("update", share, seconds, trained, whole) | {
       "row_token_ratio": in_rows / whole[2]
     }
-  del learn
+  learn = None  # frees its state
   yield from _rollouts(work, repeats)
   yield from _rollouts(work._replace(prompts=4 * work.prompts), repeats)
 
@@ -238,7 +239,7 @@ def compile_update(work: works.Work, params) -> Update:
   state = jax.eval_shape(begin, params)
   shape = lambda dtype: jax.ShapeDtypeStruct((), dtype)
   start = time.perf_counter()
-  compiled = stages.compile(
+  compiled = programs.compile_program(
     jax.jit(step, donate_argnums=(0,)).lower(
       state, None, batch, shape(jnp.int32), shape(jnp.float32)
     ),
@@ -304,7 +305,7 @@ def _params(work: works.Work) -> transformer.Params:
 
 def _compile(function, *arguments) -> jax.stages.Compiled:
   """As a run compiles its stages."""
-  return stages.compile(
+  return programs.compile_program(
     jax.jit(function).lower(*arguments), jax.devices()[0].platform
   )
 

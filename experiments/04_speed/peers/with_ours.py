@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import work
 
-from dppo_jax import compiled as stages
+from dppo_jax import compiled as programs
 from dppo_jax import data, main, rollout, setup_run
 from dppo_jax.learner import update
 from dppo_jax.records import PromptBatch, Rollout, Selection
@@ -111,10 +111,10 @@ def check(args) -> None:
   rewards = np.array(found["rewards"], np.float32).reshape(shape)
   config = update.UpdateConfig(model=run.model, objective=run.objective)
   with jax.set_mesh(run.mesh):
-    compiled = stages.compile_step(run)
-    abstract = stages.abstract_train_state(run)
+    compiled = programs.compile_step(run)
+    abstract = programs.abstract_train_state(run)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    start = functools.partial(stages.init_train_state, run)
+    start = functools.partial(programs.init_train_state, run)
     state = jax.jit(start, out_shardings=shardings)(run.initial_params())
     rng = rng_at(run.root_key, 0, Stage.COMPLETIONS)
     batch, num_micro, _ = compiled.select(rng, prompts, drawn, rewards)
@@ -154,7 +154,7 @@ def decode(args) -> None:
       "prompts": first_prompts(run),
       "rng": rng_at(run.root_key, 0, Stage.ROLLOUT),
     }
-    sample = stages.compile(jax.jit(make).lower(**arguments), "cpu")
+    sample = programs.compile_program(jax.jit(make).lower(**arguments), "cpu")
 
     def generate():
       out = sample(**arguments)
