@@ -15,7 +15,11 @@ setuptools.setup(
   long_description_content_type="text/markdown",
   license="Apache-2.0",
   python_requires=">=3.11",
-  packages=setuptools.find_packages(include=["dppo_jax", "dppo_jax.*"]),
+  packages=[
+    *setuptools.find_packages(include=["dppo_jax", "dppo_jax.*"]),
+    "dppo_jax.configs",  # importable from outside a clone
+  ],
+  package_dir={"dppo_jax.configs": "configs"},
   install_requires=[
     "absl-py>=2.1",
     "array_record>=0.8; sys_platform == 'linux'",
