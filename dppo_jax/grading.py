@@ -127,7 +127,7 @@ def to_metrics(
     "reward/errors": counts["errors"],
     "reward/nonfinite": counts["nonfinite"],
   }
-  if len(functions) > 1:  # of a single one reward/mean tells
+  if len(functions) > 1:  # else reward/mean says it
     for spec in functions:
       mean = counts[f"earned/{spec.name}"] / num
       metrics[f"reward/functions/{spec.name}"] = mean

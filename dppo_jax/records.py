@@ -123,7 +123,7 @@ class PackedBatch:
 
 @struct.dataclass
 class TokenStats:
-  """What one pass over the vocabulary tells of each token; 0 if not needed.
+  """Statistics of each token from one pass over the vocabulary; 0 if unneeded.
 
   Attributes:
     logprobs: `[R, L]`, nats, of the target.

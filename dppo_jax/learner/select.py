@@ -219,7 +219,7 @@ def pack(
   )
   num_used = plan.num_used
   total = lambda x: x.sum(dtype=jnp.float32)
-  room = jnp.maximum(num_used, 1).astype(jnp.float32) * spec.row_length
+  capacity = jnp.maximum(num_used, 1).astype(jnp.float32) * spec.row_length
   in_use = total(batch.segment_ids > 0)
   # What the completions would take, each with a prompt of its own.
   unshared = total(
@@ -227,7 +227,7 @@ def pack(
   )
   metrics = {
     "pack/rows": num_used.astype(jnp.float32),
-    "pack/fill": in_use / room,
+    "pack/fill": in_use / capacity,
     "pack/shared": 1 - in_use / jnp.maximum(unshared, 1.0),
     "pack/unplaced": plan.num_unplaced.astype(jnp.float32),
   }

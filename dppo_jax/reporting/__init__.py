@@ -1,1 +1,1 @@
-"""What a run tells: numbers, samples, progress, a report."""
+"""What a run writes: metrics, samples, progress, logs, a report."""

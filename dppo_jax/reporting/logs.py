@@ -9,7 +9,7 @@ _CHATTY = ("ml_collections", "orbax", "tensorflow_datasets")
 
 
 def quiet_libraries() -> None:
-  """Drops what chatty libraries tell through absl's logger, errors aside."""
+  """Drops what chatty libraries log through absl's logger, errors aside."""
 
   def is_worth_reading(record: logging.LogRecord) -> bool:
     parts = pathlib.PurePath(record.pathname).parts
@@ -23,7 +23,7 @@ def quiet_libraries() -> None:
 
 
 def keep_programs() -> None:
-  """Keeps compiled programs for the next run, unless JAX was told where.
+  """Keeps compiled programs for the next run, unless JAX has a place for them.
 
   Those that took a second or more to compile go to `~/.cache/dppo_jax`.
   """

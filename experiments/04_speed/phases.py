@@ -323,8 +323,8 @@ def _decode_bytes(work, prompts, rollout) -> float:
   context = np.asarray(prompts.lengths, np.float64)[:, None]
   lengths = np.asarray(rollout.lengths, np.float64)
   read = (lengths * context + lengths * (lengths + 1) / 2).sum()
-  cell = 2 * model.layers * model.kv_heads * model.head_dim * size
-  return float(rollout.slot_steps) / work.slots * weights + read * cell
+  per_token = 2 * model.layers * model.kv_heads * model.head_dim * size
+  return float(rollout.slot_steps) / work.slots * weights + read * per_token
 
 
 def _row(name, seconds: machine.Seconds, tokens: float, flops: float) -> Row:

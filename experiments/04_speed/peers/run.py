@@ -32,7 +32,7 @@ PEERS = {
   "tunix": ("google-tunix==0.1.7", "jax==0.10.2", "flax==0.12.8"),
 }
 OURS = ("grpo", "dppo")
-# Sizes of a micro-batch to choose from: sequences; here rows x cells a device.
+# Sizes of a micro-batch to choose from: sequences; here rows x tokens a device.
 MICRO = {
   "trl": ("8", "32", "64"),
   "tunix": ("8", "32", "64"),

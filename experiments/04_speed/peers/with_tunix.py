@@ -134,8 +134,8 @@ def check(args) -> None:
   @nnx.jit
   def norm(model, example):
     inputs = trainer.gen_model_input_fn(example)
-    slopes, _ = nnx.grad(trainer.loss_fn, has_aux=True)(model, **inputs)
-    return optax.global_norm(slopes)
+    grads, _ = nnx.grad(trainer.loss_fn, has_aux=True)(model, **inputs)
+    return optax.global_norm(grads)
 
   with cluster.cluster_config.role_to_mesh[rl_cluster.Role.ACTOR]:
     logprobs = common.compute_per_token_logps(
