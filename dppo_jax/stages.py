@@ -1,6 +1,7 @@
-"""The stages of a step that are compiled: pure functions of arrays.
+"""Stages of a step that are compiled: pure functions of arrays.
 
-Two more are `rollout.roll_out` and `learner.select.select`, as they are.
+The others are functions of `rollout`, `learner`, `models` and `methods` as they
+are: see `compiled.programs`.
 """
 
 import jax
@@ -83,7 +84,7 @@ def train_step(
   config: update.UpdateConfig,
   optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Metrics]:
-  """The update of a step, which counts."""
+  """`update.update`, and one step more on the counter."""
   state, metrics = update.update(
     state,
     reference,
@@ -110,7 +111,9 @@ def update_history(
   """What the method remembers after a rollout, and one more draw."""
   # A pruned prompt goes by an id that no problem has.
   ids = jnp.where(rollout.kept.keep, rollout.prompt_ids, num_problems)
-  history = method.prompts.observe(history, step, ids, rewards, rollout.lengths)
+  history = method.prompts.observe(
+    history, step, ids, rewards, correct, rollout.lengths
+  )
   return history, draws + 1
 
 

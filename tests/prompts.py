@@ -71,19 +71,26 @@ def jitted(rule, num_draws=20):
     return jax.lax.map(select, seeds)  # compiles sooner than vmap
 
   @jax.jit
-  def observe(history, step, ids, rewards, lengths):
+  def observe(history, step, ids, rewards, correct, lengths):
     traces.append("observe")
-    return rule.observe(history, step, ids, rewards, lengths)
+    return rule.observe(history, step, ids, rewards, correct, lengths)
 
-  def observe_some(history, step, ids, rewards, lengths=None):
-    """As if eight prompts were rolled out, of which some were not."""
+  def observe_some(history, step, ids, rewards, lengths=None, correct=None):
+    """As if eight prompts were rolled out, of which some were not.
+
+    Where not told, lengths are 1 and rewards of 1 and more are for what is
+    correct.
+    """
     fill = lambda x, value: np.pad(
       x, ((0, 8 - len(ids)),) + ((0, 0),) * (x.ndim - 1), constant_values=value
     )
-    lengths = None if lengths is None else fill(lengths, 0)
-    rewards = fill(np.asarray(rewards, np.float32), 0)
+    rewards = np.asarray(rewards, np.float32)
+    correct = np.clip(rewards, 0, 1) if correct is None else correct
+    lengths = np.ones(rewards.shape, np.int32) if lengths is None else lengths
+    correct = np.asarray(correct, np.float32)
+    table = [fill(x, 0) for x in (rewards, correct, lengths)]
     ids = fill(np.asarray(ids, np.int32), NUM_PROMPTS)
-    return jax.device_get(observe(history, step, ids, rewards, lengths))
+    return jax.device_get(observe(history, step, ids, *table))
 
   return Jitted(
     init=lambda: jax.device_get(rule.init(NUM_PROMPTS)),

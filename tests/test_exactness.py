@@ -139,7 +139,7 @@ def _prompt_draws(method):
   history = method.prompts.init(3)
   lengths = jnp.array([[4, 5, 3], [2, 2, 2], [5, 5, 5]], jnp.int32)
   zero = jnp.int32(0)
-  history = method.prompts.observe(history, zero, IDS, BEFORE, lengths)
+  history = method.prompts.observe(history, zero, IDS, BEFORE, BEFORE, lengths)
   select = lambda: (method.prompts.select(RNG, history, IDS),)
   return list(_Draws(select, IDS.shape)())
 

@@ -183,7 +183,8 @@ def drop_by_history(
     prob = jnp.where(is_eligible, 1 - share, 1.0)
     return Selection(uniform_for_ids(rng.key, ids) < prob, prob)
 
-  def observe(history, step, ids, rewards, lengths=None):
+  def observe(history, step, ids, rewards, correct, lengths):
+    del correct, lengths
     if score == "advantage":
       new = jnp.abs(advantage(rewards)).mean(axis=1)
     else:

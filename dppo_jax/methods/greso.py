@@ -39,7 +39,7 @@ def greso(
     base: keep probability after one such visit, its power after several.
     floor: the least keep probability.
     target: share of such groups towards which `base` tunes itself, a third of
-      it for those that are all right and two for those all wrong.
+      it for those that are correct and two for those that are wrong.
     tuning: by how much, each step; 0 leaves it.
     dynamic_sampling: "plain" draws batches of prompts until one is full of
       groups whose rewards differ, and takes their mean; "exact" corrects for
@@ -54,8 +54,9 @@ def greso(
     1. A streak counts visits; pruned prompts wait for their next epoch.
     2. A batch of candidates is as large as the batch trained on, and the last
        one is cut to the estimated need; what it leaves over is not visited.
-    3. A group is easy or hard where its rewards are exactly the same; the
-       authors' code has thresholds on the mean reward, 0.98 and 0.11.
+    3. A group is easy or hard where its rewards are exactly the same, and
+       which of the two the verifier says; the authors' code has thresholds on
+       the mean reward, 0.98 and 0.11.
   """
   check("tuning", tuning, tuning >= 0, "at least 0")
   check("max_draws", max_draws, max_draws >= 1, "at least 1")
@@ -80,7 +81,7 @@ class Streaks(NamedTuple):
 
   Attributes:
     run: `[M]`, such groups since the last other one; -1 where never visited.
-    is_easy: `[M]`, whether the last such group was all right.
+    is_easy: `[M]`, whether most of the last such group was correct.
     keep_base: `[2]`, probability of keeping an easy and a hard problem after
       a run of one.
     num_zero_variance: `[2]`, easy and hard groups at `step` of problems
@@ -103,15 +104,14 @@ def drop_zero_variance_streaks(
   target: float = 0.25,
   tuning: float = 0.01,
   easy_share: float = 1 / 3,
-  right: float = 0.5,
 ) -> PromptRule:
   """Keeps a problem the less often, the longer its rewards have not differed.
 
   After `z` groups in a row without variance a prompt is kept with probability
-  `max(p**z, floor)`, where `p` is that of easy or of hard problems, as its
-  last group was. Each `p` starts at `base`. After a step it loses `tuning`
-  where too many groups were of its kind and else gains it, within 0.05 and
-  0.95. With a `tuning` of 0 it stays at `base`.
+  `max(p**z, floor)`, where `p` is that of easy problems if most of the last
+  group was correct, else that of hard ones. Each `p` starts at `base`. After a
+  step it loses `tuning` where too many groups were of its kind and else gains
+  it, within 0.05 and 0.95. With a `tuning` of 0 it stays at `base`.
 
   The probabilities are those of the draw. Several observations of one step
   count together, and none changes the choice of this step's other prompts.
@@ -122,7 +122,6 @@ def drop_zero_variance_streaks(
     target: share of groups without variance that is not too many, in [0, 1].
     tuning: change of `p`, at least 0.
     easy_share: share of the target that is for easy groups, in [0, 1].
-    right: reward above which a group without variance is easy.
   Raises:
     ValueError: for a value outside these.
   Source: GRESO, arXiv:2506.02177, and its public code at b277843.
@@ -168,9 +167,10 @@ def drop_zero_variance_streaks(
     prob = jnp.where(run > 0, jnp.maximum(keep_base**run, floor), 1.0)
     return Selection(uniform_for_ids(rng.key, ids) < prob, prob)
 
-  def observe(history, step, ids, rewards, lengths=None):
+  def observe(history, step, ids, rewards, correct, lengths):
+    del lengths
     has_none = is_zero_variance(rewards)
-    is_easy = has_none & (rewards.max(axis=1) > right)
+    is_easy = has_none & (correct.mean(axis=1) > 0.5)
     is_hard = has_none & ~is_easy
     run = history.run[ids]
     is_revisited = (ids < history.run.shape[0]) & (run >= 0)

@@ -40,9 +40,10 @@ class PromptRule(NamedTuple):
     init: `num_prompts -> history`, what is remembered of `M` problems.
     select: `(rng, history, ids [N]) -> Selection [N]`; `rng.step` counts the
       same steps as `observe`.
-    observe: `(history, step, ids [Q], rewards [Q, G], lengths [Q, G] = None)
-      -> history`. An id of `M` or more is a prompt that was not rolled out
-      and changes nothing. Lengths are in tokens.
+    observe: `(history, step, ids [Q], rewards [Q, G], correct [Q, G],
+      lengths [Q, G]) -> history`. Rewards may be shaped; `correct`, in [0, 1],
+      is what the verifier says; lengths are in tokens. An id of `M` or more is
+      a prompt that was not rolled out and changes nothing.
   """
 
   init: Callable[..., History]
@@ -100,7 +101,7 @@ def every_prompt() -> PromptRule:
   return PromptRule(
     init=lambda num_prompts: (),
     select=select,
-    observe=lambda history, step, ids, rewards, lengths=None: history,
+    observe=lambda history, step, ids, rewards, correct, lengths: history,
   )
 
 

@@ -167,8 +167,9 @@ def neyman_prompts(
     back = jnp.argsort(order)
     return Selection(keep[back], prob[back])
 
-  def observe(history, step, ids, rewards, lengths=None):
-    return pass_rates.update(history, step, ids, rewards, lengths, forgetting)
+  def observe(history, step, ids, rewards, correct, lengths):
+    del rewards
+    return pass_rates.update(history, step, ids, correct, lengths, forgetting)
 
   return PromptRule(pass_rates.init, select, observe)
 

@@ -66,29 +66,28 @@ def update(
   counts: PassCounts,
   step: int | Int[Array, ""],
   ids: Int[Array, "Q"],
-  rewards: Float[Array, "Q G"],
-  lengths: Int[Array, "Q G"] | None,
+  correct: Float[Array, "Q G"],
+  lengths: Int[Array, "Q G"],
   forgetting: float,
 ) -> PassCounts:
   """The counts after some groups; an id of `M` or more changes none.
 
   Args:
-    rewards: clipped to [0, 1], the part of each completion that is right. A
-      completion whose reward is infinite or NaN is not counted.
-    lengths: tokens of each; None counts one for each completion.
+    correct: clipped to [0, 1], the part of each completion that is right. One
+      that is infinite or NaN is not counted.
+    lengths: tokens of each.
   """
   old = decayed(counts, step, ids, forgetting)
-  is_counted = jnp.isfinite(rewards)
-  right = jnp.where(is_counted, jnp.clip(rewards, 0.0, 1.0), 0.0).sum(axis=1)
+  is_counted = jnp.isfinite(correct)
+  right = jnp.where(is_counted, jnp.clip(correct, 0.0, 1.0), 0.0).sum(axis=1)
   count = is_counted.sum(axis=1, dtype=jnp.float32)
-  lengths = jnp.ones(rewards.shape, jnp.int32) if lengths is None else lengths
   tokens = jnp.where(is_counted, lengths, 0).sum(axis=1)
   new = PassCounts(
     right=old.right + right,
     wrong=old.wrong + (count - right),
     tokens=old.tokens + tokens.astype(jnp.float32),
     last_step=old.last_step,
-    group_size=jnp.int32(rewards.shape[1]),
+    group_size=jnp.int32(correct.shape[1]),
   )
   put = lambda all, some: (
     all.at[ids].set(some, mode="drop") if all.ndim else some

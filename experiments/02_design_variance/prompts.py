@@ -15,9 +15,10 @@ def measure(sampled: Batch) -> list[dict]:
   """Of uniform, DPPO's and the Neyman design, at every budget of prompts."""
   home, ids = sampled.home, sampled.prompts.ids
   before, rewards = sample(home, sampled.params, sampled.prompts, draw=1)
+  seen = (rewards, rewards, before.lengths)  # 1 for what is correct, else 0
   found = []
   for budget in BUDGETS:
-    rate = _rate(rewards, home, ids, budget)
+    rate = _rate(seen, home, ids, budget)
     for name, rule, is_seen in (
       ("uniform", methods.neyman_prompts(budget), False),
       ("dppo", rate and methods.drop_by_history(rate), True),
@@ -27,9 +28,7 @@ def measure(sampled: Batch) -> list[dict]:
       if rule:
         history = rule.init(len(home.train))
         if is_seen:
-          history = rule.observe(
-            history, jnp.int32(0), ids, rewards, before.lengths
-          )
+          history = rule.observe(history, jnp.int32(0), ids, *seen)
         error = _error(sampled, rule, history)
       found.append({"method": name, "budget": budget, **error})
   return found
@@ -56,10 +55,10 @@ def _error(sampled: Batch, rule: methods.PromptRule, history) -> dict:
   }
 
 
-def _rate(rewards, home, ids, budget: float) -> float | None:
+def _rate(seen, home, ids, budget: float) -> float | None:
   """The pruning rate at which DPPO keeps `budget` of the prompts, if any."""
   rule = methods.drop_by_history(0.5)
-  history = rule.observe(rule.init(len(home.train)), jnp.int32(0), ids, rewards)
+  history = rule.observe(rule.init(len(home.train)), jnp.int32(0), ids, *seen)
   rng = StepRng(jax.random.key(0), jnp.int32(1))
   eligible = float((rule.select(rng, history, ids).prob < 1).mean())
   rate = (1 - budget) / eligible if eligible else 1.0

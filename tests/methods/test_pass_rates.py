@@ -75,15 +75,28 @@ def test_neyman_follows_the_second_moment_per_token():
   np.testing.assert_allclose(actual, 4 * size / size.sum(), rtol=2e-5)
 
 
-def test_neyman_without_lengths_takes_costs_to_be_equal():
+def test_only_how_lengths_differ_counts():
   rule = compiled("neyman_half")
   visit = lambda lengths: rule.observe(
     rule.init(), 0, VISITED, REWARDS, lengths
   )
   prob = lambda lengths: prob_of(rule, visit(lengths), CANDIDATES)
-  same = np.full(REWARDS.shape, 9, np.int32)
-  np.testing.assert_allclose(prob(None), prob(same), atol=GRID_ERROR)
-  assert np.ptp(prob(None) - prob(lengths_of_visits())) > 0.01
+  one, nine = (np.full(REWARDS.shape, n, np.int32) for n in (1, 9))
+  np.testing.assert_allclose(prob(one), prob(nine), atol=GRID_ERROR)
+  assert np.ptp(prob(one) - prob(lengths_of_visits())) > 0.01
+
+
+def test_neyman_counts_what_is_correct_whatever_it_was_rewarded():
+  rule = compiled("neyman_half")
+  visit = lambda rewards: rule.observe(
+    rule.init(), 0, VISITED, rewards, correct=REWARDS
+  )
+  for shaped in (REWARDS, 0.1 + 0.5 * REWARDS, REWARDS - 1):
+    history = visit(shaped)
+    np.testing.assert_array_equal(history.right[VISITED], REWARDS.sum(axis=1))
+    np.testing.assert_array_equal(
+      history.wrong[VISITED], 6 - REWARDS.sum(axis=1)
+    )
 
 
 def test_neyman_forgets():
@@ -106,13 +119,9 @@ def test_neyman_forgets():
 
 def test_what_is_no_number_is_not_counted():
   rule = jitted(neyman(0.5))
-  history = rule.observe(
-    rule.init(),
-    0,
-    [5],
-    [[1.0, np.nan, 0.0, np.inf]],
-    np.array([[3, 40, 5, 60]], np.int32),
-  )
+  correct = [[1.0, np.nan, 0.0, np.inf]]
+  lengths = np.array([[3, 40, 5, 60]], np.int32)
+  history = rule.observe(rule.init(), 0, [5], correct, lengths, correct)
   counts = [history.right[5], history.wrong[5], history.tokens[5]]
   np.testing.assert_array_equal(counts, [1, 1, 8])
 

@@ -54,7 +54,7 @@ def test_prompt_rule_laws(name):
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert shapes(history) == shapes(rule.init())
   assert rule.traces.count("select") == 1
-  assert rule.traces.count("observe") <= 2  # with lengths and without
+  assert rule.traces.count("observe") == 1
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,18 @@ def test_unweighted_keeps_the_choice_and_forgets_the_probability():
   assert (other.prob == 1).all() and not (one.prob == 1).all()
 
 
+def test_the_score_is_of_rewards_not_of_what_is_correct():
+  for score in ("advantage", "variance"):
+    rule = jitted(drop(0.5, score=score))
+    rewards = [[0.5, 1.5, 0.5, 1.5]]
+    histories = [
+      rule.observe(rule.init(), 0, [3], rewards, correct=correct)
+      for correct in ([[0, 1, 0, 1]], [[0, 0, 0, 0]], [[1, 1, 1, 1]])
+    ]
+    assert len({float(history.score[3]) for history in histories}) == 1
+    assert histories[0].score[3] > 0
+
+
 # Streaks ---------------------------------------------------------------------
 
 
@@ -234,6 +246,22 @@ def test_the_base_falls_from_the_target_on(num_hard, base):
     history = rule.observe(history, 1, ids[part], rewards[part])
   history = rule.observe(history, 2, [8], [MIXED])
   np.testing.assert_allclose(history.keep_base[1], base, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rewards, is_correct", [(0.9, 0), (0.1, 1)])
+def test_zero_variance_is_of_rewards_and_easy_what_is_correct(
+  rewards, is_correct
+):
+  """As where a format is rewarded too, or length punished."""
+  rule = jitted(streaks())
+  observe = lambda rewards, correct: rule.observe(
+    rule.init(), 0, [3], np.array([rewards]), correct=np.array([correct])
+  )
+  history = observe([rewards] * 6, [is_correct] * 6)
+  assert history.run[3] == 1 and history.is_easy[3] == is_correct
+  # Rewards that differ among the right ones are a signal all the same.
+  history = observe([rewards] * 5 + [0.5], [is_correct] * 6)
+  assert history.run[3] == 0
 
 
 def test_first_visits_tune_nothing():
