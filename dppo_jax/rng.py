@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 
 class Stage(enum.IntEnum):
-  """Who samples. Append only: a number, once used, keeps its meaning."""
+  """Who samples. Append only: a number, once used, keeps its meaning.
+
+  The step is that of the run; but DATA counts epochs, and PROMPTS and ROLLOUT
+  count batches of prompts, of which one step may draw several.
+  """
 
   INIT = 0
   DATA = 1

@@ -15,7 +15,7 @@
 greso also draws again until the batch is full (dynamic sampling). "Equal"
 weights are those of a mean over what was kept: such a method is biased and
 says `unweighted`. Adding a method is a file with a factory, and a line in
-`METHODS`.
+`METHODS`; what its rules must do is said in method.py.
 """
 
 from dppo_jax.methods.cppo import cppo, top_abs_advantage

@@ -67,6 +67,8 @@ def boxed(completions: list[str]) -> list[float]:
   return [float(last_boxed(text) is not None) for text in completions]
 
 
+# One more also needs pairs to check itself with, and perhaps no process: see
+# `KNOWN_PAIRS` and `IN_PROCESS` in grader.py.
 OURS: dict[str, RewardFn] = {"exact": exact, "math": math, "boxed": boxed}
 
 

@@ -1,7 +1,8 @@
 """Child processes that call reward functions, restarted at need.
 
 A child (child.py) serves one call at a time. It is killed when it does not
-answer in time, and replaced when it was killed, died or filled its memory.
+answer in time, and replaced when it was killed, died or filled its memory. What
+a failed call costs is decided in grader.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -41,6 +41,8 @@ class Family(NamedTuple):
   head_dim: int | None = None
 
 
+# A family whose layers compute something else, such as another activation, is
+# a change of `transformer` too.
 FAMILIES = {
   "LlamaForCausalLM": Family("llama"),
   "Qwen2ForCausalLM": Family("qwen2", has_qkv_bias=True),
