@@ -11,11 +11,11 @@ share. The exact denominator undoes this. Say that a candidate's value is its
 term of the gradient over its probability, 0 where it was skipped or has no
 variance, and that the order of candidates is random. The value of any one
 candidate, say the first, has the right mean, and so has its expectation given
-where the step ended and what it buffer. If the step ended with the `m`-th
+where the step ended and what it collected. If the step ended with the `m`-th
 group with variance as the `n`-th candidate, that last one has variance and the
 other `m - 1` are anywhere among the first `n - 1` with equal chance: the first
 candidate is one of them with probability `(m - 1) / (n - 1)`, and then its
-value is on average the mean of those buffer. If it ended with `k < m` among
+value is on average the mean of those collected. If it ended with `k < m` among
 `n`, the probability is `k / n`. Hence the sum over the buffer is divided by
 `m (n - 1) / (m - 1)` or `n`.
 
