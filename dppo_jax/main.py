@@ -5,7 +5,7 @@ import re
 import sys
 import traceback
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dppo_jax.reporting import logs
@@ -28,6 +28,8 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of any error.")
 
 def main(argv: list[str]) -> None:
   """Trains under the config that the flags give."""
+  if "--verbosity" not in " ".join(sys.argv):  # absl would show information
+    logging.set_verbosity(logging.WARNING)
   try:
     _train(argv)
   except KeyboardInterrupt:
