@@ -194,14 +194,16 @@ def scan_layers(
   x: Float[Array, "..."],
   weights: tuple[PyTree[Array], ...],
   cache: KVCache,
+  inline: bool = False,
 ) -> tuple[Float[Array, "..."], KVCache]:
   """`(x, cache)` after every layer in order.
 
   Args:
     layer: `(x, weights, cache) -> (x, cache)` of one layer.
     weights: of `group_layers`.
+    inline: copy a layer's operations for each group rather than call them.
   """
-  layer = jax.jit(layer)  # traced once for all groups
+  layer = jax.jit(layer, inline=inline)  # traced once for all groups
 
   def one_of_each_group(carry, xs):
     x, cache = carry

@@ -212,7 +212,6 @@ def forward(
     prefix_ids: a segment that a token sees besides its own; None is no other.
   """
   params = cast(params, config)
-  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
 
   def attend(q, k, v, cache):
     return (
@@ -253,7 +252,10 @@ def prefill(
 
   x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
   cache = kv_cache.init(config, len(tokens), sizes)
-  return kv_cache.scan_layers(layer, x, params["layers"], cache)[1]
+  # Inlined with a kernel: the TPU compiler aborts if a scan in the rollout's
+  # shard_map calls a function that has a kernel's shard_map of its own.
+  inline = config.attention in attention.KERNELS
+  return kv_cache.scan_layers(layer, x, params["layers"], cache, inline)[1]
 
 
 def decode(

@@ -99,6 +99,16 @@ def test_every_backend_is_the_plain_formula(backend):
   _assert_close(got, _with_grads(_plain, *inputs, ids))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_prefixes_need_no_prefix_ids(backend):
+  segment_ids = _rows(128, ("short", "short"))[0]
+  segment_ids = segment_ids.at[1].set(jnp.arange(128, dtype=jnp.int32) // 50)
+  inputs = _inputs(2, 128)
+  got = _with_grads(BACKENDS[backend], *inputs, (segment_ids,))
+  want = _with_grads(_plain, *inputs, (segment_ids, segment_ids))
+  _assert_close(got, want)
+
+
 @pytest.mark.parametrize("length", [8, 40, 333])
 def test_xla_takes_rows_of_any_length(length):
   """Also rows shorter than a block, and no whole number of blocks."""

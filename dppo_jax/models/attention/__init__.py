@@ -14,6 +14,7 @@ from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
 __all__ = [
   "BACKENDS",
   "CHOICES",
+  "KERNELS",
   "LANES",
   "MASKED",
   "MAX_BRANCHES",
@@ -32,11 +33,11 @@ BACKENDS = {
   "triton": kernels.triton,  # NVIDIA GPU
 }
 
-# Kernel -> the platform it is written for, in JAX's words.
-_PLATFORMS = {"splash": "tpu", "triton": "gpu"}
+# Pallas kernel -> the platform it is written for, in JAX's words.
+KERNELS = {"splash": "tpu", "triton": "gpu"}
 
 # What config.model.attention may be; `choose_backend` makes a key of BACKENDS.
-CHOICES = ("auto", "xla", *_PLATFORMS)
+CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
@@ -65,10 +66,10 @@ def choose_backend(
     return "splash"
   if name in ("auto", "xla"):
     return "xla_by_row" if platform == "cpu" else "xla"
-  if platform != _PLATFORMS[name]:
+  if platform != KERNELS[name]:
     raise ValueError(
       f"config.model.attention is {name!r}, which is for a "
-      f"{_PLATFORMS[name]}, but JAX runs on a {platform}: set it to auto"
+      f"{KERNELS[name]}, but JAX runs on a {platform}: set it to auto"
     )
   if not fits:
     raise ValueError(
@@ -85,14 +86,15 @@ def attention(
   k: Float[Array, "B L K D"],
   v: Float[Array, "B L K D"],
   segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
   backend: str = "xla",
 ) -> Float[Array, "B L H D"]:
   """Causal attention within segments; `H` query heads share `K` of keys.
 
-  A token sees those at or before it in its row that have its segment id or
-  its prefix id. Id 0 is padding, whose output means nothing. Logits are
-  float32 and exist for one pair of blocks at a time, in the backward pass too.
+  A token sees those at or before it in its row that have its segment id or,
+  where there are prefix ids, its prefix id. Id 0 is padding, whose output means
+  nothing. Logits are float32 and exist for one pair of blocks at a time, in the
+  backward pass too.
 
   Args:
     backend: a key of `BACKENDS`.
@@ -135,7 +137,7 @@ def attend_prompts(
     backend: a key of `BACKENDS`.
   """
   length = q.shape[1]
-  is_kernel = backend in _PLATFORMS
+  is_kernel = backend in KERNELS
   if is_kernel:
     pad = shapes.round_up(length, LANES) - length
     q, k, v = (
@@ -144,6 +146,6 @@ def attend_prompts(
   is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
   ids = is_real.astype(jnp.int32)
   if is_kernel:
-    return attention(q, k, v, ids, ids, backend)[:, :length]
+    return attention(q, k, v, ids, backend=backend)[:, :length]
   # Plain XLA: the compiler spreads heads by itself, and takes any row count.
-  return BACKENDS[backend](q, k, v, ids, ids)
+  return BACKENDS[backend](q, k, v, ids)

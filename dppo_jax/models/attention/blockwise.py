@@ -48,7 +48,7 @@ def attention(
   k: Float[Array, "B L K D"],
   v: Float[Array, "B L K D"],
   segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
   rows_at_once: int | None = 1,
 ) -> Float[Array, "B L H D"]:
   """As `models.attention.attention`.
@@ -59,6 +59,7 @@ def attention(
   """
   batch, length, heads, dim = q.shape
   kv_heads, rows = k.shape[2], rows_at_once or batch
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   block = min(length, BLOCK)
   end = shapes.round_up(length, block)
 

@@ -29,7 +29,7 @@ def splash(
   k: Float[Array, "B L K D"],
   v: Float[Array, "B L K D"],
   segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B L H D"]:
   """`models.attention.attention` by Pallas splash attention, for TPU.
@@ -50,8 +50,8 @@ def splash(
     interpret=interpret,
   )
   q = q * jnp.asarray(dim**-0.5, q.dtype)
-  q, k = _with_branches(q, k, segment_ids - prefix_ids)
-  ids = splash_kernel.SegmentIds(prefix_ids, prefix_ids)
+  q, k, groups = _with_branches(q, k, segment_ids, prefix_ids)
+  ids = splash_kernel.SegmentIds(groups, groups)
   heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
   return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
 
@@ -61,7 +61,7 @@ def triton(
   k: Float[Array, "B L K D"],
   v: Float[Array, "B L K D"],
   segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B L H D"]:
   """`models.attention.attention` by Pallas in Triton, for NVIDIA GPUs.
@@ -74,12 +74,12 @@ def triton(
   heads, dim = q.shape[2:]
   block = _block(q.shape[1], "triton", 64)
   repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
-  q, k = _with_branches(q, repeat(k), segment_ids - prefix_ids)
+  q, k, groups = _with_branches(q, repeat(k), segment_ids, prefix_ids)
   out = triton_kernel.mha(
     q,
     k,
-    jnp.pad(repeat(v), (*((0, 0),) * 3, (0, MAX_BRANCHES))),
-    prefix_ids,
+    jnp.pad(repeat(v), (*((0, 0),) * 3, (0, q.shape[-1] - dim))),
+    groups,
     sm_scale=dim**-0.5,
     causal=True,
     block_sizes=triton_kernel.BlockSizes(*(block,) * 6),
@@ -104,21 +104,25 @@ def _block(length: int, backend: str, largest: int) -> int:
 def _with_branches(
   q: Float[Array, "B L H D"],
   k: Float[Array, "B L H D"],
-  branch: Int[Array, "B L"],
-) -> tuple[Array, Array]:
-  """Queries and keys with the dimensions that mask sibling completions.
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None,
+) -> tuple[Array, Array, Array]:
+  """Queries and keys that mask sibling completions, and segments that do not.
+
+  Without prefixes there are no siblings, and all stays as it is.
 
   A prompt and its completions are neighbours in a row with consecutive ids.
   A query of completion `a` gets the unit vector of `a`; a key of completion `b`
   gets -FAR everywhere but at `b`. All others get zeros.
-
-  Args:
-    branch: a completion's number from 1 among those that share its prompt; 0
-      for the prompt, and for a sequence that shares none.
   """
+  if prefix_ids is None:
+    return q, k, segment_ids
+  # A completion's number from 1 among those that share its prompt; 0 for the
+  # prompt, and for a sequence that shares none.
+  branch = segment_ids - prefix_ids
   own = jax.nn.one_hot(branch - 1, MAX_BRANCHES, dtype=q.dtype)
   others = jnp.where(branch[..., None] > 0, (own - 1) * _FAR, 0).astype(k.dtype)
   extend = lambda x, more: jnp.concatenate(
     [x, jnp.broadcast_to(more[:, :, None], (*x.shape[:3], MAX_BRANCHES))], -1
   )
-  return extend(q, own), extend(k, others)
+  return extend(q, own), extend(k, others), prefix_ids
