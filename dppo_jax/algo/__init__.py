@@ -7,7 +7,12 @@ from dppo_jax.algo.advantages import (
   leave_one_out,
   overlong_penalty,
 )
-from dppo_jax.algo.designs import bernoulli, systematic, water_filling
+from dppo_jax.algo.designs import (
+  bernoulli,
+  systematic,
+  to_grid,
+  water_filling,
+)
 from dppo_jax.algo.diagnostics import diagnose
 from dppo_jax.algo.objectives import (
   OBJECTIVES,
@@ -50,5 +55,6 @@ __all__ = [
   "segment_sum",
   "surrogate",
   "systematic",
+  "to_grid",
   "water_filling",
 ]

@@ -37,6 +37,11 @@ def group_normalized(
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
     deviation and this eps are what verl and tunix use; the paper says neither.
   """
+  if not eps > 0:
+    raise ValueError(
+      f"eps is {eps} but must be above 0: a group whose rewards are all the "
+      "same has no deviation to divide by"
+    )
   rewards, counted = _arrays(rewards, is_counted)
   centred = group_centred(rewards, counted)
   per_freedom = 1.0 / jnp.maximum(_size(counted) - ddof, 1.0)
@@ -136,7 +141,7 @@ def overlong_penalty(
   check(
     "cache",
     cache,
-    0 <= cache <= max_tokens,
+    lambda x: 0 <= x <= max_tokens,
     f"from 0 to {max_tokens}, the generation limit",
     "config.reward.overlong_tokens",
   )

@@ -1,18 +1,26 @@
 """The one way in which methods and objectives refuse an option's value."""
 
+from collections.abc import Callable
+from typing import Any
+
 
 def check(
-  name: str, value: object, is_valid: bool, limit: str, where: str
+  name: str, value: Any, is_valid: Callable[[Any], bool], limit: str, where: str
 ) -> None:
   """Refuses a value.
 
   Args:
     name: of the option.
-    is_valid: whether the value is within the limit.
+    is_valid: whether a value is within the limit; what it cannot compare, as a
+      word with a number, is not.
     limit: what the value must be, in words: "in (0, 1]".
     where: the part of the config in which the option is set.
   Raises:
-    ValueError: naming option, value and limit, where `is_valid` is False.
+    ValueError: naming option, value and limit.
   """
-  if not is_valid:
+  try:
+    is_refused = not is_valid(value)
+  except TypeError:
+    is_refused = True
+  if is_refused:
     raise ValueError(f"{name} is {value!r} but must be {limit}; see {where}")

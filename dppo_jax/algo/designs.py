@@ -111,7 +111,8 @@ def systematic(
   may depend on anything but the draw.
 
   Args:
-    prob: on the grid; the number kept is its sum, that is `n`.
+    prob: on the grid, as `water_filling` and `to_grid` make it; the number
+      kept is its sum, that is `n`.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
   del n

@@ -74,12 +74,11 @@ def grpo(
   Deviates:
     1. beta is 0 unless asked for (0.04 there).
   """
-  check("clip_low", clip_low, clip_low > 0, "above 0")
-  check("clip_high", clip_high, clip_high > 0, "above 0")
-  check("beta", beta, 0 <= beta < math.inf, "at least 0 and finite")
-  is_valid = dual_clip == 0 or dual_clip > 1
-  check("dual_clip", dual_clip, is_valid, "0 or above 1")
-  is_valid = sampler_cap == 0 or sampler_cap >= 1
+  check("clip_low", clip_low, lambda x: x > 0, "above 0")
+  check("clip_high", clip_high, lambda x: x > 0, "above 0")
+  check("beta", beta, lambda x: 0 <= x < math.inf, "at least 0 and finite")
+  check("dual_clip", dual_clip, lambda x: x == 0 or x > 1, "0 or above 1")
+  is_valid = lambda x: x == 0 or x >= 1
   check("sampler_cap", sampler_cap, is_valid, "0 or at least 1")
   return Objective(
     group_normalized,
@@ -122,8 +121,8 @@ def dapo(
   check(
     "tokens_per_completion",
     tokens_per_completion,
-    tokens_per_completion >= 0,
-    "at least 0",
+    lambda x: 0 <= x < math.inf,
+    "at least 0 and finite",
   )
 
   def one_over_constant(rollout):
@@ -245,6 +244,11 @@ def surrogate(
     "kl": jnp.float32(0.0),
   }
   if objective.beta:
+    if ref_logprobs is None:
+      raise ValueError(
+        f"ref_logprobs is None but the objective's beta is {objective.beta}: "
+        "its KL penalty needs the reference policy's log-probabilities"
+      )
     kl = kl_k3(logprobs, ref_logprobs)
     loss = loss + objective.beta * kl
     info["kl"] = jnp.where(is_counted, kl, 0.0).sum()

@@ -18,9 +18,17 @@ def horvitz_thompson(
     prompts: `[Q]`, chosen before the rollout.
     completions: `[Q, G]`, chosen after it; their probabilities may depend on
       the rewards.
+  Raises:
+    ValueError: for other shapes.
   Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
     1992, chapter 9.
   """
+  shapes = prompts.keep.shape, completions.keep.shape
+  if len(shapes[1]) != 2 or shapes[0] != shapes[1][:1]:
+    raise ValueError(
+      f"prompts {shapes[0]} and completions {shapes[1]} must be chosen from "
+      "[Q] and [Q, G]"
+    )
   keep = prompts.keep[:, None] & completions.keep
   prob = prompts.prob[:, None] * completions.prob
   return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)

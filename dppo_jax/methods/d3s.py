@@ -11,9 +11,10 @@ from dppo_jax.methods.method import (
   Share,
   TokenRule,
   at_step,
-  check,
   check_choice,
   check_share,
+  check_whole,
+  require_stats,
   trainable,
   unweighted,
 )
@@ -134,6 +135,7 @@ def top_entropy(keep: Share, scope: str = "batch") -> TokenRule:
   check_choice("scope", scope, ("batch", "completion"))
 
   def select(rng, batch, stats):
+    require_stats(stats)
     share = at_step(keep, rng.step)
     can_train = trainable(batch)
     row_length = can_train.shape[-1]
@@ -176,8 +178,8 @@ def _rank_in_group(
 
 def _linear(first: float, last: float, total_steps: int | None) -> Share:
   """From `first`, at step 0, to `last`, at the last of `total_steps`."""
-  is_valid = total_steps is None or total_steps >= 0
-  check("total_steps", total_steps, is_valid, "None or at least 0")
+  if total_steps is not None:
+    check_whole("total_steps", total_steps, least=0)
   if first == last or total_steps is None:
     return first
 

@@ -20,6 +20,7 @@ from dppo_jax.methods.method import (
   check_choice,
   check_rate,
   check_share,
+  check_whole,
   uniform_for_ids,
 )
 from dppo_jax.records import Selection
@@ -160,8 +161,8 @@ def drop_by_history(
     check_rate("rate", rate)
   check_choice("score", score, ("advantage", "variance"))
   check_choice("scope", scope, ("batch", "all"))
-  check("smoothing", smoothing, 0 <= smoothing < 1, "in [0, 1)")
-  check("max_age", max_age, max_age >= 0, "at least 0")
+  check("smoothing", smoothing, lambda x: 0 <= x < 1, "in [0, 1)")
+  check_whole("max_age", max_age, least=0)
 
   def init(num_prompts: int) -> ScoreHistory:
     return ScoreHistory(
@@ -203,8 +204,8 @@ def drop_by_history(
 def _until(rate: float, share: float, total_steps: int | None) -> Share:
   """`rate`, and 0 once `share` of the steps is behind."""
   check_share("prune_until", share)
-  is_valid = total_steps is None or total_steps >= 0
-  check("total_steps", total_steps, is_valid, "None or at least 0")
+  if total_steps is not None:
+    check_whole("total_steps", total_steps, least=0)
   if share == 1 or total_steps is None:
     return rate
   return lambda step: jnp.where(

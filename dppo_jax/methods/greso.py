@@ -14,6 +14,8 @@ from dppo_jax.methods.method import (
   PromptRule,
   check,
   check_choice,
+  check_share,
+  check_whole,
   uniform_for_ids,
   unweighted_prompts,
 )
@@ -58,14 +60,13 @@ def greso(
        which of the two the verifier says; the authors' code has thresholds on
        the mean reward, 0.98 and 0.11.
   """
-  check("tuning", tuning, tuning >= 0, "at least 0")
-  check("max_draws", max_draws, max_draws >= 1, "at least 1")
+  check_whole("max_draws", max_draws, least=1)
   choices = ("plain", "exact", "none")
   check_choice("dynamic_sampling", dynamic_sampling, choices)
   check(
     "dynamic_sampling",
     dynamic_sampling,
-    not (is_weighted and dynamic_sampling == "plain"),
+    lambda x: not (is_weighted and x == "plain"),
     "exact or none where is_weighted",
   )
   prompts = drop_zero_variance_streaks(base, floor, target, tuning)
@@ -120,7 +121,7 @@ def drop_zero_variance_streaks(
     base: in (0, 1].
     floor: in (0, 1].
     target: share of groups without variance that is not too many, in [0, 1].
-    tuning: change of `p`, at least 0.
+    tuning: change of `p`, in [0, 1].
     easy_share: share of the target that is for easy groups, in [0, 1].
   Raises:
     ValueError: for a value outside these.
@@ -132,11 +133,11 @@ def drop_zero_variance_streaks(
        where there are none; the code waits for the end of the first epoch.
     3. The code's share of hard groups counts only rewards of exactly 0.1.
   """
-  check("base", base, 0 < base <= 1, "in (0, 1]")
-  check("floor", floor, 0 < floor <= 1, "in (0, 1]")
-  check("target", target, 0 <= target <= 1, "in [0, 1]")
-  check("tuning", tuning, tuning >= 0, "at least 0")
-  check("easy_share", easy_share, 0 <= easy_share <= 1, "in [0, 1]")
+  check_share("base", base)
+  check_share("floor", floor)
+  check("target", target, lambda x: 0 <= x <= 1, "in [0, 1]")
+  check("tuning", tuning, lambda x: 0 <= x <= 1, "in [0, 1]")
+  check("easy_share", easy_share, lambda x: 0 <= x <= 1, "in [0, 1]")
 
   def init(num_prompts: int) -> Streaks:
     return Streaks(

@@ -154,6 +154,18 @@ def trainable(batch: PackedBatch) -> Bool[Array, "*rows L"]:
   return batch.is_trained & (batch.weights != 0)
 
 
+def require_stats(stats: TokenStats | None) -> None:
+  """Refuses None where a token rule reads statistics.
+
+  Raises:
+    ValueError: where there are none.
+  """
+  if stats is None:
+    raise ValueError(
+      "stats is None but the rule's needs_stats is True: score the batch first"
+    )
+
+
 def uniform_for_ids(key: jax.Array, ids: Int[Array, "N"]) -> Float[Array, "N"]:
   """A number in [0, 1) for each prompt, which depends on no other prompt."""
   return jax.vmap(jax.random.uniform)(keys_for_ids(key, ids))
@@ -164,7 +176,7 @@ check = functools.partial(checks.check, where="config.method.args")
 
 def check_share(name: str, value: float) -> None:
   """Refuses what is no share above 0."""
-  check(name, value, 0 < value <= 1, "in (0, 1]")
+  check(name, value, lambda x: 0 < x <= 1, "in (0, 1]")
 
 
 def check_rate(name: str, value: float) -> None:
@@ -172,11 +184,23 @@ def check_rate(name: str, value: float) -> None:
   check(
     name,
     value,
-    0 <= value < 1,
+    lambda x: 0 <= x < 1,
     "in [0, 1), as at 1 nothing stands for what is dropped",
   )
 
 
+def check_finite(name: str, value: float) -> None:
+  """Refuses what is below 0, or infinite."""
+  is_valid = lambda x: 0 <= x < float("inf")
+  check(name, value, is_valid, "at least 0 and finite")
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+  """Refuses what is no whole number, or too small a one."""
+  is_valid = lambda x: x % 1 == 0 and x >= least
+  check(name, value, is_valid, f"a whole number of at least {least}")
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
   """Refuses a word that is not one of the choices."""
-  check(name, value, value in choices, f"one of {', '.join(choices)}")
+  check(name, value, lambda x: x in choices, f"one of {', '.join(choices)}")

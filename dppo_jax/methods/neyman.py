@@ -15,7 +15,9 @@ from dppo_jax.methods.method import (
   TokenRule,
   check,
   check_choice,
+  check_finite,
   check_share,
+  require_stats,
   trainable,
   uniform_for_ids,
 )
@@ -146,9 +148,10 @@ def neyman_prompts(
   """
   check_share("budget", budget)
   check_share("min_prob", min_prob)
-  check("kappa", kappa, kappa >= 0, "at least 0")
+  check_finite("kappa", kappa)
   check_share("forgetting", forgetting)
-  check("prior", prior, min(prior) > 0, "above 0")
+  is_valid = lambda x: len(x) == 2 and 0 < min(x) <= max(x) < float("inf")
+  check("prior", prior, is_valid, "two finite numbers above 0")
 
   def select(rng, history, ids):
     counts = pass_rates.decayed(history, rng.step, ids, forgetting)
@@ -203,9 +206,8 @@ def neyman_completions(
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
   check_share("budget", budget)
-  check("min_prob", min_prob, 0 <= min_prob <= 1, "in [0, 1]")
-  is_valid = 0 <= coherence < float("inf")
-  check("coherence", coherence, is_valid, "at least 0 and finite")
+  check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
+  check_finite("coherence", coherence)
   _check_size("proxy", proxy, PROXIES)
 
   def norm_of_sum(groups: Groups) -> Float[Array, "Q G"]:
@@ -259,10 +261,14 @@ def neyman_tokens(
     choosing tokens after completions.
   """
   check_share("budget", budget)
-  check("min_prob", min_prob, 0 <= min_prob <= 1, "in [0, 1]")
+  check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
   _check_size("size", size, tuple(TOKEN_SIZES))
 
+  needs_stats = size != "residual"
+
   def select(rng, batch, stats):
+    if needs_stats:
+      require_stats(stats)
     can_train = trainable(batch)
     measure = jnp.maximum(TOKEN_SIZES[size](batch, stats), 0.0)
     measure *= jnp.abs(batch.advantages * batch.weights)
@@ -279,12 +285,12 @@ def neyman_tokens(
       keep.reshape(can_train.shape), prob.reshape(can_train.shape)
     )
 
-  return TokenRule(needs_stats=size != "residual", select=select)
+  return TokenRule(needs_stats, select)
 
 
 def _check_size(name: str, value: str, choices: tuple[str, ...]) -> None:
   """As `check_choice`; a name of before is told the one of today."""
-  today = RENAMED.get(value)
-  if today in choices:
-    check(name, value, False, f"{today!r}, as that is called now")
+  today = RENAMED.get(value) if isinstance(value, str) else None
+  limit = f"{today!r}, as that is called now"
+  check(name, value, lambda _: today not in choices, limit)
   check_choice(name, value, choices)

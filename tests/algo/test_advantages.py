@@ -149,6 +149,12 @@ def test_rewards_that_are_no_groups_are_refused(advantage):
     advantage.__wrapped__([[1.0, 0.0, 0.0, 1.0]], [True] * 4)
 
 
+@pytest.mark.parametrize("eps", [0.0, -1.0, np.nan])
+def test_a_deviation_of_zero_divides_nothing(eps):
+  with pytest.raises(ValueError, match=f"eps is {eps}.*above 0"):
+    advantages.group_normalized([[1.0, 1.0]], eps=eps)
+
+
 def test_a_long_completion_costs_up_to_one():
   lengths = np.array([[0, 6, 7, 8], [9, 10, 11, 99]], np.int32)
   penalty = jax.jit(advantages.overlong_penalty, static_argnums=(1, 2))

@@ -110,12 +110,21 @@ def test_an_objective_made_twice_is_one_compilation(name):
   ],
 )
 def test_senseless_coefficients_are_refused(make, name, value, limit):
-  match = rf"{name} is {value} .* {limit}; see config\.objective\.args"
+  match = rf"{name} is {value!r} .* {limit}; see config\.objective\.args"
   with pytest.raises(ValueError, match=match):
     make(**{name: value})
 
 
-def test_a_negative_number_of_tokens_is_refused():
-  match = r"tokens_per_completion is -1.0 .* at least 0; .*objective\.args"
+@pytest.mark.parametrize("num", [-1.0, np.nan, np.inf])
+def test_a_senseless_number_of_tokens_is_refused(num):
+  match = rf"tokens_per_completion is {num} .* at least 0 .*objective\.args"
   with pytest.raises(ValueError, match=match):
-    objectives.dapo(tokens_per_completion=-1.0)
+    objectives.dapo(tokens_per_completion=num)
+
+
+def test_a_penalty_without_a_reference_policy_is_refused():
+  x, ids = jnp.zeros((1, 2)), jnp.ones((1, 2), jnp.int32)
+  with pytest.raises(ValueError, match=r"ref_logprobs is None.*beta is 0\.1"):
+    objectives.surrogate(
+      objectives.grpo(beta=0.1), x, x, x, x, jnp.ones((1, 2), bool), ids
+    )

@@ -6,6 +6,7 @@ import hypothesis
 from hypothesis import strategies as st
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dppo_jax.algo import weights
 from dppo_jax.records import Selection
@@ -40,6 +41,19 @@ def test_what_is_not_kept_weighs_nothing_even_at_probability_zero():
     Selection(jnp.array([[True, False]]), jnp.array([[0.25, 0.0]])),
   )
   np.testing.assert_allclose(got, [[8.0, 0.0]])
+
+
+def test_selections_of_other_shapes_are_refused():
+  prompts, completions = (
+    Selection(jnp.ones(shape, bool), jnp.ones(shape))
+    for shape in ((2,), (2, 3))
+  )
+  match = r"\(2, 3\) and completions \(2,\)"
+  with pytest.raises(ValueError, match=match):
+    weights.horvitz_thompson(completions, prompts)  # the wrong way round
+  with pytest.raises(ValueError, match=r"\(2,\) and completions \(3, 2\)"):
+    turned = Selection(completions.keep.T, completions.prob.T)
+    weights.horvitz_thompson(prompts, turned)
 
 
 def test_what_is_no_probability_is_counted_where_it_is_kept():

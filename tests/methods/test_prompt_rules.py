@@ -33,6 +33,7 @@ def test_prompt_rule_laws(name):
   rule = compiled(name)
   history = seen(rule)
   first = rule.draws(history, CANDIDATES, 1, 4)
+  traces = list(rule.traces)
   assert first.keep.shape == first.prob.shape == (4000, 8)
   assert first.keep.dtype == bool and first.prob.dtype == np.float32
   assert (first.prob > 0).all()
@@ -53,8 +54,7 @@ def test_prompt_rule_laws(name):
   # A memory keeps its shapes and dtypes, so that nothing compiles again.
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert shapes(history) == shapes(rule.init())
-  assert rule.traces.count("select") == 1
-  assert rule.traces.count("observe") == 1
+  assert rule.traces == traces
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,12 @@ def test_only_rules_that_read_stats_ask_for_them():
   assert asking == set(RULES) - {"neyman_residual"}
 
 
+@pytest.mark.parametrize("name", [n for n in RULES if RULES[n].needs_stats])
+def test_a_rule_without_the_statistics_that_it_reads_says_so(name):
+  with pytest.raises(ValueError, match=r"stats is None.*needs_stats"):
+    RULES[name].select(_draw(), _batch()[0], None)
+
+
 def test_ties_go_by_lot():
   """A fair lot misses one of 20 tokens in 200 draws with chance 1e-43."""
   batch, stats = _batch()
