@@ -2,8 +2,8 @@
 
 A cache has slots, one sequence each. Its positions are cut into parts, each an
 array of its own, so that attention leaves out the parts that no slot has
-reached yet. Its layers are dealt out to a few groups that a compiled step has
-side by side. Axes, parts and groups are this file's business alone.
+reached yet. Its layers are divided into a few groups that a compiled step has
+side by side. Nothing outside this file indexes a cache or names its axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import shapes
-from dppo_jax import sharding as shardings
 from dppo_jax.models.attention import MASKED
 
 __all__ = [
@@ -35,8 +34,6 @@ __all__ = [
   "prompt_part_sizes",
   "put_slots",
   "scan_layers",
-  "shard_spec",
-  "sharding",
   "take_slots",
   "write_prompts",
   "write_tokens",
@@ -122,16 +119,6 @@ def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
 def num_positions(cache: KVCache) -> int:
   """How many positions each slot has."""
   return sum(_sizes(cache[0]))
-
-
-def shard_spec() -> jax.P:
-  """The shards of a `jax.shard_map` over the data axis alone, for any array."""
-  return jax.P(None, "data")
-
-
-def sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  """Where every array of a cache lives: slots and heads are spread."""
-  return shardings.sharding(mesh, None, "batch", "kv_heads")
 
 
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:

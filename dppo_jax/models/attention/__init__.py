@@ -1,4 +1,10 @@
-"""Causal attention over packed rows and over prompts, by several backends."""
+"""Causal attention over packed rows and over prompts, by several backends.
+
+What a position may attend to follows from its segment and prefix ids, which
+`algo.packing.fill` makes for rows and `attend_prompts` for prompts; id 0 is
+padding. The mask is applied in `blockwise._logits`, or by a kernel in
+`kernels`; over the cache of decoding slots in `kv_cache.attend`.
+"""
 
 import functools
 
