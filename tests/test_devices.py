@@ -1,0 +1,39 @@
+"""A shipped config runs unchanged on any number of devices."""
+
+import types
+
+import commands
+import pytest
+
+from dppo_jax import setup_run
+
+FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
+@pytest.mark.parametrize("file", FILES)
+def test_prompts_divide_over_devices(file, num_devices):
+  mesh = types.SimpleNamespace(shape={"data": num_devices, "model": 1})
+  setup_run._check_prompts(mesh, commands.config(file))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_rows_and_slots_count_one_devices(num_devices):
+  """The default config, its data axis aside, is a run on each mesh."""
+  c = commands.config(
+    "arithmetic",
+    mesh__data=num_devices,
+    data__num_arithmetic=64,
+    sft__steps=0,
+  )
+  run = setup_run.setup_run(c)
+  rows = run.packing.rows_per_micro
+  assert rows == num_devices * c.pack.rows_per_micro
+  assert f"micro-batches of {rows} rows" in run.description()
+  assert "in 64 slots a device" in run.description()
+
+
+def test_prompts_that_do_not_divide_are_refused_by_name():
+  mesh = types.SimpleNamespace(shape={"data": 5, "model": 1})
+  with pytest.raises(ValueError, match=r"prompts_per_step is 32 .* 5 devices"):
+    setup_run._check_prompts(mesh, commands.config("arithmetic"))
