@@ -5,13 +5,9 @@ tokens pruned together, clipping and the KL penalty at work. What is wrong by
 design must fail the same test.
 """
 
-import contextlib
 import functools
-import inspect
-import itertools
-import sys
-from unittest import mock
 
+from enumeration import Draws
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +15,7 @@ import pytest
 import small
 
 from dppo_jax import methods
-from dppo_jax.algo import designs, objectives
+from dppo_jax.algo import objectives
 from dppo_jax.learner import select, update
 from dppo_jax.records import Selection, TokenStats
 from dppo_jax.rng import Stage, rng_at
@@ -49,99 +45,13 @@ WEIGHTED = {
 }
 
 
-def _offsets(prob):
-  """An offset of every different systematic draw, with its chance."""
-  units = np.floor(np.asarray(prob) * designs.GRID).astype(np.int64)
-  marks = np.unique(np.append(np.cumsum(units) % designs.GRID, 0))
-  chances = np.diff(np.append(marks, designs.GRID)) / designs.GRID
-  return [(c, np.uint32(m)) for c, m in zip(chances, marks, strict=True)]
-
-
-def _outcomes(prob):
-  """Every outcome of independent draws, with its chance."""
-  prob = np.asarray(prob)
-  for bits in itertools.product((False, True), repeat=prob.size):
-    keep = np.array(bits).reshape(prob.shape)
-    chance = np.where(keep, prob, 1 - prob).prod()
-    if chance:
-      yield chance, jnp.array(keep)
-
-
-class _Draws:
-  """All that a function which draws may return, each with its chance.
-
-  A systematic draw is made at each of its offsets. Independent draws compare a
-  random number with each item's probability: they are made with each
-  combination of numbers just below the probabilities, which must keep, and at
-  them, which must drop. Any other draw is an error, as it would be left out.
-  """
-
-  def __init__(self, draws, shape):
-    self._shape = shape
-
-    def at(offset, noise, *args):
-      probs = []
-
-      def systematic(key, prob, n):
-        probs.append(prob)
-        return designs.systematic_at(offset, prob)
-
-      def uniform(key, shape=(), *unused):
-        if shape != self._shape:
-          raise AssertionError(f"random numbers for {shape}, not {self._shape}")
-        return noise
-
-      with contextlib.ExitStack() as patches:
-        patch = lambda *args: patches.enter_context(mock.patch.object(*args))
-        for name in SAMPLERS:
-          patch(jax.random, name, functools.partial(_refuse, name))
-        patch(jax.random, "uniform", uniform)
-        patch(designs, "systematic", systematic)
-        of_ids = lambda key, ids: uniform(key, ids.shape)
-        for name in ("dppo", "greso", "neyman"):
-          module = sys.modules[f"dppo_jax.methods.{name}"]
-          patch(module, "uniform_for_ids", of_ids)
-        return *draws(*args), probs
-
-    self._at = jax.jit(at)
-
-  def __call__(self, *args):
-    least = jnp.zeros(self._shape)
-    chosen, *_, probs = self._at(np.uint32(0), least, *args)
-    if not probs:
-      for chance, keep in _outcomes(chosen.prob):
-        below = jnp.nextafter(chosen.prob, jnp.zeros_like(chosen.prob))
-        noise = jnp.where(keep, below, chosen.prob)
-        yield chance, *self._at(np.uint32(0), noise, *args)[:-1]
-      return
-    # Random numbers may order ties, but not choose as well.
-    other, *_ = self._at(np.uint32(0), least + (1 - 2.0**-24), *args)
-    if len(probs) > 1 or (other.keep != chosen.keep).any():
-      raise AssertionError("it draws more than once")
-    for chance, offset in _offsets(probs[0]):
-      yield chance, *self._at(offset, least, *args)[:-1]
-
-
-# What draws random numbers, but for `uniform`.
-SAMPLERS = {
-  name
-  for name, value in vars(jax.random).items()
-  if inspect.isfunction(value)
-  and "shape" in inspect.signature(value).parameters
-} | {"permutation", "bits"}
-
-
-def _refuse(name, *args, **kwargs):
-  raise AssertionError(f"a draw by jax.random.{name} is left out")
-
-
 def _prompt_draws(method):
   history = method.prompts.init(3)
   lengths = jnp.array([[4, 5, 3], [2, 2, 2], [5, 5, 5]], jnp.int32)
   zero = jnp.int32(0)
   history = method.prompts.observe(history, zero, IDS, BEFORE, BEFORE, lengths)
   select = lambda: (method.prompts.select(RNG, history, IDS),)
-  return list(_Draws(select, IDS.shape)())
+  return list(Draws(select, IDS.shape)())
 
 
 def _draws(method, objective, is_weighted=True):
@@ -185,7 +95,7 @@ def _draws(method, objective, is_weighted=True):
     )
     return chosen[0], batch
 
-  completions, tokens = _Draws(pack, REWARDS.shape), _Draws(refine, ())
+  completions, tokens = Draws(pack, REWARDS.shape), Draws(refine, ())
   full = small.rollout(small.prompts())
   for by_prompts, kept in _prompt_draws(method):
     lengths = jnp.where(kept.keep[:, None], full.lengths, 0)
@@ -362,28 +272,6 @@ WRONG = {
 def test_the_enumeration_has_teeth(wrong):
   mean, _ = _mean(name="grpo", **WRONG[wrong])
   assert _distance(mean, _full("grpo")[0]) > 1e-2
-
-
-_HALF = Selection(jnp.ones(3, bool), jnp.full((3,), 0.5))
-UNPLANNED = {
-  "another sampler": lambda key: jax.random.bernoulli(key, 0.5, (3,)),
-  "other bits": lambda key: jax.random.bits(key, (3,)) > 0,
-  "another shape": lambda key: jax.random.uniform(key, (2,))[:1] < 0.5,
-  "two systematic draws": lambda key: (
-    designs.systematic(key, _HALF.prob, 1)
-    & designs.systematic(key, _HALF.prob, 1)
-  ),
-  "two kinds of draws": lambda key: (
-    designs.systematic(key, _HALF.prob, 1) & designs.bernoulli(key, _HALF.prob)
-  ),
-}
-
-
-@pytest.mark.parametrize("name", UNPLANNED)
-def test_a_draw_that_is_not_enumerated_is_an_error(name):
-  draw = lambda: (_HALF.replace(keep=UNPLANNED[name](RNG.key)),)
-  with pytest.raises(AssertionError, match=r"random|draw"):
-    list(_Draws(draw, (3,))())
 
 
 COLLAPSED = {
