@@ -100,6 +100,7 @@ def _train(
             state.params, rng_of(Stage.TOKENS), batch, num_micro
           )
         )
+        _check_selection(jax.device_get(scored))
       with clock("update"):
         denominator = np.float32(got.num_prompts) * config.rollout.group_size
         state, updated = jax.block_until_ready(
@@ -218,17 +219,21 @@ def _evaluate(
 
 def _check_selection(values: dict[str, np.ndarray]) -> None:
   """Refuses to train on a batch that is not what its weights say."""
-  if values["pack/unplaced"] > 0:
+  if values.get("pack/unplaced", 0) > 0:
     raise RuntimeError(
       f"{values['pack/unplaced']:.0f} completions have no place in the packed "
       "rows: packing.row_bound is wrong; please report this"
     )
-  if values["weights/invalid_probs"] > 0:
-    raise ValueError(
-      f"{values['weights/invalid_probs']:.0f} prompts or completions were kept "
-      "with a probability that is not in (0, 1]: the rules of config.method "
-      "must report the probabilities with which they draw"
-    )
+  for name, items in (
+    ("weights/invalid_probs", "prompts or completions"),
+    ("tokens/invalid_probs", "tokens"),
+  ):
+    if values.get(name, 0) > 0:
+      raise ValueError(
+        f"{values[name]:.0f} {items} were kept with a probability that is not "
+        "in (0, 1]: the rules of config.method must report the probabilities "
+        "with which they draw"
+      )
 
 
 def _check_update(values: dict[str, float]) -> None:

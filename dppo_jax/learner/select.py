@@ -159,10 +159,11 @@ def choose_tokens(
     is_on_policy: False makes their log-probabilities the batch's old ones; how
       far the sampler's differed is corrected for here, if the objective asks.
   """
-  weights = batch.weights
+  weights, num_invalid = batch.weights, jnp.float32(0)
   if method.tokens:
     chosen = method.tokens.select(rng, batch, stats)
     keep = chosen.keep & batch.is_trained
+    num_invalid = invalid_probs(chosen.replace(keep=keep))
     weights = jnp.where(keep, weights / jnp.where(keep, chosen.prob, 1.0), 0.0)
   if stats is not None and not is_on_policy:
     if objective.sampler_cap:
@@ -172,6 +173,7 @@ def choose_tokens(
     batch = batch.replace(old_logprobs=stats.logprobs)
   is_kept = weights != 0
   metrics = {
+    "tokens/invalid_probs": num_invalid,
     "tokens/trained": is_kept.sum(dtype=jnp.float32),
     "tokens/weight_max": jnp.where(
       is_kept, weights / jnp.where(is_kept, batch.weights, 1.0), 0.0

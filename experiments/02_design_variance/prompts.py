@@ -13,12 +13,12 @@ from dppo_jax.rng import StepRng
 
 def measure(sampled: Batch) -> list[dict]:
   """Of uniform, DPPO's and the Neyman design, at every budget of prompts."""
-  home, ids = sampled.home, sampled.prompts.ids
-  before, rewards = sample(home, sampled.params, sampled.prompts, draw=1)
+  run, ids = sampled.run, sampled.prompts.ids
+  before, rewards = sample(run, sampled.params, sampled.prompts, draw=1)
   seen = (rewards, rewards, before.lengths)  # 1 for what is correct, else 0
   found = []
   for budget in BUDGETS:
-    rate = _rate(seen, home, ids, budget)
+    rate = _rate(seen, run, ids, budget)
     for name, rule, is_seen in (
       ("uniform", methods.neyman_prompts(budget), False),
       ("dppo", rate and methods.drop_by_history(rate), True),
@@ -26,7 +26,7 @@ def measure(sampled: Batch) -> list[dict]:
     ):
       error = {"variance": None}
       if rule:
-        history = rule.init(len(home.train))
+        history = rule.init(len(run.train_set))
         if is_seen:
           history = rule.observe(history, jnp.int32(0), ids, *seen)
         error = _error(sampled, rule, history)
@@ -55,10 +55,12 @@ def _error(sampled: Batch, rule: methods.PromptRule, history) -> dict:
   }
 
 
-def _rate(seen, home, ids, budget: float) -> float | None:
+def _rate(seen, run, ids, budget: float) -> float | None:
   """The pruning rate at which DPPO keeps `budget` of the prompts, if any."""
   rule = methods.drop_by_history(0.5)
-  history = rule.observe(rule.init(len(home.train)), jnp.int32(0), ids, *seen)
+  history = rule.observe(
+    rule.init(len(run.train_set)), jnp.int32(0), ids, *seen
+  )
   rng = StepRng(jax.random.key(0), jnp.int32(1))
   eligible = float((rule.select(rng, history, ids).prob < 1).mean())
   rate = (1 - budget) / eligible if eligible else 1.0

@@ -7,7 +7,6 @@ very negative where it belongs to a sibling.
 """
 
 import jax
-from jax.experimental.pallas.ops.gpu import attention as triton_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_kernel as splash_kernel,
 )
@@ -71,6 +70,9 @@ def triton(
   Raises:
     ValueError: for rows that are no whole number of blocks.
   """
+  # Imported where it is used: from jax 0.12 on it warns that it is deprecated.
+  from jax.experimental.pallas.ops.gpu import attention as triton_kernel
+
   heads, dim = q.shape[2:]
   block = _block(q.shape[1], "triton", 64)
   repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)

@@ -1,0 +1,63 @@
+"""What must not be trained on is refused before the update."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import small
+
+from dppo_jax import methods, train
+from dppo_jax.algo import objectives
+from dppo_jax.learner import select
+from dppo_jax.records import Selection
+from dppo_jax.rng import Stage, rng_at
+
+SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
+
+
+def _select(method, spec=SPEC):
+  """Metrics of choosing from random completions, as a run computes them."""
+  rewards = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+  choose = lambda rollout: select.select(
+    rng_at(jax.random.key(0), 0, Stage.COMPLETIONS),
+    small.prompts(),
+    rollout,
+    rewards,
+    method=method,
+    objective=objectives.grpo(),
+    spec=spec,
+    train_zero_advantage=False,
+  )[2]
+  return jax.device_get(jax.jit(choose)(small.rollout(small.prompts())))
+
+
+def _reporting(prob):
+  def rule(rng, groups):
+    keep = jnp.ones(groups.rewards.shape, bool)
+    return Selection(keep, jnp.full(keep.shape, prob))
+
+  return methods.grpo()._replace(completions=rule)
+
+
+@pytest.mark.parametrize("prob", [2.0, 0.0, -0.5, float("nan")])
+def test_a_rule_that_reports_no_probability_is_refused(prob):
+  metrics = _select(_reporting(prob))
+  assert metrics["weights/invalid_probs"] == 9
+  with pytest.raises(ValueError, match=r"9 prompts or completions .*\(0, 1\]"):
+    train._check_selection(metrics)
+
+
+def test_a_rule_that_reports_one_is_not():
+  train._check_selection(_select(_reporting(0.5)))
+
+
+def test_tokens_of_no_probability_are_refused():
+  with pytest.raises(ValueError, match="4 tokens were kept"):
+    train._check_selection({"tokens/invalid_probs": 4.0})
+
+
+def test_a_batch_that_lacks_a_place_is_refused():
+  """A row shorter than a prompt with its completion."""
+  metrics = _select(methods.grpo(), SPEC._replace(row_length=4))
+  assert metrics["pack/unplaced"] > 0
+  with pytest.raises(RuntimeError, match="have no place"):
+    train._check_selection(metrics)
