@@ -44,7 +44,13 @@ setuptools.setup(
     "transformers>=5.0",
   ],
   extras_require={
-    "test": ["beartype>=0.19", "hypothesis>=6.100", "pytest>=8", "ruff>=0.9"],
+    "test": [
+      "beartype>=0.19",
+      "hypothesis>=6.100",
+      "pytest>=8",
+      "pytest-xdist>=3.6",
+      "ruff>=0.9",
+    ],
     "parity": ["torch>=2.6"],
     "cuda": ["jax[cuda13]>=0.10"],
     "tpu": ["jax[tpu]>=0.10"],

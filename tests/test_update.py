@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ from dppo_jax.algo import objectives
 from dppo_jax.learner import select, update
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
+
+pytestmark = pytest.mark.slow
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
@@ -175,11 +178,10 @@ def _state(optimizer):
 
 def test_one_compilation_serves_every_number_of_micro_batches():
   optimizer = update.make_optimizer(1e-3, 10)
-  traces = []
 
   @jax.jit
+  @chex.assert_max_traces(n=1)
   def step(state, reference, batch, num_micro):
-    traces.append(1)
     return update.update(
       state,
       reference,
@@ -195,7 +197,7 @@ def test_one_compilation_serves_every_number_of_micro_batches():
   for num in range(int(num_micro) + 1):
     _, info = step(_state(optimizer), small.params(1), batch, jnp.int32(num))
     seen.add(float(info["update/loss"]))
-  assert len(traces) == 1 and len(seen) == int(num_micro) + 1
+  assert len(seen) == int(num_micro) + 1
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
@@ -206,7 +208,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
   nine = jnp.float32(9)
   start = _state(optimizer)
   state, info = step(start, small.params(1), bad, num_micro, nine)
-  jax.tree.map(np.testing.assert_array_equal, state.params, start.params)
+  chex.assert_trees_all_equal(state.params, start.params)
   assert info["update/skipped"] == info["update/skipped_in_a_row"] == 1
   state, info = step(state, small.params(1), bad, num_micro, nine)
   assert info["update/skipped_in_a_row"] == 2

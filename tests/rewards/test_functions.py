@@ -77,7 +77,6 @@ def test_python_may_give_functions_themselves():
     (functools.partial(brevity, weight=2), "cannot import functools.partial"),
     ([(brevity, "x")], "'brevity': the weight 'x'"),
   ],
-  ids=repr,
 )
 def test_bad_items_are_refused_in_one_line(given, complaint):
   with pytest.raises(ValueError, match=complaint) as error:
