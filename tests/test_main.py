@@ -26,7 +26,7 @@ from dppo_jax.models.hf import checkpoint as hf_checkpoint
 from dppo_jax.reporting import logs
 from dppo_jax.setup_run import setup_run
 
-FILES = sorted(path.stem for path in (commands.ROOT / "configs").glob("*.py"))
+FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 SECTIONS = {
   field.name: field.type
   for field in dataclasses.fields(configs.Config)
