@@ -53,8 +53,8 @@ class Rollout:
     is_stopped: `[Q, G]`, True where a stop token ended the completion and
       False where the token limit did.
     kept: `[Q]`, the selection of prompts this rollout was given.
-    slot_steps: decode slots times decode steps: how many tokens there was
-      room for.
+    slot_steps: decode slots times decode steps: how many tokens could have been
+      decoded.
   """
 
   prompt_ids: Int[Array, "Q"]
