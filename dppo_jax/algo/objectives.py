@@ -18,6 +18,7 @@ import functools
 import math
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -226,6 +227,8 @@ def surrogate(
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
     over trained tokens of a weight that is not 0.
   """
+  rows = (logprobs, old_logprobs, advantages, weights, is_trained, segment_ids)
+  chex.assert_equal_shape(rows)  # else they would broadcast in silence
   is_counted = is_trained & (weights != 0)
   logprobs = jnp.where(is_trained, logprobs, 0.0)
   old_logprobs = jnp.where(is_trained, old_logprobs, 0.0)

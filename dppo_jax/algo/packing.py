@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -192,6 +193,7 @@ def fill(
     plan: of `counts`.
     advantages, weights: `[Q, G]`, the same for all tokens of a completion.
   """
+  chex.assert_equal_shape((rollout.lengths, advantages, weights, plan.row))
   num_prompts, group_size = rollout.lengths.shape
   num_sequences = rollout.lengths.size
   columns = jnp.arange(row_length, dtype=jnp.int32)
