@@ -241,7 +241,7 @@ def test_malformed_row_is_named_by_file_and_line(tmp_path, line, complaint):
 @pytest.mark.parametrize(
   ("name", "contents"),
   [
-    ("cut.jsonl.gz", gzip.compress(b'{"problem": "p"}\n' * 99)[:-9]),
+    ("cut.jsonl.gz", gzip.compress(b'{"problem": "p"}\n' * 99, mtime=0)[:-9]),
     ("plain.jsonl.gz", b'{"problem": "p"}\n'),
     ("text.parquet", b'{"problem": "p"}\n'),
   ],
