@@ -557,6 +557,16 @@ def test_a_config_is_read_back_as_it_was(tmp_path):
   assert typed == dataclasses.replace(c, steps=9)
 
 
+def test_an_option_newer_than_a_saved_config_has_its_default(tmp_path):
+  c = commands.config("arithmetic:neyman", method__args__prompt_budget=0.5)
+  path = tmp_path / "config.json"
+  resume.write(path, c)
+  saved = json.loads(path.read_text())
+  del saved["method.args"]["kappa"], saved["eval.samples"]
+  path.write_text(json.dumps(saved))
+  assert configs.read(path) == c
+
+
 @pytest.mark.parametrize(
   "text, message",
   [

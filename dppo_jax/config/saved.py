@@ -34,7 +34,11 @@ def read(path: str | os.PathLike) -> Config:
       value = saved.pop(name)
       section, _, field = name.rpartition(".")
       holder = getattr(config, section) if section else config
-      setattr(holder, field, tuple(value) if isinstance(old, tuple) else value)
+      if isinstance(old, tuple):
+        value = tuple(value)
+      if isinstance(old, dict):
+        value = old | value
+      setattr(holder, field, value)
   if saved:
     hints = (renamed(name) or f"there is no config.{name}" for name in saved)
     raise ValueError(f"{path}: {'; '.join(hints)}")
