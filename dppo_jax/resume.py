@@ -15,7 +15,7 @@ from dppo_jax.reporting import jsonl
 def may_change(config: configs.Config) -> set[str]:
   """The options that a run that goes on may have changed, by dotted name.
 
-  They say so themselves in `config/sections.py`; here are the exceptions.
+  They say so themselves in `config/`; here are the exceptions.
   """
   free = {
     name for name, _, metadata in walk(config) if metadata.get("may_change")

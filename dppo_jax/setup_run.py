@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import optax
 
-from dppo_jax import checkpoint, data, rewards, shapes, sharding
 from dppo_jax import config as configs
+from dppo_jax import data, limits, rewards, shapes, sharding
 from dppo_jax.algo import policy_loss
 from dppo_jax.learner import sft
 from dppo_jax.learner.select import PackingSpec
@@ -126,13 +126,13 @@ def setup_run(
     ValueError: for whatever cannot work, naming value, limit and option.
   """
   configs.validate(config)
-  _check_dynamic_sampling(config)
+  limits.check_dynamic_sampling(config)
   if mesh is None:
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
   platform = platform or mesh.devices.flat[0].platform
   if trains:
-    _check_prompts(mesh, config)
-    _check_from_run(config.sft.from_run)
+    limits.check_prompts(mesh, config)
+    limits.check_from_run(config.sft.from_run)
   root_key = jax.random.key(config.seed)
   path = model_path(config.model)
   if path:
@@ -146,7 +146,7 @@ def setup_run(
     config.pack.share_prefix,
   )
   model = describe_model(config.model, path, tokenizer.vocab_size, backend)
-  _check_weights(mesh, model)
+  limits.check_weights(mesh, model)
   train_set, eval_sets = _problems(config, tokenizer, trains)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   if config.rollout.top_k > model.vocab:
@@ -155,8 +155,8 @@ def setup_run(
       f"{model.vocab} tokens"
     )
   problem_sets = [train_set, *eval_sets.values()]
-  _check_ids(model, stop_ids, [x for x in problem_sets if x])
-  if train_set and _imitates(config):
+  limits.check_ids(model, stop_ids, [x for x in problem_sets if x])
+  if train_set and config.sft.needs_solutions:
     # For what it refuses: here it costs seconds, and later a start.
     sft.tokenize_solutions(
       train_set, tokenizer, stop_ids[0], config.pack.row_length
@@ -264,7 +264,7 @@ def _problems(
       d.problem_key,
       d.answer_key,
       d.id_key,
-      d.solution_key if _imitates(config) else "",
+      d.solution_key if config.sft.needs_solutions else "",
     ),
     max_prompt_tokens=d.max_prompt_tokens,
     num_arithmetic=d.num_arithmetic,
@@ -272,123 +272,5 @@ def _problems(
     template=d.template,
   )
   if train_set:
-    _check_train_set(config, train_set)
+    limits.check_train_set(config, train_set)
   return train_set, eval_sets
-
-
-def _imitates(config: configs.Config) -> bool:
-  """Whether solutions are needed: another run's weights need none."""
-  return config.sft.steps > 0 and not config.sft.from_run
-
-
-def _check_train_set(
-  config: configs.Config, train_set: data.ProblemSet
-) -> None:
-  """Refuses problems that are too long, too few, or have no solutions."""
-  d = config.data
-  prompt_length = train_set.tokens.shape[1]
-  longest = prompt_length + config.rollout.max_tokens - 1
-  if longest > config.pack.row_length:
-    raise ValueError(
-      f"a prompt of {prompt_length} tokens and a completion of "
-      f"{config.rollout.max_tokens} take {longest} tokens but a packed row "
-      f"holds {config.pack.row_length}: raise config.pack.row_length, or "
-      "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
-    )
-  wanted = {"data.prompts_per_step": d.prompts_per_step}
-  if _imitates(config):
-    wanted["sft.sequences_per_step"] = config.sft.sequences_per_step
-  for name, number in wanted.items():
-    if len(train_set) < number:
-      raise ValueError(
-        f"config.{name} is {number} but {d.train} has {len(train_set)} usable "
-        "problems"
-      )
-  if _imitates(config) and not any(train_set.solutions):
-    raise ValueError(
-      f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
-      "has a solution to imitate: name the column with "
-      "config.data.solution_key, or set config.sft.steps to 0"
-    )
-
-
-def _check_ids(
-  model: transformer.ModelConfig,
-  stop_ids: tuple[int, ...],
-  problem_sets: list[data.ProblemSet],
-) -> None:
-  """Refuses token ids for which the model has no embedding."""
-  for stop_id in stop_ids:
-    if not isinstance(stop_id, int) or not 0 <= stop_id < model.vocab:
-      raise ValueError(
-        f"the stop id {stop_id!r} is no token of the model, which has "
-        f"{model.vocab}: set config.rollout.stop_ids"
-      )
-  largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
-  if largest >= model.vocab:
-    raise ValueError(
-      f"a prompt has token {largest} but the model's vocabulary is "
-      f"{model.vocab}: config.model.path holds a tokenizer of another model"
-    )
-
-
-def _check_dynamic_sampling(config: configs.Config) -> None:
-  """Refuses the exact form where the groups it passes over would count."""
-  sampling = configs.make_method(config).dynamic_sampling
-  if not (sampling and sampling.is_exact):
-    return
-  objective = configs.make_objective(config)
-  counts = {
-    "config.reward.overlong_tokens": config.reward.overlong_tokens,
-    "config.objective.args.beta": objective.beta,
-  }
-  for name, value in counts.items():
-    if value:
-      raise ValueError(
-        f"{name} is {value} but exact dynamic sampling passes over groups "
-        "whose rewards are all the same, which would have counted: set it to "
-        "0, or config.method.args.dynamic_sampling to plain or none"
-      )
-  if config.objective.args.get("tokens_per_completion") == 0:
-    raise ValueError(
-      "config.objective.args.tokens_per_completion is 0 but the mean length of "
-      "the groups that exact dynamic sampling gathers is not that of all: set "
-      "it to what a completion usually takes"
-    )
-
-
-def _check_from_run(from_run: str) -> None:
-  if not from_run:
-    return
-  workdir, step = checkpoint.split_step(from_run)
-  folder = workdir / "checkpoints"
-  if not (folder / str(step)).is_dir():
-    steps = sorted(int(x.name) for x in folder.glob("*") if x.name.isdigit())
-    raise ValueError(
-      f"config.sft.from_run is {from_run} but {workdir} has no checkpoint of "
-      f"step {step}: there are {', '.join(map(str, steps)) or 'none'}"
-    )
-
-
-def _check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
-  """Refuses a mesh over which prompts cannot be divided."""
-  prompts, num_shards = config.data.prompts_per_step, mesh.shape["data"]
-  if prompts % num_shards:
-    raise ValueError(
-      f"config.data.prompts_per_step is {prompts} but must be a multiple of "
-      f"the {num_shards} devices of config.mesh.data"
-    )
-
-
-def _check_weights(
-  mesh: jax.sharding.Mesh, model: transformer.ModelConfig
-) -> None:
-  """Refuses a mesh over which some weight cannot be divided."""
-  for name, param in transformer.parameter_table(model).items():
-    for size, axis in zip(param.shape, param.axes, strict=True):
-      mesh_axis = sharding.RULES[axis]
-      if mesh_axis and size % mesh.shape[mesh_axis]:
-        raise ValueError(
-          f"config.mesh.{mesh_axis} is {mesh.shape[mesh_axis]} but the {axis} "
-          f"axis of {name}, {size}, is not a multiple of it"
-        )

@@ -5,7 +5,7 @@ import types
 import commands
 import pytest
 
-from dppo_jax import setup_run
+from dppo_jax import limits, setup_run
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 
@@ -14,7 +14,7 @@ FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 @pytest.mark.parametrize("file", FILES)
 def test_prompts_divide_over_devices(file, num_devices):
   mesh = types.SimpleNamespace(shape={"data": num_devices, "model": 1})
-  setup_run._check_prompts(mesh, commands.config(file))
+  limits.check_prompts(mesh, commands.config(file))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
@@ -36,4 +36,4 @@ def test_rows_and_slots_count_one_devices(num_devices):
 def test_prompts_that_do_not_divide_are_refused_by_name():
   mesh = types.SimpleNamespace(shape={"data": 5, "model": 1})
   with pytest.raises(ValueError, match=r"prompts_per_step is 32 .* 5 devices"):
-    setup_run._check_prompts(mesh, commands.config("arithmetic"))
+    limits.check_prompts(mesh, commands.config("arithmetic"))

@@ -1,21 +1,17 @@
 """What a run is told: its options, how they are chosen, checked and read."""
 
 from dppo_jax.config.choice import make_method, make_objective, use_method
+from dppo_jax.config.running import Checkpoint, Log, Mesh, Pack, Rollout
 from dppo_jax.config.saved import read
 from dppo_jax.config.sections import (
-  Checkpoint,
   Config,
   Data,
   Eval,
-  Log,
-  Mesh,
   Method,
   Model,
   Objective,
   Optimizer,
-  Pack,
   Reward,
-  Rollout,
   Sft,
 )
 from dppo_jax.config.validate import validate

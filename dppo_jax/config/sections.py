@@ -1,7 +1,8 @@
 """Every option, stated once: default, meaning, unit, range, resume rule.
 
-Nothing below `setup_run.py` sees a config: the stages take plain arguments. A
-config file returns a `Config` and says how it differs from these defaults.
+Here are those of what is learned, in `running.py` those of how it is gone
+about. Nothing below `setup_run.py` sees a config: the stages take plain
+arguments. A config file returns a `Config` and says how it differs from these.
 """
 
 # Without `from __future__ import annotations`: config_flags reads the types.
@@ -10,6 +11,7 @@ import dataclasses
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.config.running import Checkpoint, Log, Mesh, Pack, Rollout
 from dppo_jax.models import attention, transformer
 from dppo_jax.options import default_args, option
 
@@ -111,49 +113,6 @@ class Data:
 
 
 @dataclasses.dataclass(slots=True)
-class Rollout:
-  """How completions are sampled."""
-
-  group_size: int = option(8, "G, completions of each prompt", least=2)
-  max_tokens: int = option(
-    64, "T, tokens of a completion, stop token included", least=1
-  )
-  num_slots: int = option(
-    64,
-    "completions that decode side by side on each device",
-    least=1,
-    may_change=True,
-  )
-  prefill_batch: int = option(
-    16,
-    "prompts that prefill side by side on each device",
-    least=1,
-    may_change=True,
-  )
-  dtype: str = option(
-    "",
-    "of the sampler's computation; empty is model.dtype. Another one takes the "
-    "sampler a little off policy, as update/policy_ratio_max shows",
-    choices=("", "float32", "bfloat16"),
-  )
-  temperature: float = option(1.0, "also divides the trainer's logits", above=0)
-  top_k: int = option(
-    0,
-    "sample among the k likeliest tokens; 0 keeps every token. The trainer's "
-    "distribution is not truncated, so the sampler is then off policy",
-    least=0,
-  )
-  top_p: float = option(
-    1.0,
-    "sample among the likeliest tokens of this probability; off policy as "
-    "top_k is where below 1",
-    above=0,
-    most=1,
-  )
-  stop_ids: tuple = option((), "empty asks the checkpoint, then the tokenizer")
-
-
-@dataclasses.dataclass(slots=True)
 class Reward:
   """What a completion earns."""
 
@@ -211,27 +170,6 @@ class Objective:
 
 
 @dataclasses.dataclass(slots=True)
-class Pack:
-  """How completions are laid out in rows."""
-
-  row_length: int = option(
-    128, "L, tokens of a row, at least prompt + completion - 1", least=8
-  )
-  rows_per_micro: int = option(
-    16, "rows of one micro-batch on each device", least=1, may_change=True
-  )
-  window: int = option(
-    64, "sequences among which the packer chooses", least=1, may_change=True
-  )
-  share_prefix: bool = option(
-    True, "neighbours of one prompt share its tokens", may_change=True
-  )
-  logit_chunk: int = option(
-    2048, "tokens whose logits exist at once", least=1, may_change=True
-  )
-
-
-@dataclasses.dataclass(slots=True)
 class Optimizer:
   """AdamW behind global-norm clipping."""
 
@@ -268,6 +206,11 @@ class Sft:
   )
   learning_rate: float = option(3e-3, "peak", least=0)
 
+  @property
+  def needs_solutions(self) -> bool:
+    """Whether solutions are imitated: another run's weights need none."""
+    return self.steps > 0 and not self.from_run
+
 
 @dataclasses.dataclass(slots=True)
 class Eval:
@@ -303,57 +246,6 @@ class Eval:
   columns: str = option(
     "level,subject,type",
     "columns of the data by whose values --mode=evaluate breaks results down",
-    may_change=True,
-  )
-
-
-@dataclasses.dataclass(slots=True)
-class Checkpoint:
-  """When the train state is saved."""
-
-  every: int = option(
-    0,
-    "steps; 0 saves at the start and at the end only",
-    least=0,
-    may_change=True,
-  )
-  keep: int = option(
-    2,
-    "newest checkpoints; that of step 0 stays as well",
-    least=1,
-    may_change=True,
-  )
-
-
-@dataclasses.dataclass(slots=True)
-class Log:
-  """Where numbers go beside metrics.jsonl and the report."""
-
-  writers: str = option(
-    "tensorboard",
-    "tensorboard, wandb, trackio, separated by commas; the last two are "
-    "installed with pip, and empty writes to none",
-    may_change=True,
-  )
-  project: str = option(
-    "dppo_jax", "of wandb and trackio, which a run is part of", may_change=True
-  )
-
-
-@dataclasses.dataclass(slots=True)
-class Mesh:
-  """How many devices, and for what."""
-
-  data: int = option(
-    1,
-    "devices over which prompts, slots and rows are divided; -1 takes all",
-    least=-1,
-    may_change=True,
-  )
-  model: int = option(
-    1,
-    "devices over which heads, feed-forward layers and vocabulary are divided",
-    least=1,
     may_change=True,
   )
 
