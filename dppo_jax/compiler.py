@@ -25,6 +25,14 @@ class Program(NamedTuple):
   out_shardings: Any
   donated: tuple[int, ...] = ()
 
+  def lower(self) -> jax.stages.Lowered:
+    """Traced, for the mesh that is set."""
+    return jax.jit(
+      self.function,
+      out_shardings=self.out_shardings,
+      donate_argnums=self.donated,
+    ).lower(*self.args)
+
 
 def compile_programs(
   programs: dict[str, Program],
@@ -39,14 +47,7 @@ def compile_programs(
   task = task or progress.Task("compiling")
   task.num_parts = len(programs) + 1
   with task.part("tracing"):
-    lowered = {
-      name: jax.jit(
-        program.function,
-        out_shardings=program.out_shardings,
-        donate_argnums=program.donated,
-      ).lower(*program.args)
-      for name, program in programs.items()
-    }
+    lowered = {name: program.lower() for name, program in programs.items()}
 
   def compile_one(name: str) -> jax.stages.Compiled:
     with task.part(name):

@@ -10,10 +10,8 @@ from dppo_jax import config as configs
 from dppo_jax.models import transformer
 
 
-def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
-  """Refuses problems that are too long, too few, or have no solutions."""
-  d = config.data
-  prompt_length = train_set.tokens.shape[1]
+def check_lengths(config: configs.Config, prompt_length: int) -> None:
+  """Refuses sequences that are longer than a row."""
   longest = prompt_length + config.rollout.max_tokens - 1
   if longest > config.pack.row_length:
     raise ValueError(
@@ -22,6 +20,12 @@ def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
       f"holds {config.pack.row_length}: raise config.pack.row_length, or "
       "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
     )
+
+
+def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
+  """Refuses problems that are too long, too few, or have no solutions."""
+  d = config.data
+  check_lengths(config, train_set.tokens.shape[1])
   wanted = {"data.prompts_per_step": d.prompts_per_step}
   if config.sft.needs_solutions:
     wanted["sft.sequences_per_step"] = config.sft.sequences_per_step

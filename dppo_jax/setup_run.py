@@ -170,30 +170,49 @@ def setup_run(
     key = rng_at(root_key, 0, Stage.INIT).key
     return jax.jit(init, out_shardings=shardings)(key)
 
+  return assemble(
+    config,
+    mesh,
+    model,
+    tokenizer=tokenizer,
+    stop_ids=stop_ids,
+    train_set=train_set,
+    eval_sets=eval_sets,
+    initial_params=initial_params,
+  )
+
+
+def assemble(
+  config: configs.Config,
+  mesh: jax.sharding.Mesh,
+  model: transformer.ModelConfig,
+  **found,
+) -> Run:
+  """A run of what has been read and checked.
+
+  Args:
+    found: tokenizer, stop_ids, train_set, eval_sets and initial_params.
+  """
   o = config.optimizer
   num_updates = config.steps * config.objective.inner_updates
   return Run(
     config=config,
     mesh=mesh,
-    root_key=root_key,
+    root_key=jax.random.key(config.seed),
     method=configs.make_method(config),
     objective=configs.make_objective(config),
     optimizer=make_optimizer(total_steps=num_updates, **dataclasses.asdict(o)),
     learning_rate=make_schedule(
       o.learning_rate, num_updates, o.schedule, o.warmup_steps
     ),
-    tokenizer=tokenizer,
-    stop_ids=stop_ids,
-    train_set=train_set,
-    eval_sets=eval_sets,
     model=model,
-    initial_params=initial_params,
     packing=PackingSpec(
       config.pack.row_length,
       config.pack.rows_per_micro * mesh.shape["data"],
       config.pack.window,
       config.pack.share_prefix,
     ),
+    **found,
   )
 
 

@@ -1,6 +1,6 @@
 """Where arrays live: one mesh, one table from logical axes to mesh axes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -22,13 +22,17 @@ RULES: Mapping[str | None, str | None] = {
 }
 
 
-def make_mesh(data: int = 1, model: int = 1) -> Mesh:
+def make_mesh(
+  data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
   """A mesh of `data x model` devices; `data=-1` takes what `model` leaves.
 
+  Args:
+    devices: to choose from; None are those that there are.
   Raises:
     ValueError: where there are fewer devices than the mesh needs.
   """
-  devices = jax.devices()
+  devices = jax.devices() if devices is None else devices
   if data == -1:
     data = max(1, len(devices) // model)
   if data * model > len(devices):

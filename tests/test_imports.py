@@ -19,7 +19,7 @@ LEVELS = [
   {"limits", "resume", "usage"},
   {"setup_run"},
   {"compiled"},
-  {"collect", "evaluation"},
+  {"collect", "evaluation", "planning"},
   {"evaluate", "train", "export"},
   {"main"},
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import reprlib
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jaxtyping import Int
@@ -51,6 +51,22 @@ class ProblemSet:
   lengths: Int[np.ndarray, "M"]
   first_prompt: str
   report: str
+
+  @classmethod
+  def of_shape(cls, num: int, width: int) -> Self:
+    """Stands for problems that are not read: `num` prompts of `width`."""
+    texts = ("",) * num
+    return cls(
+      names=texts,
+      problems=texts,
+      answers=texts,
+      solutions=texts,
+      columns={},
+      tokens=np.broadcast_to(np.int32(0), (num, width)),
+      lengths=np.full(num, width, np.int32),
+      first_prompt="",
+      report=f"{num:,} problems, not read: prompts of {width} tokens",
+    )
 
   def __len__(self) -> int:
     return len(self.names)
