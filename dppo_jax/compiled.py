@@ -281,7 +281,7 @@ def evaluation_program(run: Run, samples: int) -> Program:
   )
   rng = jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.EVALUATE))
   problems = next(iter(run.eval_sets.values()))  # all are of one width
-  size = shapes.round_up(c.eval.prompts, run.mesh.shape["data"])
+  size = shapes.round_up(c.eval.prompts, sharding.num_shards(run.mesh, "batch"))
   return Program(
     functools.partial(
       stages.evaluate,

@@ -17,6 +17,7 @@ from dppo_jax import (
   data,
   rewards,
   shapes,
+  sharding,
 )
 from dppo_jax import config as configs
 from dppo_jax.evaluation import page, scores, votes
@@ -189,7 +190,9 @@ def _evaluate_set(
       run.tokenizer,
       grader,
       eval_sets.rng_of_set(run.root_key, name, [*run.eval_sets].index(name)),
-      shapes.round_up(run.config.eval.prompts, run.mesh.shape["data"]),
+      shapes.round_up(
+        run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
+      ),
     )
     completions = _follow(found, problems, name, decoding, log)
     with log.bar.task(f"{name}: comparing answers"):

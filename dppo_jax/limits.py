@@ -103,11 +103,15 @@ def check_from_run(from_run: str) -> None:
 
 def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
   """Refuses a mesh over which prompts cannot be divided."""
-  prompts, num_shards = config.data.prompts_per_step, mesh.shape["data"]
+  prompts = config.data.prompts_per_step
+  num_shards = sharding.num_shards(mesh, "batch")
   if prompts % num_shards:
+    axes = "config.mesh.data"
+    if config.mesh.replicas > 1:
+      axes += " x config.mesh.replicas"
     raise ValueError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
-      f"the {num_shards} devices of config.mesh.data"
+      f"the {num_shards} devices of {axes}"
     )
 
 
@@ -117,9 +121,10 @@ def check_weights(
   """Refuses a mesh over which some weight cannot be divided."""
   for name, param in transformer.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):
-      mesh_axis = sharding.RULES[axis]
-      if mesh_axis and size % mesh.shape[mesh_axis]:
+      num_shards = sharding.num_shards(mesh, axis)
+      if size % num_shards:
+        (mesh_axis,) = sharding.RULES[axis]
         raise ValueError(
-          f"config.mesh.{mesh_axis} is {mesh.shape[mesh_axis]} but the {axis} "
-          f"axis of {name}, {size}, is not a multiple of it"
+          f"config.mesh.{mesh_axis} is {num_shards} but the {axis} axis of "
+          f"{name}, {size}, is not a multiple of it"
         )

@@ -25,7 +25,7 @@ def may_change(config: configs.Config) -> set[str]:
     free.discard("steps")  # the learning rate, or pruning, depends on it
   if method.tokens:  # tokens are drawn along the rows
     free -= {"pack.rows_per_micro", "pack.window", "pack.share_prefix"}
-    free.discard("mesh.data")  # which decides how many rows there are
+    free -= {"mesh.data", "mesh.replicas"}  # which decide how many rows
   return free
 
 

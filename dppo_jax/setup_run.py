@@ -75,7 +75,7 @@ class Run(NamedTuple):
         f"model: {self.model.family}, {self.model.layers} layers of width "
         f"{self.model.embed}, {transformer.num_parameters(self.model):,} "
         f"parameters, {self.model.dtype}; "
-        f"mesh {' x '.join(map(str, self.mesh.devices.shape))}",
+        f"mesh {sharding.describe(self.mesh)}",
         self.train_set.report,
         *([x.report for x in self.eval_sets.values()] or [_NO_EVAL]),
         self.train_set.first_prompt,
@@ -128,7 +128,7 @@ def setup_run(
   configs.validate(config)
   limits.check_dynamic_sampling(config)
   if mesh is None:
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
+    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     limits.check_prompts(mesh, config)
@@ -208,7 +208,7 @@ def assemble(
     model=model,
     packing=PackingSpec(
       config.pack.row_length,
-      config.pack.rows_per_micro * mesh.shape["data"],
+      config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
       config.pack.window,
       config.pack.share_prefix,
     ),

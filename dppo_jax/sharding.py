@@ -1,56 +1,106 @@
-"""Where arrays live: one mesh, one table from logical axes to mesh axes."""
+"""Where arrays live: one mesh, one table from logical axes to mesh axes.
+
+The mesh has three axes. A replica holds all parameters: replicas are slices of
+a pod, between which the network is slow, and meet once in a micro-batch, when
+gradients are added up. Within a replica the data axis divides what is computed
+on, and every weight by its width, which is gathered where it is used; the model
+axis divides the weights for good: heads, experts, feed-forward parts and
+vocabulary.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
 
-MESH_AXES = ("data", "model")
+MESH_AXES = ("replica", "data", "model")
 
-# Logical axis -> mesh axis; None is replicated.
-RULES: Mapping[str | None, str | None] = {
-  "batch": "data",  # prompts, decode slots, packed rows
-  "embed": "data",  # a weight's input width: gathered where it is used
-  "heads": "model",
-  "kv_heads": "model",
-  "mlp": "model",
-  "expert": "model",
-  "vocab": "model",
-  "layer": None,
-  "head_dim": None,
-  None: None,
+# Logical axis -> mesh axes that divide it; none is replicated.
+RULES: Mapping[str | None, tuple[str, ...]] = {
+  "batch": ("replica", "data"),  # prompts, decode slots, packed rows
+  "embed": ("data",),  # a weight's input width
+  "heads": ("model",),
+  "kv_heads": ("model",),
+  "mlp": ("model",),
+  "expert": ("model",),
+  "vocab": ("model",),
+  "layer": (),
+  "head_dim": (),
+  None: (),
 }
 
 
 def make_mesh(
-  data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None
+  data: int = 1,
+  model: int = 1,
+  replicas: int = 1,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """A mesh of `data x model` devices; `data=-1` takes what `model` leaves.
+  """A mesh of `replicas x data x model` devices.
 
   Args:
-    devices: to choose from; None are those that there are.
+    data: -1 takes what the others leave.
+    devices: to choose from; None is all that JAX finds.
   Raises:
-    ValueError: where there are fewer devices than the mesh needs.
+    ValueError: where there are fewer devices than the mesh needs, or the
+      slices that they are on cannot be divided so.
   """
-  devices = jax.devices() if devices is None else devices
+  devices = list(jax.devices() if devices is None else devices)
   if data == -1:
-    data = max(1, len(devices) // model)
-  if data * model > len(devices):
+    data = max(1, len(devices) // (model * replicas))
+  shape = (replicas, data, model)
+  size = replicas * data * model
+  if size > len(devices):
+    sizes = shape if replicas > 1 else shape[1:]
     raise ValueError(
-      f"a mesh of {data} x {model} needs {data * model} devices but there "
-      f"are {len(devices)}: lower config.mesh.data or config.mesh.model"
+      f"a mesh of {' x '.join(map(str, sizes))} needs {size} devices but "
+      f"there are {len(devices)}: lower config.mesh.data, config.mesh.model or "
+      "config.mesh.replicas"
     )
-  return jax.make_mesh(
-    (data, model),
+  return Mesh(
+    _arrange(devices[:size], shape),
     MESH_AXES,
-    axis_types=(AxisType.Auto, AxisType.Auto),
-    devices=devices[: data * model],
+    axis_types=(AxisType.Auto,) * len(MESH_AXES),
   )
+
+
+def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+  """The devices in this shape, neighbours in it near each other."""
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if slices == 1:
+    return mesh_utils.create_device_mesh(
+      shape, devices, allow_split_physical_axes=True
+    )
+  replicas, *rest = shape
+  if replicas % slices:
+    raise ValueError(
+      f"config.mesh.replicas is {replicas} but the devices are on {slices} "
+      "slices: set it to a multiple of that, so that no replica is on two"
+    )
+  return mesh_utils.create_hybrid_device_mesh(
+    (replicas // slices, *rest),
+    (slices, *(1,) * len(rest)),
+    devices,
+    allow_split_physical_axes=True,
+  )
+
+
+def describe(mesh: Mesh) -> str:
+  """Its shape, such as `8 x 2`; replicas come first where there are any."""
+  sizes = [mesh.shape[axis] for axis in MESH_AXES]
+  return " x ".join(map(str, sizes if sizes[0] > 1 else sizes[1:]))
+
+
+def num_shards(mesh: Mesh, axis: str) -> int:
+  """Into how many parts `mesh` divides a logical axis."""
+  return int(np.prod([mesh.shape[name] for name in RULES[axis]], dtype=int))
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
   """The partition of an array whose dimensions are these logical axes."""
-  return PartitionSpec(*(RULES[axis] for axis in axes))
+  return _partition([RULES[axis] for axis in axes])
 
 
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
@@ -65,8 +115,8 @@ def unclaimed_spec(*axes: str | None) -> PartitionSpec:
   arrays are one shard of them already.
   """
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  return PartitionSpec(
-    *(None if axis in manual else axis for axis in spec(axes))
+  return _partition(
+    [[name for name in RULES[axis] if name not in manual] for axis in axes]
   )
 
 
@@ -75,3 +125,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   if jax.sharding.get_abstract_mesh().empty:
     return x
   return jax.lax.with_sharding_constraint(x, unclaimed_spec(*axes))
+
+
+def _partition(dimensions: Sequence[Sequence[str]]) -> PartitionSpec:
+  """Mesh axes of each dimension: a name, a tuple of several, or None."""
+  return PartitionSpec(
+    *(
+      tuple(names) if len(names) > 1 else (names[0] if names else None)
+      for names in dimensions
+    )
+  )

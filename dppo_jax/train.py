@@ -25,6 +25,7 @@ from dppo_jax import (
   resume,
   rewards,
   shapes,
+  sharding,
 )
 from dppo_jax import config as configs
 from dppo_jax.collect import collect
@@ -275,7 +276,9 @@ def _evaluate(
         run.tokenizer,
         grader,
         eval_sets.rng_of_set(run.root_key, name, number),
-        shapes.round_up(run.config.eval.prompts, run.mesh.shape["data"]),
+        shapes.round_up(
+          run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
+        ),
       )
     # The first set's go by names of their own, whatever it is called.
     stage = f"eval/{name}" if number else "eval"

@@ -272,11 +272,7 @@ if has_compiler:
   devices = topologies.get_topology_desc(
     platform="tpu", topology_name="v5e:2x2"
   ).devices
-  mesh = jax.sharding.Mesh(
-    np.array(devices).reshape(2, 2),
-    sharding.MESH_AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * 2,
-  )
+  mesh = sharding.make_mesh(data=2, model=2, devices=devices)
   run = setup_run.setup_run(c, mesh)
   print(devices[0].device_kind, "attention by", run.model.attention)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

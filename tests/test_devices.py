@@ -10,10 +10,15 @@ from dppo_jax import limits, setup_run
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 
 
+def _mesh(data, replicas=1):
+  shape = {"replica": replicas, "data": data, "model": 1}
+  return types.SimpleNamespace(shape=shape)
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
 @pytest.mark.parametrize("file", FILES)
 def test_prompts_divide_over_devices(file, num_devices):
-  mesh = types.SimpleNamespace(shape={"data": num_devices, "model": 1})
+  mesh = _mesh(num_devices)
   limits.check_prompts(mesh, commands.config(file))
 
 
@@ -34,6 +39,9 @@ def test_rows_and_slots_count_one_devices(num_devices):
 
 
 def test_prompts_that_do_not_divide_are_refused_by_name():
-  mesh = types.SimpleNamespace(shape={"data": 5, "model": 1})
+  mesh = _mesh(5)
   with pytest.raises(ValueError, match=r"prompts_per_step is 32 .* 5 devices"):
     limits.check_prompts(mesh, commands.config("arithmetic"))
+  c = commands.config("arithmetic", mesh__replicas=3)
+  with pytest.raises(ValueError, match=r"6 devices of .*data x .*replicas"):
+    limits.check_prompts(_mesh(2, replicas=3), c)

@@ -109,13 +109,21 @@ class Mesh:
 
   data: int = option(
     1,
-    "devices over which prompts, slots and rows are divided; -1 takes all",
+    "devices over which prompts, slots and rows are divided, and the state of "
+    "training; -1 takes all that the others leave",
     least=-1,
     may_change=True,
   )
   model: int = option(
     1,
     "devices over which heads, feed-forward layers and vocabulary are divided",
+    least=1,
+    may_change=True,
+  )
+  replicas: int = option(
+    1,
+    "groups of data x model devices, such as slices of a pod; each holds the "
+    "whole state, and prompts, slots and rows are divided over all",
     least=1,
     may_change=True,
   )

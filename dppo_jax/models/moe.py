@@ -39,9 +39,9 @@ def mixture(
   """Each token's experts, weighted by the router's probabilities.
 
   No expert has a limit: every token goes through all of its own, whatever the
-  others of its batch choose. On a mesh each device of the data axis routes its
-  own tokens and each of the model axis computes its own experts, of which the
-  sum is taken; tokens never travel.
+  others of its batch choose. On a mesh each shard of the batch routes its own
+  tokens and each device of the model axis computes its own experts, of which
+  the sum is taken; tokens never travel.
 
   The products are `jax.lax.ragged_dot`, which TPUs have as an instruction. On a
   CPU XLA makes a dense product of every pair with every expert of it, `X` times

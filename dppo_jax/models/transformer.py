@@ -174,8 +174,8 @@ def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Where each weight of `to_inference_params` lives.
 
-  As in `shardings`, but replicated over the data axis, so that a rollout
-  gathers no weights.
+  As in `shardings`, but replicated over the shards of the batch, so that a
+  rollout gathers no weights.
   """
   flat = {}
   for name, p in parameter_table(config).items():

@@ -41,7 +41,7 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-  """A rollout under way, on one shard of the data axis.
+  """A rollout under way, on one shard of the batch.
 
   Attributes:
     uniform: `[QG, T]`, the random number of each token.

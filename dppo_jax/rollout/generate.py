@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dppo_jax import shapes
+from dppo_jax import shapes, sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
@@ -48,13 +48,13 @@ def sample(
   and the token's index: its tokens depend neither on its slot or neighbours,
   nor on which other prompts were kept, nor on the number of devices.
 
-  Under a mesh, each shard of the data axis drains its own share of the prompts
+  Under a mesh, each shard of the batch drains its own share of the prompts
   without talking to the others; kept prompts are divided evenly.
 
   Args:
     rng: consumed; a key alone will do.
-    num_slots: completions that decode side by side, on each device of the data
-      axis.
+    num_slots: completions that decode side by side, on each of these
+      shards.
     prefill_batch: prompts that prefill side by side, on each of them.
     kept: prompts to roll out; None for all.
     sampling: the fields of `Sampling`.
@@ -106,11 +106,12 @@ def roll_out(
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
     dealt = jax.tree.map(lambda x: x[order], (prompts, keep))
+    by_prompt = sharding.spec(("batch",))
     output, slot_steps = jax.shard_map(
       run,
-      in_specs=(jax.P(), jax.P("data"), jax.P("data"), jax.P()),
-      out_specs=jax.P("data"),
-      axis_names={"data"},
+      in_specs=(jax.P(), by_prompt, by_prompt, jax.P()),
+      out_specs=by_prompt,
+      axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
     )(params, *dealt, rng.key)
   output = jax.tree.map(
@@ -129,7 +130,7 @@ def roll_out(
 
 def _num_shards() -> int:
   mesh = jax.sharding.get_abstract_mesh()
-  return 1 if mesh.empty else mesh.shape["data"]
+  return 1 if mesh.empty else sharding.num_shards(mesh, "batch")
 
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:

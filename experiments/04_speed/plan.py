@@ -35,7 +35,7 @@ def main(_) -> None:
   # Abstract: what JAX computes at once, it computes on this machine.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     step = compiled.compile_step(run)
-  shape = " x ".join(map(str, mesh.devices.shape))
+  shape = sharding.describe(mesh)
   print(f"{mesh.devices.flat[0].device_kind}, mesh {shape}")
   print(f"attention: {run.model.attention}")
   for name, stage in step._asdict().items():
@@ -50,9 +50,9 @@ def topology_mesh(topology: str, data: int, model: int) -> jax.sharding.Mesh:
   ).devices
   data = len(devices) // model if data == -1 else data
   return jax.sharding.Mesh(
-    np.array(devices[: data * model]).reshape(data, model),
+    np.array(devices[: data * model]).reshape(1, data, model),
     sharding.MESH_AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * 2,
+    axis_types=(jax.sharding.AxisType.Auto,) * 3,
   )
 
 

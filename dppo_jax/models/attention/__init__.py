@@ -113,7 +113,7 @@ def attention(
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
     # how many blocks a row needs nor how to partition a kernel. Axes that are
-    # manual already, such as a rollout's data axis, were divided outside.
+    # manual already, as those of a rollout's shards, were divided outside.
     by_head = sharding.unclaimed_spec("batch", None, "heads", None)
     by_row = sharding.unclaimed_spec("batch", None)
     run = jax.shard_map(
