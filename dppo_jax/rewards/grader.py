@@ -26,7 +26,7 @@ from dppo_jax.rewards.functions import (
   call,
   parse,
 )
-from dppo_jax.rewards.math import outcome_by_text
+from dppo_jax.rewards.math import last_boxed, outcome_by_text
 from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rewards.workers import Fault, Worker, check_columns
 
@@ -310,7 +310,8 @@ class Grader:
     outcome = outcome_by_text(completion, answer)  # spares most of the calls
     if outcome:
       return [outcome]
-    return self._call(spec, {"completions": [completion], "answers": [answer]})
+    box = rf"\boxed{{{last_boxed(completion)}}}"  # all that a child looks at
+    return self._call(spec, {"completions": [box], "answers": [answer]})
 
   def _call(
     self, spec: RewardSpec, batch: Mapping[str, Sequence]

@@ -87,7 +87,12 @@ def outcome(completion: str, gold: str) -> str:
   known = outcome_by_text(completion, gold)
   if known:
     return known
-  return _compare(normalize(gold), normalize(last_boxed(completion) or ""))
+  try:
+    return _compare(normalize(gold), normalize(last_boxed(completion) or ""))
+  except (MemoryError, ImportError):
+    raise
+  except Exception:  # sympy's are many, as where it recurses too deep
+    return "unparsed"
 
 
 def warm_up() -> None:

@@ -1,0 +1,62 @@
+"""Completions made to hang, kill, fill or enter the process that grades them.
+
+All of them are graded by what runs in the trainer's process, every fifth by
+`math`; experiments/07_grading grades all by all, which takes minutes.
+"""
+
+import hostile
+import numpy as np
+import pytest
+
+from dppo_jax.rewards import Grader, last_boxed
+from dppo_jax.rewards.math import outcome
+
+# What a completion of no value may count under: neither as an error of ours,
+# for which config.reward.on_error=stop would end the run, nor as nonfinite.
+OUTCOMES = {"right", "wrong", "unboxed", "unparsed", "timeouts", "crashes"}
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory):
+  """A file that no completion manages to write."""
+  path = tmp_path_factory.mktemp("hostile") / "injected"
+  yield path
+  assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def texts(mark):
+  found = hostile.completions(str(mark), long=200_000)
+  assert len(found) >= 390
+  return found
+
+
+def test_the_trainers_process_grades_any_text(texts):
+  """Without a child: what is within a box is text, of which none is run."""
+  completions = [*texts.values()]
+  with Grader("exact,boxed") as grader:
+    graded = grader.grade(
+      [""] * len(texts), completions, ["no such answer"] * len(texts)
+    )
+  has_box = [last_boxed(text) is not None for text in completions]
+  np.testing.assert_array_equal(graded.values["boxed"], has_box)
+  assert not graded.correct.any()
+  assert sum(has_box) > 300
+
+
+def test_a_child_grades_any_text_or_is_killed(texts):
+  """One by one, with a deadline that many miss; the trainer goes on."""
+  chosen = [*texts.values()][::5]
+  spec = "math,exact,boxed"
+  with Grader(spec, 3, timeout_seconds=0.3, on_error="stop") as grader:
+    for gold in ("7", r"\{1, x^2+\sqrt{2}\}"):
+      graded = grader.grade([""] * len(chosen), chosen, [gold] * len(chosen))
+      assert sum(graded.counts[x] for x in OUTCOMES) == len(chosen)
+      assert graded.counts["errors"] == graded.counts["nonfinite"] == 0
+      assert np.isfinite(graded.rewards).all()
+      chosen = chosen[::8]
+
+
+def test_what_sympy_raises_is_no_error_of_ours(texts):
+  """As where it recurses too deep: the answer counts as no mathematics."""
+  assert outcome(texts["factorial 990 deep"], "7") == "unparsed"
