@@ -61,7 +61,7 @@ def run(
         with bar.task("starting to grade"):
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
-        params, step, weights = _weights(run, workdir, step)
+        params, step, weights = _weights(run, workdir, step, bar)
       bar.say(progress.wrapped(f"weights: {weights}"))
       programs = _compile(run, bar)
       directory = _fresh_directory(workdir / "evaluation", f"step-{step}", bar)
@@ -102,16 +102,18 @@ def _compile(run: Run, bar: progress.Progress) -> dict[str, Callable]:
 
 
 def _weights(
-  run: Run, workdir: pathlib.Path, step: int | None
+  run: Run, workdir: pathlib.Path, step: int | None, bar: progress.Progress
 ) -> tuple[transformer.Params, int, str]:
   """The weights to evaluate, their step, and what they are in words."""
   if step is not None or any(
     x.name.isdigit() for x in workdir.glob("checkpoints/*")
   ):
-    with checkpoint.Checkpoints(workdir, keep=1, read_only=True) as found:
+    with checkpoint.Checkpoints(workdir, read_only=True) as found:
       step = found.find(step)
       _check_model(run.config, workdir)
       params = found.restore_params(step, compiled.abstract_params(run))
+      for line in found.passed_over:
+        bar.say(progress.wrapped(line))
     return params, step, f"step {step} of {workdir}"
   options = run.config.model
   name = options.path or options.hub_id

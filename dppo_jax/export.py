@@ -128,8 +128,10 @@ def _restore(
   abstract = transformer.unflatten(
     {name: np.empty(p.shape, np.float32) for name, p in table.items()}
   )
-  with checkpoint.Checkpoints(workdir, keep=1, read_only=True) as checkpoints:
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     step = checkpoints.find(step)
+    for line in checkpoints.passed_over:
+      print(progress.wrapped(line), flush=True)
     try:
       params = checkpoints.restore_params(step, abstract)
       for name, weight in transformer.flatten(params).items():

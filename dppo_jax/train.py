@@ -67,8 +67,13 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
       resume.held(workdir / "config.json", config),
       jax.set_mesh(run.mesh),
       run.make_grader() as grader,
-      checkpoint.Checkpoints(workdir, config.checkpoint.keep) as checkpoints,
-      metrics.Writer(
+      checkpoint.Checkpoints(
+        workdir, **dataclasses.asdict(config.checkpoint)
+      ) as checkpoints,
+    ):
+      # Before the writer, which drops what is newer than the newest sound one.
+      damaged = checkpoints.recover()
+      with metrics.Writer(
         workdir,
         checkpoints.latest_step(),
         bar,
@@ -76,39 +81,56 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
         writers.openers(
           workdir, flatten(config), **dataclasses.asdict(config.log)
         ),
-      ) as writer,
-    ):
-      try:
-        writer.say(run.description())
-        with bar.task("starting to grade"):
-          grader.self_check(run.train_set.columns)
-        page = live_report.LiveReport(workdir, writer)
-        _train(run, grader, checkpoints, writer, page)
-        with bar.task("writing the report"):
-          writer.say(f"report: {page.write(config.steps)}")
-      except KeyboardInterrupt:
-        if checkpoints.latest_step() is None:
-          writer.say("stopped with nothing saved: the same command starts anew")
-        raise
-      except Exception:
-        writer.log(traceback.format_exc())
-        raise
+      ) as writer:
+        for line in damaged:
+          writer.say(line)
+        _train_and_report(run, grader, checkpoints, writer, workdir)
+
+
+def _train_and_report(
+  run: Run,
+  grader: rewards.Grader,
+  checkpoints: checkpoint.Checkpoints,
+  writer: metrics.Writer,
+  workdir: pathlib.Path,
+) -> None:
+  """The run from its first line to its report; what fails is logged."""
+  try:
+    writer.say(run.description())
+    with writer.bar.task("starting to grade"):
+      grader.self_check(run.train_set.columns)
+    page = live_report.LiveReport(workdir, writer)
+    _train(run, grader, checkpoints, writer, page)
+    with writer.bar.task("writing the report"):
+      writer.say(f"report: {page.write(run.config.steps)}")
+  except KeyboardInterrupt:
+    if checkpoints.latest_step() is None:
+      writer.say("stopped with nothing saved: the same command starts anew")
+    raise
+  except Exception:
+    writer.log(traceback.format_exc())
+    raise
 
 
 def _is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   """Whether there is nothing left to do in `workdir`, which it then says."""
   if not (workdir / "checkpoints").is_dir():
     return False
-  with checkpoint.Checkpoints(workdir, keep=1, read_only=True) as checkpoints:
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     latest = checkpoints.latest_step()
-  if latest is None or latest < config.steps:
-    return False
-  resume.check(workdir / "config.json", config)
+    if latest is None or latest < config.steps:
+      return False
+    resume.check(workdir / "config.json", config)
+    if not checkpoints.is_sound(latest):
+      return False
   page, lines = workdir / "report.md", workdir / "metrics.jsonl"
   if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
     report.write(workdir)
+  more = ""
+  if latest > config.steps:
+    more = f", more than config.steps, which is {config.steps}"
   print(
-    f"already done: {latest} steps\n"
+    f"already done: {latest} steps{more}\n"
     f"report: {page}\n"
     "what else there is:\n"
     f"  --config.steps={2 * max(latest, 1)} goes on\n"
@@ -187,7 +209,7 @@ def _train(
         evaluate_now(state)
         page.refresh(done)
       stops = is_stopping()
-      if is_last or stops or _is_due(done, config.checkpoint.every):
+      if is_last or stops or checkpoints.is_due(done):
         checkpoints.save(done, state)
       if stops and not is_last:
         writer.say(f"stopped after step {done}; the same command goes on")
@@ -236,7 +258,7 @@ def _first_params(
   if from_run:
     workdir, step = checkpoint.split_step(from_run)
     writer.say(f"the weights of {workdir} after step {step}")
-    with checkpoint.Checkpoints(workdir, keep=1, read_only=True) as other:
+    with checkpoint.Checkpoints(workdir, read_only=True) as other:
       return other.restore_params(step, abstract)
   model = run.config.model
   source = "reading the" if model.path or model.hub_id else "making the first"

@@ -80,10 +80,25 @@ class Checkpoint:
     least=0,
     may_change=True,
   )
+  minutes: float = option(
+    0.0,
+    "also after the step that is the first to end so long after the newest "
+    "checkpoint; 0 asks no clock",
+    least=0,
+    may_change=True,
+  )
   keep: int = option(
     2,
-    "newest checkpoints; that of step 0 stays as well",
+    "newest checkpoints; that of step 0 stays as well. With one alone, nothing "
+    "but step 0 is left where it turns out to be damaged",
     least=1,
+    may_change=True,
+  )
+  keep_every: int = option(
+    0,
+    "of those older ones, keep what is saved at multiples of so many steps; "
+    "0 keeps none",
+    least=0,
     may_change=True,
   )
 

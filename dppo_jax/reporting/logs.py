@@ -6,14 +6,18 @@ import pathlib
 
 # Their information is for their developers; what matters of it is raised too.
 _CHATTY = ("ml_collections", "orbax", "tensorflow_datasets")
+# Even what it calls an error is raised, by what waits for its threads.
+_RAISES = "orbax"
 
 
 def quiet_libraries() -> None:
-  """Drops what chatty libraries log through absl's logger, errors aside."""
+  """Drops what chatty libraries log through absl, errors mostly aside."""
 
   def is_worth_reading(record: logging.LogRecord) -> bool:
-    parts = pathlib.PurePath(record.pathname).parts
-    return record.levelno >= logging.ERROR or not set(parts) & set(_CHATTY)
+    parts = set(pathlib.PurePath(record.pathname).parts)
+    if record.levelno >= logging.ERROR:
+      return _RAISES not in parts
+    return not parts & set(_CHATTY)
 
   logger = logging.getLogger("absl")
   if not any(getattr(f, "is_ours", False) for f in logger.filters):
