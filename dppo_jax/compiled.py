@@ -112,6 +112,17 @@ def abstract_params(run: Run) -> Params:
   return checkpoint.abstract(params, shardings)
 
 
+def abstract_inference_params(run: Run) -> Params:
+  """Likewise of the copy of the weights that rollouts read."""
+  cast = functools.partial(
+    transformer.to_inference_params, config=_inference_model(run)
+  )
+  return checkpoint.abstract(
+    jax.eval_shape(cast, abstract_params(run)),
+    transformer.inference_shardings(run.model, run.mesh),
+  )
+
+
 def abstract_train_state(run: Run) -> TrainState:
   """Shapes, dtypes and shardings of the train state."""
   params = abstract_params(run)
@@ -200,10 +211,7 @@ def programs(run: Run) -> dict[str, Program]:
     keep=_array((num_prompts,), bool, by_prompt),
     prob=_array((num_prompts,), jnp.float32, by_prompt),
   )
-  params = checkpoint.abstract(
-    shape(functions["to_inference_params"], state.params),
-    transformer.inference_shardings(run.model, mesh),
-  )
+  params = abstract_inference_params(run)
   completions = shape(functions["roll_out"], params, prompts, rng, kept)
   completions = _abstract(completions, by_prompt)
   rewards = _array(completions.lengths.shape, jnp.float32, by_prompt)

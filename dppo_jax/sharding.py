@@ -9,6 +9,7 @@ vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+import math
 
 import jax
 from jax.experimental import mesh_utils
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 MESH_AXES = ("replica", "data", "model")
+AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
 # Logical axis -> mesh axes that divide it; none is replicated.
 RULES: Mapping[str | None, tuple[str, ...]] = {
@@ -48,22 +50,34 @@ def make_mesh(
       slices that they are on cannot be divided so.
   """
   devices = list(jax.devices() if devices is None else devices)
+  shape = sizes(len(devices), data, model, replicas)
+  return Mesh(
+    _arrange(devices[: math.prod(shape)], shape),
+    MESH_AXES,
+    axis_types=AXIS_TYPES,
+  )
+
+
+def sizes(
+  num_devices: int, data: int, model: int, replicas: int
+) -> tuple[int, int, int]:
+  """The axes of a mesh of so many devices; `data=-1` takes what is left.
+
+  Raises:
+    ValueError: where there are fewer devices than the mesh needs.
+  """
   if data == -1:
-    data = max(1, len(devices) // (model * replicas))
+    data = max(1, num_devices // (model * replicas))
   shape = (replicas, data, model)
-  size = replicas * data * model
-  if size > len(devices):
-    sizes = shape if replicas > 1 else shape[1:]
+  size = math.prod(shape)
+  if size > num_devices:
+    named = shape if replicas > 1 else shape[1:]
     raise ValueError(
-      f"a mesh of {' x '.join(map(str, sizes))} needs {size} devices but "
-      f"there are {len(devices)}: lower config.mesh.data, config.mesh.model or "
+      f"a mesh of {' x '.join(map(str, named))} needs {size} devices but "
+      f"there are {num_devices}: lower config.mesh.data, config.mesh.model or "
       "config.mesh.replicas"
     )
-  return Mesh(
-    _arrange(devices[:size], shape),
-    MESH_AXES,
-    axis_types=(AxisType.Auto,) * len(MESH_AXES),
-  )
+  return shape
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:

@@ -5,11 +5,25 @@ import dataclasses
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, limits, setup_run, shapes
+from dppo_jax import data, limits, setup_run, shapes, sharding
 from dppo_jax.models import attention
 from dppo_jax.planning import architectures
 
 NUM_PROBLEMS = 8192  # where the config takes all of a source
+
+
+def abstract_mesh(
+  options: configs.Mesh, num_devices: int
+) -> jax.sharding.AbstractMesh:
+  """The mesh that a config makes of so many devices, none of which is there.
+
+  Raises:
+    ValueError: where it needs more.
+  """
+  sizes = sharding.sizes(num_devices, **dataclasses.asdict(options))
+  return jax.sharding.AbstractMesh(
+    sizes, sharding.MESH_AXES, axis_types=sharding.AXIS_TYPES
+  )
 
 
 def assumed_run(

@@ -17,6 +17,7 @@ from dppo_jax.algo import objectives
 from dppo_jax.learner import select, update
 from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.models import transformer
+from dppo_jax.planning import flops as flops_of
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 
@@ -49,7 +50,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
     )
 
   prefill = _timed(fill_cache, (params, prompts), repeats)
-  flops = works.linear_flops(model, prompt_tokens)
+  flops = flops_of.linear(model, prompt_tokens)
   yield _row("prefill", prefill, prompt_tokens, flops)
 
   sample = _compile(works.sampler(work), params, prompts, kept)
@@ -57,8 +58,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   rollout = sample(params, prompts, kept)
   generated = float(rollout.lengths.sum())
   decode = machine.Seconds(*(s - prefill.median for s in seconds))
-  flops = works.linear_flops(model, generated)
-  flops += works.head_flops(model, generated)
+  flops = flops_of.linear(model, generated)
+  flops += flops_of.head(model, generated)
   yield _row("decode", decode, generated, flops) | {
     "bytes": _decode_bytes(work, prompts, rollout)
   }
@@ -79,8 +80,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   batch, num_micro, info = choose(*arguments)
   trained = float(info["tokens/trained"])
   in_rows = _tokens_in_rows(info, work)
-  flops = works.linear_flops(model, in_rows) + works.head_flops(model, trained)
-  flops += works.attention_flops(model, works.pairs(prompts, rollout))
+  flops = flops_of.linear(model, in_rows) + flops_of.head(model, trained)
+  flops += flops_of.attention(model, works.pairs(prompts, rollout))
   config = _update_config(work)
   score = _compile(
     lambda *rest: update.score(rest[0], config, *rest[1:]),

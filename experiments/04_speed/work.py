@@ -173,22 +173,6 @@ def sampler(work: Work):
   return sample
 
 
-def linear_flops(model: transformer.ModelConfig, tokens: float) -> float:
-  """Of the products with a layer's weights, one forward pass."""
-  c = model
-  attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
-  return 2 * tokens * c.layers * (attention + 3 * c.embed * c.mlp)
-
-
-def head_flops(model: transformer.ModelConfig, tokens: float) -> float:
-  return 2 * tokens * model.embed * model.vocab
-
-
-def attention_flops(model: transformer.ModelConfig, pairs: float) -> float:
-  """Of scores and sums over `pairs` of tokens that see each other."""
-  return 4 * pairs * model.layers * model.heads * model.head_dim
-
-
 def pairs(prompts, completions) -> float:
   """Pairs of tokens that see each other: a prompt within, a completion both."""
   p = np.asarray(prompts.lengths, np.float64)[:, None]

@@ -1,0 +1,112 @@
+"""Bytes that a device receives from others, by stage, in closed form.
+
+`d` devices divide what is computed on (and, within a replica, the state), `m`
+divide every layer. Gathering an array of `B` bytes brings a device `B (n-1)/n`
+of them, a sum over devices that leaves each its share the same, and one that
+leaves each everything twice that.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from dppo_jax import sharding
+from dppo_jax.models import transformer
+from dppo_jax.planning import workload
+from dppo_jax.planning.memory import Parts
+from dppo_jax.setup_run import Run
+
+
+def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
+  """Bytes a device receives in a step: by stage, by what for."""
+  passes = 1 + bool(run.objective.beta)  # the reference's forward pass
+  turns = work.micro_batches * run.config.objective.inner_updates
+  return {
+    "to_inference_params": {"weights": _gathered(run, _inference_item(run))},
+    "prefill": _layer_sums(run, work.rolled_out * work.prompt, 1),
+    "decode": _decode(run, work),
+    "score": micro_batch(run, forward=1, backward=False),
+    "update": {
+      name: size * turns
+      for name, size in micro_batch(run, passes, backward=True).items()
+    },
+  }
+
+
+def micro_batch(run: Run, forward: int = 1, backward: bool = True) -> Parts:
+  """Bytes a device receives in one micro-batch of the update.
+
+  Args:
+    forward: passes over the model before the backward one.
+  """
+  item = jnp.dtype(run.model.dtype).itemsize
+  shards = sharding.num_shards(run.mesh, "batch")
+  tokens = run.config.pack.rows_per_micro * run.config.pack.row_length
+  gathered = _gathered(run, item)
+  # A layer that is recomputed has its weights gathered once more.
+  passes = forward + backward
+  parts = {"weights": passes * gathered}
+  if backward:
+    parts["gradients"] = _reduced(run, 4)
+  recomputed = backward and run.model.remat != "none"
+  sums = forward + backward + recomputed
+  return parts | _layer_sums(run, tokens * shards, sums)
+
+
+def _gathered(run: Run, item: int) -> float:
+  """All weights, gathered over the data axis, of the `item` bytes of each."""
+  data, model = run.mesh.shape["data"], run.mesh.shape["model"]
+  return elements(run, model) * item * (data - 1) / data
+
+
+def _reduced(run: Run, item: int) -> float:
+  """Gradients: summed over the data axis, then over replicas."""
+  data, replicas = run.mesh.shape["data"], run.mesh.shape["replica"]
+  size = elements(run, run.mesh.shape["model"]) * item
+  return size * (data - 1) / data + 2 * size / data * (replicas - 1) / replicas
+
+
+def elements(run: Run, shards: int) -> float:
+  """Weights that a device of the model axis computes with."""
+  total = 0
+  for p in transformer.parameter_table(run.model).values():
+    divided = any("model" in sharding.RULES[axis] for axis in p.axes)
+    total += math.prod(p.shape) / (shards if divided else 1)
+  return total
+
+
+def _layer_sums(run: Run, tokens: float, passes: int) -> Parts:
+  """Sums over the model axis: after attention and after the feed-forward part.
+
+  Args:
+    tokens: over all devices.
+  """
+  shards = run.mesh.shape["model"]
+  if shards == 1:
+    return {}
+  here = tokens / sharding.num_shards(run.mesh, "batch")
+  item = jnp.dtype(run.model.dtype).itemsize
+  size = here * run.model.embed * item
+  return {
+    "layer sums": passes
+    * 2
+    * run.model.layers
+    * 2
+    * size
+    * (shards - 1)
+    / shards
+  }
+
+
+def _decode(run: Run, work: workload.Work) -> Parts:
+  slots = work.slots * sharding.num_shards(run.mesh, "batch")
+  parts = _layer_sums(run, slots * work.decode_steps, 1)
+  shards = run.mesh.shape["model"]
+  if shards > 1:  # logits are gathered before a token is sampled
+    size = 4 * work.slots * run.model.vocab * work.decode_steps
+    parts["logits"] = size * (shards - 1) / shards
+  return parts
+
+
+def _inference_item(run: Run) -> int:
+  return jnp.dtype(run.config.rollout.dtype or run.model.dtype).itemsize
