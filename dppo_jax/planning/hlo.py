@@ -79,7 +79,7 @@ class _Program:
   def walk(self, name: str, times: int, depth: int):
     """`(kind, depth, bytes)` of each collective that a computation reaches."""
     for line in self.lines.get(name, ()):
-      left, _, right = line.partition(" = ")
+      right = line.partition(" = ")[2]
       opcode = _OPCODE.search(right)
       if not opcode:
         continue

@@ -64,10 +64,10 @@ class Stage(NamedTuple):
   temporary: float
   beside: float
   seconds: float
-  flops: float = 0.0
-  bytes: float = 0.0
-  kernels: dict[str, int] = {}
-  collectives: Sequence[hlo.Collective] = ()
+  flops: float
+  bytes: float
+  kernels: dict[str, int]
+  collectives: Sequence[hlo.Collective]
   needed: float = 0.0
   error: str = ""
 
@@ -146,8 +146,9 @@ def _compile(name: str, program: compiler.Program, beside: float) -> Stage:
       raise
     line = next(x for x in str(error).splitlines() if "Used " in x)
     seconds = time.monotonic() - start
+    nothing = (0.0, 0.0, {}, ())
     return Stage(
-      name, 0.0, 0.0, beside, seconds, needed=needed, error=line.strip()
+      name, 0.0, 0.0, beside, seconds, *nothing, needed, line.strip()
     )
   used, cost = stage.memory_analysis(), stage.cost_analysis() or {}
   held = used.argument_size_in_bytes + used.output_size_in_bytes

@@ -140,7 +140,7 @@ def of_step(run: Run, given: Assumptions) -> Work:
     micro_batches=micro_batches,
     computed=micro_batches * packing.rows_per_micro * packing.row_length,
     pairs=survivors * completion * (prompt + completion / 2)
-    + min(copies, survivors) * prompt**2 / 2,
+    + copies * prompt**2 / 2,
     shares=kept,
   )
 
