@@ -39,13 +39,16 @@ def main() -> None:
   from dppo_jax import user_code
   from dppo_jax.rewards import functions, math
 
-  try:
-    loaded = {name: functions.load(name) for name in start["references"]}
-  except ValueError as error:
-    channel.sendall(_line({"refused": str(error)}))
-    return
-  if "math" in loaded:
-    math.warm_up()
+  loaded = {}
+  for name in start["references"]:
+    channel.sendall(_line({"loading": name}))  # should it never end
+    try:
+      loaded[name] = functions.load(name)
+    except ValueError as error:
+      channel.sendall(_line({"refused": str(error)}))
+      return
+    if name == "math":
+      math.warm_up()
   os.dup2(null, 1)  # from here on nobody reads what is printed
   os.dup2(null, 2)
   takes = {name: functions.arguments(f) for name, f in loaded.items()}

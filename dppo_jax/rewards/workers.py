@@ -101,14 +101,34 @@ class Worker:
   def start(self) -> None:
     """Starts a child, if there is none, that loads the functions.
 
+    One that takes too long is replaced once: by then the files that it reads
+    are likely to be in memory.
+
     Raises:
       ValueError: in one line, if a function cannot be loaded.
-      RuntimeError: if the child dies or is not ready in `START_SECONDS`.
+      RuntimeError: likewise, if the child dies or is not ready, the second one
+        too, in `START_SECONDS`.
     """
     if self._process:
       return
     if self._is_closed:
       raise RuntimeError("the grader is closed")
+    try:
+      reply = self._first_reply()
+    except TimeoutError:
+      reply = self._first_reply(is_last=True)
+    if "refused" in reply:
+      self.stop()
+      raise ValueError(reply["refused"])
+    self.takes = {name: Arguments(*x) for name, x in reply["takes"].items()}
+
+  def _first_reply(self, is_last: bool = False) -> dict:
+    """What a new child says once it has loaded the functions, or cannot.
+
+    Raises:
+      TimeoutError: if it takes too long and is not the last to be tried.
+      RuntimeError: if it does not get there.
+    """
     self._socket, theirs = socket.socketpair()
     self._stderr = tempfile.TemporaryFile()
     with theirs:
@@ -127,20 +147,22 @@ class Worker:
       "references": self._references,
       "timeout_seconds": self._timeout_seconds,
     }
+    self._loading = "Python"
     try:
-      reply = self._exchange(_to_line(request), START_SECONDS)
-    except (OSError, EOFError):
+      return self._exchange(_to_line(request), START_SECONDS)
+    except (OSError, EOFError) as error:
       self._stderr.seek(0)
-      errors = self._stderr.read()[-2000:].decode(errors="replace")
+      lines = self._stderr.read()[-2000:].decode(errors="replace").split("\n")
+      is_slow = isinstance(error, TimeoutError)
       self.stop()
+      if is_slow and not is_last:
+        raise
+      what = f"was not ready in {START_SECONDS:g} s" if is_slow else "died"
+      last = next((x for x in reversed(lines) if x.strip()), "nothing")
       raise RuntimeError(
-        f"a grader process died, or was not ready in {START_SECONDS:g} s; its "
-        f"stderr ends with: {errors}"
+        f"config.reward.functions: a grader process {what} while it loaded "
+        f"{self._loading}; the last that it said: {last.strip()}"
       ) from None
-    if "refused" in reply:
-      self.stop()
-      raise ValueError(reply["refused"])
-    self.takes = {name: Arguments(*x) for name, x in reply["takes"].items()}
 
   def stop(self) -> int:
     """Ends the child, if there is one, and what it started; its exit status."""
@@ -168,7 +190,7 @@ class Worker:
     self.kill()
 
   def _exchange(self, line: bytes, seconds: float) -> dict:
-    """Sends a line and receives one.
+    """Sends a line and receives one, after those that tell what is loaded.
 
     Raises:
       TimeoutError: if that takes more than `seconds`.
@@ -177,14 +199,18 @@ class Worker:
     deadline = time.monotonic() + seconds
     self._socket.settimeout(seconds)
     self._socket.sendall(line)
-    reply = bytearray()
-    while not reply.endswith(b"\n"):
+    replies = bytearray()
+    while True:
       self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
       received = self._socket.recv(1 << 16)
       if not received:
         raise EOFError
-      reply += received
-    return json.loads(reply)
+      replies += received
+      if replies.endswith(b"\n"):
+        reply = json.loads(replies.splitlines()[-1])
+        if "loading" not in reply:
+          return reply
+        self._loading = reply["loading"]
 
 
 def check_columns(

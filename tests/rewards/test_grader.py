@@ -296,7 +296,11 @@ def test_a_child_that_died_while_idle_costs_nothing(nasty):
       RuntimeError,
       "why",
     ),
-    ("import time; time.sleep(600)", RuntimeError, "was not ready in 1 s"),
+    (
+      "import sys, time; sys.stderr.write('tired'); time.sleep(600)",
+      RuntimeError,
+      r"was not ready in 1 s while it loaded .*mine.py:f; .* said: tired$",
+    ),
   ],
 )
 def test_functions_that_cannot_be_loaded_are_refused(
@@ -309,6 +313,20 @@ def test_functions_that_cannot_be_loaded_are_refused(
     with pytest.raises(error, match=complaint):
       grader.self_check()
     assert grader._workers[0]._process is None
+
+
+def test_a_slow_start_is_tried_once_more(tmp_path, monkeypatch):
+  monkeypatch.setattr(workers, "START_SECONDS", 5.0)
+  (tmp_path / "mine.py").write_text(
+    "import pathlib, time\n"
+    "path = pathlib.Path(__file__).with_name('seen')\n"
+    "if not path.exists():\n"
+    "  path.touch()\n"
+    "  time.sleep(600)\n"
+    "def f(completions): return [7.0 for _ in completions]\n"
+  )
+  with Grader(f"{tmp_path}/mine.py:f", 1, PATIENT) as grader:
+    assert grade(grader, ["1"]).rewards == [7]
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])
