@@ -236,12 +236,14 @@ def make_tokenizer(config: configs.Config, path: str) -> data.Tokenizer:
           "which is used without config.model.path, takes the problem alone"
         )
     return data.CharacterTokenizer()
-  return data.PretrainedTokenizer(
+  tokenizer = data.PretrainedTokenizer(
     path,
     system=config.data.system,
     instruction=config.data.instruction,
     template_args=config.data.template_args,
   )
+  tokenizer.check_template()
+  return tokenizer
 
 
 def describe_model(

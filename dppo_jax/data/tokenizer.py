@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any, Protocol
 
+from dppo_jax.data import template_probe
 from dppo_jax.data.prompts import Message, Prompt
 
 _NO_TEMPLATE = "no chat template"
@@ -164,6 +165,29 @@ class PretrainedTokenizer:
     if template_args and not self._has_template:
       self.template_note += ", so config.data.template_args does nothing"
 
+  def check_template(self) -> None:
+    """Tries the chat template, if there is one, on a short problem.
+
+    Raises:
+      ValueError: in one line, where it does not end or takes all memory.
+    """
+    if not self._has_template:
+      return
+    arguments = self._tokenizer.special_tokens_map | self._template_args
+    given = arguments.pop("chat_template", None)
+    try:
+      template = self._tokenizer.get_chat_template(
+        given, arguments.get("tools")
+      )
+      template_probe.check(template, self._messages("1+1="), arguments)
+    except ValueError as error:
+      reason = str(error).strip().splitlines()[0]
+      raise ValueError(
+        f"the chat template of {self._path!r} {reason}: give another as "
+        "chat_template in config.data.template_args, or remove it from the "
+        "checkpoint"
+      ) from error
+
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
     """Those the checkpoint names; a ValueError if it names none.
@@ -312,6 +336,12 @@ def _damage(path: str, error: Exception) -> str:
         json.load(text)
     except ValueError as damage:
       return f"{file} is damaged, it is no JSON ({damage}): fetch it again"
+  if "custom code" in str(error):
+    return (
+      f"the tokenizer in config.model.path {path!r} is code of its own "
+      "(auto_map), which is never run: take a checkpoint whose tokenizer "
+      "transformers has, or remove auto_map where tokenizer.json says all"
+    )
   reason = (str(error).strip() or type(error).__name__).splitlines()[0]
   return (
     f"the tokenizer in config.model.path {path!r} cannot be read: "

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from dppo_jax.data import arithmetic
+from dppo_jax.data import arithmetic, template_probe
 from dppo_jax.data.tokenizer import (
   CharacterTokenizer,
   PretrainedTokenizer,
@@ -200,6 +200,50 @@ def test_a_chat_template_may_be_given_as_an_argument(small):
     tokenizer = PretrainedTokenizer(small(**config), template_args=args)
     assert tokenizer.template_note == ""
     assert tokenizer.prompt("one") == "brief one"
+
+
+LOOP = "{% for x in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+  ("template", "args", "complaint"),
+  [
+    (LOOP * 3 + "{% endfor %}" * 3, {}, "takes more than 2 s for one prompt"),
+    ("{{ 'x' * 10**10 }}", {}, "takes more than 2 GiB"),
+    ("{{ 'x' * 10**7 }}", {}, "makes 10,000,000 characters"),
+    (TEMPLATE, {"loud": {1, 2}}, "from config.data.template_args .*set"),
+    (TEMPLATE, {"loud": True}, None),
+    ("{{ raise_exception('no') }}", {}, None),  # when it is used, it says so
+  ],
+)
+def test_a_template_without_bounds_is_refused_at_the_start(
+  small, monkeypatch, template, args, complaint
+):
+  monkeypatch.setattr(template_probe, "SECONDS", 2)
+  tokenizer = PretrainedTokenizer(small(chat_template=template), "", "", args)
+  if not complaint:
+    return tokenizer.check_template()
+  with pytest.raises(ValueError, match=complaint) as error:
+    tokenizer.check_template()
+  assert "\n" not in str(error.value)
+  assert "config.data.template_args" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["MyTokenizer", None])
+def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path, name):
+  path = pathlib.Path(small())
+  file = path / "tokenizer_config.json"
+  config = json.loads(file.read_text())
+  config["tokenizer_class"] = name
+  config["auto_map"] = {"AutoTokenizer": ["mine.MyTokenizer", None]}
+  file.write_text(json.dumps({k: v for k, v in config.items() if v}))
+  (path / "mine.py").write_text(
+    f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    "from transformers import PreTrainedTokenizerFast as MyTokenizer\n"
+  )
+  with pytest.raises(ValueError, match=r"code of its own .* never run"):
+    PretrainedTokenizer(str(path))
+  assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
