@@ -20,9 +20,10 @@ _CONFIG = config_flags.DEFINE_config_file(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "evaluate", "export"],
-  "What to do: train a run or go on with it, evaluate its weights, or write "
-  "them as a checkpoint that transformers loads.",
+  ["train", "evaluate", "export", "plan"],
+  "What to do: train a run or go on with it, evaluate its weights, write "
+  "them as a checkpoint that transformers loads, or plan: say what a device "
+  "would hold and do.",
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir",
@@ -42,8 +43,31 @@ _DTYPE = flags.DEFINE_enum(
   "Of the exported weights; by default that of the checkpoint that training "
   "began with, or float32.",
 )
+_HARDWARE = flags.DEFINE_string(
+  "hardware",
+  None,
+  "Devices to plan for: h200:8, v5p:16, several separated by commas; by "
+  "default how many of each kind it takes.",
+)
+_TOPOLOGY = flags.DEFINE_string(
+  "topology",
+  None,
+  "TPUs to plan for and, where libtpu is installed, to compile every stage "
+  "for: v5e:4x4, v5p:2x2x1, v6e:4x4.",
+)
+_STAGES = flags.DEFINE_string(
+  "stages", None, "Of those only some: update,roll_out."
+)
+_ASSUME = flags.DEFINE_string(
+  "assume",
+  None,
+  "What a plan takes for granted: prompt=200,completion=700,zero_variance=0.5, "
+  "prompts_kept, completions_kept, compute, bandwidth, network.",
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of any error.")
 
+
+_OF_PLAN = ("hardware", "topology", "stages", "assume")
 
 # The config of a run that there is, by its config.json.
 _OF_RUN = pathlib.Path(__file__).parent / "config/saved.py"
@@ -77,6 +101,7 @@ def _do(argv: list[str]) -> None:
     ("to", ["export"]),
     ("dtype", ["export"]),
     ("step", ["evaluate", "export"]),
+    *((name, ["plan"]) for name in _OF_PLAN),
   ):
     if flags.FLAGS[flag].present and _MODE.value not in modes:
       raise ValueError(f"--{flag} is for --mode={' or '.join(modes)}")
@@ -102,6 +127,17 @@ def _do(argv: list[str]) -> None:
     from dppo_jax import evaluate
 
     evaluate.run(config, workdir, _STEP.value)
+  elif _MODE.value == "plan":
+    from dppo_jax import plan
+
+    plan.run(
+      config,
+      workdir if _WORKDIR.value else None,
+      on=_HARDWARE.value or "",
+      shape=_TOPOLOGY.value or "",
+      assume=_ASSUME.value or "",
+      stages=_STAGES.value or "",
+    )
   else:
     from dppo_jax import export
 

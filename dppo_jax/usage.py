@@ -17,6 +17,7 @@ _EXAMPLES = """\
   python -m dppo_jax.main --config=configs/gsm8k.py --config.model.path=DIR
   python -m dppo_jax.main --mode=evaluate --workdir=RUN
   python -m dppo_jax.main --mode=export --workdir=RUN --to=DIR
+  python -m dppo_jax.main --mode=plan --config=configs/gsm8k.py --hardware=h200
 """
 
 
@@ -30,7 +31,8 @@ def text(module: str) -> str:
   our_flags = {f"--{f.name}": f.help for f in given if "." not in f.name}
   parts = [
     "Trains, evaluates and exports language models by group-based policy\n"
-    "optimisation with unbiased pruning.\n\n" + _EXAMPLES.rstrip(),
+    "optimisation with unbiased pruning, and plans such runs.\n\n"
+    + _EXAMPLES.rstrip(),
     "flags\n" + _list(our_flags),
     "methods, --config=FILE.py:METHOD, or MINE.py:FUNCTION for METHOD\n"
     + _list(_lines(methods.METHODS)),

@@ -20,7 +20,7 @@ LEVELS = [
   {"setup_run"},
   {"compiled"},
   {"collect", "evaluation", "planning"},
-  {"evaluate", "train", "export"},
+  {"evaluate", "train", "export", "plan"},
   {"main"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -99,17 +99,20 @@ def _read(run: Run, work: workload.Work) -> dict[str, float]:
   parts = memory.moments(run)["roll_out"]
   copy = parts["rollout copy"]
   # A step reads all parts of the cache that any slot has reached: nearly all.
-  step = _touched(run.model, work.slots) * copy + parts["cache"]
+  # Slots that are no longer needed are given up, and their caches with them.
+  shards = sharding.num_shards(run.mesh, "batch")
+  slot_steps = work.generated / shards / workload.BUSY
+  decode = _touched(run.model, work.slots) * copy * work.decode_steps
+  decode += slot_steps * parts["cache"] / work.slots
   item = jnp.dtype(run.model.dtype).itemsize
-  shards = run.mesh.shape["model"]
-  gathered = traffic.elements(run, shards) * item
+  gathered = traffic.elements(run, run.mesh.shape["model"]) * item
   turns = work.micro_batches * c.objective.inner_updates
   state = 2 * (held["weights"] + held["optimizer"]) + held["weights"]
-  prompts = work.rolled_out / sharding.num_shards(run.mesh, "batch")
+  chunks = work.rolled_out / shards / c.rollout.prefill_batch
   return {
     "to_inference_params": held["weights"] + copy,
-    "prefill": copy * max(1.0, prompts / c.rollout.prefill_batch),
-    "decode": step * work.decode_steps,
+    "prefill": copy * max(1.0, chunks),
+    "decode": decode,
     "score": gathered * work.micro_batches,
     # Weights forward and backward; gradients written, read and added up.
     "update": turns * (3 * gathered + 3 * held["weights"])

@@ -8,7 +8,7 @@ from dppo_jax import shapes, sharding
 from dppo_jax.planning import shares
 from dppo_jax.setup_run import Run
 
-_BUSY = 0.95  # share of decode slots that do something
+BUSY = 0.95  # share of decode slots that do something
 _FILL = 0.95  # share of a packed row's positions in use
 
 
@@ -116,7 +116,7 @@ def of_step(run: Run, given: Assumptions) -> Work:
   generated = rolled_out * group_size * completion
   slots = num_slots(run)
   decode_steps = kept.draws * max(
-    generated / kept.draws / num_shards / (slots * _BUSY), most
+    generated / kept.draws / num_shards / (slots * BUSY), most
   )
 
   # Update: the survivors of a group share one copy of their prompt.
