@@ -38,7 +38,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   Model FLOPs count what the mathematics needs, nothing that is computed again.
   """
   model = work.model
-  params = _params(work)
+  params = random_params(work)
   prompts, kept = works.make_prompts(work), works.everything(work)
   prompt_tokens = float(prompts.lengths.sum())
 
@@ -53,7 +53,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops = flops_of.linear(model, prompt_tokens)
   yield _row("prefill", prefill, prompt_tokens, flops)
 
-  sample = _compile(works.sampler(work), params, prompts, kept)
+  sample = compile_function(works.sampler(work), params, prompts, kept)
   seconds = machine.timed(lambda: sample(params, prompts, kept), repeats)
   rollout = sample(params, prompts, kept)
   generated = float(rollout.lengths.sum())
@@ -71,8 +71,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   yield _row("grade", seconds, generated, 0.0)
 
   arguments = (prompts, rollout, works.make_rewards(work))
-  choose = _compile(
-    functools.partial(_select, work=work, share=1.0), *arguments
+  choose = compile_function(
+    functools.partial(select_batch, work=work, share=1.0), *arguments
   )
   seconds = machine.timed(lambda: choose(*arguments), repeats)
   yield _row("select, weight, pack", seconds, generated, 0.0)
@@ -82,8 +82,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   in_rows = _tokens_in_rows(info, work)
   flops = flops_of.linear(model, in_rows) + flops_of.head(model, trained)
   flops += flops_of.attention(model, works.pairs(prompts, rollout))
-  config = _update_config(work)
-  score = _compile(
+  config = update_config(work)
+  score = compile_function(
     lambda *rest: update.score(rest[0], config, *rest[1:]),
     params,
     batch,
@@ -104,12 +104,12 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
 
 def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
   """Does what is pruned come off the time? Ratios to the unpruned step."""
-  params, prompts = _params(work), works.make_prompts(work)
+  params, prompts = random_params(work), works.make_prompts(work)
   rollout, reward = works.make_rollout(work), works.make_rewards(work)
   learn, whole = compile_update(work, params), None
   for share in (1.0, 0.5, 0.25):
     batch, num_micro, info = jax.jit(
-      functools.partial(_select, work=work, share=share)
+      functools.partial(select_batch, work=work, share=share)
     )(prompts, rollout, reward)
     seconds = machine.timed(
       lambda b=batch, n=num_micro: learn.run(b, n), repeats
@@ -128,9 +128,9 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
 
 
 def _rollouts(work: works.Work, repeats: int) -> Iterator[Row]:
-  params, prompts = _params(work), works.make_prompts(work)
+  params, prompts = random_params(work), works.make_prompts(work)
   everything = works.everything(work)
-  sample = _compile(works.sampler(work), params, prompts, everything)
+  sample = compile_function(works.sampler(work), params, prompts, everything)
   whole, waiting = None, work.prompts * work.group_size / work.slots
   for share in (1.0, 0.5, 0.25):
     keep = jnp.arange(work.prompts) < share * work.prompts
@@ -149,10 +149,10 @@ def sharing(work: works.Work, repeats: int) -> Iterator[Row]:
   for shares in (False, True):
     other = work._replace(rows=work.rows._replace(share_prefix=shares))
     batch, num_micro, info = jax.jit(
-      functools.partial(_select, work=other, share=1.0)
+      functools.partial(select_batch, work=other, share=1.0)
     )(prompts, rollout, works.make_rewards(work))
     in_rows = _tokens_in_rows(info, work)
-    learn = compile_update(other, _params(work))
+    learn = compile_update(other, random_params(work))
     seconds = machine.timed(
       lambda b=batch, n=num_micro, f=learn: f.run(b, n), repeats
     )
@@ -170,7 +170,7 @@ def selection(work: works.Work, repeats: int) -> Iterator[Row]:
     works.make_rewards(large),
   )
   for name in ("grpo", "dppo", "neyman"):
-    choose = functools.partial(_select, work=large, method=name)
+    choose = functools.partial(select_batch, work=large, method=name)
     seconds = _timed(choose, arguments, repeats)
     yield _row(f"select, {name}", seconds, float(arguments[1].lengths.sum()), 0)
 
@@ -208,7 +208,9 @@ def memory(work: works.Work) -> Iterator[Row]:
         rows=work.rows._replace(row_length=length, rows_per_micro=1),
         logit_chunk=512,
       )
-      learn = compile_update(here, jax.eval_shape(lambda h=here: _params(h)))
+      learn = compile_update(
+        here, jax.eval_shape(lambda h=here: random_params(h))
+      )
       yield {
         "name": "update",
         "row_length": length,
@@ -223,7 +225,7 @@ def compile_update(work: works.Work, params) -> Update:
   """The update of `params`, which it takes over at its first run."""
   optimizer = update.make_optimizer(1e-6, 1000)
   step = functools.partial(
-    update.update, config=_update_config(work), optimizer=optimizer
+    update.update, config=update_config(work), optimizer=optimizer
   )
 
   def begin(params):
@@ -231,7 +233,7 @@ def compile_update(work: works.Work, params) -> Update:
     return TrainState(zero, zero, params, optimizer.init(params), ())
 
   batch = jax.eval_shape(
-    functools.partial(_select, work=work, share=1.0),
+    functools.partial(select_batch, work=work, share=1.0),
     works.make_prompts(work),
     works.make_rollout(work),
     works.make_rewards(work),
@@ -259,7 +261,7 @@ def compile_update(work: works.Work, params) -> Update:
   return Update(run, seconds, used.temp_size_in_bytes if used else 0)
 
 
-def _select(prompts, rollout, reward, *, work, share=None, method="grpo"):
+def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
   """As in a step; `share` keeps so much of the completions at random."""
   chosen = methods.METHODS[method]()
   if share is not None:
@@ -292,18 +294,18 @@ def _tokens_in_rows(info, work: works.Work) -> float:
   return float(info["pack/fill"] * info["pack/rows"]) * work.rows.row_length
 
 
-def _update_config(work: works.Work) -> update.UpdateConfig:
+def update_config(work: works.Work) -> update.UpdateConfig:
   return update.UpdateConfig(
     work.model, objectives.grpo(), logit_chunk=work.logit_chunk
   )
 
 
-def _params(work: works.Work) -> transformer.Params:
+def random_params(work: works.Work) -> transformer.Params:
   init = functools.partial(transformer.init, work.model)
   return jax.jit(init)(jax.random.key(0))
 
 
-def _compile(function, *arguments) -> jax.stages.Compiled:
+def compile_function(function, *arguments) -> jax.stages.Compiled:
   """As a run compiles its stages."""
   return compiler.compile_program(
     jax.jit(function).lower(*arguments), jax.devices()[0].platform
@@ -311,7 +313,7 @@ def _compile(function, *arguments) -> jax.stages.Compiled:
 
 
 def _timed(function, arguments, repeats) -> machine.Seconds:
-  compiled = _compile(function, *arguments)
+  compiled = compile_function(function, *arguments)
   return machine.timed(lambda: compiled(*arguments), repeats)
 
 

@@ -37,7 +37,7 @@ class Work(NamedTuple):
   logit_chunk: int = 2048
 
 
-def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab):
+def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab, is_tied=True):
   return transformer.ModelConfig(
     vocab=vocab,
     embed=embed,
@@ -47,6 +47,7 @@ def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab):
     head_dim=head_dim,
     mlp=mlp,
     has_qk_norm=True,
+    is_tied=is_tied,
     remat="none",
   )
 
@@ -83,8 +84,30 @@ WORKS = {
     slots=256,
     logit_chunk=8192,
   ),
+  "qwen3-1.7b": Work(
+    _model(28, 2048, 16, 8, 128, 6144, 151_936),
+    PackingSpec(4096, 4, 64),
+    prompts=64,
+    group_size=8,
+    prompt_tokens=(64, 256),
+    max_tokens=1024,
+    mean_tokens=400,
+    slots=256,
+    logit_chunk=8192,
+  ),
   "qwen3-4b": Work(
     _model(36, 2560, 32, 8, 128, 9728, 151_936),
+    PackingSpec(4096, 4, 64),
+    prompts=32,
+    group_size=8,
+    prompt_tokens=(64, 256),
+    max_tokens=1024,
+    mean_tokens=400,
+    slots=256,
+    logit_chunk=8192,
+  ),
+  "qwen3-8b": Work(
+    _model(36, 4096, 32, 8, 128, 12288, 151_936, is_tied=False),
     PackingSpec(4096, 4, 64),
     prompts=32,
     group_size=8,

@@ -1,0 +1,205 @@
+"""What the machine reaches, and whether what runs on it is right."""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import machine
+import phases
+import work as works
+
+from dppo_jax import sharding
+from dppo_jax.learner import update
+from dppo_jax.models import attention, transformer
+from dppo_jax.records import PackedBatch
+
+Row = dict[str, Any]
+
+
+def machine_rows() -> Iterator[Row]:
+  """The ceilings that all other rows are shares of."""
+  yield {"name": "yardstick", **machine.yardstick(9)}
+  if jax.device_count() > 1:
+    yield {"name": "all-reduce", "bytes_per_second": _all_reduce()}
+
+
+def _all_reduce() -> float:
+  """Bytes of a float32 array on each device over the seconds of its sum."""
+  mesh = sharding.make_mesh(data=-1)
+  size = 1 << 26
+  place = sharding.sharding(mesh, "batch", None)
+  x = jax.device_put(jnp.ones((jax.device_count(), size)), place)
+  add = jax.jit(
+    lambda x: x.sum(axis=0), out_shardings=sharding.sharding(mesh, None)
+  )
+  return 4 * size / machine.timed(lambda: add(x), 5).median
+
+
+def attention_rows(model: str) -> Iterator[Row]:
+  """Each kernel's forward and backward pass on the rows of a real batch.
+
+  The reference is plain XLA in float32 with exact products. Errors are
+  |found - reference| / |reference| over positions in use.
+  """
+  work = for_platform(works.WORKS[model])
+  ids = _packed(work)
+  q, k, v = _random_heads(work)
+  exact = functools.partial(_forward_and_gradient, backend="xla")
+  with jax.default_matmul_precision("highest"):
+    wanted = jax.jit(exact)(q, k, v, ids)
+  is_used = (ids.segment_ids > 0)[:, :, None, None]
+  for backend in _backends(work):
+    for dtype in ("float32", "bfloat16"):
+      cast = [x.astype(dtype) for x in (q, k, v)]
+      run = jax.jit(functools.partial(_forward_and_gradient, backend=backend))
+      try:
+        found = run(*cast, ids)
+        seconds = machine.timed(lambda r=run, c=cast: r(*c, ids), 5)
+      except Exception as error:  # a kernel that this device does not take
+        message = str(error).strip().splitlines()[0]
+        yield {
+          "name": backend,
+          "model": model,
+          "dtype": dtype,
+          "error": message,
+        }
+        continue
+      errors = [
+        _error(x, y, is_used) for x, y in zip(found, wanted, strict=True)
+      ]
+      yield {
+        "name": backend,
+        "dtype": dtype,
+        "model": model,
+        "row_length": work.rows.row_length,
+        "seconds": seconds.median,
+        "errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)),
+        "is_right": max(errors) < {"float32": 5e-3, "bfloat16": 2e-2}[dtype],
+      }
+
+
+def rollout_rows() -> Iterator[Row]:
+  """The sampler against a CPU's, and against the trainer, in both dtypes."""
+  work = _small_work()
+  with jax.default_matmul_precision("highest"):
+    here = _sampled(work, jax.devices()[0])
+    there = _sampled(work, jax.devices("cpu")[0])
+  same = (here.tokens == there.tokens) | ~_is_token(here)
+  yield {
+    "name": "float32 tokens as on a CPU",
+    "completions": int(here.lengths.size),
+    "share_equal": float(same.all(axis=2).mean()),
+    "is_right": float(same.all(axis=2).mean()) > 0.9,
+  }
+  for dtype in ("float32", "bfloat16"):
+    with jax.default_matmul_precision(
+      "highest" if dtype == "float32" else "default"
+    ):
+      yield _policy_gap(works.with_model(work, dtype=dtype), dtype)
+
+
+def _policy_gap(work: works.Work, dtype: str) -> Row:
+  """How far the trainer's log-probabilities are from the sampler's."""
+  params, prompts = phases.random_params(work), works.make_prompts(work)
+  rollout = jax.jit(works.sampler(work))(
+    params, prompts, works.everything(work)
+  )
+  batch, num_micro, _ = jax.jit(
+    functools.partial(phases.select_batch, work=work, share=1.0)
+  )(prompts, rollout, works.make_rewards(work))
+  config = phases.update_config(work)
+  stats = jax.jit(
+    lambda params, batch, num: update.score(params, config, batch, num)
+  )(params, batch, num_micro)
+  gap = jnp.abs(stats.logprobs - batch.old_logprobs)
+  gap = jnp.where(batch.is_trained, gap, 0.0)
+  mean = float(gap.sum() / batch.is_trained.sum())
+  return {
+    "name": f"{dtype} trainer against sampler",
+    "logprob_gap_mean": mean,
+    "logprob_gap_max": float(gap.max()),
+    "is_right": mean < {"float32": 1e-4, "bfloat16": 3e-2}[dtype],
+  }
+
+
+def _small_work() -> works.Work:
+  return for_platform(
+    works.WORKS["small"]._replace(prompts=16, max_tokens=64, slots=32)
+  )
+
+
+def for_platform(work: works.Work) -> works.Work:
+  """The attention that a run would take here."""
+  backend = attention.choose_backend(
+    "auto",
+    jax.devices()[0].platform,
+    work.rows.row_length,
+    work.group_size,
+    work.rows.share_prefix,
+  )
+  return works.with_model(work, attention=backend)
+
+
+def _backends(work: works.Work) -> list[str]:
+  """Those that this platform may run, the one that `auto` takes first."""
+  platform = jax.devices()[0].platform
+  kernels = [x for x, where in attention.KERNELS.items() if where == platform]
+  return list(dict.fromkeys([work.model.attention, *kernels, "xla"]))
+
+
+def _packed(work: works.Work) -> PackedBatch:
+  """One micro-batch, packed as a step would."""
+  prompts, rollout = works.make_prompts(work), works.make_rollout(work)
+  batch, _, _ = jax.jit(
+    functools.partial(phases.select_batch, work=work, share=1.0)
+  )(prompts, rollout, works.make_rewards(work))
+  return jax.tree.map(lambda x: x[0], batch)
+
+
+def _random_heads(work: works.Work) -> list[jax.Array]:
+  model, rows = work.model, work.rows
+  lead = (rows.rows_per_micro, rows.row_length)
+  return [
+    jax.random.normal(jax.random.key(i), (*lead, heads, model.head_dim))
+    for i, heads in enumerate((model.heads, model.kv_heads, model.kv_heads))
+  ]
+
+
+def _forward_and_gradient(q, k, v, ids: PackedBatch, *, backend: str):
+  """The output, and the gradient of its product with fixed noise."""
+  noise = jax.random.normal(jax.random.key(9), q.shape)
+  noise = jnp.where((ids.segment_ids > 0)[:, :, None, None], noise, 0)
+
+  def loss(q, k, v):
+    out = attention.attention(q, k, v, ids.segment_ids, ids.prefix_ids, backend)
+    return (out.astype(jnp.float32) * noise).sum(), out
+
+  (_, out), gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
+    q, k, v
+  )
+  return out, *gradient
+
+
+def _error(found, wanted, is_used) -> float:
+  found, wanted = (jnp.where(is_used, x, 0) for x in (found, wanted))
+  norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
+  return float(norm(found.astype(jnp.float32) - wanted) / norm(wanted))
+
+
+def _sampled(work: works.Work, device: jax.Device):
+  """A rollout of the same weights and prompts on `device`."""
+  backend = "xla_by_row" if device.platform == "cpu" else work.model.attention
+  model = dataclasses.replace(work.model, attention=backend)
+  with jax.default_device(device):
+    params = transformer.init(model, jax.random.key(0))
+    sample = jax.jit(works.sampler(work._replace(model=model)))
+    found = sample(params, works.make_prompts(work), works.everything(work))
+    return jax.device_get(found)
+
+
+def _is_token(rollout):
+  length = rollout.tokens.shape[2]
+  return jnp.arange(length) < rollout.lengths[..., None]
