@@ -118,11 +118,14 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
 def check_weights(
   mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
-  """Refuses a mesh over which some weight cannot be divided."""
+  """Refuses a mesh over which some weight cannot be divided.
+
+  Heads of keys and values may be fewer than its devices: they are repeated.
+  """
   for name, param in transformer.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):
       num_shards = sharding.num_shards(mesh, axis)
-      if size % num_shards:
+      if axis != "kv_heads" and size % num_shards:
         (mesh_axis,) = sharding.RULES[axis]
         raise ValueError(
           f"config.mesh.{mesh_axis} is {num_shards} but the {axis} axis of "

@@ -109,7 +109,36 @@ def describe(mesh: Mesh) -> str:
 
 def num_shards(mesh: Mesh, axis: str) -> int:
   """Into how many parts `mesh` divides a logical axis."""
-  return int(np.prod([mesh.shape[name] for name in RULES[axis]], dtype=int))
+  return math.prod(mesh.shape[name] for name in RULES[axis])
+
+
+def weight_sharding(
+  mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
+) -> NamedSharding:
+  """The sharding of a weight; one of too few `kv_heads` has all everywhere."""
+  is_whole = lambda size, axis: (
+    axis == "kv_heads" and size % num_shards(mesh, axis)
+  )
+  pairs = zip(shape, axes, strict=True)
+  return sharding(
+    mesh, *(None if is_whole(size, axis) else axis for size, axis in pairs)
+  )
+
+
+def num_kv_heads(kv_heads: int) -> int:
+  """How many heads of keys and values are computed under the mesh that is set.
+
+  Each is there so often that the mesh divides them evenly: a device has those
+  that its query heads read, and no others.
+
+  >>> from dppo_jax import sharding
+  >>> sharding.num_kv_heads(2)  # without a mesh
+  2
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  return (
+    kv_heads if mesh.empty else math.lcm(kv_heads, num_shards(mesh, "kv_heads"))
+  )
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dppo_jax import shapes
+from dppo_jax import shapes, sharding
 from dppo_jax.models.attention import MASKED
 
 __all__ = [
@@ -105,7 +105,8 @@ def prompt_paddings(longest: int) -> list[int]:
 def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
   """An empty cache of `num_slots` slots, in parts of `sizes` positions."""
   groups = num_groups(model.layers)
-  lead = (model.layers // groups, num_slots, model.kv_heads)
+  kv_heads = sharding.num_kv_heads(model.kv_heads)
+  lead = (model.layers // groups, num_slots, kv_heads)
   parts = tuple(
     KVPart(
       jnp.zeros((*lead, model.head_dim, size), model.dtype),

@@ -1,23 +1,33 @@
 """One decoder-only transformer: Qwen2/2.5, Qwen3, Qwen3-MoE or Llama 3.
 
-Parameters are declared once, in `parameter_table`; initialisation, sharding,
-counting, import and export are maps over it. Layers are stacked and scanned.
+Its weights are those of `parameters`. Layers are stacked and scanned.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import attention, kv_cache, layers, moe
+from dppo_jax.models import attention, kv_cache, layers, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
+from dppo_jax.models.parameters import (
+  ModelConfig,
+  Param,
+  Params,
+  cast,
+  flatten,
+  inference_shardings,
+  init,
+  num_parameters,
+  parameter_table,
+  shardings,
+  to_inference_params,
+  unflatten,
+)
 
 __all__ = [
   "REMAT",
@@ -40,8 +50,6 @@ __all__ = [
   "unflatten",
 ]
 
-Params = PyTree[jax.Array]
-
 # Remat policy: layers recomputes a whole layer in the backward pass, dots keeps
 # the outputs of products with weights, none recomputes nothing.
 REMAT = {
@@ -57,154 +65,6 @@ REMAT = {
 # the backward pass in place, instead of being copied into one array of all
 # layers. Each takes time to compile.
 _UNROLL = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-  """The architecture; hashable, so that it can be a static argument."""
-
-  vocab: int
-  embed: int
-  layers: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  mlp: int
-  rope_theta: float = 1e6
-  rope_scaling: layers.RopeScaling | None = None
-  norm_eps: float = 1e-6
-  has_qkv_bias: bool = False
-  has_qk_norm: bool = False
-  is_tied: bool = True  # the output head is the embedding
-  experts: moe.Experts | None = None  # in place of one feed-forward part
-  family: str = "Qwen3ForCausalLM"  # a key of hf.families.FAMILIES
-  dtype: str = "float32"  # of the computation
-  remat: str = "layers"  # a key of REMAT
-  attention: str = "xla_by_row"  # a key of attention.BACKENDS
-
-
-class Param(NamedTuple):
-  """One weight's declaration; its initial value is normal(0, scale) + fill."""
-
-  shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  scale: float = 0.0
-  fill: float = 0.0
-
-
-def parameter_table(config: ModelConfig) -> dict[str, Param]:
-  """Every weight of the model by its `/`-separated name."""
-  c = config
-  inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
-  per_layer = {
-    "attention_norm": Param((c.embed,), (None,), fill=1.0),
-    "q": Param(
-      (c.embed, c.heads, c.head_dim), ("embed", "heads", None), inward
-    ),
-    "k": Param(
-      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-    ),
-    "v": Param(
-      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-    ),
-    "o": Param(
-      (c.heads, c.head_dim, c.embed),
-      ("heads", None, "embed"),
-      outward * (c.heads * c.head_dim) ** -0.5,
-    ),
-    "mlp_norm": Param((c.embed,), (None,), fill=1.0),
-  }
-  if c.experts:
-    x, mlp = c.experts.num, c.experts.mlp
-    wide = Param((x, c.embed, mlp), ("expert", "embed", None), inward)
-    per_layer["router"] = Param((c.embed, x), ("embed", None), inward)
-    per_layer["experts_gate"] = per_layer["experts_up"] = wide
-    per_layer["experts_down"] = Param(
-      (x, mlp, c.embed), ("expert", None, "embed"), outward * mlp**-0.5
-    )
-  else:
-    wide = Param((c.embed, c.mlp), ("embed", "mlp"), inward)
-    per_layer["gate"] = per_layer["up"] = wide
-    per_layer["down"] = Param(
-      (c.mlp, c.embed), ("mlp", "embed"), outward * c.mlp**-0.5
-    )
-  if c.has_qkv_bias:
-    per_layer["q_bias"] = Param((c.heads, c.head_dim), ("heads", None))
-    per_layer["k_bias"] = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
-    per_layer["v_bias"] = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
-  if c.has_qk_norm:
-    per_layer["q_norm"] = Param((c.head_dim,), (None,), fill=1.0)
-    per_layer["k_norm"] = Param((c.head_dim,), (None,), fill=1.0)
-  table = {"embed": Param((c.vocab, c.embed), ("vocab", "embed"), inward)}
-  for name, p in per_layer.items():
-    table[f"layers/{name}"] = p._replace(
-      shape=(c.layers, *p.shape), axes=("layer", *p.axes)
-    )
-  table["final_norm"] = Param((c.embed,), (None,), fill=1.0)
-  if not c.is_tied:
-    table["head"] = Param((c.vocab, c.embed), ("vocab", "embed"), inward)
-  return table
-
-
-def unflatten(flat: dict[str, jax.Array]) -> Params:
-  """The parameter tree of `/`-separated names."""
-  return traverse_util.unflatten_dict(flat, sep="/")
-
-
-def flatten(params: Params) -> dict[str, jax.Array]:
-  """The inverse of `unflatten`."""
-  return traverse_util.flatten_dict(params, sep="/")
-
-
-def num_parameters(config: ModelConfig) -> int:
-  """How many weights the model has, counting each number."""
-  return sum(math.prod(p.shape) for p in parameter_table(config).values())
-
-
-def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-  """Where each weight lives on `mesh`."""
-  return unflatten(
-    {
-      name: sharding.sharding(mesh, *p.axes)
-      for name, p in parameter_table(config).items()
-    }
-  )
-
-
-def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-  """Where each weight of `to_inference_params` lives.
-
-  As in `shardings`, but replicated over the shards of the batch, so that a
-  rollout gathers no weights.
-  """
-  flat = {}
-  for name, p in parameter_table(config).items():
-    axes = (None if axis == "embed" else axis for axis in p.axes)
-    flat[name] = sharding.sharding(mesh, *axes)
-  tree = unflatten(flat)
-  num_groups = kv_cache.num_groups(config.layers)
-  return {**tree, "layers": (tree["layers"],) * num_groups}
-
-
-def init(config: ModelConfig, key: jax.Array) -> Params:
-  """Fresh float32 weights; the key is consumed."""
-  flat = {}
-  for i, (name, p) in enumerate(parameter_table(config).items()):
-    noise = jax.random.normal(jax.random.fold_in(key, i), p.shape)
-    flat[name] = noise * p.scale + p.fill
-  return unflatten(flat)
-
-
-def cast(params: Params, config: ModelConfig) -> Params:
-  """The weights in the dtype of the computation."""
-  return jax.tree.map(lambda p: p.astype(config.dtype), params)
-
-
-def to_inference_params(params: Params, config: ModelConfig) -> Params:
-  """The weights for `prefill` and `decode`: cast, grouped like the cache."""
-  params = cast(params, config)
-  groups = kv_cache.group_layers(params["layers"], config.layers)
-  return {**params, "layers": groups}
 
 
 def forward(
@@ -335,6 +195,7 @@ def _embed(
 
   def layer(x, p, cache):
     h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
+    p = p | parameters.repeat_kv_heads(p, config)
     q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
     if config.has_qkv_bias:
       q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]

@@ -1,0 +1,150 @@
+"""The same three steps on every mesh: sharded equals unsharded."""
+
+import collections
+import functools
+
+import chex
+import commands
+import jax
+import numpy as np
+import pytest
+
+from dppo_jax import collect, compiled, data, rewards
+from dppo_jax.models import hf, moe, transformer
+from dppo_jax.reporting import metrics
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.setup_run import setup_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+
+
+class _Grader:
+  """Something to learn that depends on nothing but the tokens."""
+
+  specs = rewards.parse("exact")
+
+  def grade(self, prompts, completions, answers, columns, **unused):
+    right = np.array([len(text) % 3 > 0 for text in completions], np.float32)
+    return rewards.Graded(right, right, collections.Counter(), {})
+
+
+def _config(mesh, method, **overrides):
+  """A model that knows nothing, with two heads of keys and values."""
+  replicas, data_axis, model_axis = mesh
+  tiny = {
+    "steps": 4,
+    "model__layers": 1,
+    "model__embed": 16,
+    "model__mlp": 32,
+    "model__heads": 8,
+    "model__head_dim": 8,
+    "data__eval": "",
+    "data__num_arithmetic": 20,  # an epoch of two steps
+    "data__max_operations": 1,
+    "data__prompts_per_step": 8,
+    "rollout__group_size": 4,
+    "rollout__max_tokens": 8,
+    "rollout__num_slots": 4,  # two stages of decoding to compile
+    "pack__row_length": 24,
+    "pack__rows_per_micro": 8,
+    "optimizer__learning_rate": 1e-2,
+    "sft__steps": 0,
+    "mesh__replicas": replicas,
+    "mesh__data": data_axis,
+    "mesh__model": model_axis,
+  }
+  c = commands.config(f"arithmetic:{method}", **tiny | overrides)
+  c.objective.args["beta"] = 0.1
+  if c.method.name == "neyman":
+    c.method.args["token_budget"] = 0.5
+    c.objective.inner_updates = 2
+  return c
+
+
+def _three_steps(mesh, method="dppo", **overrides):
+  """Tokens of three steps and the state after them, on a mesh."""
+  run = setup_run(_config(mesh, method, **overrides))
+  with jax.set_mesh(run.mesh):
+    step = compiled.compile_step(run)
+    abstract = compiled.abstract_train_state(run)
+    state = jax.jit(
+      lambda p: compiled.init_train_state(run, p),
+      out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+    )(run.initial_params())
+    reference = jax.tree.map(lambda x: x.copy(), state.params)
+    tokens = []
+    for i in range(3):
+      rng_of = lambda stage, i=i: rng_at(run.root_key, i, stage)
+      state, got = collect.collect(run, step, _Grader(), state, metrics.Clock())
+      batch, num_micro, *_ = step.select(
+        rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
+      )
+      batch, _ = step.score(
+        state.params, rng_of(Stage.TOKENS), batch, num_micro
+      )
+      state, info = step.update(
+        state, reference, batch, num_micro, np.float32(got.num_prompts) * 4
+      )
+      tokens.append(jax.device_get((got.rollout.tokens, got.rollout.lengths)))
+    assert info["update/kl"] > 0
+    return tokens, jax.device_get(state)
+
+
+@functools.cache
+def _on_one_device(method):
+  return _three_steps((1, 1, 1), method)
+
+
+@pytest.mark.parametrize(
+  ("method", "mesh"),
+  [
+    ("greso", (1, 8, 1)),
+    ("neyman", (1, 4, 2)),
+    # From here on there are fewer heads of keys and values than devices that
+    # divide them, or several replicas.
+    ("dppo", (1, 2, 4)),
+    ("dppo", (1, 1, 8)),
+    ("dppo", (2, 2, 2)),
+  ],
+)
+def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
+  want, reference = _on_one_device(method)
+  tokens, state = _three_steps(mesh, method)
+  chex.assert_trees_all_equal(tokens, want)
+  for got, wanted in (
+    (state.params, reference.params),
+    (state.history, reference.history),
+  ):
+    chex.assert_trees_all_close(got, wanted, rtol=1e-7, atol=2e-4)
+  start = setup_run(_config((1, 1, 1), method)).initial_params()
+  moved = np.abs(np.asarray(start["embed"]) - state.params["embed"]).max()
+  assert moved > 5e-3  # so that agreement says something
+
+
+def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
+  tokenizer = data.CharacterTokenizer()
+  model = transformer.ModelConfig(
+    vocab=tokenizer.vocab_size,
+    embed=32,
+    layers=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=32,
+    has_qk_norm=True,
+    experts=moe.Experts(num=4, per_token=2, mlp=16, is_normalized=True),
+    family="Qwen3MoeForCausalLM",
+  )
+  hf.save(tmp_path, transformer.init(model, jax.random.key(0)), model)
+  tokenizer.save(tmp_path)
+  (want, reference), (tokens, state) = (
+    _three_steps(mesh, model__path=str(tmp_path))
+    for mesh in ((1, 1, 1), (2, 2, 2))
+  )
+  chex.assert_trees_all_equal(tokens, want)
+  chex.assert_trees_all_close(
+    state.params, reference.params, rtol=1e-7, atol=2e-4
+  )
+  router = state.params["layers"]["router"]
+  start = hf.load(tmp_path)[0]["layers"]["router"]
+  assert np.abs(router - np.asarray(start)).max() > 1e-3
