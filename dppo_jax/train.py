@@ -210,6 +210,7 @@ def _train(
         page.refresh(done)
       stops = is_stopping()
       if is_last or stops or checkpoints.is_due(done):
+        writer.sync()
         checkpoints.save(done, state)
       if stops and not is_last:
         writer.say(f"stopped after step {done}; the same command goes on")
@@ -233,6 +234,7 @@ def _begin(
       donate_argnums=0,
     )(params)
     evaluate_now(state)
+    writer.sync()
     checkpoints.save(0, state)
   else:
     writer.say(f"going on after step {latest}")

@@ -13,6 +13,7 @@ Metrics are named `stage/quantity`. Where they are computed:
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import json
+import os
 import pathlib
 import time
 import traceback
@@ -48,17 +49,24 @@ class Writer:
     """
     self.bar, self._watch = bar, watch
     first_step = -1 if first_step is None else first_step
-    for name in ("metrics.jsonl", "samples.jsonl"):
-      jsonl.keep_until(workdir / name, first_step)
+    said = [
+      line
+      for name in ("metrics.jsonl", "samples.jsonl")
+      for line in jsonl.keep_until(workdir / name, first_step)
+    ]
     if watch:  # goes on with what it had seen
       for line in jsonl.read(workdir / "metrics.jsonl"):
         watch.check(line["step"], line)
-    self._metrics = (workdir / "metrics.jsonl").open("a", encoding="utf-8")
-    self._samples = (workdir / "samples.jsonl").open("a", encoding="utf-8")
-    self._log = (workdir / "log.txt").open(
-      "a", encoding="utf-8", errors="backslashreplace"
-    )
+    self._workdir = workdir
+    self._files = {
+      name: (workdir / name).open(
+        "a", encoding="utf-8", errors="backslashreplace"
+      )
+      for name in ("metrics.jsonl", "samples.jsonl", "log.txt")
+    }
     self._writers = {}
+    for line in said:
+      self.say(line)
     for name, open_one in (openers or {}).items():
       with self._leaving_out(name):
         self._writers[name] = open_one(first_step)
@@ -68,8 +76,26 @@ class Writer:
 
   def __exit__(self, *unused) -> None:
     self._tell_all("close")
-    for file in (self._metrics, self._samples, self._log):
-      file.close()
+    for file in self._files.values():
+      # Every line has been flushed, or an error told of it.
+      with contextlib.suppress(OSError):
+        file.close()
+
+  def sync(self) -> None:
+    """Everything written is on disk, as it must be before a checkpoint is.
+
+    Raises:
+      OSError: where the disk does not take it.
+    """
+    for name, file in self._files.items():
+      with jsonl.writing(self._workdir / name):
+        os.fsync(file.fileno())
+    self._tell_all("sync")
+
+  def _append(self, name: str, text: str) -> None:
+    with jsonl.writing(self._workdir / name):
+      self._files[name].write(text)
+      self._files[name].flush()
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """One line of numbers, and a warning where they look wrong."""
@@ -79,8 +105,8 @@ class Writer:
       values |= warnings
       for line in said:
         self.say(line)
-    self._metrics.write(json.dumps({"step": step, **values}) + "\n")
-    self._metrics.flush()
+    line = json.dumps({"step": step, **values})
+    self._append("metrics.jsonl", f"{line}\n")
     self._tell_all("scalars", step, values)
 
   def write_samples(self, step: int, split: str, samples: list[dict]) -> None:
@@ -89,11 +115,11 @@ class Writer:
     Args:
       split: whose problems they answer, "train", "eval" or "eval/NAME".
     """
-    for sample in samples:
-      line = {"step": step, "split": split, **sample}
-      line = json.dumps(line, ensure_ascii=False)
-      self._samples.write(line + "\n")
-    self._samples.flush()
+    lines = (
+      json.dumps({"step": step, "split": split, **x}, ensure_ascii=False)
+      for x in samples
+    )
+    self._append("samples.jsonl", "".join(f"{line}\n" for line in lines))
     if split != "train":
       self._tell_all("text", step, f"samples/{split}", _page(samples[:4]))
 
@@ -119,8 +145,8 @@ class Writer:
 
   def log(self, text: str) -> None:
     """Keeps text in `log.txt` alone, such as a traceback."""
-    self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    self._log.flush()
+    with contextlib.suppress(OSError):  # what fails may be what is told of here
+      self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
   def say(self, line: str) -> None:
     """A line on standard output, above the progress bar, and in `log.txt`."""

@@ -5,13 +5,20 @@ is imported only where it is named.
 """
 
 from collections.abc import Callable, Mapping
+import errno
 import functools
 import importlib
 import math
+import os
 import pathlib
+import socket
+import struct
+import time
 import types
 from typing import Any, Protocol
 import uuid
+
+from dppo_jax.reporting import jsonl
 
 TRACKERS = ("wandb", "trackio")
 NAMES = ("tensorboard", *TRACKERS)
@@ -41,6 +48,9 @@ class Writer(Protocol):
   def image(self, step: int, name: str, path: pathlib.Path) -> None:
     """A PNG."""
 
+  def sync(self) -> None:
+    """Writes out what there is: a checkpoint is about to be made."""
+
   def close(self) -> None:
     """Writes out what is left."""
 
@@ -51,27 +61,45 @@ class TensorBoard:
   def __init__(
     self, workdir: pathlib.Path, first_step: int, config: Mapping[str, Any]
   ):
-    import tensorboardX  # not where a config is merely checked
+    from tensorboardX.proto import event_pb2
 
-    self._events = tensorboardX.SummaryWriter(
-      str(workdir / "events"), purge_step=first_step + 1
-    )
+    folder = workdir / "events"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Read in the order of their names, of which no two are made alike.
+    number = len(list(folder.iterdir()))
+    name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+    # Written at once and by ourselves: a full disk ends the thread of
+    # SummaryWriter, and who has more to write waits for it for ever.
+    self._file = (folder / f"{name}.{number:06}").open("wb", buffering=0)
+    self._add(file_version="brain.Event:2")
+    # What the files before say of later steps counts no more.
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._add(step=first_step + 1, session_log=start)
     lines = [f"| {name} | {_cell(value)} |" for name, value in config.items()]
     table = "\n".join(["| option | value |", "|---|---|", *lines])
     self.text(max(first_step, 0), "config", table)
 
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    from tensorboardX.proto import summary_pb2
+
+    found = {}
     for name, value in values.items():
       if math.isfinite(value):
-        self._events.add_scalar(name, value, step)
+        found[name] = value
         if name in MAIN:
-          self._events.add_scalar(MAIN[name], value, step)
+          found[MAIN[name]] = value
     if values.get("completions/drawn"):
       share = values["completions/trained"] / values["completions/drawn"]
-      self._events.add_scalar("Main/completions_trained", share, step)
+      found["Main/completions_trained"] = share
+    if found:
+      value = summary_pb2.Summary.Value
+      shown = [value(tag=x, simple_value=y) for x, y in found.items()]
+      self._add(step=step, summary=summary_pb2.Summary(value=shown))
 
   def text(self, step: int, name: str, markdown: str) -> None:
-    self._events.add_text(name, markdown, step)
+    from tensorboardX import summary
+
+    self._add(step=step, summary=summary.text(name, markdown))
 
   def image(self, step: int, name: str, path: pathlib.Path) -> None:
     from PIL import Image
@@ -87,11 +115,33 @@ class TensorBoard:
       encoded_image_string=path.read_bytes(),
     )
     value = summary_pb2.Summary.Value(tag=name, image=image)
-    summary = summary_pb2.Summary(value=[value])
-    self._events.file_writer.add_summary(summary, step)
+    self._add(step=step, summary=summary_pb2.Summary(value=[value]))
+
+  def sync(self) -> None:
+    os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    self._events.close()
+    self._file.close()
+
+  def _add(self, **content) -> None:
+    """Writes an event as a TFRecord: length, content, a checksum of each."""
+    from tensorboardX import record_writer
+    from tensorboardX.proto import event_pb2
+
+    event = event_pb2.Event(wall_time=time.time(), **content)
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    record = b"".join(
+      part + struct.pack("<I", record_writer.masked_crc32c(part))
+      for part in (length, data)
+    )
+    try:
+      with jsonl.writing(self._file.name):
+        if self._file.write(record) < len(record):
+          raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+      self._file.close()
+      raise
 
 
 class Tracker:
@@ -125,6 +175,9 @@ class Tracker:
 
   def image(self, step: int, name: str, path: pathlib.Path) -> None:
     self._library.log({name: self._library.Image(str(path))}, step=step)
+
+  def sync(self) -> None:
+    """Nothing: their libraries send when they see fit."""
 
   def close(self) -> None:
     self._library.finish()

@@ -1,6 +1,7 @@
 """What a run writes down, and what is read back."""
 
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +61,33 @@ def test_what_is_said_fits_a_terminal_and_stands_whole_in_the_log(
   assert line in (tmp_path / "log.txt").read_text().splitlines()[0]
 
 
-def test_a_damaged_line_is_told_before_a_run_goes_on(tmp_path):
+@pytest.fixture
+def limit():
+  """Sets how large a file may become, as a full disk does."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  yield lambda size: resource.setrlimit(
+    resource.RLIMIT_FSIZE, (size, before[1])
+  )
+  resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_a_run_in_a_line_and_it_goes_on_with_room(
+  tmp_path, limit
+):
   path = tmp_path / "metrics.jsonl"
-  path.write_text('{"step": 1}\n\0\0\n{"step": 2}\n')
-  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-    metrics.Writer(tmp_path, 1, progress.Progress())
-  assert path.read_text().count("\n") == 3
+  with (
+    pytest.raises(OSError, match=rf"{path} cannot be written: File too large"),
+    metrics.Writer(tmp_path, None, progress.Progress()) as writer,
+  ):
+    writer.write(0, {"eval/accuracy": 0.5})
+    limit(100)
+    writer.write(1, {"reward/mean": 0.123456789, "reward/std": 0.123456789})
+  assert b"\n" not in path.read_bytes()[path.read_bytes().index(b"\n") + 1 :]
+  limit(resource.RLIM_INFINITY)
+  with metrics.Writer(tmp_path, 0, progress.Progress()) as writer:
+    writer.write(1, {"reward/mean": 0.5})
+  assert [x["step"] for x in jsonl.read(path)] == [0, 1]
+  assert "a last line, cut short" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_completion_with_credit_for_its_form_alone_is_not_called_right():

@@ -1,12 +1,13 @@
 """TensorBoard opens on what matters; trackers get the same numbers."""
 
 import pathlib
+import resource
 import sys
 import types
 
+import events
 from matplotlib import figure
 import pytest
-from tensorboardX import proto
 
 from dppo_jax.reporting import (
   jsonl,
@@ -33,14 +34,9 @@ def _writer(workdir, names, first_step=None):
 def _events(workdir) -> dict[str, list]:
   """What TensorBoard reads: `(step, value)` by tag."""
   found = {}
-  for path in sorted((workdir / "events").iterdir()):
-    data = path.read_bytes()
-    while data:  # length, its checksum, the event, its checksum
-      size = int.from_bytes(data[:8], "little")
-      event = proto.event_pb2.Event.FromString(data[12 : 12 + size])
-      data = data[16 + size :]
-      for value in event.summary.value:
-        found.setdefault(value.tag, []).append((event.step, value))
+  for event in events.read(workdir / "events"):
+    for value in event.summary.value:
+      found.setdefault(value.tag, []).append((event.step, value))
   return found
 
 
@@ -73,6 +69,43 @@ def test_tensorboard_opens_on_what_matters(tmp_path):
   image = found["report"][0][1].image
   assert (image.width, image.height) == (100, 50)
   assert image.encoded_image_string == (tmp_path / "report.png").read_bytes()
+
+
+def test_tensorboard_has_what_was_written_before_a_kill(tmp_path):
+  """All that there was, at once: nothing waits in a queue."""
+  writer = _writer(tmp_path, "tensorboard")
+  writer.write(3, {"reward/mean": 0.5})
+  writer.sync()
+  assert _events(tmp_path)["reward/mean"][0][0] == 3
+  writer.__exit__()
+
+
+def test_a_resumed_run_tells_tensorboard_from_where_on(tmp_path):
+  for number, first_step in enumerate((None, 1, 2)):  # within a second
+    with _writer(tmp_path, "tensorboard", first_step) as writer:
+      for step in (1, 2, 3):
+        if step > (first_step or 0):
+          writer.write(step, {"reward/mean": float(number)})
+  found = [(x, y.simple_value) for x, y in _events(tmp_path)["reward/mean"]]
+  assert found == [(1, 0.0), (2, 1.0), (3, 2.0)]
+
+
+def test_tensorboard_on_a_full_disk_is_left_out_and_the_run_goes_on(
+  tmp_path, capsys
+):
+  """It used to wait for ever, once its queue was full."""
+  with _writer(tmp_path, "tensorboard") as writer:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+      for step in range(15):
+        writer.write(step, {"reward/mean": 0.5})
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  said = " ".join(capsys.readouterr().out.split())
+  assert said.count("tensorboard gets nothing more: OSError: ") == 1
+  assert "cannot be written" in said and f"{tmp_path}/events/" in said
+  assert len(jsonl.read(tmp_path / "metrics.jsonl")) == 15
 
 
 class _Library(types.ModuleType):
