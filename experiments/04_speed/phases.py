@@ -252,7 +252,7 @@ def compile_update(work: works.Work, params) -> Update:
 
   def run(batch, num_micro):
     if not held:
-      held.append(jax.jit(begin)(params))
+      held.append(jax.jit(begin, donate_argnums=(0,))(params))
     denominator = jnp.float32(work.prompts * work.group_size)
     held[0], info = compiled(held[0], None, batch, num_micro, denominator)
     return held[0].step, info

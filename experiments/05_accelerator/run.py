@@ -28,6 +28,7 @@ ITEMS = {
   "attention": "every kernel against the reference, and its time",
   "rollout": "tokens against those of a CPU, bfloat16 against float32",
   "decode": "tokens/s of full slots, and the share of memory bandwidth",
+  "memory": "the update's peak against the compiler's word and the plan's",
   "step": "seconds of a GRPO, a DPPO and a neyman step, stage by stage",
   "phases": "prefill, decode, select, score and update, and the update's MFU",
 }
@@ -150,6 +151,7 @@ def _run_one(item: str, *rest: str) -> None:
     "attention": checks.attention_rows,
     "rollout": checks.rollout_rows,
     "decode": decoding.rows,
+    "memory": steps.memory_rows,
     "step": steps.step_rows,
     "phases": steps.phase_rows,
   }[item]

@@ -12,7 +12,9 @@ import numpy as np
 import phases
 import work as works
 
-from dppo_jax import methods
+from dppo_jax import config as configs
+from dppo_jax import methods, sharding
+from dppo_jax.planning import architectures, assumed, memory
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
 
@@ -30,7 +32,6 @@ def phase_rows(model: str) -> Iterator[dict[str, Any]]:
       "attention": work.model.attention,
       "mfu": row["flops_per_second"] / yard["bfloat16_flops"],
       "peak_flops": yard["bfloat16_flops"],
-      **_peak_memory(),
     }
 
 
@@ -44,43 +45,90 @@ def step_rows(model: str) -> Iterator[dict[str, Any]]:
   work = _work(model)
   params = phases.random_params(work)
   prompts = works.make_prompts(work)
+  timed = functools.partial(machine.timed, repeats=3)
   sample = phases.compile_function(
     works.sampler(work), params, prompts, works.everything(work)
   )
+  found = {}
+  for name in METHODS:
+    kept = _kept(name, work)
+    roll = timed(lambda k=kept, p=params: sample(p, prompts, k))
+    rollout = sample(params, prompts, kept)
+    select = functools.partial(phases.select_batch, work=work, method=name)
+    args = (prompts, rollout, _rewards(work))
+    select = phases.compile_function(select, *args)
+    pick = timed(lambda f=select, a=args: f(*a))
+    found[name] = (kept, rollout, roll, pick, select(*args))
   learn = phases.compile_update(work, params)
-  chosen, kept = {}, {name: _kept(name, work) for name in METHODS}
-  for name in METHODS:
-    rollout = sample(params, prompts, kept[name])
-    select = jax.jit(
-      functools.partial(phases.select_batch, work=work, method=name)
-    )
-    chosen[name] = (jax.jit(select), (prompts, rollout, _rewards(work)))
-  for name in METHODS:
-    select, arguments = chosen[name]
-    timed = functools.partial(machine.timed, repeats=3)
-    roll = timed(lambda k=kept[name]: sample(params, prompts, k))
-    pick = timed(lambda f=select, a=arguments: f(*a))
-    batch, num_micro, info = select(*arguments)
+  del params  # the update's, from here on
+  for name, (kept, rollout, roll, pick, selected) in found.items():
+    batch, num_micro, info = selected
     step = timed(lambda b=batch, n=num_micro: learn.run(b, n))
+    parts = (roll, pick, step)
     yield {
       "name": name,
       "model": model,
       "attention": work.model.attention,
-      "prompts": int(kept[name].keep.sum()),
+      "prompts": int(kept.keep.sum()),
       "completions": int(info["completions/trained"]),
-      "tokens_generated": int(arguments[1].lengths.sum()),
+      "tokens_generated": int(rollout.lengths.sum()),
       "tokens_trained": int(info["tokens/trained"]),
-      "slot_utilisation": float(
-        arguments[1].lengths.sum() / arguments[1].slot_steps
-      ),
+      "slot_utilisation": float(rollout.lengths.sum() / rollout.slot_steps),
       "rollout_seconds": roll.median,
       "select_seconds": pick.median,
       "update_seconds": step.median,
-      "step_seconds": roll.median + pick.median + step.median,
-      "step_seconds_least": roll.least + pick.least + step.least,
-      "step_seconds_most": roll.most + pick.most + step.most,
-      **_peak_memory(),
+      "step_seconds": sum(x.median for x in parts),
+      "step_seconds_least": sum(x.least for x in parts),
+      "step_seconds_most": sum(x.most for x in parts),
     }
+
+
+def memory_rows(model: str) -> Iterator[dict[str, Any]]:
+  """The update's memory: measured, the compiler's word, and --mode=plan's."""
+  work = _work(model)
+  rows = (
+    works.make_prompts(work),
+    works.make_rollout(work),
+    works.make_rewards(work),
+  )
+  select = functools.partial(phases.select_batch, work=work)
+  batch, num_micro, _ = jax.jit(select)(*rows)
+  learn = phases.compile_update(work, phases.random_params(work))
+  jax.block_until_ready(learn.run(batch, num_micro))
+  stats = jax.devices()[0].memory_stats() or {}
+  yield {
+    "name": "update",
+    "model": model,
+    "peak_bytes": stats.get("peak_bytes_in_use", 0),
+    "temporary_bytes": learn.temporary_bytes,
+    "planned": _planned(model, work),
+  }
+
+
+def _planned(model: str, work: works.Work) -> dict[str, float]:
+  """What --mode=plan says of an update of this shape, by part.
+
+  Nothing for a model that no hub has.
+  """
+  hub = [x for x in architectures.KNOWN if x.lower().endswith(model)]
+  if not hub:
+    return {}
+  config = configs.Config()
+  configs.use_method(config, "grpo")
+  config.model.hub_id = hub[0]
+  config.model.dtype = work.model.dtype
+  config.model.remat = work.model.remat
+  config.data.prompts_per_step = work.prompts
+  config.data.max_prompt_tokens = work.prompt_tokens[1]
+  config.rollout.group_size = work.group_size
+  config.rollout.max_tokens = work.max_tokens
+  config.rollout.num_slots = work.slots
+  config.pack.row_length = work.rows.row_length
+  config.pack.rows_per_micro = work.rows.rows_per_micro
+  config.pack.logit_chunk = work.logit_chunk
+  platform = jax.devices()[0].platform
+  run = assumed.assumed_run(config, sharding.make_mesh(), platform)
+  return memory.moments(run)["update"]
 
 
 def _work(model: str) -> works.Work:
@@ -110,9 +158,3 @@ def _kept(name: str, work: works.Work) -> Selection:
   )
   rng = rng_at(jax.random.key(0), 1, Stage.PROMPTS)
   return rule.select(rng, history, ids)
-
-
-def _peak_memory() -> dict[str, int]:
-  """The most bytes that this process has had on the device, where told."""
-  stats = jax.devices()[0].memory_stats() or {}
-  return {"peak_bytes": stats.get("peak_bytes_in_use", 0)}

@@ -21,7 +21,15 @@ def write(results: pathlib.Path) -> None:
     here = _newest(row for row in rows if row["device"] == device)
     jax = next((row["jax"] for row in here if "jax" in row), "?")
     lines += [f"## {device}, jax {jax}", ""]
-    for part in (_machine, _checks, _decode, _steps, _phases, _failures):
+    for part in (
+      _machine,
+      _checks,
+      _decode,
+      _memory,
+      _steps,
+      _phases,
+      _failures,
+    ):
       found = list(part(here))
       lines += [*found, ""] if found else []
   results.with_name("table.md").write_text(
@@ -105,6 +113,18 @@ def _decode(rows: list[Row]) -> Iterator[str]:
   )
 
 
+def _memory(rows: list[Row]) -> Iterator[str]:
+  yield from _table(
+    "model | update's peak, GiB | compiler's temporaries | planned",
+    (
+      f"{row['model']} | {row['peak_bytes'] / GIB:.1f} "
+      f"| {row['temporary_bytes'] / GIB:.1f} "
+      f"| {sum(row['planned'].values()) / GIB:.1f}"
+      for row in _of(rows, "memory")
+    ),
+  )
+
+
 def _steps(rows: list[Row]) -> Iterator[str]:
   found, lines = _of(rows, "step"), []
   whole = {row["model"]: row for row in found if row["name"] == "grpo"}
@@ -115,23 +135,22 @@ def _steps(rows: list[Row]) -> Iterator[str]:
       f"| {row['completions']} | {row['rollout_seconds']:.3g} "
       f"| {row['select_seconds']:.2g} | {row['update_seconds']:.3g} "
       f"| {row['step_seconds']:.3g} | {ratio:.2f} "
-      f"| {row['slot_utilisation']:.0%} | {row['peak_bytes'] / GIB:.1f}"
+      f"| {row['slot_utilisation']:.0%}"
     )
   yield from _table(
     "model | method | prompts | completions trained | rollout s | select s "
-    "| update s | step s | times grpo | slots busy | peak GiB",
+    "| update s | step s | times grpo | slots busy",
     lines,
   )
 
 
 def _phases(rows: list[Row]) -> Iterator[str]:
   yield from _table(
-    "model | phase | attention | s | tokens/s | share of matrix products "
-    "| peak GiB",
+    "model | phase | attention | s | tokens/s | share of matrix products",
     (
       f"{row['model']} | {row['name']} | {row['attention']} "
       f"| {row['seconds_median']:.3g} | {row['tokens_per_second']:,.0f} "
-      f"| {row['mfu']:.0%} | {row['peak_bytes'] / GIB:.1f}"
+      f"| {row['mfu']:.0%}"
       for row in _of(rows, "phases")
     ),
   )
