@@ -165,6 +165,7 @@ def _functions(run: Run) -> dict[str, Callable[..., Any]]:
       group_size=c.rollout.group_size,
       num_slots=c.rollout.num_slots,
       prefill_batch=c.rollout.prefill_batch,
+      platform=run.platform,
     ),
     "select": bind(
       select.select,
@@ -297,6 +298,7 @@ def evaluation_program(run: Run, samples: int) -> Program:
       group_size=samples or 1,
       num_slots=c.rollout.num_slots,
       prefill_batch=c.rollout.prefill_batch,
+      platform=run.platform,
       **sampling._asdict(),
     ),
     (

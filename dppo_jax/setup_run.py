@@ -28,6 +28,7 @@ class Run(NamedTuple):
 
   Attributes:
     mesh: the devices, which need not be those of this machine.
+    platform: of the devices: cpu, gpu or tpu.
     root_key: where all randomness starts.
     train_set: problems to train on; None where there is no training.
     eval_sets: problems to evaluate on by the name of their set, if any.
@@ -38,6 +39,7 @@ class Run(NamedTuple):
 
   config: configs.Config
   mesh: jax.sharding.Mesh
+  platform: str
   root_key: jax.Array
   method: Method
   objective: policy_loss.Objective
@@ -174,6 +176,7 @@ def setup_run(
     config,
     mesh,
     model,
+    platform=platform,
     tokenizer=tokenizer,
     stop_ids=stop_ids,
     train_set=train_set,
@@ -191,7 +194,8 @@ def assemble(
   """A run of what has been read and checked.
 
   Args:
-    found: tokenizer, stop_ids, train_set, eval_sets and initial_params.
+    found: platform, tokenizer, stop_ids, train_set, eval_sets and
+      initial_params.
   """
   o = config.optimizer
   num_updates = config.steps * config.objective.inner_updates

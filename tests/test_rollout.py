@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -16,7 +17,7 @@ from dppo_jax.learner import update
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PackedBatch, PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.rollout import generate, sampling
+from dppo_jax.rollout import decode, generate, sampling
 
 pytestmark = pytest.mark.slow
 
@@ -113,6 +114,30 @@ def test_tokens_do_not_depend_on_the_number_of_slots(num_slots, num_prompts):
   np.testing.assert_allclose(
     got.logprobs, want.logprobs[:num_prompts], atol=1e-5
   )
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
+  """Accelerators have fewer stages; they change nothing but the time."""
+  many = {"num_slots": 20}
+  assert decode.slot_schedule(20, platform) != decode.slot_schedule(20, "cpu")
+  want, got = (
+    _sample(_prompts(), **many),
+    _sample(_prompts(), platform=platform, **many),
+  )
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+  assert got.slot_steps > want.slot_steps
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 15, 64, 100, 1000])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_stages_have_ever_fewer_slots(platform, num_slots):
+  sizes = decode.slot_schedule(num_slots, platform)
+  assert sizes[0] == num_slots and sizes[-1] >= 1
+  assert all(a > b for a, b in itertools.pairwise(sizes))
+  if platform != "cpu":  # a stage takes a TPU's compiler half a minute
+    assert len(sizes) <= 1 + np.log(num_slots / 16 + 1) / np.log(4)
 
 
 def test_tokens_do_not_depend_on_neighbours_or_order():

@@ -68,6 +68,7 @@ def assumed_run(
     config,
     mesh,
     model,
+    platform=platform,
     tokenizer=None,
     stop_ids=tuple(config.rollout.stop_ids) or (0,),
     train_set=problems,

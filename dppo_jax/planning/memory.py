@@ -71,7 +71,7 @@ def _rollout(run: Run) -> Parts:
   sizes = kv_cache.prompt_part_sizes(kv_cache.part_sizes(positions), width)
   items = prompts * c.rollout.group_size
   # The cache of a stage of the decode loop beside that of the stage before.
-  later = [*decode.slot_schedule(slots), 0][1]
+  later = [*decode.slot_schedule(slots, run.platform), 0][1]
   batch = min(c.rollout.prefill_batch, prompts)
   item = jnp.dtype(_dtype(run)).itemsize
   return {

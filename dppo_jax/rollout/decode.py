@@ -10,7 +10,9 @@ from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.rollout.sampling import Sampling, sample_token
 
+# Slots of a last stage: below, a step is hardly any shorter.
 _FEWEST_SLOTS = 3
+_FEWEST_ON_ACCELERATORS = 16
 
 
 class Slots(NamedTuple):
@@ -58,13 +60,30 @@ class DecodeState(NamedTuple):
   slot_steps: Int[Array, "1"]
 
 
-def slot_schedule(num_slots: int) -> list[int]:
+def slot_schedule(num_slots: int, platform: str) -> list[int]:
   """How many slots each stage of the decode loop has, largest first.
 
-  Each stage has a sixth of `num_slots` fewer, at most half; with geometric
-  lengths and four completions per slot 95% stay busy. Each stage is compiled.
+  Each stage is compiled, and none changes a token. On a CPU a step takes the
+  longer the more slots there are: each stage has a sixth of `num_slots` fewer,
+  at most half, and with geometric lengths and four completions per slot 95%
+  stay busy. On accelerators a step of few slots is bound by reading weights,
+  whatever their number, and a stage takes long to compile: each has a quarter
+  of the one before.
+
+  >>> from dppo_jax.rollout import decode
+  >>> decode.slot_schedule(64, "cpu")
+  [64, 53, 42, 31, 20, 10, 5, 2]
+  >>> decode.slot_schedule(64, "tpu")
+  [64, 16]
+
+  Args:
+    platform: of the devices: cpu, gpu or tpu.
   """
   sizes, fewer = [num_slots], -(-num_slots // 6)
+  if platform != "cpu":
+    while sizes[-1] // 4 >= _FEWEST_ON_ACCELERATORS:
+      sizes.append(sizes[-1] // 4)
+    return sizes
   while sizes[-1] > _FEWEST_SLOTS:
     sizes.append(max(sizes[-1] - fewer, sizes[-1] // 2))
   return sizes

@@ -40,6 +40,7 @@ def sample(
   num_slots: int,
   prefill_batch: int = 16,
   kept: Selection | None = None,
+  platform: str = "cpu",
   **sampling,
 ) -> Rollout:
   """`group_size` completions of each prompt that was kept.
@@ -57,6 +58,8 @@ def sample(
       shards.
     prefill_batch: prompts that prefill side by side, on each of them.
     kept: prompts to roll out; None for all.
+    platform: of the devices, cpu, gpu or tpu, which the number of compiled
+      stages is chosen for; it changes no token.
     sampling: the fields of `Sampling`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -73,6 +76,7 @@ def sample(
     group_size=group_size,
     num_slots=num_slots,
     prefill_batch=prefill_batch,
+    platform=platform,
   )
 
 
@@ -84,20 +88,33 @@ def roll_out(
   *,
   model_config: transformer.ModelConfig,
   sampling: Sampling,
-  **sizes: int,
+  group_size: int,
+  num_slots: int,
+  prefill_batch: int,
+  platform: str = "cpu",
 ) -> Rollout:
   """`sample` from weights that are laid out for it already.
 
   Args:
     params: of `transformer.to_inference_params`.
-    sizes: group_size, num_slots and prefill_batch.
+    group_size, num_slots, prefill_batch, platform: as in `sample`.
   """
+  num_slots = min(num_slots, prompts.ids.shape[0] // _num_shards() * group_size)
+  schedule = slot_schedule(num_slots, platform)
 
   def run(params, prompts, keep, key):
     state = _first_stage(
-      params, model_config, prompts, keep, key, sampling, **sizes
+      params,
+      model_config,
+      prompts,
+      keep,
+      key,
+      sampling,
+      schedule,
+      group_size=group_size,
+      prefill_batch=prefill_batch,
     )
-    return _later_stages(params, model_config, state, sampling)
+    return _later_stages(params, model_config, state, sampling, schedule)
 
   keep, num_shards = kept.keep, _num_shards()
   if num_shards == 1:
@@ -147,14 +164,14 @@ def _first_stage(
   keep: Bool[Array, "N"],
   key: jax.Array,
   sampling: Sampling,
+  schedule: list[int],
   *,
   group_size: int,
-  num_slots: int,
   prefill_batch: int,
 ) -> DecodeState:
   """Prefill, then decoding until fewer are left than the next stage takes."""
   num_items = prompts.ids.shape[0] * group_size
-  num_slots = min(num_slots, num_items)
+  num_slots = schedule[0]
   num_wanted = keep.sum(dtype=jnp.int32) * group_size
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
@@ -215,7 +232,7 @@ def _first_stage(
     slot_steps=zero,
   )
   # Every waiting completion finds a slot in this stage: no later one refills.
-  is_first_stage = more_unfinished_than([*slot_schedule(num_slots), 0][1])
+  is_first_stage = more_unfinished_than([*schedule, 0][1])
   return jax.lax.while_loop(
     lambda carry: is_first_stage(carry[0]),
     lambda carry: refill_all(
@@ -226,11 +243,14 @@ def _first_stage(
 
 
 def _later_stages(
-  params, model_config, state: DecodeState, sampling: Sampling
+  params,
+  model_config,
+  state: DecodeState,
+  sampling: Sampling,
+  schedule: list[int],
 ) -> tuple[DecodeOutput, Int[Array, "1"]]:
   """Decoding to the end with ever fewer slots, and the slot steps of it all."""
-  sizes = [*slot_schedule(state.slots.item.shape[0]), 0]
-  for size, next_size in itertools.pairwise(sizes[1:]):
+  for size, next_size in itertools.pairwise([*schedule[1:], 0]):
     slots = compact_slots(state.slots, size, state.uniform.shape[0])
     state = jax.lax.while_loop(
       more_unfinished_than(next_size),
