@@ -154,7 +154,7 @@ def _compile(
   )
   run = assumed.assumed_run(config, mesh, "tpu")
   with bar.task(f"compiling for {hardware.name}") as task:
-    stages = topology.compile_stages(run, task, only)
+    stages = [*topology.compile_stages(run, task, only)]
   kind = devices[0].device_kind
   numbers = {
     "device": kind,

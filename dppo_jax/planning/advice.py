@@ -1,6 +1,5 @@
 """Whether a config fits, and with which changes it would."""
 
-from collections.abc import Iterator
 import copy
 from typing import NamedTuple
 
@@ -44,41 +43,57 @@ class Change(NamedTuple):
   bytes: float
 
 
-def largest(config: configs.Config, hardware: Hardware) -> tuple[str, float]:
-  """The moment that takes the most of a device's memory, and its bytes.
+def sums(config: configs.Config, hardware: Hardware) -> dict[str, float]:
+  """Bytes of one device by moment.
 
   Raises:
     ValueError: for a config that cannot work on so many devices.
   """
   mesh = abstract_mesh(config.mesh, hardware.num)
   run = assumed_run(config, mesh, hardware.chip.platform)
-  sums = {name: sum(x.values()) for name, x in memory.moments(run).items()}
-  name = max(sums, key=sums.get)
-  return name, sums[name]
+  return {name: sum(x.values()) for name, x in memory.moments(run).items()}
 
 
 def find(config: configs.Config, hardware: Hardware) -> Change | None:
   """The smallest change with which a config fits, by sums.
 
-  First settings on the same devices: fewer slots, fewer rows, layers over more
-  devices; then twice as many devices, and so on.
+  First settings on the same devices: fewer slots, fewer rows, then layers over
+  more devices; then twice as many devices, and so on.
   """
   num = hardware.num
   while num <= _MOST_DEVICES:
     wider = hardware if num == hardware.num else Hardware(hardware.kind, num)
-    for options in _settings(config):
+    for factor in (1, 2, 4, 8):
       changed = copy.deepcopy(config)
-      for name, value in options.items():
-        section, _, field = name.partition(".")
-        setattr(getattr(changed, section), field, value)
+      changed.mesh.model *= factor
       try:
-        _, size = largest(changed, wider)
+        size = _lower(changed, wider)
       except ValueError:  # not on so many devices
         continue
-      if size <= wider.memory:
+      if size:
+        was = dict((name, x) for name, x, _ in configs.walk(config))
+        options = {
+          name: x for name, x, _ in configs.walk(changed) if x != was[name]
+        }
         return Change(options, wider, size)
     num *= 2
   return None
+
+
+def _lower(config: configs.Config, hardware: Hardware) -> float:
+  """Halves slots and rows until they fit; bytes then, 0 where nothing helps."""
+  while True:
+    found = sums(config, hardware)
+    over = {name for name, size in found.items() if size > hardware.memory}
+    if not over:
+      return max(found.values())
+    r, p = config.rollout, config.pack
+    if "roll_out" in over and r.num_slots > _FEWEST_SLOTS:
+      r.num_slots = max(r.num_slots // 2, _FEWEST_SLOTS)
+    elif "update" in over and p.rows_per_micro > 1:
+      p.rows_per_micro //= 2
+    else:
+      return 0.0
 
 
 def smallest(config: configs.Config) -> dict[str, tuple[int, str, float]]:
@@ -93,27 +108,11 @@ def smallest(config: configs.Config) -> dict[str, tuple[int, str, float]]:
     for kind in CHIPS.keys() - found.keys():
       hardware = Hardware(kind, num)
       try:
-        name, size = largest(config, hardware)
+        moments = sums(config, hardware)
       except ValueError:
         continue
-      if size <= hardware.memory:
-        found[kind] = num, name, size
+      name = max(moments, key=moments.get)
+      if moments[name] <= hardware.memory:
+        found[kind] = num, name, moments[name]
     num *= 2
   return {kind: found[kind] for kind in CHIPS if kind in found}
-
-
-def _settings(config: configs.Config) -> Iterator[dict[str, int]]:
-  """Changes to try, from none to many."""
-  slots, rows = config.rollout.num_slots, config.pack.rows_per_micro
-  for model in (1, 2, 4, 8):
-    split = {"mesh.model": config.mesh.model * model} if model > 1 else {}
-    for divisor in (1, 2, 4, 8, 16):
-      fewer = {}
-      if divisor > 1:
-        fewer["rollout.num_slots"] = max(slots // divisor, _FEWEST_SLOTS)
-        fewer["pack.rows_per_micro"] = max(rows // divisor, 1)
-      yield split | {
-        name: x
-        for name, x in fewer.items()
-        if x < {"rollout.num_slots": slots, "pack.rows_per_micro": rows}[name]
-      }

@@ -3,7 +3,8 @@
 `libtpu` holds XLA's compiler for TPUs; it needs a chip's description, no chip.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+import functools
 import importlib.util
 import os
 import re
@@ -104,8 +105,8 @@ def devices(hardware: Hardware) -> Sequence[Any]:
 
 
 def compile_stages(
-  run: Run, task: progress.Task, only: Iterable[str] = ()
-) -> list[Stage]:
+  run: Run, task: progress.Task, only: Collection[str] = ()
+) -> Iterator[Stage]:
   """Compiles the stages of a run for the devices of its mesh, one by one.
 
   Args:
@@ -115,25 +116,25 @@ def compile_stages(
     ValueError: for a stage that the run does not have.
   """
   # Abstract: what JAX computes at once, it computes on this machine.
-  with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-    with task.part("tracing"):
-      programs = compiled.programs(run)
-    for name in only:
-      if name not in programs:
-        raise ValueError(
-          f"--stages has {name!r} but the stages of this run are "
-          f"{', '.join(programs)}"
-        )
-    names = [name for name in programs if not only or name in set(only)]
-    task.num_parts = len(names) + 1
-    beside = memory.resident(run)
-    beside[_COPY] = memory.of_tree(compiled.abstract_inference_params(run))
-    stages = []
-    for name in names:
-      with task.part(name):
-        others = sum(beside.get(x, 0.0) for x in _BESIDE.get(name, _STATE))
-        stages.append(_compile(name, programs[name], others))
-  return stages
+  mesh = run.mesh.abstract_mesh
+  abstract = functools.partial(jax.sharding.use_abstract_mesh, mesh)
+  with task.part("tracing"), abstract():
+    programs = compiled.programs(run)
+  for name in only:
+    if name not in programs:
+      raise ValueError(
+        f"--stages has {name!r} but the stages of this run are "
+        f"{', '.join(programs)}"
+      )
+  names = [name for name in programs if not only or name in only]
+  task.num_parts = len(names) + 1
+  beside = memory.resident(run)
+  beside[_COPY] = memory.of_tree(compiled.abstract_inference_params(run))
+  for name in names:
+    others = sum(beside.get(x, 0.0) for x in _BESIDE.get(name, _STATE))
+    with task.part(name), abstract():
+      stage = _compile(name, programs[name], others)
+    yield stage
 
 
 def _compile(name: str, program: compiler.Program, beside: float) -> Stage:

@@ -22,7 +22,7 @@ def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
   passes = 1 + bool(run.objective.beta)  # the reference's forward pass
   turns = work.micro_batches * run.config.objective.inner_updates
   return {
-    "to_inference_params": {"weights": _gathered(run, _inference_item(run))},
+    "to_inference_params": {"weights": weights_of_rollout(run)},
     "prefill": _layer_sums(run, work.rolled_out * work.prompt, 1),
     "decode": _decode(run, work),
     "score": micro_batch(run, forward=1, backward=False),
@@ -31,6 +31,12 @@ def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
       for name, size in micro_batch(run, passes, backward=True).items()
     },
   }
+
+
+def weights_of_rollout(run: Run) -> float:
+  """What the rollout's copy of the weights brings a device."""
+  dtype = run.config.rollout.dtype or run.model.dtype
+  return _gathered(run, jnp.dtype(dtype).itemsize)
 
 
 def micro_batch(run: Run, forward: int = 1, backward: bool = True) -> Parts:
@@ -106,7 +112,3 @@ def _decode(run: Run, work: workload.Work) -> Parts:
     size = 4 * work.slots * run.model.vocab * work.decode_steps
     parts["logits"] = size * (shards - 1) / shards
   return parts
-
-
-def _inference_item(run: Run) -> int:
-  return jnp.dtype(run.config.rollout.dtype or run.model.dtype).itemsize

@@ -1,0 +1,166 @@
+"""Compiles shipped configs for TPU slices that are not there.
+
+  pip install -e '.[tpu]'
+  python experiments/08_plan/run.py [CASE ...]
+
+A line of results.jsonl for each stage, as soon as it is compiled; a stage that
+has its line is not compiled again. `--table` only prints the table. On two
+cores a config takes some ten minutes, most of them for the sampler.
+"""
+
+import argparse
+from collections.abc import Iterator
+import importlib.util
+import json
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from dppo_jax import config as configs
+from dppo_jax import sharding
+from dppo_jax.planning import assumed, memory, topology, traffic
+from dppo_jax.planning import hardware as hardwares
+from dppo_jax.reporting import logs, progress, tables
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results.jsonl"
+GIB = 2**30
+
+# The evaluation's sampler is that of training; what is left takes seconds.
+STAGES = ("to_inference_params", "update", "select", "roll_out")
+
+
+class Case(NamedTuple):
+  """A config on a topology.
+
+  Attributes:
+    options: that differ from the config's, by name.
+  """
+
+  config: str
+  topology: str
+  options: dict[str, Any]
+
+
+_4B = {"model.hub_id": "Qwen/Qwen3-4B"}
+CASES = {
+  "arithmetic": Case("arithmetic", "v5e:2x2", {"mesh.data": 4}),
+  "qwen_math": Case("qwen_math", "v5e:4x4", {}),
+  "qwen3_4b_v5e": Case(
+    "qwen_math",
+    "v5e:4x4",
+    _4B | {"mesh.model": 2, "rollout.num_slots": 16},
+  ),
+  "qwen3_moe_math": Case("qwen3_moe_math", "v5p:2x2x4", {}),
+  "qwen3_4b_v5p": Case("qwen_math", "v5p:2x2x1", _4B),
+  "gsm8k": Case("gsm8k", "v5e:2x4", {}),
+  "llama_math": Case("llama_math", "v5e:4x4", {}),
+}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+  parser.add_argument("--table", action="store_true")
+  parser.add_argument("--stages", default=",".join(STAGES))
+  flags = parser.parse_args()
+  for name in flags.cases or CASES if not flags.table else ():
+    done = {(row["case"], row["stage"]) for row in rows()}
+    missing = [x for x in flags.stages.split(",") if (name, x) not in done]
+    if missing:
+      run(name, missing)
+  print(table())
+
+
+def run(name: str, stages: list[str]) -> None:
+  """Compiles the stages of a case, each in its line."""
+  logs.quiet_libraries()
+  case = CASES[name]
+  config = _load(case.config)
+  for option, value in case.options.items():
+    section, _, field = option.partition(".")
+    setattr(getattr(config, section), field, value)
+  hardware = hardwares.parse(case.topology)
+  m = config.mesh
+  devices = topology.devices(hardware)
+  mesh = sharding.make_mesh(m.data, m.model, m.replicas, devices=devices)
+  planned = assumed.assumed_run(config, mesh, "tpu")
+  by_sums = {x: sum(p.values()) for x, p in memory.moments(planned).items()}
+  formula = {
+    "to_inference_params": traffic.weights_of_rollout(planned),
+    "update": sum(traffic.micro_batch(planned).values()),
+  }
+  with progress.Progress() as bar, bar.task(name) as task:
+    start = time.process_time()
+    for stage in topology.compile_stages(planned, task, stages):
+      row = {
+        "case": name,
+        "stage": stage.name,
+        "config": case.config,
+        "options": case.options,
+        "topology": case.topology,
+        "device": devices[0].device_kind,
+        "mesh": sharding.describe(mesh),
+        "usable": hardware.memory,
+        "total": stage.total,
+        "by_sums": by_sums.get(stage.name),
+        "received_by_formula": formula.get(stage.name),
+        "cpu_seconds": time.process_time() - start,
+        **stage._asdict(),
+        "collectives": [x._asdict() for x in stage.collectives],
+      }
+      del row["name"]
+      with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+      start = time.process_time()
+
+
+def _load(name: str) -> configs.Config:
+  path = HERE.parents[1] / "configs" / f"{name}.py"
+  spec = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config()
+
+
+def rows() -> Iterator[dict[str, Any]]:
+  if RESULTS.exists():
+    yield from map(json.loads, RESULTS.read_text().splitlines())
+
+
+def table() -> str:
+  """A line for each case."""
+  found: dict[str, list[dict[str, Any]]] = {}
+  for row in rows():
+    found.setdefault(row["case"], []).append(row)
+  lines = []
+  for stages in found.values():
+    first = stages[0]
+    options = [f"{k}={v}" for k, v in first["options"].items()]
+    worst = max(stages, key=lambda x: x["total"])
+    of = {x["stage"]: x for x in stages}
+    cell = lambda name, of=of: (
+      f"{of[name]['total'] / GIB:.2f}" if name in of else ""
+    )
+    fits = worst["total"] <= first["usable"] and not worst["error"]
+    lines.append(
+      [
+        " ".join([first["config"], *options]),
+        first["topology"],
+        first["mesh"],
+        *map(cell, STAGES),
+        f"{first['usable'] / GIB:.2f}",
+        "yes" if fits else f"no: {worst['stage']}",
+        f"{sum(x['seconds'] for x in stages):,.0f}",
+        f"{sum(x['cpu_seconds'] for x in stages):,.0f}",
+      ]
+    )
+  head = ["config", "topology", "mesh", *STAGES, "usable", "fits"]
+  return tables.markdown([*head, "compile s", "CPU s"], lines)
+
+
+if __name__ == "__main__":
+  main()
