@@ -43,9 +43,15 @@ def resident(run: Run) -> Parts:
   return parts
 
 
+def rollout_copy(run: Run) -> int:
+  """The weights as rollouts read them."""
+  with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+    return of_tree(compiled.abstract_inference_params(run))
+
+
 def moments(run: Run) -> dict[str, Parts]:
   """The parts of the largest sums: copying weights, rollout and update."""
-  held, copy = resident(run), of_tree(compiled.abstract_inference_params(run))
+  held, copy = resident(run), rollout_copy(run)
   return {
     "to_inference_params": held
     | {"rollout copy": copy, "temporaries": _relayout(run, copy)},
@@ -58,7 +64,7 @@ def cache_of_token(run: Run) -> float:
   """Bytes of a token's keys and values on one device."""
   c = run.model
   shards = run.mesh.shape["model"]
-  heads = max(1, c.kv_heads // shards)
+  heads = math.lcm(c.kv_heads, shards) // shards  # some perhaps repeated
   return 2 * c.layers * heads * c.head_dim * jnp.dtype(_dtype(run)).itemsize
 
 

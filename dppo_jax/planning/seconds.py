@@ -105,7 +105,7 @@ def _read(run: Run, work: workload.Work) -> dict[str, float]:
   decode = _touched(run.model, work.slots) * copy * work.decode_steps
   decode += slot_steps * parts["cache"] / work.slots
   item = jnp.dtype(run.model.dtype).itemsize
-  gathered = traffic.elements(run, run.mesh.shape["model"]) * item
+  gathered = traffic.elements(run) * item
   turns = work.micro_batches * c.objective.inner_updates
   state = 2 * (held["weights"] + held["optimizer"]) + held["weights"]
   chunks = work.rolled_out / shards / c.rollout.prefill_batch

@@ -129,7 +129,7 @@ def compile_stages(
   names = [name for name in programs if not only or name in only]
   task.num_parts = len(names) + 1
   beside = memory.resident(run)
-  beside[_COPY] = memory.of_tree(compiled.abstract_inference_params(run))
+  beside[_COPY] = memory.rollout_copy(run)
   for name in names:
     others = sum(beside.get(x, 0.0) for x in _BESIDE.get(name, _STATE))
     with task.part(name), abstract():

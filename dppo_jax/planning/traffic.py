@@ -61,24 +61,27 @@ def micro_batch(run: Run, forward: int = 1, backward: bool = True) -> Parts:
 
 def _gathered(run: Run, item: int) -> float:
   """All weights, gathered over the data axis, of the `item` bytes of each."""
-  data, model = run.mesh.shape["data"], run.mesh.shape["model"]
-  return elements(run, model) * item * (data - 1) / data
+  data = run.mesh.shape["data"]
+  return elements(run) * item * (data - 1) / data
 
 
 def _reduced(run: Run, item: int) -> float:
   """Gradients: summed over the data axis, then over replicas."""
   data, replicas = run.mesh.shape["data"], run.mesh.shape["replica"]
-  size = elements(run, run.mesh.shape["model"]) * item
+  size = elements(run) * item
   return size * (data - 1) / data + 2 * size / data * (replicas - 1) / replicas
 
 
-def elements(run: Run, shards: int) -> float:
-  """Weights that a device of the model axis computes with."""
-  total = 0
-  for p in transformer.parameter_table(run.model).values():
-    divided = any("model" in sharding.RULES[axis] for axis in p.axes)
-    total += math.prod(p.shape) / (shards if divided else 1)
-  return total
+def elements(run: Run) -> float:
+  """Weights that one device computes with, all of its replica gathered."""
+  shards = run.mesh.shape["model"]
+  table = transformer.parameter_table(run.model)
+  places = transformer.flatten(transformer.shardings(run.model, run.mesh))
+  is_divided = {name: "model" in x.spec for name, x in places.items()}
+  return sum(
+    math.prod(p.shape) / (shards if is_divided[name] else 1)
+    for name, p in table.items()
+  )
 
 
 def _layer_sums(run: Run, tokens: float, passes: int) -> Parts:
