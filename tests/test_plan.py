@@ -251,6 +251,7 @@ def test_what_the_rollouts_weights_bring_is_what_the_compiler_gathers():
 
 def test_loops_and_branches_are_multiplied_out():
   in_fours = "replica_groups=[1,4]<=[4]"
+  listed = "replica_groups={{0,1,2,3}}"
   on_b = "replica_groups=mesh['a'=2,'b'=4] {'b'}"
   scattered = f"reduce-scatter(%z), channel_id=3, {on_b}, to_apply=%add"
   turns = 'backend_config={"known_trip_count":{"n":"5"}}'
@@ -258,7 +259,7 @@ def test_loops_and_branches_are_multiplied_out():
 
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {{
   %x = f32[2,4]{{1,0}} parameter(0)
-  %g = f32[8,4]{{1,0}} all-gather(%x), channel_id=1, replica_groups={{{{0,1,2,3}}}}
+  %g = f32[8,4]{{1,0}} all-gather(%x), channel_id=1, {listed}
 }}
 
 %inner (p: (s32[])) -> (s32[]) {{
