@@ -5,7 +5,7 @@ The range of a single option is checked by `config.validate`.
 
 import jax
 
-from dppo_jax import checkpoint, data, sharding
+from dppo_jax import checkpoint, data, processes, sharding
 from dppo_jax import config as configs
 from dppo_jax.models import transformer
 
@@ -112,6 +112,17 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
     raise ValueError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
       f"the {num_shards} devices of {axes}"
+    )
+
+
+def check_processes(mesh: jax.sharding.Mesh) -> None:
+  """Refuses a mesh of which some process has no device."""
+  has_one = {device.process_index for device in mesh.devices.flat}
+  without = set(range(processes.count())) - has_one
+  if without:
+    raise ValueError(
+      f"a mesh of {mesh.size} devices has none of process "
+      f"{', '.join(map(str, sorted(without)))}: config.mesh.data=-1 takes all"
     )
 
 

@@ -64,6 +64,18 @@ _ASSUME = flags.DEFINE_string(
   "What a plan takes for granted: prompt=200,completion=700,zero_variance=0.5, "
   "prompts_kept, completions_kept, compute, bandwidth, network.",
 )
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator",
+  None,
+  "HOST:PORT of process 0, where several processes run as one; with "
+  "--num_processes and --process_id. TPU pods and Slurm need none of them.",
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", None, "How many processes there are."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", None, "Which of them this is, from 0."
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of any error.")
 
 
@@ -109,7 +121,16 @@ def _do(argv: list[str]) -> None:
     raise ValueError("--to is missing: the directory to export to")
   # After the flags: a wrong one fails at once.
   from dppo_jax import config as configs
+  from dppo_jax import processes
 
+  processes.initialize(
+    _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+  )
+  if processes.count() > 1 and _MODE.value not in ("train", "evaluate"):
+    raise ValueError(
+      f"--mode={_MODE.value} is the work of one process, not of "
+      f"{processes.count()}: run it on one machine with --num_processes=1"
+    )
   config = _CONFIG.value
   if not isinstance(config, configs.Config):
     raise ValueError(f"--config: get_config() of {str(path)!r} made no Config")
@@ -119,7 +140,11 @@ def _do(argv: list[str]) -> None:
   if workdir.exists() and not workdir.is_dir():
     raise ValueError(f"--workdir={workdir} is a file, not a directory")
   if _MODE.value == "train":
-    with progress.Progress() as bar, bar.task("loading libraries", True):
+    is_silent = not processes.is_first()
+    with (
+      progress.Progress(is_silent) as bar,
+      bar.task("loading libraries", True),
+    ):
       from dppo_jax import train
 
     train.run(config, workdir)

@@ -102,10 +102,12 @@ class Outcome:
     advantages: `[Q, G]`, from which its tokens' losses are made.
     weights: `[Q, G]`, 1 / its probability, the prompt's included; 0 where it
       was pruned.
+    lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
   """
 
   advantages: Float[Array, "Q G"]
   weights: Float[Array, "Q G"]
+  lengths: Int[Array, "Q G"]
 
 
 @struct.dataclass

@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 import pathlib
+import tempfile
 
+from dppo_jax import checkpoint, processes
 from dppo_jax import config as configs
 from dppo_jax.options import flatten, walk
-from dppo_jax.reporting import jsonl
+from dppo_jax.reporting import jsonl, report
 
 
 def may_change(config: configs.Config) -> set[str]:
@@ -63,8 +65,55 @@ def write(path: pathlib.Path, config: configs.Config) -> None:
   jsonl.replace(path, [json.dumps(flatten(config), indent=2), "\n"])
 
 
+def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
+  """Refuses processes of several configs, or that share no `workdir`.
+
+  Raises:
+    ValueError: it names what differs.
+  """
+  if processes.count() == 1:
+    return
+  first, *_ = of_each = processes.gather(flatten(config))
+  own = of_each[processes.index()]
+  with processes.sharing_errors():
+    for name in first.keys() | own.keys():
+      if first.get(name) != own.get(name):
+        raise ValueError(
+          f"config.{name} is {own.get(name)!r} but {first.get(name)!r} in "
+          "process 0: start all processes with the same flags"
+        )
+  # A directory that there is, as it may take a while until a new one is seen.
+  folder = workdir.absolute()
+  while not folder.is_dir():
+    folder = folder.parent
+  folder, *_ = processes.gather(str(folder))
+  with contextlib.ExitStack() as stack:
+    name = ""
+    with processes.sharing_errors():
+      if processes.is_first():
+        file = tempfile.NamedTemporaryFile(prefix=".dppo_jax-", dir=folder)
+        name = stack.enter_context(file).name
+    name, *_ = processes.gather(name)
+    with processes.sharing_errors():
+      if not pathlib.Path(name).exists():
+        raise ValueError(
+          f"--workdir={workdir} is in {folder}, which is another directory in "
+          "process 0: choose one on a file system that all processes share"
+        )
+
+
 @contextlib.contextmanager
 def held(path: pathlib.Path, config: configs.Config) -> Iterator[None]:
+  """`_held` by the first process, on behalf of all."""
+  with contextlib.ExitStack() as stack:
+    with processes.sharing_errors():
+      if processes.is_first():
+        stack.enter_context(_held(path, config))
+    yield
+
+
+@contextlib.contextmanager
+def _held(path: pathlib.Path, config: configs.Config) -> Iterator[None]:
   """Writes the config down, and keeps other processes out while it lasts.
 
   Two of them in one directory would write over each other's files.
@@ -88,3 +137,35 @@ def held(path: pathlib.Path, config: configs.Config) -> Iterator[None]:
     yield
   finally:
     os.close(folder)
+
+
+def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
+  """Whether there is nothing left to do in `workdir`, which it then says."""
+  if not (workdir / "checkpoints").is_dir():
+    return False
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    latest = checkpoints.latest_step()
+    if latest is None or latest < config.steps:
+      return False
+    check(workdir / "config.json", config)
+    if not checkpoints.is_sound(latest):
+      return False
+    if not processes.is_first():
+      return True
+  page, lines = workdir / "report.md", workdir / "metrics.jsonl"
+  if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
+    report.write(workdir)
+  more = ""
+  if latest > config.steps:
+    more = f", more than config.steps, which is {config.steps}"
+  print(
+    f"already done: {latest} steps{more}\n"
+    f"report: {page}\n"
+    "what else there is:\n"
+    f"  --config.steps={2 * max(latest, 1)} goes on\n"
+    "  --mode=evaluate measures its weights on any problems\n"
+    "  --mode=export --to=DIR writes them for transformers\n"
+    "  --workdir=DIR starts another run",
+    flush=True,
+  )
+  return True

@@ -131,6 +131,7 @@ def setup_run(
   limits.check_dynamic_sampling(config)
   if mesh is None:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+    limits.check_processes(mesh)
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     limits.check_prompts(mesh, config)

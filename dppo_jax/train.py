@@ -8,11 +8,10 @@ collect (draw -> choose prompts -> roll out -> grade -> update history)
 """
 
 from collections.abc import Callable, Iterator
-import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
-import signal
 import traceback
 
 import jax
@@ -22,6 +21,7 @@ from dppo_jax import (
   checkpoint,
   compiled,
   data,
+  processes,
   resume,
   rewards,
   shapes,
@@ -30,6 +30,7 @@ from dppo_jax import (
 from dppo_jax import config as configs
 from dppo_jax.collect import collect
 from dppo_jax.evaluation import sets as eval_sets
+from dppo_jax.grading import with_texts
 from dppo_jax.learner import sft, update
 from dppo_jax.models import transformer
 from dppo_jax.options import flatten
@@ -40,7 +41,6 @@ from dppo_jax.reporting import (
   logs,
   metrics,
   progress,
-  report,
   samples,
   writers,
 )
@@ -57,11 +57,12 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
   """
   logs.quiet_libraries()
   logs.keep_programs()
-  if _is_done(config, workdir):
+  resume.check_processes(config, workdir)
+  if resume.is_done(config, workdir):
     return
-  writers.check(config.log.writers)
-  with progress.Progress() as bar:
-    with bar.task("reading data and model"):
+  with progress.Progress(is_silent=not processes.is_first()) as bar:
+    with bar.task("reading data and model"), processes.sharing_errors():
+      writers.check(config.log.writers)
       run = setup_run(config)
     with (
       resume.held(workdir / "config.json", config),
@@ -73,15 +74,7 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
     ):
       # Before the writer, which drops what is newer than the newest sound one.
       damaged = checkpoints.recover()
-      with metrics.Writer(
-        workdir,
-        checkpoints.latest_step(),
-        bar,
-        health.Health(config.objective.inner_updates),
-        writers.openers(
-          workdir, flatten(config), **dataclasses.asdict(config.log)
-        ),
-      ) as writer:
+      with _open_writer(config, workdir, checkpoints, bar) as writer:
         for line in damaged:
           writer.say(line)
         _train_and_report(run, grader, checkpoints, writer, workdir)
@@ -97,12 +90,13 @@ def _train_and_report(
   """The run from its first line to its report; what fails is logged."""
   try:
     writer.say(run.description())
-    with writer.bar.task("starting to grade"):
+    with writer.bar.task("starting to grade"), processes.sharing_errors():
       grader.self_check(run.train_set.columns)
     page = live_report.LiveReport(workdir, writer)
     _train(run, grader, checkpoints, writer, page)
-    with writer.bar.task("writing the report"):
-      writer.say(f"report: {page.write(run.config.steps)}")
+    with writer.bar.task("writing the report"), processes.sharing_errors():
+      if processes.is_first():
+        writer.say(f"report: {page.write(run.config.steps)}")
   except KeyboardInterrupt:
     if checkpoints.latest_step() is None:
       writer.say("stopped with nothing saved: the same command starts anew")
@@ -112,34 +106,26 @@ def _train_and_report(
     raise
 
 
-def _is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
-  """Whether there is nothing left to do in `workdir`, which it then says."""
-  if not (workdir / "checkpoints").is_dir():
-    return False
-  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-    latest = checkpoints.latest_step()
-    if latest is None or latest < config.steps:
-      return False
-    resume.check(workdir / "config.json", config)
-    if not checkpoints.is_sound(latest):
-      return False
-  page, lines = workdir / "report.md", workdir / "metrics.jsonl"
-  if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
-    report.write(workdir)
-  more = ""
-  if latest > config.steps:
-    more = f", more than config.steps, which is {config.steps}"
-  print(
-    f"already done: {latest} steps{more}\n"
-    f"report: {page}\n"
-    "what else there is:\n"
-    f"  --config.steps={2 * max(latest, 1)} goes on\n"
-    "  --mode=evaluate measures its weights on any problems\n"
-    "  --mode=export --to=DIR writes them for transformers\n"
-    "  --workdir=DIR starts another run",
-    flush=True,
-  )
-  return True
+def _open_writer(
+  config: configs.Config,
+  workdir: pathlib.Path,
+  checkpoints: checkpoint.Checkpoints,
+  bar: progress.Progress,
+) -> metrics.Writer:
+  """What the run writes goes here; one process writes it."""
+  latest = checkpoints.latest_step()
+  with processes.sharing_errors():
+    if not processes.is_first():
+      return metrics.Silent(bar)
+    return metrics.Writer(
+      workdir,
+      latest,
+      bar,
+      health.Health(config.objective.inner_updates),
+      writers.openers(
+        workdir, flatten(config), **dataclasses.asdict(config.log)
+      ),
+    )
 
 
 def _train(
@@ -163,7 +149,7 @@ def _train(
   first = int(state.step)
   with (
     metrics.Compilations() as compilations,
-    _stop_signal() as is_stopping,
+    processes.stop_signal() as is_stopping,
     writer.bar.steps("step", config.steps, first) as shown,
   ):
     for step in range(first, config.steps):
@@ -194,20 +180,25 @@ def _train(
       values = jax.device_get(got.metrics | selected | scored | updated)
       values |= _about_rate(run, done, values) | clock.metrics()
       values |= {"update/compiles": compilations.since_last()}
-      writer.write(done, values)
-      lengths, outcome = jax.device_get((got.rollout.lengths, outcome))
-      chosen = samples.of_step(
-        got.samples, lengths, outcome.advantages, outcome.weights
+      outcome = jax.device_get(outcome)
+      chosen = with_texts(
+        samples.of_step(
+          got.samples, outcome.lengths, outcome.advantages, outcome.weights
+        )
       )
-      writer.write_samples(done, "train", chosen)
+      news = itertools.chain(*processes.gather(grader.news()))
+      with processes.sharing_errors():
+        writer.write(done, values)
+        writer.write_samples(done, "train", chosen)
+        for line in dict.fromkeys(news):
+          writer.say(line)
       shown.advance(done, *_note(values))
-      for line in grader.news():
-        writer.say(line)
       _check_update(values)
       is_last = done == config.steps
       if is_last or _is_due(done, config.eval.every):
         evaluate_now(state)
-        page.refresh(done)
+        if processes.is_first():
+          page.refresh(done)
       stops = is_stopping()
       if is_last or stops or checkpoints.is_due(done):
         writer.sync()
@@ -308,15 +299,17 @@ def _evaluate(
     stage = f"eval/{name}" if number else "eval"
     new = {f"{stage}/{x}": value for x, value in found.metrics().items()}
     values |= new
-    writer.write_samples(step, stage, found.samples[:8])
-    writer.say(
-      f"step {step}: {f'{name} ' if len(run.eval_sets) > 1 else 'held-out '}"
-      f"accuracy {new[f'{stage}/accuracy']:.3f}"
-      f" ± {new[f'{stage}/stderr']:.3f}"
-      f" ({new[f'{stage}/tokens']:.1f} tokens a completion)"
-    )
-  if values:
-    writer.write(step, values)
+    with processes.sharing_errors():
+      writer.write_samples(step, stage, found.samples[:8])
+      writer.say(
+        f"step {step}: {f'{name} ' if len(run.eval_sets) > 1 else 'held-out '}"
+        f"accuracy {new[f'{stage}/accuracy']:.3f}"
+        f" ± {new[f'{stage}/stderr']:.3f}"
+        f" ({new[f'{stage}/tokens']:.1f} tokens a completion)"
+      )
+  with processes.sharing_errors():
+    if values:
+      writer.write(step, values)
 
 
 def _check_selection(values: dict[str, np.ndarray]) -> None:
@@ -379,21 +372,3 @@ def _note(values: dict[str, float]) -> Iterator[str]:
 
 def _is_due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[], bool]]:
-  """Turns the first SIGTERM or Ctrl-C into a wish to stop after this step."""
-  asked = []
-  signals = (signal.SIGTERM, signal.SIGINT)
-
-  def ask(number, frame):
-    asked.append(number)
-    signal.signal(number, before[number])
-
-  before = {number: signal.signal(number, ask) for number in signals}
-  try:
-    yield lambda: bool(asked)
-  finally:
-    for number in signals:
-      signal.signal(number, before[number])

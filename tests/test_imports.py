@@ -12,7 +12,10 @@ import dppo_jax
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "dppo_jax"
 LEVELS = [
-  {"checksums", "records", "rng", "shapes", "sharding", "user_code"},
+  {
+    *("checksums", "processes", "records", "rng", "shapes", "sharding"),
+    "user_code",
+  },
   {"algo", "models", "data", "rewards", "reporting", "options"},
   {"methods", "rollout", "checkpoint", "compiler"},
   {"learner", "config", "grading", "stages"},

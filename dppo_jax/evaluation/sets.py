@@ -8,9 +8,9 @@ import zlib
 import jax
 import numpy as np
 
-from dppo_jax import data, rewards
+from dppo_jax import data, processes, rewards
 from dppo_jax.evaluation import estimators
-from dppo_jax.grading import grade
+from dppo_jax.grading import grade, with_texts
 from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rng import Stage, StepRng, rng_at
 
@@ -81,7 +81,7 @@ def batches(
       graded.correct,
       rollout.lengths,
       rollout.is_stopped,
-      graded.samples,
+      with_texts(graded.samples),
       int(rollout.slot_steps),
     )
 
@@ -117,7 +117,7 @@ def _rollouts(
 
 def _first_rows(rollout: Rollout, num: int) -> Rollout:
   cut = lambda x: x[:num] if x.ndim else x
-  return jax.tree.map(cut, jax.device_get(rollout))
+  return jax.tree.map(cut, processes.to_host(rollout))
 
 
 def _prompts(

@@ -131,7 +131,12 @@ def select(
     "completions/trained": count(is_trained),
     "tokens/trained": count(trained_lengths),
   }
-  return batch, num_micro, metrics, Outcome(advantages, weights)
+  return (
+    batch,
+    num_micro,
+    metrics,
+    Outcome(advantages, weights, rollout.lengths),
+  )
 
 
 def sum_sq_residual(rollout: Rollout) -> Float[Array, "Q G"]:

@@ -154,6 +154,21 @@ class Writer:
     self.bar.say(progress.wrapped(line))
 
 
+class Silent(Writer):
+  """Writes nothing: that of all processes but the first."""
+
+  def __init__(self, bar: progress.Progress):
+    self.bar = bar
+
+  def __exit__(self, *unused) -> None:
+    pass
+
+  def _nothing(self, *unused) -> None:
+    pass
+
+  write = write_samples = image = log = say = _nothing
+
+
 def _page(samples: list[dict]) -> str:
   """Completions as Markdown."""
   indented = lambda text: "\n".join(f"    {x}" for x in text.splitlines())

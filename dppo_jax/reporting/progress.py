@@ -114,8 +114,10 @@ class Progress:
   steps are told every ten seconds, and in a long run every sixtieth of it.
   """
 
-  def __init__(self):
-    self._is_terminal = is_terminal(sys.stderr)
+  def __init__(self, is_silent: bool = False):
+    """Nothing at all is shown where `is_silent`."""
+    self._is_silent = is_silent
+    self._is_terminal = is_terminal(sys.stderr) and not is_silent
     self._shown: list[Task | Steps] = []
     self._drawn = 0  # characters of the line that stands on the terminal
     self._start = time.monotonic()
@@ -124,12 +126,14 @@ class Progress:
     self._thread = threading.Thread(target=self._keep_telling, daemon=True)
 
   def __enter__(self) -> "Progress":
-    self._thread.start()
+    if not self._is_silent:
+      self._thread.start()
     return self
 
   def __exit__(self, *unused) -> None:
     self._is_over.set()
-    self._thread.join()
+    if not self._is_silent:
+      self._thread.join()
     self._shown.clear()
     self._redraw()
 
@@ -165,6 +169,8 @@ class Progress:
 
   def say(self, text: str) -> None:
     """Prints lines on standard output, above the line that lives."""
+    if self._is_silent:
+      return
     with self._lock:
       self._erase()
       _print(text)
