@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from dppo_jax import processes
 from dppo_jax.reporting import progress
 
 
@@ -58,8 +59,11 @@ def compile_programs(
   num_cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count()
   platform = mesh.devices.flat[0].platform
   with futures.ThreadPoolExecutor(num_cores) as pool:
-    compiled = pool.map(compile_one, lowered)
-    return dict(zip(lowered, compiled, strict=True))
+    compiled = list(pool.map(compile_one, lowered))
+  # A process whose programs were kept from an earlier run is far ahead; on a
+  # CPU the first message between two waits half a minute and no longer.
+  processes.gather(None)
+  return dict(zip(lowered, compiled, strict=True))
 
 
 def compile_program(
