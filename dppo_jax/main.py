@@ -1,5 +1,6 @@
 """Flags to config to one of the modes; everything else is a library."""
 
+import ast
 import pathlib
 import re
 import sys
@@ -134,6 +135,7 @@ def _do(argv: list[str]) -> None:
   config = _CONFIG.value
   if not isinstance(config, configs.Config):
     raise ValueError(f"--config: get_config() of {str(path)!r} made no Config")
+  configs.validate(config)
   workdir = pathlib.Path(
     _WORKDIR.value or _default_workdir(config, path, choice)
   )
@@ -206,7 +208,12 @@ def _parse(argv: list[str]) -> list[str]:
 
     sys.exit(print(usage.text(__name__)))
   try:
-    return flags.FLAGS(_with_saved_config(argv))
+    argv, template_args = _without_template_args(_with_saved_config(argv))
+    sys.argv[1:] = argv[1:]  # config_flags looks there for what it overrides
+    rest = flags.FLAGS(argv)
+    if template_args:
+      _CONFIG.value.data.template_args.update(template_args)
+    return rest
   except Exception as error:  # a config file may raise anything
     if "--debug" in argv:
       raise
@@ -225,6 +232,7 @@ def _with_saved_config(argv: list[str]) -> list[str]:
     if argv[i] in ("--config", "--workdir"):
       argv[i : i + 2] = [f"{argv[i]}={argv[i + 1]}"]
   given = dict(arg.lstrip("-").partition("=")[::2] for arg in argv[1:])
+  _check_colons(given.get("config", ""))
   if "config" not in given and given.get("workdir"):
     saved = pathlib.Path(given["workdir"]) / "config.json"
     if not saved.is_file():
@@ -243,17 +251,57 @@ def _with_saved_config(argv: list[str]) -> list[str]:
   return argv
 
 
+def _check_colons(config: str) -> None:
+  """Refuses a path that the colon before a method's name would cut."""
+  match = re.match(r"(.*?:.*?\.(?:py|json))(?::|$)", config)
+  if match and pathlib.Path(match[1]).is_file():
+    raise ValueError(
+      f"--config: {match[1]!r} has a colon, which stands before a method's "
+      "name: rename its directory, or go there and name the file alone"
+    )
+
+
+def _without_template_args(
+  argv: list[str],
+) -> tuple[list[str], dict[str, object]]:
+  """The flags but for config.data.template_args.NAME, and those by name.
+
+  A field of a dict is otherwise a flag only where the config's file has it.
+  """
+  rest, found = [], {}
+  words = iter(argv)
+  for word in words:
+    match = re.match(r"--?config\.data\.template_args\.(\w+)(=|$)", word)
+    if not match:
+      rest.append(word)
+      continue
+    text = word[match.end() :] if match[2] else next(words, "")
+    try:
+      found[match[1]] = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+      known = {"true": True, "false": False}
+      found[match[1]] = known.get(text.lower(), text)
+  return rest, found
+
+
 def _reason(error: Exception, argv: list[str]) -> str:
   """One line on what is wrong with the flags or the config's file."""
   from dppo_jax import config as configs
   from dppo_jax import options
 
-  # Where loading a file fails, the reason comes last.
-  reason = (str(error).strip() or repr(error)).splitlines()[-1].strip()
-  if not isinstance(error, LookupError | AttributeError):
-    return reason.removeprefix("ValueError: ")
+  lines = (str(error).strip() or repr(error)).splitlines()
+  # Of a traceback, what follows the last line of code.
+  is_code = [line.startswith("  ") for line in lines]
+  if "Traceback (most recent call last):" in lines and any(is_code):
+    lines = lines[len(lines) - is_code[::-1].index(True) :]
+  reason = "; ".join(line.strip() for line in lines if line.strip())
   typed = [re.match(r"--config\.([\w.]+)", arg) for arg in argv]
   names = [match[1] for match in typed if match]
+  if not isinstance(error, LookupError | AttributeError):
+    for name in names:
+      if hint := options.no_value(configs.Config(), name):
+        return hint
+    return reason.removeprefix("ValueError: ")
   # A config file that sets a field of a section that has no such field.
   missing = re.search(r"'(\w+)' object has no attribute '(\w+)'", reason)
   if missing:
@@ -274,6 +322,7 @@ def _reason(error: Exception, argv: list[str]) -> str:
 
 def run() -> None:
   """Runs `main`."""
+  logs.outlive_readers()
   logs.quiet_libraries()  # which speak while flags are parsed
   app.run(main, flags_parser=_parse)
 

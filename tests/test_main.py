@@ -92,7 +92,7 @@ def arithmetic(**overrides):
     ),
     (
       "--config=configs/arithmetic.py --config.data.template_args.thinks=False",
-      "config.data.template_args has no 'thinks': add it in a config file",
+      "template_args is {'thinks': False} but the arithmetic tokenizer",
     ),
     ("--config={tmp}/mistyped.py", "no option config.rollout.grop_size: did"),
     (

@@ -10,20 +10,27 @@ from dppo_jax.options import option
 class Rollout:
   """How completions are sampled."""
 
-  group_size: int = option(8, "G, completions of each prompt", least=2)
+  group_size: int = option(
+    8, "G, completions of each prompt", least=2, most=65_536
+  )
   max_tokens: int = option(
-    64, "T, tokens of a completion, stop token included", least=1
+    64,
+    "T, tokens of a completion, stop token included",
+    least=1,
+    most=1_000_000,
   )
   num_slots: int = option(
     64,
     "completions that decode side by side on each device",
     least=1,
+    most=1_000_000,
     may_change=True,
   )
   prefill_batch: int = option(
     16,
     "prompts that prefill side by side on each device",
     least=1,
+    most=1_000_000,
     may_change=True,
   )
   dtype: str = option(
@@ -32,7 +39,9 @@ class Rollout:
     "sampler a little off policy, as update/policy_ratio_max shows",
     choices=("", "float32", "bfloat16"),
   )
-  temperature: float = option(1.0, "also divides the trainer's logits", above=0)
+  temperature: float = option(
+    1.0, "also divides the trainer's logits", least=0.01, most=100
+  )
   top_k: int = option(
     0,
     "sample among the k likeliest tokens; 0 keeps every token. The trainer's "
@@ -54,13 +63,24 @@ class Pack:
   """How completions are laid out in rows."""
 
   row_length: int = option(
-    128, "L, tokens of a row, at least prompt + completion - 1", least=8
+    128,
+    "L, tokens of a row, at least prompt + completion - 1",
+    least=8,
+    most=1_000_000,
   )
   rows_per_micro: int = option(
-    16, "rows of one micro-batch on each device", least=1, may_change=True
+    16,
+    "rows of one micro-batch on each device",
+    least=1,
+    most=1_000_000,
+    may_change=True,
   )
   window: int = option(
-    64, "sequences among which the packer chooses", least=1, may_change=True
+    64,
+    "sequences among which the packer chooses",
+    least=1,
+    most=1_000_000,
+    may_change=True,
   )
   share_prefix: bool = option(
     True, "neighbours of one prompt share its tokens", may_change=True

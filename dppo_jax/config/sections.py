@@ -24,12 +24,16 @@ class Model:
     "", "directory with config.json, *.safetensors and tokenizer files"
   )
   hub_id: str = option("", "fetched with huggingface_hub where path is empty")
-  layers: int = option(2, "layers of a Qwen3 model made on the spot", least=1)
-  embed: int = option(64, "its width", least=1)
-  heads: int = option(4, "its query heads", least=1)
-  kv_heads: int = option(2, "its key and value heads", least=1)
-  head_dim: int = option(16, "width of a head", least=2)
-  mlp: int = option(192, "width of its feed-forward layers", least=1)
+  layers: int = option(
+    2, "layers of a Qwen3 model made on the spot", least=1, most=1000
+  )
+  embed: int = option(64, "its width", least=1, most=65_536)
+  heads: int = option(4, "its query heads", least=1, most=1024)
+  kv_heads: int = option(2, "its key and value heads", least=1, most=1024)
+  head_dim: int = option(16, "width of a head", least=2, most=1024)
+  mlp: int = option(
+    192, "width of its feed-forward layers", least=1, most=1_000_000
+  )
   dtype: str = option(
     "float32",
     "of the computation; master weights are float32",
@@ -61,10 +65,13 @@ class Data:
   a value counts; `a.b` is column b within column a.
   """
 
-  train: str = option("arithmetic", "source of the problems to train on")
+  train: str = option(
+    "arithmetic", "source of the problems to train on", is_code=True
+  )
   eval: str = option(
     "arithmetic",
     "source to evaluate on, or NAME=SOURCE,NAME=SOURCE; empty for none",
+    is_code=True,
     may_change=True,
   )
   train_limit: int = option(0, "first problems taken; 0 takes all", least=0)
@@ -87,15 +94,19 @@ class Data:
   )
   solution_key: str = option("solution", "optional, read for config.sft only")
   prompts_per_step: int = option(
-    16, "N, prompts drawn in a step, before any is pruned", least=1
+    16,
+    "N, prompts drawn in a step, before any is pruned",
+    least=1,
+    most=1_000_000,
   )
   max_prompt_tokens: int = option(
-    512, "longer prompts are left out and counted", least=1
+    512, "longer prompts are left out and counted", least=1, most=1_000_000
   )
   template: str = option(
     "",
     "what the user says: text with columns in braces, as in 'Q: {problem}', or "
     "FILE.py:FUNCTION or MODULE:FUNCTION of a row; empty is the problem",
+    is_code=True,
   )
   system: str = option(
     "", "system message; precedes the problem without a chat template"
@@ -103,13 +114,17 @@ class Data:
   instruction: str = option("", "follows the problem in the user's message")
   template_args: dict = option(
     {},
-    "for the chat template, e.g. enable_thinking=False for Qwen3; a flag only "
-    "for what the config's file has",
+    "for the chat template, e.g. enable_thinking=False for Qwen3",
   )
   num_arithmetic: int = option(
-    4096, "arithmetic problems made; one in eight is held out"
+    4096,
+    "arithmetic problems made; one in eight is held out",
+    least=0,
+    most=10_000_000,
   )
-  max_operations: int = option(6, "operations in an arithmetic problem")
+  max_operations: int = option(
+    6, "operations in an arithmetic problem", least=1
+  )
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,6 +135,7 @@ class Reward:
     "exact",
     "exact, math, boxed, FILE.py:FUNCTION or MODULE:FUNCTION, each perhaps "
     "with :WEIGHT, separated by commas; the first says what is correct",
+    is_code=True,
   )
   on_error: str = option(
     "zero",
@@ -131,12 +147,21 @@ class Reward:
     "length of DAPO's soft overlong ramp, in tokens before rollout.max_tokens; "
     "0 disables it",
     least=0,
+    most=1_000_000,
   )
   num_workers: int = option(
-    2, "processes that grade; exact needs none", least=1, may_change=True
+    2,
+    "processes that grade; exact needs none",
+    least=1,
+    most=1024,
+    may_change=True,
   )
   timeout_seconds: float = option(
-    5.0, "wall clock for one call of a function", above=0, may_change=True
+    5.0,
+    "wall clock for one call of a function",
+    above=0,
+    most=86_400,
+    may_change=True,
   )
 
 
@@ -158,7 +183,9 @@ class Objective:
 
   factory: Callable = objectives.grpo
   args: dict = option(default_args(objectives.grpo), "of the factory")
-  inner_updates: int = option(1, "mu, optimizer steps on one rollout", least=1)
+  inner_updates: int = option(
+    1, "mu, optimizer steps on one rollout", least=1, most=1000
+  )
   train_zero_advantage: bool = option(
     False,
     "also train on zero-advantage completions; changes no gradient",
@@ -200,7 +227,9 @@ class Sft:
     "workdir of a run whose first weights, those of step 0, are taken instead "
     "of steps; RUN@STEP takes those of another of its checkpoints",
   )
-  sequences_per_step: int = option(64, "solutions in an update", least=1)
+  sequences_per_step: int = option(
+    64, "solutions in an update", least=1, most=1_000_000
+  )
   direct_share: float = option(
     0.5, "share of answers without the work", least=0, most=1
   )
@@ -231,7 +260,11 @@ class Eval:
     may_change=True,
   )
   temperature: float = option(
-    0.0, "of those samples; 0 is rollout.temperature", least=0, may_change=True
+    0.0,
+    "of those samples; 0 is rollout.temperature",
+    least=0,
+    most=100,
+    may_change=True,
   )
   top_p: float = option(
     0.0,
@@ -241,7 +274,11 @@ class Eval:
     may_change=True,
   )
   prompts: int = option(
-    64, "problems rolled out side by side", least=1, may_change=True
+    64,
+    "problems rolled out side by side",
+    least=1,
+    most=1_000_000,
+    may_change=True,
   )
   columns: str = option(
     "level,subject,type",
@@ -254,7 +291,7 @@ class Eval:
 class Config:
   """All options of a run."""
 
-  seed: int = option(0, "where all randomness starts")
+  seed: int = option(0, "where all randomness starts", least=0, most=2**32 - 1)
   steps: int = option(
     100, "updates after supervised fine-tuning", least=0, may_change=True
   )

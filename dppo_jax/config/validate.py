@@ -1,9 +1,11 @@
 """What no run can work with, refused before it starts."""
 
+import dataclasses
+
 from dppo_jax import rewards
 from dppo_jax.config.choice import make_method, make_objective
 from dppo_jax.config.sections import Config
-from dppo_jax.options import check_range, walk
+from dppo_jax.options import check_range, shown, walk
 from dppo_jax.reporting import writers
 
 
@@ -13,8 +15,22 @@ def validate(config: Config) -> None:
   Raises:
     ValueError: for the first that is found.
   """
+  for field in dataclasses.fields(config):
+    section = getattr(config, field.name)
+    if dataclasses.is_dataclass(field.type) and not isinstance(
+      section, field.type
+    ):
+      raise ValueError(
+        f"config.{field.name} is {shown(section)} but must be a "
+        f"{field.type.__name__}: set its options, as config.{field.name}.OPTION"
+      )
   for name, value, metadata in walk(config):
     check_range(name, value, metadata)
+    if name.endswith(".factory") and not callable(value):
+      raise ValueError(
+        f"config.{name} is {shown(value)} but must be a function: name it, as "
+        "in --config=FILE.py:METHOD,OBJECTIVE"
+      )
   make_method(config)
   make_objective(config)
   rewards.parse(config.reward.functions)
@@ -29,6 +45,11 @@ def validate(config: Config) -> None:
     raise ValueError(
       f"config.pack.row_length is {config.pack.row_length} but must be a "
       "multiple of 8"
+    )
+  if 0 < config.eval.temperature < 0.01:
+    raise ValueError(
+      f"config.eval.temperature is {config.eval.temperature} but must be 0 or "
+      "at least 0.01"
     )
   if config.mesh.data == 0:
     raise ValueError("config.mesh.data is 0 but must be at least 1, or -1")

@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import sys
 
 # Their information is for their developers; what matters of it is raised too.
 _CHATTY = ("ml_collections", "orbax", "tensorflow_datasets")
@@ -24,6 +25,37 @@ def quiet_libraries() -> None:
     is_worth_reading.is_ours = True
     logger.addFilter(is_worth_reading)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+class _Outlives:
+  """A stream that goes on, unheard, when nobody reads it any more."""
+
+  def __init__(self, stream):
+    self._stream = stream
+
+  def __getattr__(self, name: str):
+    return getattr(self._stream, name)
+
+  def write(self, text: str) -> int:
+    return self._try(lambda: self._stream.write(text)) or len(text)
+
+  def flush(self) -> None:
+    self._try(self._stream.flush)
+
+  def _try(self, act):
+    try:
+      return act()
+    except BrokenPipeError:
+      null = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(null, self._stream.fileno())
+      os.close(null)
+
+
+def outlive_readers() -> None:
+  """Lets a run go on where what reads its output ends, as `| head` does."""
+  for name in ("stdout", "stderr"):
+    if not isinstance(getattr(sys, name), _Outlives):
+      setattr(sys, name, _Outlives(getattr(sys, name)))
 
 
 def keep_programs() -> None:

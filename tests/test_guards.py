@@ -1,0 +1,196 @@
+"""Values and files that nobody means are refused in one line, by name."""
+
+import collections
+import os
+import random
+import re
+import subprocess
+import sys
+
+import commands
+import pytest
+
+from dppo_jax import config as configs
+from dppo_jax import main, options
+
+HUGE = [10**22, -(10**22), 10**500, 2**63]
+
+
+def refusal(config) -> str | None:
+  """What `validate` says, which is one line; None where it passes."""
+  try:
+    configs.validate(config)
+  except ValueError as error:
+    assert "\n" not in str(error)
+    return str(error)
+  return None
+
+
+def holder(config, name: str) -> tuple[object, str]:
+  section, _, field = name.rpartition(".")
+  return (getattr(config, section) if section else config), field
+
+
+INTEGERS = [
+  name
+  for name, value, _ in configs.walk(configs.Config())
+  if type(value) is int
+]
+FLOATS = [
+  name
+  for name, value, _ in configs.walk(configs.Config())
+  if type(value) is float
+]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_no_whole_number_is_without_bounds(name):
+  for value in HUGE:
+    config = configs.Config()
+    setattr(*holder(config, name), value)
+    assert re.match(
+      rf"config\.{name} is .* but must be at (most|least)", refusal(config)
+    )
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_number_is_finite(name):
+  for value in (float("nan"), float("inf"), float("-inf"), 1e300):
+    config = configs.Config()
+    setattr(*holder(config, name), value)
+    assert refusal(config).startswith(f"config.{name} is ")
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "reason"),
+  [
+    ("rollout", None, "config.rollout is None but must be a Rollout"),
+    ("method", None, "config.method is None but must be a Method"),
+    ("method.factory", None, "factory is None but must be a function"),
+    ("method.args", None, "config.method.args is None but must be a dict"),
+    ("method.args", {"prompt_rate": {1}}, "args.prompt_rate is .1. but must"),
+    ("objective.args", {"clip_low": 1e300}, "args.clip_low is .* float32"),
+    ("data.template_args", {"a": {1}}, "template_args.a is .1. but must be"),
+    ("data.train", None, "config.data.train is None but must be text"),
+    ("data.eval", 3, "config.data.eval is 3 but must be text"),
+    ("steps", "ten", "config.steps is 'ten' but must be a whole number"),
+    ("steps", 3.5, "config.steps is 3.5 but must be a whole number"),
+    ("seed", True, "config.seed is True but must be a whole number"),
+    ("seed", -1, "config.seed is -1 but must be at least 0"),
+    ("optimizer.b1", "x", "config.optimizer.b1 is 'x' but must be a number"),
+    ("pack.share_prefix", 1, "share_prefix is 1 but must be true or false"),
+    ("rollout.stop_ids", 3, "config.rollout.stop_ids is 3 but must be a tuple"),
+    ("rollout.temperature", 1e-30, "temperature is 1e-30 .* at least 0.01"),
+    ("eval.temperature", 1e-30, "temperature is 1e-30 .* 0 or at least 0.01"),
+    ("reward.timeout_seconds", 1e9, "timeout_seconds is .* at most 86400"),
+    ("reward.num_workers", 10**9, "num_workers is .* at most 1024"),
+  ],
+)
+def test_a_value_that_nobody_means_is_refused_by_name(name, value, reason):
+  """As a config file may set it."""
+  config = configs.Config()
+  setattr(*holder(config, name), value)
+  assert re.search(reason, refusal(config))
+
+
+def test_any_value_is_refused_in_one_line_or_taken():
+  """Fuzzed: what passes is of the option's kind, what does not is named."""
+  rng = random.Random(0)
+  values = [None, True, -1, 0, 3, 7.5, -0.0, 1e-320, float("nan"), "", "x"]
+  values += ["\n", "a:b", (1,), [None], {}, {"x": 1}, {1}, b"x", print, object]
+  values += HUGE
+  counts = collections.Counter()
+  walked = [*configs.walk(configs.Config())]
+  for name, default, _ in walked * 8:
+    value = rng.choice(values)
+    config = configs.Config()
+    setattr(*holder(config, name), value)
+    said = refusal(config)
+    counts["refused" if said else "taken"] += 1
+    if said:
+      assert name.rpartition(".")[2].replace("factory", "") in said
+    elif not isinstance(default, str | type(print)):
+      assert not isinstance(value, str | None)
+  assert sum(counts.values()) > 400
+  assert min(counts.values()) > 40, counts
+
+
+def _reason(argv: list[str]) -> str:
+  try:
+    commands.parse(argv)
+  except Exception as error:
+    return main._reason(error, argv)
+  pytest.fail(f"{argv} was taken")
+
+
+@pytest.mark.parametrize(
+  ("option", "reason"),
+  [
+    ("sft=3", r"config.sft has parts.* as --config.sft.steps"),
+    ("pack=", r"config.pack has parts.* as --config.pack.row_length"),
+    ("method.args={}", r"config.method.args has parts.*args.prompt_rate"),
+    ("data.template_args=3", r"config.data.template_args has .*args.NAME"),
+  ],
+)
+def test_what_has_parts_is_not_set_as_a_whole(option, reason):
+  argv = ["--config=configs/arithmetic.py", f"--config.{option}"]
+  said = _reason([argv[0].replace("=", f"={commands.ROOT}/"), argv[1]])
+  assert re.fullmatch(reason, said)
+
+
+def test_an_error_of_two_lines_is_told_whole(tmp_path):
+  path = tmp_path / "two.py"
+  path.write_text("def get_config():\n  raise ValueError('first\\nsecond')\n")
+  assert _reason([f"--config={path}"]) == "first; second"
+
+
+@pytest.mark.parametrize("end", ["", ":dppo"])
+def test_a_path_with_a_colon_is_refused(tmp_path, end):
+  path = tmp_path / "a:b" / "mine.py"
+  path.parent.mkdir()
+  path.touch()
+  with pytest.raises(ValueError, match="has a colon"):
+    main._with_saved_config(["main", f"--config={path}{end}"])
+  with pytest.raises(ValueError, match="has a colon"):
+    main._with_saved_config(["main", "--config", f"{path}{end}"])
+
+
+def test_an_argument_of_the_chat_template_is_a_flag():
+  words = ["main", "--config=x.py", "--config.steps=3", "--mode=train"]
+  prefix = "--config.data.template_args."
+  given = ["a=True", "b=false", "c=3", "d=text", "e=", "f={'x': 1}"]
+  found = main._without_template_args(
+    [*words, *(prefix + x for x in given), prefix + "g", "7"]
+  )
+  expected = dict(a=True, b=False, c=3, d="text", e="", f={"x": 1}, g=7)
+  assert found == (words, expected)
+
+
+def test_a_long_value_is_shortened():
+  assert len(options.shown("x" * 1000)) < 70
+  assert options.shown(10**5000) == "a whole number of 16610 bits"
+
+
+CLOSED = """
+import os, sys
+from dppo_jax.reporting import logs
+logs.outlive_readers()
+for i in range(3):
+  print("line", flush=True)
+print(i, file=sys.stderr)
+"""
+
+
+def test_output_that_nobody_reads_ends_nothing():
+  read, write = os.pipe()
+  os.close(read)
+  done = subprocess.run(
+    [sys.executable, "-c", CLOSED],
+    stdout=write,
+    stderr=subprocess.PIPE,
+    check=True,
+    text=True,
+    cwd=commands.ROOT,
+  )
+  os.close(write)
+  assert done.stderr == "2\n"
