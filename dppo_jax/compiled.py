@@ -119,7 +119,7 @@ def abstract_inference_params(run: Run) -> Params:
   )
   return checkpoint.abstract(
     jax.eval_shape(cast, abstract_params(run)),
-    transformer.inference_shardings(run.model, run.mesh),
+    transformer.inference_shardings(_inference_model(run), run.mesh),
   )
 
 
@@ -319,8 +319,12 @@ def _sampling(run: Run) -> rollout.Sampling:
 
 
 def _inference_model(run: Run) -> transformer.ModelConfig:
-  dtype = run.config.rollout.dtype or run.model.dtype
-  return dataclasses.replace(run.model, dtype=dtype)
+  options = run.config.rollout
+  return dataclasses.replace(
+    run.model,
+    dtype=options.dtype or run.model.dtype,
+    gathers_layers=options.shard_weights,
+  )
 
 
 def compile_step(run: Run, task: progress.Task | None = None) -> CompiledStep:

@@ -39,6 +39,12 @@ class Rollout:
     "sampler a little off policy, as update/policy_ratio_max shows",
     choices=("", "float32", "bfloat16"),
   )
+  shard_weights: bool = option(
+    False,
+    "the sampler's weights are divided over mesh.data too, and each layer is "
+    "gathered whenever it is used: for a model that does not fit otherwise",
+    may_change=True,
+  )
   temperature: float = option(
     1.0, "also divides the trainer's logits", least=0.01, most=100
   )

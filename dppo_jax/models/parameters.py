@@ -4,6 +4,7 @@ Initialisation, sharding, counting, import and export are maps over
 `parameter_table`. Layers are stacked.
 """
 
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import NamedTuple
@@ -22,7 +23,10 @@ __all__ = [
   "Params",
   "cast",
   "flatten",
+  "gather_layer",
+  "gathers_layers",
   "inference_shardings",
+  "inference_specs",
   "init",
   "num_parameters",
   "parameter_table",
@@ -59,6 +63,7 @@ class ModelConfig:
   dtype: str = "float32"  # of the computation
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
+  gathers_layers: bool = False  # one by one in a rollout; else all are there
 
 
 class Param(NamedTuple):
@@ -152,16 +157,20 @@ def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Where each weight of `to_inference_params` lives.
 
-  As in `shardings`, but replicated over the shards of the batch, so that a
-  rollout gathers no weights.
+  As in `shardings`, but replicated over the data axis, so that a rollout
+  gathers no weights; layers are not where the config says to gather them.
   """
-  flat = {}
-  for name, p in parameter_table(config).items():
-    axes = (None if axis == "embed" else axis for axis in p.axes)
-    flat[name] = sharding.sharding(mesh, *axes)
-  tree = unflatten(flat)
-  num_groups = kv_cache.num_groups(config.layers)
-  return {**tree, "layers": (tree["layers"],) * num_groups}
+  return _map_inference_axes(
+    lambda axes: sharding.sharding(mesh, *axes), config
+  )
+
+
+def inference_specs(config: ModelConfig) -> Params:
+  """How the shards of a batch divide each weight of `to_inference_params`."""
+  among_shards = lambda axis: axis if axis == "embed" else None
+  return _map_inference_axes(
+    lambda axes: sharding.spec(tuple(map(among_shards, axes))), config
+  )
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -181,12 +190,75 @@ def cast(params: Params, config: ModelConfig) -> Params:
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
   """The weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Heads of keys and values are repeated already as the mesh needs them.
+  Heads of keys and values are repeated already as the mesh needs them. A mesh
+  gathers one layer of each group at a time: all at once would need as much
+  memory again.
   """
-  params = cast(params, config)
-  stacked = params["layers"]
-  stacked = stacked | repeat_kv_heads(stacked, config)
-  return {**params, "layers": kv_cache.group_layers(stacked, config.layers)}
+  axes = unflatten(_inference_axes(config))
+
+  def place(weights, axes):
+    return {
+      name: sharding.constrain(w, *axes[name][-w.ndim :])
+      for name, w in weights.items()
+    }
+
+  def layer(number):
+    take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
+    weights = cast(jax.tree.map(take, params["layers"]), config)
+    weights |= repeat_kv_heads(weights, config)
+    return place(weights, axes["layers"])
+
+  groups = jax.lax.map(
+    lambda numbers: tuple(layer(number) for number in numbers),
+    kv_cache.group_layers(jnp.arange(config.layers), config.layers),
+  )
+  outer = {name: w for name, w in params.items() if name != "layers"}
+  return {**place(cast(outer, config), axes), "layers": groups}
+
+
+def gathers_layers(config: ModelConfig) -> bool:
+  """Whether shards around have a part of each weight, and must keep step."""
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  return config.gathers_layers and set(sharding.RULES["embed"]) <= set(manual)
+
+
+def gather_layer(weights: Params, config: ModelConfig) -> Params:
+  """A layer's weights of `to_inference_params`, whole in width.
+
+  For use within a rollout's shard_map, whose shards must all be at this layer.
+  """
+  if not gathers_layers(config):
+    return weights
+  axes = unflatten(_inference_axes(config))["layers"]
+
+  def gather(name, w):
+    if "embed" not in axes[name]:
+      return w
+    at = axes[name].index("embed") - len(axes[name])
+    return jax.lax.all_gather(
+      w, sharding.RULES["embed"], axis=w.ndim + at, tiled=True
+    )
+
+  return {name: gather(name, w) for name, w in weights.items()}
+
+
+def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
+  """The logical axes that divide each weight of `to_inference_params`."""
+
+  def axes(name, p):
+    if config.gathers_layers and name.startswith("layers/"):
+      return p.axes
+    return tuple(None if axis == "embed" else axis for axis in p.axes)
+
+  return {name: axes(name, p) for name, p in parameter_table(config).items()}
+
+
+def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
+  """The tree of `to_inference_params` with `f` of each weight's axes."""
+  axes = _inference_axes(config)
+  tree = unflatten({name: f(x) for name, x in axes.items()})
+  num_groups = kv_cache.num_groups(config.layers)
+  return {**tree, "layers": (tree["layers"],) * num_groups}
 
 
 def repeat_kv_heads(weights: Params, config: ModelConfig) -> Params:

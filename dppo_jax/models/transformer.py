@@ -20,7 +20,9 @@ from dppo_jax.models.parameters import (
   Params,
   cast,
   flatten,
+  gathers_layers,
   inference_shardings,
+  inference_specs,
   init,
   num_parameters,
   parameter_table,
@@ -38,8 +40,10 @@ __all__ = [
   "decode",
   "flatten",
   "forward",
+  "gathers_layers",
   "head",
   "inference_shardings",
+  "inference_specs",
   "init",
   "logits",
   "num_parameters",
@@ -127,6 +131,7 @@ def prefill(
   # Inlined with a kernel: the TPU compiler aborts if a scan in the rollout's
   # shard_map calls a function that has a kernel's shard_map of its own.
   inline = config.attention in attention.KERNELS
+  layer = _gathered(layer, config)
   return kv_cache.scan_layers(layer, x, params["layers"], cache, inline)[1]
 
 
@@ -152,6 +157,7 @@ def decode(
 
   num_positions = kv_cache.num_positions(cache)
   x, layer = _embed(params, config, tokens, positions, num_positions, attend)
+  layer = _gathered(layer, config)
   x, cache = kv_cache.scan_layers(layer, x, params["layers"], cache)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
@@ -212,6 +218,11 @@ def _embed(
     return x, cache
 
   return sharding.constrain(params["embed"][tokens], *batch_axes), layer
+
+
+def _gathered(layer: Callable, config: ModelConfig) -> Callable:
+  """The layer, of weights that a rollout's shards may hold a part of each."""
+  return lambda x, p, cache: layer(x, parameters.gather_layer(p, config), cache)
 
 
 def _feed_forward(

@@ -1,8 +1,9 @@
 """Decode slots: completions under way, and one decoding step of them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -87,6 +88,36 @@ def slot_schedule(num_slots: int, platform: str) -> list[int]:
   while sizes[-1] > _FEWEST_SLOTS:
     sizes.append(max(sizes[-1] - fewer, sizes[-1] // 2))
   return sizes
+
+
+def loop(
+  is_on: Callable[[Any], Array],
+  body: Callable[[Any], Any],
+  carry: Any,
+  in_step: bool,
+) -> Any:
+  """`jax.lax.while_loop` on one shard.
+
+  Args:
+    in_step: all shards that share weights go on while any of them does.
+  """
+  if not in_step:
+    return jax.lax.while_loop(is_on, body, carry)
+
+  def step(state):
+    carry = body(state[0])
+    return carry, together(is_on(carry), in_step)
+
+  start = (carry, together(is_on(carry), in_step))
+  return jax.lax.while_loop(lambda state: state[1], step, start)[0]
+
+
+def together(x: Array, in_step: bool) -> Array:
+  """The largest `x` of the shards that share weights."""
+  if not in_step:
+    return x
+  axes = sharding.RULES["embed"]
+  return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype)
 
 
 def more_unfinished_than(limit: int) -> Callable[[DecodeState], Array]:

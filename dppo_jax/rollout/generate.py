@@ -24,8 +24,10 @@ from dppo_jax.rollout.decode import (
   Slots,
   compact_slots,
   decode_step,
+  loop,
   more_unfinished_than,
   slot_schedule,
+  together,
 )
 from dppo_jax.rollout.sampling import Sampling
 
@@ -126,7 +128,12 @@ def roll_out(
     by_prompt = sharding.spec(("batch",))
     output, slot_steps = jax.shard_map(
       run,
-      in_specs=(jax.P(), by_prompt, by_prompt, jax.P()),
+      in_specs=(
+        transformer.inference_specs(model_config),
+        by_prompt,
+        by_prompt,
+        jax.P(),
+      ),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
@@ -233,12 +240,13 @@ def _first_stage(
   )
   # Every waiting completion finds a slot in this stage: no later one refills.
   is_first_stage = more_unfinished_than([*schedule, 0][1])
-  return jax.lax.while_loop(
+  return loop(
     lambda carry: is_first_stage(carry[0]),
     lambda carry: refill_all(
       decode_step(params, model_config, carry[0], sampling), carry[1]
     ),
     refill_all(empty, jnp.int32(0)),
+    transformer.gathers_layers(model_config),
   )[0]
 
 
@@ -252,10 +260,11 @@ def _later_stages(
   """Decoding to the end with ever fewer slots, and the slot steps of it all."""
   for size, next_size in itertools.pairwise([*schedule[1:], 0]):
     slots = compact_slots(state.slots, size, state.uniform.shape[0])
-    state = jax.lax.while_loop(
+    state = loop(
       more_unfinished_than(next_size),
       lambda x: decode_step(params, model_config, x, sampling),
       state._replace(slots=slots),
+      transformer.gathers_layers(model_config),
     )
   return state.output, state.slot_steps
 
@@ -268,6 +277,7 @@ def _prefill(
   chunk = shapes.largest_divisor(num_prompts, prefill_batch)
   sizes = kv_cache.prompt_part_sizes(sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
+  in_step = transformer.gathers_layers(model_config)
 
   def at_length(padded, rows):
     return transformer.prefill(
@@ -280,7 +290,7 @@ def _prefill(
 
   def prefill_chunk(i, cache):
     rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
-    needed = prompts.lengths[rows].max()
+    needed = together(prompts.lengths[rows].max(), in_step)
     new = jax.lax.switch(
       (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
       [functools.partial(at_length, padded) for padded in paddings],
@@ -289,5 +299,5 @@ def _prefill(
     return kv_cache.put_slots(cache, new, i * chunk)
 
   empty = kv_cache.init(model_config, num_prompts, sizes)
-  num_chunks = (num_kept + chunk - 1) // chunk
+  num_chunks = together((num_kept + chunk - 1) // chunk, in_step)
   return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
