@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import reprlib
 from typing import Any, Protocol
 
 from dppo_jax.data import template_probe
@@ -300,10 +301,19 @@ def _eos_ids(path: str, filename: str) -> list[int]:
   if not os.path.exists(path):
     return []
   with open(path, encoding="utf-8") as file:
-    ids = json.load(file).get("eos_token_id")
-  if ids is None:
-    return []
-  return ids if isinstance(ids, list) else [ids]
+    try:
+      ids = json.load(file).get("eos_token_id")
+    except (ValueError, AttributeError, RecursionError) as error:
+      raise ValueError(
+        f"{path} is damaged, it is no JSON object ({error}): fetch it again"
+      ) from error
+  ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+  if any(type(i) is not int or i < 0 for i in ids):
+    raise ValueError(
+      f"{path} sets eos_token_id to {reprlib.repr(ids)} but it must be ids of "
+      "tokens: fetch it again, or set config.rollout.stop_ids"
+    )
+  return ids
 
 
 def _check_files(path: str) -> None:

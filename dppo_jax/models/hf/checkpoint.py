@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 import json
 import pathlib
+import re
 from typing import Any
 
 import huggingface_hub
@@ -34,6 +35,8 @@ COMPANIONS = (
 
 # Stored dtypes, which float32 holds without loss, and what NumPy calls them.
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+_FILE_NAME = re.compile(r"[^/\\]*[^/\\.][^/\\]*")  # no path
 
 HUB_SECONDS = 10  # how long to wait for a hub that does not answer
 
@@ -187,7 +190,16 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
   index = read_json(path / INDEX)
   if "weight_map" not in index:
     raise ValueError(f"{path / INDEX} lacks 'weight_map'")
-  names = set(index["weight_map"].values())
+  names = index["weight_map"]
+  names = [*names.values()] if isinstance(names, dict) else [None]
+  for name in names:
+    # Files beside it alone; they may be links, as in the hub's cache.
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+      raise ValueError(
+        f"{path / INDEX}: weight_map must name files beside it, not {name!r}: "
+        "fetch it again"
+      )
+  names = set(names)
   missing = {name for name in names if not (path / name).is_file()}
   if missing:
     raise ValueError(f"{path} lacks {_some(missing)}, named by {INDEX}")
@@ -251,6 +263,12 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
   if not file.is_file():
     raise ValueError(f"there is no {file}")
   try:
-    return json.loads(file.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{file} is not JSON: {error}") from None
+    content = json.loads(file.read_text(encoding="utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{file} is not JSON ({error}): fetch it again") from None
+  if not isinstance(content, dict):
+    kind = type(content).__name__
+    raise ValueError(
+      f"{file} holds a {kind}, not a JSON object: fetch it again"
+    )
+  return content

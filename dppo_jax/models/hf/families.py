@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.models import transformer
+from dppo_jax.models.hf import settings as settings_check
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.transformer import ModelConfig
@@ -197,10 +198,12 @@ def from_settings(
     ValueError: if a key is missing or an option is not implemented.
   """
   settings = {k: v for k, v in settings.items() if v is not None}
+  settings_check.check(settings)
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:
     raise ValueError(
-      f"architecture {name!r} is not known: known are {', '.join(FAMILIES)}"
+      f"config.json has architecture {name!r}, unknown here: known are "
+      f"{', '.join(FAMILIES)}"
     )
   family = FAMILIES[name]
   rope = _rope(settings)
