@@ -14,13 +14,14 @@ import importlib.util
 import json
 import os
 import re
-import signal
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 from jaxtyping import Int, PyTree
 import numpy as np
+
+from dppo_jax import stopping
 
 _HEAD = 8  # bytes that say how long a message is
 _SHORTEST = 4096  # bytes that are sent at least: most messages are no longer
@@ -194,19 +195,8 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
   Yields:
     Whether any process has the wish; they wait for each other.
   """
-  asked = []
-  signals = (signal.SIGTERM, signal.SIGINT)
-
-  def ask(number, frame):
-    asked.append(number)
-    signal.signal(number, before[number])
-
-  before = {number: signal.signal(number, ask) for number in signals}
-  try:
-    yield lambda: any(gather(bool(asked)))
-  finally:
-    for number in signals:
-      signal.signal(number, before[number])
+  with stopping.stop_signal() as is_stopping:
+    yield lambda: any(gather(is_stopping()))
 
 
 def to_host(tree: PyTree) -> PyTree:

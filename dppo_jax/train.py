@@ -21,6 +21,7 @@ from dppo_jax import (
   checkpoint,
   compiled,
   data,
+  guards,
   processes,
   resume,
   rewards,
@@ -31,7 +32,7 @@ from dppo_jax import config as configs
 from dppo_jax.collect import collect
 from dppo_jax.evaluation import sets as eval_sets
 from dppo_jax.grading import with_texts
-from dppo_jax.learner import sft, update
+from dppo_jax.learner import sft
 from dppo_jax.models import transformer
 from dppo_jax.options import flatten
 from dppo_jax.records import TrainState
@@ -162,14 +163,14 @@ def _train(
             rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
           )
         )
-        _check_selection(jax.device_get(selected))
+        guards.check_selection(jax.device_get(selected))
       with clock("score"):
         batch, scored = jax.block_until_ready(
           compiled_step.score(
             state.params, rng_of(Stage.TOKENS), batch, num_micro
           )
         )
-        _check_selection(jax.device_get(scored))
+        guards.check_selection(jax.device_get(scored))
       with clock("update"):
         denominator = np.float32(got.num_prompts) * config.rollout.group_size
         state, updated = jax.block_until_ready(
@@ -193,7 +194,7 @@ def _train(
         for line in dict.fromkeys(news):
           writer.say(line)
       shown.advance(done, *_note(values))
-      _check_update(values)
+      guards.check_update(done, values)
       is_last = done == config.steps
       if is_last or _is_due(done, config.eval.every):
         evaluate_now(state)
@@ -201,7 +202,8 @@ def _train(
           page.refresh(done)
       stops = is_stopping()
       if is_last or stops or checkpoints.is_due(done):
-        writer.sync()
+        with processes.sharing_errors():
+          writer.sync()
         checkpoints.save(done, state)
       if stops and not is_last:
         writer.say(f"stopped after step {done}; the same command goes on")
@@ -224,13 +226,25 @@ def _begin(
       out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
       donate_argnums=0,
     )(params)
+    guards.check_params(
+      state.params,
+      "lower config.sft.learning_rate"
+      if run.config.sft.needs_solutions
+      else "config.model and config.sft.from_run say where they are from",
+    )
     evaluate_now(state)
-    writer.sync()
+    with processes.sharing_errors():
+      writer.sync()
     checkpoints.save(0, state)
   else:
     writer.say(f"going on after step {latest}")
     with writer.bar.task("reading the checkpoint"):
       state = checkpoints.restore(latest, abstract)
+    guards.check_params(
+      state.params,
+      f"delete the checkpoint of step {latest}, and the run goes on from the "
+      "one before",
+    )
   reference = None
   if run.objective.beta:
     checkpoints.wait()
@@ -310,37 +324,6 @@ def _evaluate(
   with processes.sharing_errors():
     if values:
       writer.write(step, values)
-
-
-def _check_selection(values: dict[str, np.ndarray]) -> None:
-  """Refuses to train on a batch that is not what its weights say."""
-  if values.get("pack/unplaced", 0) > 0:
-    raise RuntimeError(
-      f"{values['pack/unplaced']:.0f} completions have no place in the packed "
-      "rows: packing.row_bound is wrong; please report this"
-    )
-  for name, items in (
-    ("weights/invalid_probs", "prompts or completions"),
-    ("tokens/invalid_probs", "tokens"),
-  ):
-    if values.get(name, 0) > 0:
-      raise ValueError(
-        f"{values[name]:.0f} {items} were kept with a probability that is not "
-        "in (0, 1]: the rules of config.method must report the probabilities "
-        "with which they draw"
-      )
-
-
-def _check_update(values: dict[str, float]) -> None:
-  """Refuses to go on where going on would be in vain."""
-  if values["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
-    raise FloatingPointError(
-      f"the gradient of {update.MAX_SKIPPED} updates in a row was not finite "
-      f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
-      f"largest weight {values['weights/max']:.1f}): nothing was changed by "
-      "them. Lower config.optimizer.learning_rate, or compute in float32 "
-      "with config.model.dtype"
-    )
 
 
 def _about_rate(

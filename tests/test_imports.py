@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "dppo_jax"
 LEVELS = [
   {
     *("checksums", "processes", "records", "rng", "shapes", "sharding"),
-    "user_code",
+    *("stopping", "user_code"),
   },
   {"algo", "models", "data", "rewards", "reporting", "options"},
   {"methods", "rollout", "checkpoint", "compiler"},
@@ -22,7 +22,7 @@ LEVELS = [
   {"limits", "resume", "usage"},
   {"setup_run"},
   {"compiled"},
-  {"collect", "evaluation", "planning"},
+  {"collect", "evaluation", "guards", "planning"},
   {"evaluate", "train", "export", "plan"},
   {"main"},
 ]

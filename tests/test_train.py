@@ -239,7 +239,7 @@ def test_a_destroyed_policy_does_not_go_unnoticed(tmp_path, capsys):
   c = _config(
     **{
       "steps": 7,
-      "optimizer.learning_rate": 1e30,
+      "optimizer.learning_rate": 1e6,
       "reward.functions": "exact",
       "checkpoint.every": 0,
     }

@@ -13,6 +13,7 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.learner import select, update
 from dppo_jax.records import TrainState
+from dppo_jax.reporting import health
 from dppo_jax.rng import Stage, rng_at
 
 pytestmark = pytest.mark.slow
@@ -31,12 +32,14 @@ def _config(objective=ACTIVE, inner_updates=2):
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "spec", "lavish"))
-def _select(rollout, objective=ACTIVE, spec=SPEC, lavish=False):
+def _select(
+  rollout, objective=ACTIVE, spec=SPEC, lavish=False, rewards=REWARDS
+):
   return select.select(
     RNG,
     small.prompts(),
     rollout,
-    REWARDS,
+    rewards,
     method=methods.grpo(),
     objective=objective,
     spec=spec,
@@ -214,7 +217,45 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
   assert info["update/skipped_in_a_row"] == 2
   state, info = step(state, small.params(1), batch, num_micro, nine)
   assert info["update/skipped"] == 2 and info["update/skipped_in_a_row"] == 0
+  assert info["update/nonfinite_params"] == 0
   assert not np.allclose(state.params["embed"], start.params["embed"])
+
+
+def test_weights_that_the_optimizer_destroys_are_counted():
+  """By a moment that is not finite, where the gradient is."""
+  optimizer = update.make_optimizer(1e-3, 10, b1=float("nan"))
+  start = _state(optimizer)
+  sums = update.zero_sums(start.params)
+  sums = sums._replace(grad=jax.tree.map(jnp.ones_like, sums.grad))
+  apply = jax.jit(update.apply_gradient, static_argnums=3)
+  state, info = apply(start, sums, jnp.float32(9), optimizer)
+  num_params = sum(x.size for x in jax.tree.leaves(state.params))
+  assert info["update/skipped"] == 0
+  assert info["update/nonfinite_params"] == num_params
+
+
+def test_a_batch_without_a_gradient_moves_nothing():
+  """Until the optimizer has something to remember."""
+  prompts = small.prompts()
+  rollout, nothing = small.rollout(prompts), small.everything(3)
+  pruned = rollout.replace(
+    kept=nothing.replace(keep=~nothing.keep), lengths=0 * rollout.lengths
+  )
+  optimizer, grpo = update.make_optimizer(1e-2, 10), objectives.grpo()
+  step = functools.partial(
+    update.update, config=_config(grpo, 1), optimizer=optimizer
+  )
+  step, start = jax.jit(step), _state(optimizer)
+  for sampled, rewards in ((pruned, REWARDS), (rollout, jnp.ones((3, 3)))):
+    batch, num_micro, selected, _ = _select(sampled, grpo, rewards=rewards)
+    state, info = step(start, None, batch, num_micro, jnp.float32(9))
+    chex.assert_trees_all_equal(state.params, start.params)
+    found = jax.device_get(selected | info) | {"step/seconds": 1.0}
+    assert found["completions/trained"] == found["update/grad_norm"] == 0
+    assert all(np.isfinite(x) for x in found.values())
+    watch = health.Health(1)
+    _, said = [watch.check(i, found) for i in range(5)][-1]
+    assert any("no token was trained on" in x for x in said)
 
 
 def test_inner_updates_are_steps_from_one_old_policy():

@@ -200,20 +200,24 @@ class Objective:
 class Optimizer:
   """AdamW behind global-norm clipping."""
 
-  learning_rate: float = option(1e-6, "peak", least=0)
+  learning_rate: float = option(1e-6, "peak", least=0, most=1e6)
   schedule: str = option(
     "constant", "after the warm-up", choices=("constant", "linear", "cosine")
   )
   warmup_steps: int = option(
-    0, "updates, inner ones too, from 0 to learning_rate", least=0
+    0,
+    "updates, inner ones too, from 0 to learning_rate",
+    least=0,
+    most=10**9,
   )
-  weight_decay: float = option(0.0, "AdamW's", least=0)
+  weight_decay: float = option(0.0, "AdamW's", least=0, most=1e6)
   b1: float = option(0.9, "decay of the first moment", least=0, below=1)
   b2: float = option(0.999, "decay of the second moment", least=0, below=1)
   clip_norm: float = option(
     1.0,
     "largest norm of a gradient; a large one, such as 1e9, clips nothing",
     above=0,
+    most=1e15,
   )
 
 
@@ -233,7 +237,7 @@ class Sft:
   direct_share: float = option(
     0.5, "share of answers without the work", least=0, most=1
   )
-  learning_rate: float = option(3e-3, "peak", least=0)
+  learning_rate: float = option(3e-3, "peak", least=0, most=1e6)
 
   @property
   def needs_solutions(self) -> bool:

@@ -261,7 +261,10 @@ def apply_gradient(
   """One optimizer step along `sums.grad / denominator`.
 
   A gradient that is not finite changes nothing but the optimizer's count of
-  such steps.
+  such steps. One of zero, where nothing was drawn or no rewards differ, is an
+  estimate like any other: the optimizer takes it, and goes on by what it
+  remembers of earlier ones. To skip it would favour the draws that found
+  something.
 
   Args:
     denominator: the loss denominator, in completions of the unpruned batch.
@@ -281,6 +284,10 @@ def apply_gradient(
     "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
   }
   params = optax.apply_updates(state.params, updates)
+  metrics["update/nonfinite_params"] = sum(
+    jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+    for x in jax.tree.leaves(params)
+  )
   return state.replace(params=params, opt_state=opt_state), metrics
 
 

@@ -166,7 +166,7 @@ class Silent(Writer):
   def _nothing(self, *unused) -> None:
     pass
 
-  write = write_samples = image = log = say = _nothing
+  write = write_samples = image = log = say = sync = _nothing
 
 
 def _page(samples: list[dict]) -> str:

@@ -332,6 +332,15 @@ def test_integer_weights_are_refused(path):
     hf.load(path)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_named(path, value):
+  weight = np.ones(16, np.float32)
+  weight[3] = value
+  change_tensors(path, {"model.norm.weight": weight})
+  with pytest.raises(ValueError, match=r"model.norm.weight with values that"):
+    hf.load(path)
+
+
 @pytest.mark.parametrize("size", [0, 4, 100, -1])
 def test_a_truncated_file_is_named(path, size):
   file = path / "model.safetensors"

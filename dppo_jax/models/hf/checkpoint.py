@@ -142,6 +142,11 @@ def load(
     for index, tensor in families.parts(name, p.shape):
       stored = tensors[tensor].get_tensor(tensor)
       weight[index] = families.from_file(name, stored, p.shape)
+      if not np.isfinite(weight[index]).all():
+        raise ValueError(
+          f"{path} has {tensor} with values that are infinite or NaN: fetch it "
+          "again"
+        )
     flat[name] = _place(weight, places.get(name))
   return transformer.unflatten(flat), config
 
