@@ -1,22 +1,25 @@
 """Log-probabilities of targets without ever holding `[tokens, vocab]`.
 
 Only the tokens that are needed meet the vocabulary: each row moves its own to
-the front, and as many columns get logits as the fullest row needs.
+the front, and as many columns get logits as the fullest row needs. On a mesh
+each shard of the batch does so with its own rows: the head is gathered once and
+its gradient added up once, not for every chunk of columns.
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax import shapes
+from dppo_jax import shapes, sharding
 from dppo_jax.records import TokenStats
 
 __all__ = ["logprobs_and_entropy", "token_logprobs", "token_stats"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def logprobs_and_entropy(
   hidden: Float[Array, "B L E"],
   head: Float[Array, "V E"],
@@ -29,8 +32,8 @@ def logprobs_and_entropy(
 
   The entropy is there to be looked at: it has no gradient.
   """
-  arguments = (hidden, head, targets, is_needed, temperature, logit_chunk)
-  return _forward(*arguments)[0]
+  arrays = (hidden, head, targets, is_needed)
+  return _by_shard(_logprobs_and_entropy, arrays, temperature, logit_chunk)
 
 
 def token_logprobs(
@@ -64,6 +67,33 @@ def token_stats(
   logit_chunk: int,
 ) -> TokenStats:
   """As `token_logprobs`, with further statistics and without a gradient."""
+  arrays = (hidden, head, targets, is_needed)
+  return _by_shard(_token_stats, arrays, temperature, logit_chunk)
+
+
+def _by_shard(
+  function: Callable, arrays: tuple, temperature: float, logit_chunk: int
+) -> Any:
+  """`function` of the rows of each shard of the batch, and of the whole head.
+
+  The vocabulary may stay divided: only the axes of the batch are claimed.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = set(sharding.RULES["batch"]) - set(mesh.manual_axes)
+  if mesh.empty or not axes or sharding.num_shards(mesh, "batch") == 1:
+    return function(*arrays, temperature, logit_chunk)
+  chunk = max(logit_chunk // sharding.num_shards(mesh, "batch"), 1)
+  by_row = sharding.unclaimed_spec("batch")
+  return jax.shard_map(
+    lambda *arrays: function(*arrays, temperature, chunk),
+    in_specs=(by_row, jax.P(), by_row, by_row),
+    out_specs=by_row,
+    axis_names=axes,
+    check_vma=False,
+  )(*arrays)
+
+
+def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):
   columns = _ColumnChunks(is_needed, logit_chunk)
 
   def chunk(i, stats):
@@ -81,6 +111,11 @@ def token_stats(
   empty = TokenStats(*(jnp.zeros(targets.shape, jnp.float32) for _ in range(3)))
   stats = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
   return jax.tree.map(columns.restore, stats)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _logprobs_and_entropy(*arguments):
+  return _forward(*arguments)[0]
 
 
 def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
@@ -145,7 +180,7 @@ def _backward(temperature, logit_chunk, saved, grads):
   return columns.restore(dhidden), dhead.T.astype(head.dtype), None, None
 
 
-logprobs_and_entropy.defvjp(_forward, _backward)
+_logprobs_and_entropy.defvjp(_forward, _backward)
 
 
 def _logits(hidden, head, temperature):

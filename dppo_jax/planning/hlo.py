@@ -19,6 +19,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLS = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)={([^}]*)}")
 _BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"%(\S+) = [su]32\[\]\S* constant\((\d+)\)")
 _CUSTOM_CALL = re.compile(r"%([\w\-]+?)[.\d]* = .*\"tpu_custom_call\"")
 
 
@@ -126,13 +127,17 @@ class _Program:
     """Turns of a while loop, where the program states them."""
     if known := re.search(r'known_trip_count"?:\s*{"?n"?:"?(\d+)', line):
       return int(known[1])
+    # Else from the condition: a counter that is below a constant.
     condition = re.search(r"condition=%?([\w.\-]+)", line)
-    body = self.lines.get(condition[1], ()) if condition else ()
-    constants = re.findall(r"s32\[\]\S* constant\((\d+)\)", "\n".join(body))
-    compares = [x for x in body if " compare(" in x]
-    if len(constants) == 1 and len(compares) == 1:
-      if "direction=LT" in compares[0]:
-        return int(constants[0])
+    body = "\n".join(self.lines.get(condition[1], ())) if condition else ""
+    constants = dict(
+      re.findall(r"%(\S+) = [su]32\[\]\S* constant\((\d+)\)", body)
+    )
+    below = re.findall(
+      r"compare\(%get-tuple-element\S*, %([^)\s]+)\), direction=LT", body
+    )
+    if len(below) == 1 and below[0] in constants:
+      return int(constants[below[0]])
     return None
 
 
