@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dppo_jax.rewards import Grader, last_boxed
-from dppo_jax.rewards.math import outcome
+from dppo_jax.rewards.math import MAX_CHARS, outcome
 
 # What a completion of no value may count under: neither as an error of ours,
 # for which config.reward.on_error=stop would end the run, nor as nonfinite.
@@ -60,3 +60,9 @@ def test_a_child_grades_any_text_or_is_killed(texts):
 def test_what_sympy_raises_is_no_error_of_ours(texts):
   """As where it recurses too deep: the answer counts as no mathematics."""
   assert outcome(texts["factorial 990 deep"], "7") == "unparsed"
+
+
+def test_of_a_text_without_end_only_the_end_is_looked_at():
+  """So that ten million braces cost no more than one million."""
+  assert last_boxed(r"\boxed{7}" + " " * MAX_CHARS) is None
+  assert last_boxed("{" * MAX_CHARS + r"\boxed{7}") == "7"
