@@ -10,7 +10,7 @@ import jax
 import optax
 
 from dppo_jax import config as configs
-from dppo_jax import data, limits, rewards, shapes, sharding
+from dppo_jax import data, limits, memory, rewards, shapes, sharding
 from dppo_jax.algo import policy_loss
 from dppo_jax.learner import sft
 from dppo_jax.learner.select import PackingSpec
@@ -129,7 +129,8 @@ def setup_run(
   """
   configs.validate(config)
   limits.check_dynamic_sampling(config)
-  if mesh is None:
+  is_here = mesh is None  # where to run, not where to plan to
+  if is_here:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     limits.check_processes(mesh)
   platform = platform or mesh.devices.flat[0].platform
@@ -150,6 +151,8 @@ def setup_run(
   )
   model = describe_model(config.model, path, tokenizer.vocab_size, backend)
   limits.check_weights(mesh, model)
+  if is_here:
+    memory.check(mesh, model, config, trains)
   train_set, eval_sets = _problems(config, tokenizer, trains)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   if config.rollout.top_k > model.vocab:

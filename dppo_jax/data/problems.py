@@ -22,6 +22,10 @@ from dppo_jax.rng import Stage, rng_at
 
 ARITHMETIC = "arithmetic"  # the source that is made on the spot
 
+# Of a problem, answer or solution: a tokenizer takes a hundred times as many
+# bytes, and no prompt is as long.
+MAX_CHARS = 1_000_000
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProblemSet:
@@ -171,6 +175,7 @@ class _Counts:
   read: int = 0
   incomplete: int = 0
   repeated: int = 0
+  too_large: int = 0
   too_long: int = 0
   flaws: list[str] = dataclasses.field(default_factory=list)
   sharing_id: int = 0  # these are used
@@ -181,6 +186,8 @@ class _Counts:
       f"{self.too_long} over {max_prompt_tokens} prompt tokens",
       f"{self.repeated} duplicate ids",
     ]
+    if self.too_large:
+      parts.append(f"{self.too_large} over {MAX_CHARS:,} characters")
     if self.flaws:
       parts.append(f"{len(self.flaws)} unusable, the first: {self.flaws[0]}")
     line = f"{self.read} read, {used} used ({', '.join(parts)})"
@@ -201,9 +208,9 @@ def prepare(
 ) -> ProblemSet:
   """The usable ones of `rows`, tokenized.
 
-  Left out are rows without a problem or an answer, those with a flaw, copies
-  (of a row before them they have the id and the problem), and prompts of more
-  than `max_prompt_tokens` tokens.
+  Left out are rows without a problem or an answer, those with a flaw or more
+  than `MAX_CHARS`, copies (of a row before them they have the id and the
+  problem), and prompts of more than `max_prompt_tokens` tokens.
 
   Args:
     label: `train` or `eval`, perhaps with a name after it, for the report.
@@ -236,6 +243,11 @@ def prepare(
     tokenized.append(tokens)
   report = f"{label}: {counts.report(len(kept), max_prompt_tokens)}"
   if not kept:
+    if not counts.read:
+      raise ValueError(
+        f"{source or label} has no rows ({label}: 0 read): set "
+        f"config.data.{label.split()[0]} to a source that has some"
+      )
     raise ValueError(_nothing_used(label, source, report, found, columns))
   lengths = np.array([len(tokens) for tokens in tokenized], np.int32)
   width = shapes.round_up(int(lengths.max()), 8)
@@ -275,12 +287,22 @@ def _distinct(
       counts.flaws.append(row.flaw)
     elif not (row.problem.strip() and row.answer.strip()):
       counts.incomplete += 1
+    elif _is_too_large(row):
+      counts.too_large += 1
     elif row.problem in seen.setdefault(row.id, set()):
       counts.repeated += 1
     else:
       counts.sharing_id += bool(seen[row.id])
       seen[row.id].add(row.problem)
       yield row
+
+
+def _is_too_large(row: Row) -> bool:
+  texts = (row.problem, row.answer, row.solution)
+  return any(
+    len(text) > MAX_CHARS
+    for text in (*texts, *(m["content"] for m in row.messages))
+  )
 
 
 def _first_prompt(tokenizer: Tokenizer, text: str, length: int) -> str:

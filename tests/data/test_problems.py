@@ -57,6 +57,28 @@ def test_rows_left_out_are_counted_and_the_first_of_a_copy_stays():
   )
 
 
+def test_what_no_tokenizer_takes_is_left_out_and_counted(monkeypatch):
+  """Before it is tokenized, which takes a hundred times as many bytes."""
+  monkeypatch.setattr(data.problems, "MAX_CHARS", 100)
+  seen = []
+  encode = CharacterTokenizer.encode_prompt
+  monkeypatch.setattr(
+    CharacterTokenizer,
+    "encode_prompt",
+    lambda self, prompt: seen.append(prompt) or encode(self, prompt),
+  )
+  talk = ({"role": "system", "content": "1" * 101},)
+  rows = [
+    row("a", "1" * 101),
+    row("b", "1+2=", "3", "x" * 101),
+    row("c", "1+2=", "3")._replace(messages=talk),
+    row("d", "1" * 100),
+  ]
+  problems = prepare(rows, max_prompt_tokens=200)
+  assert problems.names == ("d",) and seen == ["1" * 100]
+  assert ", 3 over 100 characters)" in problems.report
+
+
 def test_prompts_stand_at_the_left_of_a_width_that_8_divides():
   problems = prepare([row("a", "1+2="), row("b", "1+2+3+4+5=")])
   assert problems.tokens.shape == (2, 16)
