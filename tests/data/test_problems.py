@@ -94,16 +94,21 @@ def test_prompts_stand_at_the_left_of_a_width_that_8_divides():
 
 @pytest.mark.parametrize(
   "rows",
-  [[], [row(answer="", columns={"q": 1, "a": 2})], [row(problem="")]],
+  [[row(answer="", columns={"q": 1, "a": 2})], [row(problem="")]],
 )
 def test_source_without_a_usable_row_gives_counts_and_columns(rows):
-  has = "q, a" if rows and rows[0].columns else "none"
+  has = "q, a" if rows[0].columns else "none"
   message = (
     rf"^a/b\.jsonl: train: {len(rows)} read, 0 used \({len(rows)} with.*; its "
     rf"columns are {has}: .* config\.data\.answer_key=answer and"
   )
   with pytest.raises(ValueError, match=message):
     prepare(rows, source="a/b.jsonl", columns=COLUMNS)
+
+
+def test_a_source_without_rows_says_so():
+  with pytest.raises(ValueError, match=r"a.jsonl has no rows .* data.train to"):
+    prepare([], source="a.jsonl", columns=COLUMNS)
 
 
 def test_problems_also_in_train_are_reported(tmp_path):
