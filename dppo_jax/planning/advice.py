@@ -1,6 +1,7 @@
 """Whether a config fits, and with which changes it would."""
 
 import copy
+import itertools
 from typing import NamedTuple
 
 from dppo_jax import config as configs
@@ -12,11 +13,17 @@ _MOST_DEVICES = 1024
 _FEWEST_SLOTS = 8
 
 # Which options lower a stage's memory, the first to try first.
+_ROLLOUT = (
+  "rollout.num_slots",
+  "rollout.prefill_batch",
+  "mesh.model",
+  "rollout.shard_weights=True",
+)
 LOWER = {
   "choose_prompts": ("mesh.model",),
-  "to_inference_params": ("mesh.model",),
-  "roll_out": ("rollout.num_slots", "rollout.prefill_batch", "mesh.model"),
-  "evaluate": ("rollout.num_slots", "rollout.prefill_batch", "mesh.model"),
+  "to_inference_params": ("mesh.model", "rollout.shard_weights=True"),
+  "roll_out": _ROLLOUT,
+  "evaluate": _ROLLOUT,
   "select": ("data.prompts_per_step", "rollout.max_tokens"),
   "score": ("pack.rows_per_micro", "pack.logit_chunk", "mesh.model"),
   "update": (
@@ -57,15 +64,16 @@ def sums(config: configs.Config, hardware: Hardware) -> dict[str, float]:
 def find(config: configs.Config, hardware: Hardware) -> Change | None:
   """The smallest change with which a config fits, by sums.
 
-  First settings on the same devices: fewer slots, fewer rows, then layers over
-  more devices; then twice as many devices, and so on.
+  First settings on the same devices: fewer slots and rows, the weights of the
+  rollout divided, layers over more devices; then twice as many devices.
   """
   num = hardware.num
   while num <= _MOST_DEVICES:
     wider = hardware if num == hardware.num else Hardware(hardware.kind, num)
-    for factor in (1, 2, 4, 8):
+    for factor, divided in itertools.product((1, 2, 4, 8), (False, True)):
       changed = copy.deepcopy(config)
       changed.mesh.model *= factor
+      changed.rollout.shard_weights |= divided
       try:
         size = _lower(changed, wider)
       except ValueError:  # not on so many devices

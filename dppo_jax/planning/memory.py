@@ -6,7 +6,6 @@ the largest arrays that it cannot do without; a compiler may need more.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +53,7 @@ def moments(run: Run) -> dict[str, Parts]:
   held, copy = resident(run), rollout_copy(run)
   return {
     "to_inference_params": held
-    | {"rollout copy": copy, "temporaries": _relayout(run, copy)},
+    | {"rollout copy": copy, "gathered weights": _gathered(run, _dtype(run))},
     "roll_out": held | {"rollout copy": copy} | _rollout(run),
     "update": held | _update(run),
   }
@@ -80,7 +79,9 @@ def _rollout(run: Run) -> Parts:
   later = [*decode.slot_schedule(slots, run.platform), 0][1]
   batch = min(c.rollout.prefill_batch, prompts)
   item = jnp.dtype(_dtype(run)).itemsize
+  gathered = _gathered(run, _dtype(run)) if c.rollout.shard_weights else 0.0
   return {
+    "gathered weights": gathered,
     "cache": token * positions * slots,
     "cache, next stage": token * positions * later,
     "prompts' cache": token * sum(sizes) * prompts,
@@ -104,11 +105,10 @@ def _update(run: Run) -> Parts:
   num_shards = sharding.num_shards(run.mesh, "batch")
   chunk = max(c.pack.logit_chunk // num_shards, c.pack.rows_per_micro)
   head = model.vocab * model.embed / shards
-  layer = sum(math.prod(p.shape[1:]) for p in _layer_params(model)) / shards
   return {
     "gradients": params,
     "gradients of a micro-batch": params,
-    "gathered weights": 0 if run.mesh.size == 1 else item * 4 * layer,
+    "gathered weights": _gathered(run, model.dtype),
     "head and its gradient": (item + 4) * head,
     "activations": item * tokens * model.layers * per_layer,
     "a layer's activations": item * tokens * 4 * _widths(run, model),
@@ -116,14 +116,15 @@ def _update(run: Run) -> Parts:
   }
 
 
-def _relayout(run: Run, copy: float) -> float:
-  """What casting and gathering all weights takes beside the result."""
-  return 0 if run.mesh.size == 1 else copy
-
-
-def _layer_params(model: ModelConfig) -> list[Any]:
-  table = transformer.parameter_table(model)
-  return [p for name, p in table.items() if name.startswith("layers/")]
+def _gathered(run: Run, dtype: str) -> float:
+  """Weights of the few layers that are gathered at once."""
+  if run.mesh.shape["data"] == 1:
+    return 0.0
+  table = transformer.parameter_table(run.model)
+  names = [name for name in table if name.startswith("layers/")]
+  layer = sum(math.prod(table[name].shape[1:]) for name in names)
+  several = kv_cache.num_groups(run.model.layers) * layer
+  return several * jnp.dtype(dtype).itemsize / run.mesh.shape["model"]
 
 
 def _widths(run: Run, model: ModelConfig) -> float:

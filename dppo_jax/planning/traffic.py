@@ -6,6 +6,7 @@ of them, a sum over devices that leaves each its share the same, and one that
 leaves each everything twice that.
 """
 
+from collections.abc import Callable
 import math
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
   turns = work.micro_batches * run.config.objective.inner_updates
   return {
     "to_inference_params": {"weights": weights_of_rollout(run)},
-    "prefill": _layer_sums(run, work.rolled_out * work.prompt, 1),
+    "prefill": _prefill(run, work),
     "decode": _decode(run, work),
     "score": micro_batch(run, forward=1, backward=False),
     "update": {
@@ -35,8 +36,7 @@ def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
 
 def weights_of_rollout(run: Run) -> float:
   """What the rollout's copy of the weights brings a device."""
-  dtype = run.config.rollout.dtype or run.model.dtype
-  return _gathered(run, jnp.dtype(dtype).itemsize)
+  return _gathered(run, _inference_item(run)) - _layers_in_turn(run)
 
 
 def micro_batch(run: Run, forward: int = 1, backward: bool = True) -> Parts:
@@ -72,8 +72,25 @@ def _reduced(run: Run, item: int) -> float:
   return size * (data - 1) / data + 2 * size / data * (replicas - 1) / replicas
 
 
-def elements(run: Run) -> float:
-  """Weights that one device computes with, all of its replica gathered."""
+def _layers_in_turn(run: Run) -> float:
+  """Bytes of the layers, gathered for each pass of a rollout that does so."""
+  if not run.config.rollout.shard_weights:
+    return 0.0
+  data = run.mesh.shape["data"]
+  layers = elements(run, lambda name: name.startswith("layers/"))
+  return layers * _inference_item(run) * (data - 1) / data
+
+
+def _inference_item(run: Run) -> int:
+  return jnp.dtype(run.config.rollout.dtype or run.model.dtype).itemsize
+
+
+def elements(run: Run, is_meant: Callable = lambda name: True) -> float:
+  """Weights that one device computes with, all of its replica gathered.
+
+  Args:
+    is_meant: of which names; all.
+  """
   shards = run.mesh.shape["model"]
   table = transformer.parameter_table(run.model)
   places = transformer.flatten(transformer.shardings(run.model, run.mesh))
@@ -81,6 +98,7 @@ def elements(run: Run) -> float:
   return sum(
     math.prod(p.shape) / (shards if is_divided[name] else 1)
     for name, p in table.items()
+    if is_meant(name)
   )
 
 
@@ -107,9 +125,18 @@ def _layer_sums(run: Run, tokens: float, passes: int) -> Parts:
   }
 
 
+def _prefill(run: Run, work: workload.Work) -> Parts:
+  shards = sharding.num_shards(run.mesh, "batch")
+  chunks = work.rolled_out / shards / run.config.rollout.prefill_batch
+  return {"weights": max(1.0, chunks) * _layers_in_turn(run)} | _layer_sums(
+    run, work.rolled_out * work.prompt, 1
+  )
+
+
 def _decode(run: Run, work: workload.Work) -> Parts:
   slots = work.slots * sharding.num_shards(run.mesh, "batch")
-  parts = _layer_sums(run, slots * work.decode_steps, 1)
+  parts = {"weights": work.decode_steps * _layers_in_turn(run)}
+  parts |= _layer_sums(run, slots * work.decode_steps, 1)
   shards = run.mesh.shape["model"]
   if shards > 1:  # logits are gathered before a token is sampled
     size = 4 * work.slots * run.model.vocab * work.decode_steps

@@ -17,7 +17,8 @@ class Assumptions:
   """What nobody knows before a run; each may be given with --assume.
 
   Attributes:
-    prompt: mean tokens of a prompt; 0 is a quarter of the longest.
+    prompt: mean tokens of a prompt; 0 is that of the problems, where they
+      are made on the spot, and else a quarter of the longest.
     completion: mean tokens of a completion; 0 is half of the longest.
     zero_variance: share of prompts that are always right or always wrong.
     prompts_kept, completions_kept: shares rolled out and, of those, trained
@@ -98,7 +99,9 @@ def of_step(run: Run, given: Assumptions) -> Work:
   """The work of a step of this run under its method."""
   c, packing = run.config, run.packing
   width = run.train_set.tokens.shape[1]
-  prompt = min(given.prompt or width / 4, width)
+  # Problems that were read say it themselves.
+  mean = run.train_set.lengths.mean() if run.tokenizer else width / 4
+  prompt = min(given.prompt or float(mean), width)
   most = c.rollout.max_tokens
   completion = min(given.completion or most / 2, most)
   group_size, num = c.rollout.group_size, c.data.prompts_per_step
