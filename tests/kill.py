@@ -1,0 +1,279 @@
+"""Kills a run again and again, and compares what it ends with to one in peace.
+
+  python tests/kill.py --times=20 --seed=0
+
+starts a small run, kills it (SIGKILL) at random moments, and starts it again
+each time until it is done. Then it says whether parameters, optimizer, prompt
+history, metrics, samples and TensorBoard's events are to the bit those of a
+run that nobody disturbed. Then the same with SIGTERM, and with the newest
+checkpoint cut, emptied or with one bit flipped after each kill. Ten minutes on
+two cores.
+
+  python tests/kill.py --places
+
+kills once at each of a few chosen places, which is what the tests do.
+"""
+
+import argparse
+from collections.abc import Callable
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+import events
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dppo_jax import checksums, collect, compiler, config, guards, train
+from dppo_jax.reporting import report
+
+STEPS = 6
+# Where a run is killed, and how often it passes there before.
+PLACES = {
+  "compiling": (train.compiled, "compile_step", 1),
+  "rollout": (collect, "grade", 3),
+  "update": (guards, "check_update", 3),
+  "checkpoint": (checksums, "write", 2),
+  "report": (report, "write", 1),
+}
+
+
+def make_config() -> config.Config:
+  """A model of a few thousand weights, rewarded for being brief."""
+  c = config.Config()
+  config.use_method(c, "neyman")  # which remembers prompts
+  settings = {
+    "steps": STEPS,
+    "model.layers": 1,
+    "model.embed": 16,
+    "model.mlp": 32,
+    "model.head_dim": 8,
+    "data.num_arithmetic": 20,
+    "data.max_operations": 1,
+    "data.prompts_per_step": 8,
+    "data.eval": "",
+    "rollout.group_size": 4,
+    "rollout.max_tokens": 8,
+    "rollout.num_slots": 4,
+    "pack.row_length": 24,
+    "pack.rows_per_micro": 8,
+    "optimizer.learning_rate": 1e-2,
+    "reward.overlong_tokens": 8,
+    "checkpoint.every": 2,
+  }
+  for name, value in settings.items():
+    section, _, field = name.rpartition(".")
+    setattr(getattr(c, section) if section else c, field, value)
+  return c
+
+
+def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
+  """A run that kills itself at `place`, if that is given.
+
+  Args:
+    pause: seconds that it waits wherever it could kill itself, so that it is
+      there when somebody else does.
+  """
+  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  for name, (module, function, number) in PLACES.items():
+    last = number if name == place else 0
+    setattr(module, function, _passing(getattr(module, function), last, pause))
+  train.run(make_config(), workdir)
+
+
+def _passing(function: Callable, last: int, pause: float) -> Callable:
+  passed = []
+
+  def act(*args, **kwargs):
+    passed.append(1)
+    if len(passed) == last:
+      os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(pause)
+    return function(*args, **kwargs)
+
+  return act
+
+
+# Processes that need not import again: forked before JAX sees a device -------
+
+
+def begin(function: Callable, *args) -> int:
+  """Calls `function` in a process of its own, silently; its id."""
+  sys.stdout.flush()
+  pid = os.fork()
+  if pid:
+    return pid
+  status = 1
+  try:
+    with open(os.devnull, "w") as nowhere:
+      os.dup2(nowhere.fileno(), 1)
+    function(*args)
+    status = 0
+  except KeyboardInterrupt:
+    status = 130
+  except BaseException:
+    traceback.print_exc()
+  finally:
+    os._exit(status)
+
+
+def end(pid: int) -> int:
+  """Waits for a process; its exit status, negative for a signal."""
+  return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# What two runs are compared by ----------------------------------------------
+
+
+def outcome(workdir: pathlib.Path) -> dict[str, object]:
+  """All that a run leaves, but for what clocks measured."""
+  folder = (workdir / "checkpoints" / str(STEPS)).absolute()
+  with ocp.StandardCheckpointer() as checkpointer:
+    state = {x: checkpointer.restore(folder / x) for x in ("params", "rest")}
+  is_timed = lambda name: "seconds" in name or name == "update/compiles"
+  lines = {
+    name: [
+      {k: x for k, x in json.loads(line).items() if not is_timed(k)}
+      for line in (workdir / name).read_text().splitlines()
+    ]
+    for name in ("metrics.jsonl", "samples.jsonl")
+  }
+  scalars = sorted(
+    (value.tag, event.step, value.simple_value)
+    for event in events.read(workdir / "events")
+    for value in event.summary.value
+    if value.HasField("simple_value") and not is_timed(value.tag)
+  )
+  arrays = {
+    jax.tree_util.keystr(path): np.asarray(x).tobytes()
+    for path, x in jax.tree_util.tree_leaves_with_path(state)
+  }
+  return {"state": arrays, "TensorBoard": scalars, **lines}
+
+
+def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
+  """Raises where a run has left other things than `whole` has."""
+  found, wanted = outcome(workdir), outcome(whole)
+  assert len(wanted["state"]) > 20 and len(wanted["TensorBoard"]) > 100
+  differing = [name for name in wanted if found[name] != wanted[name]]
+  assert not differing, f"{workdir}: other {', '.join(differing)}"
+
+
+# Ways to disturb a run ------------------------------------------------------
+
+
+def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
+  """One kill at each of `PLACES`, all of one run."""
+  workdir = folder / "places"
+  for place in PLACES:
+    status = end(begin(run, workdir, place))
+    assert status == -signal.SIGKILL, f"{place}: {status}"
+    print(f"killed at {place}", flush=True)
+  assert end(begin(run, workdir)) == 0
+  assert end(begin(compare, workdir, whole)) == 0
+  print("the same as undisturbed")
+
+
+def kill_at_random(
+  folder: pathlib.Path,
+  whole: pathlib.Path,
+  chance: random.Random,
+  number: int,
+  times: int,
+  damages: bool = False,
+) -> int:
+  """Sends signal `number` so often, to as many runs as that takes.
+
+  Returns:
+    How many runs ended as the undisturbed one; all had to.
+  """
+  start = time.monotonic()
+  assert end(begin(run, folder / "timed", "", 0.2)) == 0
+  seconds = time.monotonic() - start
+  runs = signals = damaged = 0
+  while signals < times:
+    workdir = folder / f"run-{runs}"
+    while True:
+      pid = begin(run, workdir, "", 0.2)
+      # The start takes long and is always the same: half of them come later.
+      least = chance.choice([0.0, 0.5])
+      is_last = signals == times
+      if not is_last:
+        time.sleep(chance.uniform(least, 1.0) * seconds)
+        os.kill(pid, number)
+      status = end(pid)
+      if status == 0:
+        break
+      assert status in (-number, 130), status
+      signals += 1
+      damaged += damages and damage(workdir, chance)
+      print(".", end="", flush=True)
+    assert end(begin(compare, workdir, whole)) == 0
+    runs += 1
+  what = signal.Signals(number).name
+  print(f" {signals} of {what}, {damaged} damaged checkpoints, {runs} runs:")
+  print("  all ended as the undisturbed one")
+  return runs
+
+
+def damage(workdir: pathlib.Path, chance: random.Random) -> bool:
+  """Damages the newest checkpoint, if there is one before it."""
+  steps = sorted(
+    int(x.name) for x in workdir.glob("checkpoints/*") if x.name.isdigit()
+  )
+  if len(steps) < 2:
+    return False
+  newest = workdir / "checkpoints" / str(steps[-1])
+  files = sorted(
+    x
+    for x in newest.rglob("*")
+    if x.is_file() and x.stat().st_size and x.parent != newest
+  )
+  files = [x for x in files if x.name != "commit_success.txt"]
+  file, how = chance.choice(files), chance.choice(["cut", "emptied", "flipped"])
+  content = bytearray(file.read_bytes())
+  if how == "emptied":
+    shutil.rmtree(newest)
+    newest.mkdir()
+  elif how == "cut":
+    file.write_bytes(content[: chance.randrange(len(content))])
+  else:
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+  return True
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--times", type=int, default=20, help="signals of a kind")
+  parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--places", action="store_true", help="chosen places")
+  options = parser.parse_args()
+  chance = random.Random(options.seed)
+  with tempfile.TemporaryDirectory() as made:
+    folder = pathlib.Path(made)
+    whole = folder / "whole"
+    assert end(begin(run, whole)) == 0
+    if options.places:
+      kill_at_places(folder, whole)
+      return
+    for name, number, damages in (
+      ("kill", signal.SIGKILL, False),
+      ("ask", signal.SIGTERM, False),
+      ("damage", signal.SIGKILL, True),
+    ):
+      kill_at_random(
+        folder / name, whole, chance, number, options.times, damages
+      )
+
+
+if __name__ == "__main__":
+  main()
