@@ -8,7 +8,7 @@ axis divides the weights for good: heads, experts, feed-forward parts and
 vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import math
 
 import jax
@@ -113,17 +113,40 @@ def num_shards(mesh: Mesh, axis: str) -> int:
   return math.prod(mesh.shape[name] for name in RULES[axis])
 
 
+def num_shards_here(axis: str) -> int:
+  """Into how many parts the mesh that is set divides a logical axis.
+
+  1 without a mesh. Axes that a shard_map around has divided do not count.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return 1
+  names = set(RULES[axis]) - set(mesh.manual_axes)
+  return math.prod(mesh.shape[name] for name in names)
+
+
 def weight_sharding(
   mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
 ) -> NamedSharding:
   """The sharding of a weight; one of too few `kv_heads` has all everywhere."""
-  is_whole = lambda size, axis: (
-    axis == "kv_heads" and size % num_shards(mesh, axis)
-  )
-  pairs = zip(shape, axes, strict=True)
-  return sharding(
-    mesh, *(None if is_whole(size, axis) else axis for size, axis in pairs)
-  )
+  parts = lambda axis: num_shards(mesh, axis)
+  return sharding(mesh, *_divisible(shape, axes, parts))
+
+
+def constrain_weight(x: jax.Array, *axes: str | None) -> jax.Array:
+  """As `constrain`, of a weight."""
+  return constrain(x, *_divisible(x.shape, axes, num_shards_here))
+
+
+def _divisible(
+  shape: Sequence[int],
+  axes: Sequence[str | None],
+  parts: Callable[[str | None], int],
+) -> Iterator[str | None]:
+  """The axes, without that of kv_heads that are too few for its parts."""
+  for size, axis in zip(shape, axes, strict=True):
+    is_whole = axis == "kv_heads" and size % parts(axis)
+    yield None if is_whole else axis
 
 
 def num_kv_heads(kv_heads: int) -> int:
@@ -136,10 +159,7 @@ def num_kv_heads(kv_heads: int) -> int:
   >>> sharding.num_kv_heads(2)  # without a mesh
   2
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  return (
-    kv_heads if mesh.empty else math.lcm(kv_heads, num_shards(mesh, "kv_heads"))
-  )
+  return math.lcm(kv_heads, num_shards_here("kv_heads"))
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:

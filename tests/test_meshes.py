@@ -8,8 +8,10 @@ import commands
 import jax
 import numpy as np
 import pytest
+import small
 
-from dppo_jax import collect, compiled, data, rewards
+from dppo_jax import collect, compiled, data, rewards, sharding
+from dppo_jax.learner import select
 from dppo_jax.models import hf, moe, transformer
 from dppo_jax.reporting import metrics
 from dppo_jax.rng import Stage, rng_at
@@ -148,3 +150,26 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
   router = state.params["layers"]["router"]
   start = hf.load(tmp_path)[0]["layers"]["router"]
   assert np.abs(router - np.asarray(start)).max() > 1e-3
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("row_length", [24, 8])
+def test_rows_filled_where_they_are_trained_are_the_same(mesh, row_length):
+  """Of prompts that no mesh divides; in rows of 8 not all have a place."""
+  prompts = small.prompts(num=13)
+  rollout = small.rollout(prompts, group=4)
+  ones = np.arange(52, dtype=np.float32).reshape(13, 4)
+  spec = select.PackingSpec(row_length, rows_per_micro=8, window=6)
+  pack = lambda: jax.jit(functools.partial(select.pack, spec=spec))(
+    prompts, rollout, ones, ones + 1
+  )
+  want = jax.device_get(pack())
+  data_axis, model_axis, replicas = mesh
+  with jax.set_mesh(sharding.make_mesh(data_axis, model_axis, replicas)):
+    got = pack()
+  tokens = got[0].tokens
+  here = tokens.sharding.shard_shape(tokens.shape)
+  assert here[1] == 8 // (data_axis * replicas)
+  chex.assert_trees_all_equal(jax.device_get(got), want)
+  assert (want[2]["pack/unplaced"] > 0) == (row_length == 8)
+  assert want[1] > 1

@@ -1,11 +1,12 @@
 """Sequences laid side by side in rows: first a plan in integers, then data."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
@@ -203,6 +204,34 @@ def plan(
   )
 
 
+class Layout(NamedTuple):
+  """What is at each position of rows, before a token is read.
+
+  Attributes:
+    is_real: False for padding.
+    is_prefix: the position is of a prompt that several completions share.
+    prompt: whose position it is.
+    completion: likewise, of `Q * G`; 0 where prefix or padding.
+    positions, segment_ids, prefix_ids: as in `PackedBatch`.
+  """
+
+  is_real: Bool[Array, "R L"]
+  is_prefix: Bool[Array, "R L"]
+  prompt: Int[Array, "R L"]
+  completion: Int[Array, "R L"]
+  positions: Int[Array, "R L"]
+  segment_ids: Int[Array, "R L"]
+  prefix_ids: Int[Array, "R L"]
+
+
+class Texts(NamedTuple):
+  """What rows read: `[R, L]` each, 0 where there is nothing."""
+
+  tokens: Int[Array, "R L"]
+  targets: Int[Array, "R L"]
+  logprobs: Float[Array, "R L"]
+
+
 def fill(
   plan: Plan,
   counts: TokenCounts,
@@ -212,16 +241,85 @@ def fill(
   weights: Float[Array, "Q G"],
   num_rows: int,
   row_length: int,
+  reader: Callable[[Layout, PromptBatch, Rollout], Texts] | None = None,
 ) -> PackedBatch:
   """The rows `[R, L]` of a plan; positions without a sequence have weight 0.
 
   Args:
     plan: of `counts`.
     advantages, weights: `[Q, G]`, the same for all tokens of a completion.
+    reader: fetches what the rows read; None is `read`. Only it looks at the
+      tokens and log-probabilities of `prompts` and `rollout`.
   """
   chex.assert_equal_shape((rollout.lengths, advantages, weights, plan.row))
-  num_prompts, group_size = rollout.lengths.shape
-  num_sequences = rollout.lengths.size
+  layout = _lay_out(plan, counts, num_rows, row_length)
+  texts = (reader or read)(layout, prompts, rollout)
+  next_token = layout.positions + 1 - prompts.lengths[layout.prompt]
+  is_trained = layout.is_real & ~layout.is_prefix & (next_token >= 0)
+  at_trained = lambda x: jnp.where(is_trained, x, 0.0)
+  of_each = lambda x: at_trained(x.reshape(-1)[layout.completion])
+  # Where a sequence has no place, one NaN spoils the sum over the others.
+  is_first = jnp.zeros((num_rows, row_length), bool).at[0, 0].set(True)
+  is_spoiled = is_first & (plan.num_unplaced > 0)
+  return PackedBatch(
+    tokens=texts.tokens,
+    targets=texts.targets,
+    positions=jnp.where(layout.is_real, layout.positions, 0),
+    segment_ids=layout.segment_ids,
+    prefix_ids=layout.prefix_ids,
+    is_trained=is_trained | is_spoiled,
+    advantages=of_each(advantages),
+    weights=jnp.where(is_spoiled, jnp.nan, of_each(weights)),
+    old_logprobs=at_trained(texts.logprobs),
+  )
+
+
+def read(
+  layout: Layout,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  first: Int[Array, ""] | int = 0,
+) -> Texts:
+  """What rows read from the prompts `first`, `first + 1`, ...; else 0.
+
+  Args:
+    prompts: lengths of all, tokens of these.
+    rollout: tokens and log-probabilities of these.
+    first: the first of them.
+  """
+  num_here, group_size, longest = rollout.tokens.shape
+  lengths = prompts.lengths[layout.prompt]
+  is_here = layout.is_real
+  q, s = layout.prompt - first, layout.completion - first * group_size
+  if num_here < prompts.lengths.shape[0]:
+    is_here &= (q >= 0) & (q < num_here)
+    q = jnp.clip(q, 0, num_here - 1)
+    s = jnp.clip(s, 0, num_here * group_size - 1)
+  in_rows = lambda x: x.reshape(-1, longest)
+  of_completion = lambda x, t: in_rows(x)[s, jnp.clip(t, 0, longest - 1)]
+
+  def token_at(position):
+    t = position - lengths
+    of_prompt = prompts.tokens[
+      q, jnp.minimum(position, prompts.tokens.shape[1] - 1)
+    ]
+    token = jnp.where(t < 0, of_prompt, of_completion(rollout.tokens, t))
+    return jnp.where(is_here, token, 0)
+
+  after = layout.positions + 1
+  logprobs = of_completion(rollout.logprobs, after - lengths)
+  return Texts(
+    tokens=token_at(layout.positions),
+    targets=token_at(after),
+    logprobs=jnp.where(is_here, logprobs, 0.0),
+  )
+
+
+def _lay_out(
+  plan: Plan, counts: TokenCounts, num_rows: int, row_length: int
+) -> Layout:
+  num_prompts, group_size = plan.row.shape
+  num_sequences = plan.row.size
   columns = jnp.arange(row_length, dtype=jnp.int32)
   prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
   own, prefix = counts.own.reshape(-1), counts.prefix[prompt]
@@ -248,32 +346,12 @@ def fill(
   positions = columns - start + jnp.where(is_prefix, 0, counts.prefix[q])
   segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)
   seen = jnp.take_along_axis(segment_ids, prefix_offset[s], axis=1)
-
-  completions = rollout.tokens.reshape(num_sequences, -1)
-  logprobs = rollout.logprobs.reshape(num_sequences, -1)
-
-  def token_at(position):
-    t = position - prompts.lengths[q]
-    of_prompt = prompts.tokens[
-      q, jnp.minimum(position, prompts.tokens.shape[1] - 1)
-    ]
-    of_completion = completions[s, jnp.clip(t, 0, completions.shape[1] - 1)]
-    return jnp.where(is_real, jnp.where(t < 0, of_prompt, of_completion), 0)
-
-  t = positions + 1 - prompts.lengths[q]
-  is_trained = is_real & ~is_prefix & (t >= 0)
-  at_trained = lambda x: jnp.where(is_trained, x, 0.0)
-  # Where a sequence has no place, one NaN spoils the sum over the others.
-  is_first = jnp.zeros((num_rows, row_length), bool).at[0, 0].set(True)
-  is_spoiled = is_first & (plan.num_unplaced > 0)
-  return PackedBatch(
-    tokens=token_at(positions),
-    targets=token_at(positions + 1),
-    positions=jnp.where(is_real, positions, 0),
+  return Layout(
+    is_real=is_real,
+    is_prefix=is_prefix,
+    prompt=q,
+    completion=s,
+    positions=positions,
     segment_ids=segment_ids,
     prefix_ids=jnp.where(is_real & ~is_prefix, seen, segment_ids),
-    is_trained=is_trained | is_spoiled,
-    advantages=at_trained(advantages.reshape(-1)[s]),
-    weights=jnp.where(is_spoiled, jnp.nan, at_trained(weights.reshape(-1)[s])),
-    old_logprobs=at_trained(logprobs[s, jnp.clip(t, 0, logprobs.shape[1] - 1)]),
   )

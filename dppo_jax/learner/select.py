@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,6 +9,7 @@ from dppo_jax import shapes, sharding
 from dppo_jax.algo import diagnostics, packing, policy_loss
 from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
+from dppo_jax.learner import dealing
 from dppo_jax.methods import Method
 from dppo_jax.records import (
   Groups,
@@ -203,28 +203,26 @@ def pack(
     is above 0, sequences had no place in the rows, and their loss is NaN: such
     a batch must not be trained on.
   """
+  # All devices plan alike, from lengths; tokens stay where they are.
   replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
-  prompts, rollout, advantages, token_weights = jax.tree.map(
-    replicated, (prompts, rollout, advantages, token_weights)
-  )
+  prompts = prompts.replace(lengths=replicated(prompts.lengths))
+  rollout = rollout.replace(lengths=replicated(rollout.lengths))
   counts = packing.count_tokens(
     prompts.lengths, rollout.lengths, spec.share_prefix
   )
   max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
   num_rows = spec.num_rows(rollout.lengths.size, max_length)
   plan = packing.plan(counts, spec.row_length, num_rows, spec.window)
-  batch = packing.fill(
+  batch = dealing.fill(
     plan,
     counts,
     prompts,
     rollout,
-    advantages,
-    token_weights,
-    num_rows,
-    spec.row_length,
-  )
-  micro = lambda x: sharding.constrain(
-    x.reshape(-1, spec.rows_per_micro, spec.row_length), None, "batch", None
+    replicated(advantages),
+    replicated(token_weights),
+    num_rows=num_rows,
+    row_length=spec.row_length,
+    rows_per_micro=spec.rows_per_micro,
   )
   num_used = plan.num_used
   total = lambda x: x.sum(dtype=jnp.float32)
@@ -241,4 +239,4 @@ def pack(
     "pack/unplaced": plan.num_unplaced.astype(jnp.float32),
   }
   num_micro = (num_used + spec.rows_per_micro - 1) // spec.rows_per_micro
-  return jax.tree.map(micro, batch), num_micro, metrics
+  return batch, num_micro, metrics

@@ -30,6 +30,7 @@ __all__ = [
   "init",
   "num_parameters",
   "parameter_table",
+  "place_layer",
   "repeat_kv_heads",
   "shardings",
   "to_inference_params",
@@ -214,6 +215,19 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
   )
   outer = {name: w for name, w in params.items() if name != "layers"}
   return {**place(cast(outer, config), axes), "layers": groups}
+
+
+def place_layer(weights: Params, config: ModelConfig) -> Params:
+  """A layer's weights, and so their gradients, divided as in `shardings`.
+
+  What computes with them gathers them then, and no sooner, and adds up their
+  gradients to a device's share of each.
+  """
+  table = parameter_table(config)
+  return {
+    name: sharding.constrain_weight(w, *table[f"layers/{name}"].axes[1:])
+    for name, w in weights.items()
+  }
 
 
 def gathers_layers(config: ModelConfig) -> bool:

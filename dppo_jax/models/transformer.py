@@ -97,8 +97,9 @@ def forward(
 
   x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
   layer = REMAT[config.remat](layer)
+  place = functools.partial(parameters.place_layer, config=config)
   x, _ = jax.lax.scan(
-    lambda x, p: layer(x, p, None), x, params["layers"], unroll=_UNROLL
+    lambda x, p: layer(x, place(p), None), x, params["layers"], unroll=_UNROLL
   )
   return layers.rms_norm(x, params["final_norm"], config.norm_eps)
 

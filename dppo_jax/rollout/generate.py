@@ -101,7 +101,10 @@ def roll_out(
     params: of `transformer.to_inference_params`.
     group_size, num_slots, prefill_batch, platform: as in `sample`.
   """
-  num_slots = min(num_slots, prompts.ids.shape[0] // _num_shards() * group_size)
+  num_slots = min(
+    num_slots,
+    prompts.ids.shape[0] // sharding.num_shards_here("batch") * group_size,
+  )
   schedule = slot_schedule(num_slots, platform)
 
   def run(params, prompts, keep, key):
@@ -118,7 +121,7 @@ def roll_out(
     )
     return _later_stages(params, model_config, state, sampling, schedule)
 
-  keep, num_shards = kept.keep, _num_shards()
+  keep, num_shards = kept.keep, sharding.num_shards_here("batch")
   if num_shards == 1:
     output, slot_steps = run(params, prompts, keep, rng.key)
   else:
@@ -150,11 +153,6 @@ def roll_out(
     slot_steps=slot_steps.max() * num_shards,
     **output._asdict(),
   )
-
-
-def _num_shards() -> int:
-  mesh = jax.sharding.get_abstract_mesh()
-  return 1 if mesh.empty else sharding.num_shards(mesh, "batch")
 
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
