@@ -27,7 +27,7 @@ from dppo_jax.rewards.functions import (
   parse,
 )
 from dppo_jax.rewards.math import last_boxed, outcome_by_text
-from dppo_jax.rewards.normalize import normalize
+from dppo_jax.rewards.normalize import is_symmetric, normalize
 from dppo_jax.rewards.workers import Fault, Worker, check_columns
 
 FAULTS = ("timeouts", "crashes", "errors")
@@ -37,6 +37,7 @@ _REMEDIES = {
   "errors": "config.reward.on_error=stop ends the run and shows where",
   "nonfinite": "config.reward.on_error=stop ends the run instead",
 }
+MAX_REMEMBERED = 100_000  # pairs of answers
 IN_PROCESS = ("exact", "boxed")  # ours that take time linear in the text
 
 # For each function: gold answer, answer, are they equal.
@@ -145,6 +146,7 @@ class Grader:
       self._idle.put(worker)
     # As many threads as workers: each waits for one child.
     self._pool = futures.ThreadPoolExecutor(max(len(self._workers), 1))
+    self._same: dict[tuple[str, str], bool] = {}  # of answers, in order
     self._news: dict[str, str] = {}  # of each function, empty once handed out
 
   def __enter__(self) -> Self:
@@ -270,17 +272,23 @@ class Grader:
       RuntimeError: if a child cannot start.
     """
     spec = next((x for x in self.specs if x.reference == "math"), None)
+    pairs = [tuple(sorted(pair)) for pair in zip(firsts, seconds, strict=True)]
+    if len(self._same) > MAX_REMEMBERED:
+      self._same.clear()
 
     def is_same(pair: tuple[str, str]) -> bool:
       if spec is None or normalize(pair[0]) == normalize(pair[1]):
         return normalize(pair[0]) == normalize(pair[1])
+      orders = (pair,) if is_symmetric(*pair) else (pair, pair[::-1])
       return any(
         self._mark_math(spec, rf"\boxed{{{answer}}}", gold) == ["right"]
-        for gold, answer in (pair, pair[::-1])
+        for gold, answer in orders
       )
 
-    pairs = zip(firsts, seconds, strict=True)
-    return list(self._pool.map(is_same, pairs))
+    asked = [x for x in dict.fromkeys(pairs) if x not in self._same]
+    found = self._pool.map(is_same, asked)
+    self._same.update(zip(asked, found, strict=True))
+    return [self._same[pair] for pair in pairs]
 
   def news(self) -> list[str]:
     """For the log: the first fault of each function, once, in one line."""

@@ -168,6 +168,18 @@ def without_units(answer: str) -> str:
   return answer.strip()
 
 
+def is_symmetric(first: str, second: str) -> bool:
+  """Whether it is the same which of two answers is the gold one.
+
+  That is clear of those without letters, which may be units or variables,
+  without relations, of which one side may count, and without commas, since
+  2, 1 in the gold answer's place is in any order. Linear in the text.
+  """
+  commands = r"\\(?:d?frac|sqrt|pi|left|right|cdot|times|infty|pm|circ|[,;! ])"
+  texts = (re.sub(rf"{commands}(?![a-zA-Z])", "", x) for x in (first, second))
+  return not any(re.search(r"[a-zA-Z<>=≤≥∈,]", text) for text in texts)
+
+
 def without_letter_unit(answer: str, other: str) -> str:
   """5 m as 5 where the other answer has no letters: 2s may be 2 times s."""
   if re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", other)):
