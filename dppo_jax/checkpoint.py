@@ -6,17 +6,16 @@ checkpoint one: what has none, or other files than they say, is damaged.
 
 from collections.abc import Iterator
 import contextlib
+import itertools
 import pathlib
 import re
 
 import jax
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from dppo_jax import checksums
+from dppo_jax import checksums, processes
 from dppo_jax.records import TrainState
 
 _ITEMS = ("params", "rest")
@@ -146,7 +145,6 @@ class Checkpoints:
       for step, flaw in damaged.items()
     ]
     if damaged:
-      _wait_for_all("set_aside")
       self._manager.reload()
     return said
 
@@ -216,22 +214,23 @@ class Checkpoints:
     flaw = ""
     for item in items:
       if not flaw and (step, item) not in self._sound:
-        if jax.process_index() == 0:
+        if processes.is_first():
           found = checksums.flaw(self._folder / str(step) / item)
           flaw = f"{item}: {found}" if found else ""
-        if not _as_first(not flaw):
-          return flaw or "the first process says which"
-        self._sound.add((step, item))
+        flaw, *_ = processes.gather(flaw)
+        if not flaw:
+          self._sound.add((step, item))
     return flaw
 
   def _set_aside(self, step: int) -> pathlib.Path:
     """Moves a checkpoint to where neither orbax nor anybody else takes it."""
-    names = (f"damaged-{step}" + (f".{i}" if i else "") for i in range(10**6))
-    place = next(
-      x for x in map(self._folder.with_name, names) if not x.exists()
-    )
-    if jax.process_index() == 0:
-      (self._folder / str(step)).rename(place)
+    name = f"damaged-{step}"
+    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
+    places = map(self._folder.with_name, names)
+    place = next(x for x in places if not x.exists())
+    with processes.sharing_errors():
+      if processes.is_first():
+        (self._folder / str(step)).rename(place)
     return place
 
   @contextlib.contextmanager
@@ -278,15 +277,3 @@ def abstract(tree: PyTree, shardings: PyTree) -> PyTree:
     tree,
     shardings,
   )
-
-
-def _as_first(value: bool) -> bool:
-  """`value` as the first process has it."""
-  if jax.process_count() == 1:
-    return value
-  return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def _wait_for_all(name: str) -> None:
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)
