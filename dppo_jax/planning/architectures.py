@@ -32,6 +32,12 @@ def _settings(
 
 
 _UNTIED = {"tie_word_embeddings": False}
+_EXPERTS = _UNTIED | {
+  "head_dim": 128,
+  "num_experts": 128,
+  "num_experts_per_tok": 8,
+  "norm_topk_prob": True,
+}
 _MATH = {"rope_theta": 1e4}
 
 # Source: the config.json of each at huggingface.co/ID.
@@ -40,15 +46,19 @@ KNOWN = {
   "Qwen/Qwen3-1.7B": _settings("Qwen3", 28, 2048, 6144, (16, 8)),
   "Qwen/Qwen3-4B": _settings("Qwen3", 36, 2560, 9728, (32, 8)),
   "Qwen/Qwen3-8B": _settings("Qwen3", 36, 4096, 12288, (32, 8), **_UNTIED),
+  "Qwen/Qwen3-14B": _settings("Qwen3", 40, 5120, 17408, (40, 8), **_UNTIED),
+  "Qwen/Qwen3-32B": _settings("Qwen3", 64, 5120, 25600, (64, 8), **_UNTIED),
   "Qwen/Qwen3-30B-A3B": _settings(
     "Qwen3Moe",
     *(48, 2048, 6144, (32, 4)),
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
     moe_intermediate_size=768,
-    norm_topk_prob=True,
-    **_UNTIED,
+    **_EXPERTS,
+  ),
+  "Qwen/Qwen3-235B-A22B": _settings(
+    "Qwen3Moe",
+    *(94, 4096, 12288, (64, 4)),
+    moe_intermediate_size=1536,
+    **_EXPERTS,
   ),
   "Qwen/Qwen2.5-Math-1.5B": _settings(
     "Qwen2", 28, 1536, 8960, (12, 2), **_MATH

@@ -79,7 +79,7 @@ def run(name: str, stages: list[str]) -> None:
   """Compiles the stages of a case, each in its line."""
   logs.quiet_libraries()
   case = CASES[name]
-  config = _load(case.config)
+  config = load(case.config)
   for option, value in case.options.items():
     section, _, field = option.partition(".")
     setattr(getattr(config, section), field, value)
@@ -118,7 +118,7 @@ def run(name: str, stages: list[str]) -> None:
       start = time.process_time()
 
 
-def _load(name: str) -> configs.Config:
+def load(name: str) -> configs.Config:
   path = HERE.parents[1] / "configs" / f"{name}.py"
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
