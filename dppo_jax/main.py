@@ -299,7 +299,8 @@ def _reason(error: Exception, argv: list[str]) -> str:
   names = [match[1] for match in typed if match]
   if not isinstance(error, LookupError | AttributeError):
     for name in names:
-      if hint := options.no_value(configs.Config(), name):
+      hint = options.renamed(name) or options.no_value(configs.Config(), name)
+      if hint:
         return hint
     return reason.removeprefix("ValueError: ")
   # A config file that sets a field of a section that has no such field.

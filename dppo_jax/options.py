@@ -159,7 +159,9 @@ def flatten(config) -> dict[str, Any]:
 
 # What an option was called before, for those who still type it.
 RENAMED = {
+  "method.factory": "set after the config's file, as in FILE.py:METHOD",
   "method.name": "set after the config's file, as in FILE.py:METHOD",
+  "objective.factory": "set after the method, as in FILE.py:METHOD,OBJECTIVE",
   "objective.name": "set after the method, as in FILE.py:METHOD,OBJECTIVE",
   "optimizer.ramp_steps": "config.optimizer.warmup_steps",
   "pack.head_tokens": "config.pack.logit_chunk",
@@ -180,7 +182,8 @@ def unknown(config, name: str) -> str | None:
     name: dotted, without `config.`. What is within a dict is nobody's guess.
   """
   known = [option for option, _, _ in walk(config)]
-  if any(f"{name}.".startswith(f"{option}.") for option in known):
+  dicts = [x for x, value, _ in walk(config) if isinstance(value, Mapping)]
+  if name in known or any(name.startswith(f"{x}.") for x in dicts):
     return None
   last = name.rpartition(".")[2]
   close = [x for x in known if x.rpartition(".")[2] == last]

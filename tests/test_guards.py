@@ -125,6 +125,31 @@ def _reason(argv: list[str]) -> str:
   pytest.fail(f"{argv} was taken")
 
 
+def test_any_flag_is_refused_in_one_line_or_taken():
+  """Fuzzed, as typed: parsed, then checked, as a run does first of all."""
+  rng = random.Random(1)
+  words = "None true no -1 0 3 7.5 1e22 1e-320 nan inf x a:b (1,) [] {} '' ' "
+  words = [*words.split(" "), "9" * 400, "é", "\0", "lambda: 0", "__import__"]
+  path = commands.ROOT / "configs/arithmetic.py"
+  walked = [name for name, _, _ in configs.walk(configs.Config())]
+  walked += [f"method.args.{name}" for name in configs.Config().method.args]
+  walked += ["nothing", "rollout", "data.nothing", "seed.x", "method.args.no"]
+  counts = collections.Counter()
+  for name in walked * 4:
+    argv = [f"--config={path}", f"--config.{name}={rng.choice(words)}"]
+    try:
+      said = refusal(commands.parse(argv))
+    except Exception as error:
+      said = main._reason(error, argv)
+    assert said is None or "\n" not in said
+    counts["refused" if said else "taken"] += 1
+    if said:
+      last = name.rpartition(".")[2]  # which a factory may call otherwise
+      assert last in said or "see config.method.args" in said, argv
+      assert "Traceback" not in said and "<class" not in said, argv
+  assert sum(counts.values()) > 300 and min(counts.values()) > 50, counts
+
+
 @pytest.mark.parametrize(
   ("option", "reason"),
   [
