@@ -11,7 +11,8 @@ two cores.
 
   python tests/kill.py --places
 
-kills once at each of a few chosen places, which is what the tests do.
+kills once at each of a few chosen places, destroys the weights of a step and
+fills the disk, which is what the tests do.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import json
 import os
 import pathlib
 import random
+import re
+import resource
 import shutil
 import signal
 import sys
@@ -43,6 +46,11 @@ PLACES = {
   "update": (guards, "check_update", 3),
   "checkpoint": (checksums, "write", 2),
   "report": (report, "write", 1),
+}
+# What ends a run in an error, and what that says.
+FAULTS = {
+  "NaN": "update of step [2-4] made .* NaN: they are not saved",
+  "full disk": "(metrics.jsonl|samples.jsonl|checkpoints).*: File too large",
 }
 
 
@@ -87,6 +95,49 @@ def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
     last = number if name == place else 0
     setattr(module, function, _passing(getattr(module, function), last, pause))
   train.run(make_config(), workdir)
+
+
+def fail(workdir: pathlib.Path, how: str, says: str) -> None:
+  """A run that ends in an error which has to say `says`."""
+  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  how = {"NaN": _poison, "full disk": _fill_disk}[how]
+  how(workdir)
+  try:
+    train.run(make_config(), workdir)
+  except (OSError, ValueError, FloatingPointError) as error:
+    assert re.search(says, str(error)), error
+    return
+  raise AssertionError("it ended without an error")
+
+
+def _poison(workdir: pathlib.Path) -> None:
+  """Destroys the weights in the second step."""
+  collected, passed = train.collect, []
+
+  def act(*args):
+    state, got = collected(*args)
+    passed.append(1)
+    if len(passed) == 2:
+      nan = jax.tree.map(lambda x: x * np.nan, state.params)
+      state = state.replace(params=nan)
+    return state, got
+
+  train.collect = act
+
+
+def _fill_disk(workdir: pathlib.Path) -> None:
+  """From the end of the first step on, no file may grow much more."""
+  checked, passed = guards.check_update, []
+
+  def act(*args):
+    size = (workdir / "metrics.jsonl").stat().st_size
+    if not passed:
+      limits = (size + 100, resource.RLIM_INFINITY)
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    passed.append(1)
+    return checked(*args)
+
+  guards.check_update = act
 
 
 def _passing(function: Callable, last: int, pause: float) -> Callable:
@@ -171,9 +222,13 @@ def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
 
 
 def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
-  """One kill at each of `PLACES`, all of one run."""
+  """One kill at each of `PLACES` and each of `FAULTS`, all of one run."""
   workdir = folder / "places"
   for place in PLACES:
+    if place == "report":  # where it is done with the steps
+      for how, says in FAULTS.items():
+        assert end(begin(fail, workdir, how, says)) == 0, how
+        print(f"ended by {how}", flush=True)
     status = end(begin(run, workdir, place))
     assert status == -signal.SIGKILL, f"{place}: {status}"
     print(f"killed at {place}", flush=True)

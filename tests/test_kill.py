@@ -25,5 +25,8 @@ def test_a_run_killed_at_every_place_ends_bit_equal():
   )
   assert done.returncode == 0, done.stderr[-3000:]
   *places, last = done.stdout.splitlines()
-  assert places == [f"killed at {place}" for place in kill.PLACES]
+  assert set(places) == {
+    *(f"killed at {place}" for place in kill.PLACES),
+    *(f"ended by {fault}" for fault in kill.FAULTS),
+  }
   assert last == "the same as undisturbed"
