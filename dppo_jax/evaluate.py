@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
+import itertools
 import json
+import os
 import pathlib
 import time
 from typing import Any, NamedTuple, TextIO
@@ -15,6 +17,8 @@ from dppo_jax import (
   compiled,
   compiler,
   data,
+  processes,
+  resume,
   rewards,
   shapes,
   sharding,
@@ -48,8 +52,9 @@ def run(
   logs.quiet_libraries()
   logs.keep_programs()
   start = time.monotonic()
-  with progress.Progress() as bar:
-    with bar.task("reading data and model"):
+  resume.check_processes(config, workdir)
+  with progress.Progress(is_silent=not processes.is_first()) as bar:
+    with bar.task("reading data and model"), processes.sharing_errors():
       run = setup_run(config, trains=False)
     if not run.eval_sets:
       raise ValueError(
@@ -58,14 +63,18 @@ def run(
     with jax.set_mesh(run.mesh), run.make_grader() as grader:
       for problems in run.eval_sets.values():
         bar.say(progress.wrapped(problems.report))
-        with bar.task("starting to grade"):
+        with bar.task("starting to grade"), processes.sharing_errors():
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
         params, step, weights = _weights(run, workdir, step, bar)
       bar.say(progress.wrapped(f"weights: {weights}"))
       programs = _compile(run, bar)
-      directory = _fresh_directory(workdir / "evaluation", f"step-{step}", bar)
-      path = directory / "completions.jsonl"
+      directory, path = pathlib.Path(), pathlib.Path(os.devnull)
+      with processes.sharing_errors():
+        if processes.is_first():
+          parent = workdir / "evaluation"
+          directory = _fresh_directory(parent, f"step-{step}", bar)
+          path = directory / "completions.jsonl"
       with path.open("w", encoding="utf-8") as file:
         sets = {
           name: _evaluate_set(
@@ -73,8 +82,11 @@ def run(
           )
           for name in run.eval_sets
         }
-      for line in grader.news():
+      news = itertools.chain(*processes.gather(grader.news()))
+      for line in dict.fromkeys(news):
         bar.say(line)
+      if not processes.is_first():
+        return
     results = {
       "title": workdir.name or str(workdir),
       "step": step,
@@ -197,7 +209,10 @@ def _evaluate_set(
       ),
     )
     completions = _follow(found, problems, name, decoding, log)
-    with log.bar.task(f"{name}: comparing answers"):
+    with (
+      log.bar.task(f"{name}: comparing answers"),
+      processes.sharing_errors(),
+    ):
       cast = _votes(completions, grader)
     scored[decoding] = scores.Scored(
       completions.correct,
@@ -228,10 +243,11 @@ def _follow(
   parts, done = [], 0
   with log.bar.steps(f"{name}, {decoding}: problem", len(problems)) as steps:
     for part in batches:
-      for line in _lines(part, problems.names[done:]):
-        text = json.dumps(label | line, ensure_ascii=False)
-        log.file.write(text + "\n")
-      log.file.flush()
+      with processes.sharing_errors():
+        for line in _lines(part, problems.names[done:]):
+          text = json.dumps(label | line, ensure_ascii=False)
+          log.file.write(text + "\n")
+        log.file.flush()
       parts.append(part)
       done += len(part.correct)
       accuracy = np.mean([x for y in parts for x in y.correct.mean(axis=1)])

@@ -117,7 +117,7 @@ def _open_writer(
   workdir: pathlib.Path,
   checkpoints: checkpoint.Checkpoints,
   bar: progress.Progress,
-) -> metrics.Writer:
+) -> metrics.Writer | metrics.Silent:
   """What the run writes goes here; one process writes it."""
   latest = checkpoints.latest_step()
   with processes.sharing_errors():

@@ -154,19 +154,24 @@ class Writer:
     self.bar.say(progress.wrapped(line))
 
 
-class Silent(Writer):
-  """Writes nothing: that of all processes but the first."""
+class Silent:
+  """Takes what a `Writer` takes and writes nothing.
+
+  It is that of all processes but the first.
+  """
 
   def __init__(self, bar: progress.Progress):
     self.bar = bar
 
+  def __enter__(self) -> "Silent":
+    return self
+
   def __exit__(self, *unused) -> None:
     pass
 
-  def _nothing(self, *unused) -> None:
-    pass
-
-  write = write_samples = image = log = say = sync = _nothing
+  def __getattr__(self, name: str) -> Callable[..., None]:
+    getattr(Writer, name)  # what a writer cannot do, this cannot either
+    return lambda *unused: None
 
 
 def _page(samples: list[dict]) -> str:
