@@ -221,14 +221,15 @@ def owners(x: jax.Array | np.ndarray) -> Int[np.ndarray, "N"]:
 
   Rows that several can read are divided among these; NumPy's all can.
   """
-  found = np.zeros(len(x), np.int32)
+  num_rows = x.shape[0]
+  found = np.zeros(num_rows, np.int32)
   if count() == 1:
     return found
-  readers = {(0, len(x)): set(range(count()))}
-  if isinstance(x, jax.Array):
+  readers = {(0, num_rows): set(range(count()))}
+  if not isinstance(x, np.ndarray):
     readers = {}
     for device, where in x.sharding.devices_indices_map(x.shape).items():
-      part = where[0].indices(len(x))[:2]
+      part = where[0].indices(num_rows)[:2]
       readers.setdefault(part, set()).add(device.process_index)
   for (begin, end), some in readers.items():
     shares = np.arange(end - begin) * len(some) // max(end - begin, 1)

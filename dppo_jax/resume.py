@@ -114,30 +114,34 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
     return
   first, *_ = of_each = processes.gather(flatten(config))
   own = of_each[processes.index()]
+  place, *_ = processes.gather(str(workdir.absolute()))
   with processes.sharing_errors():
+    if place != str(workdir.absolute()):
+      raise ValueError(
+        f"--workdir is {workdir.absolute()} but {place} in process 0: start "
+        "all processes with the same flags"
+      )
     for name in first.keys() | own.keys():
       if first.get(name) != own.get(name):
         raise ValueError(
           f"config.{name} is {own.get(name)!r} but {first.get(name)!r} in "
           "process 0: start all processes with the same flags"
         )
-  # A directory that there is, as it may take a while until a new one is seen.
-  folder = workdir.absolute()
-  while not folder.is_dir():
-    folder = folder.parent
-  folder, *_ = processes.gather(str(folder))
   with contextlib.ExitStack() as stack:
     name = ""
     with processes.sharing_errors():
       if processes.is_first():
+        # One that there is: it may take a while until a new one is seen.
+        folder = next(x for x in (workdir, *workdir.parents) if x.is_dir())
+        folder = folder.absolute()
         file = tempfile.NamedTemporaryFile(prefix=".dppo_jax-", dir=folder)
         name = stack.enter_context(file).name
     name, *_ = processes.gather(name)
     with processes.sharing_errors():
       if not pathlib.Path(name).exists():
         raise ValueError(
-          f"--workdir={workdir} is in {folder}, which is another directory in "
-          "process 0: choose one on a file system that all processes share"
+          f"--workdir={workdir} is on another file system than process 0's: "
+          "choose a directory that all processes share"
         )
 
 

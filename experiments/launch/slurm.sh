@@ -1,0 +1,36 @@
+#!/bin/bash
+# A run on several nodes of a Slurm cluster, one process a node.
+#
+#   sbatch slurm.sh --config=configs/gsm8k.py --config.model.path=DIR \
+#     --config.mesh.data=-1 --workdir=DIR
+#
+# in the directory of the clone. Nodes, GPUs, time limit and partition are also
+# options of sbatch, where they come before slurm.sh. --workdir must be on a
+# file system of all nodes.
+#
+# Ten minutes before the time limit every process gets SIGTERM, finishes its
+# step, saves and exits with 130: then the job goes back into the queue, and
+# the same command goes on. So it does after a node's failure, by --requeue.
+#
+# Source: the manual pages of sbatch, srun and scontrol, slurm.schedmd.com.
+#SBATCH --job-name=dppo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+# Since Slurm 22.05 srun does not take --cpus-per-task over from sbatch.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+
+# One that fails ends the others, which would wait for it.
+srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m dppo_jax.main "$@"
+code=$?
+if [ "$code" = 130 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,89 @@
+#!/bin/bash
+# A run on a TPU slice of several hosts, by queued resources of Google Cloud.
+#
+#   export NAME=dppo ZONE=europe-west4-b TYPE=v5litepod-16 \
+#     VERSION=v2-alpha-tpuv5-lite SHARE=10.0.0.2:/runs
+#   ./tpu_pod.sh create         # waits in the queue
+#   ./tpu_pod.sh setup          # mounts SHARE, copies the clone, installs it
+#   ./tpu_pod.sh run --config=configs/gsm8k.py --config.model.path=/share/MODEL \
+#     --config.mesh.data=-1 --workdir=/share/my_run
+#   ./tpu_pod.sh log            # of the first host, which alone prints
+#   ./tpu_pod.sh stop           # saves after the step; `run` again goes on
+#   ./tpu_pod.sh delete
+#
+# SHARE is an NFS export that the slice's network reaches, such as a Filestore
+# instance: --workdir must be one directory for all hosts. SPOT=1 asks for spot
+# capacity: when that is taken back, `delete`, `create`, `setup` and the same
+# `run` go on from the newest checkpoint.
+#
+# Source: cloud.google.com/tpu/docs, "Manage queued resources", "Run JAX code on
+# TPU slices"; the reference of `gcloud compute tpus`.
+set -euo pipefail
+
+: "${NAME:?the name of the slice}" "${ZONE:?its zone, such as europe-west4-b}"
+CLONE=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+on_hosts() { # on_hosts all|NUMBER COMMAND
+  gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker="$1" \
+    --command="$2"
+}
+
+state() {
+  gcloud compute tpus queued-resources describe "$NAME" --zone="$ZONE" \
+    --format='value(state.state)'
+}
+
+create() {
+  : "${TYPE:?the accelerator type, such as v5litepod-16}"
+  : "${VERSION:?the runtime version, such as v2-alpha-tpuv5-lite}"
+  gcloud compute tpus queued-resources create "$NAME" --node-id="$NAME" \
+    --zone="$ZONE" --accelerator-type="$TYPE" --runtime-version="$VERSION" \
+    ${SPOT:+--spot}
+  until [ "$(state)" = ACTIVE ]; do
+    case $(state) in
+      FAILED | SUSPENDED)
+        echo "the request has failed: ./tpu_pod.sh delete" >&2
+        exit 1
+        ;;
+    esac
+    sleep 30
+  done
+}
+
+setup() {
+  : "${SHARE:?an NFS export, HOST:/PATH}"
+  on_hosts all "sudo apt-get update -q && sudo apt-get install -y nfs-common &&
+    sudo mkdir -p /share &&
+    (mountpoint -q /share || sudo mount -t nfs $SHARE /share) &&
+    sudo chown \$(id -u) /share"
+  tar -C "$CLONE" --exclude=./.git --exclude=./runs -czf /tmp/dppo_jax.tar.gz .
+  gcloud compute tpus tpu-vm scp /tmp/dppo_jax.tar.gz "$NAME":dppo_jax.tar.gz \
+    --zone="$ZONE" --worker=all
+  # The images have a Python that is too old.
+  on_hosts all "mkdir -p dppo_jax && tar -C dppo_jax -xzf dppo_jax.tar.gz &&
+    curl -LsSf https://astral.sh/uv/install.sh | sh &&
+    .local/bin/uv venv --clear --python 3.12 dppo_jax/.venv &&
+    .local/bin/uv pip install --python dppo_jax/.venv -e 'dppo_jax[tpu]'"
+}
+
+run() {
+  # Detached, so that the run outlives the connection.
+  on_hosts all "cd dppo_jax &&
+    (setsid nohup .venv/bin/python -m dppo_jax.main$(printf ' %q' "$@") \
+      >> ~/dppo.log 2>&1 < /dev/null & echo \$! > ~/dppo.pid)"
+}
+
+case ${1:-} in
+  create | setup) "$1" ;;
+  run) shift && run "$@" ;;
+  log) on_hosts 0 "tail -n 50 -F dppo.log" ;;
+  stop) on_hosts 0 "kill -TERM \$(cat dppo.pid)" ;;
+  delete)
+    gcloud compute tpus queued-resources delete "$NAME" --zone="$ZONE" \
+      --force --quiet
+    ;;
+  *)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,31 @@
+"""`python -m dppo_jax.main` as one process of several, quick to compile.
+
+With EXPERTS in the environment the model made on the spot has experts.
+"""
+
+import dataclasses
+import os
+
+from jax._src import cache_key
+
+from dppo_jax import compiler, main, setup_run
+from dppo_jax.models.moe import Experts
+
+EXPERTS = Experts(num=4, per_token=2, mlp=16, is_normalized=True)
+
+
+def with_experts(describe_model):
+  """`setup_run.describe_model`, with experts in place of the MLP."""
+  return lambda *args: dataclasses.replace(
+    describe_model(*args), experts=EXPERTS
+  )
+
+
+if __name__ == "__main__":
+  # On a CPU the key of a compiled program says which devices are this
+  # process's: the programs that the first one keeps would serve it alone.
+  cache_key._hash_accelerator_config = cache_key._hash_devices
+  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  if "EXPERTS" in os.environ:
+    setup_run.describe_model = with_experts(setup_run.describe_model)
+  main.run()

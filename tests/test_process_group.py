@@ -1,0 +1,267 @@
+"""What processes tell each other, with threads in their place."""
+
+from concurrent import futures
+import contextlib
+import fcntl
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import types
+
+import commands
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import pytest
+import yaml
+
+from dppo_jax import limits, processes, resume, stopping
+
+LAUNCH = commands.ROOT / "experiments/launch"
+
+
+@pytest.fixture
+def each(monkeypatch):
+  """Calls a function in so many threads; what each returns or raises."""
+  own = threading.local()
+
+  def call(num, function):
+    barrier, sent = threading.Barrier(num, timeout=10), {}
+
+    def allgather(x):
+      sent[own.index] = x
+      barrier.wait()
+      found = np.stack([sent[i] for i in range(num)])
+      barrier.wait()
+      return found
+
+    def run(index):
+      own.index = index
+      try:
+        return function(index)
+      except Exception as error:
+        return error
+
+    monkeypatch.setattr(processes, "count", lambda: num)
+    monkeypatch.setattr(processes, "index", lambda: own.index)
+    monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
+    with futures.ThreadPoolExecutor(num) as pool:
+      return list(pool.map(run, range(num)))
+
+  return call
+
+
+@pytest.mark.parametrize("length", [0, 4070, 4086, 4088, 5000, 300_000])
+def test_all_learn_what_each_says_whatever_its_length(each, length):
+  values = [{"text": "é" * length}, [1.5, None], True]
+  assert each(3, lambda i: processes.gather(values[i])) == [values] * 3
+
+
+def test_what_one_raises_all_raise(each):
+  def work(index):
+    with processes.sharing_errors():
+      if index == 1:
+        raise ValueError("no such column")
+    return "went on"
+
+  first, second, third = each(3, work)
+  assert isinstance(second, ValueError)
+  for error in (first, third):
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "process 1: no such column"
+  assert each(2, lambda i: work(0)) == ["went on"] * 2
+
+
+def test_a_wish_to_stop_is_everybodys(each, monkeypatch):
+  """The second process gets a signal after it was asked for the first time."""
+  answers = [iter([False, False]), iter([False, True])]
+  stop_signal = lambda: contextlib.nullcontext(
+    lambda: next(answers[processes.index()])
+  )
+  monkeypatch.setattr(stopping, "stop_signal", stop_signal)
+
+  def work(index):
+    with processes.stop_signal() as is_stopping:
+      return is_stopping(), is_stopping()
+
+  assert each(2, work) == [(False, True)] * 2
+
+
+def _rows(readers, num_rows):
+  """An array of which devices of some processes hold some rows."""
+  places = {
+    _Device(process): (slice(*rows), slice(None)) for process, rows in readers
+  }
+  sharding = types.SimpleNamespace(devices_indices_map=lambda shape: places)
+  return types.SimpleNamespace(shape=(num_rows, 3), sharding=sharding)
+
+
+class _Device:
+  def __init__(self, process_index):
+    self.process_index = process_index
+
+
+@pytest.mark.parametrize(
+  "readers, expected",
+  [
+    # Two devices of a process hold the same rows.
+    ([(0, (0, 2)), (0, (0, 2)), (1, (2, 4)), (1, (2, 4))], [0, 0, 1, 1]),
+    # Two processes do.
+    ([(0, (0, 4)), (1, (0, 4))], [0, 0, 1, 1]),
+    ([(0, (0, 3)), (1, (0, 3)), (2, (3, 4)), (3, (3, 4))], [0, 0, 1, 2]),
+    # All do.
+    ([(i, (0, 4)) for i in range(4)], [0, 1, 2, 3]),
+  ],
+)
+def test_each_row_has_one_owner_who_can_read_it(each, readers, expected):
+  num = 1 + max(i for i, _ in readers)
+  found = each(num, lambda i: processes.owners(_rows(readers, 4)).tolist())
+  assert found == [expected] * num
+
+
+def test_what_numpy_holds_is_divided(each):
+  found = each(2, lambda i: processes.owners(np.zeros((5, 2))).tolist())
+  assert found == [[0, 0, 0, 1, 1]] * 2
+
+
+def test_configs_that_differ_are_refused_by_name(each, tmp_path):
+  made = [commands.config("arithmetic"), commands.config("arithmetic", seed=7)]
+  first, second = each(
+    2, lambda i: resume.check_processes(made[i], tmp_path / "run")
+  )
+  assert "config.seed is 7 but 0 in process 0" in str(second)
+  assert str(first).startswith("process 1: config.seed")
+
+
+def test_a_workdir_that_is_not_shared_is_refused(each, tmp_path, monkeypatch):
+  c = commands.config("arithmetic")
+  check = lambda index: resume.check_processes(c, tmp_path / "runs" / "a")
+  assert each(2, check) == [None, None]
+  assert not list(tmp_path.iterdir())
+  elsewhere = lambda i: resume.check_processes(c, tmp_path / str(i))
+  assert f"is {tmp_path}/1 but {tmp_path}/0 in" in str(each(2, elsewhere)[1])
+
+  exists = pathlib.Path.exists  # to process 1 nothing of process 0 does
+  monkeypatch.setattr(
+    pathlib.Path, "exists", lambda x: exists(x) and processes.is_first()
+  )
+  first, second = each(2, check)
+  assert "on another file system than process 0's" in str(second)
+  assert str(first).startswith("process 1: --workdir=")
+
+
+def test_a_locked_workdir_is_refused_by_all(each, tmp_path):
+  c = commands.config("arithmetic")
+
+  def hold(index):
+    with resume.held(tmp_path / "config.json", c):
+      return (tmp_path / "config.json").exists()
+
+  assert each(2, hold) == [True, True]
+  folder = os.open(tmp_path, os.O_RDONLY)
+  fcntl.flock(folder, fcntl.LOCK_EX)
+  first, second = each(2, hold)
+  os.close(folder)
+  assert "another process trains" in str(first)
+  assert str(second).startswith("process 0: another process trains")
+
+
+def test_a_mesh_without_devices_of_a_process_is_refused(each):
+  mesh = types.SimpleNamespace(
+    devices=np.array([_Device(0), _Device(0)]), size=2
+  )
+  (error, *_) = each(3, lambda i: limits.check_processes(mesh))
+  assert "2 devices has none of process 1, 2: config.mesh.data=-1" in str(error)
+  mesh.devices = np.array([_Device(0), _Device(1)])
+  assert each(2, lambda i: limits.check_processes(mesh)) == [None, None]
+
+
+@pytest.fixture
+def started(monkeypatch):
+  """What JAX is told, which then does nothing."""
+  told = []
+  start = lambda **options: told.append(options)
+  monkeypatch.setattr(jax.distributed, "initialize", start)
+  monkeypatch.setattr(jax.config, "update", lambda *unused: None)
+  for name in [*os.environ]:
+    if name.startswith("SLURM_"):
+      monkeypatch.delenv(name)
+  return told
+
+
+@pytest.mark.parametrize(
+  "given, problem",
+  [
+    (("localhost:1", None, 0), "--num_processes missing"),
+    ((None, 2, None), "--coordinator and --process_id missing"),
+    (("localhost", 2, 0), "--coordinator=localhost is not HOST:PORT"),
+    (("localhost:1", 2, 2), "--process_id=2 is not in 0..1"),
+    (("localhost:1", 0, 0), "--num_processes=0 is not at least 1"),
+  ],
+)
+def test_flags_that_do_not_go_together_are_refused(started, given, problem):
+  with pytest.raises(ValueError, match=re.escape(problem)):
+    processes.initialize(*given)
+  assert not started
+
+
+def test_a_process_by_itself_starts_nothing(started, monkeypatch):
+  processes.initialize()
+  processes.initialize(num_processes=1)
+  # A task of several, but asked to be by itself; and the only task of a step.
+  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+  processes.initialize(num_processes=1)
+  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+  processes.initialize()
+  assert not started
+  assert (processes.count(), processes.index()) == (1, 0)
+  value = object()  # not JSON: nothing is sent
+  assert processes.gather(value) == [value]
+
+
+@pytest.mark.parametrize(
+  "per_node, gpus, expected",
+  [
+    ("1(x2)", "8", {"local_device_ids": [*range(8)]}),
+    ("1", None, {"local_device_ids": []}),
+    ("8(x2)", "8", {}),  # a GPU each, as JAX has it
+  ],
+)
+def test_the_only_task_of_a_node_takes_all_of_its_gpus(
+  started, monkeypatch, per_node, gpus, expected
+):
+  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+  monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", per_node)
+  if gpus:
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
+  processes.initialize()
+  assert [
+    {k: v for k, v in x.items() if "timeout" not in k} for x in started
+  ] == [expected]
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "tpu_pod.sh"])
+def test_launch_scripts_are_bash(name):
+  subprocess.run(["bash", "-n", LAUNCH / name], check=True)
+
+
+def test_the_launch_of_skypilot_passes_the_three_flags():
+  task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+  assert task["num_nodes"] > 1
+  flags = re.findall(r"--(coordinator|num_processes|process_id)=", task["run"])
+  assert flags == ["coordinator", "num_processes", "process_id"]
+
+
+def test_the_exit_code_is_that_of_a_process_that_fails():
+  done = subprocess.run(
+    [sys.executable, LAUNCH / "localhost.py", "--processes=2", "--nonsense"],
+    cwd=commands.ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 1
+  assert "[process 1] error:" in done.stdout

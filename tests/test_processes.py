@@ -1,0 +1,225 @@
+"""Several processes are one program: they do together what one does alone."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import commands
+import jax
+import numpy as np
+import one_process
+import pytest
+
+from dppo_jax import checkpoint, compiled, setup_run, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+
+# One compiled stage of decoding, rows of which each device has one.
+OPTIONS = {
+  "model.layers": 1,
+  "model.embed": 32,
+  "model.mlp": 32,
+  "model.head_dim": 8,
+  "data.num_arithmetic": 40,
+  "data.max_operations": 1,
+  "data.eval": "",
+  "data.prompts_per_step": 8,
+  "rollout.group_size": 4,
+  "rollout.max_tokens": 8,
+  "rollout.num_slots": 2,
+  "pack.row_length": 32,
+  "pack.rows_per_micro": 1,
+  "optimizer.learning_rate": 1e-2,
+  "sft.steps": 0,
+  "log.writers": "",
+  "reward.num_workers": 1,
+}
+
+REWARD = """
+import json, os, pathlib, signal
+
+HERE = pathlib.Path(__file__).parent
+
+def noise(prompts, completions):
+  lines = [json.dumps(pair) for pair in zip(prompts, completions)]
+  with open(HERE / "seen.jsonl", "a") as file:
+    file.write("".join(line + chr(10) for line in lines))
+  try:
+    (HERE / "stop").rmdir()  # which one process does first
+    os.kill(os.getppid(), signal.SIGTERM)
+  except FileNotFoundError:
+    pass
+  return [sum(map(ord, text)) % 4 / 4 for text in completions]
+"""
+
+
+def _launcher() -> types.ModuleType:
+  path = commands.ROOT / "experiments/launch/localhost.py"
+  spec = importlib.util.spec_from_file_location("localhost", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+class _Folder:
+  """A run, the reward function that it calls, and all that this has seen."""
+
+  def __init__(self, path: pathlib.Path):
+    self.path, self.workdir = path, path / "run"
+    (path / "reward.py").write_text(REWARD)
+
+  def _flags(self, steps: int, data: int, model: int) -> list[str]:
+    options = OPTIONS | {
+      "reward.functions": f"{self.path / 'reward.py'}:noise",
+      "steps": steps,
+      "mesh.data": data,
+      "mesh.model": model,
+    }
+    return [
+      f"--config={commands.ROOT}/configs/arithmetic.py:dppo",
+      *(f"--config.{name}={value}" for name, value in options.items()),
+    ]
+
+  def config(self, steps: int, data: int = 1, model: int = 1):
+    return commands.parse(self._flags(steps, data, model))
+
+  def alone(self, steps: int, data: int = 1) -> None:
+    """Trains in this process."""
+    train.run(self.config(steps, data), self.workdir)
+
+  def together(self, steps: int, data: int, model: int = 1, **env: str):
+    """Trains in two processes of two devices; exit codes and outputs."""
+    program = commands.ROOT / "tests/one_process.py"
+    paths = [str(commands.ROOT), os.environ.get("PYTHONPATH", "")]
+    before = dict(os.environ)
+    os.environ.update(env, PYTHONPATH=os.pathsep.join(paths))
+    try:
+      processes = _launcher().start(
+        [
+          *(sys.executable, "-P", str(program)),
+          *self._flags(steps, data, model),
+          f"--workdir={self.workdir}",
+        ],
+        *(2, 2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )
+    finally:
+      os.environ.clear()
+      os.environ.update(before)
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    # What the transport says of itself, to nobody's control.
+    outputs = [re.sub(r"^\[Gloo\].*\n", "", x, flags=re.M) for x in outputs]
+    return [process.returncode for process in processes], outputs
+
+  def seen(self) -> list[str]:
+    return sorted((self.path / "seen.jsonl").read_text().splitlines())
+
+  def lines(self, name: str) -> list[dict]:
+    text = (self.workdir / f"{name}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+  def params(self, step: int):
+    """The weights of a step, on one device."""
+    run = setup_run.setup_run(self.config(steps=step))
+    with checkpoint.Checkpoints(self.workdir, read_only=True) as found:
+      return found.restore_params(step, compiled.abstract_params(run))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory, quick_compiler):
+  """Four steps alone; and one alone, two together, interrupted, one alone."""
+  alone = _Folder(tmp_path_factory.mktemp("alone"))
+  alone.alone(steps=4)
+  shared = _Folder(tmp_path_factory.mktemp("shared"))
+  shared.alone(steps=1)
+  (shared.path / "stop").mkdir()
+  stopped = shared.together(steps=3, data=4)
+  with checkpoint.Checkpoints(shared.workdir, read_only=True) as found:
+    newest = found.latest_step()
+  finished = shared.together(steps=3, data=4)
+  shared.alone(steps=4, data=4)
+  return types.SimpleNamespace(
+    alone=alone, shared=shared, stopped=stopped, newest=newest, done=finished
+  )
+
+
+def _assert_same_weights(alone: _Folder, shared: _Folder, step: int):
+  """As far as sums in another order are the same."""
+  first, one, other = alone.params(0), alone.params(step), shared.params(step)
+  flat = lambda tree: np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+  first, one, other = map(flat, (first, one, other))
+  moved = np.linalg.norm(one - first)
+  assert moved > 0.1
+  assert np.linalg.norm(other - one) < 1e-3 * moved
+
+
+def _kept(line: dict) -> dict:
+  """What does not depend on the machine, or on how many devices there are."""
+  differs = ("seconds", "compiles", "pack/", "slot_util", "micro_batches")
+  return {
+    name: value
+    for name, value in line.items()
+    if not any(part in name for part in differs)
+  }
+
+
+def test_two_processes_sample_what_one_does(dense):
+  assert len(dense.alone.seen()) == 4 * 8 * 4
+  assert dense.shared.seen() == dense.alone.seen()
+
+
+def test_two_processes_learn_what_one_does(dense):
+  _assert_same_weights(dense.alone, dense.shared, step=4)
+
+
+def test_two_processes_write_what_one_does(dense):
+  """Once, and with the texts of what the other process graded."""
+  for name in ("samples", "metrics"):
+    one, other = (x.lines(name) for x in (dense.alone, dense.shared))
+    assert [line["step"] for line in other] == [line["step"] for line in one]
+    for line, same in zip(map(_kept, one), map(_kept, other), strict=True):
+      about = lambda x: (
+        pytest.approx(x, rel=1e-3, abs=1e-5) if isinstance(x, float) else x
+      )
+      assert same == {name: about(x) for name, x in line.items()}
+  assert {x.name for x in dense.shared.workdir.iterdir()} == {
+    x.name for x in dense.alone.workdir.iterdir()
+  }
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(dense):
+  codes, (first, second) = dense.stopped
+  assert codes == [130, 130]
+  assert dense.newest == 2
+  assert "stopped after step 2; the same command goes on" in first
+  assert second == ""
+
+
+def test_the_same_command_goes_on_and_only_the_first_process_speaks(dense):
+  codes, (first, second) = dense.done
+  assert codes == [0, 0]
+  assert "going on after step 2" in first
+  assert "report:" in first
+  assert second == ""
+
+
+def test_experts_on_two_devices_of_each_of_two_processes(
+  tmp_path_factory, monkeypatch
+):
+  """Each process holds half of the prompts; both its devices hold them."""
+  describe = one_process.with_experts(setup_run.describe_model)
+  monkeypatch.setattr(setup_run, "describe_model", describe)
+  alone = _Folder(tmp_path_factory.mktemp("experts_alone"))
+  alone.alone(steps=2)
+  shared = _Folder(tmp_path_factory.mktemp("experts_shared"))
+  codes, _ = shared.together(steps=2, data=2, model=2, EXPERTS="1")
+  assert codes == [0, 0]
+  assert shared.seen() == alone.seen()
+  _assert_same_weights(alone, shared, step=2)
