@@ -202,13 +202,13 @@ def assemble(
     found: platform, tokenizer, stop_ids, train_set, eval_sets and
       initial_params.
   """
-  o = config.optimizer
+  o, method = config.optimizer, configs.make_method(config)
   num_updates = config.steps * config.objective.inner_updates
   return Run(
     config=config,
     mesh=mesh,
     root_key=jax.random.key(config.seed),
-    method=configs.make_method(config),
+    method=method,
     objective=configs.make_objective(config),
     optimizer=make_optimizer(total_steps=num_updates, **dataclasses.asdict(o)),
     learning_rate=make_schedule(
@@ -220,6 +220,8 @@ def assemble(
       config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
       config.pack.window,
       config.pack.share_prefix,
+      # Tokens are drawn along the rows, in an order that no mesh changes.
+      spread_rows=method.tokens is None,
     ),
     **found,
   )

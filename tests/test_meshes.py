@@ -156,20 +156,34 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
 @pytest.mark.parametrize("row_length", [24, 8])
 def test_rows_filled_where_they_are_trained_are_the_same(mesh, row_length):
   """Of prompts that no mesh divides; in rows of 8 not all have a place."""
-  prompts = small.prompts(num=13)
+  want, got = _packed(mesh, row_length)
+  here = got[0].tokens.sharding.shard_shape(got[0].tokens.shape)
+  assert here[1] == 16 // (mesh[0] * mesh[2])
+  chex.assert_trees_all_equal(jax.device_get(got), want)
+  assert (want[2]["pack/unplaced"] > 0) == (row_length == 8)
+  assert want[1] > 1
+
+
+def test_rows_go_to_the_devices_in_turn():
+  """The last micro-batch leaves no device two rows and another none."""
+  want, got = _packed((4, 1, 1), 24, spread_rows=True)
+  rows = lambda x: np.asarray(x[0].tokens).reshape(-1, 16, 24)
+  in_turn = rows(want).reshape(-1, 4, 4, 24).swapaxes(1, 2)
+  np.testing.assert_array_equal(rows(got).reshape(in_turn.shape), in_turn)
+  num_used = (np.asarray(got[0].segment_ids) > 0).any(2).reshape(-1, 4, 4)
+  last = num_used[int(got[1]) - 1].sum(1)
+  assert 0 < last.sum() < 16 and last.max() - last.min() <= 1
+
+
+def _packed(mesh, row_length, **more):
+  """25 prompts of 4 completions packed without a mesh, and on one."""
+  prompts = small.prompts(num=25)
   rollout = small.rollout(prompts, group=4)
-  ones = np.arange(52, dtype=np.float32).reshape(13, 4)
-  spec = select.PackingSpec(row_length, rows_per_micro=8, window=6)
+  ones = np.arange(100, dtype=np.float32).reshape(25, 4)
+  spec = select.PackingSpec(row_length, rows_per_micro=16, window=6, **more)
   pack = lambda: jax.jit(functools.partial(select.pack, spec=spec))(
     prompts, rollout, ones, ones + 1
   )
   want = jax.device_get(pack())
-  data_axis, model_axis, replicas = mesh
-  with jax.set_mesh(sharding.make_mesh(data_axis, model_axis, replicas)):
-    got = pack()
-  tokens = got[0].tokens
-  here = tokens.sharding.shard_shape(tokens.shape)
-  assert here[1] == 8 // (data_axis * replicas)
-  chex.assert_trees_all_equal(jax.device_get(got), want)
-  assert (want[2]["pack/unplaced"] > 0) == (row_length == 8)
-  assert want[1] > 1
+  with jax.set_mesh(sharding.make_mesh(*mesh)):
+    return want, pack()

@@ -27,11 +27,13 @@ def fill(
   num_rows: int,
   row_length: int,
   rows_per_micro: int,
+  spread_rows: bool = False,
 ) -> PackedBatch:
   """`packing.fill` as micro-batches `[M, R, L]`, on the mesh that is set.
 
   Args:
     num_rows: a multiple of `rows_per_micro`, which the shards divide evenly.
+    spread_rows: as in `select.PackingSpec`.
   """
   shards = sharding.num_shards_here("batch")
   if shards == 1:
@@ -51,9 +53,12 @@ def fill(
     shard = jax.lax.axis_index(sharding.RULES["batch"])
     here = rows_per_micro // shards
     micro, row = plan.row // rows_per_micro, plan.row % rows_per_micro
-    is_here = (plan.row >= 0) & (row // here == shard)
+    to, at = row // here, row % here
+    if spread_rows:
+      to, at = row % shards, row // shards
+    is_here = (plan.row >= 0) & (to == shard)
     own = plan._replace(
-      row=jnp.where(is_here, micro * here + row % here, -1),
+      row=jnp.where(is_here, micro * here + at, -1),
       # What spoils the batch is in its first row.
       num_unplaced=jnp.where(shard == 0, plan.num_unplaced, 0),
     )

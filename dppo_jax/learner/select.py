@@ -32,12 +32,15 @@ class PackingSpec(NamedTuple):
     rows_per_micro: rows in a micro-batch, over all devices.
     window: sequences among which the packer chooses.
     share_prefix: neighbours of one prompt share its positions.
+    spread_rows: rows go to the devices in turn, so that a last micro-batch of
+      few is not the first devices' alone; else as many to each as it takes.
   """
 
   row_length: int
   rows_per_micro: int
   window: int
   share_prefix: bool = True
+  spread_rows: bool = False
 
   def num_rows(self, num_sequences: int, max_length: int) -> int:
     """Rows that always suffice, in whole micro-batches."""
@@ -223,6 +226,7 @@ def pack(
     num_rows=num_rows,
     row_length=spec.row_length,
     rows_per_micro=spec.rows_per_micro,
+    spread_rows=spec.spread_rows,
   )
   num_used = plan.num_used
   total = lambda x: x.sum(dtype=jnp.float32)
