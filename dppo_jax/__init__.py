@@ -6,8 +6,6 @@ when they are first named.
 
 import importlib
 
-__version__ = "0.1.0"  # setup.py reads it here
-
 _PACKAGES = (
   "algo",
   "config",
@@ -30,6 +28,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-  return sorted(
-    [*_PACKAGES, "__doc__", "__file__", "__name__", "__path__", "__version__"]
-  )
+  return sorted([*_PACKAGES, "__doc__", "__file__", "__name__", "__path__"])

@@ -46,6 +46,8 @@ def grade(
     verifier_only: leaves out the functions that shape the reward.
   """
   owners = processes.owners(rollout.lengths)
+  # Experts are many bytes a token, and stay where they are.
+  rollout = rollout.replace(experts=None, prompt_experts=None)
   rollout = processes.to_host(rollout)
   shape = rollout.lengths.shape
   is_sampled = rollout.lengths.max(axis=1) > 0  # a group is sampled whole

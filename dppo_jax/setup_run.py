@@ -133,7 +133,6 @@ def setup_run(
   if is_here:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     limits.check_processes(mesh)
-    rewards.check(config.reward.functions)
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     limits.check_prompts(mesh, config)
@@ -152,6 +151,7 @@ def setup_run(
   )
   model = describe_model(config.model, path, tokenizer.vocab_size, backend)
   limits.check_weights(mesh, model)
+  limits.check_experts(config, model)
   if is_here:
     memory.check(mesh, model, config, trains)
   train_set, eval_sets = _problems(config, tokenizer, trains)

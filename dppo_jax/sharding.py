@@ -75,8 +75,7 @@ def sizes(
     raise ValueError(
       f"a mesh of {' x '.join(map(str, named))} needs {size} devices but "
       f"there are {num_devices}: lower config.mesh.data, config.mesh.model or "
-      "config.mesh.replicas; a CPU stands for several devices where "
-      f"JAX_NUM_CPU_DEVICES={size} is in the environment"
+      "config.mesh.replicas"
     )
   return shape
 

@@ -19,7 +19,7 @@ LEVELS = [
   {"algo", "models", "data", "rewards", "reporting", "options"},
   {"methods", "rollout", "checkpoint", "compiler"},
   {"learner", "config", "grading", "stages"},
-  {"fingerprints", "limits", "memory", "resume", "usage"},
+  {"limits", "memory", "resume", "usage"},
   {"setup_run"},
   {"compiled"},
   {"collect", "evaluation", "guards", "planning"},

@@ -15,6 +15,9 @@ from dppo_jax import sharding
 from dppo_jax.algo import packing
 from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
+# What is read of a rollout; the last two are None where they are not recorded.
+_READ = ("tokens", "logprobs", "experts", "prompt_experts")
+
 
 def fill(
   plan: packing.Plan,
@@ -42,7 +45,10 @@ def fill(
       *(num_rows, row_length),
     )
     return _in_micros(batch, rows_per_micro)
-  texts = (prompts.tokens, rollout.tokens, rollout.logprobs)
+  texts = {
+    "prompts": prompts.tokens,
+    "rollout": {name: getattr(rollout, name) for name in _READ},
+  }
   num_missing = -len(prompts.tokens) % shards  # of as many prompts on each
   pad = lambda x: jnp.pad(x, ((0, num_missing), *((0, 0),) * (x.ndim - 1)))
   spread = lambda x: sharding.constrain(
@@ -66,8 +72,8 @@ def fill(
     batch = packing.fill(
       own,
       counts,
-      PromptBatch(ids=prompt_lengths, tokens=texts[0], lengths=prompt_lengths),
-      Rollout(prompt_lengths, *texts[1:], lengths=completion_lengths),
+      PromptBatch(prompt_lengths, texts["prompts"], prompt_lengths),
+      Rollout(prompt_lengths, lengths=completion_lengths, **texts["rollout"]),
       *of_each,
       *(num_rows // shards, row_length),
       reader=functools.partial(_read_in_turn, shards=shards),
@@ -82,7 +88,7 @@ def fill(
     axis_names=set(sharding.RULES["batch"]),
     check_vma=False,
   )(
-    tuple(map(spread, texts)),
+    jax.tree.map(spread, texts),
     *(plan, counts, (prompts.lengths, rollout.lengths), advantages, weights),
   )
 
@@ -102,18 +108,19 @@ def _read_in_turn(
     # At most one shard has what a position reads; the others say 0.
     found = jax.tree.map(jnp.add, found, new)
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_next)
+    texts = {name: getattr(rollout, name) for name in _READ}
     return (
       found,
       prompts.replace(tokens=pass_on(prompts.tokens)),
-      rollout.replace(
-        tokens=pass_on(rollout.tokens), logprobs=pass_on(rollout.logprobs)
-      ),
+      rollout.replace(**jax.tree.map(pass_on, texts)),
     )
 
-  zeros = jnp.zeros(layout.is_real.shape, jnp.int32)
-  nothing = packing.Texts(zeros, zeros, zeros.astype(jnp.float32))
+  nothing = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype),
+    jax.eval_shape(packing.read, layout, prompts, rollout),
+  )
   return jax.lax.fori_loop(0, shards, turn, (nothing, prompts, rollout))[0]
 
 
 def _in_micros(batch: PackedBatch, rows: int) -> PackedBatch:
-  return jax.tree.map(lambda x: x.reshape(-1, rows, x.shape[-1]), batch)
+  return jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.algo import policy_loss
-from dppo_jax.models import lm_head, transformer
+from dppo_jax.models import lm_head, moe, transformer
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 
 MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
@@ -52,11 +52,15 @@ class GradSums(NamedTuple):
     sums: what describes the loss: `loss tokens clipped kl logprob
       entropy`.
     log_ratio: the largest |log(policy / sampler)| of any trained token.
+    load: of each layer's experts; None for a dense model.
+    num_read: positions that the model read, padding aside.
   """
 
   grad: transformer.Params
   sums: dict[str, Float[Array, ""]]
   log_ratio: Float[Array, ""]
+  load: moe.Load | None
+  num_read: Float[Array, ""]
 
 
 def make_schedule(
@@ -126,7 +130,8 @@ def logprobs(
   is_needed: Bool[Array, "R L"],
 ) -> Float[Array, "R L"]:
   """Log-probability of the needed targets, in nats; 0 elsewhere."""
-  return lm_head.token_logprobs(*_head_args(params, config, rows, is_needed))
+  arguments, _ = _head_args(params, config, rows, is_needed)
+  return lm_head.token_logprobs(*arguments)
 
 
 def score(
@@ -139,9 +144,8 @@ def score(
 
   def score_one(i, stats):
     rows = _take(batch, i)
-    new = lm_head.token_stats(
-      *_head_args(params, config, rows, rows.is_trained)
-    )
+    arguments, _ = _head_args(params, config, rows, rows.is_trained)
+    new = lm_head.token_stats(*arguments)
     put = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
 
@@ -152,17 +156,18 @@ def score(
 
 
 def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
-  """The arguments of the functions of `models.lm_head`."""
+  """The arguments of the functions of `models.lm_head`, and the load."""
   model = config.model
-  hidden = transformer.forward(
+  hidden, load = transformer.forward_and_load(
     params,
     model,
     rows.tokens,
     rows.positions,
     rows.segment_ids,
     rows.prefix_ids,
+    rows.experts,
   )
-  return (
+  arguments = (
     hidden,
     transformer.head(params, model).astype(hidden.dtype),
     rows.targets,
@@ -170,15 +175,25 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
     config.temperature,
     config.logit_chunk,
   )
+  return arguments, load
 
 
-def zero_sums(params: transformer.Params) -> GradSums:
-  """What sums over micro-batches start from."""
+def zero_sums(
+  params: transformer.Params,
+  model: transformer.ModelConfig,
+  replays: bool = False,
+) -> GradSums:
+  """What sums over micro-batches start from; those `replays` have experts."""
+  load = None
+  if model.experts:
+    load = moe.zero_load(model.experts, model.layers, replays)
   names = ("loss", "logprob", "entropy", "tokens", "clipped", "kl")
   return GradSums(
     grad=jax.tree.map(jnp.zeros_like, params),
     sums={name: jnp.float32(0) for name in names},
     log_ratio=jnp.float32(0),
+    load=load,
+    num_read=jnp.float32(0),
   )
 
 
@@ -200,13 +215,13 @@ def add_gradient(
   is_needed = rows.is_trained if has_ratio else is_chosen
 
   def loss_sum(params):
-    arguments = _head_args(params, config, rows, is_needed)
+    arguments, load = _head_args(params, config, rows, is_needed)
     new, entropy = lm_head.logprobs_and_entropy(*arguments)
     constant = jax.lax.stop_gradient(new)
     ref_logprobs = None
     if config.objective.beta:
       ref_logprobs = jax.lax.stop_gradient(
-        logprobs(reference, config, rows, is_chosen)
+        logprobs(reference, config, rows.replace(experts=None), is_chosen)
       )
     loss, info = policy_loss.surrogate(
       config.objective,
@@ -228,13 +243,15 @@ def add_gradient(
       "entropy": jnp.where(is_chosen, entropy, 0.0).sum(),
       **info,
     }
-    return loss, (scalars, jnp.abs(log_ratio).max())
+    return loss, (scalars, jnp.abs(log_ratio).max(), load)
 
-  grad, (scalars, log_ratio) = jax.grad(loss_sum, has_aux=True)(params)
+  grad, (scalars, log_ratio, load) = jax.grad(loss_sum, has_aux=True)(params)
   return GradSums(
     grad=jax.tree.map(jnp.add, sums.grad, grad),
     sums=jax.tree.map(jnp.add, sums.sums, scalars),
     log_ratio=jnp.maximum(sums.log_ratio, log_ratio),
+    load=jax.tree.map(jnp.add, sums.load, load),
+    num_read=sums.num_read + (rows.segment_ids > 0).sum(dtype=jnp.float32),
   )
 
 
@@ -249,7 +266,8 @@ def sum_gradients(
   add = lambda i, sums: add_gradient(
     sums, params, reference, config, _take(batch, i)
   )
-  return jax.lax.fori_loop(0, num_used, add, zero_sums(params))
+  zeros = zero_sums(params, config.model, batch.experts is not None)
+  return jax.lax.fori_loop(0, num_used, add, zeros)
 
 
 def apply_gradient(
@@ -283,6 +301,8 @@ def apply_gradient(
     "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
     "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
   }
+  if sums.load is not None:
+    metrics |= moe.describe(sums.load, sums.num_read)
   params = optax.apply_updates(state.params, updates)
   metrics["update/nonfinite_params"] = sum(
     jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)

@@ -5,7 +5,6 @@ Its weights are those of `parameters`. Layers are stacked and scanned.
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +37,10 @@ __all__ = [
   "Params",
   "cast",
   "decode",
+  "decode_and_route",
   "flatten",
   "forward",
+  "forward_and_load",
   "gathers_layers",
   "head",
   "inference_shardings",
@@ -49,6 +50,7 @@ __all__ = [
   "num_parameters",
   "parameter_table",
   "prefill",
+  "prefill_and_route",
   "shardings",
   "to_inference_params",
   "unflatten",
@@ -78,6 +80,7 @@ def forward(
   positions: Int[Array, "B L"],
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"] | None = None,
+  experts: Int[Array, "B L Y K"] | None = None,
 ) -> Float[Array, "B L E"]:
   """The hidden states after the last layer and the final norm.
 
@@ -86,6 +89,26 @@ def forward(
     positions: of each token in its sequence.
     segment_ids: a token sees the past of its segment; 0 is padding.
     prefix_ids: a segment that a token sees besides its own; None is no other.
+    experts: each token's in every layer; None leaves them to the routers.
+  """
+  return forward_and_load(
+    params, config, tokens, positions, segment_ids, prefix_ids, experts
+  )[0]
+
+
+def forward_and_load(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B L"],
+  positions: Int[Array, "B L"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
+  experts: Int[Array, "B L Y K"] | None = None,
+) -> tuple[Float[Array, "B L E"], moe.Load | None]:
+  """As `forward`, and how each layer's tokens are spread over its experts.
+
+  Returns:
+    Hidden states, and the load of every layer; None for a dense model.
   """
   params = cast(params, config)
 
@@ -96,12 +119,24 @@ def forward(
     )
 
   x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
-  layer = REMAT[config.remat](layer)
+
+  @REMAT[config.remat]
+  def run(x, p, chosen):
+    x, _, routing = layer(x, p, None, chosen)
+    if routing is None:
+      return x, None
+    return x, moe.load(routing, segment_ids > 0, config.experts)
+
   place = functools.partial(parameters.place_layer, config=config)
-  x, _ = jax.lax.scan(
-    lambda x, p: layer(x, place(p), None), x, params["layers"], unroll=_UNROLL
+  if experts is not None:
+    experts = jnp.moveaxis(experts, -2, 0)
+  x, loads = jax.lax.scan(
+    lambda x, xs: run(x, place(xs[0]), xs[1]),
+    x,
+    (params["layers"], experts),
+    unroll=_UNROLL,
   )
-  return layers.rms_norm(x, params["final_norm"], config.norm_eps)
+  return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
 
 def prefill(
@@ -120,6 +155,17 @@ def prefill(
     lengths: tokens of each prompt, at most `L`.
     sizes: positions of each part of the cache, `L` or more in all.
   """
+  return prefill_and_route(params, config, tokens, lengths, sizes)[0]
+
+
+def prefill_and_route(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B L"],
+  lengths: Int[Array, "B"],
+  sizes: Sequence[int],
+) -> tuple[KVCache, Int[Array, "B L Y K"] | None]:
+  """As `prefill`, and each token's experts in every layer, if it has any."""
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
 
@@ -132,8 +178,10 @@ def prefill(
   # Inlined with a kernel: the TPU compiler aborts if a scan in the rollout's
   # shard_map calls a function that has a kernel's shard_map of its own.
   inline = config.attention in attention.KERNELS
-  layer = _gathered(layer, config)
-  return kv_cache.scan_layers(layer, x, params["layers"], cache, inline)[1]
+  _, cache, experts = kv_cache.scan_layers(
+    _in_rollout(layer, config), x, params["layers"], cache, inline
+  )
+  return cache, _after_tokens(experts)
 
 
 def decode(
@@ -151,6 +199,17 @@ def decode(
     positions: of that token; the cache holds the slot's past before it.
     cache: to be donated; the new keys and values are written at `positions`.
   """
+  return decode_and_route(params, config, tokens, positions, cache)[:2]
+
+
+def decode_and_route(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B"],
+  positions: Int[Array, "B"],
+  cache: KVCache,
+) -> tuple[Float[Array, "B E"], KVCache, Int[Array, "B Y K"] | None]:
+  """As `decode`, and each token's experts in every layer, if it has any."""
 
   def attend(q, k, v, cache):
     cache = kv_cache.write_tokens(cache, k, v, positions)
@@ -158,9 +217,17 @@ def decode(
 
   num_positions = kv_cache.num_positions(cache)
   x, layer = _embed(params, config, tokens, positions, num_positions, attend)
-  layer = _gathered(layer, config)
-  x, cache = kv_cache.scan_layers(layer, x, params["layers"], cache)
-  return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
+  x, cache, experts = kv_cache.scan_layers(
+    _in_rollout(layer, config), x, params["layers"], cache
+  )
+  x = layers.rms_norm(x, params["final_norm"], config.norm_eps)
+  return x, cache, _after_tokens(experts)
+
+
+def _after_tokens(
+  experts: Int[Array, "Y B *L K"] | None,
+) -> Int[Array, "B *L Y K"] | None:
+  return None if experts is None else jnp.moveaxis(experts, 0, -2)
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
@@ -187,11 +254,12 @@ def _embed(
   positions: Int[Array, "B *L"],
   num_positions: int,
   attend: Callable,
-) -> tuple[Float[Array, "B *L E"], Callable[[Array, Params, Any], tuple]]:
-  """The embedded tokens, and `layer(x, weights, cache) -> (x, cache)`.
+) -> tuple[Float[Array, "B *L E"], Callable[..., tuple]]:
+  """The embedded tokens, and what makes of them those after a layer.
 
-  Training, prefill and decoding differ only in `attend(q, k, v, cache) ->
-  (out, cache)`.
+  That is `layer(x, weights, cache, chosen) -> (x, cache, routing)`: the experts
+  that are given, if any, and where the tokens went. Training, prefill and
+  decoding differ only in `attend(q, k, v, cache) -> (out, cache)`.
   """
   batch_axes = ("batch",) + (None,) * tokens.ndim
   table = layers.cos_sin_table(
@@ -200,7 +268,7 @@ def _embed(
   # A lookup, since XLA would compute cosines again for each head and layer.
   cos, sin = (x[positions] for x in table)
 
-  def layer(x, p, cache):
+  def layer(x, p, cache, chosen=None):
     h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
     p = p | parameters.repeat_kv_heads(p, config)
     q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
@@ -215,22 +283,33 @@ def _embed(
     x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
     h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
-    x = sharding.constrain(x + _feed_forward(h, p, config), *batch_axes)
-    return x, cache
+    out, routing = _feed_forward(h, p, config, chosen)
+    return sharding.constrain(x + out, *batch_axes), cache, routing
 
   return sharding.constrain(params["embed"][tokens], *batch_axes), layer
 
 
-def _gathered(layer: Callable, config: ModelConfig) -> Callable:
-  """The layer, of weights that a rollout's shards may hold a part of each."""
-  return lambda x, p, cache: layer(x, parameters.gather_layer(p, config), cache)
+def _in_rollout(layer: Callable, config: ModelConfig) -> Callable:
+  """The layer, of weights that a rollout's shards may hold a part of each.
+
+  Of its routing it returns the experts alone, in few bytes.
+  """
+
+  def run(x, p, cache):
+    x, cache, routing = layer(x, parameters.gather_layer(p, config), cache)
+    if routing is None:
+      return x, cache, None
+    return x, cache, routing.chosen.astype(config.experts.dtype)
+
+  return run
 
 
 def _feed_forward(
-  h: Float[Array, "B *L E"], p: Params, config: ModelConfig
-) -> Float[Array, "B *L E"]:
+  h: Float[Array, "B *L E"], p: Params, config: ModelConfig, chosen
+) -> tuple[Float[Array, "B *L E"], moe.Routing | None]:
   if config.experts:
     names = ("router", "experts_gate", "experts_up", "experts_down")
-    return moe.mixture(h, *(p[name] for name in names), config.experts)
+    weights = (p[name] for name in names)
+    return moe.mixture(h, *weights, config.experts, chosen)
   h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
-  return layers.linear(h, p["down"])
+  return layers.linear(h, p["down"]), None

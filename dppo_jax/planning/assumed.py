@@ -60,6 +60,7 @@ def assumed_run(
     model = setup_run.describe_model(config.model, "", size)
   model = dataclasses.replace(model, attention=backend)
   limits.check_weights(mesh, model)
+  limits.check_experts(config, model)
   width = shapes.round_up(config.data.max_prompt_tokens, 8)
   num = config.data.train_limit or NUM_PROBLEMS
   problems = data.ProblemSet.of_shape(num, width)

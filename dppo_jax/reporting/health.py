@@ -187,6 +187,17 @@ ALARMS = (
     "config.optimizer.learning_rate where accuracy jumps about",
   ),
   Alarm(
+    "unused_experts",
+    10,
+    lambda r: r.mean("moe/unused"),
+    0.5,
+    "{value:.0%} of the experts get no token in a step: the routing collapses, "
+    "or a step has few tokens",
+    "a look at moe/router_entropy: where it falls too, going on from an "
+    "earlier checkpoint, with config.sft.from_run=DIR@STEP, and a lower "
+    "config.optimizer.learning_rate, or config.rollout.replay_experts=True",
+  ),
+  Alarm(
     "cut_off",
     10,
     lambda r: 1 - r.mean("completions/stopped"),

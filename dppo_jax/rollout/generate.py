@@ -43,6 +43,7 @@ def sample(
   prefill_batch: int = 16,
   kept: Selection | None = None,
   platform: str = "cpu",
+  record_experts: bool = False,
   **sampling,
 ) -> Rollout:
   """`group_size` completions of each prompt that was kept.
@@ -62,6 +63,7 @@ def sample(
     kept: prompts to roll out; None for all.
     platform: of the devices, cpu, gpu or tpu, which the number of compiled
       stages is chosen for; it changes no token.
+    record_experts: of each token in every layer of a mixture of experts.
     sampling: the fields of `Sampling`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -79,6 +81,7 @@ def sample(
     num_slots=num_slots,
     prefill_batch=prefill_batch,
     platform=platform,
+    record_experts=record_experts,
   )
 
 
@@ -94,12 +97,13 @@ def roll_out(
   num_slots: int,
   prefill_batch: int,
   platform: str = "cpu",
+  record_experts: bool = False,
 ) -> Rollout:
   """`sample` from weights that are laid out for it already.
 
   Args:
     params: of `transformer.to_inference_params`.
-    group_size, num_slots, prefill_batch, platform: as in `sample`.
+    group_size, num_slots, ...: as in `sample`.
   """
   num_slots = min(
     num_slots,
@@ -108,7 +112,7 @@ def roll_out(
   schedule = slot_schedule(num_slots, platform)
 
   def run(params, prompts, keep, key):
-    state = _first_stage(
+    state, prompt_experts = _first_stage(
       params,
       model_config,
       prompts,
@@ -118,18 +122,20 @@ def roll_out(
       schedule,
       group_size=group_size,
       prefill_batch=prefill_batch,
+      record_experts=record_experts,
     )
-    return _later_stages(params, model_config, state, sampling, schedule)
+    state = _later_stages(params, model_config, state, sampling, schedule)
+    return state.output, prompt_experts, state.slot_steps
 
   keep, num_shards = kept.keep, sharding.num_shards_here("batch")
   if num_shards == 1:
-    output, slot_steps = run(params, prompts, keep, rng.key)
+    output, prompt_experts, slot_steps = run(params, prompts, keep, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
     dealt = jax.tree.map(lambda x: x[order], (prompts, keep))
     by_prompt = sharding.spec(("batch",))
-    output, slot_steps = jax.shard_map(
+    output, prompt_experts, slot_steps = jax.shard_map(
       run,
       in_specs=(
         transformer.inference_specs(model_config),
@@ -145,12 +151,15 @@ def roll_out(
     lambda x: x.reshape(len(keep), -1, *x.shape[1:]), output
   )
   if num_shards > 1:
-    output = jax.tree.map(lambda x: x[place], output)
+    output, prompt_experts = jax.tree.map(
+      lambda x: x[place], (output, prompt_experts)
+    )
   return Rollout(
     prompt_ids=prompts.ids,
     kept=kept,
     # All shards wait for the slowest.
     slot_steps=slot_steps.max() * num_shards,
+    prompt_experts=prompt_experts,
     **output._asdict(),
   )
 
@@ -173,16 +182,37 @@ def _first_stage(
   *,
   group_size: int,
   prefill_batch: int,
-) -> DecodeState:
-  """Prefill, then decoding until fewer are left than the next stage takes."""
+  record_experts: bool,
+) -> tuple[DecodeState, Int[Array, "N P Y K"] | None]:
+  """Prefill, then decoding until fewer are left than the next stage takes.
+
+  Returns:
+    The decoding under way, and the experts of the prompts' tokens if they are
+    recorded.
+  """
+
+  def no_experts(*shape):
+    if not record_experts:
+      return None
+    experts = model_config.experts
+    shape = (*shape, model_config.layers, experts.per_token)
+    return jnp.zeros(shape, experts.dtype)
+
   num_items = prompts.ids.shape[0] * group_size
   num_slots = schedule[0]
   num_wanted = keep.sum(dtype=jnp.int32) * group_size
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   sizes = kv_cache.part_sizes(prompts.tokens.shape[1] + sampling.max_tokens - 1)
-  prompt_cache = _prefill(
-    params, model_config, prompts, queue, keep.sum(), prefill_batch, sizes
+  prompt_cache, prompt_experts = _prefill(
+    params,
+    model_config,
+    prompts,
+    queue,
+    keep.sum(),
+    prefill_batch,
+    sizes,
+    no_experts(*prompts.tokens.shape),
   )
   prompt_keys = keys_for_ids(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
@@ -230,6 +260,7 @@ def _first_stage(
       logprobs=jnp.zeros(rows, jnp.float32),
       lengths=jnp.zeros((num_items,), jnp.int32),
       is_stopped=jnp.zeros((num_items,), bool),
+      experts=no_experts(*rows),
     ),
     uniform=jax.vmap(draw_all)(item_keys.reshape(num_items)),
     num_wanted=num_wanted[None],
@@ -238,14 +269,15 @@ def _first_stage(
   )
   # Every waiting completion finds a slot in this stage: no later one refills.
   is_first_stage = more_unfinished_than([*schedule, 0][1])
-  return loop(
+  state, _ = loop(
     lambda carry: is_first_stage(carry[0]),
     lambda carry: refill_all(
       decode_step(params, model_config, carry[0], sampling), carry[1]
     ),
     refill_all(empty, jnp.int32(0)),
     transformer.gathers_layers(model_config),
-  )[0]
+  )
+  return state, prompt_experts
 
 
 def _later_stages(
@@ -254,8 +286,8 @@ def _later_stages(
   state: DecodeState,
   sampling: Sampling,
   schedule: list[int],
-) -> tuple[DecodeOutput, Int[Array, "1"]]:
-  """Decoding to the end with ever fewer slots, and the slot steps of it all."""
+) -> DecodeState:
+  """Decoding to the end with ever fewer slots."""
   for size, next_size in itertools.pairwise([*schedule[1:], 0]):
     slots = compact_slots(state.slots, size, state.uniform.shape[0])
     state = loop(
@@ -264,13 +296,17 @@ def _later_stages(
       state._replace(slots=slots),
       transformer.gathers_layers(model_config),
     )
-  return state.output, state.slot_steps
+  return state
 
 
 def _prefill(
-  params, model_config, prompts, queue, num_kept, prefill_batch, sizes
+  params, model_config, prompts, queue, num_kept, prefill_batch, sizes, experts
 ):
-  """Caches of the kept prompts in queue order; the others' stay zero."""
+  """Caches of the kept prompts in queue order; the others' stay zero.
+
+  Args:
+    experts: what those of the prompts' tokens are written into, or None.
+  """
   num_prompts, longest = prompts.tokens.shape
   chunk = shapes.largest_divisor(num_prompts, prefill_batch)
   sizes = kv_cache.prompt_part_sizes(sizes, longest)
@@ -278,24 +314,31 @@ def _prefill(
   in_step = transformer.gathers_layers(model_config)
 
   def at_length(padded, rows):
-    return transformer.prefill(
+    cache, chosen = transformer.prefill_and_route(
       params,
       model_config,
       prompts.tokens[rows, :padded],
       prompts.lengths[rows],
       sizes,
     )
+    if experts is None:
+      return cache, None
+    rest = [(0, 0), (0, longest - padded), (0, 0), (0, 0)]
+    return cache, jnp.pad(chosen, rest)
 
-  def prefill_chunk(i, cache):
+  def prefill_chunk(i, carry):
+    cache, experts = carry
     rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
     needed = together(prompts.lengths[rows].max(), in_step)
-    new = jax.lax.switch(
+    new, chosen = jax.lax.switch(
       (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
       [functools.partial(at_length, padded) for padded in paddings],
       rows,
     )
-    return kv_cache.put_slots(cache, new, i * chunk)
+    if experts is not None:
+      experts = experts.at[rows].set(chosen)
+    return kv_cache.put_slots(cache, new, i * chunk), experts
 
   empty = kv_cache.init(model_config, num_prompts, sizes)
   num_chunks = together((num_kept + chunk - 1) // chunk, in_step)
-  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, (empty, experts))

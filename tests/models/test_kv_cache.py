@@ -96,10 +96,11 @@ def test_layers_meet_their_own_weights_and_rows_in_order():
   def layer(x, weight, cache):
     k = jnp.full((1, 2, 3), weight)
     cache = kv_cache.write_tokens(cache, k, k, jnp.zeros(1, jnp.int32))
-    return x * 10 + weight, cache
+    return x * 10 + weight, cache, weight
 
-  x, cache = kv_cache.scan_layers(layer, jnp.float32(0), weights, cache)
+  x, cache, said = kv_cache.scan_layers(layer, jnp.float32(0), weights, cache)
   assert x == 12345
+  np.testing.assert_array_equal(said, np.arange(6))
   found = [np.asarray(group[0].keys[:, 0, 0, 0, 0]) for group in cache]
   np.testing.assert_array_equal(np.stack(found, 1).ravel(), np.arange(6))
 

@@ -47,7 +47,7 @@ def one_by_one(x, router, gate, up, down, experts=EXPERTS):
 def test_a_mixture_is_the_sum_over_each_tokens_experts(is_normalized):
   experts = EXPERTS._replace(is_normalized=is_normalized)
   x = tokens(2, 3)
-  found = moe.mixture(x, *weights(), experts)
+  found = moe.mixture(x, *weights(), experts)[0]
   expected = one_by_one(x, *weights(), experts)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -55,7 +55,7 @@ def test_a_mixture_is_the_sum_over_each_tokens_experts(is_normalized):
 def test_gradients_are_those_of_the_sum():
   x, target = tokens(1, 4), tokens(1, 4, seed=2)
   loss = lambda f: lambda x, *w: (f(x, *w) * target).sum()
-  mixture = loss(lambda *args: moe.mixture(*args, EXPERTS))
+  mixture = loss(lambda *args: moe.mixture(*args, EXPERTS)[0])
   found = jax.grad(mixture, range(5))(x, *weights())
   expected = jax.grad(loss(one_by_one), range(5))(x, *weights())
   for f, e in zip(found, expected, strict=True):
@@ -67,8 +67,8 @@ def test_a_token_does_not_depend_on_the_others_of_its_batch():
   """No expert has a limit that others could use up."""
   same = jnp.broadcast_to(tokens(1, 1), (1, 64, EMBED))
   mixture = jax.jit(moe.mixture, static_argnums=5)
-  crowded = mixture(same, *weights(), EXPERTS)
-  alone = mixture(same[:, :1], *weights(), EXPERTS)
+  crowded, _ = mixture(same, *weights(), EXPERTS)
+  alone, _ = mixture(same[:, :1], *weights(), EXPERTS)
   np.testing.assert_allclose(crowded[0, 63], alone[0, 0], atol=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
   x, target = tokens(4, 3), tokens(4, 3, seed=2)
 
   def loss(x, *w):
-    out = moe.mixture(x, *w, EXPERTS)
+    out, _ = moe.mixture(x, *w, EXPERTS)
     return (out * target).sum(), out
 
   run = jax.jit(jax.value_and_grad(loss, range(5), has_aux=True))
@@ -99,7 +99,7 @@ def test_rows_of_other_devices_reach_nothing(monkeypatch):
 
   monkeypatch.setattr(jax.lax, "ragged_dot", spoilt)
   x = tokens(4, 3)
-  loss = lambda x, *w: (moe.mixture(x, *w, EXPERTS) ** 2).sum()
+  loss = lambda x, *w: (moe.mixture(x, *w, EXPERTS)[0] ** 2).sum()
   with jax.set_mesh(sharding.make_mesh(1, 4)):
     found = jax.jit(jax.grad(loss, range(5)))(x, *weights())
   monkeypatch.undo()
@@ -107,3 +107,61 @@ def test_rows_of_other_devices_reach_nothing(monkeypatch):
   jax.tree.map(
     lambda f, e: np.testing.assert_allclose(f, e, atol=1e-4), found, expected
   )
+
+
+def test_a_load_counts_what_each_expert_gets_and_no_padding():
+  x, is_real = tokens(4, 5), jnp.arange(20).reshape(4, 5) % 3 > 0
+  router = weights()[0]
+  _, routing = moe.mixture(x, *weights(), EXPERTS)
+  load = moe.load(routing, is_real, EXPERTS)
+  want, entropy = np.zeros(EXPERTS.num), 0.0
+  for token in x[is_real]:
+    prob = np.asarray(jax.nn.softmax(token @ router))
+    want[np.argsort(-prob)[: EXPERTS.per_token]] += 1
+    entropy -= (prob * np.log(prob)).sum()
+  np.testing.assert_array_equal(load.tokens, want)
+  np.testing.assert_allclose(load.entropy, entropy, rtol=1e-5)
+  assert load.moved is None
+
+
+def test_metrics_say_how_uneven_a_load_is():
+  """Two layers: one even, one that sends all tokens to two of four experts."""
+  load = moe.Load(
+    jnp.array([[5.0, 5, 5, 5], [10, 10, 0, 0]]), jnp.array([10.0, 0]), None
+  )
+  found = moe.describe(load, jnp.float32(10))
+  assert found == {
+    "moe/load_max": 2.0,
+    "moe/load_max_mean": 1.5,
+    "moe/load_cv": 0.5,
+    "moe/unused": 0.25,
+    "moe/router_entropy": 0.5,
+  }
+  moved = moe.describe(load._replace(moved=jnp.array([1.0, 3])), 10)
+  assert np.isclose(moved["moe/moved"], 0.2)
+
+
+def test_given_experts_are_taken_with_the_routers_own_probabilities():
+  x, given = tokens(2, 3), jnp.broadcast_to(jnp.array([6, 0, 3]), (2, 3, 3))
+  w = weights()
+  found, routing = moe.mixture(x, *w, EXPERTS, given.astype(EXPERTS.dtype))
+  np.testing.assert_array_equal(routing.chosen, given)
+  prob = jax.nn.softmax((x @ w[0])[..., given[0, 0]])
+  out = jnp.stack(
+    [(jax.nn.silu(x @ w[1][i]) * (x @ w[2][i])) @ w[3][i] for i in given[0, 0]],
+    axis=-1,
+  )
+  np.testing.assert_allclose(
+    found, (out * prob[..., None, :]).sum(-1), atol=1e-5
+  )
+  own = moe.mixture(x, *w, EXPERTS)[1].chosen
+  is_same = (np.sort(own) == np.sort(given)).all(-1)
+  np.testing.assert_array_equal(routing.is_moved, ~is_same)
+
+
+def test_the_routers_own_choice_given_in_any_order_changes_nothing():
+  x, w = tokens(2, 3), weights()
+  own, routing = moe.mixture(x, *w, EXPERTS)
+  same, again = moe.mixture(x, *w, EXPERTS, routing.chosen[..., ::-1])
+  np.testing.assert_allclose(same, own, atol=1e-6)
+  assert not again.is_moved.any()

@@ -44,6 +44,7 @@ CASES = {
   "reward_errors": {"reward/errors": 10},
   "sampler_mismatch": {"update/policy_ratio_max": 3},
   "skipped_update": {"update/skipped_in_a_row": 1},
+  "unused_experts": {"moe/unused": 0.8},
   "zero_variance": {"groups/zero_std": 30},
 }
 
