@@ -8,6 +8,7 @@ axis divides the weights for good: heads, experts, feed-forward parts and
 vocabulary.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import math
 
@@ -46,8 +47,7 @@ def make_mesh(
     data: -1 takes what the others leave.
     devices: to choose from; None is all that JAX finds.
   Raises:
-    ValueError: where there are fewer devices than the mesh needs, or the
-      slices that they are on cannot be divided so.
+    ValueError: where there are fewer devices than the mesh needs.
   """
   devices = list(jax.devices() if devices is None else devices)
   shape = sizes(len(devices), data, model, replicas)
@@ -81,23 +81,23 @@ def sizes(
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-  """The devices in this shape, neighbours in it near each other."""
-  slices = len({getattr(device, "slice_index", 0) for device in devices})
-  if slices == 1:
-    return mesh_utils.create_device_mesh(
-      shape, devices, allow_split_physical_axes=True
-    )
-  replicas, *rest = shape
-  if replicas % slices:
-    raise ValueError(
-      f"config.mesh.replicas is {replicas} but the devices are on {slices} "
-      "slices: set it to a multiple of that, so that no replica is on two"
-    )
+  """The devices in this shape, neighbours in it near each other.
+
+  Slices, of a pod or of a cluster, divide replicas before they divide data, and
+  never a model, as far as the numbers allow.
+  """
+  sizes = collections.Counter(getattr(x, "slice_index", 0) for x in devices)
+  replicas, data, model = shape
+  across = math.gcd(replicas, len(sizes))
+  rest = len(sizes) // across
+  options = {"allow_split_physical_axes": True}
+  if len(sizes) == 1 or len(set(sizes.values())) > 1 or data % rest:
+    return mesh_utils.create_device_mesh(shape, devices, **options)
   return mesh_utils.create_hybrid_device_mesh(
-    (replicas // slices, *rest),
-    (slices, *(1,) * len(rest)),
+    (replicas // across, data // rest, model),
+    (across, rest, 1),
     devices,
-    allow_split_physical_axes=True,
+    **options,
   )
 
 

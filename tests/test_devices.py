@@ -5,7 +5,7 @@ import types
 import commands
 import pytest
 
-from dppo_jax import limits, setup_run
+from dppo_jax import limits, setup_run, sharding
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 
@@ -45,3 +45,32 @@ def test_prompts_that_do_not_divide_are_refused_by_name():
   c = commands.config("arithmetic", mesh__replicas=3)
   with pytest.raises(ValueError, match=r"6 devices of .*data x .*replicas"):
     limits.check_prompts(_mesh(2, replicas=3), c)
+
+
+@pytest.mark.parametrize(
+  ("shape", "slices"),
+  [
+    ((2, 2, 2), [[0], [1]]),  # of each replica
+    ((4, 1, 2), [[0], [0], [1], [1]]),
+    ((1, 4, 2), [[0, 1]]),
+    ((1, 1, 8), [[0, 1]]),  # where there is no other way
+  ],
+)
+def test_a_replica_is_on_one_slice_where_it_can_be(shape, slices):
+  devices = [
+    types.SimpleNamespace(
+      id=i,
+      platform="gpu",
+      device_kind="one that is not there",
+      process_index=0,
+      slice_index=i % 2,
+    )
+    for i in range(8)
+  ]
+  mesh = sharding._arrange(devices, shape)
+  assert sorted(x.id for x in mesh.flat) == list(range(8))
+  found = [sorted({x.slice_index for x in replica.flat}) for replica in mesh]
+  assert found == slices
+  models = mesh.reshape(-1, shape[2])
+  if shape[2] == 2:  # which stay on a slice
+    assert all(len({x.slice_index for x in model}) == 1 for model in models)

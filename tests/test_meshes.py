@@ -178,6 +178,26 @@ def test_rows_go_to_the_devices_in_turn():
   assert 0 < last.sum() < 16 and last.max() - last.min() <= 1
 
 
+def test_no_device_ever_holds_the_tokens_of_all():
+  mesh = sharding.make_mesh(8)
+  spec = select.PackingSpec(24, rows_per_micro=8, window=6)
+  prompts = small.prompts(num=16)
+  rollout = small.rollout(prompts, group=3, tokens=5)
+  place = sharding.sharding(mesh, "batch")
+  prompts, rollout = (
+    jax.tree.map(lambda x: jax.device_put(x, place) if x.ndim else x, tree)
+    for tree in (prompts, rollout)
+  )
+  weights = np.ones((16, 3), np.float32)
+  with jax.set_mesh(mesh):
+    lowered = jax.jit(functools.partial(select.pack, spec=spec)).lower(
+      prompts, rollout, weights, weights
+    )
+  text = lowered.compile().as_text()
+  assert "s32[2,3,5]" in text and "f32[2,3,5]" in text  # a device's own
+  assert "[16,3,5]" not in text and "[48,5]" not in text
+
+
 def _packed(mesh, row_length, **more):
   """25 prompts of 4 completions packed without a mesh, and on one."""
   prompts = small.prompts(num=25)
