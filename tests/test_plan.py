@@ -14,7 +14,7 @@ from dppo_jax import compiled, methods, plan, setup_run
 from dppo_jax import config as configs
 from dppo_jax.algo import objectives
 from dppo_jax.learner import update
-from dppo_jax.models import hf, kv_cache, transformer
+from dppo_jax.models import hf, kv_cache, lm_head, transformer
 from dppo_jax.planning import (
   advice,
   architectures,
@@ -400,6 +400,32 @@ def test_stages_are_compiled_for_a_topology(capsys):
     plan.run(config, shape="v5e:2x2", stages="train")
   with pytest.raises(ValueError, match="--topology is 'v5e:3x5'"):
     plan.run(config, shape="v5e:3x5")
+
+
+def test_the_head_is_gathered_once_and_not_for_every_chunk_of_logits():
+  pytest.importorskip("libtpu")
+  devices = topology.devices(hardware.parse("v5e:2x2"))
+  mesh = sharding.make_mesh(data=4, devices=devices)
+  by_row = sharding.sharding(mesh, "batch")
+  by_width = sharding.sharding(mesh, "vocab", "embed")
+  array = lambda shape, dtype, place: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=place
+  )
+
+  def loss(hidden, head, targets, is_needed):
+    arrays = (hidden, head, targets, is_needed)
+    return lm_head.token_logprobs(*arrays, 0.7, logit_chunk=128).sum()
+
+  gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(by_row, by_width))
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    program = gradient.lower(
+      array((4, 256, 128), jnp.float32, by_row),
+      array((1024, 128), jnp.float32, by_width),
+      array((4, 256), jnp.int32, by_row),
+      array((4, 256), bool, by_row),
+    ).compile()
+  found = hlo.collectives(program.as_text())
+  assert found and all(x.depth == 0 for x in found), found
 
 
 def test_a_refusal_of_the_compiler_is_a_figure():

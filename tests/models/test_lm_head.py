@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dppo_jax import sharding
 from dppo_jax.models import lm_head
 
 
@@ -102,3 +103,31 @@ def test_the_entropy_beside_logprobs_is_that_of_the_stats(logit_chunk):
   np.testing.assert_array_equal(
     jax.grad(of_both)(hidden), jax.grad(of_one)(hidden)
   )
+
+
+def test_shards_of_a_mesh_come_to_the_result_of_one_device():
+  hidden, weight, targets, is_needed, grads = (
+    jnp.concatenate([x, x[::-1]]) if x.shape[0] == 2 else x
+    for x in _arguments()
+  )
+
+  def loss(hidden, weight):
+    chosen = lm_head.token_logprobs(
+      hidden, weight, targets, is_needed, 0.7, logit_chunk=8
+    )
+    return (chosen * grads).sum()
+
+  want = jax.value_and_grad(loss, (0, 1))(hidden, weight)
+  mesh = sharding.make_mesh(data=4, model=2)
+  places = (
+    sharding.sharding(mesh, "batch"),
+    sharding.sharding(mesh, "vocab", "embed"),
+  )
+  with jax.set_mesh(mesh):
+    arrays = jax.device_put((hidden, weight), places)
+    program = jax.jit(
+      jax.value_and_grad(loss, (0, 1)), out_shardings=(None, places)
+    )
+    got = program(*arrays)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
