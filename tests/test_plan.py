@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import compiled, methods, plan, setup_run
+from dppo_jax import compiled, methods, plan, setup_run, sharding
 from dppo_jax import config as configs
 from dppo_jax.algo import objectives
 from dppo_jax.learner import update
