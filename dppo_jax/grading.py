@@ -119,7 +119,7 @@ def _grade_rows(
   completions = [
     tokenizer.decode(tokens[:length])
     for tokens, length in zip(
-      rollout.tokens[rows].reshape(len(ids), -1),
+      rollout.tokens[rows].reshape(len(ids), rollout.tokens.shape[-1]),
       lengths.reshape(-1),
       strict=True,
     )

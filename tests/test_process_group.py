@@ -1,5 +1,6 @@
 """What processes tell each other, with threads in their place."""
 
+import collections
 from concurrent import futures
 import contextlib
 import fcntl
@@ -18,7 +19,11 @@ import numpy as np
 import pytest
 import yaml
 
-from dppo_jax import limits, processes, resume, stopping
+from dppo_jax import data, grading, limits, processes, resume, stopping
+from dppo_jax.data.problems import prepare
+from dppo_jax.data.rows import Row
+from dppo_jax.records import Rollout, Selection
+from dppo_jax.rewards.grader import Graded
 
 LAUNCH = commands.ROOT / "experiments/launch"
 
@@ -265,3 +270,44 @@ def test_the_exit_code_is_that_of_a_process_that_fails():
   )
   assert done.returncode == 1
   assert "[process 1] error:" in done.stdout
+
+
+class _Letters:
+  """A grader that counts letters."""
+
+  def grade(self, prompts, completions, answers, columns, **unused):
+    values = np.array([len(set(x)) / 3 for x in completions], np.float32)
+    counts = collections.Counter(right=int((values == 1).sum()))
+    return Graded(values, values.clip(0, 1), counts, {"letters": values})
+
+
+@pytest.mark.parametrize("lengths", [[3, 2, 4, 1], [3, 2, 0, 0], [0, 0, 0, 0]])
+def test_a_divided_grading_is_the_whole_one(each, lengths):
+  """Also where one of them has nothing to grade; texts come when asked for."""
+  tokenizer = data.CharacterTokenizer()
+  texts = ("1+1=", "2+2=", "3+3=", "4+4=")
+  rows = [Row(text, text, text[0], "", {}) for text in texts]
+  problems = prepare("train", rows, tokenizer, 8)
+  rng = np.random.default_rng(0)
+  lengths = np.repeat(np.array(lengths, np.int32)[:, None], 2, axis=1)
+  rollout = Rollout(
+    prompt_ids=np.array([2, 0, 3, 1], np.int32),
+    tokens=rng.integers(2, 12, (4, 2, 4)).astype(np.int32),
+    logprobs=np.zeros((4, 2, 4), np.float32),
+    lengths=lengths,
+    is_stopped=lengths > 2,
+    kept=Selection(lengths[:, 0] > 0, np.ones(4, np.float32)),
+    slot_steps=np.int32(9),
+  )
+
+  def grade(index):
+    graded = grading.grade(rollout, problems, tokenizer, _Letters())
+    return graded, grading.with_texts(graded.samples)
+
+  ((whole, samples),) = each(1, grade)
+  assert all("completion" in line for line in samples)
+  for graded, with_texts in each(2, grade):
+    np.testing.assert_array_equal(graded.rewards, whole.rewards)
+    np.testing.assert_array_equal(graded.correct, whole.correct)
+    assert graded.counts == whole.counts
+    assert with_texts == samples

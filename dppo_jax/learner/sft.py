@@ -10,8 +10,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from dppo_jax import shapes
+from dppo_jax import processes, shapes
 from dppo_jax.algo import objectives
 from dppo_jax.data import problems as data
 from dppo_jax.data.tokenizer import Tokenizer
@@ -68,8 +69,7 @@ def run(
     chosen = (is_direct, prompts.ids)
     return prompts, tokens[chosen], lengths[chosen]
 
-  opt_state = jax.jit(optimizer.init)(params)
-  state = TrainState(jnp.int32(0), jnp.int32(0), params, opt_state, history=())
+  state, places = _first_state(params, optimizer)
   with bar.task("compiling the supervised step"):
     step = functools.partial(
       sft_step,
@@ -81,7 +81,9 @@ def run(
       ),
       optimizer=optimizer,
     )
-    step = jax.jit(step, donate_argnums=(0,)).lower(state, *draw(0)).compile()
+    step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+    step = step.lower(state, *draw(0)).compile()
+  processes.gather(None)  # as compile_programs does
   with bar.steps("supervised step", steps) as shown:
     for done in range(1, steps + 1):
       state, metrics = step(state, *draw(done - 1))
@@ -97,6 +99,29 @@ def run(
           )
         say(f"supervised step {done} of {steps}: {note}")
   return state.params
+
+
+def _first_state(
+  params: transformer.Params, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, TrainState]:
+  """What the first step starts from, and where each array of it lies.
+
+  What the optimizer keeps of a weight lies where the weight does; None is any
+  place.
+  """
+  places = jax.tree.map(lambda x: x.sharding, params)
+  opt_places = optax.tree_utils.tree_map_params(
+    optimizer,
+    lambda _, place: place,
+    jax.eval_shape(optimizer.init, params),
+    places,
+    transform_non_params=lambda _: None,
+  )
+  opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
+  return (
+    TrainState(jnp.int32(0), jnp.int32(0), params, opt_state, history=()),
+    TrainState(None, None, places, opt_places, history=()),
+  )
 
 
 def sft_step(
