@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dppo_jax import config as configs
-from dppo_jax import main, methods, options, resume, train
+from dppo_jax import data, main, methods, options, resume, train
 from dppo_jax.algo import objectives
 from dppo_jax.models import hf
 from dppo_jax.models.hf import checkpoint as hf_checkpoint
@@ -306,6 +306,15 @@ def test_a_tensor_of_the_wrong_shape_is_named(checkpoint):
   edit(checkpoint, intermediate_size=48)
   with pytest.raises(ValueError, match=r"mlp.*\(32, 16\).* \(48, 16\)"):
     run_from(checkpoint)
+
+
+def test_a_chat_template_is_tried_before_data_is_read(checkpoint, monkeypatch):
+  monkeypatch.setattr(data.template_probe, "SECONDS", 1)
+  loop = "{% for x in range(99999) %}"
+  c = arithmetic(model__path=checkpoint, data__train="none.jsonl")
+  c.data.template_args["chat_template"] = loop * 3 + "{% endfor %}" * 3
+  with pytest.raises(ValueError, match=r"takes more than 1 s .*config.data.template_args"):
+    setup_run(c)
 
 
 # One directory, one run -----------------------------------------------------
