@@ -120,7 +120,7 @@ class Data:
     4096,
     "arithmetic problems made; one in eight is held out",
     least=0,
-    most=10_000_000,
+    most=1_000_000,
   )
   max_operations: int = option(
     6, "operations in an arithmetic problem", least=1
