@@ -97,7 +97,7 @@ class Checkpoints:
     try:
       with self._explained():
         self._manager.close()
-    except ValueError:
+    except Exception:
       if error is None:  # else that one is what went wrong first
         raise
 
@@ -243,11 +243,14 @@ class Checkpoints:
       if not (reason := _reason(error)):
         raise
       whole = [int(x.name) for x in self._folder.glob("*") if x.name.isdigit()]
-      there_is = f"that of step {max(whole)}" if whole else "none"
+      there_is = (
+        f"The newest whole one is that of step {max(whole)}"
+        if whole
+        else "There is none yet"
+      )
       raise ValueError(
-        f"no checkpoint can be written in {self._folder}: {reason}. The "
-        f"newest whole one is {there_is}: once that is mended, the same "
-        "command goes on from it"
+        f"no checkpoint can be written in {self._folder}: {reason}. "
+        f"{there_is}: once that is mended, the same command goes on"
       ) from error
 
 

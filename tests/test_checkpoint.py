@@ -204,7 +204,7 @@ def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path, how):
   assert done.stderr == (
     f"no checkpoint can be written in {tmp_path}/checkpoints: File too large. "
     "The newest whole one is that of step 0: once that is mended, the same "
-    "command goes on from it\n"
+    "command goes on\n"
   )
   with checkpoint.Checkpoints(tmp_path) as checkpoints:  # there is room again
     assert not checkpoints.recover() and checkpoints.latest_step() == 0

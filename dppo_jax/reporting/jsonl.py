@@ -108,9 +108,11 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
   try:
     yield
   except OSError as error:
+    if not error.strerror:  # told already
+      raise
     raise OSError(
-      f"{path} cannot be written: {error.strerror or error}. Once that is "
-      "mended, the same command goes on"
+      f"{path} cannot be written: {error.strerror}. Once that is mended, the "
+      "same command goes on"
     ) from error
 
 

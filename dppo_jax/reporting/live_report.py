@@ -4,7 +4,7 @@ import pathlib
 import time
 import traceback
 
-from dppo_jax.reporting import metrics, report
+from dppo_jax.reporting import jsonl, metrics, report
 
 _SHARE = 0.02  # of the run's time, at most
 
@@ -32,6 +32,7 @@ class LiveReport:
 
   def write(self, step: int) -> pathlib.Path:
     """Writes the report; returns its path."""
-    page = report.write(self._workdir)
+    with jsonl.writing(self._workdir / "report.md"):
+      page = report.write(self._workdir)
     self._writer.image(step, "report", page.with_suffix(".png"))
     return page
