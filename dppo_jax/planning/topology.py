@@ -25,6 +25,12 @@ HOW_TO_INSTALL = (
   "Linux machine"
 )
 
+_NO_TPU = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # whatever the topology is
+}
+
 # What is in memory during a stage and is no argument of it: keys of
 # `memory.resident`, and the rollout's copy of the weights.
 _COPY = "rollout copy"
@@ -90,10 +96,11 @@ def devices(hardware: Hardware) -> Sequence[Any]:
   """
   from jax.experimental import topologies
 
-  # This machine is no TPU: its metadata server would be asked in vain.
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  # This machine is no TPU: what libtpu would ask it, and complain about.
+  for name, value in _NO_TPU.items():
+    os.environ.setdefault(name, value)
   try:
-    return topologies.get_topology_desc(
+    found = topologies.get_topology_desc(
       platform="tpu", topology_name=hardware.name
     ).devices
   except Exception as error:  # the compiler's
@@ -102,6 +109,13 @@ def devices(hardware: Hardware) -> Sequence[Any]:
       f"--topology is {hardware.name!r}, which the TPU compiler refuses "
       f"({reason}): give one such as v5e:4x4 or v5p:2x2x1"
     ) from None
+  if len(found) != hardware.num:
+    raise ValueError(
+      f"--topology is {hardware.name!r}, of which the TPU compiler describes "
+      f"{len(found)} cores rather than {hardware.num} chips: plan for it with "
+      f"--hardware={hardware.kind}:{hardware.num}"
+    )
+  return found
 
 
 def compile_stages(
