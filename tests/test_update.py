@@ -225,7 +225,7 @@ def test_weights_that_the_optimizer_destroys_are_counted():
   """By a moment that is not finite, where the gradient is."""
   optimizer = update.make_optimizer(1e-3, 10, b1=float("nan"))
   start = _state(optimizer)
-  sums = update.zero_sums(start.params)
+  sums = update.zero_sums(start.params, small.MODEL)
   sums = sums._replace(grad=jax.tree.map(jnp.ones_like, sums.grad))
   apply = jax.jit(update.apply_gradient, static_argnums=3)
   state, info = apply(start, sums, jnp.float32(9), optimizer)
