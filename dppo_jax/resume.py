@@ -1,17 +1,20 @@
 """One directory, one run: its config is written down, or another is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
 import json
 import os
 import pathlib
 import tempfile
+from typing import Any
 
 from dppo_jax import checkpoint, processes
 from dppo_jax import config as configs
 from dppo_jax.options import flatten, walk
 from dppo_jax.reporting import jsonl, report
+
+PRINTS = "fingerprints"  # in config.json, beside the options
 
 
 def may_change(config: configs.Config) -> set[str]:
@@ -31,20 +34,24 @@ def may_change(config: configs.Config) -> set[str]:
   return free
 
 
-def check(path: pathlib.Path, config: configs.Config) -> None:
+def check(
+  path: pathlib.Path,
+  config: configs.Config,
+  prints: Mapping[str, str] | None = None,
+) -> None:
   """Refuses to go on with a run that has begun under another config.
 
   Args:
-    path: of the config.json, which need not be there.
+    path: of the config.json, which need not be there before a checkpoint is.
+    prints: fingerprints of what the config names, where they are known.
   Raises:
-    ValueError: it names every option that differs.
+    ValueError: it names every option that differs, or whose data or code do.
   """
   # Without a checkpoint there is nothing to go on from.
-  if not path.exists() or not any(
-    x.name.isdigit() for x in path.parent.glob("checkpoints/*")
-  ):
+  if not any(x.name.isdigit() for x in path.parent.glob("checkpoints/*")):
     return
-  old, new = json.loads(path.read_text("utf-8")), flatten(config)
+  old, new = _saved(path), flatten(config)
+  old_prints = old.pop(PRINTS, {})
   free = may_change(config)
   differing = [
     f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
@@ -56,13 +63,45 @@ def check(path: pathlib.Path, config: configs.Config) -> None:
       f"{path.parent} holds a run of another config; choose another "
       f"--workdir, or restore: {'; '.join(differing)}"
     )
+  for name, found in (prints or {}).items():
+    if old_prints.get(name, found) != found:
+      raise ValueError(
+        f"what config.{name} names is not what it was when {path.parent} was "
+        "begun: restore it, or choose another --workdir. Is it to go on with "
+        f"what there is now, take the line of {name} under {PRINTS!r} out of "
+        f"{path}"
+      )
 
 
-def write(path: pathlib.Path, config: configs.Config) -> None:
-  """Writes the config down, if `check` has nothing against it."""
-  check(path, config)
+def _saved(path: pathlib.Path) -> dict[str, Any]:
+  """The content of a run's config.json, which has to be there."""
+  try:
+    saved = json.loads(path.read_bytes().decode("utf-8"))
+    if not isinstance(saved, dict) or not isinstance(
+      saved.get(PRINTS, {}), dict
+    ):
+      raise ValueError("it is no object of options")
+    return saved
+  except (OSError, ValueError) as error:
+    what = "no" if isinstance(error, FileNotFoundError) else "a damaged"
+    raise ValueError(
+      f"{path.parent} has checkpoints but {what} config.json ({error}), and so "
+      "nobody knows under which options they came about: put it back, or "
+      "choose another --workdir, where "
+      f"--config.sft.from_run={path.parent}@STEP begins with their weights"
+    ) from error
+
+
+def write(
+  path: pathlib.Path,
+  config: configs.Config,
+  prints: Mapping[str, str] | None = None,
+) -> None:
+  """Writes config and fingerprints down, if `check` has nothing against it."""
+  check(path, config, prints)
   path.parent.mkdir(parents=True, exist_ok=True)
-  jsonl.replace(path, [json.dumps(flatten(config), indent=2), "\n"])
+  content = flatten(config) | ({PRINTS: dict(prints)} if prints else {})
+  jsonl.replace(path, [json.dumps(content, indent=2), "\n"])
 
 
 def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
@@ -107,17 +146,23 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def held(path: pathlib.Path, config: configs.Config) -> Iterator[None]:
+def held(
+  path: pathlib.Path,
+  config: configs.Config,
+  prints: Mapping[str, str] | None = None,
+) -> Iterator[None]:
   """`_held` by the first process, on behalf of all."""
   with contextlib.ExitStack() as stack:
     with processes.sharing_errors():
       if processes.is_first():
-        stack.enter_context(_held(path, config))
+        stack.enter_context(_held(path, config, prints))
     yield
 
 
 @contextlib.contextmanager
-def _held(path: pathlib.Path, config: configs.Config) -> Iterator[None]:
+def _held(
+  path: pathlib.Path, config: configs.Config, prints: Mapping[str, str] | None
+) -> Iterator[None]:
   """Writes the config down, and keeps other processes out while it lasts.
 
   Two of them in one directory would write over each other's files.
@@ -137,7 +182,7 @@ def _held(path: pathlib.Path, config: configs.Config) -> Iterator[None]:
           f"another process trains in {path.parent}: wait until it ends, or "
           "choose another --workdir"
         ) from error
-    write(path, config)
+    write(path, config, prints)
     yield
   finally:
     os.close(folder)

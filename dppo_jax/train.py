@@ -21,6 +21,7 @@ from dppo_jax import (
   checkpoint,
   compiled,
   data,
+  fingerprints,
   guards,
   processes,
   resume,
@@ -66,7 +67,11 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
       writers.check(config.log.writers)
       run = setup_run(config)
     with (
-      resume.held(workdir / "config.json", config),
+      resume.held(
+        workdir / "config.json",
+        config,
+        fingerprints.of_run(config, run.train_set),
+      ),
       jax.set_mesh(run.mesh),
       run.make_grader() as grader,
       checkpoint.Checkpoints(

@@ -19,7 +19,7 @@ LEVELS = [
   {"algo", "models", "data", "rewards", "reporting", "options"},
   {"methods", "rollout", "checkpoint", "compiler"},
   {"learner", "config", "grading", "stages"},
-  {"limits", "memory", "resume", "usage"},
+  {"fingerprints", "limits", "memory", "resume", "usage"},
   {"setup_run"},
   {"compiled"},
   {"collect", "evaluation", "guards", "planning"},

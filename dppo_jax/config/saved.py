@@ -25,6 +25,7 @@ def read(path: str | os.PathLike) -> Config:
       for what in ("method", "objective")
     ]
     del saved["method.name"], saved["objective.name"]
+    saved.pop("fingerprints", None)  # of data and code: no options
   except (ValueError, LookupError, AttributeError, TypeError) as error:
     raise ValueError(f"{path} is no config of a run: {error}") from error
   config = Config()

@@ -109,6 +109,7 @@ def load(workdir: str | pathlib.Path, clock: str = "step/seconds") -> Run:
   try:
     config = json.loads((path / "config.json").read_text("utf-8"))
     config["method.name"], config["seed"]
+    config.pop("fingerprints", None)
   except OSError:
     raise ValueError(f"{path} is no run: it has no config.json") from None
   except (ValueError, LookupError, TypeError) as error:
