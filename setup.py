@@ -1,10 +1,16 @@
 """Installs dppo_jax; accelerators and test tools are extras."""
 
 import pathlib
+import re
 
 import setuptools
 
-README = pathlib.Path(__file__).parent / "README.md"
+HERE = pathlib.Path(__file__).parent
+README = HERE / "README.md"
+# Read, since an import would need what is to be installed.
+VERSION = re.search(
+  r'__version__ = "([^"]+)"', (HERE / "dppo_jax/__init__.py").read_text()
+)
 NOTEBOOKS = [
   "ipykernel>=6.29",
   "jupytext>=1.16",
@@ -14,7 +20,7 @@ NOTEBOOKS = [
 
 setuptools.setup(
   name="dppo_jax",
-  version="0.1.0",
+  version=VERSION[1],
   description="Group-based policy optimisation of language models in JAX, "
   "with unbiased pruning of prompts and completions",
   long_description=README.read_text(encoding="utf-8"),

@@ -6,6 +6,8 @@ when they are first named.
 
 import importlib
 
+__version__ = "0.1.0"  # setup.py reads it here
+
 _PACKAGES = (
   "algo",
   "config",
@@ -28,4 +30,6 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-  return sorted([*_PACKAGES, "__doc__", "__file__", "__name__", "__path__"])
+  return sorted(
+    [*_PACKAGES, "__doc__", "__file__", "__name__", "__path__", "__version__"]
+  )

@@ -205,7 +205,12 @@ def _replacing(to: pathlib.Path) -> Iterator[pathlib.Path]:
     if to.exists():
       shutil.rmtree(replaced, ignore_errors=True)
       os.rename(to, replaced)
-    os.rename(unfinished, to)
+    try:
+      os.rename(unfinished, to)
+    except OSError:
+      if replaced.exists():
+        os.rename(replaced, to)
+      raise
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)
   shutil.rmtree(replaced, ignore_errors=True)

@@ -133,6 +133,7 @@ def setup_run(
   if is_here:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     limits.check_processes(mesh)
+    rewards.check(config.reward.functions)
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     limits.check_prompts(mesh, config)

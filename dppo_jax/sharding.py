@@ -75,7 +75,8 @@ def sizes(
     raise ValueError(
       f"a mesh of {' x '.join(map(str, named))} needs {size} devices but "
       f"there are {num_devices}: lower config.mesh.data, config.mesh.model or "
-      "config.mesh.replicas"
+      "config.mesh.replicas; a CPU stands for several devices where "
+      f"JAX_NUM_CPU_DEVICES={size} is in the environment"
     )
   return shape
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -463,6 +464,26 @@ def test_an_export_is_whole_or_not_there(begun, tmp_path, monkeypatch):
       export.run(c, workdir, folder)
   assert content(out) == before
   assert sorted(x.name for x in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_an_earlier_export_comes_back_where_the_new_one_cannot_take_its_place(
+  tmp_path, monkeypatch
+):
+  out = tmp_path / "out"
+  out.mkdir()
+  (out / "weights").write_text("earlier")
+  rename = os.rename
+
+  def fail_once(source, target):
+    if pathlib.Path(source).name.endswith(".unfinished"):
+      raise OSError("Input/output error")
+    rename(source, target)
+
+  monkeypatch.setattr(export.os, "rename", fail_once)
+  with pytest.raises(OSError, match="Input"), export._replacing(out) as folder:
+    (folder / "weights").write_text("new")
+  assert [x.name for x in tmp_path.iterdir()] == ["out"]
+  assert (out / "weights").read_text() == "earlier"
 
 
 def test_a_disk_that_is_too_full_is_refused_at_once(

@@ -10,8 +10,10 @@ import sys
 import commands
 import pytest
 
+import dppo_jax
 from dppo_jax import config as configs
 from dppo_jax import main, options
+from dppo_jax.setup_run import setup_run
 
 HUGE = [10**22, -(10**22), 10**500, 2**63]
 
@@ -219,3 +221,36 @@ def test_output_that_nobody_reads_ends_nothing():
   )
   os.close(write)
   assert done.stderr == "2\n"
+
+
+def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text("def fair(completions): return [1.0 for _ in completions]\n")
+  config = commands.config(
+    "arithmetic",
+    reward__functions=f"math,{path}:unfair",
+    data__train="none.jsonl",
+    model__path="none",
+  )
+  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'.*fair"):
+    setup_run(config)
+  config.reward.functions = f"math,{path}:fair"
+  with pytest.raises(ValueError, match="no directory 'none'"):
+    setup_run(config)
+
+
+def test_too_few_devices_name_the_remedy_of_a_cpu():
+  config = commands.config("arithmetic", mesh__data=16)
+  with pytest.raises(ValueError, match=r"16 devices .*JAX_NUM_CPU_DEVICES=16"):
+    setup_run(config)
+
+
+def test_there_is_one_version():
+  done = subprocess.run(
+    [sys.executable, "setup.py", "--version"],
+    capture_output=True,
+    check=True,
+    text=True,
+    cwd=commands.ROOT,
+  )
+  assert done.stdout.split()[-1] == dppo_jax.__version__

@@ -55,6 +55,24 @@ KNOWN_PAIRS = {
 }
 
 
+def check(functions: str | Callable | Sequence[Item]) -> None:
+  """Loads the functions that are not ours in a process that then ends.
+
+  Args:
+    functions: as for `parse`.
+  Raises:
+    ValueError: in one line, if one cannot be loaded.
+    RuntimeError: likewise, if no process can start.
+  """
+  references = [x.reference for x in parse(functions) if not x.is_ours]
+  if references:
+    worker = Worker(references, timeout_seconds=1.0)
+    try:
+      worker.start()
+    finally:
+      worker.stop()
+
+
 class Graded(NamedTuple):
   """What `n` completions earn.
 

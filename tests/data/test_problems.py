@@ -107,7 +107,9 @@ def test_source_without_a_usable_row_gives_counts_and_columns(rows):
 
 
 def test_a_source_without_rows_says_so():
-  with pytest.raises(ValueError, match=r"a.jsonl has no rows .* data.train to"):
+  with pytest.raises(
+    ValueError, match=r"a.jsonl has no rows .*config.data.train to"
+  ):
     prepare([], source="a.jsonl", columns=COLUMNS)
 
 
