@@ -11,9 +11,13 @@ else over the rest.
 Hardware: one machine of eight GPUs of 141 GB. By sums, a device holds 57 GiB of
 state and gradients, 14 GiB of the rollout's copy and 4 GiB of cache. **Nobody
 has run it at this size**: hours and accuracy are unknown, and so is whether XLA
-leaves experts out on a GPU or, as on a CPU, multiplies every token with all 32
-of a device (models/moe.py). The code path is tested with tiny checkpoints, on
-meshes too.
+on a GPU leaves out the experts that a token does not go through. On TPUs and
+CPUs they are left out (dppo_jax/models/grouped.py). The code path is tested
+with tiny checkpoints, on meshes too.
+
+Where update/policy_ratio_max is far above 1, sampler and trainer route some
+tokens differently: --config.rollout.replay_experts=True takes the sampler's
+experts in the update, at 384 bytes a token.
 """
 
 from dppo_jax.config import Config, use_method

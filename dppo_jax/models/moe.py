@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
+from dppo_jax.models import grouped
 
 __all__ = [
   "Experts",
@@ -87,11 +88,6 @@ def mixture(
   others of its batch choose. On a mesh each shard of the batch routes its own
   tokens and each device of the model axis computes its own experts, of which
   the sum is taken; tokens never travel.
-
-  The products are `jax.lax.ragged_dot`, which TPUs have as an instruction. On a
-  CPU XLA makes a dense product of every pair with every expert of it, `X` times
-  the work and the memory (jax 0.10.2 and 0.12.0, by XLA's own count); what it
-  does on a GPU is not known here.
 
   Args:
     chosen: each token's experts, in place of those that the router chooses.
@@ -226,7 +222,7 @@ def _mixture(
   is_in_group = (number[order] < num)[:, None]
   masked = lambda rows: jnp.where(is_in_group, rows, 0)
   pairs = masked(tokens[order // experts.per_token])
-  product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+  product = lambda rows, weights: grouped.product(rows, weights, sizes)
   h = jax.nn.silu(product(pairs, gate)) * product(pairs, up)
   out = masked(product(masked(h), down))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import sharding
-from dppo_jax.models import moe
+from dppo_jax.models import grouped, moe
 
 EXPERTS = moe.Experts(num=8, per_token=3, mlp=6, is_normalized=True)
 EMBED = 10
@@ -91,13 +91,13 @@ def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
 
 def test_rows_of_other_devices_reach_nothing(monkeypatch):
   """Whatever a platform's product leaves in rows outside all groups."""
-  product = jax.lax.ragged_dot
+  product = grouped.product
 
-  def spoilt(rows, weights, group_sizes):
-    is_in = jnp.arange(len(rows))[:, None] < group_sizes.sum()
-    return jnp.where(is_in, product(rows, weights, group_sizes), jnp.nan)
+  def spoilt(rows, weights, sizes):
+    is_in = jnp.arange(len(rows))[:, None] < sizes.sum()
+    return jnp.where(is_in, product(rows, weights, sizes), jnp.nan)
 
-  monkeypatch.setattr(jax.lax, "ragged_dot", spoilt)
+  monkeypatch.setattr(grouped, "product", spoilt)
   x = tokens(4, 3)
   loss = lambda x, *w: (moe.mixture(x, *w, EXPERTS)[0] ** 2).sum()
   with jax.set_mesh(sharding.make_mesh(1, 4)):
