@@ -310,6 +310,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--times", type=int, default=20, help="signals of a kind")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--only", default="", help="kill, ask or damage")
   parser.add_argument("--places", action="store_true", help="chosen places")
   options = parser.parse_args()
   chance = random.Random(options.seed)
@@ -325,9 +326,10 @@ def main() -> None:
       ("ask", signal.SIGTERM, False),
       ("damage", signal.SIGKILL, True),
     ):
-      kill_at_random(
-        folder / name, whole, chance, number, options.times, damages
-      )
+      if options.only in ("", name):
+        kill_at_random(
+          folder / name, whole, chance, number, options.times, damages
+        )
 
 
 if __name__ == "__main__":

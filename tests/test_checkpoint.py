@@ -201,11 +201,13 @@ def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path, how):
     check=False,
     text=True,
   )
-  assert done.stderr == (
+  said = (
     f"no checkpoint can be written in {tmp_path}/checkpoints: File too large. "
     "The newest whole one is that of step 0: once that is mended, the same "
     "command goes on\n"
   )
+  # A library may have more to tell, as its threads end.
+  assert done.stderr.endswith(said) and "handle" not in done.stderr
   with checkpoint.Checkpoints(tmp_path) as checkpoints:  # there is room again
     assert not checkpoints.recover() and checkpoints.latest_step() == 0
     checkpoints.save(1, _state(1))
