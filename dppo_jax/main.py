@@ -232,7 +232,7 @@ def _with_saved_config(argv: list[str]) -> list[str]:
     if argv[i] in ("--config", "--workdir"):
       argv[i : i + 2] = [f"{argv[i]}={argv[i + 1]}"]
   given = dict(arg.lstrip("-").partition("=")[::2] for arg in argv[1:])
-  _check_colons(given.get("config", ""))
+  _check_path(given.get("config", ""))
   if "config" not in given and given.get("workdir"):
     saved = pathlib.Path(given["workdir"]) / "config.json"
     if not saved.is_file():
@@ -251,8 +251,11 @@ def _with_saved_config(argv: list[str]) -> list[str]:
   return argv
 
 
-def _check_colons(config: str) -> None:
-  """Refuses a path that the colon before a method's name would cut."""
+def _check_path(config: str) -> None:
+  """Refuses what is no file, and a path that the colon after it would cut."""
+  path = pathlib.Path(config.partition(":")[0])
+  if config and path.exists() and not path.is_file():
+    raise ValueError(f"--config: {str(path)!r} is no file")
   match = re.match(r"(.*?:.*?\.(?:py|json))(?::|$)", config)
   if match and pathlib.Path(match[1]).is_file():
     raise ValueError(

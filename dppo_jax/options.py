@@ -104,7 +104,7 @@ def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
   choices = metadata.get("choices")
   if choices and value not in choices:
     raise ValueError(
-      f"config.{name} is {value!r} but must be one of {', '.join(choices)}"
+      f"config.{name} is {shown(value)} but must be one of {', '.join(choices)}"
     )
   _check_finite(name, value)
   for words, (limit, holds) in metadata.get("limits", {}).items():

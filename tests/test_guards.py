@@ -182,6 +182,12 @@ def test_a_path_with_a_colon_is_refused(tmp_path, end):
     main._with_saved_config(["main", "--config", f"{path}{end}"])
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "."])
+def test_what_is_no_file_is_not_read_as_a_config(path):
+  with pytest.raises(ValueError, match=r"--config: .* is no file"):
+    main._with_saved_config(["main", f"--config={path}"])
+
+
 def test_an_argument_of_the_chat_template_is_a_flag():
   words = ["main", "--config=x.py", "--config.steps=3", "--mode=train"]
   prefix = "--config.data.template_args."

@@ -266,7 +266,9 @@ def _some(names: Collection[str]) -> str:
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """The content of a file of the checkpoint, or a ValueError that names it."""
   if not file.is_file():
-    raise ValueError(f"there is no {file}")
+    raise ValueError(
+      f"there is no {file}: config.model.path must hold a whole checkpoint"
+    )
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
   except (ValueError, RecursionError) as error:
