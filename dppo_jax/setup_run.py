@@ -203,7 +203,8 @@ def assemble(
     found: platform, tokenizer, stop_ids, train_set, eval_sets and
       initial_params.
   """
-  o, method = config.optimizer, configs.make_method(config)
+  o = config.optimizer
+  method = configs.make_method(config)
   num_updates = config.steps * config.objective.inner_updates
   return Run(
     config=config,
