@@ -23,6 +23,7 @@ AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 # Logical axis -> mesh axes that divide it; none is replicated.
 RULES: Mapping[str | None, tuple[str, ...]] = {
   "batch": ("replica", "data"),  # prompts, decode slots, packed rows
+  "replica": ("replica",),  # likewise, but those of a replica stay together
   "embed": ("data",),  # a weight's input width
   "heads": ("model",),
   "kv_heads": ("model",),

@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import math
+import re
 
 import chex
 import commands
@@ -153,6 +155,61 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
   router = state.params["layers"]["router"]
   start = hf.load(tmp_path)[0]["layers"]["router"]
   assert np.abs(router - np.asarray(start)).max() > 1e-3
+
+
+def test_replicas_exchange_gradients_and_nothing_else():
+  """Each device its share of them, in every micro-batch once."""
+  c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)
+  run = setup_run(c)
+  with jax.set_mesh(run.mesh):
+    program = compiled.programs(run)["update"]
+    lowered = jax.jit(
+      program.function,
+      out_shardings=program.out_shardings,
+      donate_argnums=program.donated,
+    ).lower(*program.args)
+  sizes = collections.Counter()
+  for line in lowered.compile().as_text().splitlines():
+    found = re.search(rf" = (.*?) ({_COLLECTIVES})(?:-start)?\(", line)
+    if found and any(min(x) < 4 <= max(x) for x in _groups(line)):
+      shapes = re.findall(r"\w\[([\d,]*)\]", found[1])
+      sizes[found[2]] += sum(
+        math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
+      )
+  params = compiled.abstract_params(run)
+  share = lambda x: math.prod(x.sharding.shard_shape(x.shape))
+  shares = sum(map(share, jax.tree.leaves(params)))
+  assert sizes.keys() == {"all-reduce"}
+  # The embedding's twice, as input and as head; a few norms and sums.
+  assert shares <= sizes["all-reduce"] < shares + share(params["embed"]) + 100
+
+
+_COLLECTIVES = (
+  "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|"
+  "collective-broadcast"
+)
+
+
+def _groups(line):
+  """The devices of each group of a collective, in each way of writing them."""
+  if named := re.search(r"groups=mesh\[([^\]]*)\](?: {([^}]*)})?", line):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+    used = re.findall(r"'(\w+)'", named[2] or "") or list(sizes)
+    ids = np.arange(8).reshape([int(x) for x in sizes.values()])
+    last = np.argsort([name in used for name in sizes], kind="stable")
+    size = math.prod(int(sizes[name]) for name in used)
+    return ids.transpose(last).reshape(-1, size).tolist()
+  if iota := re.search(
+    r"groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
+  ):
+    shape, source, order = (
+      [int(n) for n in x.split(",")] if x else None for x in iota.groups()
+    )
+    ids = np.arange(8).reshape(source).transpose(order)
+    return ids.reshape(shape).tolist()
+  listed = re.search(r"(?:groups|pairs)=\{(\{[\d,{}]+\})\}", line)[1]
+  groups = re.findall(r"\{([\d,]+)\}", listed)
+  return [[int(n) for n in group.split(",")] for group in groups]
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])

@@ -76,7 +76,9 @@ def _by_shard(
 ) -> Any:
   """`function` of the rows of each shard of the batch, and of the whole head.
 
-  The vocabulary may stay divided: only the axes of the batch are claimed.
+  The vocabulary may stay divided: only the axes of the batch are claimed. The
+  head's width is gathered here, so that of its gradient each device gets its
+  own part, and between replicas nothing else travels.
   """
   mesh = jax.sharding.get_abstract_mesh()
   axes = set(sharding.RULES["batch"]) - set(mesh.manual_axes)
@@ -84,9 +86,14 @@ def _by_shard(
     return function(*arrays, temperature, logit_chunk)
   chunk = max(logit_chunk // sharding.num_shards(mesh, "batch"), 1)
   by_row = sharding.unclaimed_spec("batch")
+
+  def on_shard(hidden, head, *more):
+    head = jax.lax.all_gather(head, sharding.RULES["embed"], axis=1, tiled=True)
+    return function(hidden, head, *more, temperature, chunk)
+
   return jax.shard_map(
-    lambda *arrays: function(*arrays, temperature, chunk),
-    in_specs=(by_row, jax.P(), by_row, by_row),
+    on_shard,
+    in_specs=(by_row, sharding.spec((None, "embed")), by_row, by_row),
     out_specs=by_row,
     axis_names=axes,
     check_vma=False,

@@ -286,7 +286,11 @@ def _embed(
     out, routing = _feed_forward(h, p, config, chosen)
     return sharding.constrain(x + out, *batch_axes), cache, routing
 
-  return sharding.constrain(params["embed"][tokens], *batch_axes), layer
+  # Each device looks up its part of the width, for all rows of its replica.
+  together = ("replica",) + (None,) * (tokens.ndim - 1)
+  x = params["embed"][sharding.constrain(tokens, *together)]
+  x = sharding.constrain(x, *together, "embed")
+  return sharding.constrain(x, *batch_axes), layer
 
 
 def _in_rollout(layer: Callable, config: ModelConfig) -> Callable:
