@@ -213,22 +213,28 @@ def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path, how):
     checkpoints.save(1, _state(1))
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 2), (1, 1)])
-def test_a_state_goes_onto_other_devices(three, shape):
-  """Written by one device, read by eight, written again, read by four."""
-  mesh = jax.make_mesh(
-    shape, ("data", "model"), (jax.sharding.AxisType.Auto,) * 2
-  )
-  spec = jax.sharding.NamedSharding(mesh, jax.P("data", "model"))
-  like = jax.tree.map(
+def _placed(shape):
+  """A state's shapes and where its arrays go on a mesh of that shape."""
+  kind = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh(shape, ("data", "model"), kind)
+  specs = {2: jax.P("data", "model"), 0: jax.P()}
+  return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
-      x.shape,
-      x.dtype,
-      sharding=spec if x.ndim == 2 else jax.NamedSharding(mesh, jax.P()),
+      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, specs[x.ndim])
     ),
     _state(4),
   )
-  with checkpoint.Checkpoints(three, read_only=True) as checkpoints:
-    found = checkpoints.restore(4, like)
-  assert found.params["w"].sharding == spec
-  chex.assert_trees_all_equal(found, _state(4))
+
+
+def test_a_state_goes_from_devices_to_other_devices(three, tmp_path):
+  """From one to eight, to two by two, to four by two and back to one."""
+  workdir = three
+  for number, shape in enumerate([(8, 1), (2, 2), (4, 2), (1, 1)]):
+    like = _placed(shape)
+    with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+      found = checkpoints.restore(4, like)
+    assert found.params["w"].sharding == like.params["w"].sharding
+    chex.assert_trees_all_equal(found, _state(4))
+    workdir = tmp_path / str(number)
+    with checkpoint.Checkpoints(workdir) as checkpoints:
+      checkpoints.save(4, found)

@@ -229,6 +229,7 @@ def test_a_finished_run_says_so_at_once(uninterrupted, monkeypatch, capsys):
   assert said.startswith("already done: 4 steps")
   assert str(uninterrupted / "report.md") in said and "config.steps=8" in said
   train.run(_config(steps=2), uninterrupted)
+  assert "4 steps, more than config.steps, which is 2" in capsys.readouterr()[0]
   assert [file.read_bytes() for file in files] == before
   with pytest.raises(ValueError, match="group_size was 4 and is now 8"):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)
