@@ -271,17 +271,35 @@ def test_loops_and_branches_are_multiplied_out():
   %q = s32[] parameter(0)
 }}
 
+%below (p: (s32[], f32[4])) -> pred[] {{
+  %eight = u32[]{{:T(128)}} constant(8)
+  %get-tuple-element.1 = u32[] get-tuple-element(%p), index=1
+  ROOT %lt = pred[] compare(%get-tuple-element.1, %eight), direction=LT
+}}
+
+%by_two (p: (s32[], u32[])) -> (s32[], u32[]) {{
+  %get-tuple-element.2 = u32[] get-tuple-element(%p), index=1
+  %two = u32[] constant(2)
+  %a = f32[4]{{0}} collective-permute(%x), source_target_pairs={{listed}}
+  %kernel = f32[4]{{0}} custom-call(%a), custom_call_target="other", text="{{
+}}}}", metadata={{}}
+  %b = f32[4]{{0}} collective-permute(%x), source_target_pairs={{listed}}
+  %next = u32[] add(%get-tuple-element.2, %two)
+  ROOT %t = (s32[], /*index=1*/u32[]) tuple(%y, /*index=1*/%next)
+}}
+
 ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
+  %c = (s32[], u32[]) while(%t), condition=%below, body=%by_two
   %w = (s32[], f32[8,4]) while(%t), condition=%cond, body=%body, {turns}
   %v = (s32[]) while(%u), condition=%cond, body=%inner
   %s = f32[4]{{0}} {scattered}
-  %again = f32[4]{{0}} {scattered}
   %k.3 = f32[4]{{0}} custom-call(%s), custom_call_target="tpu_custom_call"
 }}
 """
   assert sorted(hlo.collectives(text)) == [
     ("all-gather", 0, 5 * 128 * 3 / 4),
     ("all-reduce", 1, 2 * 32 * 3 / 4),
+    ("collective-permute", 0, 4 * (16 + 16)),
     ("reduce-scatter", 0, 16 * 3),
   ]
   assert hlo.kernels(text) == {"k": 1}

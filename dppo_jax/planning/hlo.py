@@ -20,6 +20,8 @@ _CALLS = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)={([^}]*)}")
 _BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 _CONSTANT = re.compile(r"%(\S+) = [su]32\[\]\S* constant\((\d+)\)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_START = "AsyncCollectiveStart"
 _CUSTOM_CALL = re.compile(r"%([\w\-]+?)[.\d]* = .*\"tpu_custom_call\"")
 
 
@@ -71,11 +73,20 @@ class _Program:
         name = header[2]
         self.lines[name] = []
         self.entry = name if header[1] else self.entry
-      elif line.startswith("}"):
+      elif line.rstrip() == "}":  # a kernel's settings may begin with one
         name = None
       elif name is not None:
         self.lines[name].append(line)
-    self._seen: set[str] = set()
+    # A collective that is started, fused with other work and finished is named
+    # by its channel in each of these places, and counted where it starts.
+    self._starts = {
+      name for name, body in self.lines.items() if _START in "".join(body)
+    }
+    self._channels = {
+      channel
+      for name in self._starts
+      for channel in _CHANNEL.findall("".join(self.lines[name]))
+    }
 
   def walk(self, name: str, times: int, depth: int):
     """`(kind, depth, bytes)` of each collective that a computation reaches."""
@@ -85,8 +96,9 @@ class _Program:
       if not opcode:
         continue
       kind = opcode[1].removesuffix("-start")
-      if kind in _KINDS:
-        yield from self._collective(kind, right, opcode, times, depth)
+      if kind in _KINDS and self._is_counted(name, right):
+        received = _received(kind, right, opcode.start(1))
+        yield kind, depth, times * received
       if " while(" in right:
         turns = self._turns(right)
         inner = (times * (turns or 1), depth + (turns is None))
@@ -102,43 +114,51 @@ class _Program:
         found = [list(self.walk(branch, *inner)) for branch in branches]
         yield from max(found, key=lambda x: sum(size for *_, size in x))
 
-  def _collective(self, kind, right, opcode, times, depth):
-    # One that is started, fused with other work and finished is named by its
-    # channel in each of these places.
-    channel = re.search(r"channel_id=(\d+)", right)
-    if channel and channel[1] in self._seen:
-      return
-    if channel:
-      self._seen.add(channel[1])
-    shapes = _SHAPE.findall(right[: opcode.start(1)])
-    sizes = [_bytes(*shape) for shape in shapes]
-    size = max(sizes, default=0) if "-start(" in right else sum(sizes)
-    n = _group_size(right)
-    received = {
-      "all-gather": size * (n - 1) / n,
-      "all-reduce": 2 * size * (n - 1) / n,
-      "reduce-scatter": size * (n - 1),
-      "all-to-all": size * (n - 1) / n,
-      "collective-permute": size,
-    }
-    yield kind, depth, times * received[kind]
+  def _is_counted(self, name: str, line: str) -> bool:
+    channel = _CHANNEL.search(line)
+    is_async = channel and channel[1] in self._channels
+    return not is_async or name in self._starts
 
   def _turns(self, line: str) -> int | None:
     """Turns of a while loop, where the program states them."""
     if known := re.search(r'known_trip_count"?:\s*{"?n"?:"?(\d+)', line):
       return int(known[1])
     # Else from the condition: a counter that is below a constant.
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    body = "\n".join(self.lines.get(condition[1], ())) if condition else ""
-    constants = dict(
-      re.findall(r"%(\S+) = [su]32\[\]\S* constant\((\d+)\)", body)
-    )
+    called = re.findall(r"(?:condition|body)=%?([\w.\-]+)", line)
+    condition, body = ("\n".join(self.lines.get(x, ())) for x in called)
     below = re.findall(
-      r"compare\(%get-tuple-element\S*, %([^)\s]+)\), direction=LT", body
+      r"compare\(%(get-tuple-element\S*), %([^)\s]+)\), direction=LT", condition
     )
-    if len(below) == 1 and below[0] in constants:
-      return int(constants[below[0]])
-    return None
+    limits = dict(_CONSTANT.findall(condition))
+    if len(below) != 1 or below[0][1] not in limits:
+      return None
+    index = re.search(rf"%{re.escape(below[0][0])} = .*index=(\d+)", condition)
+    return math.ceil(int(limits[below[0][1]]) / _step(body, int(index[1])))
+
+
+def _step(body: str, index: int) -> int:
+  """What a loop adds to the counter at `index` of its carry; 1 if unclear."""
+  root = re.search(r"ROOT .* tuple\(([^)]*)\)", body)
+  if not root:
+    return 1
+  result = re.sub(r"/\*.*?\*/", "", root[1]).split(",")[index].strip()
+  sums = re.search(rf"{re.escape(result)} = .* add\(\S+, %([^)\s]+)\)", body)
+  constants = dict(_CONSTANT.findall(body))
+  return int(constants.get(sums[1], 1)) if sums else 1
+
+
+def _received(kind: str, line: str, end: int) -> float:
+  """Bytes that a device receives in a collective; `line[:end]` is its type."""
+  sizes = [_bytes(*shape) for shape in _SHAPE.findall(line[:end])]
+  size = max(sizes, default=0) if "-start(" in line else sum(sizes)
+  n = _group_size(line)
+  return {
+    "all-gather": size * (n - 1) / n,
+    "all-reduce": 2 * size * (n - 1) / n,
+    "reduce-scatter": size * (n - 1),
+    "all-to-all": size * (n - 1) / n,
+    "collective-permute": size,
+  }[kind]
 
 
 def _bytes(dtype: str, dims: str) -> float:

@@ -109,7 +109,8 @@ def _update(run: Run) -> Parts:
     "gradients": params,
     "gradients of a micro-batch": params,
     "gathered weights": _gathered(run, model.dtype),
-    "head and its gradient": (item + 4) * head,
+    # The sum in float32, and what is sent to the others.
+    "head and its gradient": (2 * item + 4) * head,
     "activations": item * tokens * model.layers * per_layer,
     "a layer's activations": item * tokens * 4 * _widths(run, model),
     "logits": 3 * 4 * min(chunk, tokens) * model.vocab / shards,

@@ -26,7 +26,10 @@ def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
     "to_inference_params": {"weights": weights_of_rollout(run)},
     "prefill": _prefill(run, work),
     "decode": _decode(run, work),
-    "score": micro_batch(run, forward=1, backward=False),
+    "score": {
+      name: size * work.micro_batches
+      for name, size in micro_batch(run, forward=1, backward=False).items()
+    },
     "update": {
       name: size * turns
       for name, size in micro_batch(run, passes, backward=True).items()
@@ -36,7 +39,8 @@ def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:
 
 def weights_of_rollout(run: Run) -> float:
   """What the rollout's copy of the weights brings a device."""
-  return _gathered(run, _inference_item(run)) - _layers_in_turn(run)
+  whole = elements(run) * _inference_item(run) * _share(run)
+  return whole - _layers_in_turn(run)
 
 
 def micro_batch(run: Run, forward: int = 1, backward: bool = True) -> Parts:
@@ -45,40 +49,42 @@ def micro_batch(run: Run, forward: int = 1, backward: bool = True) -> Parts:
   Args:
     forward: passes over the model before the backward one.
   """
-  item = jnp.dtype(run.model.dtype).itemsize
-  shards = sharding.num_shards(run.mesh, "batch")
+  model, shards = run.model, sharding.num_shards(run.mesh, "batch")
   tokens = run.config.pack.rows_per_micro * run.config.pack.row_length
-  gathered = _gathered(run, item)
-  # A layer that is recomputed has its weights gathered once more.
-  passes = forward + backward
-  parts = {"weights": passes * gathered}
+  share = _share(run) * jnp.dtype(model.dtype).itemsize
+  layers = elements(run, _is_layer)
+  head = model.vocab * model.embed / run.mesh.shape["model"]
+  # The backward pass gathers the layers again; the head stays.
+  parts = {"weights": share * ((forward + backward) * layers + forward * head)}
   if backward:
-    parts["gradients"] = _reduced(run, 4)
-  recomputed = backward and run.model.remat != "none"
+    # Summed in the dtype of the computation; of the head every device gets all.
+    parts["gradients"] = share * (layers + 2 * head) + _of_replicas(run)
+  recomputed = backward and model.remat != "none"
   sums = forward + backward + recomputed
   return parts | _layer_sums(run, tokens * shards, sums)
 
 
-def _gathered(run: Run, item: int) -> float:
-  """All weights, gathered over the data axis, of the `item` bytes of each."""
-  data = run.mesh.shape["data"]
-  return elements(run) * item * (data - 1) / data
+def _share(run: Run) -> float:
+  """What of an array does not come from the device itself."""
+  return 1 - 1 / run.mesh.shape["data"]
 
 
-def _reduced(run: Run, item: int) -> float:
-  """Gradients: summed over the data axis, then over replicas."""
-  data, replicas = run.mesh.shape["data"], run.mesh.shape["replica"]
-  size = elements(run) * item
-  return size * (data - 1) / data + 2 * size / data * (replicas - 1) / replicas
+def _of_replicas(run: Run) -> float:
+  """Gradients, float32, added up over replicas."""
+  replicas = run.mesh.shape["replica"]
+  size = 4 * elements(run) / run.mesh.shape["data"]
+  return 2 * size * (1 - 1 / replicas)
+
+
+def _is_layer(name: str) -> bool:
+  return name.startswith("layers/")
 
 
 def _layers_in_turn(run: Run) -> float:
   """Bytes of the layers, gathered for each pass of a rollout that does so."""
   if not run.config.rollout.shard_weights:
     return 0.0
-  data = run.mesh.shape["data"]
-  layers = elements(run, lambda name: name.startswith("layers/"))
-  return layers * _inference_item(run) * (data - 1) / data
+  return elements(run, _is_layer) * _inference_item(run) * _share(run)
 
 
 def _inference_item(run: Run) -> int:
