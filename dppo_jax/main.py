@@ -1,6 +1,7 @@
 """Flags to config to one of the modes; everything else is a library."""
 
 import ast
+import os
 import pathlib
 import re
 import sys
@@ -95,9 +96,25 @@ def main(argv: list[str]) -> None:
   except KeyboardInterrupt:
     sys.exit(130)
   except Exception as error:
+    _leave_if_alone(error)
     if _DEBUG.value or not _is_explained(error):
       raise
     sys.exit(f"error: {error}")
+
+
+def _leave_if_alone(error: Exception) -> None:
+  """Ends this process where another one has ended, for which JAX would wait."""
+  from dppo_jax import processes
+
+  if processes.has_lost_another(error):
+    reason = str(error).strip().partition("\n")[0]
+    print(
+      f"error: another process has ended, or cannot be reached ({reason}): see "
+      "what it said last; the same command goes on from the newest checkpoint",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(1)
 
 
 def _do(argv: list[str]) -> None:

@@ -188,6 +188,15 @@ def sharing_errors() -> Iterator[None]:
       raise RuntimeError(f"process {number}: {text}")
 
 
+def has_lost_another(error: Exception) -> bool:
+  """Whether it says that another process cannot be reached any more."""
+  return (
+    count() > 1
+    and isinstance(error, jax.errors.JaxRuntimeError)
+    and bool(re.search("Gloo|UNAVAILABLE|heartbeat", str(error)))
+  )
+
+
 @contextlib.contextmanager
 def stop_signal() -> Iterator[Callable[[], bool]]:
   """Turns the first SIGTERM or Ctrl-C into a wish to stop, which all learn of.

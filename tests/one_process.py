@@ -6,6 +6,7 @@ With EXPERTS in the environment the model made on the spot has experts.
 import dataclasses
 import os
 
+import jax
 from jax._src import cache_key
 
 from dppo_jax import compiler, main, setup_run
@@ -23,8 +24,11 @@ def with_experts(describe_model):
 
 if __name__ == "__main__":
   # On a CPU the key of a compiled program says which devices are this
-  # process's: the programs that the first one keeps would serve it alone.
-  cache_key._hash_accelerator_config = cache_key._hash_devices
+  # process's: what the first one keeps would serve it alone. Without that it
+  # serves all, and what the first one compiles it hands to the others.
+  if hasattr(cache_key, "_hash_devices"):
+    cache_key._hash_accelerator_config = cache_key._hash_devices
+    jax.config.update("jax_share_binary_between_hosts", True)
   compiler.compile_program = lambda lowered, platform: lowered.compile()
   if "EXPERTS" in os.environ:
     setup_run.describe_model = with_experts(setup_run.describe_model)

@@ -80,6 +80,16 @@ def test_what_one_raises_all_raise(each):
   assert each(2, lambda i: work(0)) == ["went on"] * 2
 
 
+def test_the_loss_of_another_process_is_told_from_other_errors(each):
+  lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset")
+  full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+  tell = lambda i: [
+    processes.has_lost_another(x) for x in (lost, full, ValueError("Gloo"))
+  ]
+  assert each(2, tell)[0] == [True, False, False]
+  assert each(1, tell)[0] == [False, False, False]
+
+
 def test_a_wish_to_stop_is_everybodys(each, monkeypatch):
   """The second process gets a signal after it was asked for the first time."""
   answers = [iter([False, False]), iter([False, True])]

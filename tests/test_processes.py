@@ -85,12 +85,12 @@ class _Folder:
       *(f"--config.{name}={value}" for name, value in options.items()),
     ]
 
-  def config(self, steps: int, data: int = 1, model: int = 1):
-    return commands.parse(self._flags(steps, data, model))
+  def config(self, steps: int):
+    return commands.parse(self._flags(steps, data=1, model=1))
 
-  def alone(self, steps: int, data: int = 1) -> None:
-    """Trains in this process."""
-    train.run(self.config(steps, data), self.workdir)
+  def alone(self, steps: int) -> None:
+    """Trains in this process, on one device."""
+    train.run(self.config(steps), self.workdir)
 
   def together(self, steps: int, data: int, model: int = 1, **env: str):
     """Trains in two processes of two devices; exit codes and outputs."""
@@ -144,7 +144,7 @@ def dense(tmp_path_factory, quick_compiler):
   with checkpoint.Checkpoints(shared.workdir, read_only=True) as found:
     newest = found.latest_step()
   finished = shared.together(steps=3, data=4)
-  shared.alone(steps=4, data=4)
+  shared.alone(steps=4)
   return types.SimpleNamespace(
     alone=alone, shared=shared, stopped=stopped, newest=newest, done=finished
   )
