@@ -86,7 +86,7 @@ _HEAD = [
   "decode, s",
   "update, s",
   "step, s",
-  "weights and gradients received in the update",
+  "received in the update",
   "all that is received",
   "micro-batches",
 ]
