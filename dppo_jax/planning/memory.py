@@ -51,9 +51,10 @@ def rollout_copy(run: Run) -> int:
 def moments(run: Run) -> dict[str, Parts]:
   """The parts of the largest sums: copying weights, rollout and update."""
   held, copy = resident(run), rollout_copy(run)
+  gathered = 2 * _gathered(run, _dtype(run))  # on the way, and laid out anew
   return {
     "to_inference_params": held
-    | {"rollout copy": copy, "gathered weights": _gathered(run, _dtype(run))},
+    | {"rollout copy": copy, "gathered weights": gathered},
     "roll_out": held | {"rollout copy": copy} | _rollout(run),
     "update": held | _update(run),
   }
