@@ -61,7 +61,7 @@ def check_ids(
 ) -> None:
   """Refuses token ids for which the model has no embedding."""
   for stop_id in stop_ids:
-    if not isinstance(stop_id, int) or not 0 <= stop_id < model.vocab:
+    if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
       raise ValueError(
         f"the stop id {stop_id!r} is no token of the model, which has "
         f"{model.vocab}: set config.rollout.stop_ids"

@@ -153,8 +153,12 @@ def flatten(config) -> dict[str, Any]:
         flat[name.replace("factory", "source")] = source
     else:
       flat[name] = value
-  # From Python a source, template or reward may be given as the function.
-  return json.loads(json.dumps(flat, default=user_code.reference_of))
+  # From Python a source, template or reward may be given as the function, and
+  # a number may be NumPy's.
+  plain = lambda x: (
+    x.item() if hasattr(x, "item") else user_code.reference_of(x)
+  )
+  return json.loads(json.dumps(flat, default=plain))
 
 
 # What an option was called before, for those who still type it.

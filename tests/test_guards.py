@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import commands
+import numpy as np
 import pytest
 
 import dppo_jax
@@ -243,6 +244,22 @@ def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
   config.reward.functions = f"math,{path}:fair"
   with pytest.raises(ValueError, match="no directory 'none'"):
     setup_run(config)
+
+
+@pytest.mark.parametrize("stop_id", [True, 1.0, "1", -1, 24, None, 10**30])
+def test_a_stop_id_is_a_token(stop_id):
+  config = commands.config("arithmetic", data__num_arithmetic=200)
+  config.rollout.stop_ids = (1, stop_id)
+  with pytest.raises(ValueError, match=r"stop id .* set config.rollout.stop"):
+    setup_run(config)
+
+
+def test_a_number_of_numpy_is_a_number():
+  config = configs.Config()
+  config.seed, config.optimizer.b1 = np.int64(3), np.float64(0.5)
+  assert refusal(config) is None
+  flat = options.flatten(config)
+  assert (flat["seed"], flat["optimizer.b1"]) == (3, 0.5)
 
 
 def test_too_few_devices_name_the_remedy_of_a_cpu():

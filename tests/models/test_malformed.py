@@ -92,6 +92,22 @@ def test_a_setting_that_is_none_is_refused_by_name(path, key, values):
     assert key.removesuffix("s") in said
 
 
+def test_any_value_of_a_setting_is_refused_in_one_line_or_taken(path):
+  """Fuzzed, one key at a time."""
+  values = [None, True, 0, -1, 3, 1.5, 1e308, 10**30, "", "x", [], [[]], {}]
+  known = json.loads((path / "config.json").read_text())
+  num_refused = 0
+  for key in known:
+    for value in values:
+      change_settings(path, **known | {key: value})
+      try:
+        hf.check(str(path))
+      except ValueError as error:
+        num_refused += 1
+        assert str(path) in str(error) and "\n" not in str(error)
+  assert num_refused > 100
+
+
 def test_a_part_of_rotary_scaling_is_refused_by_name(path):
   scaling = {"rope_type": "llama3", "factor": 0}
   change_settings(path, rope_scaling=scaling)

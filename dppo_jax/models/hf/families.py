@@ -218,7 +218,8 @@ def from_settings(
   if family.has_experts:
     # transformers 5 writes num_local_experts.
     found = {"norm_topk_prob": False, **settings}
-    found.setdefault("num_experts", settings.get("num_local_experts"))
+    if "num_local_experts" in settings:
+      found.setdefault("num_experts", settings["num_local_experts"])
     experts = Experts(**{k: _get(found, key) for k, key in EXPERT_KEYS.items()})
   return ModelConfig(
     **{k: _get({**defaults, **settings}, key) for k, key in KEYS.items()},
