@@ -228,6 +228,8 @@ def test_output_that_nobody_reads_ends_nothing():
   )
   os.close(write)
   assert done.stderr == "2\n"
+  closed = f"{sys.executable} -c '{CLOSED}' >&-"
+  subprocess.run(closed, shell=True, check=True, cwd=commands.ROOT)
 
 
 def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):

@@ -54,8 +54,9 @@ class _Outlives:
 def outlive_readers() -> None:
   """Lets a run go on where what reads its output ends, as `| head` does."""
   for name in ("stdout", "stderr"):
-    if not isinstance(getattr(sys, name), _Outlives):
-      setattr(sys, name, _Outlives(getattr(sys, name)))
+    stream = getattr(sys, name)  # None where a shell closed it
+    if stream is not None and not isinstance(stream, _Outlives):
+      setattr(sys, name, _Outlives(stream))
 
 
 def keep_programs() -> None:
