@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
@@ -27,8 +27,8 @@ from dppo_jax.rollout.decode import (
   loop,
   more_unfinished_than,
   slot_schedule,
-  together,
 )
+from dppo_jax.rollout.prefill import prefill_prompts
 from dppo_jax.rollout.sampling import Sampling
 
 
@@ -204,7 +204,7 @@ def _first_stage(
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   sizes = kv_cache.part_sizes(prompts.tokens.shape[1] + sampling.max_tokens - 1)
-  prompt_cache, prompt_experts = _prefill(
+  prompt_cache, prompt_experts = prefill_prompts(
     params,
     model_config,
     prompts,
@@ -297,48 +297,3 @@ def _later_stages(
       transformer.gathers_layers(model_config),
     )
   return state
-
-
-def _prefill(
-  params, model_config, prompts, queue, num_kept, prefill_batch, sizes, experts
-):
-  """Caches of the kept prompts in queue order; the others' stay zero.
-
-  Args:
-    experts: what those of the prompts' tokens are written into, or None.
-  """
-  num_prompts, longest = prompts.tokens.shape
-  chunk = shapes.largest_divisor(num_prompts, prefill_batch)
-  sizes = kv_cache.prompt_part_sizes(sizes, longest)
-  paddings = kv_cache.prompt_paddings(longest)
-  in_step = transformer.gathers_layers(model_config)
-
-  def at_length(padded, rows):
-    cache, chosen = transformer.prefill_and_route(
-      params,
-      model_config,
-      prompts.tokens[rows, :padded],
-      prompts.lengths[rows],
-      sizes,
-    )
-    if experts is None:
-      return cache, None
-    rest = [(0, 0), (0, longest - padded), (0, 0), (0, 0)]
-    return cache, jnp.pad(chosen, rest)
-
-  def prefill_chunk(i, carry):
-    cache, experts = carry
-    rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
-    needed = together(prompts.lengths[rows].max(), in_step)
-    new, chosen = jax.lax.switch(
-      (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
-      [functools.partial(at_length, padded) for padded in paddings],
-      rows,
-    )
-    if experts is not None:
-      experts = experts.at[rows].set(chosen)
-    return kv_cache.put_slots(cache, new, i * chunk), experts
-
-  empty = kv_cache.init(model_config, num_prompts, sizes)
-  num_chunks = together((num_kept + chunk - 1) // chunk, in_step)
-  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, (empty, experts))
