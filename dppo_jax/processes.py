@@ -112,15 +112,13 @@ def _found() -> dict[str, Any] | None:
       return {"local_device_ids": [*range(num_gpus)]}
     return {}
   has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
-  platforms = os.environ.get("JAX_PLATFORMS") or "tpu"
-  if (
-    has_chips
-    and "tpu" in platforms
-    and "TPU_SKIP_MDS_QUERY" not in os.environ
-    and importlib.util.find_spec("libtpu")
-  ):
-    return {}
-  return None
+  is_used = "tpu" in (os.environ.get("JAX_PLATFORMS") or "tpu")
+  if not (has_chips and is_used and importlib.util.find_spec("libtpu")):
+    return None
+  # Kubernetes names the hosts; elsewhere a server knows them, if there is one.
+  names = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
+  has_server = "TPU_SKIP_MDS_QUERY" not in os.environ
+  return {} if has_server or names & os.environ.keys() else None
 
 
 def count() -> int:

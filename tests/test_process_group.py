@@ -253,9 +253,40 @@ def test_the_only_task_of_a_node_takes_all_of_its_gpus(
   if gpus:
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
   processes.initialize()
-  assert [
-    {k: v for k, v in x.items() if "timeout" not in k} for x in started
-  ] == [expected]
+  assert [_arguments(x) for x in started] == [expected]
+
+
+@pytest.mark.parametrize(
+  "env, chips, expected",
+  [
+    ({}, ["/dev/vfio/0"], [{}]),
+    ({}, [], []),
+    ({"JAX_PLATFORMS": "cpu"}, ["/dev/accel0"], []),
+    # Nobody to ask who the others are, and nobody who has said so.
+    ({"TPU_SKIP_MDS_QUERY": "1"}, ["/dev/accel0"], []),
+    (
+      {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "a,b"},
+      ["/dev/accel0"],
+      [{}],
+    ),
+  ],
+)
+def test_hosts_of_a_tpu_slice_find_each_other(
+  started, monkeypatch, env, chips, expected
+):
+  for name in ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES"):
+    monkeypatch.delenv(name, raising=False)
+  for name, value in env.items():
+    monkeypatch.setenv(name, value)
+  monkeypatch.setattr(processes.glob, "glob", lambda pattern: chips)
+  monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: True)
+  processes.initialize()
+  assert [_arguments(x) for x in started] == expected
+
+
+def _arguments(options: dict) -> dict:
+  """Without those that say how long something may take."""
+  return {k: v for k, v in options.items() if "timeout" not in k}
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "tpu_pod.sh"])

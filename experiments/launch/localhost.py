@@ -60,6 +60,8 @@ def _free_port() -> int:
 
 def _prefix_lines(index: int, process: subprocess.Popen) -> None:
   for line in process.stdout:
+    if line.startswith("[Gloo]"):  # what the transport says of itself
+      continue
     print(f"[process {index}] {line}", end="", flush=True)
 
 
