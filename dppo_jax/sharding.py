@@ -10,6 +10,7 @@ vocabulary.
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
 import math
 
 import jax
@@ -183,6 +184,31 @@ def unclaimed_spec(*axes: str | None) -> PartitionSpec:
   return _partition(
     [[name for name in RULES[axis] if name not in manual] for axis in axes]
   )
+
+
+def gather_width(x: jax.Array, *axes: str | None) -> jax.Array:
+  """A weight, whole in its axis `embed`, inside a shard_map over the batch.
+
+  Its other axes stay divided. To a collective over axes that are manual the
+  compiler hands arrays that are whole in all others: hence all are manual here.
+  """
+  gather = functools.partial(
+    jax.lax.all_gather,
+    axis_name=RULES["embed"],
+    axis=axes.index("embed"),
+    tiled=True,
+  )
+  mesh = jax.sharding.get_abstract_mesh()
+  if others := set(mesh.axis_names) - set(mesh.manual_axes):
+    place = unclaimed_spec(*axes)
+    gather = jax.shard_map(
+      gather,
+      in_specs=place,
+      out_specs=place,
+      axis_names=others,
+      check_vma=False,
+    )
+  return gather(x)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -157,6 +157,26 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
   assert np.abs(router - np.asarray(start)).max() > 1e-3
 
 
+def test_a_width_is_gathered_of_what_a_device_holds():
+  """Its part of the other axes, which the model axis divides, and no more."""
+  mesh, axes = sharding.make_mesh(2, 4), ("embed", "mlp")
+  weight = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+  places = sharding.sharding(mesh, *axes), sharding.sharding(mesh, None, "mlp")
+  with jax.set_mesh(mesh):
+    gather = jax.shard_map(
+      lambda w: sharding.gather_width(w, *axes),
+      in_specs=sharding.spec(("embed", None)),
+      out_specs=jax.P(),
+      axis_names=set(sharding.RULES["batch"]),
+      check_vma=False,
+    )
+    gather = jax.jit(gather, in_shardings=places[0], out_shardings=places[1])
+    text = gather.lower(weight).compile().as_text()
+    np.testing.assert_array_equal(gather(weight), weight)
+  found = re.findall(r"(\w+\[[\d,]+\])\S* all-gather\(", text)
+  assert found == ["f32[16,6]"]
+
+
 def test_replicas_exchange_gradients_and_nothing_else():
   """Each device its share of them, in every micro-batch once."""
   c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)

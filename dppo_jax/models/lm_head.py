@@ -88,7 +88,7 @@ def _by_shard(
   by_row = sharding.unclaimed_spec("batch")
 
   def on_shard(hidden, head, *more):
-    head = jax.lax.all_gather(head, sharding.RULES["embed"], axis=1, tiled=True)
+    head = sharding.gather_width(head, "vocab", "embed")
     return function(hidden, head, *more, temperature, chunk)
 
   return jax.shard_map(

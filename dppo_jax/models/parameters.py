@@ -245,15 +245,12 @@ def gather_layer(weights: Params, config: ModelConfig) -> Params:
     return weights
   axes = unflatten(_inference_axes(config))["layers"]
 
-  def gather(name, w):
-    if "embed" not in axes[name]:
-      return w
-    at = axes[name].index("embed") - len(axes[name])
-    return jax.lax.all_gather(
-      w, sharding.RULES["embed"], axis=w.ndim + at, tiled=True
-    )
-
-  return {name: gather(name, w) for name, w in weights.items()}
+  return {
+    name: sharding.gather_width(w, *axes[name][-w.ndim :])
+    if "embed" in axes[name]
+    else w
+    for name, w in weights.items()
+  }
 
 
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:

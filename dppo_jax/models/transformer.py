@@ -175,9 +175,7 @@ def prefill_and_route(
 
   x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
   cache = kv_cache.init(config, len(tokens), sizes)
-  # Inlined with a kernel: the TPU compiler aborts if a scan in the rollout's
-  # shard_map calls a function that has a kernel's shard_map of its own.
-  inline = config.attention in attention.KERNELS
+  inline = _is_inline(config) or config.attention in attention.KERNELS
   _, cache, experts = kv_cache.scan_layers(
     _in_rollout(layer, config), x, params["layers"], cache, inline
   )
@@ -218,7 +216,8 @@ def decode_and_route(
   num_positions = kv_cache.num_positions(cache)
   x, layer = _embed(params, config, tokens, positions, num_positions, attend)
   x, cache, experts = kv_cache.scan_layers(
-    _in_rollout(layer, config), x, params["layers"], cache
+    _in_rollout(layer, config),
+    *(x, params["layers"], cache, _is_inline(config)),
   )
   x = layers.rms_norm(x, params["final_norm"], config.norm_eps)
   return x, cache, _after_tokens(experts)
@@ -291,6 +290,15 @@ def _embed(
   x = params["embed"][sharding.constrain(tokens, *together)]
   x = sharding.constrain(x, *together, "embed")
   return sharding.constrain(x, *batch_axes), layer
+
+
+def _is_inline(config: ModelConfig) -> bool:
+  """Whether layers that share nothing else are copied for each group.
+
+  The TPU compiler aborts if a scan in the rollout's shard_map calls a function
+  that has a shard_map of its own: around a gathered weight, or a kernel.
+  """
+  return parameters.gathers_layers(config)
 
 
 def _in_rollout(layer: Callable, config: ModelConfig) -> Callable:
