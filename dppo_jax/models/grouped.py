@@ -4,6 +4,10 @@
 work that it should. Which platform that is, the compiler knows.
 """
 
+from collections.abc import Callable
+import functools
+import warnings
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -44,7 +48,7 @@ def _forward(rows, weights, sizes):
 def _backward(saved, grad):
   rows, weights, sizes = saved
   to_weights = {"cpu": _outer_by_blocks, "default": _outer_by_transpose}
-  if len(rows) % 128 == 0:
+  if len(rows) % 128 == 0 and _kernel():
     to_weights["tpu"] = _outer_by_kernel
   return (
     product(grad, weights.swapaxes(1, 2), sizes),
@@ -117,12 +121,24 @@ def _outer_by_transpose(rows, grad, sizes):
   return jax.linear_transpose(multiply, like)(grad)[0]
 
 
-def _outer_by_kernel(rows, grad, sizes, interpret=False):
-  # Imported where it is used: it takes a while, and is not for everybody.
-  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+@functools.cache
+def _kernel() -> Callable | None:
+  """A TPU's kernel; where it is used, as importing it takes a while."""
+  try:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+  except ImportError:  # it is experimental, and may move
+    warnings.warn(
+      "this jax has no megablox.gmm.tgmm: on TPUs the gradient of a mixture of "
+      "experts costs as many times what it should as a device has experts",
+      stacklevel=2,
+    )
+    return None
+  return tgmm
 
+
+def _outer_by_kernel(rows, grad, sizes, interpret=False):
   largest = shapes.largest_divisor(len(rows) // 128, _TILE[0] // 128)
   inner, outer = rows.shape[1], grad.shape[1]
   tile = (128 * largest, min(_TILE[1], inner), min(_TILE[2], outer))
   with jax.numpy_dtype_promotion("standard"):  # the kernel adds bool to int
-    return tgmm(rows.T, grad, sizes, rows.dtype, tile, interpret=interpret)
+    return _kernel()(rows.T, grad, sizes, rows.dtype, tile, interpret=interpret)
