@@ -51,7 +51,7 @@ def each(monkeypatch):
         return error
 
     monkeypatch.setattr(processes, "count", lambda: num)
-    monkeypatch.setattr(processes, "index", lambda: own.index)
+    monkeypatch.setattr(processes, "index", lambda: getattr(own, "index", 0))
     monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
     with futures.ThreadPoolExecutor(num) as pool:
       return list(pool.map(run, range(num)))
