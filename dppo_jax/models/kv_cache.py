@@ -244,8 +244,17 @@ def write_tokens(
   k: Float[Array, "B K D"],
   v: Float[Array, "B K D"],
   positions: Int[Array, "B"],
+  rewrites: bool = False,
 ) -> LayerCache:
-  """`cache` with the key and value of one token of each slot written."""
+  """`cache` with the key and value of one token of each slot written.
+
+  Args:
+    rewrites: the layer's whole cache is written anew, for TPUs: of one that is
+      written to at single positions their compiler makes copies in another
+      layout, of all layers at every read and once for good.
+  """
+  if rewrites:
+    return _rewrite(cache, k, v, positions)
   slots = jnp.arange(k.shape[0], dtype=jnp.int32)
   # Each part drops the positions that lie before or beyond it.
   drop = {"mode": "drop", "wrap_negative_indices": False}
@@ -257,6 +266,21 @@ def write_tokens(
         keys.at[cache.layer, slots, :, :, at].set(k, **drop),
         values.at[cache.layer, slots, :, at].set(v, **drop),
       )
+    )
+    start += keys.shape[-1]
+  return cache._replace(parts=tuple(parts))
+
+
+def _rewrite(cache: LayerCache, k, v, positions) -> LayerCache:
+  """`write_tokens` by a choice at every position."""
+  layer, parts, start = cache.layer, [], 0
+  for keys, values in cache.parts:
+    index = jnp.arange(start, start + keys.shape[-1], dtype=jnp.int32)
+    is_new = (index == positions[:, None])[:, None]
+    new_keys = jnp.where(is_new[:, :, None], k[..., None], keys[layer])
+    new_values = jnp.where(is_new[..., None], v[:, :, None], values[layer])
+    parts.append(
+      KVPart(keys.at[layer].set(new_keys), values.at[layer].set(new_values))
     )
     start += keys.shape[-1]
   return cache._replace(parts=tuple(parts))

@@ -209,8 +209,10 @@ def decode_and_route(
 ) -> tuple[Float[Array, "B E"], KVCache, Int[Array, "B Y K"] | None]:
   """As `decode`, and each token's experts in every layer, if it has any."""
 
+  is_tpu = attention.KERNELS.get(config.attention) == "tpu"
+
   def attend(q, k, v, cache):
-    cache = kv_cache.write_tokens(cache, k, v, positions)
+    cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions), cache
 
   num_positions = kv_cache.num_positions(cache)

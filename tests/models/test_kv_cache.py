@@ -122,3 +122,17 @@ def test_slots_are_put_and_taken():
   taken = jax.jit(kv_cache.take_slots)(found, order)
   for i, (of, slot) in enumerate([(new, 1), (cache, 0), (new, 0)]):
     _assert_equal(_slot(taken, i), _slot(of, slot))
+
+
+def test_tokens_are_the_same_whether_written_or_chosen():
+  """At the first and last position of a part too."""
+  cache = _filled(4)
+  rng = np.random.default_rng(1)
+  k, v = jnp.float32(rng.normal(size=(2, 4, 2, 3)))
+  layer = kv_cache.LayerCache(cache[1], jnp.int32(1))
+  positions = jnp.array([0, 2, 3, 7], jnp.int32)
+  written, chosen = (
+    kv_cache.write_tokens(layer, k, v, positions, rewrites)
+    for rewrites in (False, True)
+  )
+  _assert_equal(chosen, written)
