@@ -1,6 +1,6 @@
 """Kills a run again and again, and compares what it ends with to one in peace.
 
-  python tests/kill.py --times=20 --seed=0
+  python tests/kill.py --times=20 --seed=0 [--processes=2]
 
 starts a small run, kills it (SIGKILL) at random moments, and starts it again
 each time until it is done. Then it says whether parameters, optimizer, prompt
@@ -25,6 +25,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -35,8 +36,16 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dppo_jax import checksums, collect, compiler, config, guards, train
-from dppo_jax.reporting import report
+from dppo_jax import (
+  checksums,
+  collect,
+  compiler,
+  config,
+  guards,
+  processes,
+  train,
+)
+from dppo_jax.reporting import logs, report
 
 STEPS = 6
 # Where a run is killed, and how often it passes there before.
@@ -54,7 +63,7 @@ FAULTS = {
 }
 
 
-def make_config() -> config.Config:
+def make_config(num_devices: int = 1) -> config.Config:
   """A model of a few thousand weights, rewarded for being brief."""
   c = config.Config()
   config.use_method(c, "neyman")  # which remembers prompts
@@ -76,6 +85,7 @@ def make_config() -> config.Config:
     "optimizer.learning_rate": 1e-2,
     "reward.overlong_tokens": 8,
     "checkpoint.every": 2,
+    "mesh.data": num_devices,
   }
   for name, value in settings.items():
     section, _, field = name.rpartition(".")
@@ -94,7 +104,13 @@ def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
   for name, (module, function, number) in PLACES.items():
     last = number if name == place else 0
     setattr(module, function, _passing(getattr(module, function), last, pause))
-  train.run(make_config(), workdir)
+  train.run(make_config(jax.device_count()), workdir)
+
+
+def run_one_of(port: int, count: int, index: int, *args) -> None:
+  """`run` as one of several processes of a device each."""
+  processes.initialize(f"localhost:{port}", count, index)
+  run(*args)
 
 
 def fail(workdir: pathlib.Path, how: str, says: str) -> None:
@@ -176,6 +192,16 @@ def begin(function: Callable, *args) -> int:
     os._exit(status)
 
 
+def begin_run(count: int, *args) -> list[int]:
+  """A run in `count` processes; their ids."""
+  if count == 1:
+    return [begin(run, *args)]
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    port = listener.getsockname()[1]
+  return [begin(run_one_of, port, count, i, *args) for i in range(count)]
+
+
 def end(pid: int) -> int:
   """Waits for a process; its exit status, negative for a signal."""
   return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -188,7 +214,11 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
   """All that a run leaves, but for what clocks measured."""
   folder = (workdir / "checkpoints" / str(STEPS)).absolute()
   with ocp.StandardCheckpointer() as checkpointer:
-    state = {x: checkpointer.restore(folder / x) for x in ("params", "rest")}
+    state = {}
+    for item in ("params", "rest"):
+      saved = checkpointer.metadata(folder / item).item_metadata.tree
+      like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), saved)
+      state[item] = checkpointer.restore(folder / item, like)
   is_timed = lambda name: "seconds" in name or name == "update/compiles"
   lines = {
     name: [
@@ -212,6 +242,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
 
 def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
   """Raises where a run has left other things than `whole` has."""
+  logs.quiet_libraries()
   found, wanted = outcome(workdir), outcome(whole)
   assert len(wanted["state"]) > 20 and len(wanted["TensorBoard"]) > 100
   differing = [name for name in wanted if found[name] != wanted[name]]
@@ -244,6 +275,7 @@ def kill_at_random(
   number: int,
   times: int,
   damages: bool = False,
+  count: int = 1,
 ) -> int:
   """Sends signal `number` so often, to as many runs as that takes.
 
@@ -251,23 +283,22 @@ def kill_at_random(
     How many runs ended as the undisturbed one; all had to.
   """
   start = time.monotonic()
-  assert end(begin(run, folder / "timed", "", 0.2)) == 0
+  assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
   seconds = time.monotonic() - start
   runs = signals = damaged = 0
   while signals < times:
     workdir = folder / f"run-{runs}"
     while True:
-      pid = begin(run, workdir, "", 0.2)
-      # The start takes long and is always the same: half of them come later.
-      least = chance.choice([0.0, 0.5])
-      is_last = signals == times
-      if not is_last:
-        time.sleep(chance.uniform(least, 1.0) * seconds)
-        os.kill(pid, number)
-      status = end(pid)
-      if status == 0:
+      pids = begin_run(count, workdir, "", 0.2)
+      if signals < times:
+        _wait(workdir, chance, seconds, damages)
+        # A request of one is known to all; a kill is not.
+        for pid in pids if number == signal.SIGKILL else [chance.choice(pids)]:
+          os.kill(pid, number)
+      statuses = {end(pid) for pid in pids}
+      if statuses == {0}:
         break
-      assert status in (-number, 130), status
+      assert count > 1 or statuses <= {-number, 130}, statuses
       signals += 1
       damaged += damages and damage(workdir, chance)
       print(".", end="", flush=True)
@@ -279,20 +310,43 @@ def kill_at_random(
   return runs
 
 
+def _steps(workdir: pathlib.Path) -> list[int]:
+  names = (x.name for x in workdir.glob("checkpoints/*"))
+  return sorted(int(name) for name in names if name.isdigit())
+
+
+def _wait(
+  workdir: pathlib.Path, chance: random.Random, seconds: float, damages: bool
+) -> None:
+  """Until the next signal.
+
+  Args:
+    seconds: what an undisturbed run takes.
+    damages: there is to be a checkpoint after that of step 0.
+  """
+  if not damages:
+    # The start takes long and is always the same: half of them come later.
+    time.sleep(chance.uniform(chance.choice([0.0, 0.5]), 1.0) * seconds)
+    return
+  step, until = chance.choice([2, 4]), time.monotonic() + 3 * seconds
+  while time.monotonic() < until and max(_steps(workdir), default=0) < step:
+    time.sleep(0.02)
+  time.sleep(chance.uniform(0.0, 0.2) * seconds)
+
+
 def damage(workdir: pathlib.Path, chance: random.Random) -> bool:
   """Damages the newest checkpoint, if there is one before it."""
-  steps = sorted(
-    int(x.name) for x in workdir.glob("checkpoints/*") if x.name.isdigit()
-  )
+  steps = _steps(workdir)
   if len(steps) < 2:
     return False
   newest = workdir / "checkpoints" / str(steps[-1])
+  # Those that orbax writes when all is done say nothing of the state.
+  done = ("_CHECKPOINT_METADATA", "commit_success.txt")
   files = sorted(
     x
     for x in newest.rglob("*")
-    if x.is_file() and x.stat().st_size and x.parent != newest
+    if x.is_file() and x.stat().st_size and x.name not in done
   )
-  files = [x for x in files if x.name != "commit_success.txt"]
   file, how = chance.choice(files), chance.choice(["cut", "emptied", "flipped"])
   content = bytearray(file.read_bytes())
   if how == "emptied":
@@ -310,6 +364,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--times", type=int, default=20, help="signals of a kind")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--processes", type=int, default=1, help="of a run")
   parser.add_argument("--only", default="", help="kill, ask or damage")
   parser.add_argument("--places", action="store_true", help="chosen places")
   options = parser.parse_args()
@@ -317,7 +372,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as made:
     folder = pathlib.Path(made)
     whole = folder / "whole"
-    assert end(begin(run, whole)) == 0
+    assert not any(map(end, begin_run(options.processes, whole)))
     if options.places:
       kill_at_places(folder, whole)
       return
@@ -328,7 +383,13 @@ def main() -> None:
     ):
       if options.only in ("", name):
         kill_at_random(
-          folder / name, whole, chance, number, options.times, damages
+          folder / name,
+          whole,
+          chance,
+          number,
+          options.times,
+          damages,
+          options.processes,
         )
 
 
