@@ -103,7 +103,9 @@ def _read(run: Run, work: workload.Work) -> dict[str, float]:
   shards = sharding.num_shards(run.mesh, "batch")
   slot_steps = work.generated / shards / workload.BUSY
   decode = _touched(run.model, work.slots) * copy * work.decode_steps
-  decode += slot_steps * parts["cache"] / work.slots
+  # On a TPU the cache is written anew at every token: see kv_cache.
+  passes = 3 if run.platform == "tpu" else 1
+  decode += slot_steps * passes * parts["cache"] / work.slots
   item = jnp.dtype(run.model.dtype).itemsize
   gathered = traffic.elements(run) * item
   turns = work.micro_batches * c.objective.inner_updates
