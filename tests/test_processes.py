@@ -54,7 +54,12 @@ def noise(prompts, completions):
     os.kill(os.getppid(), signal.SIGTERM)
   except FileNotFoundError:
     pass
-  return [sum(map(ord, text)) % 4 / 4 for text in completions]
+  # Some groups have variance. Which the second process has in step 2, and the
+  # first in step 3, is shown in samples.jsonl.
+  return [
+    sum(map(ord, text)) % 4 / 4 if prompt[0] in "57" else 0.0
+    for prompt, text in zip(prompts, completions)
+  ]
 """
 
 
