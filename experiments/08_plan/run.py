@@ -176,21 +176,21 @@ def table() -> str:
   for row in rows():
     found.setdefault(row["case"], []).append(row)
   lines = []
-  for stages in found.values():
+  for name, stages in found.items():
     first = stages[0]
     options = [f"{k}={v}" for k, v in first["options"].items()]
     worst = max(stages, key=lambda x: x["total"])
     of = {x["stage"]: x for x in stages}
     mark = lambda row: " (lean)" if row.get("is_lean") else ""
-    cell = lambda name, of=of, mark=mark: (
-      f"{of[name]['total'] / GIB:.2f}{mark(of[name])}" if name in of else ""
+    cell = lambda stage, of=of, mark=mark: (
+      f"{of[stage]['total'] / GIB:.2f}{mark(of[stage])}" if stage in of else ""
     )
     fits = "yes" if set(STAGES) <= set(of) else "as far as compiled"
     if worst["total"] > first["usable"] or worst["error"]:
       fits = f"no: {worst['stage']}"
     lines.append(
       [
-        " ".join([first["config"], *options]),
+        " ".join([name, *options]),
         first["topology"],
         first["mesh"],
         *map(cell, STAGES),
@@ -200,7 +200,7 @@ def table() -> str:
         f"{sum(x['cpu_seconds'] for x in stages):,.0f}",
       ]
     )
-  head = ["config", "topology", "mesh", *STAGES, "usable", "fits"]
+  head = ["case", "topology", "mesh", *STAGES, "usable", "fits"]
   return tables.markdown([*head, "compile s", "CPU s"], lines)
 
 
