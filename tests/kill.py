@@ -331,7 +331,7 @@ def _wait(
   step, until = chance.choice([2, 4]), time.monotonic() + 3 * seconds
   while time.monotonic() < until and max(_steps(workdir), default=0) < step:
     time.sleep(0.02)
-  time.sleep(chance.uniform(0.0, 0.2) * seconds)
+  time.sleep(chance.uniform(0.0, 0.5))
 
 
 def damage(workdir: pathlib.Path, chance: random.Random) -> bool:
