@@ -19,8 +19,9 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
   only when a compiled program returns to it: so the system tells a thread. In a
   notebook, whose variables would go too, a second interrupt is Python's.
 
-  A step may take longer than whoever asks will wait. The kill that follows
-  costs the steps since the newest checkpoint and nothing else.
+  A signal that is ignored stays so, as Ctrl-C is in what a shell's script
+  starts with &. A step may take longer than whoever asks will wait. The kill
+  that follows costs the steps since the newest checkpoint and nothing else.
   """
   asked = []
 
@@ -30,7 +31,11 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
 
   reads, writes = os.pipe()
   os.set_blocking(writes, False)
-  before = {number: signal.signal(number, ask) for number in SIGNALS}
+  before = {
+    number: signal.signal(number, ask)
+    for number in SIGNALS
+    if signal.getsignal(number) is not signal.SIG_IGN
+  }
   fd_before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
 
   def watch() -> None:
@@ -47,8 +52,8 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
     yield lambda: bool(asked)
   finally:
     signal.set_wakeup_fd(fd_before)
-    for number in SIGNALS:
-      signal.signal(number, before[number])
+    for number, handler in before.items():
+      signal.signal(number, handler)
     os.write(writes, b"\0")
     watcher.join()
     os.close(reads)

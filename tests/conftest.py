@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from unittest import mock
@@ -28,6 +29,9 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# What a shell's script starts with & ignores Ctrl-C, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile(
   "repeatable", derandomize=True, deadline=None, max_examples=50

@@ -9,8 +9,12 @@ import pytest
 # A regular expression that backtracks for hours holds the interpreter as a
 # compiled program does: no handler of Python's runs before it is done.
 _BUSY = """
-import re, sys
+import re, signal, sys
 from dppo_jax import stopping
+
+ignored = sys.argv[1] == "ignoring"
+usual = signal.SIG_IGN if ignored else signal.default_int_handler
+signal.signal(signal.SIGINT, usual)  # whatever the tests were started with
 
 with stopping.stop_signal() as is_stopping:
   print("begun", flush=True)
@@ -43,6 +47,17 @@ def test_a_first_signal_asks(number):
   child.send_signal(number)
   assert child.communicate() == ("asked\nleft\n", "")
   assert child.returncode == 0
+
+
+def test_what_is_ignored_stays_so():
+  """As a shell's script has it of Ctrl-C for what it starts with &."""
+  child = _child("ignoring")
+  for _ in range(3):
+    child.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+      child.wait(0.2)
+  child.send_signal(signal.SIGTERM)
+  assert child.communicate() == ("asked\nleft\n", "")
 
 
 @pytest.mark.parametrize("how", ["busy", "saving"])
