@@ -93,6 +93,7 @@ def mixture(
     chosen: each token's experts, in place of those that the router chooses.
   """
   run = functools.partial(_mixture, experts=experts, axis=None)
+  numbers = jnp.arange(experts.num, dtype=jnp.int32)
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     by_token = sharding.unclaimed_spec("batch")
@@ -106,13 +107,14 @@ def mixture(
         by_expert,
         by_expert,
         by_expert,
+        sharding.unclaimed_spec("expert"),
         by_token,
       ),
       out_specs=(by_token, by_token),
       axis_names=axis_names,
       check_vma=False,
     )
-  return run(x, router, gate, up, down, chosen)
+  return run(x, router, gate, up, down, numbers, chosen)
 
 
 def route(
@@ -198,9 +200,22 @@ def describe(
 
 
 def _mixture(
-  x, router, gate, up, down, given, *, experts: Experts, axis: str | None
+  x,
+  router,
+  gate,
+  up,
+  down,
+  numbers,
+  given,
+  *,
+  experts: Experts,
+  axis: str | None,
 ):
-  """`mixture` of the experts that this device holds, which `axis` divides."""
+  """`mixture` of the experts that this device holds, which `axis` divides.
+
+  Their numbers come as an argument: inside the rollout's division a TPU's
+  program cannot ask which device it is on.
+  """
   tokens = x.reshape(-1, x.shape[-1])
   if given is not None:
     given = given.reshape(len(tokens), experts.per_token)
@@ -210,8 +225,7 @@ def _mixture(
   # Pairs of a token and one of its experts, those of an expert side by side
   # and those of other devices' experts last.
   num = gate.shape[0]
-  first = jax.lax.axis_index(axis) * num if axis else 0
-  number = chosen.reshape(-1) - first
+  number = chosen.reshape(-1) - numbers[0]
   is_ours = (number >= 0) & (number < num)
   number = jnp.where(is_ours, number, num)
   order = jnp.argsort(number, stable=True)

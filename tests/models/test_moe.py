@@ -89,6 +89,26 @@ def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
   )
 
 
+def test_a_device_of_a_rollout_needs_no_number_of_its_own():
+  """Inside the rollout's division TPUs have none to give: XLA refuses it."""
+  x = tokens(4, 3)
+  run = lambda x, *w: moe.mixture(x, *w, EXPERTS)[0]
+  with jax.set_mesh(sharding.make_mesh(2, 4)):
+    shards = sharding.spec(("batch",))
+    divided = jax.shard_map(
+      run,
+      in_specs=(shards, *(jax.P(),) * 4),
+      out_specs=shards,
+      axis_names=set(sharding.RULES["batch"]),
+      check_vma=False,
+    )
+    lowered = jax.jit(divided).lower(x, *weights())
+  assert "partition_id" not in lowered.as_text("hlo").replace("-", "_")
+  np.testing.assert_allclose(
+    lowered.compile()(x, *weights()), run(x, *weights()), atol=1e-5
+  )
+
+
 def test_rows_of_other_devices_reach_nothing(monkeypatch):
   """Whatever a platform's product leaves in rows outside all groups."""
   product = grouped.product
