@@ -86,6 +86,11 @@ def _by_shard(
     return function(*arrays, temperature, logit_chunk)
   chunk = max(logit_chunk // sharding.num_shards(mesh, "batch"), 1)
   by_row = sharding.unclaimed_spec("batch")
+  hidden, head, *more = arrays
+  # The barrier holds for its gradient: added to nothing else of a micro-batch,
+  # as where it is no embedding, the TPU compiler takes the sum over devices for
+  # one that it may move out of the loop, and fails (jax 0.10.2).
+  arrays = (hidden, jax.lax.optimization_barrier(head), *more)
 
   def on_shard(hidden, head, *more):
     head = sharding.gather_width(head, "vocab", "embed")

@@ -73,6 +73,15 @@ class Load(NamedTuple):
   moved: Float[Array, "*layers"] | None
 
 
+# Of the weights: router, gate, up and down.
+_AXES = (
+  ("embed", None),
+  ("expert", "embed", None),
+  ("expert", "embed", None),
+  ("expert", None, "embed"),
+)
+
+
 def mixture(
   x: Float[Array, "B *L E"],
   router: Float[Array, "E X"],
@@ -87,7 +96,8 @@ def mixture(
   No expert has a limit: every token goes through all of its own, whatever the
   others of its batch choose. On a mesh each shard of the batch routes its own
   tokens and each device of the model axis computes its own experts, of which
-  the sum is taken; tokens never travel.
+  the sum is taken; tokens never travel. The width of the weights is gathered
+  there, so that of their gradient each device gets its own part.
 
   Args:
     chosen: each token's experts, in place of those that the router chooses.
@@ -97,17 +107,25 @@ def mixture(
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     by_token = sharding.unclaimed_spec("batch")
-    by_expert = sharding.unclaimed_spec("expert", None, None)
-    axis = by_expert[0]
+    by_expert = sharding.unclaimed_spec("expert")
+    # A rollout's shards have been given weights that are whole in width.
+    is_whole = not set(sharding.RULES["embed"]) <= axis_names
+
+    def on_device(x, *weights_and_rest):
+      weights, rest = weights_and_rest[:4], weights_and_rest[4:]
+      if not is_whole:
+        weights = [
+          sharding.gather_width(w, *axes)
+          for w, axes in zip(weights, _AXES, strict=True)
+        ]
+      return _mixture(x, *weights, *rest, experts=experts, axis=by_expert[0])
+
     run = jax.shard_map(
-      functools.partial(_mixture, experts=experts, axis=axis),
+      on_device,
       in_specs=(
         by_token,
-        jax.P(),
+        *(sharding.unclaimed_spec(*axes) for axes in _AXES),
         by_expert,
-        by_expert,
-        by_expert,
-        sharding.unclaimed_spec("expert"),
         by_token,
       ),
       out_specs=(by_token, by_token),

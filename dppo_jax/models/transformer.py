@@ -298,9 +298,10 @@ def _is_inline(config: ModelConfig) -> bool:
   """Whether layers that share nothing else are copied for each group.
 
   The TPU compiler aborts if a scan in the rollout's shard_map calls a function
-  that has a shard_map of its own: around a gathered weight, or a kernel.
+  that has a shard_map of its own: around a gathered weight, a kernel, or a
+  mixture of experts.
   """
-  return parameters.gathers_layers(config)
+  return parameters.gathers_layers(config) or config.experts is not None
 
 
 def _in_rollout(layer: Callable, config: ModelConfig) -> Callable:
