@@ -47,7 +47,8 @@ def grade(
   """
   owners = processes.owners(rollout.lengths)
   # Experts are many bytes a token, and stay where they are.
-  rollout = rollout.replace(experts=None, prompt_experts=None)
+  # What nobody reads here stays on the devices.
+  rollout = rollout.replace(logprobs=None, experts=None, prompt_experts=None)
   rollout = processes.to_host(rollout)
   shape = rollout.lengths.shape
   is_sampled = rollout.lengths.max(axis=1) > 0  # a group is sampled whole

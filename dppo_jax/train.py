@@ -203,8 +203,9 @@ def _train(
       is_last = done == config.steps
       if is_last or _is_due(done, config.eval.every):
         evaluate_now(state)
-        if processes.is_first():
-          page.refresh(done)
+        with processes.sharing_errors():
+          if processes.is_first():
+            page.refresh(done)
       stops = is_stopping()
       if is_last or stops or checkpoints.is_due(done):
         with processes.sharing_errors():

@@ -83,10 +83,10 @@ class Steps:
     kind = self.name.removesuffix("step").rstrip()
     head = f"{kind} {self.done}/{self.total}".lstrip()
     rest = [*self._left(), *self._parts]
-    room = width - len("  ".join([head, *rest])) - 2
+    space = width - len("  ".join([head, *rest])) - 2
     bar = ""
-    if room >= 7:
-      cells = min(room, 30) - 2
+    if space >= 7:
+      cells = min(space, 30) - 2
       full = cells * self.done // max(self.total, 1)
       bar = f"[{'#' * full}{'.' * (cells - full)}]"
     return _fitting([head, *([bar] if bar else []), *rest], width)

@@ -52,6 +52,23 @@ def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab, is_tied=True):
   )
 
 
+def _real(model: transformer.ModelConfig, prompts: int, rows: int = 4) -> Work:
+  """Of a real model, for accelerators."""
+  return Work(
+    model,
+    PackingSpec(4096, rows, 64),
+    prompts=prompts,
+    group_size=8,
+    prompt_tokens=(64, 256),
+    max_tokens=1024,
+    mean_tokens=400,
+    slots=256,
+    logit_chunk=8192,
+  )
+
+
+_QWEN3 = 151_936  # tokens of its vocabulary
+
 WORKS = {
   "small": Work(  # that of the comparison with other systems
     _model(4, 256, 8, 4, 32, 768, 4096),
@@ -73,50 +90,10 @@ WORKS = {
     mean_tokens=48,
     slots=64,
   ),
-  "qwen3-0.6b": Work(
-    _model(28, 1024, 16, 8, 128, 3072, 151_936),
-    PackingSpec(4096, 8, 64),
-    prompts=64,
-    group_size=8,
-    prompt_tokens=(64, 256),
-    max_tokens=1024,
-    mean_tokens=400,
-    slots=256,
-    logit_chunk=8192,
-  ),
-  "qwen3-1.7b": Work(
-    _model(28, 2048, 16, 8, 128, 6144, 151_936),
-    PackingSpec(4096, 4, 64),
-    prompts=64,
-    group_size=8,
-    prompt_tokens=(64, 256),
-    max_tokens=1024,
-    mean_tokens=400,
-    slots=256,
-    logit_chunk=8192,
-  ),
-  "qwen3-4b": Work(
-    _model(36, 2560, 32, 8, 128, 9728, 151_936),
-    PackingSpec(4096, 4, 64),
-    prompts=32,
-    group_size=8,
-    prompt_tokens=(64, 256),
-    max_tokens=1024,
-    mean_tokens=400,
-    slots=256,
-    logit_chunk=8192,
-  ),
-  "qwen3-8b": Work(
-    _model(36, 4096, 32, 8, 128, 12288, 151_936, is_tied=False),
-    PackingSpec(4096, 4, 64),
-    prompts=32,
-    group_size=8,
-    prompt_tokens=(64, 256),
-    max_tokens=1024,
-    mean_tokens=400,
-    slots=256,
-    logit_chunk=8192,
-  ),
+  "qwen3-0.6b": _real(_model(28, 1024, 16, 8, 128, 3072, _QWEN3), 64, rows=8),
+  "qwen3-1.7b": _real(_model(28, 2048, 16, 8, 128, 6144, _QWEN3), 64),
+  "qwen3-4b": _real(_model(36, 2560, 32, 8, 128, 9728, _QWEN3), 32),
+  "qwen3-8b": _real(_model(36, 4096, 32, 8, 128, 12288, _QWEN3, False), 32),
 }
 
 
