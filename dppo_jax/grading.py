@@ -46,8 +46,7 @@ def grade(
     verifier_only: leaves out the functions that shape the reward.
   """
   owners = processes.owners(rollout.lengths)
-  # Experts are many bytes a token, and stay where they are.
-  # What nobody reads here stays on the devices.
+  # What nobody reads here stays on the devices: it is many bytes a token.
   rollout = rollout.replace(logprobs=None, experts=None, prompt_experts=None)
   rollout = processes.to_host(rollout)
   shape = rollout.lengths.shape
