@@ -455,6 +455,44 @@ def test_stages_are_compiled_for_a_topology(capsys):
     plan.run(config, shape="v5e:3x5")
 
 
+def test_experts_and_a_head_of_its_own_compile(tmp_path):
+  """Each was refused by the TPU compiler once, by no other."""
+  pytest.importorskip("libtpu")
+  shape = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 2048,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+  }
+  (tmp_path / "config.json").write_text(json.dumps(shape))
+  config = commands.config(
+    "qwen3_moe_math",
+    model__hub_id="",
+    model__path=str(tmp_path),
+    mesh__model=2,
+    data__prompts_per_step=8,
+    data__max_prompt_tokens=128,
+    rollout__max_tokens=128,
+    rollout__num_slots=16,
+    pack__row_length=512,
+  )
+  stages = plan.run(config, shape="v5e:2x2", stages="update,roll_out")
+  stages = stages["compiled"]["stages"]
+  assert not any(stage["error"] for stage in stages.values())
+  assert {"update", "roll_out"} <= stages.keys()
+
+
 def test_the_head_is_gathered_once_and_not_for_every_chunk_of_logits():
   pytest.importorskip("libtpu")
   devices = topology.devices(hardware.parse("v5e:2x2"))
