@@ -28,8 +28,8 @@ def measure(sampled: Batch) -> list[dict]:
   for name, make in _methods(sampled).items():
     for budget in BUDGETS:
       method = at_budget(sampled, make, budget)
-      error = _error(sampled, method) if method else {"variance": None}
-      found.append({"method": name, "budget": budget, **error})
+      told = error(sampled, method) if method else {"variance": None}
+      found.append({"method": name, "budget": budget, **told})
     jax.clear_caches()  # or the programs of all shares pile up
   return found
 
@@ -91,7 +91,7 @@ def _true_norm(sampled: Batch, share: float) -> methods.CompletionRule:
   return lambda rng, groups: rule(rng, groups.replace(scale=scale))
 
 
-def _error(sampled: Batch, method: methods.Method) -> dict[str, float]:
+def error(sampled: Batch, method: methods.Method) -> dict[str, float]:
   """Squared bias and variance, in units of the full batch's own variance."""
   factors, tokens = _draw(sampled, method)
   found = errors.describe(

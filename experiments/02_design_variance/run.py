@@ -18,6 +18,7 @@ import runpy
 import batch
 import completions
 import jax
+import law
 import prompts
 import report
 import tokens
@@ -31,6 +32,7 @@ CONFIGS = {
   "rings": RINGS / "config.py",
 }
 STAGES = {
+  "law": law.measure,
   "completions": completions.measure,
   "prompts": prompts.measure,
   "tokens": tokens.measure,
@@ -53,7 +55,9 @@ def measure(name: str, sampled: batch.Batch, path: pathlib.Path) -> None:
     path.write_text(
       "".join(json.dumps(r, default=float) + "\n" for r in [*others, *rows])
     )
-    print(f"\n{level}\n{report.table(found)}", flush=True)
+    print(f"\n{level}", flush=True)
+    if level != "law":
+      print(report.table(found), flush=True)
 
 
 def main() -> None:

@@ -1,0 +1,70 @@
+"""What the law of pruning needs: how much of the variance a choice adds.
+
+Of a choice of completions with probabilities `p` that are drawn independently,
+the added variance is `sum((1 / p - 1) |g|^2)`. In units of the full batch's own
+variance V that is `rho` times a mean of `1 / p - 1`, where `rho` is the sum of
+the squared gradients of the completions over V. A run knows no gradients, but a
+size that stands for them; here is how far the formula gets with either.
+"""
+
+from batch import Batch
+import completions
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dppo_jax import methods
+from dppo_jax.rng import StepRng
+
+SHARES = (0.75, 0.5, 0.25, 0.125, 0.0625)  # of what has an advantage
+
+
+def measure(sampled: Batch) -> list[dict]:
+  """`rho`, and the formula beside the measured variance of the real draw."""
+  squares = sampled.factors**2 * np.diag(sampled.products)
+  size = _proxy(sampled)
+  is_live = sampled.factors != 0
+  live_share = is_live.mean()
+  facts = {"rho": squares.sum() / sampled.variance}
+  facts["rho_of_prompts"] = _prompt_squares(sampled) / sampled.variance
+  found = []
+  for share in SHARES:
+    method = methods.neyman(1.0, share * live_share)
+    rng = StepRng(jax.random.key(0), jnp.int32(0))
+    chosen = method.completions(rng, sampled.groups)
+    prob = np.asarray(chosen.prob, np.float64).reshape(-1)[is_live]
+    formula = lambda x, p=prob: (1 / p - 1) @ x[is_live] / x[is_live].sum()
+    error = completions.error(sampled, method)
+    found.append(
+      {
+        "method": "neyman",
+        "share_of_live": share,
+        "share": share * live_share,
+        "tokens": error["tokens"],
+        "formula_true": formula(squares),
+        "formula_proxy": formula(size**2),
+        "measured": error["variance"],
+        **facts,
+      }
+    )
+    last = found[-1]
+    last["predicted_true"] = last["rho"] * last["formula_true"]
+    last["predicted_proxy"] = last["rho"] * last["formula_proxy"]
+  return found
+
+
+def _proxy(sampled: Batch) -> np.ndarray:
+  """`[U]`, what neyman takes for the length of a completion's gradient."""
+  groups = sampled.groups
+  size = jnp.abs(groups.advantages) * groups.scale
+  size *= jnp.sqrt(groups.sum_sq_residual)
+  return np.asarray(size, np.float64).reshape(-1)
+
+
+def _prompt_squares(sampled: Batch) -> float:
+  """The sum over prompts of the squared gradient of each."""
+  num, group = sampled.rewards.shape
+  factors = sampled.factors.reshape(num, group)
+  blocks = sampled.products.reshape(num, group, num, group)
+  within = blocks[np.arange(num), :, np.arange(num), :]
+  return np.einsum("qi,qij,qj->", factors, within, factors)
