@@ -152,6 +152,7 @@ def _functions(run: Run) -> dict[str, Callable[..., Any]]:
     temperature=c.rollout.temperature,
     logit_chunk=c.pack.logit_chunk,
     inner_updates=c.objective.inner_updates,
+    mini_batches=c.objective.mini_batches,
   )
   found = {
     "choose_prompts": bind(stages.choose_prompts, method=method),
@@ -175,6 +176,7 @@ def _functions(run: Run) -> dict[str, Callable[..., Any]]:
       spec=run.packing,
       train_zero_advantage=c.objective.train_zero_advantage,
       overlong_tokens=c.reward.overlong_tokens,
+      mini_batches=c.objective.mini_batches,
     ),
     "update": bind(
       stages.train_step, config=update_config, optimizer=run.optimizer

@@ -66,7 +66,9 @@ class Run(NamedTuple):
     prompts, group_size = c.data.prompts_per_step, c.rollout.group_size
     prompt_length = self.train_set.tokens.shape[1]
     longest = prompt_length + c.rollout.max_tokens - 1
-    num_rows = packing.num_rows(prompts * group_size, longest)
+    parts = c.objective.mini_batches
+    num_rows = packing.num_rows(prompts // parts * group_size, longest)
+    each = f" in each of {parts} mini-batches" if parts > 1 else ""
     epoch = len(self.train_set) // prompts
     fill = functools.partial(
       textwrap.fill, width=79, subsequent_indent="  ", break_on_hyphens=False
@@ -88,8 +90,8 @@ class Run(NamedTuple):
         f"update: micro-batches of {packing.rows_per_micro} rows x "
         f"{packing.row_length} = "
         f"{packing.rows_per_micro * packing.row_length:,} tokens, at most "
-        f"{num_rows // packing.rows_per_micro} of them, "
-        f"{c.objective.inner_updates} update(s) on each rollout",
+        f"{num_rows // packing.rows_per_micro} of them{each}, "
+        f"{c.objective.num_updates} update(s) on each rollout",
         f"epoch: {epoch} steps; {len(self.train_set) - epoch * prompts} "
         "prompts sit out, others each time",
         f"method: {_call(c.method)}, objective {_call(c.objective)}, "
@@ -205,7 +207,7 @@ def assemble(
   """
   o = config.optimizer
   method = configs.make_method(config)
-  num_updates = config.steps * config.objective.inner_updates
+  num_updates = config.steps * config.objective.num_updates
   return Run(
     config=config,
     mesh=mesh,

@@ -127,7 +127,7 @@ def _open_writer(
       workdir,
       latest,
       bar,
-      health.Health(config.objective.inner_updates),
+      health.Health(config.objective.num_updates),
       writers.openers(
         workdir, flatten(config), **dataclasses.asdict(config.log)
       ),
@@ -340,7 +340,7 @@ def _about_rate(
   Args:
     done: steps, each of as many updates as the config says.
   """
-  updates = done * run.config.objective.inner_updates
+  updates = done * run.config.objective.num_updates
   applied = int(updates - values["update/skipped"])
   norm = values["update/grad_norm"]
   return {

@@ -58,7 +58,7 @@ def _prompt_draws(method):
   return list(Draws(select, IDS.shape)())
 
 
-def _draws(method, objective, is_weighted=True):
+def _draws(method, objective, is_weighted=True, mini_batches=1):
   """Chance, prompts, completions and packed batch of every possible draw."""
   forget = lambda chosen: chosen.replace(prob=jnp.ones_like(chosen.prob))
 
@@ -78,6 +78,7 @@ def _draws(method, objective, is_weighted=True):
       objective=objective,
       spec=SPEC,
       train_zero_advantage=False,
+      mini_batches=mini_batches,
     )
     return chosen[0], batch, num_micro
 
@@ -116,18 +117,20 @@ def _draws(method, objective, is_weighted=True):
 
 
 @functools.partial(jax.jit, static_argnames="objective")
-def _gradient(params, reference, batch, num_micro, objective):
+def _gradient(params, reference, batch, num_micro, objective, first):
   config = update.UpdateConfig(
     small.MODEL, objective, logit_chunk=16, inner_updates=2
   )
-  total = update.sum_gradients(batch, num_micro, params, reference, config)
+  total = update.sum_gradients(
+    batch, num_micro, params, reference, config, first
+  )
   leaves = jax.tree.leaves(total.grad)
   return jnp.concatenate([jnp.ravel(x) for x in leaves]), total.sums
 
 
-def _gradient_of(batch, num_micro, objective):
+def _gradient_of(batch, num_micro, objective, first=0):
   gradient, sums = _gradient(
-    small.params(0), small.params(1), batch, num_micro, objective
+    small.params(0), small.params(1), batch, num_micro, objective, first
   )
   return np.asarray(gradient, np.float64), sums
 
@@ -183,6 +186,29 @@ def test_pruned_gradient_averages_to_that_of_the_full_batch(method, objective):
   mean, num = _mean(WEIGHTED[method], objective)
   assert num >= 4
   assert _distance(mean, _full(objective)[0]) < 2e-5
+
+
+def _of_each_part(batch, ends, objective):
+  firsts = [0, *ends[:-1]]
+  found = [
+    _gradient_of(batch, end, objective, first)[0]
+    for first, end in zip(firsts, ends, strict=True)
+  ]
+  return np.stack(found)
+
+
+@pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])
+def test_each_mini_batch_averages_to_the_gradient_of_its_own_prompts(method):
+  """Chosen over the whole batch; before any part has moved the weights."""
+  objective, mean = OBJECTIVES["grpo"], 0.0
+  ((_, _, _, batch, ends),) = _draws(methods.grpo(), objective, True, 3)
+  want = _of_each_part(batch, ends, objective)
+  for chance, _, _, batch, ends in _draws(WEIGHTED[method], objective, True, 3):
+    mean = mean + chance * _of_each_part(batch, ends, objective)
+  for part in range(3):
+    assert _distance(mean[part], want[part]) < 2e-5
+  assert _distance(want[0], want[1]) > 0.1
+  assert _distance(want.sum(axis=0), _full("grpo")[0]) < 2e-5
 
 
 def test_every_method_is_here_or_known_to_be_biased():

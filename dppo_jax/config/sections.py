@@ -184,7 +184,13 @@ class Objective:
   factory: Callable = objectives.grpo
   args: dict = option(default_args(objectives.grpo), "of the factory")
   inner_updates: int = option(
-    1, "mu, optimizer steps on one rollout", least=1, most=1000
+    1, "mu, passes of the optimizer over one rollout", least=1, most=1000
+  )
+  mini_batches: int = option(
+    1,
+    "parts of the prompts of a rollout, each an update of every pass",
+    least=1,
+    most=1000,
   )
   train_zero_advantage: bool = option(
     False,
@@ -194,6 +200,11 @@ class Objective:
   @property
   def name(self) -> str:
     return self.factory.__name__
+
+  @property
+  def num_updates(self) -> int:
+    """Optimizer updates on one rollout."""
+    return self.inner_updates * self.mini_batches
 
 
 @dataclasses.dataclass(slots=True)

@@ -41,6 +41,12 @@ def validate(config: Config) -> None:
       f"config.reward.overlong_tokens is {ramp} but must be at most "
       f"config.rollout.max_tokens, {config.rollout.max_tokens}"
     )
+  prompts, parts = config.data.prompts_per_step, config.objective.mini_batches
+  if prompts % parts:
+    raise ValueError(
+      f"config.data.prompts_per_step is {prompts} but must be a multiple of "
+      f"config.objective.mini_batches, {parts}"
+    )
   if config.pack.row_length % 8:
     raise ValueError(
       f"config.pack.row_length is {config.pack.row_length} but must be a "

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -59,7 +60,8 @@ def select(
   spec: PackingSpec,
   train_zero_advantage: bool,
   overlong_tokens: int = 0,
-) -> tuple[PackedBatch, Int[Array, ""], Metrics, Outcome]:
+  mini_batches: int = 1,
+) -> tuple[PackedBatch, Int[Array, "*P"], Metrics, Outcome]:
   """The completions to train on, weighted and packed.
 
   Advantages come from all completions of a group before any is dropped. One
@@ -70,9 +72,11 @@ def select(
     rng: consumed by the method's completion rule.
     train_zero_advantage: packs such completions all the same.
     overlong_tokens: length of the soft overlong ramp, in tokens.
+    mini_batches: parts of the prompts that are packed by themselves. What is
+      chosen, and how it is weighted, does not depend on them.
   Returns:
-    Micro-batches `[M, R, L]`, how many of them are in use, metrics, and what
-    became of each completion.
+    Micro-batches `[M, R, L]`, how many of them are in use as of `pack`,
+    metrics, and what became of each completion.
   """
   is_drawn = rollout.lengths > 0
   adds_gradient = lambda advantages: (
@@ -115,6 +119,7 @@ def select(
     advantages,
     weights * token_share,
     spec,
+    mini_batches,
   )
 
   # A token's share of the loss times the root of their number: what a
@@ -198,13 +203,15 @@ def pack(
   advantages: Float[Array, "Q G"],
   token_weights: Float[Array, "Q G"],
   spec: PackingSpec,
-) -> tuple[PackedBatch, Int[Array, ""], Metrics]:
+  mini_batches: int = 1,
+) -> tuple[PackedBatch, Int[Array, "*P"], Metrics]:
   """Micro-batches `[M, R, L]` of the sequences whose length is not 0.
 
   Returns:
-    The micro-batches, how many are in use, and metrics. Where `pack/unplaced`
-    is above 0, sequences had no place in the rows, and their loss is NaN: such
-    a batch must not be trained on.
+    The micro-batches, how many are in use, and metrics. Of several
+    mini-batches the number is `[P]`: those in use up to the end of each. Where
+    `pack/unplaced` is above 0, sequences had no place in the rows, and their
+    loss is NaN: such a batch must not be trained on.
   """
   # All devices plan alike, from lengths; tokens stay where they are.
   replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
@@ -214,8 +221,9 @@ def pack(
     prompts.lengths, rollout.lengths, spec.share_prefix
   )
   max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  num_rows = spec.num_rows(rollout.lengths.size, max_length)
-  plan = packing.plan(counts, spec.row_length, num_rows, spec.window)
+  # Each mini-batch has room for its sequences, whatever their lengths.
+  size = spec.num_rows(rollout.lengths.size // mini_batches, max_length)
+  plan, num_micro = _plan(counts, spec, size, mini_batches)
   batch = dealing.fill(
     plan,
     counts,
@@ -223,7 +231,7 @@ def pack(
     rollout,
     replicated(advantages),
     replicated(token_weights),
-    num_rows=num_rows,
+    num_rows=mini_batches * size,
     row_length=spec.row_length,
     rows_per_micro=spec.rows_per_micro,
     spread_rows=spec.spread_rows,
@@ -242,5 +250,35 @@ def pack(
     "pack/shared": 1 - in_use / jnp.maximum(unshared, 1.0),
     "pack/unplaced": plan.num_unplaced.astype(jnp.float32),
   }
-  num_micro = (num_used + spec.rows_per_micro - 1) // spec.rows_per_micro
   return batch, num_micro, metrics
+
+
+def _plan(
+  counts: packing.TokenCounts, spec: PackingSpec, size: int, mini_batches: int
+) -> tuple[packing.Plan, Int[Array, "*P"]]:
+  """Where sequences go, and the micro-batches in use at each part's end.
+
+  Prompt `q` is of part `q % P`, so that what dynamic sampling left blank, the
+  last prompts, is missing from all parts alike. Parts lie one after another.
+
+  Args:
+    size: rows that suffice for a part.
+  """
+  num_micro = lambda rows: -(-rows // spec.rows_per_micro)
+  plan = lambda counts: packing.plan(counts, spec.row_length, size, spec.window)
+  if mini_batches == 1:
+    whole = plan(counts)
+    return whole, num_micro(whole.num_used)
+  split = lambda x: x.reshape(-1, mini_batches, *x.shape[1:]).swapaxes(0, 1)
+  join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+  parts = jax.lax.map(plan, jax.tree.map(split, counts))
+  used = num_micro(parts.num_used)
+  ends = jnp.cumsum(used, dtype=jnp.int32)
+  first = (ends - used)[:, None, None] * spec.rows_per_micro
+  return packing.Plan(
+    row=join(jnp.where(parts.row >= 0, first + parts.row, -1)),
+    offset=join(parts.offset),
+    prefix_offset=join(parts.prefix_offset),
+    num_used=parts.num_used.sum(dtype=jnp.int32),
+    num_unplaced=parts.num_unplaced.sum(dtype=jnp.int32),
+  ), ends

@@ -2,7 +2,8 @@
 
 Rows are cut into micro-batches of one fixed shape, `[M, R, L]`, of which the
 first `num_used` are run by one compiled loop: a pruned batch costs fewer turns
-of the loop and no new compilation.
+of the loop and no new compilation. The mini-batches of a rollout lie one after
+another, and each is a step of its own.
 """
 
 from typing import NamedTuple
@@ -27,10 +28,11 @@ class UpdateConfig(NamedTuple):
     objective: what is optimised.
     temperature: of the sampler.
     logit_chunk: tokens whose logits exist at once.
-    inner_updates: optimizer steps on one batch. With one, the parameters that
-      are trained are those that sampled: the old log-probabilities are the
-      current ones, held constant, and those in the batch only serve to
-      measure the sampler.
+    inner_updates: passes over one rollout.
+    mini_batches: parts of a rollout, each an optimizer step of every pass. With
+      one step in all, the parameters that are trained are those that sampled:
+      the old log-probabilities are the current ones, held constant, and those
+      in the batch only serve to measure the sampler.
   """
 
   model: transformer.ModelConfig
@@ -38,10 +40,11 @@ class UpdateConfig(NamedTuple):
   temperature: float = 1.0
   logit_chunk: int = 2048
   inner_updates: int = 1
+  mini_batches: int = 1
 
   @property
   def is_on_policy(self) -> bool:
-    return self.inner_updates == 1
+    return self.inner_updates * self.mini_batches == 1
 
 
 class GradSums(NamedTuple):
@@ -138,9 +141,9 @@ def score(
   params: transformer.Params,
   config: UpdateConfig,
   batch: PackedBatch,
-  num_used: Int[Array, ""],
+  num_used: Int[Array, "*P"],
 ) -> TokenStats:
-  """Statistics of every trained token of the first `num_used` micro-batches."""
+  """Statistics of every trained token of the micro-batches in use."""
 
   def score_one(i, stats):
     rows = _take(batch, i)
@@ -151,7 +154,7 @@ def score(
 
   zeros = jnp.zeros_like(batch.weights)
   return jax.lax.fori_loop(
-    0, num_used, score_one, TokenStats(zeros, zeros, zeros)
+    0, num_used.max(), score_one, TokenStats(zeros, zeros, zeros)
   )
 
 
@@ -246,12 +249,13 @@ def add_gradient(
     return loss, (scalars, jnp.abs(log_ratio).max(), load)
 
   grad, (scalars, log_ratio, load) = jax.grad(loss_sum, has_aux=True)(params)
-  return GradSums(
-    grad=jax.tree.map(jnp.add, sums.grad, grad),
-    sums=jax.tree.map(jnp.add, sums.sums, scalars),
-    log_ratio=jnp.maximum(sums.log_ratio, log_ratio),
-    load=jax.tree.map(jnp.add, sums.load, load),
-    num_read=sums.num_read + (rows.segment_ids > 0).sum(dtype=jnp.float32),
+  num_read = (rows.segment_ids > 0).sum(dtype=jnp.float32)
+  return _add(sums, GradSums(grad, scalars, log_ratio, load, num_read))
+
+
+def _add(sums: GradSums, more: GradSums) -> GradSums:
+  return jax.tree.map(jnp.add, sums, more)._replace(
+    log_ratio=jnp.maximum(sums.log_ratio, more.log_ratio)
   )
 
 
@@ -261,13 +265,14 @@ def sum_gradients(
   params: transformer.Params,
   reference: transformer.Params | None,
   config: UpdateConfig,
+  first: Int[Array, ""] | int = 0,
 ) -> GradSums:
-  """The sums over the first `num_used` micro-batches of `[M, R, L]`."""
+  """The sums over the micro-batches `[first, num_used)` of `[M, R, L]`."""
   add = lambda i, sums: add_gradient(
     sums, params, reference, config, _take(batch, i)
   )
   zeros = zero_sums(params, config.model, batch.experts is not None)
-  return jax.lax.fori_loop(0, num_used, add, zeros)
+  return jax.lax.fori_loop(first, num_used, add, zeros)
 
 
 def apply_gradient(
@@ -289,20 +294,11 @@ def apply_gradient(
   """
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
   updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
-  tokens = jnp.maximum(sums.sums["tokens"], 1.0)
-  metrics = {
-    "update/loss": sums.sums["loss"] / denominator,
-    "update/logprob": sums.sums["logprob"] / tokens,
-    "update/entropy": sums.sums["entropy"] / tokens,
-    "update/kl": sums.sums["kl"] / tokens,
-    "update/clip_share": sums.sums["clipped"] / tokens,
-    "update/policy_ratio_max": jnp.exp(sums.log_ratio),
+  metrics = _describe(sums, denominator) | {
     "update/grad_norm": optax.tree.norm(grad),
     "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
     "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
   }
-  if sums.load is not None:
-    metrics |= moe.describe(sums.load, sums.num_read)
   params = optax.apply_updates(state.params, updates)
   metrics["update/nonfinite_params"] = sum(
     jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
@@ -311,32 +307,82 @@ def apply_gradient(
   return state.replace(params=params, opt_state=opt_state), metrics
 
 
+def _describe(
+  sums: GradSums, denominator: Float[Array, ""]
+) -> dict[str, Float[Array, ""]]:
+  tokens = jnp.maximum(sums.sums["tokens"], 1.0)
+  metrics = {
+    "update/loss": sums.sums["loss"] / denominator,
+    "update/logprob": sums.sums["logprob"] / tokens,
+    "update/entropy": sums.sums["entropy"] / tokens,
+    "update/kl": sums.sums["kl"] / tokens,
+    "update/clip_share": sums.sums["clipped"] / tokens,
+    "update/policy_ratio_max": jnp.exp(sums.log_ratio),
+  }
+  if sums.load is not None:
+    metrics |= moe.describe(sums.load, sums.num_read)
+  return metrics
+
+
 def update(
   state: TrainState,
   reference: transformer.Params | None,
   batch: PackedBatch,
-  num_used: Int[Array, ""],
+  num_used: Int[Array, "*P"],
   denominator: Float[Array, ""],
   *,
   config: UpdateConfig,
   optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-  """Optimizer steps on the first `num_used` micro-batches of `[M, R, L]`.
+  """Optimizer steps on the micro-batches `[M, R, L]` of a rollout.
 
+  Each mini-batch has the same share of the prompts, and its gradient the same
+  share of the denominator: their mean is the gradient of the whole.
+
+  Args:
+    num_used: micro-batches in use; of several mini-batches, `[P]`, those up to
+      the end of each.
+    denominator: the loss denominator of the rollout, in completions.
   Returns:
-    The new state, and metrics of the last of its inner updates.
+    The new state, and metrics. What describes tokens is of the last pass over
+    the rollout, the gradient's norm of the last step.
+  Raises:
+    ValueError: where the config has another number of mini-batches.
   """
+  ends = jnp.atleast_1d(num_used)
+  num_parts = len(ends)
+  if num_parts != config.mini_batches:
+    raise ValueError(
+      f"the batch was packed as {num_parts} mini-batches but the update's "
+      f"config has {config.mini_batches}: give select.select the same number"
+    )
 
-  def inner(_, carry):
-    state, _ = carry
-    sums = sum_gradients(batch, num_used, state.params, reference, config)
-    return apply_gradient(state, sums, denominator, optimizer)
+  def step(i, carry):
+    state, seen, _ = carry
+    part = i % num_parts
+    first = jnp.where(part > 0, ends[part - 1], 0)
+    sums = sum_gradients(
+      batch, ends[part], state.params, reference, config, first
+    )
+    state, metrics = apply_gradient(
+      state, sums, denominator / num_parts, optimizer
+    )
+    seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
+    seen = _add(seen, sums._replace(grad=None))
+    return state, seen, metrics | _describe(seen, denominator)
 
-  carry = inner(0, (state, None))
-  if not config.is_on_policy:
-    carry = jax.lax.fori_loop(1, config.inner_updates, inner, carry)
-  state, metrics = carry
-  return state, metrics | {"update/micro_batches": num_used.astype(jnp.float32)}
+  zeros = zero_sums(state.params, config.model, batch.experts is not None)
+  carry = (state, zeros._replace(grad=None), None)
+  if config.is_on_policy:
+    state, _, metrics = step(0, carry)
+  else:
+    *_, blank = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, carry))
+    state, _, metrics = jax.lax.fori_loop(
+      0, config.inner_updates * num_parts, step, (*carry[:2], blank)
+    )
+  return state, metrics | {
+    "update/micro_batches": num_used.max().astype(jnp.float32)
+  }
 
 
 def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:

@@ -59,7 +59,10 @@ def needs_score(run: Run) -> bool:
   """Whether the step takes another forward pass before its update."""
   c = run.config
   config = update.UpdateConfig(
-    run.model, run.objective, inner_updates=c.objective.inner_updates
+    run.model,
+    run.objective,
+    inner_updates=c.objective.inner_updates,
+    mini_batches=c.objective.mini_batches,
   )
   return stages.needs_stats(run.method, config)
 
@@ -118,7 +121,7 @@ def _read(run: Run, work: workload.Work) -> dict[str, float]:
     "score": gathered * work.micro_batches,
     # Weights forward and backward; gradients written, read and added up.
     "update": turns * (3 * gathered + 3 * held["weights"])
-    + c.objective.inner_updates * state,
+    + c.objective.num_updates * state,
   }
 
 

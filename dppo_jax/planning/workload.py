@@ -130,7 +130,10 @@ def of_step(run: Run, given: Assumptions) -> Work:
   )
   in_rows = trained + min(copies, survivors) * prompt
   rows = in_rows / (packing.row_length * _FILL)
-  micro_batches = max(1, math.ceil(rows / packing.rows_per_micro))
+  parts = c.objective.mini_batches  # each packed by itself
+  micro_batches = parts * max(
+    1, math.ceil(rows / parts / packing.rows_per_micro)
+  )
   return Work(
     prompt=prompt,
     completion=completion,

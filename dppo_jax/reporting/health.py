@@ -21,12 +21,12 @@ class Recent(NamedTuple):
   Attributes:
     lines: metrics of the last steps, or evaluations, the newest last.
     best: the highest accuracy of any evaluation so far.
-    inner_updates: optimizer steps on one rollout.
+    num_updates: optimizer steps on one rollout.
   """
 
   lines: list[Line]
   best: float
-  inner_updates: int
+  num_updates: int
 
   def total(self, *names: str) -> float:
     return sum(line.get(name, 0.0) for line in self.lines for name in names)
@@ -66,12 +66,12 @@ class Alarm(NamedTuple):
 
 
 def _mismatch(recent: Recent) -> float:
-  is_on_policy = recent.inner_updates == 1
+  is_on_policy = recent.num_updates == 1
   return recent.mean("update/policy_ratio_max") if is_on_policy else 1.0
 
 
 def _distance(recent: Recent) -> float:
-  is_on_policy = recent.inner_updates == 1
+  is_on_policy = recent.num_updates == 1
   return 1.0 if is_on_policy else recent.mean("update/policy_ratio_max")
 
 
@@ -154,7 +154,7 @@ ALARMS = (
     10.0,
     "between the updates on one rollout the probability of some tokens changes "
     "by a factor of {value:.1f}",
-    "fewer config.objective.inner_updates or a lower "
+    "fewer config.objective.inner_updates or mini_batches, or a lower "
     "config.optimizer.learning_rate",
   ),
   Alarm(
@@ -163,7 +163,7 @@ ALARMS = (
     lambda r: r.mean("update/clip_share"),
     0.3,
     "{value:.0%} of the trained tokens are clipped and have no gradient",
-    "fewer config.objective.inner_updates, a lower "
+    "fewer config.objective.inner_updates or mini_batches, a lower "
     "config.optimizer.learning_rate, or a higher "
     "config.objective.args.clip_high",
   ),
@@ -244,8 +244,8 @@ ALARMS = (
 class Health:
   """Watches the metrics of a run as they are written."""
 
-  def __init__(self, inner_updates: int, alarms: tuple[Alarm, ...] = ALARMS):
-    self._inner_updates, self._alarms = inner_updates, alarms
+  def __init__(self, num_updates: int, alarms: tuple[Alarm, ...] = ALARMS):
+    self._num_updates, self._alarms = num_updates, alarms
     self._best = 0.0
     self._lines: dict[str, collections.deque[Line]] = {
       kind: collections.deque(
@@ -270,7 +270,7 @@ class Health:
       lines = [*self._lines[alarm.reads]][-alarm.steps :]
       if alarm.reads not in kinds or len(lines) < alarm.steps:
         continue
-      recent = Recent(lines, self._best, self._inner_updates)
+      recent = Recent(lines, self._best, self._num_updates)
       value = alarm.measure(recent)
       if value > alarm.limit:
         metrics[f"warnings/{alarm.name}"] = 1.0

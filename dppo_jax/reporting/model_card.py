@@ -165,7 +165,8 @@ def _training(config: Config, workdir: pathlib.Path, step: int) -> str:
       "a step",
       f"{c['data.prompts_per_step']} prompts x {c['rollout.group_size']} "
       f"completions of at most {c['rollout.max_tokens']} tokens, before any is "
-      f"pruned; {c['objective.inner_updates']} update(s)",
+      f"pruned; {c['objective.inner_updates']} pass(es) over them, each of "
+      f"{c['objective.mini_batches']} update(s)",
     ),
     ("sampling", f"temperature {c['rollout.temperature']}"),
     (

@@ -1,0 +1,179 @@
+"""A rollout in parts, each an update: what is split, and in which order."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from dppo_jax import config as configs
+from dppo_jax import methods
+from dppo_jax.algo import objectives
+from dppo_jax.learner import select, update
+from dppo_jax.records import TrainState
+from dppo_jax.rng import Stage, rng_at
+
+pytestmark = pytest.mark.slow
+
+RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
+SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
+REWARDS = jnp.array(
+  [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
+)
+PLAIN = objectives.grpo(0.001, 0.001)
+OPTIMIZER = update.make_optimizer(1e-2, 10)
+
+
+@functools.partial(jax.jit, static_argnames=("mini_batches", "objective"))
+def _select(prompts, rollout, rewards, mini_batches=1, objective=PLAIN):
+  return select.select(
+    RNG,
+    prompts,
+    rollout,
+    rewards,
+    method=methods.grpo(),
+    objective=objective,
+    spec=SPEC,
+    train_zero_advantage=False,
+    mini_batches=mini_batches,
+  )
+
+
+def _part(tree, k, num_parts):
+  """Every `num_parts`-th prompt from the `k`-th on."""
+  return jax.tree.map(lambda x: x[k::num_parts] if x.ndim else x, tree)
+
+
+def _alone(k, num_parts, rewards, objective=PLAIN):
+  """A part of the prompts, packed as if there were no others."""
+  prompts = small.prompts(num=4)
+  whole = (prompts, small.rollout(prompts), rewards)
+  batch, num_micro, *_ = _select(
+    *_part(whole, k, num_parts), objective=objective
+  )
+  return jax.tree.map(lambda x: x[: int(num_micro)], batch)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_a_part_is_packed_as_it_would_be_alone(num_parts):
+  """Without variance its first has no rows at all."""
+  rewards = REWARDS.at[::num_parts].set(1.0)
+  prompts = small.prompts(num=4)
+  batch, ends, metrics, _ = _select(
+    prompts, small.rollout(prompts), rewards, num_parts
+  )
+  alone = [_alone(k, num_parts, rewards) for k in range(num_parts)]
+  assert ends.tolist() == np.cumsum([len(x.tokens) for x in alone]).tolist()
+  assert ends[0] == 0 < ends[1]
+  want = jax.tree.map(lambda *xs: np.concatenate(xs), *alone)
+  got = jax.tree.map(lambda x: x[: int(ends[-1])], batch)
+  chex.assert_trees_all_equal(jax.device_get(got), want)
+  assert not (batch.segment_ids[int(ends[-1]) :] > 0).any()
+  rows = sum((x.segment_ids > 0).any(2).sum() for x in alone)
+  assert metrics["pack/rows"] == rows and metrics["pack/unplaced"] == 0
+
+
+def _config(objective, inner_updates, mini_batches):
+  return update.UpdateConfig(
+    small.MODEL,
+    objective,
+    logit_chunk=16,
+    inner_updates=inner_updates,
+    mini_batches=mini_batches,
+  )
+
+
+def _state():
+  zero, params = jnp.int32(0), small.params()
+  return TrainState(zero, zero, params, jax.jit(OPTIMIZER.init)(params), ())
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _score(params, batch, num_used, config):
+  stats = update.score(params, config, batch, num_used)
+  batch, _ = select.choose_tokens(
+    RNG,
+    batch,
+    stats,
+    method=methods.grpo(),
+    objective=config.objective,
+    is_on_policy=False,
+  )
+  return batch
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _one_step(state, batch, config):
+  """A step on all of `batch`, which is half of the prompts."""
+  num = jnp.int32(len(batch.tokens))
+  sums = update.sum_gradients(batch, num, state.params, None, config)
+  state, info = update.apply_gradient(state, sums, jnp.float32(6), OPTIMIZER)
+  return state, info, sums.sums
+
+
+@pytest.mark.parametrize(
+  ("objective", "inner_updates"),
+  [(PLAIN, 2), (objectives.gspo(), 1)],
+)
+def test_parts_are_updates_one_after_another(objective, inner_updates):
+  """With the log-probabilities from before the first; then clips count."""
+  config = _config(objective, inner_updates, 2)
+  prompts = small.prompts(num=4)
+  batch, ends, *_ = _select(
+    prompts, small.rollout(prompts), REWARDS, 2, objective
+  )
+  batch = _score(small.params(), batch, ends, config)
+  step = functools.partial(update.update, config=config, optimizer=OPTIMIZER)
+  got, info = jax.jit(step)(_state(), None, batch, ends, jnp.float32(12))
+
+  state, found = _state(), []
+  halves = [_alone(k, 2, REWARDS, objective) for k in range(2)]
+  halves = [
+    _score(small.params(), x, jnp.int32(len(x.tokens)), config) for x in halves
+  ]
+  for half in halves * inner_updates:
+    state, last, sums = _one_step(state, half, config)
+    found.append((last, sums))
+  chex.assert_trees_all_close(got.params, state.params, rtol=1e-5, atol=1e-6)
+  clipped = [float(sums["clipped"]) for _, sums in found]
+  assert clipped[0] == 0 < clipped[1]
+
+  # Of the last pass: its tokens, and its last step.
+  tokens = sum(sums["tokens"] for _, sums in found[-2:])
+  for name, want in {
+    "clip_share": sum(clipped[-2:]) / tokens,
+    "loss": sum(info["update/loss"] for info, _ in found[-2:]) / 2,
+    "policy_ratio_max": max(
+      x["update/policy_ratio_max"] for x, _ in found[-2:]
+    ),
+    "grad_norm": last["update/grad_norm"],
+    "micro_batches": sum(len(x.tokens) for x in halves),
+  }.items():
+    np.testing.assert_allclose(
+      info[f"update/{name}"], want, rtol=1e-4, atol=1e-6, err_msg=name
+    )
+
+
+def test_a_batch_in_other_parts_than_the_update_is_refused():
+  prompts = small.prompts(num=4)
+  batch, ends, *_ = _select(prompts, small.rollout(prompts), REWARDS, 2)
+  with pytest.raises(ValueError, match=r"2 mini-batches.*config has 4"):
+    update.update(
+      _state(),
+      None,
+      batch,
+      ends,
+      jnp.float32(12),
+      config=_config(PLAIN, 1, 4),
+      optimizer=OPTIMIZER,
+    )
+
+
+def test_prompts_that_do_not_divide_into_parts_are_refused():
+  c = configs.Config()
+  c.data.prompts_per_step, c.objective.mini_batches = 32, 5
+  with pytest.raises(ValueError, match=r"is 32 .*multiple.*mini_batches, 5"):
+    configs.validate(c)
