@@ -13,8 +13,8 @@ from dppo_jax import config as configs
 from dppo_jax import data, limits, memory, rewards, shapes, sharding
 from dppo_jax.algo import policy_loss
 from dppo_jax.learner import sft
+from dppo_jax.learner.optimizers import make_optimizer, make_schedule
 from dppo_jax.learner.select import PackingSpec
-from dppo_jax.learner.update import make_optimizer, make_schedule
 from dppo_jax.methods import Method
 from dppo_jax.models import attention, hf, transformer
 from dppo_jax.options import default_args

@@ -12,7 +12,7 @@ import small
 from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.learner import select, update
+from dppo_jax.learner import optimizers, select, update
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
 
@@ -24,7 +24,7 @@ REWARDS = jnp.array(
   [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
 )
 PLAIN = objectives.grpo(0.001, 0.001)
-OPTIMIZER = update.make_optimizer(1e-2, 10)
+OPTIMIZER = optimizers.make_optimizer(1e-2, 10)
 
 
 @functools.partial(jax.jit, static_argnames=("mini_batches", "objective"))

@@ -11,7 +11,7 @@ import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.learner import select, update
+from dppo_jax.learner import optimizers, select, update
 from dppo_jax.records import TrainState
 from dppo_jax.reporting import health
 from dppo_jax.rng import Stage, rng_at
@@ -180,7 +180,7 @@ def _state(optimizer):
 
 
 def test_one_compilation_serves_every_number_of_micro_batches():
-  optimizer = update.make_optimizer(1e-3, 10)
+  optimizer = optimizers.make_optimizer(1e-3, 10)
 
   @jax.jit
   @chex.assert_max_traces(n=1)
@@ -204,7 +204,7 @@ def test_one_compilation_serves_every_number_of_micro_batches():
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
-  optimizer = update.make_optimizer(1e-3, 10)
+  optimizer = optimizers.make_optimizer(1e-3, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   bad = batch.replace(weights=batch.weights * jnp.nan)
   step = _update(1, optimizer)
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
 
 def test_weights_that_the_optimizer_destroys_are_counted():
   """By a moment that is not finite, where the gradient is."""
-  optimizer = update.make_optimizer(1e-3, 10, b1=float("nan"))
+  optimizer = optimizers.make_optimizer(1e-3, 10, b1=float("nan"))
   start = _state(optimizer)
   sums = update.zero_sums(start.params, small.MODEL)
   sums = sums._replace(grad=jax.tree.map(jnp.ones_like, sums.grad))
@@ -241,7 +241,7 @@ def test_a_batch_without_a_gradient_moves_nothing():
   pruned = rollout.replace(
     kept=nothing.replace(keep=~nothing.keep), lengths=0 * rollout.lengths
   )
-  optimizer, grpo = update.make_optimizer(1e-2, 10), objectives.grpo()
+  optimizer, grpo = optimizers.make_optimizer(1e-2, 10), objectives.grpo()
   step = functools.partial(
     update.update, config=_config(grpo, 1), optimizer=optimizer
   )
@@ -260,7 +260,7 @@ def test_a_batch_without_a_gradient_moves_nothing():
 
 def test_inner_updates_are_steps_from_one_old_policy():
   """Two at once equal one and one, with the same old log-probabilities."""
-  optimizer = update.make_optimizer(1e-2, 10)
+  optimizer = optimizers.make_optimizer(1e-2, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   batch = _score(small.params(), batch, num_micro)
   args = (_state(optimizer), small.params(1), batch, num_micro, jnp.float32(9))
@@ -277,7 +277,7 @@ def test_inner_updates_are_steps_from_one_old_policy():
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_learning_rate_rises_and_falls(schedule):
   """A constant gradient makes AdamW move a weight by the learning rate."""
-  optimizer = update.make_optimizer(
+  optimizer = optimizers.make_optimizer(
     0.1, 10, schedule, warmup_steps=2, clip_norm=1e9
   )
   params, moved = {"w": jnp.zeros(())}, []
@@ -294,4 +294,4 @@ def test_learning_rate_rises_and_falls(schedule):
 
 def test_an_unknown_schedule_is_refused():
   with pytest.raises(ValueError, match=r"schedule.*'warm'.*cosine"):
-    update.make_optimizer(0.1, 10, "warm")
+    optimizers.make_optimizer(0.1, 10, "warm")

@@ -1,12 +1,12 @@
 """From graded completions to new weights."""
 
+from dppo_jax.learner.optimizers import make_optimizer
 from dppo_jax.learner.select import PackingSpec, choose_tokens, pack
 from dppo_jax.learner.update import (
   GradSums,
   UpdateConfig,
   add_gradient,
   apply_gradient,
-  make_optimizer,
   score,
   sum_gradients,
   zero_sums,

@@ -16,7 +16,7 @@ from dppo_jax import processes, shapes
 from dppo_jax.algo import objectives
 from dppo_jax.data import problems as data
 from dppo_jax.data.tokenizer import Tokenizer
-from dppo_jax.learner import select, update
+from dppo_jax.learner import optimizers, select, update
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
 from dppo_jax.reporting import progress
@@ -52,7 +52,7 @@ def run(
     ValueError: where a solution fits no row.
     FloatingPointError: where the gradient stays non-finite.
   """
-  optimizer = update.make_optimizer(
+  optimizer = optimizers.make_optimizer(
     learning_rate, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
   tokens, lengths = tokenize_solutions(

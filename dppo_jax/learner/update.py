@@ -66,66 +66,6 @@ class GradSums(NamedTuple):
   num_read: Float[Array, ""]
 
 
-def make_schedule(
-  learning_rate: float,
-  total_steps: int,
-  schedule: str = "constant",
-  warmup_steps: int = 0,
-) -> optax.Schedule:
-  """The learning rate of an update, from the number of those before it.
-
-  Args:
-    total_steps: updates in all, of which the schedule is made.
-    schedule: after the warm-up: constant, linear or cosine.
-    warmup_steps: updates from 0 to `learning_rate`, in a straight line.
-  Raises:
-    ValueError: for a schedule that is not constant, linear or cosine.
-  """
-  rest = max(1, total_steps - warmup_steps)
-  schedules = {
-    "constant": lambda: optax.constant_schedule(learning_rate),
-    "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
-    "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
-  }
-  if schedule not in schedules:
-    raise ValueError(
-      f"config.optimizer.schedule is {schedule!r} but must be one of "
-      f"{', '.join(schedules)}"
-    )
-  rate = schedules[schedule]()
-  if warmup_steps:
-    warmup = optax.linear_schedule(
-      learning_rate / warmup_steps, learning_rate, warmup_steps - 1
-    )
-    rate = optax.join_schedules([warmup, rate], [warmup_steps])
-  return rate
-
-
-def make_optimizer(
-  learning_rate: float,
-  total_steps: int,
-  schedule: str = "constant",
-  warmup_steps: int = 0,
-  weight_decay: float = 0.0,
-  b1: float = 0.9,
-  b2: float = 0.999,
-  clip_norm: float = 1.0,
-) -> optax.GradientTransformation:
-  """AdamW behind global-norm clipping; skips gradients that are not finite.
-
-  The first four arguments are those of `make_schedule`.
-  """
-  rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)
-  return optax.apply_if_finite(
-    optax.chain(
-      optax.clip_by_global_norm(clip_norm),
-      optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay),
-    ),
-    # The run stops long before optax would let such a gradient through.
-    max_consecutive_errors=2**30,
-  )
-
-
 def logprobs(
   params: transformer.Params,
   config: UpdateConfig,

@@ -14,7 +14,7 @@ import work as works
 
 from dppo_jax import compiler, methods, rewards
 from dppo_jax.algo import objectives
-from dppo_jax.learner import select, update
+from dppo_jax.learner import optimizers, select, update
 from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.models import transformer
 from dppo_jax.planning import flops as flops_of
@@ -223,7 +223,7 @@ def memory(work: works.Work) -> Iterator[Row]:
 
 def compile_update(work: works.Work, params) -> Update:
   """The update of `params`, which it takes over at its first run."""
-  optimizer = update.make_optimizer(1e-6, 1000)
+  optimizer = optimizers.make_optimizer(1e-6, 1000)
   step = functools.partial(
     update.update, config=update_config(work), optimizer=optimizer
   )
