@@ -62,6 +62,8 @@ def _config(mesh, method, **overrides):
   if c.method.name == "neyman":
     c.method.args["token_budget"] = 0.5
     c.objective.inner_updates = 2
+  if c.method.name in ("neyman", "greso"):
+    c.objective.mini_batches = 2
   return c
 
 

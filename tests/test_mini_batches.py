@@ -42,30 +42,37 @@ def _select(prompts, rollout, rewards, mini_batches=1, objective=PLAIN):
   )
 
 
+def _sampled():
+  """Four prompts and their completions."""
+  prompts = small.prompts(num=4)
+  return prompts, small.rollout(prompts)
+
+
 def _part(tree, k, num_parts):
   """Every `num_parts`-th prompt from the `k`-th on."""
   return jax.tree.map(lambda x: x[k::num_parts] if x.ndim else x, tree)
 
 
-def _alone(k, num_parts, rewards, objective=PLAIN):
+def _alone(k, num_parts, sampled, rewards, objective=PLAIN):
   """A part of the prompts, packed as if there were no others."""
-  prompts = small.prompts(num=4)
-  whole = (prompts, small.rollout(prompts), rewards)
-  batch, num_micro, *_ = _select(
-    *_part(whole, k, num_parts), objective=objective
-  )
+  part = _part((*sampled, rewards), k, num_parts)
+  batch, num_micro, *_ = _select(*part, objective=objective)
   return jax.tree.map(lambda x: x[: int(num_micro)], batch)
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_a_part_is_packed_as_it_would_be_alone(num_parts):
-  """Without variance its first has no rows at all."""
+  """With its experts. The first has no variance, and no rows at all."""
   rewards = REWARDS.at[::num_parts].set(1.0)
-  prompts = small.prompts(num=4)
-  batch, ends, metrics, _ = _select(
-    prompts, small.rollout(prompts), rewards, num_parts
+  prompts, rollout = _sampled()
+  some = lambda x: jnp.arange(x.size * 4).reshape(*x.shape, 2, 2) % 7
+  rollout = rollout.replace(
+    experts=some(rollout.tokens), prompt_experts=some(prompts.tokens)
   )
-  alone = [_alone(k, num_parts, rewards) for k in range(num_parts)]
+  batch, ends, metrics, _ = _select(prompts, rollout, rewards, num_parts)
+  alone = [
+    _alone(k, num_parts, (prompts, rollout), rewards) for k in range(num_parts)
+  ]
   assert ends.tolist() == np.cumsum([len(x.tokens) for x in alone]).tolist()
   assert ends[0] == 0 < ends[1]
   want = jax.tree.map(lambda *xs: np.concatenate(xs), *alone)
@@ -121,16 +128,14 @@ def _one_step(state, batch, config):
 def test_parts_are_updates_one_after_another(objective, inner_updates):
   """With the log-probabilities from before the first; then clips count."""
   config = _config(objective, inner_updates, 2)
-  prompts = small.prompts(num=4)
-  batch, ends, *_ = _select(
-    prompts, small.rollout(prompts), REWARDS, 2, objective
-  )
+  sampled = _sampled()
+  batch, ends, *_ = _select(*sampled, REWARDS, 2, objective)
   batch = _score(small.params(), batch, ends, config)
   step = functools.partial(update.update, config=config, optimizer=OPTIMIZER)
   got, info = jax.jit(step)(_state(), None, batch, ends, jnp.float32(12))
 
   state, found = _state(), []
-  halves = [_alone(k, 2, REWARDS, objective) for k in range(2)]
+  halves = [_alone(k, 2, sampled, REWARDS, objective) for k in range(2)]
   halves = [
     _score(small.params(), x, jnp.int32(len(x.tokens)), config) for x in halves
   ]
@@ -158,8 +163,7 @@ def test_parts_are_updates_one_after_another(objective, inner_updates):
 
 
 def test_a_batch_in_other_parts_than_the_update_is_refused():
-  prompts = small.prompts(num=4)
-  batch, ends, *_ = _select(prompts, small.rollout(prompts), REWARDS, 2)
+  batch, ends, *_ = _select(*_sampled(), REWARDS, 2)
   with pytest.raises(ValueError, match=r"2 mini-batches.*config has 4"):
     update.update(
       _state(),

@@ -225,6 +225,17 @@ def test_fewer_completions_shorten_the_update_alone():
   assert half["decode"] == whole["decode"]
 
 
+def test_mini_batches_are_scored_packed_and_applied_one_by_one():
+  data = {"data__prompts_per_step": 48}
+  whole = _step(**data)
+  parts = _step(**data, objective__mini_batches=16)
+  assert "score" in parts and "score" not in whole
+  # Each takes a micro-batch at least, and reads and writes the whole state.
+  assert parts["update"].flops > 2 * whole["update"].flops
+  assert parts["update"].read > 2 * whole["update"].read
+  assert parts["decode"] == whole["decode"]
+
+
 def test_longer_completions_take_longer_everywhere():
   short = _step(dataclasses.replace(GIVEN, completion=16))
   long = _step(dataclasses.replace(GIVEN, completion=60))

@@ -111,7 +111,7 @@ def test_what_a_run_says_of_itself_fits_a_terminal():
 
 
 def test_the_learning_rate_told_is_the_one_of_the_update():
-  c = _config(**{"optimizer.warmup_steps": 3, "objective.inner_updates": 2})
+  c = _config(**{"optimizer.warmup_steps": 3, "objective.mini_batches": 2})
   run = setup_run(c)
   values = {"update/grad_norm": 0.5, "update/skipped": 1.0}
   told = [
@@ -297,6 +297,7 @@ def test_every_objective_trains(uninterrupted, tmp_path, objective):
       "sft.from_run": str(uninterrupted),
       "data.eval": "",
       "objective.inner_updates": 2,
+      "objective.mini_batches": 4 if objective == "gspo" else 1,
       "reward.overlong_tokens": 4,
     },
   )
@@ -317,7 +318,8 @@ def test_dynamic_sampling_draws_until_it_is_full_and_resumes(
   uninterrupted, tmp_path, monkeypatch
 ):
   first_weights = {"sft.from_run": str(uninterrupted)}
-  c = _config(method="greso", **first_weights | {"data.eval": ""})
+  options = {"data.eval": "", "objective.mini_batches": 2}
+  c = _config(method="greso", **first_weights | options)
   train.run(c, tmp_path / "whole")
   steps = [m for m in _metrics(tmp_path / "whole") if "reward/mean" in m]
   assert any(m["prompts/drawn"] > 8 for m in steps)

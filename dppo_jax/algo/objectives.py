@@ -1,7 +1,8 @@
 """The objectives of the papers, each a factory: see methods/README.md.
 
 With one update on a rollout every ratio is 1: the clips do nothing, and grpo,
-gspo and gmpo have one gradient, as have dapo and cispo.
+gspo and gmpo have one gradient, as have dapo and cispo. More updates come of
+`objective.mini_batches` and `objective.inner_updates`.
 """
 
 import functools
@@ -88,6 +89,9 @@ def dapo(
        ratio estimate, with a bias of order 1 / their number.
     3. Drawing again for groups without variance is left to the method, the
        penalty on length to the reward.
+    4. One update on a rollout unless `objective.mini_batches` asks for more:
+       16 in the paper, each on 512 of 8,192 completions. The mean length stays
+       the whole rollout's; codes take that of each mini-batch.
   """
   check(
     "tokens_per_completion",
@@ -135,6 +139,8 @@ def gspo(
     4.3, whose gradient is that of the sequence form; the clips are of 5.1.
   Deviates:
     1. A token's log ratio is held within 20 nats before the mean is taken.
+    2. One update on a rollout unless `objective.mini_batches` asks for more:
+       4 in the paper. With one the clips do nothing.
   """
   plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
   return plain._replace(is_sequence_ratio=True)

@@ -59,6 +59,8 @@ def greso(
     3. A group is easy or hard where its rewards are exactly the same, and
        which of the two the verifier says; the authors' code has thresholds on
        the mean reward, 0.98 and 0.11.
+    4. One update on a rollout unless `objective.mini_batches` asks for more:
+       4 in the authors' scripts, of 64 prompts each.
   """
   check_whole("max_draws", max_draws, least=1)
   choices = ("plain", "exact", "none")
