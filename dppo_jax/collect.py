@@ -15,7 +15,7 @@ from dppo_jax import data, rewards
 from dppo_jax.compiled import CompiledStep
 from dppo_jax.grading import grade, to_metrics
 from dppo_jax.methods.dynamic_sampling import draws_of_step
-from dppo_jax.records import PromptBatch, Rollout, TrainState
+from dppo_jax.records import Measured, PromptBatch, Rollout, TrainState
 from dppo_jax.reporting import metrics
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.setup_run import Run
@@ -45,10 +45,14 @@ def collect(
   grader: rewards.Grader,
   state: TrainState,
   clock: metrics.Clock,
+  measured: Measured | None = None,
 ) -> tuple[TrainState, Experience]:
   """Rolls out and grades the next prompts.
 
   Also returns the state with history and draw count advanced.
+
+  Args:
+    measured: of earlier steps, where the method reads it.
   """
   num_prompts = run.config.data.prompts_per_step
   dynamic = run.method.dynamic_sampling
@@ -67,8 +71,9 @@ def collect(
     with clock("data"):
       prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
       # A prompt rule counts steps, of which one may draw several times.
-      rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept = compiled_step.choose_prompts(
+      rng = rng_at(run.root_key, draw, Stage.PROMPTS)
+      rng = rng._replace(step=state.step, measured=measured)
+      kept, told = compiled_step.choose_prompts(
         rng, state.history, prompts.ids, limit
       )
     with clock("rollout"):
@@ -107,5 +112,5 @@ def collect(
       gathered = (buffer.prompts, buffer.rollout, buffer.rewards, denominator)
       if int(buffer.num_groups) == num_prompts:
         break
-  values = to_metrics(counts, samples, grader.specs)
+  values = to_metrics(counts, samples, grader.specs) | jax.device_get(told)
   return state, Experience(*gathered, values, samples)

@@ -17,10 +17,11 @@ import optax
 from dppo_jax import checkpoint, rollout, shapes, sharding, stages
 from dppo_jax.compiler import Program, compile_programs
 from dppo_jax.data import ProblemSet
-from dppo_jax.learner import select, update
+from dppo_jax.learner import noise, select, update
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.models import transformer
 from dppo_jax.records import (
+  Measured,
   Outcome,
   PackedBatch,
   PromptBatch,
@@ -41,7 +42,7 @@ class CompiledStep(NamedTuple):
 
   Attributes:
     choose_prompts: `(rng, history, ids, limit)` to a selection `[N]` of which
-      at most `limit` are kept.
+      at most `limit` are kept, and metrics.
     to_inference_params: the copy of the weights that rollouts read.
     roll_out: `(params, prompts, rng, kept)` to a rollout; the parameters are
       of `to_inference_params`.
@@ -60,7 +61,9 @@ class CompiledStep(NamedTuple):
       donated, how many prompts to roll out next, and the loss denominator.
   """
 
-  choose_prompts: Callable[[StepRng, PyTree, Array, Array], Selection]
+  choose_prompts: Callable[
+    [StepRng, PyTree, Array, Array], tuple[Selection, Metrics]
+  ]
   to_inference_params: Callable[[Params], Params]
   roll_out: Callable[[Params, PromptBatch, StepRng, Selection], Rollout]
   select: Callable[
@@ -96,6 +99,7 @@ def init_train_state(run: Run, params: Params) -> TrainState:
     params=params,
     opt_state=run.optimizer.init(params),
     history=run.method.prompts.init(len(run.train_set)),
+    noise=noise.init() if run.config.objective.noise_every else None,
   )
 
 
@@ -136,9 +140,13 @@ def abstract_train_state(run: Run) -> TrainState:
     shardings,
     transform_non_params=lambda _: replicated,
   )
-  history = jax.tree.map(lambda _: replicated, state.history)
+  alike = lambda tree: jax.tree.map(lambda _: replicated, tree)
   return checkpoint.abstract(
-    state, TrainState(replicated, replicated, shardings, opt_state, history)
+    state,
+    TrainState(
+      *(replicated, replicated, shardings, opt_state),
+      *(alike(state.history), alike(state.noise)),
+    ),
   )
 
 
@@ -153,6 +161,8 @@ def _functions(run: Run) -> dict[str, Callable[..., Any]]:
     logit_chunk=c.pack.logit_chunk,
     inner_updates=c.objective.inner_updates,
     mini_batches=c.objective.mini_batches,
+    noise_every=c.objective.noise_every,
+    num_prompts=c.data.prompts_per_step,
   )
   found = {
     "choose_prompts": bind(stages.choose_prompts, method=method),
@@ -209,6 +219,10 @@ def programs(run: Run) -> dict[str, Program]:
   reference = state.params if run.objective.beta else None
   rng = shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT))
   rng = _abstract(rng, replicated)
+  choosing = rng
+  if run.method.reads_measured:
+    numbers = [_array((), jnp.float32, replicated)] * 5
+    choosing = rng._replace(measured=Measured(*numbers))
   num_prompts = c.data.prompts_per_step
   prompts = _abstract_prompts(run.train_set, num_prompts, by_prompt)
   kept = Selection(
@@ -220,7 +234,7 @@ def programs(run: Run) -> dict[str, Program]:
   completions = _abstract(completions, by_prompt)
   rewards = _array(completions.lengths.shape, jnp.float32, by_prompt)
   batch, num_micro, *_ = shape(
-    functions["select"], rng, prompts, completions, rewards
+    functions["select"], choosing, prompts, completions, rewards
   )
   batch = _abstract(batch, by_row)
   num_micro = _abstract(num_micro, replicated)
@@ -229,11 +243,15 @@ def programs(run: Run) -> dict[str, Program]:
 
   # Arguments, shardings of what is returned, donated arguments.
   table = {
-    "choose_prompts": ((rng, history, prompts.ids, limit), places(kept), ()),
+    "choose_prompts": (
+      (choosing, history, prompts.ids, limit),
+      (places(kept), replicated),
+      (),
+    ),
     "to_inference_params": ((state.params,), places(params), ()),
     "roll_out": ((params, prompts, rng, kept), places(completions), ()),
     "select": (
-      (rng, prompts, completions, rewards),
+      (choosing, prompts, completions, rewards),
       (places(batch), replicated, replicated, replicated),
       (),
     ),

@@ -21,10 +21,12 @@ class Selection:
   Attributes:
     keep: True where the item was chosen.
     prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
+    told: numbers that say how the choice came about, for the metrics.
   """
 
   keep: Bool[Array, "..."]
   prob: Float[Array, "..."]
+  told: dict[str, Float[Array, ""]] | None = None
 
 
 @struct.dataclass
@@ -117,6 +119,29 @@ class Outcome:
 
 
 @struct.dataclass
+class Measured:
+  """What earlier steps tell of the next: for rules that set their own share.
+
+  Seconds are smoothed and may be in any unit; they are 0 while unknown.
+
+  Attributes:
+    noise_share: the noise's part of the gradient's squared length, `r / (1 +
+      r)` where `r` is the gradient noise scale over the batch.
+    update_seconds: what an update takes for each token that it trains.
+    other_seconds: what a step takes beside that.
+    token_seconds: what rollout, grading and update take for each token that is
+      generated.
+    fixed_seconds: what a step takes beside that.
+  """
+
+  noise_share: Float[Array, ""]
+  update_seconds: Float[Array, ""]
+  other_seconds: Float[Array, ""]
+  token_seconds: Float[Array, ""]
+  fixed_seconds: Float[Array, ""]
+
+
+@struct.dataclass
 class PackedBatch:
   """Sequences laid side by side in rows; each position predicts its target.
 
@@ -133,6 +158,7 @@ class PackedBatch:
     weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
       token of a completion that was not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
+    prompts: `[R, L]`, the row in the prompt batch of the prompt it belongs to.
     experts: `[R, L, Y, K]`, of each token in every layer, where the sampler's
       are to be taken; None leaves them to the routers.
   """
@@ -146,6 +172,7 @@ class PackedBatch:
   advantages: Float[Array, "*rows L"]
   weights: Float[Array, "*rows L"]
   old_logprobs: Float[Array, "*rows L"]
+  prompts: Int[Array, "*rows L"]
   experts: Int[Array, "*rows L Y K"] | None = None
 
 
@@ -175,6 +202,8 @@ class TrainState:
     params: master weights.
     opt_state: the optimizer's.
     history: what the method's prompt rule remembers of each problem.
+    noise: how noisy gradients were, a `learner.noise.Noise`; None where that is
+      not measured.
   """
 
   step: Int[Array, ""]
@@ -182,3 +211,4 @@ class TrainState:
   params: PyTree[jax.Array]
   opt_state: PyTree
   history: PyTree
+  noise: PyTree = None

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dppo_jax.records import Measured
+
 
 class Stage(enum.IntEnum):
   """Who samples. Append only: a number, once used, keeps its meaning.
@@ -32,11 +34,15 @@ class Stage(enum.IntEnum):
 class StepRng(NamedTuple):
   """Randomness of one stage at one step; whoever receives it consumes it.
 
-  The step is None where a caller gave a key alone.
+  Attributes:
+    step: None where a caller gave a key alone.
+    measured: what earlier steps tell, for the rules of a method that reads it;
+      nothing of this step, whose draws may then depend on it.
   """
 
   key: jax.Array
   step: jax.Array | None
+  measured: Measured | None = None
 
 
 def as_step_rng(rng: StepRng | jax.Array) -> StepRng:

@@ -33,9 +33,11 @@ def choose_prompts(
   limit: Int[Array, ""],
   *,
   method: Method,
-) -> Selection:
+) -> tuple[Selection, Metrics]:
   """The prompts to roll out: at most the first `limit` of the method's."""
-  return dynamic_sampling.limit(method.prompts.select(rng, history, ids), limit)
+  chosen = method.prompts.select(rng, history, ids)
+  kept = dynamic_sampling.limit(chosen.replace(told=None), limit)
+  return kept, chosen.told or {}
 
 
 def evaluate(

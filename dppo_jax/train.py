@@ -31,6 +31,7 @@ from dppo_jax import (
 )
 from dppo_jax import config as configs
 from dppo_jax.collect import collect
+from dppo_jax.costs import Costs, of_step
 from dppo_jax.evaluation import sets as eval_sets
 from dppo_jax.grading import with_texts
 from dppo_jax.learner import sft
@@ -153,6 +154,7 @@ def _train(
   data.draw(run.train_set, run.root_key, 0, num_prompts)
 
   first = int(state.step)
+  costs = Costs()
   with (
     metrics.Compilations() as compilations,
     processes.stop_signal() as is_stopping,
@@ -161,11 +163,13 @@ def _train(
     for step in range(first, config.steps):
       rng_of = functools.partial(rng_at, run.root_key, step)
       clock = metrics.Clock()
-      state, got = collect(run, compiled_step, grader, state, clock)
+      measured = costs.measured(state) if run.method.reads_measured else None
+      state, got = collect(run, compiled_step, grader, state, clock, measured)
       with clock("select"):
         batch, num_micro, selected, outcome = jax.block_until_ready(
           compiled_step.select(
-            rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
+            rng_of(Stage.COMPLETIONS)._replace(measured=measured),
+            *(got.prompts, got.rollout, got.rewards),
           )
         )
         guards.check_selection(jax.device_get(selected))
@@ -193,6 +197,7 @@ def _train(
         )
       )
       news = itertools.chain(*processes.gather(grader.news()))
+      costs.add(processes.gather(of_step(values))[0])
       with processes.sharing_errors():
         writer.write(done, values)
         writer.write_samples(done, "train", chosen)

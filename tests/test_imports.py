@@ -22,7 +22,7 @@ LEVELS = [
   {"fingerprints", "limits", "memory", "resume", "usage"},
   {"setup_run"},
   {"compiled"},
-  {"collect", "evaluation", "guards", "planning"},
+  {"collect", "costs", "evaluation", "guards", "planning"},
   {"evaluate", "train", "export", "plan"},
   {"main"},
 ]

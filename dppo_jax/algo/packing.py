@@ -276,6 +276,7 @@ def fill(
     advantages=of_each(advantages),
     weights=jnp.where(is_spoiled, jnp.nan, of_each(weights)),
     old_logprobs=at_trained(texts.logprobs),
+    prompts=jnp.where(layout.is_real, layout.prompt, 0),
     experts=texts.experts,
   )
 

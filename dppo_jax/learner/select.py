@@ -122,10 +122,9 @@ def select(
     mini_batches,
   )
 
-  # A token's share of the loss times the root of their number: what a
-  # completion adds where its tokens' gradients point nowhere in particular.
-  size = jnp.abs(advantages) * token_share
-  size *= jnp.sqrt(rollout.lengths.astype(jnp.float32))
+  # A token's share of the loss times the root of their squared residuals: what
+  # a completion adds where its tokens' gradients point nowhere in particular.
+  size = jnp.abs(advantages) * token_share * jnp.sqrt(groups.sum_sq_residual)
   count = lambda x: x.sum(dtype=jnp.float32)
   metrics = {
     **pack_metrics,
@@ -138,6 +137,7 @@ def select(
     "completions/kept": count(weights > 0),
     "completions/trained": count(is_trained),
     "tokens/trained": count(trained_lengths),
+    **(chosen.told or {}),
   }
   return (
     batch,

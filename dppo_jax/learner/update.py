@@ -6,6 +6,7 @@ of the loop and no new compilation. The mini-batches of a rollout lie one after
 another, and each is a step of its own.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.algo import policy_loss
+from dppo_jax.learner import noise
 from dppo_jax.models import lm_head, moe, transformer
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 
@@ -33,6 +35,9 @@ class UpdateConfig(NamedTuple):
       one step in all, the parameters that are trained are those that sampled:
       the old log-probabilities are the current ones, held constant, and those
       in the batch only serve to measure the sampler.
+    noise_every: steps between two measurements of the gradient's noise, each
+      of which takes the first gradient of its step twice; 0 for none.
+    num_prompts: of a batch, pruned ones too; read where noise is measured.
   """
 
   model: transformer.ModelConfig
@@ -41,6 +46,8 @@ class UpdateConfig(NamedTuple):
   logit_chunk: int = 2048
   inner_updates: int = 1
   mini_batches: int = 1
+  noise_every: int = 0
+  num_prompts: int = 1
 
   @property
   def is_on_policy(self) -> bool:
@@ -206,10 +213,15 @@ def sum_gradients(
   reference: transformer.Params | None,
   config: UpdateConfig,
   first: Int[Array, ""] | int = 0,
+  change: Callable[[PackedBatch], PackedBatch] = lambda rows: rows,
 ) -> GradSums:
-  """The sums over the micro-batches `[first, num_used)` of `[M, R, L]`."""
+  """The sums over the micro-batches `[first, num_used)` of `[M, R, L]`.
+
+  Args:
+    change: made to each micro-batch.
+  """
   add = lambda i, sums: add_gradient(
-    sums, params, reference, config, _take(batch, i)
+    sums, params, reference, config, change(_take(batch, i))
   )
   zeros = zero_sums(params, config.model, batch.experts is not None)
   return jax.lax.fori_loop(first, num_used, add, zeros)
@@ -301,9 +313,12 @@ def update(
     state, seen, _ = carry
     part = i % num_parts
     first = jnp.where(part > 0, ends[part - 1], 0)
-    sums = sum_gradients(
-      batch, ends[part], state.params, reference, config, first
-    )
+    arguments = (batch, ends[part], state.params, reference, config, first)
+    if config.noise_every:
+      is_due = (i == 0) & (state.step % config.noise_every == 0)
+      sums, state = _sums_and_noise(arguments, state, is_due)
+    else:
+      sums = sum_gradients(*arguments)
     state, metrics = apply_gradient(
       state, sums, denominator / num_parts, optimizer
     )
@@ -320,9 +335,42 @@ def update(
     state, _, metrics = jax.lax.fori_loop(
       0, config.inner_updates * num_parts, step, (*carry[:2], blank)
     )
-  return state, metrics | {
-    "update/micro_batches": num_used.max().astype(jnp.float32)
-  }
+  metrics["update/micro_batches"] = num_used.max().astype(jnp.float32)
+  if config.noise_every:
+    metrics |= noise.describe(state.noise, config.num_prompts)
+    is_due = (state.step % config.noise_every == 0).astype(jnp.float32)
+    metrics["noise/measured"] = is_due
+  return state, metrics
+
+
+def _sums_and_noise(
+  arguments: tuple, state: TrainState, is_due: Bool[Array, ""]
+) -> tuple[GradSums, TrainState]:
+  """`sum_gradients`, and the state with the noise measured where that is due.
+
+  One compiled loop serves both passes, of which the first has signs.
+  """
+  config = arguments[4]
+  signs = noise.signs(state.step, config.num_prompts)
+  num_passes = 1 + is_due.astype(jnp.int32)
+
+  def one_pass(i, carry):
+    is_signed = i < num_passes - 1
+    here = jnp.where(is_signed, signs, 1.0)
+    sums = sum_gradients(*arguments, lambda rows: noise.signed(rows, here))
+    squared = optax.tree.norm(sums.grad, squared=True)
+    return sums, jnp.where(is_signed, squared, carry[1]), squared
+
+  replays = arguments[0].experts is not None
+  zeros = zero_sums(state.params, config.model, replays)
+  nothing = jnp.float32(0)
+  sums, signed, total = jax.lax.fori_loop(
+    0, num_passes, one_pass, (zeros, nothing, nothing)
+  )
+  num_prompts = config.num_prompts // config.mini_batches
+  new = noise.measured(state.noise, total, signed, num_prompts)
+  new = jax.tree.map(lambda x, y: jnp.where(is_due, x, y), new, state.noise)
+  return sums, state.replace(noise=new)
 
 
 def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:

@@ -86,6 +86,7 @@ class Method(NamedTuple):
       differ; None draws once.
     has_schedule: what it prunes depends on the number of steps of the run,
       which a resumed run may then not change.
+    reads_measured: its rules of prompts and completions read `rng.measured`.
   """
 
   prompts: PromptRule
@@ -94,6 +95,7 @@ class Method(NamedTuple):
   has_statistics_after: bool = False
   dynamic_sampling: DynamicSampling | None = None
   has_schedule: bool = False
+  reads_measured: bool = False
 
 
 def every_prompt() -> PromptRule:

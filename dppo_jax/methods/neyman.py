@@ -1,11 +1,11 @@
-"""Our own design: a fixed number of everything, at the least variance."""
+"""Our own design: of everything a number that pays, at the least variance."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dppo_jax.algo import designs
-from dppo_jax.methods import pass_rates
+from dppo_jax.methods import pass_rates, self_setting
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
   ROUNDING,
@@ -22,6 +22,7 @@ from dppo_jax.methods.method import (
   uniform_for_ids,
 )
 from dppo_jax.methods.ranking import fixed_size, round_count
+from dppo_jax.methods.self_setting import Bounds
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng, as_step_rng
 
@@ -41,8 +42,8 @@ RENAMED = {"surprise": "residual", "norm": "logit_grad"}
 
 
 def neyman(
-  prompt_budget: float = 0.75,
-  completion_budget: float = 0.25,
+  prompt_budget: float = 0.0,
+  completion_budget: float = 0.0,
   token_budget: float = 1.0,
   min_prompt_prob: float = 0.1,
   min_prob: float = 0.05,
@@ -53,17 +54,22 @@ def neyman(
   prior: float = 0.2,
   is_cost_aware: bool = True,
   token_size: str = "residual",
+  least_prompts: float = 0.25,
+  least_completions: float = 0.03,
+  update_cost: float = 0.0,
 ) -> Method:
-  """Exactly as many prompts, completions and tokens as asked, least variance.
+  """As many prompts and completions as pay, at the least variance.
 
   Probabilities are proportional to what each is expected to add to the
   gradient, the draw is systematic, and every weight is 1 / probability: the
-  expected gradient is that of the full batch.
+  expected gradient is that of the full batch. Budgets of 0 set themselves each
+  step, by what steps have cost so far and how noisy gradients were.
 
   Args:
-    prompt_budget: share of the prompts rolled out, in (0, 1].
+    prompt_budget: share of the prompts rolled out, in (0, 1]; 0 sets itself.
     completion_budget: share of their completions trained on, counted with
-      those of zero advantage; all that are needed where these are fewer.
+      those of zero advantage; all that are needed where these are fewer. 0
+      sets itself.
     token_budget: share of their tokens.
     min_prompt_prob, min_prob: least probabilities, which bound the weights.
     proxy: what stands for a completion's gradient beside |advantage|: the
@@ -77,20 +83,33 @@ def neyman(
     is_cost_aware: prefers prompts whose completions are short.
     token_size: a token's size: "residual", "logit_grad" or "entropy"; the
       last two take another pass over the model.
+    least_prompts, least_completions: bounds of shares that set themselves: of
+      the prompts, and of the completions that are needed.
+    update_cost: seconds of an update on all that is needed over the other
+      seconds of a step, by which shares set themselves. 0 takes this run's
+      clock, and then no two runs are the same to the bit.
   Raises:
     ValueError: for a value outside these.
-  Source: ours, after Neyman 1934 and Deville and Tille 1998.
+  Source: ours, after Neyman 1934 and Deville and Tille 1998; for the shares
+    `algo.relative_seconds`.
   Deviates:
     1. A prompt's size is that of advantages divided by their deviation, under
        any objective.
   """
-  check_share("prompt_budget", prompt_budget)
+  for name, budget in (
+    ("prompt_budget", prompt_budget),
+    ("completion_budget", completion_budget),
+  ):
+    check(name, budget, lambda x: 0 <= x <= 1, "in (0, 1], or 0 to set itself")
+  prompt_bounds = Bounds(least_prompts, update_cost=update_cost)
+  prompt_bounds.check("prompts")
+  bounds = Bounds(least_completions, update_cost=update_cost)
+  bounds.check("completions")
   check_share("min_prompt_prob", min_prompt_prob)
-  check_share("completion_budget", completion_budget)
   check_share("token_budget", token_budget)
   _check_size("token_size", token_size, tuple(TOKEN_SIZES))
   prompts = neyman_prompts(
-    prompt_budget,
+    prompt_budget or prompt_bounds,
     min_prompt_prob,
     kappa=kappa,
     forgetting=forgetting,
@@ -98,18 +117,19 @@ def neyman(
     is_cost_aware=is_cost_aware,
   )
   completions = neyman_completions(
-    completion_budget, min_prob, coherence, proxy
+    completion_budget or bounds, min_prob, coherence, proxy
   )
   tokens = neyman_tokens(token_budget, min_prob, token_size)
   return grpo()._replace(
     prompts=prompts,
     completions=completions,
     tokens=None if token_budget == 1 else tokens,
+    reads_measured=not (prompt_budget and completion_budget),
   )
 
 
 def neyman_prompts(
-  budget: float,
+  budget: float | Bounds,
   min_prob: float = 0.1,
   kappa: float = 0.25,
   forgetting: float = 0.5,
@@ -126,7 +146,7 @@ def neyman_prompts(
 
   Args:
     budget: share of the candidates to keep, in (0, 1]: `round(budget * N)`
-      and at least one are kept.
+      and at least one are kept; or the bounds of one that sets itself.
     min_prob: in (0, 1], least probability; the budget's where that is lower.
     kappa: `G |d|^2 / (4 s^2)`, where `d` is the difference of the mean scores
       (gradients of log-probability) of right and wrong completions and `s`
@@ -146,7 +166,8 @@ def neyman_prompts(
     2. Probabilities are rounded to `designs.GRID`; where prompts tie, a random
        order says which of them is rounded up.
   """
-  check_share("budget", budget)
+  if not isinstance(budget, Bounds):
+    check_share("budget", budget)
   check_share("min_prob", min_prob)
   check_finite("kappa", kappa)
   check_share("forgetting", forgetting)
@@ -158,17 +179,24 @@ def neyman_prompts(
     right, wrong = counts.right + prior[0], counts.wrong + prior[1]
     moment = pass_rates.second_moment(right, wrong, counts.group_size, kappa)
     moment = jnp.maximum(moment, ROUNDING)
-    if is_cost_aware:
-      moment = moment / pass_rates.expected_tokens(history, ids)
+    tokens = pass_rates.expected_tokens(history, ids)
+    size = jnp.sqrt(moment / tokens if is_cost_aware else moment)
     # Ties are ordered at random, so that nothing depends on the caller's order.
     order_key, draw_key = jax.random.split(rng.key)
     tie_break = uniform_for_ids(order_key, ids)
     order = jnp.lexsort((tie_break, right / (right + wrong)))
-    number = max(round(budget * len(ids)), 1)
-    prob = designs.water_filling(jnp.sqrt(moment)[order], number, min_prob)
+    told = None
+    if isinstance(budget, Bounds):
+      tokens *= counts.group_size.astype(jnp.float32)
+      number, told = self_setting.of_prompts(
+        budget, rng.measured, size, moment, tokens
+      )
+    else:
+      number = max(round(budget * len(ids)), 1)
+    prob = designs.water_filling(size[order], number, min_prob)
     keep = designs.systematic(draw_key, prob, number)
     back = jnp.argsort(order)
-    return Selection(keep[back], prob[back])
+    return Selection(keep[back], prob[back], told)
 
   def observe(history, step, ids, rewards, correct, lengths):
     del rewards
@@ -178,7 +206,7 @@ def neyman_prompts(
 
 
 def neyman_completions(
-  budget: float,
+  budget: float | Bounds,
   min_prob: float = 0.05,
   coherence: float = 0.0,
   proxy: str = "length",
@@ -204,6 +232,7 @@ def neyman_completions(
 
   Args:
     budget: share of the completions drawn, in (0, 1]; at least one is kept.
+      Or the bounds of a share of those needed, which sets itself.
     min_prob: least probability of a needed completion, in [0, 1]; their even
       share of the budget where that is lower.
     coherence: squared length of the mean of a completion's token gradients
@@ -216,7 +245,8 @@ def neyman_completions(
     ValueError: for a value outside these.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
-  check_share("budget", budget)
+  if not isinstance(budget, Bounds):
+    check_share("budget", budget)
   check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
   check_finite("coherence", coherence)
   _check_size("proxy", proxy, PROXIES)
@@ -245,8 +275,15 @@ def neyman_completions(
     prompt = jnp.arange(size.shape[0], dtype=jnp.int32)[:, None]
     prompt = jnp.broadcast_to(prompt, size.shape)
     strata = (size, jnp.sign(groups.advantages), prompt)
-    num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
-    return fixed_size(rng.key, size, num, min_prob, strata)
+    told = None
+    if isinstance(budget, Bounds):
+      num, told = self_setting.of_completions(
+        budget, rng.measured, groups, size
+      )
+    else:
+      num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
+    chosen = fixed_size(rng.key, size, num, min_prob, strata)
+    return chosen.replace(told=told)
 
   return rule
 
