@@ -53,6 +53,10 @@ class UpdateConfig(NamedTuple):
   def is_on_policy(self) -> bool:
     return self.inner_updates * self.mini_batches == 1
 
+  @property
+  def prompts_per_update(self) -> int:
+    return self.num_prompts // self.mini_batches
+
 
 class GradSums(NamedTuple):
   """Running sums over micro-batches.
@@ -337,7 +341,7 @@ def update(
     )
   metrics["update/micro_batches"] = num_used.max().astype(jnp.float32)
   if config.noise_every:
-    metrics |= noise.describe(state.noise, config.num_prompts)
+    metrics |= noise.describe(state.noise, config.prompts_per_update)
     is_due = (state.step % config.noise_every == 0).astype(jnp.float32)
     metrics["noise/measured"] = is_due
   return state, metrics
@@ -367,8 +371,7 @@ def _sums_and_noise(
   sums, signed, total = jax.lax.fori_loop(
     0, num_passes, one_pass, (zeros, nothing, nothing)
   )
-  num_prompts = config.num_prompts // config.mini_batches
-  new = noise.measured(state.noise, total, signed, num_prompts)
+  new = noise.measured(state.noise, total, signed, config.prompts_per_update)
   new = jax.tree.map(lambda x, y: jnp.where(is_due, x, y), new, state.noise)
   return sums, state.replace(noise=new)
 
