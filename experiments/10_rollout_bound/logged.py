@@ -1,0 +1,257 @@
+"""What a policy sampled, and the gradients that all bounds are made of.
+
+Letters are those of `dppo_jax.records`; a prompt's `H` completions are cut
+into groups of `GROUP`, and `K` groups come of all prompts.
+"""
+
+import pathlib
+import runpy
+from typing import NamedTuple
+
+import jax
+from jax import flatten_util
+import jax.numpy as jnp
+import numpy as np
+
+from dppo_jax import checkpoint, compiled, data, grading, rollout, train
+from dppo_jax.learner import select, update
+from dppo_jax.records import PromptBatch, Rollout
+from dppo_jax.reporting import runs
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.setup_run import Run, setup_run
+
+HERE = pathlib.Path(__file__).parent
+RINGS = HERE.parent / "03_comparison"
+CONFIGS = {
+  "rings": RINGS / "config.py",
+  "arithmetic": HERE.parents[1] / "configs" / "arithmetic.py",
+}
+GROUP = 16
+PER_PROMPT = 2 * GROUP
+PARTS = 8  # of a completion, whose gradients are taken one by one
+
+
+class Shares(NamedTuple):
+  """Of the seconds of a step; all of them together are 1."""
+
+  rollout: float
+  update: float
+
+  @property
+  def rest(self) -> float:
+    return 1.0 - self.rollout - self.update
+
+
+class Logged(NamedTuple):
+  """Groups of completions under one policy.
+
+  Attributes:
+    name: of the task and the policy.
+    shares: of a training step's seconds.
+    prompt: `[K]`, which prompt each group is of; neighbours share one.
+    prompt_lengths: `[K]`, tokens.
+    rewards: `[K, G]`, 0 or 1.
+    lengths: `[K, G]`, tokens.
+    logprobs: `[K, G, T]`, nats; 0 past the end.
+    products: `[K, G, G]`, inner products of the gradients of the completions'
+      log-probabilities, sums over their tokens.
+    prompt_scores: `[Q, H, D]`, those gradients, projected at random onto D
+      numbers that keep inner products in expectation: for means over prompts.
+    parts: `[M, PARTS, PARTS]`, inner products of the gradients of the parts of
+      some completions.
+    parts_of: `[M]`, which completions, numbered through all groups.
+    slots: `num_slots` of the config.
+    slot_steps: slots times decode steps, as the package counted them.
+  """
+
+  name: str
+  shares: Shares
+  prompt: np.ndarray
+  prompt_lengths: np.ndarray
+  rewards: np.ndarray
+  lengths: np.ndarray
+  logprobs: np.ndarray
+  products: np.ndarray
+  prompt_scores: np.ndarray
+  parts: np.ndarray
+  parts_of: np.ndarray
+  slots: int
+  slot_steps: int
+
+
+def train_policy(task: str, steps: int, workdir: pathlib.Path) -> Run:
+  """A grpo run of so many steps; its checkpoint of step 0 stays."""
+  if task == "rings":
+    write = runpy.run_path(str(RINGS / "problems.py"))["write"]
+    write(RINGS / "data", 0, 1536, 512)
+  config = runpy.run_path(str(CONFIGS[task]))["get_config"]("grpo")
+  config.steps = steps
+  config.rollout.group_size = GROUP
+  config.eval.every = steps
+  config.log.writers = ""
+  train.run(config, workdir)
+  config.rollout.group_size = PER_PROMPT
+  return setup_run(config)
+
+
+def measured_shares(workdir: pathlib.Path) -> Shares:
+  """Of the run's steps after the first ten, by the clocks of its stages."""
+  lines = runs.load(workdir).steps[10:]
+  of = lambda name: sum(line.get(f"{name}/seconds", 0.0) for line in lines)
+  total = sum(of(stage) for stage in runs.STAGES)
+  return Shares(of("rollout") / total, of("update") / total)
+
+
+def load(path: pathlib.Path) -> Logged:
+  """What `save` wrote."""
+  with np.load(path) as file:
+    log = Logged(**file)
+  return log._replace(
+    name=str(log.name),
+    shares=Shares(*log.shares.tolist()),
+    slots=int(log.slots),
+    slot_steps=int(log.slot_steps),
+  )
+
+
+def save(log: Logged, path: pathlib.Path) -> None:
+  with path.open("wb") as file:
+    np.savez(file, **log._asdict())
+
+
+def collect(
+  name: str, run: Run, workdir: pathlib.Path, step: int, num_prompts: int
+) -> Logged:
+  """Completions of the policy of `step`, and their gradients."""
+  with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
+    params = checkpoints.restore_params(
+      step, compiled.abstract_train_state(run).params
+    )
+  prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
+  prompts = jax.tree.map(jnp.asarray, prompts)
+  sampled, rewards = _sample(run, params, prompts)
+  products, projected, parts, parts_of = _gradients(
+    run, params, prompts, sampled, rewards
+  )
+  groups = num_prompts * PER_PROMPT // GROUP
+  lengths = np.asarray(sampled.lengths).reshape(groups, GROUP)
+  logprobs = np.asarray(sampled.logprobs).reshape(groups, GROUP, -1)
+  is_token = np.arange(logprobs.shape[2]) < lengths[..., None]
+  each = PER_PROMPT // GROUP
+  return Logged(
+    name=name,
+    shares=measured_shares(workdir),
+    prompt=np.repeat(np.arange(num_prompts), each),
+    prompt_lengths=np.repeat(np.asarray(prompts.lengths), each),
+    rewards=rewards.reshape(groups, GROUP),
+    lengths=lengths,
+    logprobs=np.where(is_token, logprobs, 0.0),
+    products=products,
+    prompt_scores=projected,
+    parts=parts,
+    parts_of=parts_of,
+    slots=run.config.rollout.num_slots,
+    slot_steps=int(sampled.slot_steps),
+  )
+
+
+def _sample(
+  run: Run, params: dict, prompts: PromptBatch
+) -> tuple[Rollout, np.ndarray]:
+  """`PER_PROMPT` completions of each prompt, and their rewards."""
+  r = run.config.rollout
+
+  @jax.jit
+  def make(params, prompts, rng):
+    return rollout.sample(
+      params,
+      run.model,
+      prompts,
+      rng,
+      group_size=PER_PROMPT,
+      max_tokens=r.max_tokens,
+      temperature=r.temperature,
+      num_slots=r.num_slots,
+      prefill_batch=r.prefill_batch,
+      stop_ids=run.stop_ids,
+    )
+
+  # The steps of training took the numbers up to config.steps.
+  rng = rng_at(run.root_key, run.config.steps + 1, Stage.ROLLOUT)
+  sampled = make(params, prompts, rng)
+  with run.make_grader() as grader:
+    graded = grading.grade(sampled, run.train_set, run.tokenizer, grader)
+  return sampled, np.asarray(graded.rewards, np.float64)
+
+
+def _gradients(run, params, prompts, sampled, rewards):
+  """Inner products within groups, projections, and those of parts."""
+  of = _gradient_of(run, params, prompts, sampled)
+  many = jax.jit(
+    lambda us, start, end: jax.lax.map(
+      lambda x: of(*x), (us, start, end), batch_size=32
+    )
+  )
+  num, each = sampled.lengths.shape
+  longest = jnp.full((each,), sampled.tokens.shape[2])
+  generator, products, projected, sketch = (
+    np.random.default_rng(0),
+    [],
+    [],
+    None,
+  )
+  for q in range(num):
+    us = q * each + jnp.arange(each)
+    scores = np.asarray(many(us, 0 * longest, longest), np.float32)
+    if sketch is None:
+      signs = generator.integers(0, 2, (scores.shape[1], 512)) * 2 - 1
+      sketch = signs.astype(np.float32) / 512**0.5
+    projected.append(scores @ sketch)
+    for group in np.split(scores.astype(np.float64), each // GROUP):
+      products.append(group @ group.T)
+
+  # Parts, of completions that have an advantage.
+  is_live = np.ptp(rewards, axis=1) > 0
+  live = np.flatnonzero(np.repeat(is_live, each))
+  chosen = generator.choice(live, min(len(live), 256), replace=False)
+  lengths, parts = np.asarray(sampled.lengths).reshape(-1), []
+  for block in np.array_split(chosen, max(1, len(chosen) // 4)):
+    edges = np.arange(PARTS + 1) * lengths[block][:, None] // PARTS
+    flat = lambda x: jnp.asarray(x.reshape(-1))
+    us = flat(np.repeat(block, PARTS))
+    got = np.asarray(many(us, flat(edges[:, :-1]), flat(edges[:, 1:])))
+    got = got.astype(np.float64).reshape(len(block), PARTS, -1)
+    parts += list(got @ got.transpose(0, 2, 1))
+  return np.stack(products), np.stack(projected), np.stack(parts), chosen
+
+
+def _gradient_of(run: Run, params, prompts: PromptBatch, sampled: Rollout):
+  """`(u, start, end)` to the gradient of those tokens' log-probabilities."""
+  config = update.UpdateConfig(
+    run.model, run.objective, run.config.rollout.temperature
+  )
+  longest = prompts.tokens.shape[1] + sampled.tokens.shape[2] - 1
+  spec = select.PackingSpec(longest, rows_per_micro=1, window=1)
+
+  def gradient(u, start, end):
+    q, g = jnp.divmod(u, sampled.lengths.shape[1])
+    one = lambda x: x[q, g][None, None]
+    packed, used, _ = select.pack(
+      jax.tree.map(lambda x: x[q][None], prompts),
+      sampled.replace(
+        tokens=one(sampled.tokens),
+        logprobs=one(sampled.logprobs),
+        lengths=one(sampled.lengths),
+      ),
+      jnp.ones((1, 1)),
+      jnp.ones((1, 1)),
+      spec,
+    )
+    # The n-th trained position is the n-th token.
+    number = packed.is_trained.cumsum(axis=-1) - 1
+    is_in = (number >= start) & (number < end)
+    packed = packed.replace(weights=jnp.where(is_in, packed.weights, 0.0))
+    sums = update.sum_gradients(packed, used, params, None, config)
+    return flatten_util.ravel_pytree(sums.grad)[0]
+
+  return gradient
