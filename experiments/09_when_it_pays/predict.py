@@ -1,0 +1,98 @@
+"""Speed-ups foretold from the unpruned runs alone.
+
+Steps go as `(1 + v f) ^ a`: `v` the share of variance that a choice adds, `f`
+the noise's share of the gradient. `a` is 1 at a learning rate that suits the
+noise, where neither more nor less of it would be faster. Elsewhere, as AdamW
+divides by a root mean square, noise `k` times as strong is the same walk at a
+learning rate divided by the root of `k` and `k` times as slow; where steps go
+as the rate to the power `-e`, that makes `a = 1 - e / 2`.
+"""
+
+import math
+
+import controls
+import runs
+import speedup
+import tasks
+
+from dppo_jax.algo import time_law
+
+
+def all_of(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
+  """Of every variant of every cell, the baseline's facts with them."""
+  found = []
+  for cell in cells:
+    facts = _facts(pool, cell, seeds)
+    for variant in (*runs.SWEEP, *runs.CONTROLS_ONLY):
+      seconds, added = _variant(facts, variant)
+      factor = 1 + added * facts["noise_share"]
+      steps = factor ** facts["exponent"]
+      found.append(
+        {
+          "cell": cell,
+          "variant": variant,
+          "seconds": seconds,
+          "added_variance": added,
+          "faster": 1 / (seconds * steps),
+          "faster_at_1": 1 / (seconds * factor),
+          "fewer_steps": 1 / steps,
+          **facts,
+        }
+      )
+  return found
+
+
+def _facts(pool: runs.Pool, cell: str, seeds: int) -> dict[str, float]:
+  """What the unpruned runs say, on average over seeds and steps."""
+  runs_of = [pool.lines(cell, "grpo", seed) for seed in range(seeds)]
+  steps = [
+    line for lines in runs_of for line in lines if "step/seconds" in line
+  ]
+  # What a measurement of the noise adds is nobody's cost.
+  timed = [line for line in steps if not line["noise/measured"]]
+  total = lambda name: sum(line[name] for line in timed)
+  mean = lambda name, of=steps: sum(line[name] for line in of) / len(of)
+  whole = total("step/seconds")
+  twice = [
+    speedup.curve(pool.lines(cell, "grpo, twice the rate", seed))
+    for seed in range(seeds)
+  ]
+  once = [speedup.curve(lines) for lines in runs_of]
+  gain = speedup.ratio(
+    speedup.mean_curve(once), speedup.mean_curve(twice), axis=0
+  )
+  facts = {
+    "update_share": total("update/seconds") / whole,
+    "rollout_share": (total("rollout/seconds") + total("reward/seconds"))
+    / whole,
+    "micros": mean("update/micro_batches"),
+    "noise_share": mean("noise/share"),
+    "noise_scale": tasks.CELLS[cell].prompts
+    * mean("noise/share")
+    / max(1 - mean("noise/share"), 1e-3),
+    "zero_variance": mean("groups/zero_std") / tasks.CELLS[cell].prompts,
+    "rate_elasticity": math.log2(gain),
+    "exponent": 1 - math.log2(gain) / 2,
+  }
+  needed = [line for line in steps if line["law/needed"]]
+  for share in controls.SHARES:
+    for name in ("variance", "tokens"):
+      facts[f"{name}_{share}"] = mean(f"law/{name}_{share}", needed)
+  return facts
+
+
+def _variant(facts: dict[str, float], variant: str) -> tuple[float, float]:
+  """Seconds of a step over the unpruned one's, and the variance it adds."""
+  share = float(variant.rpartition(" ")[2])
+  # A last micro-batch is half empty, on average, and costs like the others.
+  micros = facts["micros"]
+  trains = lambda part: (part * (micros - 0.5) + 0.5) / micros
+  update, rollout = facts["update_share"], facts["rollout_share"]
+  if variant.startswith("prompts"):
+    rest = 1 - update - rollout
+    return rest + rollout * share + update * trains(share), 1 / share - 1
+  if variant.startswith("by chance"):
+    added = time_law.INDEPENDENT * (1 / share - 1)
+    return 1 - update + update * trains(share), added
+  tokens = facts[f"tokens_{share}"]
+  return 1 - update + update * trains(tokens), facts[f"variance_{share}"]

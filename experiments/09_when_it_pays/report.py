@@ -1,0 +1,2 @@
+def of_logs(lines): return {}
+def write(rows, folder): pass

@@ -1,0 +1,79 @@
+"""The tasks, each with two batch sizes a factor of eight apart.
+
+`CELLS` names them; run.py makes their data and fine-tuned weights once.
+"""
+
+import pathlib
+import runpy
+from typing import NamedTuple
+
+HERE = pathlib.Path(__file__).parent
+RINGS = HERE.parent / "03_comparison"
+
+
+class Cell(NamedTuple):
+  """A task at one batch size.
+
+  Attributes:
+    task: whose model and problems.
+    prompts: of a step.
+    flags: of every run.
+  """
+
+  task: str
+  prompts: int
+  flags: tuple[str, ...]
+
+
+def _cell(task: str, prompts: int, steps: int, rate: float, every: int) -> Cell:
+  return Cell(
+    task,
+    prompts,
+    (
+      f"--config.data.prompts_per_step={prompts}",
+      f"--config.steps={steps}",
+      f"--config.optimizer.learning_rate={rate}",
+      f"--config.eval.every={every}",
+      f"--config.checkpoint.every={steps}",
+    ),
+  )
+
+
+# Learning rates of the small batches are those of the large ones over the root
+# of eight, as AdamW has it.
+CELLS = {
+  "rings, 32": _cell("rings", 32, 96, 7e-4, 6),
+  "rings, 4": _cell("rings", 4, 320, 2.5e-4, 16),
+  "arithmetic, 32": _cell("arithmetic", 32, 240, 2e-6, 10),
+  "arithmetic, 4": _cell("arithmetic", 4, 480, 7e-7, 20),
+  "mixed rings, 32": _cell("mixed", 32, 96, 7e-4, 6),
+  "mixed rings, 4": _cell("mixed", 4, 320, 2.5e-4, 16),
+}
+# Those on which the law is tested; the others serve the share that sets itself.
+LAW = ("rings, 32", "rings, 4", "arithmetic, 32", "arithmetic, 4")
+
+
+def config_of(task: str) -> str:
+  """The file that has the task's model."""
+  if task == "arithmetic":
+    return str(HERE.parents[1] / "configs" / "arithmetic.py")
+  return str(RINGS / "config.py")
+
+
+def prepare(task: str, folder: pathlib.Path) -> list[str]:
+  """Writes the task's problems if there are none; flags that name them."""
+  if task == "arithmetic":
+    return []
+  data = folder / f"{task}-data"
+  if not (data / "eval.jsonl").exists():
+    problems = runpy.run_path(str(RINGS / "problems.py"))
+    if task == "mixed":
+      # More rings with a faulty skill, and skills that fail less often.
+      scope = problems["make_row"].__globals__
+      scope["FAULTY_IN_RING"] = (0, 0, 1, 1, 1, 2, 2, 2, 3, 3)
+      scope["ERROR_RATES"] = (0.2, 0.7)
+    problems["write"](data, 0, 1536, 512)
+  return [
+    f"--config.data.train={data / 'train.jsonl'}",
+    f"--config.data.eval={data / 'eval.jsonl'}",
+  ]
