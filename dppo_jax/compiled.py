@@ -221,7 +221,7 @@ def programs(run: Run) -> dict[str, Program]:
   rng = _abstract(rng, replicated)
   choosing = rng
   if run.method.reads_measured:
-    numbers = [_array((), jnp.float32, replicated)] * 5
+    numbers = [_array((), jnp.float32, replicated)] * 6
     choosing = rng._replace(measured=Measured(*numbers))
   num_prompts = c.data.prompts_per_step
   prompts = _abstract_prompts(run.train_set, num_prompts, by_prompt)

@@ -51,14 +51,12 @@ class Costs:
     s = self._sums
     ratio = lambda x, y: x / y if y > 0 else 0.0
     # The last micro-batch is half empty, on average, and costs like the others.
-    per_micro = ratio(s["update"], s["micros"])
     full = max(s["micros"] - s["steps"] / 2, s["steps"] / 2)
-    per_token = per_micro * ratio(full, s["trained"])
-    other = ratio(s["step"] - s["update"], s["steps"]) + per_micro / 2
     scaled = s["rollout"] + s["update"]
     numbers = (
-      per_token,
-      other if per_token else 0.0,
+      ratio(s["update"], s["micros"]),
+      ratio(s["trained"], full),
+      ratio(s["step"] - s["update"], s["steps"]),
       ratio(scaled, s["generated"]),
       max(ratio(s["step"] - scaled, s["steps"]), 0.0),
     )

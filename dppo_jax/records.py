@@ -127,15 +127,17 @@ class Measured:
   Attributes:
     noise_share: the noise's part of the gradient's squared length, `r / (1 +
       r)` where `r` is the gradient noise scale over the batch.
-    update_seconds: what an update takes for each token that it trains.
-    other_seconds: what a step takes beside that.
+    micro_seconds: what an update takes for each micro-batch.
+    micro_tokens: trained tokens that a full micro-batch has.
+    other_seconds: what a step takes beside its update.
     token_seconds: what rollout, grading and update take for each token that is
       generated.
     fixed_seconds: what a step takes beside that.
   """
 
   noise_share: Float[Array, ""]
-  update_seconds: Float[Array, ""]
+  micro_seconds: Float[Array, ""]
+  micro_tokens: Float[Array, ""]
   other_seconds: Float[Array, ""]
   token_seconds: Float[Array, ""]
   fixed_seconds: Float[Array, ""]

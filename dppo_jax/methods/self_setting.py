@@ -56,7 +56,7 @@ def of_completions(
   """How many of the completions that are needed to train on, and why.
 
   Minimises `seconds x (1 + added variance x noise share)` over the grid, see
-  `algo.relative_seconds`; an update's seconds go as the tokens that it trains.
+  `algo.relative_seconds`; an update's seconds go as its micro-batches.
 
   Args:
     size: norm of each one's gradient up to a common factor; 0 where it is not
@@ -76,11 +76,14 @@ def of_completions(
   noise_share = 1.0 if measured is None else measured.noise_share
   if bounds.update_cost:
     other = jnp.float32(1)
-    per_token = bounds.update_cost / jnp.maximum(needed, 1.0)
+    update = bounds.update_cost * tokens / jnp.maximum(needed, 1.0)
   else:
     measured = _require(measured)
-    other, per_token = measured.other_seconds, measured.update_seconds
-  seconds = other + per_token * tokens
+    other = measured.other_seconds
+    # The last micro-batch is half empty, on average, and costs like the others.
+    micros = tokens / jnp.maximum(measured.micro_tokens, 1.0) + 0.5
+    update = measured.micro_seconds * jnp.maximum(micros, 1.0)
+  seconds = other + update
   times = time_law.relative_seconds(seconds, added, noise_share)
   best = time_law.quickest(times)
   is_known = seconds[-1] > 0
@@ -91,7 +94,7 @@ def of_completions(
     "shares/completions_speedup": jnp.where(
       is_known, times[-1] / jnp.where(is_known, times[best], 1.0), 1.0
     ),
-    "shares/update_cost": share_of(per_token * needed, other),
+    "shares/update_cost": share_of(update[-1], other),
   }
   return counts[best].astype(jnp.int32), told
 

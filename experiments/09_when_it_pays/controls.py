@@ -31,7 +31,10 @@ def baseline() -> methods.Method:
     tokens = (prob @ lengths) / jnp.maximum(lengths.sum(), 1)
     told = {"law/needed": (size > 0).sum(dtype=jnp.float32)}
     for i, share in enumerate(SHARES):
-      told |= {f"law/variance_{share}": added[i], f"law/tokens_{share}": tokens[i]}
+      told |= {
+        f"law/variance_{share}": added[i],
+        f"law/tokens_{share}": tokens[i],
+      }
     return everyone.replace(told=told)
 
   return methods.grpo()._replace(completions=rule)

@@ -86,7 +86,7 @@ def _variant(facts: dict[str, float], variant: str) -> tuple[float, float]:
   share = float(variant.rpartition(" ")[2])
   # A last micro-batch is half empty, on average, and costs like the others.
   micros = facts["micros"]
-  trains = lambda part: (part * (micros - 0.5) + 0.5) / micros
+  trains = lambda part: max(part * (micros - 0.5) + 0.5, 1.0) / micros
   update, rollout = facts["update_share"], facts["rollout_share"]
   if variant.startswith("prompts"):
     rest = 1 - update - rollout

@@ -86,7 +86,9 @@ def main() -> None:
   cells = args.cells.split(";")
   for stage in args.stages.split(","):
     if stage == "predict":
-      rows = predict.all_of(pool, [x for x in cells if x in tasks.LAW], args.seeds)
+      rows = predict.all_of(
+        pool, [x for x in cells if x in tasks.LAW], args.seeds
+      )
       _write(HERE / "predictions.jsonl", rows)
     elif stage == "report":
       rows = gather(pool, cells, args.seeds)
