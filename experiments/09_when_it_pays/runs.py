@@ -70,7 +70,7 @@ def flags(cell: tasks.Cell, variant: str) -> list[str]:
 
 
 class Pool:
-  """Runs on a few cores, as many at a time; one that is done is not repeated."""
+  """Runs on a few cores, as many at a time; what is done is not repeated."""
 
   def __init__(self, root: pathlib.Path, cores: Iterable[int]):
     self.root = root
