@@ -162,7 +162,12 @@ def update_config(run: Run) -> update.UpdateConfig:
 def describe(sampled: Batch) -> dict[str, float]:
   """The share of groups that have a signal, and what lengths tell of norms."""
   live = np.asarray(sampled.advantages != 0).any(axis=1).mean()
-  return {"live": live, **_fit_length(sampled)}
+  square = errors.squared_norm(sampled.factors, sampled.products)
+  return {
+    "live": live,
+    "squared_length": square / sampled.variance,  # of the full gradient
+    **_fit_length(sampled),
+  }
 
 
 def _fit_length(sampled: Batch) -> dict[str, float]:

@@ -19,13 +19,13 @@ from dppo_jax.records import Selection
 from dppo_jax.rng import StepRng
 
 BUDGETS = (0.75, 0.5, 0.25, 0.125)
-DRAWS = 2000
+DRAWS = 500
 
 
 def measure(sampled: Batch) -> list[dict]:
   """Of every method at every budget that it can keep to."""
   found = []
-  for name, make in _methods(sampled).items():
+  for name, make in by_share(sampled).items():
     for budget in BUDGETS:
       method = at_budget(sampled, make, budget)
       told = error(sampled, method) if method else {"variance": None}
@@ -62,7 +62,7 @@ def at_budget(
   return make(high)
 
 
-def _methods(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
+def by_share(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
   """Name to a method of a share; a share of what, `at_budget` finds out."""
   choose = lambda rule: methods.grpo()._replace(completions=rule)
   neyman = lambda proxy: lambda share: methods.neyman(1.0, share, proxy=proxy)

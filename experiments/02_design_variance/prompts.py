@@ -12,30 +12,38 @@ from dppo_jax.rng import StepRng
 
 
 def measure(sampled: Batch) -> list[dict]:
-  """Of uniform, DPPO's and the Neyman design, at every budget of prompts."""
+  """Of every rule, at every budget of prompts that it can keep to."""
   run, ids = sampled.run, sampled.prompts.ids
   before, rewards = sample(run, sampled.params, sampled.prompts, draw=1)
   seen = (rewards, rewards, before.lengths)  # 1 for what is correct, else 0
   found = []
   for budget in BUDGETS:
     rate = _rate(seen, run, ids, budget)
+    soft = rate and methods.drop_by_history(rate)
     for name, rule, is_seen in (
       ("uniform", methods.neyman_prompts(budget), False),
-      ("dppo", rate and methods.drop_by_history(rate), True),
+      ("dppo", soft, True),
+      ("InfoBatch-like", soft, True),
       ("neyman", methods.neyman_prompts(budget), True),
     ):
-      error = {"variance": None}
+      told = {"variance": None}
       if rule:
         history = rule.init(len(run.train_set))
         if is_seen:
           history = rule.observe(history, jnp.int32(0), ids, *seen)
-        error = _error(sampled, rule, history)
-      found.append({"method": name, "budget": budget, **error})
+        told = _error(sampled, rule, history, name == "InfoBatch-like")
+      found.append({"method": name, "budget": budget, **told})
   return found
 
 
-def _error(sampled: Batch, rule: methods.PromptRule, history) -> dict:
-  """Variance of an unbiased rule, and shares of prompts and tokens kept."""
+def _error(
+  sampled: Batch, rule: methods.PromptRule, history, is_mean: bool
+) -> dict:
+  """Squared bias and variance, and shares of prompts and tokens kept.
+
+  Args:
+    is_mean: divides by the number of prompts kept, not by that of all.
+  """
   choose = jax.jit(
     lambda key: rule.select(
       StepRng(key, jnp.int32(1)), history, sampled.prompts.ids
@@ -44,14 +52,19 @@ def _error(sampled: Batch, rule: methods.PromptRule, history) -> dict:
   drawn = jax.lax.map(choose, jax.random.split(jax.random.key(2), DRAWS))
   keep = np.asarray(drawn.keep)
   factor = np.where(keep, 1 / np.asarray(drawn.prob, np.float64), 0)
+  if is_mean:
+    factor /= keep.mean(axis=1, keepdims=True)
   full = sampled.factors.reshape(sampled.rewards.shape)
-  apart = ((factor - 1)[..., None] * full).reshape(DRAWS, -1)
-  squares = errors.squared_norm(apart, sampled.products)
-  lengths = np.asarray(sampled.rollout.lengths).sum(axis=1)
-  return {
-    "variance": squares.mean() / sampled.variance,
+  draws = (factor[..., None] * full).reshape(DRAWS, -1)
+  told = errors.describe(
+    draws, sampled.factors, sampled.variance, sampled.products
+  )
+  tokens = np.asarray(sampled.rollout.lengths).sum(axis=1)
+  live = sampled.live_tokens.reshape(full.shape).sum(axis=1)
+  return told | {
     "prompts": keep.mean(),
-    "tokens": (keep @ lengths).mean() / lengths.sum(),
+    "generated": (keep @ tokens).mean() / tokens.sum(),
+    "tokens": (keep @ live).mean() / live.sum(),
   }
 
 

@@ -4,9 +4,11 @@
 
 For the default task and that of experiment 03: warms up the model, samples one
 large batch from it, takes the gradient of every completion, and draws each
-method's choice of completions thousands of times at equal tokens trained; then
-its choices of prompts and of tokens. Results go to results.jsonl, a stage at a
-time, and to figure.png beside this file.
+rule's choice thousands of times at equal tokens: choices of completions, of
+prompts, of tokens, and of how many completions to sample at all. Then it times
+the updates. Every stage leaves a file in --workdir, and a stage that has one is
+not measured again; results.jsonl, table.md and figure.png beside this file are
+made of them.
 """
 
 import argparse
@@ -19,8 +21,12 @@ import batch
 import completions
 import jax
 import law
+import ledger
+import picture
+import prefixes
 import prompts
-import report
+import rollouts
+import seconds
 import tokens
 
 from dppo_jax.reporting import jsonl
@@ -32,32 +38,46 @@ CONFIGS = {
   "rings": RINGS / "config.py",
 }
 STAGES = {
+  "batch": lambda sampled: [batch.describe(sampled)],
   "law": law.measure,
   "completions": completions.measure,
   "prompts": prompts.measure,
   "tokens": tokens.measure,
+  "prefixes": prefixes.measure,
+  "rollouts": rollouts.measure,
+  "seconds": seconds.measure,
 }
 
 
-def measure(name: str, sampled: batch.Batch, path: pathlib.Path) -> None:
-  """All that there is to tell of one batch, in the place of what was known."""
-  others = [r for r in jsonl.read(path) if r["batch"] != name]
+def measure(name: str, workdir: pathlib.Path, num_prompts: int) -> None:
+  """What no earlier run has left in `workdir`, a file for each stage."""
+  files = {level: workdir / f"{level}.jsonl" for level in STAGES}
+  if all(file.exists() for file in files.values()):
+    return
+  if name == "rings":
+    write = runpy.run_path(str(RINGS / "problems.py"))["write"]
+    write(RINGS / "data", 0, 1536, 512)
+  config = runpy.run_path(str(CONFIGS[name]))["get_config"]("grpo")
+  sampled = batch.prepare(config, workdir / "model", num_prompts)
   facts = {
     "batch": name,
     "jax": jax.__version__,
     "machine": platform.processor() or platform.machine(),
   }
-  rows = [{"level": "batch", **batch.describe(sampled), **facts}]
-  print(f"\n{name}: {rows[0]}", flush=True)
   for level, stage in STAGES.items():
-    found = stage(sampled)
-    rows += [{"level": level, **row, **facts} for row in found]
-    path.write_text(
-      "".join(json.dumps(r, default=float) + "\n" for r in [*others, *rows])
-    )
-    print(f"\n{level}", flush=True)
-    if level != "law":
-      print(report.table(found), flush=True)
+    if files[level].exists():
+      continue
+    print(f"{name}: {level}", flush=True)
+    rows = [{"level": level, **row, **facts} for row in stage(sampled)]
+    lines = [json.dumps(row, default=float) + "\n" for row in rows]
+    files[level].write_text("".join(lines))
+    jax.clear_caches()  # or the programs of all stages pile up
+
+
+def collect(workdir: pathlib.Path, names: list[str]) -> list[dict]:
+  """The rows of all stages that are done."""
+  files = [workdir / n / f"{level}.jsonl" for n in names for level in STAGES]
+  return [row for file in files if file.exists() for row in jsonl.read(file)]
 
 
 def main() -> None:
@@ -67,14 +87,14 @@ def main() -> None:
   parser.add_argument("--workdir", default="runs/02_design_variance")
   args = parser.parse_args()
   workdir = pathlib.Path(args.workdir).absolute()
-  path = HERE / "results.jsonl"
-  for name in args.batches.split(","):
-    if name == "rings":
-      write = runpy.run_path(str(RINGS / "problems.py"))["write"]
-      write(RINGS / "data", 0, 1536, 512)
-    config = runpy.run_path(str(CONFIGS[name]))["get_config"]("grpo")
-    measure(name, batch.prepare(config, workdir / name, args.prompts), path)
-  report.draw(jsonl.read(path), HERE / "figure.png")
+  names = args.batches.split(",")
+  for name in names:
+    measure(name, workdir / name, args.prompts)
+  rows = collect(workdir, names)
+  results = "".join(json.dumps(row) + "\n" for row in rows)
+  (HERE / "results.jsonl").write_text(results)
+  (HERE / "table.md").write_text(ledger.pages(rows))
+  picture.draw(rows, HERE / "figure.png")
 
 
 if __name__ == "__main__":

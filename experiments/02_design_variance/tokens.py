@@ -1,6 +1,7 @@
 """The choice of tokens: whole gradients, of a few draws of each method."""
 
 from batch import Batch, update_config
+import completions
 import errors
 import jax
 from jax import flatten_util
@@ -12,14 +13,8 @@ from dppo_jax.learner import select as selection
 from dppo_jax.learner import update
 from dppo_jax.rng import StepRng
 
-DRAWS = 32
-METHODS = {
-  "grpo": methods.grpo(),  # exact, or something is wrong
-  "d2s": methods.d2s(0.5, 0.5),
-  "d3s, first step": methods.d3s(),
-  "neyman, tokens 50%": methods.neyman(1.0, 1.0, 0.5),
-  "neyman, completions and tokens 71%": methods.neyman(1.0, 0.707, 0.707),
-}
+BUDGETS = (0.5, 0.25, 0.125)
+DRAWS = 8
 
 
 def measure(sampled: Batch) -> list[dict]:
@@ -37,12 +32,12 @@ def measure(sampled: Batch) -> list[dict]:
     return flatten_util.ravel_pytree(total.grad)[0]
 
   found = []
-  for name, method in METHODS.items():
-    select, choose = _choices(sampled, method)
+  for name, budget, method in _methods(sampled):
+    select, choose = choices(sampled, method)
     estimates, tokens = [], []
-    # Where nothing is chosen at random, two draws are as good as many.
-    num = DRAWS if method.tokens else 2
-    for key in jax.random.split(jax.random.key(1), DRAWS)[:num]:
+    # What is random only in ties needs few draws.
+    num = DRAWS if name.startswith("neyman") else 2
+    for key in jax.random.split(jax.random.key(1), num):
       packed, used = select(key)
       needs_stats = method.tokens and method.tokens.needs_stats
       stats = score(packed, used) if needs_stats else None
@@ -51,11 +46,39 @@ def measure(sampled: Batch) -> list[dict]:
       tokens.append(float(info["tokens/trained"]))
     error = errors.describe(np.stack(estimates), exact, sampled.variance)
     share = np.mean(tokens) / sampled.live_tokens.sum()
-    found.append({"budget": 0.5, "method": name, **error, "tokens": share})
+    found.append({"budget": budget, "method": name, **error, "tokens": share})
   return found
 
 
-def _choices(sampled: Batch, method: methods.Method):
+def _methods(sampled: Batch) -> list[tuple[str, float, methods.Method]]:
+  """Name, budget and method; where two levels choose, each takes a root."""
+  found = [("grpo", 1.0, methods.grpo())]  # exact, or something is wrong
+  for budget in BUDGETS:
+    found += [(n, budget, of_tokens(sampled, n, budget)) for n in NAMES]
+  return [*found, ("d3s, first step", 0.2, methods.d3s())]
+
+
+NAMES = ("d2s", "neyman, tokens", "neyman, both")
+
+
+def of_tokens(sampled: Batch, name: str, budget: float) -> methods.Method:
+  """The method of that name that trains on `budget` of the tokens."""
+  root = budget**0.5
+  if name == "neyman, tokens":
+    return methods.neyman(1.0, 1.0, budget)
+  if name == "d2s":
+    # Of the tokens kept, those with an advantage: the same share of these.
+    chosen = completions.at_budget(
+      sampled, lambda share: methods.d1s(share, "batch"), root
+    )
+    return chosen._replace(tokens=methods.top_entropy(root))
+  chosen = completions.at_budget(
+    sampled, lambda share: methods.neyman(1.0, share), root
+  )
+  return chosen._replace(tokens=methods.neyman_tokens(root))
+
+
+def choices(sampled: Batch, method: methods.Method):
   """The method's choices of completions and of tokens, compiled."""
   objective = sampled.run.objective
   at = lambda key: StepRng(key, jnp.int32(0))

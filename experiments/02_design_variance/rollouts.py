@@ -1,0 +1,62 @@
+"""How many completions to sample, and of which prompts, at equal tokens.
+
+Each rule of sampling.py draws completions from the pool (pool.py) with
+replacement, and its estimate is a sum of their gradients. Errors are against
+the mean gradient of the full batch, 16 completions of each prompt; where a
+rule changes the objective on purpose, also against what it changes it to.
+"""
+
+from batch import Batch
+import errors
+import numpy as np
+import pool as pools
+import sampling
+from sampling import Drawn
+
+BUDGETS = (0.5, 0.25, 0.125)  # of the tokens generated
+
+
+def measure(sampled: Batch) -> list[dict]:
+  """Of every rule at every budget that it can keep to.
+
+  Variance is what a rule has beyond the full batch, whose completions are
+  drawn too; in units of the full batch's own, that of its prompts included.
+  """
+  pool = pools.prepare(sampled)
+  products = pools.products(pool)
+  rng = np.random.default_rng(0)
+  full = sampling.full(pool, rng)
+  unit = _full_variance(full, products)
+
+  def error(drawn: Drawn, target: np.ndarray) -> dict[str, float]:
+    flat = drawn.factors.reshape(len(drawn.factors), -1)
+    return errors.describe(flat, target.reshape(-1), unit, products)
+
+  exact = pools.expected(pool)
+  found = [{"method": "full", "budget": 1.0, **error(full, exact)}]
+  for name, rule in sampling.RULES.items():
+    for budget in BUDGETS:
+      drawn = rule(pool, rng, budget)
+      row = {"method": name, "budget": budget, "variance": None}
+      if drawn:
+        row |= error(drawn, exact)
+        row["variance"] -= found[0]["variance"]
+        row["generated"] = drawn.generated / full.generated
+        row["tokens"] = drawn.trained / full.trained
+        if drawn.aim is not None:
+          told = error(drawn, drawn.aim)
+          row |= {f"aim_{k}": told[k] for k in ("bias", "cosine", "scale")}
+      found.append(row)
+  return found
+
+
+def _full_variance(full: Drawn, products: np.ndarray) -> float:
+  """The full batch's own: squared distances of prompts from their mean."""
+  _, num, most = full.factors.shape
+  blocks = products.reshape(num, most, num, most)
+  within = blocks[np.arange(num), :, np.arange(num), :]
+  own = sum(
+    errors.squared_norm(full.factors[:, q], within[q]) for q in range(num)
+  )
+  flat = full.factors.reshape(len(full.factors), -1)
+  return float((own - errors.squared_norm(flat, products) / num).mean())

@@ -1,0 +1,100 @@
+"""The arithmetic of the ledger of rules: its formulas, by enumeration."""
+
+import importlib
+import itertools
+import sys
+import types
+
+import commands
+import numpy as np
+import pytest
+
+FOLDER = commands.ROOT / "experiments" / "02_design_variance"
+
+
+@pytest.fixture(name="load")
+def _load(monkeypatch):
+  """Imports a file of the experiment, and forgets all of them afterwards."""
+  monkeypatch.syspath_prepend(str(FOLDER))
+  names = [path.stem for path in FOLDER.glob("*.py")]
+  for name in names:
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  yield importlib.import_module
+  for name in names:
+    sys.modules.pop(name, None)
+
+
+def _centred(rewards):
+  """Advantages that depend on the group's size, as normalised ones do."""
+  return (rewards - rewards.mean(axis=1, keepdims=True)) * rewards.shape[1]
+
+
+def test_the_mean_of_the_full_batch_is_that_over_all_groups(load, monkeypatch):
+  pool = load("pool")
+  monkeypatch.setattr(pool, "GROUP", 3)
+  rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]])
+  run = types.SimpleNamespace(
+    objective=types.SimpleNamespace(advantage=_centred)
+  )
+  fake = types.SimpleNamespace(run=run)
+  some = pool.Pool(fake, None, rewards, rewards, rewards[:, 0])
+  mean = np.zeros(rewards.shape)
+  for index in itertools.product(range(4), repeat=3):
+    advantages = _centred(rewards[:, index])
+    for place, i in enumerate(index):
+      mean[:, i] += advantages[:, place] / 4**3
+  np.testing.assert_allclose(pool.expected(some), mean, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_prefix", [False, True])
+def test_the_variance_of_a_choice_of_tokens_is_that_over_all_choices(
+  load, is_prefix
+):
+  prefixes = load("prefixes")
+  gradients = np.random.default_rng(0).normal(size=(3, 5))
+  prob = np.array([0.9, 0.5, 0.2])
+  square = 0.0
+  for bits in itertools.product((0, 1), repeat=3):
+    keep = np.array(bits)
+    chance = np.where(keep, prob, 1 - prob).prod()
+    if is_prefix:  # the cut is after the last that is kept
+      if (np.diff(keep) > 0).any():
+        continue
+      chance = -np.diff([1.0, *prob, 0.0])[keep.sum()]
+    error = (keep / prob - 1) @ gradients
+    square += chance * error @ error
+  added = prefixes._added(gradients @ gradients.T, prob, is_prefix)
+  assert added == pytest.approx(square)
+
+
+def test_pools_never_grow_and_keep_their_sum(load):
+  pool = load("prefixes")._pool
+  np.testing.assert_allclose(pool(np.array([1.0, 3, 2, 1, 4])), [2.2] * 5)
+  np.testing.assert_allclose(pool(np.array([5.0, 1, 3, 1])), [5, 2, 2, 1])
+  assert pool(np.zeros(0)).shape == (0,)
+
+
+def test_an_allocation_spends_its_total_within_bounds(load):
+  allocations = load("allocations")
+  rates = np.array([0.0, 0.5, 0.9, 1.0])
+  for name in ("even", "vip_like", "knapsack_like", "duet_like"):
+    sizes = getattr(allocations, name)(rates, 32, 2, 16)
+    assert sizes.sum() == 32
+    assert (sizes >= 2).all() and (sizes <= 16).all()
+  sizes = allocations.vip_like(rates, 32, 2, 16)
+  assert sizes[1] > sizes[2] > sizes[0] == sizes[3]
+
+
+def test_at_equal_length_only_noise_and_angle_are_left(load):
+  ledger = load("ledger")
+  batch = {"batch": "b", "level": "batch", "squared_length": 10.0}
+  full = {"batch": "b", "level": "rollouts", "method": "full", "variance": 0.5}
+  row = {"batch": "b", "variance": 4.0, "scale": 2.0, "cosine": 1.0}
+  told = lambda level, **more: ledger.at_length(
+    [batch, full], row | more, ledger.Rule("", level, "", ledger.BIASED, "")
+  )
+  assert told("completions") == 1.0
+  # The full batch draws its rollouts too: 4.5 / 4 against 0.5.
+  assert told("rollouts") == pytest.approx(0.625)
+  # |a - b|^2 of two vectors of the full length is 2 |a|^2 (1 - cos).
+  assert told("completions", cosine=0.9) == pytest.approx(3.0)
