@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 from dppo_jax.learner import noise
@@ -60,7 +61,7 @@ class Costs:
       ratio(scaled, s["generated"]),
       max(ratio(s["step"] - scaled, s["steps"]), 0.0),
     )
-    return Measured(
-      noise.share(state.noise) if state.noise else np.float32(1),
-      *map(np.float32, numbers),
-    )
+    noise_share = 1.0
+    if state.noise:
+      noise_share = noise.share(jax.device_get(state.noise))
+    return Measured(*map(np.float32, (noise_share, *numbers)))

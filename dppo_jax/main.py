@@ -64,7 +64,7 @@ _ASSUME = flags.DEFINE_string(
   "assume",
   None,
   "What a plan takes for granted: prompt=200,completion=700,zero_variance=0.5, "
-  "prompts_kept, completions_kept, compute, bandwidth, network.",
+  "prompts_kept, completions_kept, update_cost, compute, bandwidth, network.",
 )
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",

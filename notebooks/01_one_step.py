@@ -166,7 +166,7 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 
 # %%
 rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-chosen = step.choose_prompts(
+chosen, _ = step.choose_prompts(
   rng, state.history, prompts.ids, np.int32(num_prompts)
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))

@@ -211,7 +211,7 @@ def test_a_value_that_cannot_work_is_refused_by_name(overrides, reason):
       {"method__args__dynamic_sampling": "exact"},
       "tokens_per_completion is 0",
     ),
-    ("neyman", {"method__args__prompt_budget": 0.0}, "prompt_budget is 0.0"),
+    ("neyman", {"method__args__prompt_budget": -0.1}, "prompt_budget is -0.1"),
     ("neyman", {"method__args__token_budget": 2.0}, "token_budget is 2.0"),
     ("neyman", {"method__args__proxy": "luck"}, "proxy is 'luck'"),
     ("cppo", {"method__args__keep": 0.0}, "keep is 0.0 .* config.method.args"),

@@ -144,7 +144,7 @@ def test_operations_are_those_that_xla_counts_in_an_update():
     **{
       field.name: row(bool if field.name == "is_trained" else jnp.int32)
       if field.name in ("tokens", "targets", "positions", "segment_ids")
-      or field.name in ("prefix_ids", "is_trained")
+      or field.name in ("prefix_ids", "prompts", "is_trained")
       else row(jnp.float32)
       for field in dataclasses.fields(PackedBatch)
       if field.name != "experts"
@@ -273,6 +273,16 @@ def test_shares_are_those_that_a_method_is_asked_for(
   # Those of zero advantage are left out whatever the method.
   assert found.completions <= completions
   assert found.completions >= 0.9 * min(completions, is_mixed) * is_mixed
+
+
+def test_shares_that_set_themselves_go_by_the_update_that_is_assumed():
+  tried = lambda cost: shares.try_out(
+    methods.neyman(), objectives.grpo(), 8, 0.7, update_cost=cost
+  )
+  cheap, dear = tried(0.01), tried(5.0)
+  assert cheap.completions > 2 * dear.completions > 0
+  # Many prompts are always right or always wrong, and were seen to be.
+  assert 0.2 < cheap.prompts < 0.9
 
 
 # Traffic.

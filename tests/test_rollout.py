@@ -80,6 +80,7 @@ def test_logprobs_are_those_of_the_full_forward_pass():
           advantages=zeros,
           weights=zeros,
           old_logprobs=zeros,
+          prompts=jnp.zeros((1, 24), jnp.int32),
         )
       )
       np.testing.assert_allclose(

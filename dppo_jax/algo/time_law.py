@@ -56,13 +56,13 @@ def proportional(
   # With the `f` largest certain, the rest share what is left of the budget.
   rest = jnp.cumsum(falling[::-1])[::-1]
   certain = jnp.arange(len(size), dtype=jnp.float32)
-  left = budgets[:, None] - certain
-  fits = left * falling <= rest
-  f = jnp.argmax(fits, axis=1)
-  scale = left[jnp.arange(len(budgets)), f] / jnp.where(rest > 0, rest, 1.0)[f]
-  prob = jnp.clip(scale[:, None] * size, 0.0, 1.0)
-  is_all = budgets >= (size > 0).sum()
-  return jnp.where(is_all[:, None], (size > 0).astype(prob.dtype), prob)
+  left = budgets[:, None] - certain[None]
+  f = jnp.argmax(left * falling[None] <= rest[None], axis=1)
+  scale = (budgets - certain[f]) / jnp.where(rest > 0, rest, 1.0)[f]
+  prob = jnp.clip(scale[:, None] * size[None], 0.0, 1.0)
+  is_all = budgets >= (size > 0).sum(dtype=jnp.float32)
+  all_above_0 = (size > 0).astype(jnp.float32)[None]
+  return jnp.where(is_all[:, None], all_above_0, prob)
 
 
 def added_variance(
@@ -74,8 +74,8 @@ def added_variance(
     squares: `a^2`, squared lengths of the terms, up to a common factor; 0 for
       what is not needed.
   """
-  is_lost = (squares > 0) & (prob <= 0)
-  added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares
+  is_lost = (squares[None] > 0) & (prob <= 0)
+  added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
   total = squares.sum()
   share = added.sum(axis=1) / jnp.where(total > 0, total, 1.0)
   return jnp.where(is_lost.any(axis=1), jnp.inf, share)

@@ -22,7 +22,7 @@ from dppo_jax.methods.method import (
   uniform_for_ids,
 )
 from dppo_jax.methods.ranking import fixed_size, round_count
-from dppo_jax.methods.self_setting import Bounds
+from dppo_jax.methods.self_setting import SelfSet
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng, as_step_rng
 
@@ -83,8 +83,8 @@ def neyman(
     is_cost_aware: prefers prompts whose completions are short.
     token_size: a token's size: "residual", "logit_grad" or "entropy"; the
       last two take another pass over the model.
-    least_prompts, least_completions: bounds of shares that set themselves: of
-      the prompts, and of the completions that are needed.
+    least_prompts, least_completions: the least that a share may set itself to:
+      of the prompts, and of the completions that are needed.
     update_cost: seconds of an update on all that is needed over the other
       seconds of a step, by which shares set themselves. 0 takes this run's
       clock, and then no two runs are the same to the bit.
@@ -101,15 +101,15 @@ def neyman(
     ("completion_budget", completion_budget),
   ):
     check(name, budget, lambda x: 0 <= x <= 1, "in (0, 1], or 0 to set itself")
-  prompt_bounds = Bounds(least_prompts, update_cost=update_cost)
-  prompt_bounds.check("prompts")
-  bounds = Bounds(least_completions, update_cost=update_cost)
-  bounds.check("completions")
+  of_prompts = SelfSet(least_prompts, update_cost)
+  of_prompts.check("prompts")
+  of_completions = SelfSet(least_completions, update_cost)
+  of_completions.check("completions")
   check_share("min_prompt_prob", min_prompt_prob)
   check_share("token_budget", token_budget)
   _check_size("token_size", token_size, tuple(TOKEN_SIZES))
   prompts = neyman_prompts(
-    prompt_budget or prompt_bounds,
+    prompt_budget or of_prompts,
     min_prompt_prob,
     kappa=kappa,
     forgetting=forgetting,
@@ -117,7 +117,7 @@ def neyman(
     is_cost_aware=is_cost_aware,
   )
   completions = neyman_completions(
-    completion_budget or bounds, min_prob, coherence, proxy
+    completion_budget or of_completions, min_prob, coherence, proxy
   )
   tokens = neyman_tokens(token_budget, min_prob, token_size)
   return grpo()._replace(
@@ -129,7 +129,7 @@ def neyman(
 
 
 def neyman_prompts(
-  budget: float | Bounds,
+  budget: float | SelfSet,
   min_prob: float = 0.1,
   kappa: float = 0.25,
   forgetting: float = 0.5,
@@ -146,7 +146,7 @@ def neyman_prompts(
 
   Args:
     budget: share of the candidates to keep, in (0, 1]: `round(budget * N)`
-      and at least one are kept; or the bounds of one that sets itself.
+      and at least one are kept; or one that sets itself.
     min_prob: in (0, 1], least probability; the budget's where that is lower.
     kappa: `G |d|^2 / (4 s^2)`, where `d` is the difference of the mean scores
       (gradients of log-probability) of right and wrong completions and `s`
@@ -166,7 +166,7 @@ def neyman_prompts(
     2. Probabilities are rounded to `designs.GRID`; where prompts tie, a random
        order says which of them is rounded up.
   """
-  if not isinstance(budget, Bounds):
+  if not isinstance(budget, SelfSet):
     check_share("budget", budget)
   check_share("min_prob", min_prob)
   check_finite("kappa", kappa)
@@ -186,7 +186,7 @@ def neyman_prompts(
     tie_break = uniform_for_ids(order_key, ids)
     order = jnp.lexsort((tie_break, right / (right + wrong)))
     told = None
-    if isinstance(budget, Bounds):
+    if isinstance(budget, SelfSet):
       tokens *= counts.group_size.astype(jnp.float32)
       number, told = self_setting.of_prompts(
         budget, rng.measured, size, moment, tokens
@@ -206,7 +206,7 @@ def neyman_prompts(
 
 
 def neyman_completions(
-  budget: float | Bounds,
+  budget: float | SelfSet,
   min_prob: float = 0.05,
   coherence: float = 0.0,
   proxy: str = "length",
@@ -232,7 +232,7 @@ def neyman_completions(
 
   Args:
     budget: share of the completions drawn, in (0, 1]; at least one is kept.
-      Or the bounds of a share of those needed, which sets itself.
+      Or a share of those needed, which sets itself.
     min_prob: least probability of a needed completion, in [0, 1]; their even
       share of the budget where that is lower.
     coherence: squared length of the mean of a completion's token gradients
@@ -245,7 +245,7 @@ def neyman_completions(
     ValueError: for a value outside these.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
-  if not isinstance(budget, Bounds):
+  if not isinstance(budget, SelfSet):
     check_share("budget", budget)
   check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
   check_finite("coherence", coherence)
@@ -276,7 +276,7 @@ def neyman_completions(
     prompt = jnp.broadcast_to(prompt, size.shape)
     strata = (size, jnp.sign(groups.advantages), prompt)
     told = None
-    if isinstance(budget, Bounds):
+    if isinstance(budget, SelfSet):
       num, told = self_setting.of_completions(
         budget, rng.measured, groups, size
       )

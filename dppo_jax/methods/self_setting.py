@@ -10,53 +10,50 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax.algo import time_law
-from dppo_jax.methods.method import check, check_finite, check_share
+from dppo_jax.methods.method import check_finite, check_share
 from dppo_jax.records import Groups, Measured
 
 NUM_SHARES = 17  # on the grid, evenly in their logarithms
 
+Told = dict[str, Float[Array, ""]]
 
-class Bounds(NamedTuple):
-  """How a share may set itself.
+
+class SelfSet(NamedTuple):
+  """In place of a budget: a share that sets itself.
 
   Attributes:
-    least, most: of the shares, in (0, 1].
+    least: of the shares tried, in (0, 1]; the largest is 1.
     update_cost: seconds of an update on all that is needed over all other
       seconds of a step; 0 takes what the run's clock says.
   """
 
   least: float
-  most: float = 1.0
   update_cost: float = 0.0
 
   def check(self, what: str) -> None:
-    """Refuses bounds between which there is no share.
+    """Refuses what no share can be found by.
 
     Raises:
       ValueError: for the first that is wrong.
     """
     check_share(f"least_{what}", self.least)
-    check_share(f"most_{what}", self.most)
-    is_valid = lambda x: x <= self.most
-    check(f"least_{what}", self.least, is_valid, f"at most {self.most}")
     check_finite("update_cost", self.update_cost)
 
   def counts(self, num: Float[Array, ""]) -> Float[Array, "K"]:
     """Whole numbers of `num` that the shares of the grid keep."""
-    shares = jnp.geomspace(self.least, self.most, NUM_SHARES)
+    shares = jnp.geomspace(self.least, 1.0, NUM_SHARES)
     return jnp.clip(jnp.round(shares * num), 1.0, jnp.maximum(num, 1.0))
 
 
 def of_completions(
-  bounds: Bounds,
+  budget: SelfSet,
   measured: Measured | None,
   groups: Groups,
   size: Float[Array, "Q G"],
-) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
+) -> tuple[Int[Array, ""], Told]:
   """How many of the completions that are needed to train on, and why.
 
-  Minimises `seconds x (1 + added variance x noise share)` over the grid, see
-  `algo.relative_seconds`; an update's seconds go as its micro-batches.
+  An update's seconds go as its micro-batches.
 
   Args:
     size: norm of each one's gradient up to a common factor; 0 where it is not
@@ -66,46 +63,37 @@ def of_completions(
   Raises:
     ValueError: where nothing says what an update costs.
   """
-  size, lengths = size.reshape(-1), groups.lengths.reshape(-1)
+  size = size.reshape(-1)
+  lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
+  lengths = lengths.astype(jnp.float32)
   num_needed = (size > 0).sum(dtype=jnp.float32)
-  counts = bounds.counts(num_needed)
+  counts = budget.counts(num_needed)
   prob = time_law.proportional(size, counts)
   added = time_law.INDEPENDENT * time_law.added_variance(prob, size * size)
-  tokens = prob @ lengths.astype(jnp.float32)
-  needed = jnp.where(size > 0, lengths, 0).sum(dtype=jnp.float32)
-  noise_share = 1.0 if measured is None else measured.noise_share
-  if bounds.update_cost:
+  tokens = (prob * lengths[None]).sum(axis=1)
+  if budget.update_cost:
     other = jnp.float32(1)
-    update = bounds.update_cost * tokens / jnp.maximum(needed, 1.0)
+    update = budget.update_cost * tokens / jnp.maximum(lengths.sum(), 1.0)
   else:
     measured = _require(measured)
     other = measured.other_seconds
     # The last micro-batch is half empty, on average, and costs like the others.
     micros = tokens / jnp.maximum(measured.micro_tokens, 1.0) + 0.5
     update = measured.micro_seconds * jnp.maximum(micros, 1.0)
-  seconds = other + update
-  times = time_law.relative_seconds(seconds, added, noise_share)
-  best = time_law.quickest(times)
-  is_known = seconds[-1] > 0
-  share_of = lambda x, of: x / jnp.where(of > 0, of, 1.0)
-  told = {
-    "shares/completions": share_of(counts[best], num_needed),
-    "shares/completions_variance": added[best],
-    "shares/completions_speedup": jnp.where(
-      is_known, times[-1] / jnp.where(is_known, times[best], 1.0), 1.0
-    ),
-    "shares/update_cost": share_of(update[-1], other),
-  }
-  return counts[best].astype(jnp.int32), told
+  noise_share = 1.0 if measured is None else measured.noise_share
+  number, told = _choose(
+    "completions", counts, num_needed, other + update, added, noise_share
+  )
+  return number, told | {"shares/update_cost": _ratio(update[-1], other)}
 
 
 def of_prompts(
-  bounds: Bounds,
+  budget: SelfSet,
   measured: Measured | None,
   size: Float[Array, "N"],
   moment: Float[Array, "N"],
   tokens: Float[Array, "N"],
-) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
+) -> tuple[Int[Array, ""], Told]:
   """How many of the prompts to roll out, and why.
 
   As if noise were all there is: then a smaller batch by chance never pays, and
@@ -120,27 +108,47 @@ def of_prompts(
   Raises:
     ValueError: where nothing says what a step costs.
   """
-  num = jnp.float32(len(size))
-  counts = bounds.counts(num)
-  prob = time_law.proportional(size, counts)
-  added = time_law.added_variance(prob, moment)
   fixed, per_token = jnp.float32(0), jnp.float32(1)
-  if not bounds.update_cost:
+  if not budget.update_cost:
     measured = _require(measured)
     fixed, per_token = measured.fixed_seconds, measured.token_seconds
-  times = time_law.relative_seconds(
-    fixed + per_token * (prob @ tokens), added, 1.0
-  )
+  num = jnp.float32(len(size))
+  counts = budget.counts(num)
+  prob = time_law.proportional(size, counts)
+  added = time_law.added_variance(prob, moment)
+  seconds = fixed + per_token * (prob * tokens[None]).sum(axis=1)
+  return _choose("prompts", counts, num, seconds, added, 1.0)
+
+
+def _choose(
+  what: str,
+  counts: Float[Array, "K"],
+  num: Float[Array, ""],
+  seconds: Float[Array, "K"],
+  added: Float[Array, "K"],
+  noise_share: Float[Array, ""] | float,
+) -> tuple[Int[Array, ""], Told]:
+  """The count of the grid that is the quickest to the same point, and metrics.
+
+  Args:
+    num: what the counts are counts of; the last keeps all.
+    seconds, added: of a step, and variance added, at each count.
+  """
+  times = time_law.relative_seconds(seconds, added, noise_share)
   best = time_law.quickest(times)
-  is_known = times[-1] > 0
   told = {
-    "shares/prompts": counts[best] / num,
-    "shares/prompts_variance": added[best],
-    "shares/prompts_speedup": jnp.where(
-      is_known, times[-1] / jnp.where(is_known, times[best], 1.0), 1.0
-    ),
+    f"shares/{what}": _ratio(counts[best], num),
+    f"shares/{what}_variance": added[best],
+    # 1 while seconds are unknown, that is all 0.
+    f"shares/{what}_speedup": _ratio(times[-1], times[best], 1.0),
   }
   return counts[best].astype(jnp.int32), told
+
+
+def _ratio(
+  x: Float[Array, ""], y: Float[Array, ""], otherwise: float = 0.0
+) -> Float[Array, ""]:
+  return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), otherwise)
 
 
 def _require(measured: Measured | None) -> Measured:

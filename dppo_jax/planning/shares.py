@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dppo_jax.algo import policy_loss
 from dppo_jax.methods import Method
-from dppo_jax.records import Groups
+from dppo_jax.records import Groups, Measured
 from dppo_jax.rng import Stage, rng_at
 
 _PROMPTS = 256
@@ -37,6 +37,7 @@ def try_out(
   group_size: int,
   zero_variance: float,
   step: int = 0,
+  update_cost: float = 1.0,
 ) -> Shares:
   """The shares that a method keeps of groups of a stated kind.
 
@@ -47,6 +48,8 @@ def try_out(
 
   Args:
     step: of the run, for methods that prune more as it goes on.
+    update_cost: seconds of an update on all that is needed over the others of
+      a step, for methods whose shares set themselves; gradients are all noise.
   """
   root, ids = jax.random.key(0), jnp.arange(_PROMPTS, dtype=jnp.int32)
   key_rate, key_kind, key_reward = jax.random.split(root, 3)
@@ -58,7 +61,14 @@ def try_out(
 
   @jax.jit
   def visit(history, number):
-    at = lambda stage: rng_at(root, step + number, stage)
+    def at(stage, num_needed=1e3):
+      """Where an update on `num_needed` tokens costs what was said."""
+      # In so many micro-batches that it does not matter how full the last is.
+      tokens = num_needed / 1e3
+      numbers = (1.0, update_cost / 1e3, tokens, 1.0, 1.0, 0.0)
+      measured = Measured(*(jnp.float32(x) for x in numbers))
+      return rng_at(root, step + number, stage)._replace(measured=measured)
+
     kept = method.prompts.select(at(Stage.PROMPTS), history, ids)
     key = jax.random.fold_in(key_reward, number)
     correct = jax.random.uniform(key, shape) < rate[:, None]
@@ -69,7 +79,8 @@ def try_out(
     if not objective.beta:
       is_needed &= advantages != 0
     groups = Groups(rewards, advantages, lengths, is_needed=is_needed)
-    chosen = method.completions(at(Stage.COMPLETIONS), groups)
+    num_needed = jnp.maximum(jnp.where(is_needed, lengths, 0).sum(), 1)
+    chosen = method.completions(at(Stage.COMPLETIONS, num_needed), groups)
     is_trained = chosen.keep & is_needed
     told = jnp.where(kept.keep, ids, _PROMPTS)
     history = method.prompts.observe(

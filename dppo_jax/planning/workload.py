@@ -23,6 +23,8 @@ class Assumptions:
     zero_variance: share of prompts that are always right or always wrong.
     prompts_kept, completions_kept: shares rolled out and, of those, trained
       on; below 0 they are tried out on groups that are made up.
+    update_cost: seconds of an update on all completions that are needed over
+      the other seconds of a step, by which shares that set themselves do.
     compute, bandwidth, network: share of the stated figures that is reached.
   """
 
@@ -31,6 +33,7 @@ class Assumptions:
   zero_variance: float = 0.25
   prompts_kept: float = -1.0
   completions_kept: float = -1.0
+  update_cost: float = 1.0
   compute: float = 0.4
   bandwidth: float = 0.6
   network: float = 0.6
@@ -55,7 +58,9 @@ def parse(text: str) -> Assumptions:
       found[name] = float(value)
     except ValueError:
       found[name] = math.nan
-    most = math.inf if name in ("prompt", "completion") else 1.0
+    most = 1.0
+    if name in ("prompt", "completion", "update_cost"):
+      most = math.inf
     least = 0.0 if name == "zero_variance" else 1e-3
     if not least <= found[name] <= most or math.isinf(found[name]):
       raise ValueError(
@@ -106,7 +111,8 @@ def of_step(run: Run, given: Assumptions) -> Work:
   completion = min(given.completion or most / 2, most)
   group_size, num = c.rollout.group_size, c.data.prompts_per_step
   kept = shares.try_out(
-    run.method, run.objective, group_size, given.zero_variance, c.steps // 2
+    *(run.method, run.objective, group_size, given.zero_variance),
+    *(c.steps // 2, given.update_cost),
   )
   if given.prompts_kept >= 0:
     kept = kept._replace(prompts=given.prompts_kept)

@@ -22,6 +22,11 @@ from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 
 Row = dict[str, Any]
+METHODS = {
+  "grpo": methods.grpo(),
+  "dppo": methods.dppo(),
+  "neyman": methods.neyman(0.75, 0.25),  # its shares are not the machine's
+}
 
 
 class Update(NamedTuple):
@@ -169,7 +174,7 @@ def selection(work: works.Work, repeats: int) -> Iterator[Row]:
     works.make_rollout(large),
     works.make_rewards(large),
   )
-  for name in ("grpo", "dppo", "neyman"):
+  for name in METHODS:
     choose = functools.partial(select_batch, work=large, method=name)
     seconds = _timed(choose, arguments, repeats)
     yield _row(f"select, {name}", seconds, float(arguments[1].lengths.sum()), 0)
@@ -263,7 +268,7 @@ def compile_update(work: works.Work, params) -> Update:
 
 def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
   """As in a step; `share` keeps so much of the completions at random."""
-  chosen = methods.METHODS[method]()
+  chosen = METHODS[method]
   if share is not None:
     chosen = chosen._replace(completions=_uniform(share))
   return select.select(

@@ -13,12 +13,10 @@ import phases
 import work as works
 
 from dppo_jax import config as configs
-from dppo_jax import methods, sharding
+from dppo_jax import sharding
 from dppo_jax.planning import architectures, assumed, memory
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
-
-METHODS = ("grpo", "dppo", "neyman")
 
 
 def phase_rows(model: str) -> Iterator[dict[str, Any]]:
@@ -50,7 +48,7 @@ def step_rows(model: str) -> Iterator[dict[str, Any]]:
     works.sampler(work), params, prompts, works.everything(work)
   )
   found = {}
-  for name in METHODS:
+  for name in phases.METHODS:
     kept = _kept(name, work)
     roll = timed(lambda k=kept, p=params: sample(p, prompts, k))
     rollout = sample(params, prompts, kept)
@@ -149,7 +147,7 @@ def _rewards(work: works.Work) -> jax.Array:
 
 def _kept(name: str, work: works.Work) -> Selection:
   """The method's choice of prompts, having seen each of them once."""
-  rule = methods.METHODS[name]().prompts
+  rule = phases.METHODS[name].prompts
   ids = jnp.arange(work.prompts, dtype=jnp.int32)
   rewards = _rewards(work)
   lengths = works.make_rollout(work).lengths

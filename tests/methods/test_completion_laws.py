@@ -6,6 +6,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+from prompts import EVERY, WITHOUT_CLOCK
 import pytest
 
 from dppo_jax import methods
@@ -38,8 +39,8 @@ HONEST = {
 BIASED = {"unweighted": methods.unweighted(_small(0.6))}
 HONEST_METHODS = ("grpo", "dppo", "greso", "neyman")
 BIASED_METHODS = ("cppo", "pods", "d1s", "d2s", "d3s")
-HONEST |= {name: METHODS[name]().completions for name in HONEST_METHODS}
-BIASED |= {name: METHODS[name]().completions for name in BIASED_METHODS}
+HONEST |= {name: EVERY[name].completions for name in HONEST_METHODS}
+BIASED |= {name: EVERY[name].completions for name in BIASED_METHODS}
 # Here the probability is a function of the draw too.
 VARYING = ("unweighted",)
 RULES = HONEST | BIASED
@@ -137,7 +138,7 @@ def test_a_rate_that_leaves_no_chance_is_refused(rate):
 def test_a_step_may_be_a_python_int(name):
   options = inspect.signature(METHODS[name]).parameters
   scheduled = {"total_steps": 10} if "total_steps" in options else {}
-  method = METHODS[name](**scheduled)
+  method = METHODS[name](**scheduled, **WITHOUT_CLOCK.get(name, {}))
   groups = Groups(
     jnp.array(REWARDS),
     advantages.group_normalized(jnp.array(REWARDS)),
@@ -154,7 +155,7 @@ def test_a_step_may_be_a_python_int(name):
 
 
 SPOILED = {
-  **{name: make() for name, make in METHODS.items()},
+  **EVERY,
   "dppo batch": methods.dppo(0.5, 0.9, "batch"),
   "cppo batch": methods.cppo(0.1, "batch"),
   "d1s batch": methods.d1s(0.1, "batch"),

@@ -63,6 +63,7 @@ def _batch(seed=0, segments=SEGMENTS):
     advantages=at_trained(of_segment(advantages)),
     weights=at_trained(of_segment(weights)),
     old_logprobs=at_trained(logprobs),
+    prompts=jnp.zeros(shape, jnp.int32),
   )
   elsewhere = np.where(is_trained, 1e3, np.nan)
   scored = lambda x: jnp.array(
