@@ -125,6 +125,22 @@ def test_two_phases_that_always_go_on_cost_and_add_nothing(load):
   assert bounds.outcome(cells, ones) == pytest.approx((1, 0), abs=1e-9)
 
 
+def test_a_choice_at_the_update_adds_nothing_where_updates_cost_nothing(load):
+  bounds, stopping = load("bounds"), load("stopping")
+  cost, value = np.random.default_rng(4).dirichlet(np.ones(6), 2)
+  cell, free = np.arange(6) // 2, np.zeros(6)
+  add = lambda x: np.bincount(cell, x)
+  known = bounds.gains(bounds.Cells(add(cost), add(value)))
+  found = stopping._chosen_after(
+    cell, cost, free, value, 0.0, np.geomspace(1, 0.01, 400)
+  )
+  assert found["r=inf"] == pytest.approx(known["r=inf"], rel=0.01)
+  # Nor does it where nothing may stop and everything is worth its cost.
+  equal = np.full(6, 1 / 6)
+  found = stopping._chosen_after(cell, free, equal, equal, 0.0, np.ones(1))
+  assert found["r=inf"] == pytest.approx(1)
+
+
 def test_stopping_is_unbiased_with_leave_one_out_baselines(load):
   """All ways in which completions may stop, each with its probability."""
   rules = load("stop_rules")

@@ -47,6 +47,8 @@ def table(batch: str, results: list[dict]) -> str:
   for row in rows:
     if row["group"] != 16 or "shares" in row:
       continue
+    if row["objective"] == MEAN and "stop" not in row["rule"]:
+      continue  # as those of sums; in results.jsonl
     find = lambda *which, row=row: at.get((*key(row), *which), {})
     cells = [row.get(c) for c in COLUMNS]
     cells.append(find(16, "rollout alone").get("r=inf"))
@@ -74,9 +76,13 @@ def _told(x) -> str:
 # Line to objective, rule, kind and knowledge; the best of what fits.
 MEAN = "leave-one-out, mean of tokens"
 SUMMARY = {
-  "smaller groups, by chance": ("grpo", "groups of", "control", ""),
-  "two phases: rule": ("grpo", "two phases", "rule", ""),
-  "two phases: bound": ("grpo", "two phases", "bound", "prompt and pilot"),
+  "smaller groups, grpo": ("grpo", "groups of", "control", ""),
+  "smaller groups, sums of tokens": (LINEAR, "groups of", "control", ""),
+  "smaller groups, means of tokens": (MEAN, "groups of", "control", ""),
+  "two phases, grpo: rule": ("grpo", "two phases", "rule", ""),
+  "two phases, grpo: bound": ("grpo", "two phases", "bound", "prompt and p"),
+  "two phases, sums: rule": (LINEAR, "two phases", "rule", ""),
+  "two phases, sums: bound": (LINEAR, "two phases", "bound", "prompt and p"),
   "stopping, sums of tokens: rule": (LINEAR, STOP, "rule", ""),
   "stopping, sums of tokens: bound": (LINEAR, STOP, "bound", "prompt and l"),
   "stopping, means of tokens: rule": (MEAN, STOP, "rule", ""),
@@ -173,8 +179,9 @@ def _draw(results: list[dict], batches: list[str], path) -> None:
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
   panels[0].set_yticks(-np.arange(len(LINES)), LINES)
-  for colour, marker, label in MARKS.values():
-    panels[0].plot([], [], marker, color=colour, label=label)
+  for kind, (colour, marker, label) in MARKS.items():
+    fill = "none" if kind == "bound" else "full"
+    panels[0].plot([], [], marker, color=colour, label=label, fillstyle=fill)
   figure.supxlabel(
     "times sooner at the same point than groups of 16 "
     "(noise-dominated limit, this task's shares of time; dotted: 1.15)"

@@ -75,6 +75,8 @@ def measure(log: logged.Logged) -> list[dict]:
   # A step that is nothing but rollout: where rules like these gain most.
   alone = log._replace(shares=logged.Shares(1.0, 0.0))
   for row in (r for s in STAGES[:3] for r in s(alone)):
+    if "Neyman" in row["rule"]:
+      continue  # there is no update to choose for
     gain = {"r=inf": row["r=inf"]}
     about = {"group": GROUPS[0], "shares": "rollout alone"}
     rows.append(about | _without_gains(row) | gain)
