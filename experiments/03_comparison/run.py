@@ -33,6 +33,7 @@ VARIANTS = {
   "grpo, all tokens": ("grpo", "--config.objective.train_zero_advantage=True"),
   "grpo": ("grpo",),
   "grpo, half the prompts": ("grpo", "--config.data.prompts_per_step=16"),
+  "grpo, groups of 4": ("grpo", "--config.rollout.group_size=4"),
   "dppo": ("dppo",),
   "pods": ("pods",),
   "neyman": ("neyman",),
@@ -41,6 +42,7 @@ VARIANTS = {
     "--config.method.args.prompt_budget=1.0",
     "--config.method.args.completion_budget=0.125",
   ),
+  "neyman, groups of 4": ("neyman", "--config.rollout.group_size=4"),
   "neyman, 2 mini-batches": ("neyman", "--config.objective.mini_batches=2"),
   "neyman, 4 mini-batches": ("neyman", "--config.objective.mini_batches=4"),
 }
@@ -48,10 +50,12 @@ COLOURS = {
   "grpo, all tokens": "#9aa5b1",
   "grpo": "#343a40",
   "grpo, half the prompts": "#6c757d",
+  "grpo, groups of 4": "#5f9e6e",
   "dppo": "#9e2a2b",
   "pods": "#b56576",
   "neyman": "#012a4a",
   "neyman, an eighth": "#2a6f97",
+  "neyman, groups of 4": "#386641",
   "neyman, 2 mini-batches": "#e07a5f",
   "neyman, 4 mini-batches": "#d98e04",
 }
