@@ -44,7 +44,10 @@ def all_of(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
 
 def _facts(pool: runs.Pool, cell: str, seeds: int) -> dict[str, float]:
   """What the unpruned runs say, on average over seeds and steps."""
-  runs_of = [pool.lines(cell, "grpo", seed) for seed in range(seeds)]
+  every = lambda variant: [
+    lines for seed in range(seeds) if (lines := pool.lines(cell, variant, seed))
+  ]
+  runs_of = every("grpo")
   steps = [
     line for lines in runs_of for line in lines if "step/seconds" in line
   ]
@@ -53,10 +56,7 @@ def _facts(pool: runs.Pool, cell: str, seeds: int) -> dict[str, float]:
   total = lambda name: sum(line[name] for line in timed)
   mean = lambda name, of=steps: sum(line[name] for line in of) / len(of)
   whole = total("step/seconds")
-  twice = [
-    speedup.curve(pool.lines(cell, "grpo, twice the rate", seed))
-    for seed in range(seeds)
-  ]
+  twice = [speedup.curve(lines) for lines in every("grpo, twice the rate")]
   once = [speedup.curve(lines) for lines in runs_of]
   gain = speedup.ratio(
     speedup.mean_curve(once), speedup.mean_curve(twice), axis=0

@@ -16,6 +16,7 @@ COLOURS = {
   "rings, 4": "#61a5c2",
   "arithmetic, 32": "#9e2a2b",
   "arithmetic, 4": "#e09f3e",
+  "arithmetic, 256": "#540b0e",
 }
 ITSELF = "neyman, sets itself"
 
