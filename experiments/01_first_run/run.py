@@ -1,6 +1,6 @@
 """Runs the default task with several methods and seeds, one after the other.
 
-  python experiments/01_first_run/run.py [--seeds=3] [--variants=dppo,grpo]
+  python experiments/01_first_run/run.py [--seeds=3] [--variants=dppo,grpo,neyman]
 
 Seconds are CPU seconds of the steps, on all cores together: other work on the
 machine disturbs them less than those of a clock on the wall. Each run is a
@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 VARIANTS = {
   "dppo": ["--config=configs/arithmetic.py:dppo"],
   "grpo": ["--config=configs/arithmetic.py:grpo"],
+  "neyman": ["--config=configs/arithmetic.py:neyman"],
   "grpo-zeros": [
     "--config=configs/arithmetic.py:grpo",
     "--config.objective.train_zero_advantage=True",
@@ -35,6 +36,7 @@ MARKS = (0.6, 0.7, 0.8)  # accuracies whose first crossing is reported
 COLOURS = {
   "dppo": "#9e2a2b",
   "grpo": "#2a6f97",
+  "neyman": "#012a4a",
   "grpo-zeros": "#9aa5b1",
 }
 
@@ -154,7 +156,7 @@ def table(results: list[dict]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--variants", default="dppo,grpo", help="or grpo-zeros")
+  parser.add_argument("--variants", default="dppo,grpo,neyman", help="or grpo-zeros")
   parser.add_argument("--workdir", default="runs/01_first_run")
   args = parser.parse_args()
   path = HERE / "results.jsonl"
