@@ -11,7 +11,7 @@ from dppo_jax.records import Measured, TrainState
 DECAY = 0.95  # of earlier steps, at each further one
 _NAMES = (
   *("steps", "update", "rollout", "step"),
-  *("micros", "trained", "generated"),
+  *("micros", "rows", "trained", "generated"),
 )
 
 
@@ -31,6 +31,7 @@ def of_step(values: Mapping[str, float]) -> dict[str, float]:
     "rollout": seconds("rollout", "reward"),
     "step": seconds("step"),
     "micros": float(values["update/micro_batches"]),
+    "rows": float(values["pack/rows"]),
     "trained": float(values["tokens/trained"]),
     "generated": float(values["tokens/generated"]),
   }
@@ -39,7 +40,8 @@ def of_step(values: Mapping[str, float]) -> dict[str, float]:
 class Costs:
   """Seconds of the stages against tokens, smoothed over the last steps."""
 
-  def __init__(self):
+  def __init__(self, rows_per_micro: int):
+    self._rows_per_micro = rows_per_micro
     self._sums = dict.fromkeys(_NAMES, 0.0)
 
   def add(self, new: Mapping[str, float]) -> None:
@@ -51,12 +53,10 @@ class Costs:
     """What the next step may know; all seconds are 0 before the first."""
     s = self._sums
     ratio = lambda x, y: x / y if y > 0 else 0.0
-    # The last micro-batch is half empty, on average, and costs like the others.
-    full = max(s["micros"] - s["steps"] / 2, s["steps"] / 2)
     scaled = s["rollout"] + s["update"]
     numbers = (
       ratio(s["update"], s["micros"]),
-      ratio(s["trained"], full),
+      ratio(self._rows_per_micro * s["trained"], s["rows"]),
       ratio(s["step"] - s["update"], s["steps"]),
       ratio(scaled, s["generated"]),
       max(ratio(s["step"] - scaled, s["steps"]), 0.0),

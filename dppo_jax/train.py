@@ -154,7 +154,7 @@ def _train(
   data.draw(run.train_set, run.root_key, 0, num_prompts)
 
   first = int(state.step)
-  costs = Costs()
+  costs = Costs(run.packing.rows_per_micro)
   with (
     metrics.Compilations() as compilations,
     processes.stop_signal() as is_stopping,

@@ -22,13 +22,14 @@ class SelfSet(NamedTuple):
   """In place of a budget: a share that sets itself.
 
   Attributes:
-    least: of the shares tried, in (0, 1]; the largest is 1.
+    least, most: of the shares tried, in (0, 1].
     update_cost: seconds of an update on all that is needed over all other
       seconds of a step; 0 takes what the run's clock says.
   """
 
   least: float
   update_cost: float = 0.0
+  most: float = 1.0
 
   def check(self, what: str) -> None:
     """Refuses what no share can be found by.
@@ -41,7 +42,7 @@ class SelfSet(NamedTuple):
 
   def counts(self, num: Float[Array, ""]) -> Float[Array, "K"]:
     """Whole numbers of `num` that the shares of the grid keep."""
-    shares = jnp.geomspace(self.least, 1.0, NUM_SHARES)
+    shares = jnp.geomspace(self.least, self.most, NUM_SHARES)
     return jnp.clip(jnp.round(shares * num), 1.0, jnp.maximum(num, 1.0))
 
 
@@ -77,12 +78,11 @@ def of_completions(
   else:
     measured = _require(measured)
     other = measured.other_seconds
-    # The last micro-batch is half empty, on average, and costs like the others.
-    micros = tokens / jnp.maximum(measured.micro_tokens, 1.0) + 0.5
-    update = measured.micro_seconds * jnp.maximum(micros, 1.0)
+    micros = tokens / jnp.maximum(measured.micro_tokens, 1.0)
+    update = measured.micro_seconds * jnp.ceil(micros)
   noise_share = 1.0 if measured is None else measured.noise_share
   number, told = _choose(
-    "completions", counts, num_needed, other + update, added, noise_share
+    "completions", counts, num_needed, other + update, added, noise_share, 0.01
   )
   return number, told | {"shares/update_cost": _ratio(update[-1], other)}
 
@@ -97,7 +97,9 @@ def of_prompts(
   """How many of the prompts to roll out, and why.
 
   As if noise were all there is: then a smaller batch by chance never pays, and
-  what does pay is the knowledge of which prompts to leave out.
+  what does pay is the knowledge of which prompts to leave out. That knowledge
+  is a belief, which experiments/09_when_it_pays found too sure of itself: it
+  has to promise a fifth of the time before it is followed.
 
   Args:
     size: probabilities are in proportion to it.
@@ -117,7 +119,7 @@ def of_prompts(
   prob = time_law.proportional(size, counts)
   added = time_law.added_variance(prob, moment)
   seconds = fixed + per_token * (prob * tokens[None]).sum(axis=1)
-  return _choose("prompts", counts, num, seconds, added, 1.0)
+  return _choose("prompts", counts, num, seconds, added, 1.0, 0.2)
 
 
 def _choose(
@@ -127,15 +129,17 @@ def _choose(
   seconds: Float[Array, "K"],
   added: Float[Array, "K"],
   noise_share: Float[Array, ""] | float,
+  margin: float,
 ) -> tuple[Int[Array, ""], Told]:
   """The count of the grid that is the quickest to the same point, and metrics.
 
   Args:
     num: what the counts are counts of; the last keeps all.
     seconds, added: of a step, and variance added, at each count.
+    margin: share of the time that another count than the last must save.
   """
   times = time_law.relative_seconds(seconds, added, noise_share)
-  best = time_law.quickest(times)
+  best = time_law.quickest(times, margin)
   told = {
     f"shares/{what}": _ratio(counts[best], num),
     f"shares/{what}_variance": added[best],

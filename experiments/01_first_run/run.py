@@ -156,7 +156,9 @@ def table(results: list[dict]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--variants", default="dppo,grpo,neyman", help="or grpo-zeros")
+  parser.add_argument(
+    "--variants", default="dppo,grpo,neyman", help="or grpo-zeros"
+  )
   parser.add_argument("--workdir", default="runs/01_first_run")
   args = parser.parse_args()
   path = HERE / "results.jsonl"

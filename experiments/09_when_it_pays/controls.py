@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dppo_jax import methods
 from dppo_jax.algo import time_law
 from dppo_jax.methods import ranking
-from dppo_jax.methods.self_setting import Bounds
+from dppo_jax.methods.self_setting import SelfSet
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
@@ -42,8 +42,8 @@ def baseline() -> methods.Method:
 
 def fixed(share: float = 0.5) -> methods.Method:
   """Neyman's choice of a fixed share."""
-  bounds = Bounds(share, share, update_cost=1.0)
-  rule = methods.neyman_completions(bounds, proxy="residual")
+  budget = SelfSet(least=share, most=share, update_cost=1.0)
+  rule = methods.neyman_completions(budget, proxy="residual")
   return methods.grpo()._replace(completions=rule)
 
 
