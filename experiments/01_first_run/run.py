@@ -1,6 +1,6 @@
 """Runs the default task with several methods and seeds, one after the other.
 
-  python experiments/01_first_run/run.py [--seeds=3] [--variants=dppo,grpo,neyman]
+  python experiments/01_first_run/run.py [--seeds=3] [--variants=dppo,grpo]
 
 Seconds are CPU seconds of the steps, on all cores together: other work on the
 machine disturbs them less than those of a clock on the wall. Each run is a
