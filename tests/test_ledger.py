@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import sys
 import types
 
@@ -98,3 +99,15 @@ def test_at_equal_length_only_noise_and_angle_are_left(load):
   assert told("rollouts") == pytest.approx(0.625)
   # |a - b|^2 of two vectors of the full length is 2 |a|^2 (1 - cos).
   assert told("completions", cosine=0.9) == pytest.approx(3.0)
+
+
+def test_every_rule_of_the_ledger_was_measured_on_both_batches(load):
+  ledger = load("ledger")
+  lines = (FOLDER / "results.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  told = {(r["batch"], r["level"], r["method"]) for r in rows if "method" in r}
+  for rules in ledger.RULES.values():
+    for rule in rules:
+      for batch in ("arithmetic", "rings"):
+        assert (batch, rule.level, rule.method) in told
+  assert (FOLDER / "table.md").read_text() == ledger.pages(rows)

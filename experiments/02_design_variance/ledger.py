@@ -110,7 +110,7 @@ def at_length(rows: list[dict], row: dict, rule: Rule) -> float:
 def seconds(rows: list[dict], batch: str, rule: Rule) -> float | None:
   """Of an update at a quarter of the tokens, as a share of the full one's."""
   names = [f"{rule.level}: {rule.method}"]
-  if rule.level == "prompts":  # whole groups, whichever they are
+  if (rule.level, rule.method) == ("prompts", "uniform"):
     names = ["rollouts: prompts by chance"]
   for row in rows:
     if (row["batch"], row["level"]) == (batch, "seconds"):
