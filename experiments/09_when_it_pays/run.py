@@ -41,15 +41,15 @@ def gather(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
   """Measured speed-ups over the baseline of the same seed, and of the means."""
   found = []
   for cell in cells:
-    base = [pool.lines(cell, "grpo", seed) for seed in range(seeds)]
-    base = [speedup.curve(x) if x else None for x in base]
+    curves = lambda variant: speedup.undisturbed(
+      [pool.lines(cell, variant, seed) for seed in range(seeds)]
+    )
+    base = curves("grpo")
     for stage in ("baseline", "rest", "itself"):
       for variant in runs.variants(cell, stage):
         lines = [pool.lines(cell, variant, seed) for seed in range(seeds)]
         pairs = [
-          (a, speedup.curve(x))
-          for a, x in zip(base, lines, strict=True)
-          if a and x
+          (a, b) for a, b in zip(base, curves(variant), strict=True) if a and b
         ]
         if not pairs:
           continue

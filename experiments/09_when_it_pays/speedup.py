@@ -34,6 +34,20 @@ def curve(lines: Sequence[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   )
 
 
+def undisturbed(runs: Sequence[list[dict] | None]) -> list[tuple | None]:
+  """Curves of one variant's seeds, None for a run that there is not.
+
+  Other work on the machine makes a step take more CPU seconds, never less: all
+  seeds are taken to need as long for a step, on average, as the quickest.
+  """
+  curves = [curve(lines) if lines else None for lines in runs]
+  paces = [c[1][-1] / c[0][-1] for c in curves if c]
+  return [
+    c and (c[0], c[1] * (min(paces) * c[0][-1] / c[1][-1]), c[2])
+    for c in curves
+  ]
+
+
 def crossing(x: np.ndarray, y: np.ndarray, level: float) -> float | None:
   """Where a curve that is made to rise first reaches a level."""
   y = np.maximum.accumulate(y)
