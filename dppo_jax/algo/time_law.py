@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Squared lengths of a batch's completion gradients, summed, over the variance
-# of the whole batch: the rest is what completions of one prompt have in common.
-# Measured: 0.45 and 0.53, experiments/02_design_variance.
-INDEPENDENT = 0.5
+# What a choice of completions adds, over what `added_variance` says: a batch
+# varies twice as much as the sum of its completions, which have much in common
+# within a group, and a systematic draw adds 0.4 to 0.7 of what independent ones
+# would. Measured in experiments/02_design_variance.
+DESIGN_EFFECT = 0.3
 
 
 def relative_seconds(

@@ -13,6 +13,8 @@ from dppo_jax.methods.self_setting import SelfSet
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
+# Of `algo.time_law`, as it was when the predictions were made.
+DESIGN_EFFECT = 0.5
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 
 
@@ -26,7 +28,7 @@ def baseline() -> methods.Method:
     size = jnp.where(groups.lengths.reshape(-1) > 0, size, 0.0)
     counts = jnp.maximum(jnp.round(jnp.array(SHARES) * (size > 0).sum()), 1.0)
     prob = time_law.proportional(size, counts)
-    added = time_law.INDEPENDENT * time_law.added_variance(prob, size * size)
+    added = DESIGN_EFFECT * time_law.added_variance(prob, size * size)
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
     tokens = (prob @ lengths) / jnp.maximum(lengths.sum(), 1)
     told = {"law/needed": (size > 0).sum(dtype=jnp.float32)}

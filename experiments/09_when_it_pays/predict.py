@@ -11,19 +11,17 @@ as the rate to the power `-e`, that makes `a = 1 - e / 2`.
 import math
 
 import controls
-import runs
 import speedup
 import tasks
+import training
 
-from dppo_jax.algo import time_law
 
-
-def all_of(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
+def all_of(pool: training.Pool, cells: list[str], seeds: int) -> list[dict]:
   """Of every variant of every cell, the baseline's facts with them."""
   found = []
   for cell in cells:
     facts = _facts(pool, cell, seeds)
-    for variant in (*runs.SWEEP, *runs.CONTROLS_ONLY):
+    for variant in (*training.SWEEP, *training.CONTROLS_ONLY):
       seconds, added = _variant(facts, variant)
       factor = 1 + added * facts["noise_share"]
       steps = factor ** facts["exponent"]
@@ -42,7 +40,7 @@ def all_of(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
   return found
 
 
-def _facts(pool: runs.Pool, cell: str, seeds: int) -> dict[str, float]:
+def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
   """What the unpruned runs say, on average over seeds and steps."""
   every = lambda variant: [
     lines for seed in range(seeds) if (lines := pool.lines(cell, variant, seed))
@@ -92,7 +90,7 @@ def _variant(facts: dict[str, float], variant: str) -> tuple[float, float]:
     rest = 1 - update - rollout
     return rest + rollout * share + update * trains(share), 1 / share - 1
   if variant.startswith("by chance"):
-    added = time_law.INDEPENDENT * (1 / share - 1)
+    added = controls.DESIGN_EFFECT * (1 / share - 1)
     return 1 - update + update * trains(share), added
   tokens = facts[f"tokens_{share}"]
   return 1 - update + update * trains(tokens), facts[f"variance_{share}"]

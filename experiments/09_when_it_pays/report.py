@@ -7,8 +7,8 @@ import statistics
 
 from matplotlib import figure as figures
 import numpy as np
-import runs
 import tasks
+import training
 
 MARKERS = {"neyman": "o", "by chance": "s", "prompts by chance": "^"}
 COLOURS = {
@@ -151,7 +151,7 @@ def _sweep(results: list[dict]) -> str:
   ]
   of = {(r["cell"], r["variant"]): r for r in results}
   for cell in tasks.CELLS:
-    fixed = [of[cell, x] for x in runs.SWEEP if (cell, x) in of]
+    fixed = [of[cell, x] for x in training.SWEEP if (cell, x) in of]
     if not fixed or (cell, ITSELF) not in of:
       continue
     grpo, itself = of[cell, "grpo"], of[cell, ITSELF]
@@ -238,7 +238,7 @@ def _draw_shares(axis, results: list[dict]) -> None:
     of = {r["variant"]: r for r in results if r["cell"] == cell}
     points = [(1.0, 1.0)] + [
       (float(x.rpartition(" ")[2]), of[x]["faster"])
-      for x in runs.SWEEP
+      for x in training.SWEEP
       if x in of
     ]
     if len(points) < 2:

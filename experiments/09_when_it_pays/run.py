@@ -9,6 +9,7 @@ results.jsonl, table.md and figure.png beside this file.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import platform
@@ -16,14 +17,16 @@ import platform
 import jax
 import predict
 import report
-import runs
 import speedup
 import tasks
+import training
 
 HERE = pathlib.Path(__file__).parent
 
 
-def train(pool: runs.Pool, stage: str, cells: list[str], seeds: int) -> None:
+def train(
+  pool: training.Pool, stage: str, cells: list[str], seeds: int
+) -> None:
   """All runs of a stage, a seed at a time so that drift hits all alike."""
   for task in dict.fromkeys(tasks.CELLS[cell].task for cell in cells):
     pool.warm(task)
@@ -31,26 +34,23 @@ def train(pool: runs.Pool, stage: str, cells: list[str], seeds: int) -> None:
     pool.start(cell, variant, seed)
     for seed in range(seeds)
     for cell in cells
-    for variant in runs.variants(cell, stage)
+    for variant in training.variants(cell, stage)
   ]
   for run in queued:
     run.result()
 
 
-def gather(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
+def gather(pool: training.Pool, cells: list[str], seeds: int) -> list[dict]:
   """Measured speed-ups over the baseline of the same seed, and of the means."""
   found = []
   for cell in cells:
-    curves = lambda variant: speedup.undisturbed(
-      [pool.lines(cell, variant, seed) for seed in range(seeds)]
-    )
-    base = curves("grpo")
+    lines_of = functools.partial(_lines, pool, cell, seeds)
+    base = speedup.undisturbed(lines_of("grpo"))
     for stage in ("baseline", "rest", "itself"):
-      for variant in runs.variants(cell, stage):
-        lines = [pool.lines(cell, variant, seed) for seed in range(seeds)]
-        pairs = [
-          (a, b) for a, b in zip(base, curves(variant), strict=True) if a and b
-        ]
+      for variant in training.variants(cell, stage):
+        lines = lines_of(variant)
+        curves = speedup.undisturbed(lines)
+        pairs = [(a, b) for a, b in zip(base, curves, strict=True) if a and b]
         if not pairs:
           continue
         whole = [speedup.mean_curve(x) for x in zip(*pairs, strict=True)]
@@ -72,6 +72,11 @@ def gather(pool: runs.Pool, cells: list[str], seeds: int) -> list[dict]:
   return found
 
 
+def _lines(pool: training.Pool, cell: str, seeds: int, variant: str) -> list:
+  """Of every seed; None where it was not run."""
+  return [pool.lines(cell, variant, seed) for seed in range(seeds)]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--root", default="runs/09_when_it_pays")
@@ -80,7 +85,7 @@ def main() -> None:
   parser.add_argument("--cells", default=";".join(tasks.CELLS))
   parser.add_argument("--stages", default="baseline,predict,rest,itself,report")
   args = parser.parse_args()
-  pool = runs.Pool(
+  pool = training.Pool(
     pathlib.Path(args.root).absolute(), map(int, args.cores.split(","))
   )
   cells = args.cells.split(";")
