@@ -359,7 +359,13 @@ def _note(values: dict[str, float]) -> Iterator[str]:
   """What matters most of a step, in a few words each."""
   trained = values["completions/trained"] / max(values["completions/drawn"], 1)
   yield f"sampled accuracy {values['reward/accuracy']:.2f}"
-  yield f"trained {trained:.0%}"
+  if "shares/completions" in values:  # which set itself
+    yield (
+      f"trains {values['shares/completions']:.0%} of what is needed, predicted "
+      f"{values['shares/completions_speedup']:.1f} times as fast"
+    )
+  else:
+    yield f"trained {trained:.0%}"
   yield f"{values['step/seconds']:.2f} s/step"
   if values["update/skipped"]:
     yield f"{values['update/skipped']:.0f} updates skipped"

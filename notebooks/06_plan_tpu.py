@@ -164,6 +164,9 @@ chip = hardware.CHIPS["v5e"]
 for method in ("grpo", "dppo", "neyman"):
   here = copy.deepcopy(c)
   config.use_method(here, method)
+  if method == "neyman":  # its shares would set themselves
+    budgets = {"prompt_budget": 0.75, "completion_budget": 0.25}
+    here.method.args |= budgets
   run = assumed.assumed_run(here, mesh, "tpu")
   work = workload.of_step(run, given)
   phases = seconds.phases(run, work, chip, given)

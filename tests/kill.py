@@ -67,6 +67,7 @@ def make_config(num_devices: int = 1) -> config.Config:
   """A model of a few thousand weights, rewarded for being brief."""
   c = config.Config()
   config.use_method(c, "neyman")  # which remembers prompts
+  c.method.args["update_cost"] = 0.5  # a clock is never the same
   settings = {
     "steps": STEPS,
     "model.layers": 1,
@@ -83,6 +84,7 @@ def make_config(num_devices: int = 1) -> config.Config:
     "pack.row_length": 24,
     "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,
+    "objective.noise_every": 2,
     "reward.overlong_tokens": 8,
     "checkpoint.every": 2,
     "mesh.data": num_devices,

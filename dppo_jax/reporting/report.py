@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import statistics
 
 from dppo_jax.reporting import (
   dashboard,
@@ -137,8 +138,36 @@ def _pruning(run: runs.Run) -> str:
       "slots x decode steps",
     ),
     ("packed positions in use", mean("pack/fill"), "rows x row length"),
+    *_self_set(run.steps, "prompts", "prompts drawn"),
+    *_self_set(run.steps, "completions", "completions with an advantage"),
   ]
+  noise = [x for x in run.steps if "noise/scale" in x]
+  if noise:
+    rows.append(
+      (
+        "gradient noise, at last",
+        f"{noise[-1]['noise/share']:.1%}",
+        "the gradient's squared length: a noise scale of "
+        f"{noise[-1]['noise/scale']:.3g} prompts",
+      )
+    )
   return tables.markdown(("", "share", "of"), rows)
+
+
+def _self_set(steps: list[dict], what: str, of: str) -> list[tuple]:
+  """What a share set itself to, if it did: a row or none."""
+  found = sorted(x[f"shares/{what}"] for x in steps if f"shares/{what}" in x)
+  if not found:
+    return []
+  gains = [x.get(f"shares/{what}_speedup", 1.0) for x in steps]
+  return [
+    (
+      f"share of {what} that set itself, median",
+      f"{statistics.median(found):.1%}",
+      f"{of}; from {found[0]:.1%} to {found[-1]:.1%}, predicted "
+      f"{statistics.median(gains):.2f} times as fast as all of them",
+    )
+  ]
 
 
 def _faults(run: runs.Run) -> str:

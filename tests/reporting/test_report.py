@@ -80,6 +80,19 @@ def test_a_report_says_what_was_pruned(tmp_path):
   assert "| held-out accuracy | 0.000 ± 0.020 → 0.500 ± 0.020 |" in page
 
 
+def test_a_report_says_what_shares_set_themselves_to(tmp_path):
+  lines = _lines(3)
+  steps = [x for x in lines if "step/seconds" in x]
+  for line, share in zip(steps, (1.0, 0.2, 0.5), strict=False):
+    line |= {"shares/completions": share, "shares/completions_speedup": 1.5}
+  steps[-1] |= {"noise/share": 0.75, "noise/scale": 96.0}
+  page = report.write(_workdir(tmp_path, lines)).read_text()
+  assert "| share of completions that set itself, median | 50.0% |" in page
+  assert "from 20.0% to 100.0%, predicted 1.50 times as fast" in page
+  assert "| 75.0% | the gradient's squared length" in page
+  assert "a noise scale of 96 prompts" in page and "of prompts that" not in page
+
+
 def test_every_evaluation_set_has_its_accuracy(tmp_path):
   lines = [{"step": 0, "eval/accuracy": 0.1, "eval/aime/accuracy": 0.3}]
   page = report.write(_workdir(tmp_path, lines)).read_text()

@@ -1,0 +1,106 @@
+"""When pruning pays: probabilities, variance added and the share that is best.
+
+The draws' own design, `designs.water_filling`, is what is foretold here.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dppo_jax.algo import designs, time_law
+
+NUM = 12
+SIZES = st.lists(
+  st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-3, 1e3)),
+  min_size=NUM,
+  max_size=NUM,
+)
+_filled = jax.jit(jax.vmap(designs.water_filling, (None, 0)))
+_proportional = jax.jit(time_law.proportional)
+_added = jax.jit(time_law.added_variance)
+
+
+@given(SIZES)
+def test_probabilities_are_those_that_a_draw_will_have(size):
+  """Ties, zeros and budgets above what there is among them."""
+  size = jnp.array(size, jnp.float32)
+  budgets = np.arange(1, NUM + 2, dtype=np.int32)
+  want = _filled(size, budgets)
+  got = _proportional(size, jnp.array(budgets, jnp.float32))
+  # The grid has no probability between 0 and its least.
+  np.testing.assert_allclose(got, want, atol=NUM / designs.GRID)
+  some = np.minimum(budgets, int((size > 0).sum()))
+  np.testing.assert_allclose(got.sum(axis=1), some, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_the_variance_added_is_that_of_independent_draws(num):
+  """By enumeration of who is kept, in shares of the sum of squares."""
+  size = jnp.array([3.0, 2.0, 1.0, 1.0])
+  prob = time_law.proportional(size, jnp.array([float(num)]))
+  terms = np.array([3.0, -2.0, 1.0, 1.0])  # in lengths as in sizes
+  keeps = np.array(list(np.ndindex(2, 2, 2, 2)))
+  p = np.asarray(prob[0], np.float64)
+  chance = np.where(keeps, p, 1 - p).prod(axis=1)
+  total = (keeps * terms / p).sum(axis=1)
+  assert chance @ total == pytest.approx(terms.sum(), rel=1e-6)
+  variance = chance @ (total - terms.sum()) ** 2
+  got = time_law.added_variance(prob, size * size)[0]
+  np.testing.assert_allclose(got, variance / (terms**2).sum(), rtol=1e-5)
+
+
+def test_the_variance_added_in_closed_form():
+  """Of alike terms 1 / share - 1; infinite where a term has no chance."""
+  alike = jnp.ones(8)
+  budgets = jnp.array([1.0, 2.0, 4.0, 8.0])
+  added = _added(_proportional(alike, budgets), alike)
+  np.testing.assert_allclose(added, [7.0, 3.0, 1.0, 0.0], atol=1e-5)
+  prob = jnp.array([[1.0, 0.0], [1.0, 0.5], [0.0, 1.0]])
+  squares = jnp.array([1.0, 1.0])
+  np.testing.assert_allclose(_added(prob, squares), [np.inf, 0.5, np.inf])
+  assert _added(prob, jnp.array([1.0, 0.0]))[0] == 0  # nothing is lost
+  assert (_added(prob, jnp.zeros(2)) == 0).all()
+
+
+@given(SIZES, st.floats(0.0, 1.0))
+def test_proportional_probabilities_add_the_least(size, mix):
+  """Others of the same sum, mixed with the even ones, add no less."""
+  size = jnp.array(size, jnp.float32)
+  is_some = (size > 0).astype(jnp.float32)
+  budget = jnp.minimum(jnp.float32(3), is_some.sum())
+  prob = _proportional(size, budget[None])
+  even = (is_some * budget / jnp.maximum(is_some.sum(), 1.0))[None]
+  other = mix * even + (1 - mix) * prob
+  squares = size * size
+  assert _added(prob, squares)[0] <= _added(other, squares)[0] * 1.0001 + 1e-4
+
+
+@pytest.mark.parametrize(
+  ("times", "best"),
+  [
+    ([0.5, 0.7, 1.0], 0),
+    ([0.9, 0.7, 1.0], 1),
+    ([0.995, 0.992, 1.0], 2),  # by less than the margin
+    ([0.5, 0.7, 0.4], 2),
+    ([np.inf, np.nan, 1.0], 2),
+    ([np.nan, np.nan, np.nan], 2),
+    ([np.nan, 0.5, 1.0], 1),
+    ([0.0, 0.0, 0.0], 2),  # nothing is known
+  ],
+)
+def test_all_is_kept_unless_something_gains_by_the_margin(times, best):
+  assert time_law.quickest(jnp.array(times)) == best
+
+
+def test_what_noise_costs():
+  """Noise alone counts the variance in full; without any it costs nothing."""
+  seconds, added = jnp.array([0.5]), jnp.array([0.6])
+  relative = lambda share, power=1.0: float(
+    time_law.relative_seconds(seconds, added, share, power)[0]
+  )
+  assert relative(0.0) == 0.5 and relative(1.0) == pytest.approx(0.8)
+  assert relative(0.5) == pytest.approx(0.65)
+  assert relative(1.0, 0.5) == pytest.approx(0.5 * 1.6**0.5)
