@@ -80,7 +80,8 @@ def of_completions(
     other = measured.other_seconds
     micros = tokens / jnp.maximum(measured.micro_tokens, 1.0)
     # Whole ones, of a number that is known within a fifth.
-    micros = jnp.ceil(micros[:, None] * jnp.linspace(0.8, 1.2, 5)).mean(axis=1)
+    about = jnp.linspace(0.8, 1.2, 5)
+    micros = jnp.ceil(micros[:, None] * about[None]).mean(axis=1)
     update = measured.micro_seconds * micros
   noise_share = 1.0 if measured is None else measured.noise_share
   number, told = _choose(
