@@ -60,7 +60,8 @@ def _config(mesh, method, **overrides):
   c = commands.config(f"arithmetic:{method}", **tiny | overrides)
   c.objective.args["beta"] = 0.1
   if c.method.name == "neyman":
-    c.method.args["token_budget"] = 0.5
+    budgets = {"prompt_budget": 0.75, "completion_budget": 0.25}
+    c.method.args |= budgets | {"token_budget": 0.5}
     c.objective.inner_updates = 2
   if c.method.name in ("neyman", "greso"):
     c.objective.mini_batches = 2
