@@ -17,12 +17,16 @@ import small
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.learner import select, update
-from dppo_jax.records import Selection, TokenStats
+from dppo_jax.records import Measured, Selection, TokenStats
 from dppo_jax.rng import Stage, rng_at
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)
+# A dear update, and seconds that go as the tokens that are generated.
+MEASURED = Measured(*map(jnp.float32, (0.4, 2.0, 1.0, 1.0, 1.0, 0.0)))
+RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)._replace(
+  measured=MEASURED
+)
 SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
 IDS = jnp.arange(3, dtype=jnp.int32)
 
@@ -45,6 +49,8 @@ WEIGHTED = {
   "greso": methods.greso(0.5, is_weighted=True, dynamic_sampling="none"),
   "neyman": methods.neyman(0.67, 0.6),
   "neyman, length": methods.neyman(0.67, 0.6, proxy="length"),
+  "neyman, own shares": methods.neyman(prior=0.02, update_cost=9.0),
+  "neyman, by the clock": methods.neyman(prior=0.02),
   "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
 }
 

@@ -150,6 +150,19 @@ def test_an_update_measures_now_and_then_and_is_otherwise_as_without():
     np.testing.assert_allclose(state.noise.noise, total - signal, rtol=1e-4)
 
 
+def test_of_mini_batches_the_first_is_measured():
+  """That of every other prompt, at the parameters that sampled."""
+  state, _ = _update(1, 2)(0)
+  alone = _alone("some, weighted")[::2]
+  signs = np.asarray(noise.signs(jnp.int32(0), NUM))[::2]
+  total = (alone.sum(axis=0) ** 2).sum()
+  signed = ((signs[:, None] * alone).sum(axis=0) ** 2).sum()
+  got = state.noise.signal + state.noise.noise
+  np.testing.assert_allclose(got, total, rtol=1e-3)
+  signal = (total - signed) / (1 - 1 / 2)
+  np.testing.assert_allclose(state.noise.signal, signal, rtol=1e-3, atol=1e-6)
+
+
 def test_measurements_are_smoothed_and_what_is_not_finite_is_left_out():
   one = noise.measured(noise.init(), jnp.float32(3), jnp.float32(2), 2)
   assert (one.signal, one.noise) == (2, 1)
