@@ -18,6 +18,7 @@ COLOURS = {
   "arithmetic, 4": "#e09f3e",
   "arithmetic, 256": "#540b0e",
 }
+PARTS = {"0.5": "½", "0.25": "¼", "0.125": "⅛", "0.0625": "1/16"}
 ITSELF = "neyman, sets itself"
 
 
@@ -203,7 +204,7 @@ def _draw_law(axis, pairs: list[tuple]) -> None:
       label=label,
     )
     axis.annotate(
-      f"{f['variant'].rpartition(' ')[2].removeprefix('0')}",
+      PARTS[f["variant"].rpartition(" ")[2]],
       (f["faster"], r["faster"]),
       textcoords="offset points",
       xytext=(5, 3),
@@ -220,7 +221,7 @@ def _draw_law(axis, pairs: list[tuple]) -> None:
     ylabel="measured",
     xscale="log",
     yscale="log",
-    title="The law: number beside a mark is the share kept",
+    title="The law: a number beside a mark is the share that was kept",
   )
   ticks = [x for x in (0.5, 0.7, 1, 1.4, 2, 2.8, 4) if ends[0] < x < ends[1]]
   for which in (axis.xaxis, axis.yaxis):
