@@ -221,7 +221,7 @@ def pack(
     prompts.lengths, rollout.lengths, spec.share_prefix
   )
   max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  # Each mini-batch has room for its sequences, whatever their lengths.
+  # Each mini-batch has rows enough for its sequences, however long.
   size = spec.num_rows(rollout.lengths.size // mini_batches, max_length)
   plan, num_micro = _plan(counts, spec, size, mini_batches)
   batch = dealing.fill(

@@ -7,6 +7,7 @@ another, and each is a step of its own.
 """
 
 from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -317,12 +318,14 @@ def update(
     state, seen, _ = carry
     part = i % num_parts
     first = jnp.where(part > 0, ends[part - 1], 0)
-    arguments = (batch, ends[part], state.params, reference, config, first)
+    sum_up = functools.partial(
+      sum_gradients, batch, ends[part], state.params, reference, config, first
+    )
     if config.noise_every:
       is_due = (i == 0) & (state.step % config.noise_every == 0)
-      sums, state = _sums_and_noise(arguments, state, is_due)
+      sums, state = _sums_and_noise(sum_up, zeros, state, config, is_due)
     else:
-      sums = sum_gradients(*arguments)
+      sums = sum_up()
     state, metrics = apply_gradient(
       state, sums, denominator / num_parts, optimizer
     )
@@ -348,25 +351,30 @@ def update(
 
 
 def _sums_and_noise(
-  arguments: tuple, state: TrainState, is_due: Bool[Array, ""]
+  sum_up: Callable[..., GradSums],
+  zeros: GradSums,
+  state: TrainState,
+  config: UpdateConfig,
+  is_due: Bool[Array, ""],
 ) -> tuple[GradSums, TrainState]:
-  """`sum_gradients`, and the state with the noise measured where that is due.
+  """What `sum_up` sums, and the state with the noise measured where it is due.
 
   One compiled loop serves both passes, of which the first has signs.
+
+  Args:
+    sum_up: `sum_gradients` of all but the change.
+    zeros: what the sums look like.
   """
-  config = arguments[4]
   signs = noise.signs(state.step, config.num_prompts)
   num_passes = 1 + is_due.astype(jnp.int32)
 
   def one_pass(i, carry):
     is_signed = i < num_passes - 1
     here = jnp.where(is_signed, signs, 1.0)
-    sums = sum_gradients(*arguments, lambda rows: noise.signed(rows, here))
+    sums = sum_up(change=lambda rows: noise.signed(rows, here))
     squared = optax.tree.norm(sums.grad, squared=True)
     return sums, jnp.where(is_signed, squared, carry[1]), squared
 
-  replays = arguments[0].experts is not None
-  zeros = zero_sums(state.params, config.model, replays)
   nothing = jnp.float32(0)
   sums, signed, total = jax.lax.fori_loop(
     0, num_passes, one_pass, (zeros, nothing, nothing)

@@ -83,8 +83,8 @@ def amount(x: float, place: int | None = None) -> str:
 
 def shares(axis: mpl_axes.Axes, least: float = 0.0, most: float = 1.0) -> None:
   """Percent along y, with a little space for markers at the ends."""
-  room = 0.03 * (most - least)
-  axis.set_ylim(least - room, most + room)
+  margin = 0.03 * (most - least)
+  axis.set_ylim(least - margin, most + margin)
   axis.yaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))
 
 

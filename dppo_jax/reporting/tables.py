@@ -17,8 +17,8 @@ def aligned(head: Sequence[str], rows: Rows, width: int = 80) -> str:
   """Columns beside each other; the first is cut where lines would be wider."""
   columns = list(zip(head, *rows, strict=True))
   widths = [max(map(len, column)) for column in columns]
-  room = width - sum(widths[1:]) - 2 * len(widths[1:])
-  widths[0] = max(min(widths[0], room), 4)
+  left = width - sum(widths[1:]) - 2 * len(widths[1:])
+  widths[0] = max(min(widths[0], left), 4)
   lines = []
   for first, *rest in (head, *rows):
     cells = [short(first, widths[0]).ljust(widths[0])]
