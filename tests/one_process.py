@@ -5,6 +5,7 @@ With EXPERTS in the environment the model made on the spot has experts.
 
 import dataclasses
 import os
+import sys
 
 import jax
 from jax._src import cache_key
@@ -22,7 +23,20 @@ def with_experts(describe_model):
   )
 
 
+def mute_transport() -> None:
+  """Leaves the output to what Python prints.
+
+  Gloo writes how many peers it found to the process's standard output, in
+  pieces that those of another thread may part.
+  """
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 1)
+  os.close(nowhere)
+
+
 if __name__ == "__main__":
+  mute_transport()
   # On a CPU the key of a compiled program says which devices are this
   # process's: what the first one keeps would serve it alone. Without that it
   # serves all, and what the first one compiles it hands to the others.
