@@ -8,6 +8,9 @@ from jaxtyping import Array, Float, Int
 # within a group, and a systematic draw adds 0.4 to 0.7 of what independent ones
 # would. Measured in experiments/02_design_variance.
 DESIGN_EFFECT = 0.3
+# Share of the least time that may be spent on keeping more. Times are flat
+# about their least, where a few percent more halve the variance added.
+SLACK = 0.03
 
 
 def relative_seconds(
@@ -82,13 +85,15 @@ def added_variance(
   return jnp.where(is_lost.any(axis=1), jnp.inf, share)
 
 
-def quickest(times: Float[Array, "K"], margin: float = 0.01) -> Int[Array, ""]:
-  """The index of the least time; the last, unless another is less by `margin`.
+def quickest(times: Float[Array, "K"], promise: float = 0.0) -> Int[Array, ""]:
+  """The last index whose time is the least, or up to a `SLACK` more.
 
   Args:
-    times: the last is that of the whole.
-    margin: share of the whole's time that must be gained.
+    times: in rising order of what is kept; the last is that of the whole.
+    promise: share of the whole's time by which the least must be below it for
+      less than the whole.
   """
   times = jnp.where(jnp.isfinite(times), times, jnp.inf)
-  best = jnp.argmin(times)
-  return jnp.where(times[best] < (1 - margin) * times[-1], best, len(times) - 1)
+  least, last = times.min(), len(times) - 1
+  last_near = last - jnp.argmax(times[::-1] <= (1 + SLACK) * least)
+  return jnp.where(least > (1 - promise) * times[-1], last, last_near)

@@ -85,7 +85,7 @@ def of_completions(
     update = measured.micro_seconds * micros
   noise_share = 1.0 if measured is None else measured.noise_share
   number, told = _choose(
-    "completions", counts, num_needed, other + update, added, noise_share, 0.01
+    "completions", counts, num_needed, other + update, added, noise_share
   )
   return number, told | {"shares/update_cost": _ratio(update[-1], other)}
 
@@ -122,7 +122,7 @@ def of_prompts(
   prob = time_law.proportional(size, counts)
   added = time_law.added_variance(prob, moment)
   seconds = fixed + per_token * (prob * tokens[None]).sum(axis=1)
-  return _choose("prompts", counts, num, seconds, added, 1.0, 0.2)
+  return _choose("prompts", counts, num, seconds, added, 1.0, promise=0.2)
 
 
 def _choose(
@@ -132,17 +132,19 @@ def _choose(
   seconds: Float[Array, "K"],
   added: Float[Array, "K"],
   noise_share: Float[Array, ""] | float,
-  margin: float,
+  promise: float = 0.0,
 ) -> tuple[Int[Array, ""], Told]:
-  """The count of the grid that is the quickest to the same point, and metrics.
+  """The count of the grid that gets to a point soonest, or hardly later.
 
   Args:
     num: what the counts are counts of; the last keeps all.
     seconds, added: of a step, and variance added, at each count.
-    margin: share of the time that another count than the last must save.
+    promise: share of the time that less than everything must save.
+  Returns:
+    The largest such count, and metrics.
   """
   times = time_law.relative_seconds(seconds, added, noise_share)
-  best = time_law.quickest(times, margin)
+  best = time_law.quickest(times, promise)
   told = {
     f"shares/{what}": _ratio(counts[best], num),
     f"shares/{what}_variance": added[best],

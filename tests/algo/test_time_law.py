@@ -83,7 +83,9 @@ def test_proportional_probabilities_add_the_least(size, mix):
   [
     ([0.5, 0.7, 1.0], 0),
     ([0.9, 0.7, 1.0], 1),
-    ([0.995, 0.992, 1.0], 2),  # by less than the margin
+    ([0.5, 0.51, 1.0], 1),  # hardly slower, and adds less noise
+    ([0.51, 0.5, 1.0], 1),
+    ([0.98, 0.99, 1.0], 2),
     ([0.5, 0.7, 0.4], 2),
     ([np.inf, np.nan, 1.0], 2),
     ([np.nan, np.nan, np.nan], 2),
@@ -91,8 +93,15 @@ def test_proportional_probabilities_add_the_least(size, mix):
     ([0.0, 0.0, 0.0], 2),  # nothing is known
   ],
 )
-def test_all_is_kept_unless_something_gains_by_the_margin(times, best):
+def test_the_most_is_kept_that_is_about_as_quick(times, best):
   assert time_law.quickest(jnp.array(times)) == best
+
+
+def test_less_than_all_has_to_keep_its_promise():
+  times = jnp.array([0.85, 0.84, 1.0])
+  assert time_law.quickest(times, promise=0.15) == 1
+  assert time_law.quickest(times, promise=0.2) == 2
+  assert time_law.quickest(jnp.zeros(3), promise=0.2) == 2
 
 
 def test_what_noise_costs():

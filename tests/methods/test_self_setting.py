@@ -72,7 +72,7 @@ def test_less_is_trained_the_dearer_the_update():
 def test_more_is_trained_the_noisier_the_gradient():
   shares = [_at_cost(1.0, x)["completions"] for x in (0.0, 0.1, 0.4, 1.0)]
   assert shares == sorted(shares) and shares[-1] > 2 * shares[0]
-  assert shares[0] == pytest.approx(0.03, abs=0.01)  # the least
+  assert shares[0] == pytest.approx(0.05, abs=0.01)  # near the least
 
 
 def test_an_update_that_costs_nothing_is_not_pruned():
