@@ -73,8 +73,9 @@ def _launcher() -> types.ModuleType:
 class _Folder:
   """A run, the reward function that it calls, and all that this has seen."""
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, method: str = "dppo"):
     self.path, self.workdir = path, path / "run"
+    self._method = method
     (path / "reward.py").write_text(REWARD)
 
   def _flags(self, steps: int, data: int, model: int) -> list[str]:
@@ -85,7 +86,7 @@ class _Folder:
       "mesh.model": model,
     }
     return [
-      f"--config={commands.ROOT}/configs/arithmetic.py:dppo",
+      f"--config={commands.ROOT}/configs/arithmetic.py:{self._method}",
       *(f"--config.{name}={value}" for name, value in options.items()),
     ]
 
@@ -215,13 +216,22 @@ def test_the_same_command_goes_on_and_only_the_first_process_speaks(dense):
 def test_experts_on_two_devices_of_each_of_two_processes(
   tmp_path_factory, monkeypatch
 ):
-  """Each process holds half of the prompts; both its devices hold them."""
+  """Each process holds half of the prompts; both its devices hold them.
+
+  What the share of completions sets itself to goes by the first one's clock.
+  """
   describe = one_process.with_experts(setup_run.describe_model)
   monkeypatch.setattr(setup_run, "describe_model", describe)
-  alone = _Folder(tmp_path_factory.mktemp("experts_alone"))
+  monkeypatch.setattr(train, "of_step", one_process.costs_by_own_clock)
+  alone = _Folder(tmp_path_factory.mktemp("experts_alone"), "neyman")
   alone.alone(steps=2)
-  shared = _Folder(tmp_path_factory.mktemp("experts_shared"))
+  shared = _Folder(tmp_path_factory.mktemp("experts_shared"), "neyman")
   codes, _ = shared.together(steps=2, data=2, model=2, EXPERTS="1")
   assert codes == [0, 0]
   assert shared.seen() == alone.seen()
+  one, other = (
+    [x["shares/completions"] for x in y.lines("metrics")[-2:]]
+    for y in (alone, shared)
+  )
+  assert one == other and one[1] < 0.9
   _assert_same_weights(alone, shared, step=2)

@@ -87,7 +87,8 @@ def neyman(
       of the prompts, and of the completions that are needed.
     update_cost: seconds of an update on all that is needed over the other
       seconds of a step, by which shares set themselves. 0 takes this run's
-      clock, and then no two runs are the same to the bit.
+      clock, and 1 until that has told; then no two runs are the same to the
+      bit.
   Raises:
     ValueError: for a value outside these.
   Source: ours, after Neyman 1934 and Deville and Tille 1998; for the shares

@@ -72,17 +72,20 @@ def of_completions(
   prob = time_law.proportional(size, counts)
   added = time_law.DESIGN_EFFECT * time_law.added_variance(prob, size * size)
   tokens = (prob * lengths[None]).sum(axis=1)
+  other = jnp.float32(1)
+  update = tokens / jnp.maximum(lengths.sum(), 1.0)
   if budget.update_cost:
-    other = jnp.float32(1)
-    update = budget.update_cost * tokens / jnp.maximum(lengths.sum(), 1.0)
+    update = budget.update_cost * update
   else:
     measured = _require(measured)
-    other = measured.other_seconds
     micros = tokens / jnp.maximum(measured.micro_tokens, 1.0)
     # Whole ones, of a number that is known within a fifth.
     about = jnp.linspace(0.8, 1.2, 5)
     micros = jnp.ceil(micros[:, None] * about[None]).mean(axis=1)
-    update = measured.micro_seconds * micros
+    # Until the clock has told, an update is taken to cost as much as the rest.
+    is_told = measured.other_seconds > 0
+    other = jnp.where(is_told, measured.other_seconds, other)
+    update = jnp.where(is_told, measured.micro_seconds * micros, update)
   noise_share = 1.0 if measured is None else measured.noise_share
   number, told = _choose(
     "completions", counts, num_needed, other + update, added, noise_share

@@ -79,8 +79,12 @@ def test_an_update_that_costs_nothing_is_not_pruned():
   told = _at_cost(1e-6)
   assert told["completions"] == told["completions_speedup"] == 1
   assert told["completions_variance"] == 0
-  # Nor is one whose cost is not known yet.
-  assert _told(_measured(micro=0.0, other=0.0))["completions"] == 1
+
+
+def test_what_is_not_known_yet_costs_as_much_as_all_else():
+  told = _told(_measured(micro=0.0, tokens=0.0, other=0.0))
+  assert told == pytest.approx(_told(update_cost=1.0))
+  assert 0.2 < told["completions"] < 0.8
 
 
 def test_a_cost_that_is_given_counts_and_not_the_clock():
