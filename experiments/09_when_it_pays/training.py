@@ -46,7 +46,7 @@ def variants(cell: str, stage: str) -> dict[str, tuple[str, ...]]:
   """Those of a cell that belong to a stage."""
   is_law = cell in tasks.LAW
   found = {
-    "baseline": BASELINE if is_law else {"grpo": BASELINE["grpo"]},
+    "baseline": BASELINE,
     "rest": SWEEP | (CONTROLS_ONLY | OTHERS if is_law else {}),
     "itself": ITSELF,
   }

@@ -102,8 +102,10 @@ def test_a_cost_that_is_given_counts_and_not_the_clock():
 
 def test_a_micro_batch_is_the_least_that_an_update_takes():
   """There is nothing to gain below one."""
-  one = _told(_measured(noise=0.0, micro=9.0, tokens=1e6))
+  one = _told(_measured(noise=0.0, micro=9.0, tokens=2.0 * _TOKENS, other=0.1))
   assert one["completions"] == 1
+  two = _told(_measured(noise=0.0, micro=9.0, tokens=_TOKENS / 2, other=0.1))
+  assert two["completions"] < 0.5
 
 
 def test_no_share_falls_below_the_least():
@@ -145,6 +147,10 @@ def test_prompts_that_are_known_to_teach_nothing_are_left_out():
   number, told = _of_prompts(size)
   assert number < 8
   assert told["shares/prompts_speedup"] > 1.5
+  # A gain of less than a fifth is not believed, unless they are long.
+  few = np.r_[np.full(2, 0.02), np.ones(14)]
+  assert _of_prompts(few)[0] == 16
+  assert _of_prompts(few, tokens=np.r_[np.full(2, 40.0), np.ones(14)])[0] < 16
   # Where a step takes as long without them, they are not.
   fixed = _of_prompts(size, measured=_measured(token=1e-3, fixed=10.0))
   assert fixed[0] == 16
