@@ -12,24 +12,42 @@ from typing import Any, NamedTuple, TextIO
 import jax
 import numpy as np
 
+from dppo_jax import config as configs
 from dppo_jax import (
-  checkpoint,
-  compiled,
-  compiler,
   data,
-  processes,
-  resume,
   rewards,
   shapes,
   sharding,
 )
-from dppo_jax import config as configs
-from dppo_jax.evaluation import page, scores, votes
-from dppo_jax.evaluation import sets as eval_sets
+from dppo_jax.config.options import flatten
+from dppo_jax.eval import (
+  page,
+  scores,
+  votes,
+)
+from dppo_jax.eval import sets as eval_sets
+from dppo_jax.metrics import (
+  logs,
+  progress,
+)
 from dppo_jax.models import transformer
-from dppo_jax.options import flatten
-from dppo_jax.reporting import logs, progress
-from dppo_jax.setup_run import Run, setup_run
+from dppo_jax.run import (
+  checkpoint,
+  distributed,
+)
+from dppo_jax.run import (
+  workdir as resume,
+)
+from dppo_jax.run.setup import (
+  Run,
+  setup_run,
+)
+from dppo_jax.step import (
+  compiler,
+)
+from dppo_jax.step import (
+  programs as compiled,
+)
 
 _SHAPE = (
   *("model.path", "model.hub_id", "model.layers", "model.embed"),
@@ -53,8 +71,8 @@ def run(
   logs.keep_programs()
   start = time.monotonic()
   resume.check_processes(config, workdir)
-  with progress.Progress(is_silent=not processes.is_first()) as bar:
-    with bar.task("reading data and model"), processes.sharing_errors():
+  with progress.Progress(is_silent=not distributed.is_first()) as bar:
+    with bar.task("reading data and model"), distributed.sharing_errors():
       run = setup_run(config, trains=False)
     if not run.eval_sets:
       raise ValueError(
@@ -63,15 +81,15 @@ def run(
     with jax.set_mesh(run.mesh), run.make_grader() as grader:
       for problems in run.eval_sets.values():
         bar.say(progress.wrapped(problems.report))
-        with bar.task("starting to grade"), processes.sharing_errors():
+        with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
         params, step, weights = _weights(run, workdir, step, bar)
       bar.say(progress.wrapped(f"weights: {weights}"))
       programs = _compile(run, bar)
       directory, path = pathlib.Path(), pathlib.Path(os.devnull)
-      with processes.sharing_errors():
-        if processes.is_first():
+      with distributed.sharing_errors():
+        if distributed.is_first():
           parent = workdir / "evaluation"
           directory = _fresh_directory(parent, f"step-{step}", bar)
           path = directory / "completions.jsonl"
@@ -82,10 +100,10 @@ def run(
           )
           for name in run.eval_sets
         }
-      news = itertools.chain(*processes.gather(grader.news()))
+      news = itertools.chain(*distributed.gather(grader.news()))
       for line in dict.fromkeys(news):
         bar.say(line)
-      if not processes.is_first():
+      if not distributed.is_first():
         return
     results = {
       "title": workdir.name or str(workdir),
@@ -211,7 +229,7 @@ def _evaluate_set(
     completions = _follow(found, problems, name, decoding, log)
     with (
       log.bar.task(f"{name}: comparing answers"),
-      processes.sharing_errors(),
+      distributed.sharing_errors(),
     ):
       cast = _votes(completions, grader)
     scored[decoding] = scores.Scored(
@@ -243,7 +261,7 @@ def _follow(
   parts, done = [], 0
   with log.bar.steps(f"{name}, {decoding}: problem", len(problems)) as steps:
     for part in batches:
-      with processes.sharing_errors():
+      with distributed.sharing_errors():
         for line in _lines(part, problems.names[done:]):
           text = json.dumps(label | line, ensure_ascii=False)
           log.file.write(text + "\n")

@@ -9,11 +9,22 @@ import shutil
 
 import numpy as np
 
-from dppo_jax import checkpoint, data, setup_run
 from dppo_jax import config as configs
-from dppo_jax.models import hf, transformer
-from dppo_jax.options import flatten
-from dppo_jax.reporting import logs, model_card, progress
+from dppo_jax import data
+from dppo_jax.config.options import flatten
+from dppo_jax.metrics import (
+  logs,
+  model_card,
+  progress,
+)
+from dppo_jax.models import (
+  hf,
+  transformer,
+)
+from dppo_jax.run import (
+  checkpoint,
+  setup,
+)
 
 CARD = "README.md"
 # Lists the files of an export, so that another may replace them and no other.
@@ -46,14 +57,14 @@ def run(
     OSError: where the disk is full or does not let us write.
   """
   logs.quiet_libraries()
-  path = setup_run.model_path(config.model)
+  path = setup.model_path(config.model)
   to = to.resolve()
   replaced = _check_target(to, path)
   if path:
     hf.check(path)
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
-  tokenizer = setup_run.make_tokenizer(config, path)
-  model = setup_run.describe_model(config.model, path, tokenizer.vocab_size)
+  tokenizer = setup.make_tokenizer(config, path)
+  model = setup.describe_model(config.model, path, tokenizer.vocab_size)
   _check_space(to, transformer.num_parameters(model), dtype)
   step, params = _restore(workdir, step, model)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids

@@ -10,7 +10,10 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dppo_jax.reporting import logs, progress
+from dppo_jax.metrics import (
+  logs,
+  progress,
+)
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -104,9 +107,9 @@ def main(argv: list[str]) -> None:
 
 def _leave_if_alone(error: Exception) -> None:
   """Ends this process where another one has ended, for which JAX would wait."""
-  from dppo_jax import processes
+  from dppo_jax.run import distributed
 
-  if processes.has_lost_another(error):
+  if distributed.has_lost_another(error):
     reason = str(error).strip().partition("\n")[0]
     print(
       f"error: another process has ended, or cannot be reached ({reason}): see "
@@ -139,15 +142,15 @@ def _do(argv: list[str]) -> None:
     raise ValueError("--to is missing: the directory to export to")
   # After the flags: a wrong one fails at once.
   from dppo_jax import config as configs
-  from dppo_jax import processes
+  from dppo_jax.run import distributed
 
-  processes.initialize(
+  distributed.initialize(
     _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
   )
-  if processes.count() > 1 and _MODE.value not in ("train", "evaluate"):
+  if distributed.count() > 1 and _MODE.value not in ("train", "evaluate"):
     raise ValueError(
       f"--mode={_MODE.value} is the work of one process, not of "
-      f"{processes.count()}: run it on one machine with --num_processes=1"
+      f"{distributed.count()}: run it on one machine with --num_processes=1"
     )
   config = _CONFIG.value
   if not isinstance(config, configs.Config):
@@ -159,7 +162,7 @@ def _do(argv: list[str]) -> None:
   if workdir.exists() and not workdir.is_dir():
     raise ValueError(f"--workdir={workdir} is a file, not a directory")
   if _MODE.value == "train":
-    is_silent = not processes.is_first()
+    is_silent = not distributed.is_first()
     with (
       progress.Progress(is_silent) as bar,
       bar.task("loading libraries", True),
@@ -221,7 +224,7 @@ def _is_explained(error: Exception) -> bool:
 def _parse(argv: list[str]) -> list[str]:
   """Parses the flags; what a user mistyped ends in one line."""
   if {"--help", "-h", "-help", "--helpfull"} & set(argv):
-    from dppo_jax import usage
+    from dppo_jax.config import usage
 
     sys.exit(print(usage.text(__name__)))
   try:
@@ -307,7 +310,7 @@ def _without_template_args(
 def _reason(error: Exception, argv: list[str]) -> str:
   """One line on what is wrong with the flags or the config's file."""
   from dppo_jax import config as configs
-  from dppo_jax import options
+  from dppo_jax.config import options
 
   lines = (str(error).strip() or repr(error)).splitlines()
   # Of a traceback, what follows the last line of code.

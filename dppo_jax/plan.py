@@ -9,10 +9,14 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
+from dppo_jax.metrics import (
+  logs,
+  progress,
+)
 from dppo_jax.planning import (
   advice,
   assumed,
-  memory,
+  memory_estimate,
   page,
   seconds,
   sections,
@@ -21,7 +25,6 @@ from dppo_jax.planning import (
 )
 from dppo_jax.planning import hardware as hardwares
 from dppo_jax.planning.hardware import Hardware
-from dppo_jax.reporting import logs, progress
 
 
 def run(
@@ -96,7 +99,7 @@ def _plan(
   mesh = assumed.abstract_mesh(config.mesh, hardware.num)
   run = assumed.assumed_run(config, mesh, chip.platform)
   work = workload.of_step(run, given)
-  moments = memory.moments(run)
+  moments = memory_estimate.moments(run)
   sums = {name: sum(parts.values()) for name, parts in moments.items()}
   change = None
   if max(sums.values()) > hardware.memory:

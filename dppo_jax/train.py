@@ -19,38 +19,54 @@ import traceback
 import jax
 import numpy as np
 
+from dppo_jax import config as configs
 from dppo_jax import (
-  checkpoint,
-  compiled,
   data,
-  fingerprints,
-  guards,
-  processes,
-  resume,
   rewards,
   shapes,
   sharding,
 )
-from dppo_jax import config as configs
-from dppo_jax.collect import collect
-from dppo_jax.costs import Costs, of_step
-from dppo_jax.evaluation import sets as eval_sets
-from dppo_jax.grading import with_texts
-from dppo_jax.learner import sft
-from dppo_jax.models import transformer
-from dppo_jax.options import flatten
-from dppo_jax.records import TrainState
-from dppo_jax.reporting import (
-  health,
+from dppo_jax.config.options import flatten
+from dppo_jax.eval import sets as eval_sets
+from dppo_jax.methods.neyman.step_costs import (
+  Costs,
+  of_step,
+)
+from dppo_jax.metrics import (
   live_report,
   logs,
-  metrics,
   progress,
   samples,
-  writers,
+  trackers,
 )
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.setup_run import Run, setup_run
+from dppo_jax.metrics import (
+  warnings as health,
+)
+from dppo_jax.metrics import (
+  writer as metrics,
+)
+from dppo_jax.models import transformer
+from dppo_jax.records import TrainState
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import (
+  checkpoint,
+  distributed,
+  fingerprints,
+  runtime_checks,
+)
+from dppo_jax.run import (
+  workdir as resume,
+)
+from dppo_jax.run.setup import (
+  Run,
+  setup_run,
+)
+from dppo_jax.step import programs, sft
+from dppo_jax.step.collect import collect
+from dppo_jax.step.grade import with_texts
 
 
 def run(config: configs.Config, workdir: pathlib.Path) -> None:
@@ -65,9 +81,9 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
   resume.check_processes(config, workdir)
   if resume.is_done(config, workdir):
     return
-  with progress.Progress(is_silent=not processes.is_first()) as bar:
-    with bar.task("reading data and model"), processes.sharing_errors():
-      writers.check(config.log.writers)
+  with progress.Progress(is_silent=not distributed.is_first()) as bar:
+    with bar.task("reading data and model"), distributed.sharing_errors():
+      trackers.check(config.log.writers)
       run = setup_run(config)
     with (
       resume.held(
@@ -99,12 +115,12 @@ def _train_and_report(
   """The run from its first line to its report; what fails is logged."""
   try:
     writer.say(run.description())
-    with writer.bar.task("starting to grade"), processes.sharing_errors():
+    with writer.bar.task("starting to grade"), distributed.sharing_errors():
       grader.self_check(run.train_set.columns)
     page = live_report.LiveReport(workdir, writer)
     _train(run, grader, checkpoints, writer, page)
-    with writer.bar.task("writing the report"), processes.sharing_errors():
-      if processes.is_first():
+    with writer.bar.task("writing the report"), distributed.sharing_errors():
+      if distributed.is_first():
         writer.say(f"report: {page.write(run.config.steps)}")
   except KeyboardInterrupt:
     if checkpoints.latest_step() is None:
@@ -123,15 +139,15 @@ def _open_writer(
 ) -> metrics.Writer | metrics.Silent:
   """What the run writes goes here; one process writes it."""
   latest = checkpoints.latest_step()
-  with processes.sharing_errors():
-    if not processes.is_first():
+  with distributed.sharing_errors():
+    if not distributed.is_first():
       return metrics.Silent(bar)
     return metrics.Writer(
       workdir,
       latest,
       bar,
       health.Health(config.objective.num_updates),
-      writers.openers(
+      trackers.openers(
         workdir, flatten(config), **dataclasses.asdict(config.log)
       ),
     )
@@ -147,7 +163,7 @@ def _train(
   config = run.config
   num_prompts = config.data.prompts_per_step
   with writer.bar.task("compiling") as task:
-    compiled_step = compiled.compile_step(run, task)
+    compiled_step = programs.compile_step(run, task)
   evaluate_now = functools.partial(
     _evaluate, run, compiled_step, grader, writer
   )
@@ -159,7 +175,7 @@ def _train(
   costs = Costs(run.packing.rows_per_micro)
   with (
     metrics.Compilations() as compilations,
-    processes.stop_signal() as is_stopping,
+    distributed.stop_signal() as is_stopping,
     _unwalked_heap(),
     writer.bar.steps("step", config.steps, first) as shown,
   ):
@@ -175,14 +191,14 @@ def _train(
             *(got.prompts, got.rollout, got.rewards),
           )
         )
-        guards.check_selection(jax.device_get(selected))
+        runtime_checks.check_selection(jax.device_get(selected))
       with clock("score"):
         batch, scored = jax.block_until_ready(
           compiled_step.score(
             state.params, rng_of(Stage.TOKENS), batch, num_micro
           )
         )
-        guards.check_selection(jax.device_get(scored))
+        runtime_checks.check_selection(jax.device_get(scored))
       with clock("update"):
         denominator = np.float32(got.num_prompts) * config.rollout.group_size
         state, updated = jax.block_until_ready(
@@ -199,25 +215,25 @@ def _train(
           got.samples, outcome.lengths, outcome.advantages, outcome.weights
         )
       )
-      news = itertools.chain(*processes.gather(grader.news()))
+      news = itertools.chain(*distributed.gather(grader.news()))
       if run.method.reads_measured:  # all processes by the clock of the first
-        costs.add(processes.gather(of_step(values))[0])
-      with processes.sharing_errors():
+        costs.add(distributed.gather(of_step(values))[0])
+      with distributed.sharing_errors():
         writer.write(done, values)
         writer.write_samples(done, "train", chosen)
         for line in dict.fromkeys(news):
           writer.say(line)
       shown.advance(done, *_note(values))
-      guards.check_update(done, values)
+      runtime_checks.check_update(done, values)
       is_last = done == config.steps
       if is_last or _is_due(done, config.eval.every):
         evaluate_now(state)
-        with processes.sharing_errors():
-          if processes.is_first():
+        with distributed.sharing_errors():
+          if distributed.is_first():
             page.refresh(done)
       stops = is_stopping()
       if is_last or stops or checkpoints.is_due(done):
-        with processes.sharing_errors():
+        with distributed.sharing_errors():
           writer.sync()
         checkpoints.save(done, state)
       if stops and not is_last:
@@ -245,30 +261,30 @@ def _begin(
   evaluate_now: Callable[[TrainState], None],
 ) -> tuple[TrainState, TrainState | None]:
   """The state to go on from, and the reference policy's weights."""
-  abstract = compiled.abstract_train_state(run)
+  abstract = programs.abstract_train_state(run)
   latest = checkpoints.latest_step()
   if latest is None:
     params = _first_params(run, abstract.params, writer)
     state = jax.jit(
-      functools.partial(compiled.init_train_state, run),
+      functools.partial(programs.init_train_state, run),
       out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
       donate_argnums=0,
     )(params)
-    guards.check_params(
+    runtime_checks.check_params(
       state.params,
       "lower config.sft.learning_rate"
       if run.config.sft.needs_solutions
       else "config.model and config.sft.from_run say where they are from",
     )
     evaluate_now(state)
-    with processes.sharing_errors():
+    with distributed.sharing_errors():
       writer.sync()
     checkpoints.save(0, state)
   else:
     writer.say(f"going on after step {latest}")
     with writer.bar.task("reading the checkpoint"):
       state = checkpoints.restore(latest, abstract)
-    guards.check_params(
+    runtime_checks.check_params(
       state.params,
       f"delete the checkpoint of step {latest}, and the run goes on from the "
       "one before",
@@ -318,7 +334,7 @@ def _first_params(
 
 def _evaluate(
   run: Run,
-  compiled_step: compiled.CompiledStep,
+  compiled_step: programs.CompiledStep,
   grader: rewards.Grader,
   writer: metrics.Writer,
   state: TrainState,
@@ -341,7 +357,7 @@ def _evaluate(
     stage = f"eval/{name}" if number else "eval"
     new = {f"{stage}/{x}": value for x, value in found.metrics().items()}
     values |= new
-    with processes.sharing_errors():
+    with distributed.sharing_errors():
       writer.write_samples(step, stage, found.samples[:8])
       writer.say(
         f"step {step}: {f'{name} ' if len(run.eval_sets) > 1 else 'held-out '}"
@@ -349,7 +365,7 @@ def _evaluate(
         f" ± {new[f'{stage}/stderr']:.3f}"
         f" ({new[f'{stage}/tokens']:.1f} tokens a completion)"
       )
-  with processes.sharing_errors():
+  with distributed.sharing_errors():
     if values:
       writer.write(step, values)
 

@@ -21,13 +21,29 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dppo_jax import compiled, config, data, grading, setup_run
+from dppo_jax import (
+  config,
+  data,
+)
 from dppo_jax.algo.weights import horvitz_thompson
-from dppo_jax.collect import collect
-from dppo_jax.learner import sft, update
+from dppo_jax.metrics import (
+  logs,
+  progress,
+  writer,
+)
 from dppo_jax.records import Groups
-from dppo_jax.reporting import logs, metrics, progress
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import setup
+from dppo_jax.step import (
+  grade,
+  programs,
+  sft,
+  update,
+)
+from dppo_jax.step.collect import collect
 
 logs.quiet_libraries()
 
@@ -52,7 +68,7 @@ c.pack.row_length = 96
 c.pack.rows_per_micro = 4
 c.optimizer.learning_rate = 1e-4
 
-run = setup_run.setup_run(c)
+run = setup.setup_run(c)
 print(run.description())
 
 # %% [markdown]
@@ -103,8 +119,8 @@ print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 
 # %%
 with jax.set_mesh(run.mesh):
-  step = compiled.compile_step(run)
-  state = compiled.init_train_state(run, params)
+  step = programs.compile_step(run)
+  state = programs.init_train_state(run, params)
 
 print("stages:", *(name for name, f in step._asdict().items() if f is not None))
 print("state: ", *vars(state))
@@ -125,7 +141,7 @@ denominator = np.float32(c.data.prompts_per_step * c.rollout.group_size)
 
 def train_step(state):
   rng_of = functools.partial(rng_at, run.root_key, int(state.step))
-  state, got = collect(run, step, grader, state, metrics.Clock())
+  state, got = collect(run, step, grader, state, writer.Clock())
   batch, num_micro, *_ = step.select(
     rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
   )
@@ -212,7 +228,7 @@ for g in range(c.rollout.group_size):
 # with the answer.
 
 # %%
-graded = grading.grade(rollout, problems, run.tokenizer, grader)
+graded = grade.grade(rollout, problems, run.tokenizer, grader)
 rewards = graded.rewards
 print("rewards", rewards.shape, "[Q, G]")
 print(rewards.astype(int))
@@ -417,7 +433,7 @@ grader.__exit__(None, None, None)
 # ## Where this is in the code
 #
 # - [`train.py`](../dppo_jax/train.py): the loop;
-#   [`collect.py`](../dppo_jax/collect.py): stages 1 to 5.
-# - [`learner/select.py`](../dppo_jax/learner/select.py): stages 6 to 9;
-#   [`learner/update.py`](../dppo_jax/learner/update.py): stage 10.
+#   [`collect.py`](../dppo_jax/step/collect.py): stages 1 to 5.
+# - [`learner/select.py`](../dppo_jax/step/select.py): stages 6 to 9;
+#   [`learner/update.py`](../dppo_jax/step/update.py): stage 10.
 # - [`methods/dppo.py`](../dppo_jax/methods/dppo.py): the two rules.

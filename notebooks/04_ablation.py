@@ -22,14 +22,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import dppo_jax
-from dppo_jax import config, train
-from dppo_jax.reporting import (
+from dppo_jax import (
+  config,
+  train,
+)
+from dppo_jax.analysis import (
   compare,
   comparison,
   groups,
-  intervals,
   overlay,
   runs,
+  statistics,
 )
 
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -164,7 +167,7 @@ display(Image(picture.getvalue(), width=800))
 # spends a quarter at most. Seconds on a machine with other work on it are
 # noisy: look at the seeds.
 #
-# The tables, as `python -m dppo_jax.reporting.compare RUN RUN ...` writes them:
+# The tables, as `python -m dppo_jax.analysis.compare RUN RUN ...` writes them:
 
 # %%
 page = compare.markdown(result).splitlines()
@@ -216,7 +219,7 @@ for name, some in of_variant.items():
   if not some:
     continue
   curves = [(np.array(x["seconds"]), np.array(x["accuracy"])) for x in some]
-  band = intervals.band(curves)
+  band = statistics.band(curves)
   colour = COLOURS[name]
   axis.plot(band.x, band.mean, color=colour, label=name, linewidth=2)
   if name in ("grpo", "neyman, completions"):
@@ -238,7 +241,7 @@ plt.show()
 end = lambda some: {x["seed"]: x["accuracy"][-1] for x in some}
 for name, some in of_variant.items():
   if name != "grpo" and some:
-    gain = intervals.difference(end(some), end(of_variant["grpo"]))
+    gain = statistics.difference(end(some), end(of_variant["grpo"]))
     print(
       f"{name:20} accuracy {np.mean([*end(some).values()]):.3f}, "
       f"less grpo's {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
@@ -276,7 +279,7 @@ plt.show()
 #
 # ```text
 # python -m dppo_jax.main --config=configs/arithmetic.py:grpo --config.seed=1
-# python -m dppo_jax.reporting.compare runs/arithmetic-*
+# python -m dppo_jax.analysis.compare runs/arithmetic-*
 # ```
 #
 # Give every method the same seeds and the same first weights

@@ -22,7 +22,12 @@ import importlib.util
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dppo_jax import config, plan, sharding
+from dppo_jax import (
+  config,
+  plan,
+  sharding,
+)
+from dppo_jax.metrics import logs
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.planning import (
@@ -30,11 +35,10 @@ from dppo_jax.planning import (
   architectures,
   assumed,
   hardware,
-  memory,
+  memory_estimate,
   seconds,
   workload,
 )
-from dppo_jax.reporting import logs
 
 logs.quiet_libraries()
 GIB = 2**30
@@ -82,7 +86,7 @@ c.mesh.data, c.mesh.model = -1, 2  # the rest, and two
 mesh = assumed.abstract_mesh(c.mesh, 16)
 run = assumed.assumed_run(c, mesh, "tpu")
 print("mesh", sharding.describe(mesh))
-for part, size in memory.resident(run).items():
+for part, size in memory_estimate.resident(run).items():
   print(f"{part:10} {size / GIB:6.2f} GiB on each device, all the time")
 
 # %% [markdown]
@@ -94,7 +98,7 @@ for part, size in memory.resident(run).items():
 # largest sum.
 
 # %%
-for moment, parts in memory.moments(run).items():
+for moment, parts in memory_estimate.moments(run).items():
   largest = sorted(parts, key=parts.get)[-3:][::-1]
   words = ", ".join(f"{x} {parts[x] / GIB:.1f}" for x in largest)
   print(f"{moment:19} {sum(parts.values()) / GIB:5.1f} GiB: {words}, ...")

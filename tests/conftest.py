@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("repeatable")
 @pytest.fixture(scope="module")
 def quick_compiler():
   """Runs in this process compile at that level too, not at their own."""
-  from dppo_jax import compiler
+  from dppo_jax.step import compiler
 
   quick = lambda lowered, platform: lowered.compile()
   with mock.patch.object(compiler, "compile_program", quick):

@@ -37,22 +37,29 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dppo_jax import (
-  checksums,
-  collect,
-  compiler,
   config,
-  guards,
-  processes,
   train,
 )
-from dppo_jax.reporting import logs, report
+from dppo_jax.metrics import (
+  logs,
+  report,
+)
+from dppo_jax.run import (
+  checksums,
+  distributed,
+  runtime_checks,
+)
+from dppo_jax.step import (
+  collect,
+  compiler,
+)
 
 STEPS = 6
 # Where a run is killed, and how often it passes there before.
 PLACES = {
-  "compiling": (train.compiled, "compile_step", 1),
+  "compiling": (train.programs, "compile_step", 1),
   "rollout": (collect, "grade", 3),
-  "update": (guards, "check_update", 3),
+  "update": (runtime_checks, "check_update", 3),
   "checkpoint": (checksums, "write", 2),
   "report": (report, "write", 1),
 }
@@ -111,7 +118,7 @@ def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
 
 def run_one_of(port: int, count: int, index: int, *args) -> None:
   """`run` as one of several processes of a device each."""
-  processes.initialize(f"localhost:{port}", count, index)
+  distributed.initialize(f"localhost:{port}", count, index)
   run(*args)
 
 
@@ -145,7 +152,7 @@ def _poison(workdir: pathlib.Path) -> None:
 
 def _fill_disk(workdir: pathlib.Path) -> None:
   """From the end of the first step on, no file may grow much more."""
-  checked, passed = guards.check_update, []
+  checked, passed = runtime_checks.check_update, []
 
   def act(*args):
     size = (workdir / "metrics.jsonl").stat().st_size
@@ -155,7 +162,7 @@ def _fill_disk(workdir: pathlib.Path) -> None:
     passed.append(1)
     return checked(*args)
 
-  guards.check_update = act
+  runtime_checks.check_update = act
 
 
 def _passing(function: Callable, last: int, pause: float) -> Callable:

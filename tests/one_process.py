@@ -11,8 +11,16 @@ import sys
 import jax
 from jax._src import cache_key
 
-from dppo_jax import compiler, main, processes, setup_run, train
+from dppo_jax import (
+  main,
+  train,
+)
 from dppo_jax.models.moe import Experts
+from dppo_jax.run import (
+  distributed,
+  setup,
+)
+from dppo_jax.step import compiler
 
 EXPERTS = Experts(num=4, per_token=2, mlp=16, is_normalized=True)
 
@@ -30,7 +38,7 @@ def costs_by_own_clock(values):
   An update takes most of a step in the first, and next to nothing in others. It
   goes by tokens, not by micro-batches, of which devices share the rows.
   """
-  update = 0.01 if processes.index() else 9.0
+  update = 0.01 if distributed.index() else 9.0
   seconds = {"steps": 1.0, "update": update, "rollout": 1.0, "step": update + 1}
   return seconds | {
     "micros": 100.0,
@@ -62,6 +70,6 @@ if __name__ == "__main__":
     jax.config.update("jax_share_binary_between_hosts", True)
   compiler.compile_program = lambda lowered, platform: lowered.compile()
   if "EXPERTS" in os.environ:
-    setup_run.describe_model = with_experts(setup_run.describe_model)
+    setup.describe_model = with_experts(setup.describe_model)
     train.of_step = costs_by_own_clock
   main.run()

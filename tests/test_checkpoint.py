@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import checkpoint, checksums
 from dppo_jax.records import TrainState
+from dppo_jax.run import (
+  checkpoint,
+  checksums,
+)
 
 
 def _state(step, **params):
@@ -174,7 +177,7 @@ import pathlib, resource, sys
 import jax.numpy as jnp
 from dppo_jax import checkpoint
 from dppo_jax.records import TrainState
-from dppo_jax.reporting import logs
+from dppo_jax.metrics import logs
 
 logs.quiet_libraries()
 state = lambda x: TrainState(jnp.int32(0), jnp.int32(0), {"w": x}, (), ())

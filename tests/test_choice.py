@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import algo, methods, options, rewards, user_code
+from dppo_jax import (
+  algo,
+  methods,
+  rewards,
+  user_code,
+)
 from dppo_jax import config as configs
+from dppo_jax.config import options
 from dppo_jax.data import sources
 from dppo_jax.records import Groups
 from dppo_jax.rng import StepRng

@@ -5,7 +5,11 @@ import types
 import commands
 import pytest
 
-from dppo_jax import limits, setup_run, sharding
+from dppo_jax import sharding
+from dppo_jax.run import (
+  preflight,
+  setup,
+)
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 
@@ -19,7 +23,7 @@ def _mesh(data, replicas=1):
 @pytest.mark.parametrize("file", FILES)
 def test_prompts_divide_over_devices(file, num_devices):
   mesh = _mesh(num_devices)
-  limits.check_prompts(mesh, commands.config(file))
+  preflight.check_prompts(mesh, commands.config(file))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
@@ -31,7 +35,7 @@ def test_rows_and_slots_count_one_devices(num_devices):
     data__num_arithmetic=64,
     sft__steps=0,
   )
-  run = setup_run.setup_run(c)
+  run = setup.setup_run(c)
   rows = run.packing.rows_per_micro
   assert rows == num_devices * c.pack.rows_per_micro
   assert f"micro-batches of {rows} rows" in run.description()
@@ -41,10 +45,10 @@ def test_rows_and_slots_count_one_devices(num_devices):
 def test_prompts_that_do_not_divide_are_refused_by_name():
   mesh = _mesh(5)
   with pytest.raises(ValueError, match=r"prompts_per_step is 32 .* 5 devices"):
-    limits.check_prompts(mesh, commands.config("arithmetic"))
+    preflight.check_prompts(mesh, commands.config("arithmetic"))
   c = commands.config("arithmetic", mesh__replicas=3)
   with pytest.raises(ValueError, match=r"6 devices of .*data x .*replicas"):
-    limits.check_prompts(_mesh(2, replicas=3), c)
+    preflight.check_prompts(_mesh(2, replicas=3), c)
 
 
 @pytest.mark.parametrize(

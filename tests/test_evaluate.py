@@ -11,8 +11,11 @@ import pytest
 import sources
 
 from dppo_jax import config as configs
-from dppo_jax import evaluate, train
-from dppo_jax.evaluation import sets as eval_sets
+from dppo_jax import (
+  evaluate,
+  train,
+)
+from dppo_jax.eval import sets as eval_sets
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 

@@ -18,12 +18,27 @@ import safetensors
 import tokenizers
 from tokenizers import processors
 
-from dppo_jax import checkpoint, config, data, export, rollout
-from dppo_jax.learner import sft
-from dppo_jax.models import hf, transformer
-from dppo_jax.records import PromptBatch, TrainState
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.setup_run import setup_run
+from dppo_jax import (
+  config,
+  data,
+  export,
+  rollout,
+)
+from dppo_jax.models import (
+  hf,
+  transformer,
+)
+from dppo_jax.records import (
+  PromptBatch,
+  TrainState,
+)
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import checkpoint
+from dppo_jax.run.setup import setup_run
+from dppo_jax.step import sft
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,11 @@ import pytest
 import sources
 
 from dppo_jax import config as configs
-from dppo_jax import fingerprints, resume
-from dppo_jax.setup_run import setup_run
+from dppo_jax.run import (
+  fingerprints,
+  workdir,
+)
+from dppo_jax.run.setup import setup_run
 
 ROWS = [
   {"problem": f"{i}+1=", "answer": str(i + 1), "hint": i} for i in range(32)
@@ -40,7 +43,7 @@ def run(tmp_path):
 
 def _begin(tmp_path, config, prints):
   path = tmp_path / "run/config.json"
-  resume.write(path, config, prints)
+  workdir.write(path, config, prints)
   (tmp_path / "run/checkpoints/0").mkdir(parents=True)
   return path
 
@@ -50,7 +53,7 @@ def test_the_same_data_and_code_have_the_same_fingerprint(run, tmp_path):
   assert run()[1] == prints
   assert prints.keys() == {"data.train", "reward.functions"}
   path = _begin(tmp_path, config, prints)
-  resume.write(path, config, prints)
+  workdir.write(path, config, prints)
   assert configs.read(path) == config  # it is no option
 
 
@@ -62,13 +65,13 @@ def test_other_data_under_the_same_name_are_refused(run, tmp_path, what):
   sources.write_jsonl(tmp_path / "data.jsonl", rows)
   _, other = run()
   with pytest.raises(ValueError, match=r"config\.data\.train names is not"):
-    resume.write(path, config, other)
+    workdir.write(path, config, other)
   # The way out that it tells of.
   saved = json.loads(path.read_text())
-  del saved[resume.PRINTS]["data.train"]
+  del saved[workdir.PRINTS]["data.train"]
   path.write_text(json.dumps(saved))
-  resume.write(path, config, other)
-  assert json.loads(path.read_text())[resume.PRINTS] == other
+  workdir.write(path, config, other)
+  assert json.loads(path.read_text())[workdir.PRINTS] == other
 
 
 def test_another_template_or_reward_is_other_data_or_code(run, tmp_path):
@@ -77,7 +80,7 @@ def test_another_template_or_reward_is_other_data_or_code(run, tmp_path):
   assert other["data.train"] != prints["data.train"]
   (tmp_path / "mine.py").write_text(REWARD.replace("-len", "len"))
   with pytest.raises(ValueError, match=r"config\.reward\.functions names is"):
-    resume.write(_begin(tmp_path, config, prints), *run())
+    workdir.write(_begin(tmp_path, config, prints), *run())
 
 
 def test_what_has_no_text_of_its_own_does_not_differ_by_its_address(run):
@@ -101,6 +104,6 @@ def test_checkpoints_without_a_config_are_refused(run, tmp_path, cut):
   what = "no" if cut is None else "a damaged"
   match = rf"run has checkpoints but {what} config.json .* put it back"
   with pytest.raises(ValueError, match=match):
-    resume.write(path, config, prints)
+    workdir.write(path, config, prints)
   path.write_bytes(content)
-  resume.write(path, config, prints)
+  workdir.write(path, config, prints)

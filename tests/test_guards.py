@@ -13,8 +13,9 @@ import pytest
 
 import dppo_jax
 from dppo_jax import config as configs
-from dppo_jax import main, options
-from dppo_jax.setup_run import setup_run
+from dppo_jax import main
+from dppo_jax.config import options
+from dppo_jax.run.setup import setup_run
 
 HUGE = [10**22, -(10**22), 10**500, 2**63]
 
@@ -207,7 +208,7 @@ def test_a_long_value_is_shortened():
 
 CLOSED = """
 import os, sys
-from dppo_jax.reporting import logs
+from dppo_jax.metrics import logs
 logs.outlive_readers()
 for i in range(3):
   print("line", flush=True)

@@ -19,12 +19,19 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dppo_jax import config as configs
-from dppo_jax import data, main, methods, options, resume, train
+from dppo_jax import (
+  data,
+  main,
+  methods,
+  train,
+)
 from dppo_jax.algo import objectives
+from dppo_jax.config import options
+from dppo_jax.metrics import logs
 from dppo_jax.models import hf
-from dppo_jax.models.hf import checkpoint as hf_checkpoint
-from dppo_jax.reporting import logs
-from dppo_jax.setup_run import setup_run
+from dppo_jax.models.hf import reader as hf_checkpoint
+from dppo_jax.run import workdir
+from dppo_jax.run.setup import setup_run
 
 SAVED = commands.ROOT / "dppo_jax/config/saved.py"
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
@@ -323,14 +330,14 @@ def test_a_chat_template_is_tried_before_data_is_read(checkpoint, monkeypatch):
 @pytest.fixture
 def begun(tmp_path):
   """Where the config of a run is that has left a checkpoint."""
-  resume.write(tmp_path / "config.json", arithmetic())
+  workdir.write(tmp_path / "config.json", arithmetic())
   (tmp_path / "checkpoints" / "0").mkdir(parents=True)
   return tmp_path / "config.json"
 
 
 def test_a_directory_of_another_run_is_refused_by_field(begun):
   with pytest.raises(ValueError, match="another --workdir") as error:
-    resume.write(begun, arithmetic(seed=7, steps=3, model__mlp=8))
+    workdir.write(begun, arithmetic(seed=7, steps=3, model__mlp=8))
   assert "config.seed was 0 and is now 7" in str(error.value)
   assert "config.model.mlp was 192 and is now 8" in str(error.value)
   assert str(error.value).count(" was ") == 2
@@ -338,30 +345,30 @@ def test_a_directory_of_another_run_is_refused_by_field(begun):
 
 
 def test_two_processes_do_not_train_in_one_directory(begun):
-  with resume.held(begun, arithmetic()):
-    second = resume.held(begun, arithmetic(steps=7))
+  with workdir.held(begun, arithmetic()):
+    second = workdir.held(begun, arithmetic(steps=7))
     with pytest.raises(ValueError, match="another process trains"), second:
       pytest.fail("it was let in")
     assert json.loads(begun.read_text())["steps"] != 7
-  with resume.held(begun, arithmetic(steps=7)):  # the first is over
+  with workdir.held(begun, arithmetic(steps=7)):  # the first is over
     assert json.loads(begun.read_text())["steps"] == 7
 
 
 def test_a_run_that_left_no_checkpoint_may_be_replaced(begun):
   begun.with_name("checkpoints").joinpath("0").rmdir()
   begun.with_name("checkpoints").joinpath("0.orbax-checkpoint-tmp").mkdir()
-  resume.write(begun, arithmetic(seed=7))
+  workdir.write(begun, arithmetic(seed=7))
   assert json.loads(begun.read_text())["seed"] == 7
 
 
-@pytest.mark.parametrize("name", sorted(resume.may_change(configs.Config())))
+@pytest.mark.parametrize("name", sorted(workdir.may_change(configs.Config())))
 def test_a_run_may_go_on_under_another(begun, name):
   before = options.flatten(arithmetic())[name]
   other = {
     bool: lambda: not before,
     str: lambda: f"not {before}",
   }.get(type(before), lambda: before + 1)()
-  resume.write(begun, arithmetic(**{name.replace(".", "__"): other}))
+  workdir.write(begun, arithmetic(**{name.replace(".", "__"): other}))
   assert json.loads(begun.read_text())[name] == other
 
 
@@ -377,17 +384,17 @@ def test_what_a_method_depends_on_is_fixed(tmp_path, method, overrides, name):
   make = lambda **more: commands.config(
     f"arithmetic:{method}", **overrides, **more
   )
-  resume.write(tmp_path / "config.json", make())
+  workdir.write(tmp_path / "config.json", make())
   (tmp_path / "checkpoints" / "0").mkdir(parents=True)
   with pytest.raises(ValueError, match=rf"{name.replace('__', '.')} was"):
-    resume.write(tmp_path / "config.json", make(**{name: 999}))
+    workdir.write(tmp_path / "config.json", make(**{name: 999}))
 
 
 def test_steps_are_fixed_where_the_learning_rate_depends_on_them(begun):
   cosine = {"optimizer__schedule": "cosine"}
   begun.write_text(json.dumps(options.flatten(arithmetic(**cosine))))
   with pytest.raises(ValueError, match=r"config.steps was .* is now 999"):
-    resume.write(begun, arithmetic(steps=999, **cosine))
+    workdir.write(begun, arithmetic(steps=999, **cosine))
 
 
 # Configs --------------------------------------------------------------------
@@ -559,7 +566,7 @@ def test_a_config_is_read_back_as_it_was(tmp_path):
     rollout__stop_ids="(3,4)",
     steps=7,
   )
-  resume.write(tmp_path / "config.json", c)
+  workdir.write(tmp_path / "config.json", c)
   path = tmp_path / "config.json"
   assert configs.read(path) == c
   typed = commands.parse([f"--config={SAVED}:{path}", "--config.steps=9"])
@@ -569,7 +576,7 @@ def test_a_config_is_read_back_as_it_was(tmp_path):
 def test_an_option_newer_than_a_saved_config_has_its_default(tmp_path):
   c = commands.config("arithmetic:neyman", method__args__prompt_budget=0.5)
   path = tmp_path / "config.json"
-  resume.write(path, c)
+  workdir.write(path, c)
   saved = json.loads(path.read_text())
   del saved["method.args"]["kappa"], saved["eval.samples"]
   path.write_text(json.dumps(saved))

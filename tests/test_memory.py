@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import compiled, memory
 from dppo_jax.models import transformer
-from dppo_jax.setup_run import setup_run
+from dppo_jax.run import memory
+from dppo_jax.run.setup import setup_run
+from dppo_jax.step import programs
 
 
 def config(**overrides):
@@ -42,7 +43,7 @@ def test_a_run_that_cannot_fit_is_refused_in_one_line(overrides):
 def test_the_least_is_no_more_than_what_there_is():
   """The state of a run, to the byte, and less of all else than it takes."""
   run = setup_run(config())
-  state = compiled.abstract_train_state(run)
+  state = programs.abstract_train_state(run)
   parts = memory.least_bytes(run.mesh, run.model, run.config, trains=True)
   held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
   assert parts["weights and optimizer"] == 3 * held

@@ -12,12 +12,27 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import collect, compiled, data, rewards, sharding
-from dppo_jax.learner import select
-from dppo_jax.models import hf, moe, transformer
-from dppo_jax.reporting import metrics
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.setup_run import setup_run
+from dppo_jax import (
+  data,
+  rewards,
+  sharding,
+)
+from dppo_jax.metrics import writer
+from dppo_jax.models import (
+  hf,
+  moe,
+  transformer,
+)
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run.setup import setup_run
+from dppo_jax.step import (
+  collect,
+  programs,
+  select,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -73,17 +88,17 @@ def _three_steps(mesh, method="dppo", **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   run = setup_run(_config(mesh, method, **overrides))
   with jax.set_mesh(run.mesh):
-    step = compiled.compile_step(run)
-    abstract = compiled.abstract_train_state(run)
+    step = programs.compile_step(run)
+    abstract = programs.abstract_train_state(run)
     state = jax.jit(
-      lambda p: compiled.init_train_state(run, p),
+      lambda p: programs.init_train_state(run, p),
       out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )(run.initial_params())
     reference = jax.tree.map(lambda x: x.copy(), state.params)
     tokens = []
     for i in range(3):
       rng_of = lambda stage, i=i: rng_at(run.root_key, i, stage)
-      state, got = collect.collect(run, step, _Grader(), state, metrics.Clock())
+      state, got = collect.collect(run, step, _Grader(), state, writer.Clock())
       batch, num_micro, *_ = step.select(
         rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
       )
@@ -189,7 +204,7 @@ def test_replicas_exchange_gradients_and_nothing_else():
   c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)
   run = setup_run(c)
   with jax.set_mesh(run.mesh):
-    program = compiled.programs(run)["update"]
+    program = programs.programs(run)["update"]
     lowered = jax.jit(
       program.function,
       out_shardings=program.out_shardings,
@@ -203,7 +218,7 @@ def test_replicas_exchange_gradients_and_nothing_else():
       sizes[found[2]] += sum(
         math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
       )
-  params = compiled.abstract_params(run)
+  params = programs.abstract_params(run)
   share = lambda x: math.prod(x.sharding.shard_shape(x.shape))
   shares = sum(map(share, jax.tree.leaves(params)))
   assert sizes.keys() == {"all-reduce"}

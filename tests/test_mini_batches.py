@@ -13,9 +13,16 @@ import small
 from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.learner import optimizers, select, update
 from dppo_jax.records import TrainState
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.step import (
+  optimizer,
+  select,
+  update,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +33,7 @@ REWARDS = jnp.array(
 )
 PLAIN = objectives.grpo(0.001, 0.001)
 MODEL = dataclasses.replace(small.MODEL, layers=1)
-OPTIMIZER = optimizers.make_optimizer(1e-2, 10)
+OPTIMIZER = optimizer.make_optimizer(1e-2, 10)
 
 
 @functools.partial(jax.jit, static_argnames=("mini_batches", "objective"))

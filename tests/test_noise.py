@@ -11,10 +11,26 @@ import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.costs import Costs, of_step
-from dppo_jax.learner import noise, optimizers, select, update
-from dppo_jax.records import Selection, TrainState
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.methods.neyman import gradient_noise
+from dppo_jax.methods.neyman.step_costs import (
+  Costs,
+  of_step,
+)
+from dppo_jax.records import (
+  Selection,
+  TrainState,
+)
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.step import (
+  optimizer as optimizers,
+)
+from dppo_jax.step import (
+  select,
+  update,
+)
 
 NUM = 4
 REWARDS = jnp.array([[1.0, 0, 0], [0, 1, 1], [1, 0, 1], [0, 0, 1]])
@@ -58,7 +74,7 @@ def _gradient(batch, num_used, signs):
 
 @jax.jit
 def _gradient_at(params, batch, num_used, signs):
-  change = functools.partial(noise.signed, signs=signs)
+  change = functools.partial(gradient_noise.signed, signs=signs)
   sums = update.sum_gradients(
     batch, num_used, params, None, _config(), change=change
   )
@@ -103,8 +119,11 @@ def test_signs_measure_the_noise_of_a_prompt_without_bias(name):
   products = alone @ alone.T
   total = products.sum()
   pairs = (total - np.trace(products)) / (NUM * (NUM - 1))
-  got = noise.measured(
-    noise.init(), jnp.float32(total), jnp.float32(np.mean(squares)), NUM
+  got = gradient_noise.measured(
+    gradient_noise.init(),
+    jnp.float32(total),
+    jnp.float32(np.mean(squares)),
+    NUM,
   )
   # |E g|^2 of a sum of N prompts, from all pairs of different ones.
   np.testing.assert_allclose(got.signal, NUM**2 * pairs, rtol=1e-4)
@@ -123,7 +142,7 @@ def _update(noise_every, mini_batches=1):
     params = small.params()
     state = TrainState(
       *(jnp.int32(number), jnp.int32(0), params, optimizer.init(params), ()),
-      noise=noise.init() if noise_every else None,
+      noise=gradient_noise.init() if noise_every else None,
     )
     batch = _pack(*KEPT["some, weighted"], EVERY, parts)
     return step(state, None, *batch, jnp.float32(12))
@@ -140,11 +159,13 @@ def test_an_update_measures_now_and_then_and_is_otherwise_as_without():
       np.testing.assert_array_equal(metrics[name], wanted[name])
     assert metrics["noise/measured"] == (number == 4)
     if number == 5:
-      assert state.noise == noise.init() and metrics["noise/share"] == 1
+      assert (
+        state.noise == gradient_noise.init() and metrics["noise/share"] == 1
+      )
       continue
     alone = _alone("some, weighted")
     total = (alone.sum(axis=0) ** 2).sum()
-    signs = np.asarray(noise.signs(jnp.int32(4), NUM))
+    signs = np.asarray(gradient_noise.signs(jnp.int32(4), NUM))
     signed = ((signs[:, None] * alone).sum(axis=0) ** 2).sum()
     signal = (total - signed) / (1 - 1 / NUM)
     np.testing.assert_allclose(state.noise.signal, signal, rtol=1e-4)
@@ -160,7 +181,7 @@ def test_of_mini_batches_the_first_is_measured():
 
   @jax.jit
   def squared(signs):
-    change = functools.partial(noise.signed, signs=signs)
+    change = functools.partial(gradient_noise.signed, signs=signs)
     config = _config(mini_batches=2)
     params = small.params()
     sums = update.sum_gradients(
@@ -169,24 +190,32 @@ def test_of_mini_batches_the_first_is_measured():
     return optax.tree.norm(sums.grad, squared=True)
 
   total = squared(jnp.ones(NUM))
-  signal = (total - squared(noise.signs(jnp.int32(0), NUM))) / (1 - 1 / 2)
+  signal = (total - squared(gradient_noise.signs(jnp.int32(0), NUM))) / (
+    1 - 1 / 2
+  )
   np.testing.assert_allclose(state.noise.signal, signal, rtol=1e-4, atol=1e-3)
   np.testing.assert_allclose(state.noise.noise, total - signal, rtol=1e-4)
 
 
 def test_measurements_are_smoothed_and_what_is_not_finite_is_left_out():
-  one = noise.measured(noise.init(), jnp.float32(3), jnp.float32(2), 2)
+  one = gradient_noise.measured(
+    gradient_noise.init(), jnp.float32(3), jnp.float32(2), 2
+  )
   assert (one.signal, one.noise) == (2, 1)
-  assert noise.share(one) == pytest.approx(1 / 3)
-  two = noise.measured(one, jnp.float32(1), jnp.float32(1), 2)
-  assert two.signal == pytest.approx(noise.DECAY * 2)
-  assert two.noise == pytest.approx(noise.DECAY + 1)
-  assert noise.measured(one, jnp.float32(np.nan), jnp.float32(1), 2) == one
-  told = noise.describe(one, 8)
+  assert gradient_noise.share(one) == pytest.approx(1 / 3)
+  two = gradient_noise.measured(one, jnp.float32(1), jnp.float32(1), 2)
+  assert two.signal == pytest.approx(gradient_noise.DECAY * 2)
+  assert two.noise == pytest.approx(gradient_noise.DECAY + 1)
+  assert (
+    gradient_noise.measured(one, jnp.float32(np.nan), jnp.float32(1), 2) == one
+  )
+  told = gradient_noise.describe(one, 8)
   assert told["noise/scale"] == pytest.approx(4)  # half as much as signal
-  assert noise.share(noise.init()) == 1  # unknown
+  assert gradient_noise.share(gradient_noise.init()) == 1  # unknown
   # One prompt has nothing to be compared with.
-  assert noise.share(noise.measured(one, *jnp.ones(2), 1)) > 1 / 3
+  assert (
+    gradient_noise.share(gradient_noise.measured(one, *jnp.ones(2), 1)) > 1 / 3
+  )
 
 
 def _line(**changed):
@@ -209,7 +238,7 @@ def test_costs_are_seconds_of_stages_against_what_they_did():
   for _ in range(3):
     costs.add(_line())
   costs.add(_line(**{"noise/measured": 1.0, "update/seconds": 99.0}))
-  found = costs.measured(state.replace(noise=noise.Noise(3.0, 1.0)))
+  found = costs.measured(state.replace(noise=gradient_noise.Noise(3.0, 1.0)))
   assert found.noise_share == pytest.approx(0.25)
   assert found.micro_seconds == pytest.approx(2 / 5)
   assert found.micro_tokens == pytest.approx(4 * 900 / 18)  # of a full one

@@ -10,11 +10,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import compiled, methods, plan, rollout, setup_run, sharding
 from dppo_jax import config as configs
+from dppo_jax import (
+  methods,
+  plan,
+  rollout,
+  sharding,
+)
 from dppo_jax.algo import objectives
-from dppo_jax.learner import update
-from dppo_jax.models import hf, kv_cache, lm_head, moe, transformer
+from dppo_jax.models import (
+  hf,
+  kv_cache,
+  lm_head,
+  moe,
+  transformer,
+)
 from dppo_jax.planning import (
   advice,
   architectures,
@@ -22,14 +32,19 @@ from dppo_jax.planning import (
   flops,
   hardware,
   hlo,
-  memory,
+  memory_estimate,
   seconds,
   shares,
   topology,
   traffic,
   workload,
 )
-from dppo_jax.records import PackedBatch, PromptBatch
+from dppo_jax.records import (
+  PackedBatch,
+  PromptBatch,
+)
+from dppo_jax.run import setup
+from dppo_jax.step import programs, update
 
 SHIPPED = ["arithmetic", "gsm8k", "qwen_math", "llama_math", "qwen3_moe_math"]
 GIVEN = workload.Assumptions()
@@ -48,7 +63,7 @@ def small(**sections) -> configs.Config:
 
 
 @functools.cache
-def planned(**sections) -> setup_run.Run:
+def planned(**sections) -> setup.Run:
   """The run of `small` on eight devices that are not looked at."""
   config = small(**sections)
   mesh = assumed.abstract_mesh(config.mesh, 8)
@@ -69,30 +84,30 @@ def bytes_on(device, tree) -> int:
 
 
 def test_bytes_are_those_that_a_device_holds():
-  run = setup_run.setup_run(small())
+  run = setup.setup_run(small())
   params = run.initial_params()
-  abstract = compiled.abstract_train_state(run)
-  init = functools.partial(compiled.init_train_state, run)
+  abstract = programs.abstract_train_state(run)
+  init = functools.partial(programs.init_train_state, run)
   places = jax.tree.map(lambda x: x.sharding, abstract)
   with jax.set_mesh(run.mesh):
     state = jax.jit(init, out_shardings=places)(params)
     copy = jax.jit(
       functools.partial(transformer.to_inference_params, config=run.model),
       out_shardings=jax.tree.map(
-        lambda x: x.sharding, compiled.abstract_inference_params(run)
+        lambda x: x.sharding, programs.abstract_inference_params(run)
       ),
     )(params)
   device = jax.devices()[0]
-  held = memory.resident(planned())
+  held = memory_estimate.resident(planned())
   assert held["weights"] == bytes_on(device, state.params)
   assert held["optimizer"] == bytes_on(device, state.opt_state)
-  assert memory.rollout_copy(planned()) == bytes_on(device, copy)
+  assert memory_estimate.rollout_copy(planned()) == bytes_on(device, copy)
 
 
 @pytest.mark.parametrize("model", [1, 2, 4])
 def test_the_cache_is_that_of_the_sampler(model):
   run = planned(mesh__model=model, mesh__data=2)
-  parts = memory.moments(run)["roll_out"]
+  parts = memory_estimate.moments(run)["roll_out"]
   slots, capacity = workload.num_slots(run), workload.capacity(run)
   sizes = kv_cache.part_sizes(capacity)
   with jax.sharding.use_abstract_mesh(run.mesh):
@@ -104,7 +119,7 @@ def test_the_cache_is_that_of_the_sampler(model):
 def test_a_reference_policy_is_counted():
   run = planned()
   objective = run.objective._replace(beta=0.1)
-  held = memory.resident(run._replace(objective=objective))
+  held = memory_estimate.resident(run._replace(objective=objective))
   assert held["reference"] == held["weights"]
 
 
@@ -123,7 +138,7 @@ def test_a_reference_policy_is_counted():
 )
 def test_more_takes_more(moment, smaller, larger):
   sums = [
-    sum(memory.moments(planned(**x))[moment].values())
+    sum(memory_estimate.moments(planned(**x))[moment].values())
     for x in (smaller, larger)
   ]
   assert sums[0] < sums[1]
@@ -206,7 +221,7 @@ def test_recorded_experts_are_counted_as_the_sampler_keeps_them():
   whole = sum(
     x.size * x.dtype.itemsize for x in (got.experts, got.prompt_experts)
   )
-  found = memory.moments(run)["roll_out"]["recorded experts"]
+  found = memory_estimate.moments(run)["roll_out"]["recorded experts"]
   assert found == whole / 4  # shards of the batch
 
 
@@ -289,9 +304,9 @@ def test_shares_that_set_themselves_go_by_the_update_that_is_assumed():
 
 
 def test_what_the_rollouts_weights_bring_is_what_the_compiler_gathers():
-  run = setup_run.setup_run(small())
+  run = setup.setup_run(small())
   with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-    program = compiled.programs(run)["to_inference_params"]
+    program = programs.programs(run)["to_inference_params"]
     text = program.lower().compile().as_text()
   found = hlo.collectives(text)
   # Norms and the like, which no axis divides, are not gathered.

@@ -19,11 +19,21 @@ import numpy as np
 import pytest
 import yaml
 
-from dppo_jax import data, grading, limits, processes, resume, stopping
+from dppo_jax import data
 from dppo_jax.data.problems import prepare
 from dppo_jax.data.rows import Row
-from dppo_jax.records import Rollout, Selection
+from dppo_jax.records import (
+  Rollout,
+  Selection,
+)
 from dppo_jax.rewards.grader import Graded
+from dppo_jax.run import (
+  distributed,
+  preflight,
+  signals,
+  workdir,
+)
+from dppo_jax.step import grade as grading
 
 LAUNCH = commands.ROOT / "experiments/launch"
 
@@ -50,8 +60,8 @@ def each(monkeypatch):
       except Exception as error:
         return error
 
-    monkeypatch.setattr(processes, "count", lambda: num)
-    monkeypatch.setattr(processes, "index", lambda: getattr(own, "index", 0))
+    monkeypatch.setattr(distributed, "count", lambda: num)
+    monkeypatch.setattr(distributed, "index", lambda: getattr(own, "index", 0))
     monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
     with futures.ThreadPoolExecutor(num) as pool:
       return list(pool.map(run, range(num)))
@@ -62,12 +72,12 @@ def each(monkeypatch):
 @pytest.mark.parametrize("length", [0, 4070, 4086, 4088, 5000, 300_000])
 def test_all_learn_what_each_says_whatever_its_length(each, length):
   values = [{"text": "é" * length}, [1.5, None], True]
-  assert each(3, lambda i: processes.gather(values[i])) == [values] * 3
+  assert each(3, lambda i: distributed.gather(values[i])) == [values] * 3
 
 
 def test_what_one_raises_all_raise(each):
   def work(index):
-    with processes.sharing_errors():
+    with distributed.sharing_errors():
       if index == 1:
         raise ValueError("no such column")
     return "went on"
@@ -84,7 +94,7 @@ def test_the_loss_of_another_process_is_told_from_other_errors(each):
   lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset")
   full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
   tell = lambda i: [
-    processes.has_lost_another(x) for x in (lost, full, ValueError("Gloo"))
+    distributed.has_lost_another(x) for x in (lost, full, ValueError("Gloo"))
   ]
   assert each(2, tell)[0] == [True, False, False]
   assert each(1, tell)[0] == [False, False, False]
@@ -94,12 +104,12 @@ def test_a_wish_to_stop_is_everybodys(each, monkeypatch):
   """The second process gets a signal after it was asked for the first time."""
   answers = [iter([False, False]), iter([False, True])]
   stop_signal = lambda: contextlib.nullcontext(
-    lambda: next(answers[processes.index()])
+    lambda: next(answers[distributed.index()])
   )
-  monkeypatch.setattr(stopping, "stop_signal", stop_signal)
+  monkeypatch.setattr(signals, "stop_signal", stop_signal)
 
   def work(index):
-    with processes.stop_signal() as is_stopping:
+    with distributed.stop_signal() as is_stopping:
       return is_stopping(), is_stopping()
 
   assert each(2, work) == [(False, True)] * 2
@@ -133,19 +143,19 @@ class _Device:
 )
 def test_each_row_has_one_owner_who_can_read_it(each, readers, expected):
   num = 1 + max(i for i, _ in readers)
-  found = each(num, lambda i: processes.owners(_rows(readers, 4)).tolist())
+  found = each(num, lambda i: distributed.owners(_rows(readers, 4)).tolist())
   assert found == [expected] * num
 
 
 def test_what_numpy_holds_is_divided(each):
-  found = each(2, lambda i: processes.owners(np.zeros((5, 2))).tolist())
+  found = each(2, lambda i: distributed.owners(np.zeros((5, 2))).tolist())
   assert found == [[0, 0, 0, 1, 1]] * 2
 
 
 def test_configs_that_differ_are_refused_by_name(each, tmp_path):
   made = [commands.config("arithmetic"), commands.config("arithmetic", seed=7)]
   first, second = each(
-    2, lambda i: resume.check_processes(made[i], tmp_path / "run")
+    2, lambda i: workdir.check_processes(made[i], tmp_path / "run")
   )
   assert "config.seed is 7 but 0 in process 0" in str(second)
   assert str(first).startswith("process 1: config.seed")
@@ -153,15 +163,15 @@ def test_configs_that_differ_are_refused_by_name(each, tmp_path):
 
 def test_a_workdir_that_is_not_shared_is_refused(each, tmp_path, monkeypatch):
   c = commands.config("arithmetic")
-  check = lambda index: resume.check_processes(c, tmp_path / "runs" / "a")
+  check = lambda index: workdir.check_processes(c, tmp_path / "runs" / "a")
   assert each(2, check) == [None, None]
   assert not list(tmp_path.iterdir())
-  elsewhere = lambda i: resume.check_processes(c, tmp_path / str(i))
+  elsewhere = lambda i: workdir.check_processes(c, tmp_path / str(i))
   assert f"is {tmp_path}/1 but {tmp_path}/0 in" in str(each(2, elsewhere)[1])
 
   exists = pathlib.Path.exists  # to process 1 nothing of process 0 does
   monkeypatch.setattr(
-    pathlib.Path, "exists", lambda x: exists(x) and processes.is_first()
+    pathlib.Path, "exists", lambda x: exists(x) and distributed.is_first()
   )
   first, second = each(2, check)
   assert "on another file system than process 0's" in str(second)
@@ -172,7 +182,7 @@ def test_a_locked_workdir_is_refused_by_all(each, tmp_path):
   c = commands.config("arithmetic")
 
   def hold(index):
-    with resume.held(tmp_path / "config.json", c):
+    with workdir.held(tmp_path / "config.json", c):
       return (tmp_path / "config.json").exists()
 
   assert each(2, hold) == [True, True]
@@ -188,10 +198,10 @@ def test_a_mesh_without_devices_of_a_process_is_refused(each):
   mesh = types.SimpleNamespace(
     devices=np.array([_Device(0), _Device(0)]), size=2
   )
-  (error, *_) = each(3, lambda i: limits.check_processes(mesh))
+  (error, *_) = each(3, lambda i: preflight.check_processes(mesh))
   assert "2 devices has none of process 1, 2: config.mesh.data=-1" in str(error)
   mesh.devices = np.array([_Device(0), _Device(1)])
-  assert each(2, lambda i: limits.check_processes(mesh)) == [None, None]
+  assert each(2, lambda i: preflight.check_processes(mesh)) == [None, None]
 
 
 @pytest.fixture
@@ -219,22 +229,22 @@ def started(monkeypatch):
 )
 def test_flags_that_do_not_go_together_are_refused(started, given, problem):
   with pytest.raises(ValueError, match=re.escape(problem)):
-    processes.initialize(*given)
+    distributed.initialize(*given)
   assert not started
 
 
 def test_a_process_by_itself_starts_nothing(started, monkeypatch):
-  processes.initialize()
-  processes.initialize(num_processes=1)
+  distributed.initialize()
+  distributed.initialize(num_processes=1)
   # A task of several, but asked to be by itself; and the only task of a step.
   monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-  processes.initialize(num_processes=1)
+  distributed.initialize(num_processes=1)
   monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-  processes.initialize()
+  distributed.initialize()
   assert not started
-  assert (processes.count(), processes.index()) == (1, 0)
+  assert (distributed.count(), distributed.index()) == (1, 0)
   value = object()  # not JSON: nothing is sent
-  assert processes.gather(value) == [value]
+  assert distributed.gather(value) == [value]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +262,7 @@ def test_the_only_task_of_a_node_takes_all_of_its_gpus(
   monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", per_node)
   if gpus:
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
-  processes.initialize()
+  distributed.initialize()
   assert [_arguments(x) for x in started] == [expected]
 
 
@@ -278,9 +288,11 @@ def test_hosts_of_a_tpu_slice_find_each_other(
     monkeypatch.delenv(name, raising=False)
   for name, value in env.items():
     monkeypatch.setenv(name, value)
-  monkeypatch.setattr(processes.glob, "glob", lambda pattern: chips)
-  monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: True)
-  processes.initialize()
+  monkeypatch.setattr(distributed.glob, "glob", lambda pattern: chips)
+  monkeypatch.setattr(
+    distributed.importlib.util, "find_spec", lambda name: True
+  )
+  distributed.initialize()
   assert [_arguments(x) for x in started] == expected
 
 

@@ -14,7 +14,12 @@ import numpy as np
 import one_process
 import pytest
 
-from dppo_jax import checkpoint, compiled, setup_run, train
+from dppo_jax import train
+from dppo_jax.run import (
+  checkpoint,
+  setup,
+)
+from dppo_jax.step import programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -130,9 +135,9 @@ class _Folder:
 
   def params(self, step: int):
     """The weights of a step, on one device."""
-    run = setup_run.setup_run(self.config(steps=step))
+    run = setup.setup_run(self.config(steps=step))
     with checkpoint.Checkpoints(self.workdir, read_only=True) as found:
-      return found.restore_params(step, compiled.abstract_params(run))
+      return found.restore_params(step, programs.abstract_params(run))
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +225,8 @@ def test_experts_on_two_devices_of_each_of_two_processes(
 
   What the share of completions sets itself to goes by the first one's clock.
   """
-  describe = one_process.with_experts(setup_run.describe_model)
-  monkeypatch.setattr(setup_run, "describe_model", describe)
+  describe = one_process.with_experts(setup.describe_model)
+  monkeypatch.setattr(setup, "describe_model", describe)
   monkeypatch.setattr(train, "of_step", one_process.costs_by_own_clock)
   alone = _Folder(tmp_path_factory.mktemp("experts_alone"), "neyman")
   alone.alone(steps=2)

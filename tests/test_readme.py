@@ -10,7 +10,10 @@ import pages
 import pytest
 
 from dppo_jax import config as configs
-from dppo_jax import main, methods
+from dppo_jax import (
+  main,
+  methods,
+)
 from dppo_jax.algo import objectives
 
 PAGES = pages.pages()

@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 import sources
 
-from dppo_jax import evaluate, train
+from dppo_jax import (
+  evaluate,
+  train,
+)
 from dppo_jax.data import PretrainedTokenizer
-from dppo_jax.setup_run import setup_run
+from dppo_jax.run.setup import setup_run
 
 torch = pytest.importorskip("torch")
 import checkpoints  # noqa: E402

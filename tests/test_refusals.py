@@ -5,11 +5,15 @@ import jax.numpy as jnp
 import pytest
 import small
 
-from dppo_jax import guards, methods
+from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.learner import select
 from dppo_jax.records import Selection
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import runtime_checks
+from dppo_jax.step import select
 
 SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
 
@@ -43,16 +47,16 @@ def test_a_rule_that_reports_no_probability_is_refused(prob):
   metrics = _select(_reporting(prob))
   assert metrics["weights/invalid_probs"] == 9
   with pytest.raises(ValueError, match=r"9 prompts or completions .*\(0, 1\]"):
-    guards.check_selection(metrics)
+    runtime_checks.check_selection(metrics)
 
 
 def test_a_rule_that_reports_one_is_not():
-  guards.check_selection(_select(_reporting(0.5)))
+  runtime_checks.check_selection(_select(_reporting(0.5)))
 
 
 def test_tokens_of_no_probability_are_refused():
   with pytest.raises(ValueError, match="4 tokens were kept"):
-    guards.check_selection({"tokens/invalid_probs": 4.0})
+    runtime_checks.check_selection({"tokens/invalid_probs": 4.0})
 
 
 def test_a_batch_that_lacks_a_place_is_refused():
@@ -60,22 +64,22 @@ def test_a_batch_that_lacks_a_place_is_refused():
   metrics = _select(methods.grpo(), SPEC._replace(row_length=4))
   assert metrics["pack/unplaced"] > 0
   with pytest.raises(RuntimeError, match="have no place"):
-    guards.check_selection(metrics)
+    runtime_checks.check_selection(metrics)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_weights_that_are_not_finite_are_named(value):
   params = small.params()
-  guards.check_params(params, "mend it")
+  runtime_checks.check_params(params, "mend it")
   layers = jax.tree.map(lambda x: x, params["layers"])
   layers["mlp_norm"] = layers["mlp_norm"].at[0, 0].set(value)
   match = r"1 values .*mlp_norm are .*mend it"
   with pytest.raises(FloatingPointError, match=match):
-    guards.check_params(params | {"layers": layers}, "mend it")
+    runtime_checks.check_params(params | {"layers": layers}, "mend it")
 
 
 def test_weights_that_an_update_destroyed_end_the_run():
   values = {"update/nonfinite_params": 0.0, "update/skipped_in_a_row": 0}
-  guards.check_update(3, values)
+  runtime_checks.check_update(3, values)
   with pytest.raises(FloatingPointError, match="update of step 3 made 7 weig"):
-    guards.check_update(3, values | {"update/nonfinite_params": 7.0})
+    runtime_checks.check_update(3, values | {"update/nonfinite_params": 7.0})

@@ -12,17 +12,27 @@ import small
 
 from dppo_jax import rollout
 from dppo_jax.algo import objectives
-from dppo_jax.learner import optimizers, select, update
-from dppo_jax.models import moe, transformer
+from dppo_jax.models import (
+  moe,
+  transformer,
+)
 from dppo_jax.records import TrainState
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.step import (
+  optimizer,
+  select,
+  update,
+)
 
 pytestmark = pytest.mark.slow
 
 EXPERTS = moe.Experts(num=8, per_token=2, mlp=8, is_normalized=True)
 MODEL = dataclasses.replace(small.MODEL, experts=EXPERTS)
 CONFIG = update.UpdateConfig(MODEL, objectives.grpo(), logit_chunk=64)
-OPTIMIZER = optimizers.make_optimizer(1e-3, 1)
+OPTIMIZER = optimizer.make_optimizer(1e-3, 1)
 SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
 
 

@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 
 from dppo_jax import (
-  checkpoint,
-  collect,
-  compiled,
   config,
   methods,
   train,
 )
-from dppo_jax.reporting import jsonl, metrics
-from dppo_jax.setup_run import setup_run
+from dppo_jax.metrics import (
+  jsonl,
+  writer,
+)
+from dppo_jax.run import checkpoint
+from dppo_jax.run.setup import setup_run
+from dppo_jax.step import (
+  collect,
+  programs,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -71,7 +76,7 @@ def _metrics(workdir):
 
 def _final_state(workdir, c):
   with checkpoint.Checkpoints(workdir, 2) as checkpoints:
-    abstract = compiled.abstract_train_state(setup_run(c))
+    abstract = programs.abstract_train_state(setup_run(c))
     return jax.device_get(checkpoints.restore(c.steps, abstract))
 
 
@@ -123,7 +128,7 @@ def test_the_learning_rate_told_is_the_one_of_the_update():
 
 def _assert_explained(workdir):
   """Every metric is in the glossary; NAME stands for a name of the user's."""
-  page = pathlib.Path(metrics.__file__).parent / "README.md"
+  page = pathlib.Path(writer.__file__).parent / "README.md"
   known = re.findall(r"^\| `(\w+/[\w/]+)` \|", page.read_text(), re.MULTILINE)
   assert len(known) == len(set(known))
   names = {name for x in jsonl.read(workdir / "metrics.jsonl") for name in x}
@@ -349,7 +354,7 @@ def test_a_run_starts_from_weights_of_another(
   c = _config(steps=0, **{"sft.from_run": f"{uninterrupted}{named}"})
   train.run(c, tmp_path)
   with checkpoint.Checkpoints(tmp_path, 2) as mine:
-    abstract = compiled.abstract_train_state(setup_run(c))
+    abstract = programs.abstract_train_state(setup_run(c))
     params = mine.restore_params(0, abstract.params)
   with checkpoint.Checkpoints(uninterrupted, 2) as other:
     chex.assert_trees_all_equal(

@@ -24,10 +24,17 @@ from dppo_jax.algo.objectives import (
   gspo,
   rloo,
 )
-from dppo_jax.algo.packing import count_tokens, fill, plan, row_bound
-from dppo_jax.algo.policy_loss import Objective, surrogate
+from dppo_jax.algo.packing import (
+  count_tokens,
+  fill,
+  plan,
+  row_bound,
+)
+from dppo_jax.algo.policy_loss import (
+  Objective,
+  surrogate,
+)
 from dppo_jax.algo.segments import segment_sum
-from dppo_jax.algo.time_law import relative_seconds
 from dppo_jax.algo.weights import (
   effective_sample_size,
   horvitz_thompson,
@@ -56,7 +63,6 @@ __all__ = [
   "leave_one_out",
   "overlong_penalty",
   "plan",
-  "relative_seconds",
   "rloo",
   "row_bound",
   "segment_sum",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
-from dppo_jax.algo.checks import check
+from dppo_jax.algo.validation import check
 
 Rewards = Float[Array, "Q G"] | np.ndarray | Sequence
 Mask = Bool[Array, "Q G"] | np.ndarray | Sequence

@@ -11,7 +11,10 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dppo_jax.algo import checks, token_losses
+from dppo_jax.algo import (
+  token_losses,
+  validation,
+)
 from dppo_jax.algo.advantages import (
   group_centred,
   group_normalized,
@@ -21,7 +24,7 @@ from dppo_jax.algo.policy_loss import Objective
 from dppo_jax.algo.weights import horvitz_thompson
 from dppo_jax.records import Rollout
 
-check = functools.partial(checks.check, where="config.objective.args")
+check = functools.partial(validation.check, where="config.objective.args")
 
 
 def grpo(

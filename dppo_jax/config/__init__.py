@@ -1,9 +1,23 @@
 """What a run is told: its options, how they are chosen, checked and read."""
 
-from dppo_jax.config.choice import make_method, make_objective, use_method
-from dppo_jax.config.running import Checkpoint, Log, Mesh, Pack, Rollout
+from dppo_jax.config.choose import (
+  make_method,
+  make_objective,
+  use_method,
+)
+from dppo_jax.config.options import (
+  default_args,
+  walk,
+)
+from dppo_jax.config.running import (
+  Checkpoint,
+  Log,
+  Mesh,
+  Pack,
+  Rollout,
+)
 from dppo_jax.config.saved import read
-from dppo_jax.config.sections import (
+from dppo_jax.config.schema import (
   Config,
   Data,
   Eval,
@@ -15,7 +29,6 @@ from dppo_jax.config.sections import (
   Sft,
 )
 from dppo_jax.config.validate import validate
-from dppo_jax.options import default_args, walk
 
 __all__ = [
   "Checkpoint",

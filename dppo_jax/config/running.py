@@ -3,7 +3,7 @@
 # Without `from __future__ import annotations`: config_flags reads the types.
 import dataclasses
 
-from dppo_jax.options import option
+from dppo_jax.config.options import option
 
 
 @dataclasses.dataclass(slots=True)

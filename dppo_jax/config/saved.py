@@ -4,9 +4,12 @@ import json
 import os
 import pathlib
 
-from dppo_jax.config.choice import use_method
-from dppo_jax.config.sections import Config
-from dppo_jax.options import renamed, walk
+from dppo_jax.config.choose import use_method
+from dppo_jax.config.options import (
+  renamed,
+  walk,
+)
+from dppo_jax.config.schema import Config
 
 
 def read(path: str | os.PathLike) -> Config:

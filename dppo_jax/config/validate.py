@@ -3,10 +3,17 @@
 import dataclasses
 
 from dppo_jax import rewards
-from dppo_jax.config.choice import make_method, make_objective
-from dppo_jax.config.sections import Config
-from dppo_jax.options import check_range, shown, walk
-from dppo_jax.reporting import writers
+from dppo_jax.config.choose import (
+  make_method,
+  make_objective,
+)
+from dppo_jax.config.options import (
+  check_range,
+  shown,
+  walk,
+)
+from dppo_jax.config.schema import Config
+from dppo_jax.metrics import trackers
 
 
 def validate(config: Config) -> None:
@@ -34,7 +41,7 @@ def validate(config: Config) -> None:
   make_method(config)
   make_objective(config)
   rewards.parse(config.reward.functions)
-  writers.parse(config.log.writers)
+  trackers.parse(config.log.writers)
   m, ramp = config.model, config.reward.overlong_tokens
   if ramp > config.rollout.max_tokens:
     raise ValueError(

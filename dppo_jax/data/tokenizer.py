@@ -9,7 +9,10 @@ import reprlib
 from typing import Any, Protocol
 
 from dppo_jax.data import template_probe
-from dppo_jax.data.prompts import Message, Prompt
+from dppo_jax.data.prompts import (
+  Message,
+  Prompt,
+)
 
 _NO_TEMPLATE = "no chat template"
 

@@ -21,10 +21,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dppo_jax.algo import checks
+from dppo_jax.algo import validation
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
-from dppo_jax.records import Groups, PackedBatch, Selection, TokenStats
-from dppo_jax.rng import StepRng, keys_for_ids
+from dppo_jax.records import (
+  Groups,
+  PackedBatch,
+  Selection,
+  TokenStats,
+)
+from dppo_jax.rng import (
+  StepRng,
+  keys_for_ids,
+)
 
 CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
 History = PyTree[jax.Array]
@@ -188,7 +196,7 @@ def uniform_for_ids(key: jax.Array, ids: Int[Array, "N"]) -> Float[Array, "N"]:
   return jax.vmap(jax.random.uniform)(keys_for_ids(key, ids))
 
 
-check = functools.partial(checks.check, where="config.method.args")
+check = functools.partial(validation.check, where="config.method.args")
 
 
 def check_share(name: str, value: float) -> None:

@@ -5,9 +5,15 @@ import itertools
 from typing import NamedTuple
 
 from dppo_jax import config as configs
-from dppo_jax.planning import memory
-from dppo_jax.planning.assumed import abstract_mesh, assumed_run
-from dppo_jax.planning.hardware import CHIPS, Hardware
+from dppo_jax.planning import memory_estimate
+from dppo_jax.planning.assumed import (
+  abstract_mesh,
+  assumed_run,
+)
+from dppo_jax.planning.hardware import (
+  CHIPS,
+  Hardware,
+)
 
 _MOST_DEVICES = 1024
 _FEWEST_SLOTS = 8
@@ -58,7 +64,9 @@ def sums(config: configs.Config, hardware: Hardware) -> dict[str, float]:
   """
   mesh = abstract_mesh(config.mesh, hardware.num)
   run = assumed_run(config, mesh, hardware.chip.platform)
-  return {name: sum(x.values()) for name, x in memory.moments(run).items()}
+  return {
+    name: sum(x.values()) for name, x in memory_estimate.moments(run).items()
+  }
 
 
 def find(config: configs.Config, hardware: Hardware) -> Change | None:

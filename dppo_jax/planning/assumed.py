@@ -5,9 +5,17 @@ import dataclasses
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, limits, setup_run, shapes, sharding
+from dppo_jax import (
+  data,
+  shapes,
+  sharding,
+)
 from dppo_jax.models import attention
 from dppo_jax.planning import architectures
+from dppo_jax.run import (
+  preflight,
+  setup,
+)
 
 NUM_PROBLEMS = 8192  # where the config takes all of a source
 
@@ -30,7 +38,7 @@ def assumed_run(
   config: configs.Config,
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
   platform: str,
-) -> setup_run.Run:
+) -> setup.Run:
   """The run of a config, as far as shapes go.
 
   Prompts are as wide as config.data.max_prompt_tokens allows, except those of
@@ -44,10 +52,10 @@ def assumed_run(
   """
   model = architectures.find(config.model)
   if model is None and config.data.train == data.problems.ARITHMETIC:
-    return setup_run.setup_run(config, mesh, platform)
+    return setup.setup_run(config, mesh, platform)
   configs.validate(config)
-  limits.check_dynamic_sampling(config)
-  limits.check_prompts(mesh, config)
+  preflight.check_dynamic_sampling(config)
+  preflight.check_prompts(mesh, config)
   backend = attention.choose_backend(
     config.model.attention,
     platform,
@@ -57,15 +65,15 @@ def assumed_run(
   )
   if model is None:
     size = data.CharacterTokenizer().vocab_size
-    model = setup_run.describe_model(config.model, "", size)
+    model = setup.describe_model(config.model, "", size)
   model = dataclasses.replace(model, attention=backend)
-  limits.check_weights(mesh, model)
-  limits.check_experts(config, model)
+  preflight.check_weights(mesh, model)
+  preflight.check_experts(config, model)
   width = shapes.round_up(config.data.max_prompt_tokens, 8)
   num = config.data.train_limit or NUM_PROBLEMS
   problems = data.ProblemSet.of_shape(num, width)
-  limits.check_lengths(config, width)
-  return setup_run.assemble(
+  preflight.check_lengths(config, width)
+  return setup.assemble(
     config,
     mesh,
     model,

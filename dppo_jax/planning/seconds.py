@@ -4,12 +4,17 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from dppo_jax import sharding, stages
-from dppo_jax.learner import update
+from dppo_jax import sharding
 from dppo_jax.models.transformer import ModelConfig
-from dppo_jax.planning import flops, memory, traffic, workload
+from dppo_jax.planning import (
+  flops,
+  memory_estimate,
+  traffic,
+  workload,
+)
 from dppo_jax.planning.hardware import Chip
-from dppo_jax.setup_run import Run
+from dppo_jax.run.setup import Run
+from dppo_jax.step import stages, update
 
 
 class Phase(NamedTuple):
@@ -98,8 +103,8 @@ def _flops(run: Run, work: workload.Work) -> dict[str, float]:
 def _read(run: Run, work: workload.Work) -> dict[str, float]:
   """Bytes of weights, caches and state that one device reads and writes."""
   c = run.config
-  held = memory.resident(run)
-  parts = memory.moments(run)["roll_out"]
+  held = memory_estimate.resident(run)
+  parts = memory_estimate.moments(run)["roll_out"]
   copy = parts["rollout copy"]
   # A step reads all parts of the cache that any slot has reached: nearly all.
   # Slots that are no longer needed are given up, and their caches with them.

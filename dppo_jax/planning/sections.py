@@ -3,9 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 from dppo_jax.models import transformer
-from dppo_jax.planning import advice, seconds, topology, workload
-from dppo_jax.planning.hardware import CHIPS, Hardware
-from dppo_jax.planning.memory import Parts
+from dppo_jax.planning import (
+  advice,
+  seconds,
+  topology,
+  workload,
+)
+from dppo_jax.planning.hardware import (
+  CHIPS,
+  Hardware,
+)
+from dppo_jax.planning.memory_estimate import Parts
 from dppo_jax.planning.page import (
   Block,
   Heading,
@@ -14,7 +22,7 @@ from dppo_jax.planning.page import (
   duration,
   gib,
 )
-from dppo_jax.setup_run import Run
+from dppo_jax.run.setup import Run
 
 Phases = Mapping[str, seconds.Phase]
 

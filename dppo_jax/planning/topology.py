@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dppo_jax import compiled, compiler
-from dppo_jax.planning import hlo, memory
+from dppo_jax.metrics import progress
+from dppo_jax.planning import (
+  hlo,
+  memory_estimate,
+)
 from dppo_jax.planning.hardware import Hardware
-from dppo_jax.reporting import progress
-from dppo_jax.setup_run import Run
+from dppo_jax.run.setup import Run
+from dppo_jax.step import (
+  compiler,
+)
+from dppo_jax.step import (
+  programs as compiled,
+)
 
 HOW_TO_INSTALL = (
   "libtpu is not installed, so nothing was compiled: "
@@ -142,8 +150,8 @@ def compile_stages(
       )
   names = [name for name in programs if not only or name in only]
   task.num_parts = len(names) + 1
-  beside = memory.resident(run)
-  beside[_COPY] = memory.rollout_copy(run)
+  beside = memory_estimate.resident(run)
+  beside[_COPY] = memory_estimate.rollout_copy(run)
   for name in names:
     others = sum(beside.get(x, 0.0) for x in _BESIDE.get(name, _STATE))
     with task.part(name), abstract():

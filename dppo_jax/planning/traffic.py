@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from dppo_jax import sharding
 from dppo_jax.models import transformer
 from dppo_jax.planning import workload
-from dppo_jax.planning.memory import Parts
-from dppo_jax.setup_run import Run
+from dppo_jax.planning.memory_estimate import Parts
+from dppo_jax.run.setup import Run
 
 
 def of_step(run: Run, work: workload.Work) -> dict[str, Parts]:

@@ -4,9 +4,12 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from dppo_jax import shapes, sharding
+from dppo_jax import (
+  shapes,
+  sharding,
+)
 from dppo_jax.planning import shares
-from dppo_jax.setup_run import Run
+from dppo_jax.run.setup import Run
 
 BUSY = 0.95  # share of decode slots that do something
 _FILL = 0.95  # share of a packed row's positions in use

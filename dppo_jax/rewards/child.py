@@ -37,7 +37,10 @@ def main() -> None:
   sys.path[:] = start["path"]
 
   from dppo_jax import user_code
-  from dppo_jax.rewards import functions, math
+  from dppo_jax.rewards import (
+    functions,
+    math_answers,
+  )
 
   loaded = {}
   for name in start["references"]:
@@ -48,7 +51,7 @@ def main() -> None:
       channel.sendall(_line({"refused": str(error)}))
       return
     if name == "math":
-      math.warm_up()
+      math_answers.warm_up()
   os.dup2(null, 1)  # from here on nobody reads what is printed
   os.dup2(null, 2)
   takes = {name: functions.arguments(f) for name, f in loaded.items()}

@@ -15,7 +15,10 @@ import sys
 from typing import NamedTuple
 
 from dppo_jax import user_code
-from dppo_jax.rewards.math import last_boxed, outcome
+from dppo_jax.rewards.math_answers import (
+  last_boxed,
+  outcome,
+)
 
 RewardFn = Callable[..., Sequence[float | None]]
 

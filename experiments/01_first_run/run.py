@@ -19,7 +19,8 @@ import sys
 import jax
 from matplotlib import figure as figures
 
-from dppo_jax.reporting import jsonl, runs
+from dppo_jax.analysis import runs
+from dppo_jax.metrics import jsonl
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -13,11 +13,31 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import checkpoint, compiled, data, grading, rollout, train
-from dppo_jax.learner import select, update
-from dppo_jax.records import Groups, PromptBatch, Rollout
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.setup_run import Run, setup_run
+from dppo_jax import (
+  data,
+  rollout,
+  train,
+)
+from dppo_jax.records import (
+  Groups,
+  PromptBatch,
+  Rollout,
+)
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import checkpoint
+from dppo_jax.run.setup import (
+  Run,
+  setup_run,
+)
+from dppo_jax.step import (
+  grade,
+  programs,
+  select,
+  update,
+)
 
 
 class Batch(NamedTuple):
@@ -86,7 +106,7 @@ def prepare(config, workdir: pathlib.Path, num_prompts: int) -> Batch:
   run = setup_run(config)
   with checkpoint.Checkpoints(workdir, keep=1) as checkpoints:
     params = checkpoints.restore_params(
-      0, compiled.abstract_train_state(run).params
+      0, programs.abstract_train_state(run).params
     )
   prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -118,7 +138,7 @@ def sample(
   rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
   sampled = jax.jit(make)(params, prompts=prompts, rng=rng)
   with run.make_grader() as grader:
-    graded = grading.grade(sampled, run.train_set, run.tokenizer, grader)
+    graded = grade.grade(sampled, run.train_set, run.tokenizer, grader)
   return sampled, jnp.asarray(graded.rewards)
 
 

@@ -19,7 +19,10 @@ import sampling
 import tokens
 
 from dppo_jax import methods
-from dppo_jax.learner import select, update
+from dppo_jax.step import (
+  select,
+  update,
+)
 
 BUDGET = 0.25
 TURNS = 5

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import methods
-from dppo_jax.learner import select as selection
-from dppo_jax.learner import update
 from dppo_jax.rng import StepRng
+from dppo_jax.step import select as selection
+from dppo_jax.step import update
 
 BUDGETS = (0.5, 0.25, 0.125)
 DRAWS = 8

@@ -3,7 +3,7 @@
 import pathlib
 import statistics
 
-from dppo_jax.reporting import runs
+from dppo_jax.analysis import runs
 
 MARKS = (0.6, 0.7, 0.8)  # accuracies whose first crossing is reported
 

@@ -12,9 +12,12 @@ import phases
 import work as works
 
 from dppo_jax import sharding
-from dppo_jax.learner import update
-from dppo_jax.models import attention, transformer
+from dppo_jax.models import (
+  attention,
+  transformer,
+)
 from dppo_jax.records import PackedBatch
+from dppo_jax.step import update
 
 Row = dict[str, Any]
 

@@ -14,9 +14,16 @@ import work as works
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.planning import architectures, assumed, memory
+from dppo_jax.planning import (
+  architectures,
+  assumed,
+  memory_estimate,
+)
 from dppo_jax.records import Selection
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
 
 
 def phase_rows(model: str) -> Iterator[dict[str, Any]]:
@@ -126,7 +133,7 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
   config.pack.logit_chunk = work.logit_chunk
   platform = jax.devices()[0].platform
   run = assumed.assumed_run(config, sharding.make_mesh(), platform)
-  return memory.moments(run)["update"]
+  return memory_estimate.moments(run)["update"]
 
 
 def _work(model: str) -> works.Work:

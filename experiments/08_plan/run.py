@@ -21,11 +21,23 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
+from dppo_jax.metrics import (
+  logs,
+  progress,
+  tables,
+)
 from dppo_jax.models import transformer
-from dppo_jax.planning import assumed, memory, topology, traffic
+from dppo_jax.planning import (
+  assumed,
+  memory_estimate,
+  topology,
+  traffic,
+)
 from dppo_jax.planning import hardware as hardwares
-from dppo_jax.reporting import logs, progress, tables
-from dppo_jax.rollout import decode, generate
+from dppo_jax.rollout import (
+  decode,
+  generate,
+)
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -124,9 +136,11 @@ def run(name: str, stages: list[str], is_lean: bool = False) -> None:
   planned = assumed.assumed_run(config, mesh, "tpu")
   added = {}
   if is_lean:
-    parts = memory.moments(planned)["roll_out"]
+    parts = memory_estimate.moments(planned)["roll_out"]
     added["roll_out"] = parts["cache, next stage"]
-  by_sums = {x: sum(p.values()) for x, p in memory.moments(planned).items()}
+  by_sums = {
+    x: sum(p.values()) for x, p in memory_estimate.moments(planned).items()
+  }
   formula = {
     "to_inference_params": traffic.weights_of_rollout(planned),
     "update": sum(traffic.micro_batch(planned).values()),

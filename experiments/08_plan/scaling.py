@@ -15,15 +15,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import run as cases
 
 from dppo_jax import config as configs
+from dppo_jax.metrics import tables
 from dppo_jax.planning import (
   advice,
   assumed,
-  memory,
+  memory_estimate,
   seconds,
   workload,
 )
-from dppo_jax.planning.hardware import GIB, Hardware
-from dppo_jax.reporting import tables
+from dppo_jax.planning.hardware import (
+  GIB,
+  Hardware,
+)
 
 HERE = pathlib.Path(__file__).parent
 PODS = [("v5e", n) for n in (16, 64, 256)]
@@ -97,7 +100,9 @@ def _row(config: configs.Config, place: Hardware) -> list[str]:
   run = assumed.assumed_run(config, mesh, "tpu")
   work = workload.of_step(run, GIVEN)
   phases = seconds.phases(run, work, place.chip, GIVEN)
-  moments = {k: sum(v.values()) for k, v in memory.moments(run).items()}
+  moments = {
+    k: sum(v.values()) for k, v in memory_estimate.moments(run).items()
+  }
   worst = max(moments, key=moments.get)
   fits = "" if moments[worst] <= place.memory else ", does not fit"
   decode, update = phases["decode"], phases["update"]

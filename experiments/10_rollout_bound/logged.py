@@ -13,12 +13,31 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import checkpoint, compiled, data, grading, rollout, train
-from dppo_jax.learner import select, update
-from dppo_jax.records import PromptBatch, Rollout
-from dppo_jax.reporting import runs
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.setup_run import Run, setup_run
+from dppo_jax import (
+  data,
+  rollout,
+  train,
+)
+from dppo_jax.analysis import runs
+from dppo_jax.records import (
+  PromptBatch,
+  Rollout,
+)
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import checkpoint
+from dppo_jax.run.setup import (
+  Run,
+  setup_run,
+)
+from dppo_jax.step import (
+  grade,
+  programs,
+  select,
+  update,
+)
 
 HERE = pathlib.Path(__file__).parent
 RINGS = HERE.parent / "03_comparison"
@@ -125,7 +144,7 @@ def collect(
   """Completions of the policy of `step`, and their gradients."""
   with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
     params = checkpoints.restore_params(
-      step, compiled.abstract_train_state(run).params
+      step, programs.abstract_train_state(run).params
     )
   prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -180,7 +199,7 @@ def _sample(
   rng = rng_at(run.root_key, run.config.steps + 1, Stage.ROLLOUT)
   sampled = make(params, prompts, rng)
   with run.make_grader() as grader:
-    graded = grading.grade(sampled, run.train_set, run.tokenizer, grader)
+    graded = grade.grade(sampled, run.train_set, run.tokenizer, grader)
   return sampled, np.asarray(graded.rewards, np.float64)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dppo_jax.algo import checks
+from dppo_jax.algo import validation
 from dppo_jax.methods import method
 
 SHARE = (method.check_share, "in \\(0, 1\\]")
@@ -33,7 +33,9 @@ def test_what_is_no_whole_number_is_refused(value):
 
 def test_the_message_says_it_all():
   with pytest.raises(ValueError) as error:
-    checks.check("rate", 2, lambda x: x < 1, "below 1", "config.method.args")
+    validation.check(
+      "rate", 2, lambda x: x < 1, "below 1", "config.method.args"
+    )
   assert (
     str(error.value) == "rate is 2 but must be below 1; see config.method.args"
   )

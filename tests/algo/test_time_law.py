@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.algo import designs, time_law
+from dppo_jax.algo import designs
+from dppo_jax.methods.neyman import time_law
 
 NUM = 12
 SIZES = st.lists(

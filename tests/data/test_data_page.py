@@ -6,9 +6,9 @@ from problems import DEFAULTS, read
 import pytest
 from sources import write_jsonl
 
-from dppo_jax import options
+from dppo_jax.config import options
 from dppo_jax.data import prompts
-from dppo_jax.setup_run import setup_run
+from dppo_jax.run.setup import setup_run
 
 ROWS = [
   {"problem": "1+2=", "answer": 3},

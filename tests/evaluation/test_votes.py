@@ -3,7 +3,7 @@
 import numpy as np
 
 from dppo_jax import rewards
-from dppo_jax.evaluation import votes
+from dppo_jax.eval import votes
 
 
 def _count(answers, right=(), functions="math"):

@@ -17,7 +17,10 @@ from dppo_jax.algo import (
   invalid_probs,
 )
 from dppo_jax.methods import METHODS
-from dppo_jax.records import Groups, Selection
+from dppo_jax.records import (
+  Groups,
+  Selection,
+)
 from dppo_jax.rng import StepRng
 
 _relaxing = lambda step: jnp.minimum(0.4 + step.astype(jnp.float32), 1.0)

@@ -20,7 +20,7 @@ from prompts import (
 )
 import pytest
 
-from dppo_jax.methods import pass_rates
+from dppo_jax.methods.neyman import pass_rates
 
 NODE, WEIGHT = np.polynomial.legendre.leggauss(200)
 PASS_RATE, WEIGHT = (NODE + 1) / 2, WEIGHT / 2  # exact for these polynomials

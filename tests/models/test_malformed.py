@@ -7,8 +7,15 @@ import jax
 import pytest
 
 from dppo_jax.data.tokenizer import find_stop_ids
-from dppo_jax.models import hf, moe, transformer
-from dppo_jax.models.hf import checkpoint, families
+from dppo_jax.models import (
+  hf,
+  moe,
+  transformer,
+)
+from dppo_jax.models.hf import (
+  families,
+  reader,
+)
 
 BILLION = 10**9
 FAMILY = "Qwen3MoeForCausalLM"
@@ -114,7 +121,7 @@ def test_a_part_of_rotary_scaling_is_refused_by_name(path):
   assert "sets factor to 0" in refusal(path)
 
 
-@pytest.mark.parametrize("name", ["config.json", checkpoint.INDEX])
+@pytest.mark.parametrize("name", ["config.json", reader.INDEX])
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "", "[" * 100_000])
 def test_a_file_that_is_no_object_is_named(path, name, text):
   (path / name).write_text(text)
@@ -139,7 +146,7 @@ def test_a_file_that_is_no_object_is_named(path, name, text):
 )
 def test_an_index_names_files_beside_it(path, weight_map):
   """And no other: what it points to would be read."""
-  index = path / checkpoint.INDEX
+  index = path / reader.INDEX
   index.write_text(json.dumps({"weight_map": weight_map}))
   said = refusal(path)
   assert "weight_map must name files beside it" in said

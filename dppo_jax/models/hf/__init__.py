@@ -1,6 +1,6 @@
 """Hugging Face checkpoints: reading, checking and writing them."""
 
-from dppo_jax.models.hf.checkpoint import (
+from dppo_jax.models.hf.reader import (
   GENERATION,
   check,
   fetch,

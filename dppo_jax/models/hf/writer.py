@@ -12,12 +12,18 @@ import safetensors
 import safetensors.numpy
 
 from dppo_jax.models import transformer
-from dppo_jax.models.hf import checkpoint, families
-from dppo_jax.models.transformer import ModelConfig, Params
+from dppo_jax.models.hf import (
+  families,
+  reader,
+)
+from dppo_jax.models.transformer import (
+  ModelConfig,
+  Params,
+)
 
 __all__ = ["DTYPES", "SHARD_BYTES", "save"]
 
-DTYPES = tuple(checkpoint.FLOATS.values())
+DTYPES = tuple(reader.FLOATS.values())
 
 # The largest file: where the hub's tools draw the line, so that a transfer
 # that breaks off does not begin again with the whole model.
@@ -61,7 +67,7 @@ def save(
   if dtype not in DTYPES:
     raise ValueError(f"dtype is {dtype!r}: a file is {' or '.join(DTYPES)}")
   flat = transformer.flatten(params)
-  checkpoint.check_shapes(
+  reader.check_shapes(
     "params",
     {name: weight.shape for name, weight in flat.items()},
     {name: p.shape for name, p in transformer.parameter_table(config).items()},
@@ -71,14 +77,14 @@ def save(
     raise ValueError(f"{path} holds the checkpoint that training began with")
   described = _settings(config, source, settings or {})
   out.mkdir(parents=True, exist_ok=True)
-  for pattern in checkpoint.COMPANIONS if source else ():
+  for pattern in reader.COMPANIONS if source else ():
     for file in pathlib.Path(source).glob(pattern):
       if file.is_file():
         shutil.copyfile(file, out / file.name)
   _write_json(out / "config.json", {**described, "torch_dtype": dtype})
   if generation:
-    file = out / checkpoint.GENERATION
-    known = checkpoint.read_json(file) if file.is_file() else {}
+    file = out / reader.GENERATION
+    known = reader.read_json(file) if file.is_file() else {}
     _write_json(file, known | dict(generation))
   host = {name: np.asarray(weight) for name, weight in flat.items()}
   _write_weights(out, host, dtype, shard_bytes)
@@ -94,7 +100,7 @@ def _settings(
   """
   settings = families.to_settings(config)
   if source:
-    copied = checkpoint.read_json(pathlib.Path(source, "config.json"))
+    copied = reader.read_json(pathlib.Path(source, "config.json"))
     if "rope_theta" not in copied:  # transformers 4 looks nowhere else
       keys = ("rope_theta", "rope_scaling")
       copied |= {k: settings[k] for k in keys if settings[k] is not None}
@@ -119,14 +125,14 @@ def _write_weights(
   shard_bytes: int,
 ) -> None:
   """One file, or several with an index, as transformers names them."""
-  for pattern in (checkpoint.WEIGHTS, SHARD.format("*", "*"), checkpoint.INDEX):
+  for pattern in (reader.WEIGHTS, SHARD.format("*", "*"), reader.INDEX):
     for stale in out.glob(pattern):
       stale.unlink()
   itemsize = np.dtype(dtype).itemsize
   shards = _shards(flat, itemsize, shard_bytes)
   weight_map = {}
   for number, shard in enumerate(shards, 1):
-    file = out / checkpoint.WEIGHTS
+    file = out / reader.WEIGHTS
     if len(shards) > 1:
       file = out / SHARD.format(f"{number:05}", f"{len(shards):05}")
     tensors = {
@@ -143,7 +149,7 @@ def _write_weights(
   if len(shards) > 1:
     total = sum(weight.size for weight in flat.values()) * itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(out / checkpoint.INDEX, index)
+    _write_json(out / reader.INDEX, index)
 
 
 def _shards(

@@ -12,12 +12,23 @@ import jax
 import numpy as np
 import work
 
-from dppo_jax import compiled as programs
-from dppo_jax import compiler, data, main, rollout, setup_run
-from dppo_jax.learner import update
-from dppo_jax.records import PromptBatch, Rollout, Selection
-from dppo_jax.reporting import metrics
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax import (
+  data,
+  main,
+  rollout,
+)
+from dppo_jax.metrics import writer
+from dppo_jax.records import (
+  PromptBatch,
+  Rollout,
+  Selection,
+)
+from dppo_jax.rng import (
+  Stage,
+  rng_at,
+)
+from dppo_jax.run import setup
+from dppo_jax.step import compiler, programs, update
 
 CONFIG = pathlib.Path(__file__).parent / "config.py"
 
@@ -42,13 +53,13 @@ def options(args) -> dict[str, object]:
   }
 
 
-def set_up(args) -> setup_run.Run:
+def set_up(args) -> setup.Run:
   """The run that the main program would set up."""
   config = runpy.run_path(str(CONFIG))["get_config"](args.method)
   for name, value in options(args).items():
     *sections, field = name.split(".")
     setattr(functools.reduce(getattr, sections, config), field, value)
-  return setup_run.setup_run(config)
+  return setup.setup_run(config)
 
 
 def order(args) -> None:
@@ -65,7 +76,7 @@ def steps(args) -> None:
   """Runs the main program; its metrics' writer stamps the ends of steps."""
   watch = clock.Clock(args.out)
 
-  class Writer(metrics.Writer):
+  class Writer(writer.Writer):
     def write(self, step, values):
       super().write(step, values)
       if "step/seconds" in values:
@@ -76,7 +87,7 @@ def steps(args) -> None:
         )
         watch.end()
 
-  metrics.Writer = Writer
+  writer.Writer = Writer
   workdir = args.out.with_suffix("")
   shutil.rmtree(workdir, ignore_errors=True)
   sys.argv = [
@@ -163,7 +174,7 @@ def decode(args) -> None:
     args.out.write_text(json.dumps(clock.repeat(generate)))
 
 
-def first_prompts(run: setup_run.Run) -> PromptBatch:
+def first_prompts(run: setup.Run) -> PromptBatch:
   """Those that are checked and decoded."""
   ids = np.arange(work.PROMPTS, dtype=np.int32)
   return PromptBatch(ids, run.train_set.tokens[ids], run.train_set.lengths[ids])

@@ -1,0 +1,1 @@
+"""Comparison of finished runs; imports no jax."""

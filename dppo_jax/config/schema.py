@@ -1,0 +1,343 @@
+"""Every option, stated once: default, meaning, unit, range, resume rule.
+
+Here are those of what is learned, in `running.py` those of how it is gone
+about. Nothing below `setup_run.py` sees a config: the stages take plain
+arguments. A config file returns a `Config` and says how it differs from these.
+"""
+
+# Without `from __future__ import annotations`: config_flags reads the types.
+from collections.abc import Callable
+import dataclasses
+
+from dppo_jax import methods
+from dppo_jax.algo import objectives
+from dppo_jax.config.options import (
+  default_args,
+  option,
+)
+from dppo_jax.config.running import (
+  Checkpoint,
+  Log,
+  Mesh,
+  Pack,
+  Rollout,
+)
+from dppo_jax.models import (
+  attention,
+  transformer,
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Model:
+  """A checkpoint to start from or, with neither path nor hub_id, a shape."""
+
+  path: str = option(
+    "", "directory with config.json, *.safetensors and tokenizer files"
+  )
+  hub_id: str = option("", "fetched with huggingface_hub where path is empty")
+  layers: int = option(
+    2, "layers of a Qwen3 model made on the spot", least=1, most=1000
+  )
+  embed: int = option(64, "its width", least=1, most=65_536)
+  heads: int = option(4, "its query heads", least=1, most=1024)
+  kv_heads: int = option(2, "its key and value heads", least=1, most=1024)
+  head_dim: int = option(16, "width of a head", least=2, most=1024)
+  mlp: int = option(
+    192, "width of its feed-forward layers", least=1, most=1_000_000
+  )
+  dtype: str = option(
+    "float32",
+    "of the computation; master weights are float32",
+    choices=("float32", "bfloat16"),
+  )
+  remat: str = option(
+    "layers",
+    "remat policy: layers recomputes all, dots keeps matmul outputs, none "
+    "recomputes nothing; each takes more memory than the one before",
+    choices=tuple(transformer.REMAT),
+    may_change=True,
+  )
+  attention: str = option(
+    "auto",
+    "xla runs everywhere, splash on TPU, triton on NVIDIA; auto takes splash "
+    "where it can",
+    choices=attention.CHOICES,
+    may_change=True,
+  )
+
+
+@dataclasses.dataclass(slots=True)
+class Data:
+  """Problems. A source is `arithmetic`, a file, `tfds:NAME[:SPLIT]` or code.
+
+  A file ends in .jsonl, .csv (both perhaps with .gz) or .parquet. Code is
+  FILE.py:FUNCTION or MODULE:FUNCTION, which returns an iterable of dicts; from
+  Python also the function. A `_key` names columns, of which the first that has
+  a value counts; `a.b` is column b within column a.
+  """
+
+  train: str = option(
+    "arithmetic", "source of the problems to train on", is_code=True
+  )
+  eval: str = option(
+    "arithmetic",
+    "source to evaluate on, or NAME=SOURCE,NAME=SOURCE; empty for none",
+    is_code=True,
+    may_change=True,
+  )
+  train_limit: int = option(0, "first problems taken; 0 takes all", least=0)
+  eval_limit: int = option(
+    256,
+    "first problems taken of each source; 0 takes all",
+    least=0,
+    may_change=True,
+  )
+  problem_key: str = option(
+    "problem,question,prompt", "the problem: text, or messages"
+  )
+  answer_key: str = option(
+    "answer,final_answer,reward_model.ground_truth",
+    "the answer; text after the last #### counts, if any",
+  )
+  id_key: str = option(
+    "id,extra_info.index",
+    "optional; of rows with the same, copies are left out",
+  )
+  solution_key: str = option("solution", "optional, read for config.sft only")
+  prompts_per_step: int = option(
+    16,
+    "N, prompts drawn in a step, before any is pruned",
+    least=1,
+    most=1_000_000,
+  )
+  max_prompt_tokens: int = option(
+    512, "longer prompts are left out and counted", least=1, most=1_000_000
+  )
+  template: str = option(
+    "",
+    "what the user says: text with columns in braces, as in 'Q: {problem}', or "
+    "FILE.py:FUNCTION or MODULE:FUNCTION of a row; empty is the problem",
+    is_code=True,
+  )
+  system: str = option(
+    "", "system message; precedes the problem without a chat template"
+  )
+  instruction: str = option("", "follows the problem in the user's message")
+  template_args: dict = option(
+    {},
+    "for the chat template, e.g. enable_thinking=False for Qwen3",
+  )
+  num_arithmetic: int = option(
+    4096,
+    "arithmetic problems made; one in eight is held out",
+    least=0,
+    most=1_000_000,
+  )
+  max_operations: int = option(
+    6, "operations in an arithmetic problem", least=1
+  )
+
+
+@dataclasses.dataclass(slots=True)
+class Reward:
+  """What a completion earns."""
+
+  functions: str = option(
+    "exact",
+    "exact, math, boxed, FILE.py:FUNCTION or MODULE:FUNCTION, each perhaps "
+    "with :WEIGHT, separated by commas; the first says what is correct",
+    is_code=True,
+  )
+  on_error: str = option(
+    "zero",
+    "what a user's function that fails costs: its reward, or the run",
+    choices=("zero", "stop"),
+  )
+  overlong_tokens: int = option(
+    0,
+    "length of DAPO's soft overlong ramp, in tokens before rollout.max_tokens; "
+    "0 disables it",
+    least=0,
+    most=1_000_000,
+  )
+  num_workers: int = option(
+    2,
+    "processes that grade; exact needs none",
+    least=1,
+    most=1024,
+    may_change=True,
+  )
+  timeout_seconds: float = option(
+    5.0,
+    "wall clock for one call of a function",
+    above=0,
+    most=86_400,
+    may_change=True,
+  )
+
+
+@dataclasses.dataclass(slots=True)
+class Method:
+  """What is chosen; named after the config's file, as in FILE.py:dppo."""
+
+  factory: Callable = methods.dppo
+  args: dict = option(default_args(methods.dppo), "of the factory")
+
+  @property
+  def name(self) -> str:
+    return self.factory.__name__
+
+
+@dataclasses.dataclass(slots=True)
+class Objective:
+  """What is optimised; named after the method, as in FILE.py:dppo,gspo."""
+
+  factory: Callable = objectives.grpo
+  args: dict = option(default_args(objectives.grpo), "of the factory")
+  inner_updates: int = option(
+    1, "mu, passes of the optimizer over one rollout", least=1, most=1000
+  )
+  mini_batches: int = option(
+    1,
+    "parts of the prompts of a rollout, each an update of every pass",
+    least=1,
+    most=1000,
+  )
+  noise_every: int = option(
+    128,
+    "steps between two measurements of how noisy gradients are, each of which "
+    "takes a gradient twice; 0 for none",
+    least=0,
+  )
+  train_zero_advantage: bool = option(
+    False,
+    "also train on zero-advantage completions; changes no gradient",
+  )
+
+  @property
+  def name(self) -> str:
+    return self.factory.__name__
+
+  @property
+  def num_updates(self) -> int:
+    """Optimizer updates on one rollout."""
+    return self.inner_updates * self.mini_batches
+
+
+@dataclasses.dataclass(slots=True)
+class Optimizer:
+  """AdamW behind global-norm clipping."""
+
+  learning_rate: float = option(1e-6, "peak", least=0, most=1e6)
+  schedule: str = option(
+    "constant", "after the warm-up", choices=("constant", "linear", "cosine")
+  )
+  warmup_steps: int = option(
+    0,
+    "updates, inner ones too, from 0 to learning_rate",
+    least=0,
+    most=10**9,
+  )
+  weight_decay: float = option(0.0, "AdamW's", least=0, most=1e6)
+  b1: float = option(0.9, "decay of the first moment", least=0, below=1)
+  b2: float = option(0.999, "decay of the second moment", least=0, below=1)
+  clip_norm: float = option(
+    1.0,
+    "largest norm of a gradient; a large one, such as 1e9, clips nothing",
+    above=0,
+    most=1e15,
+  )
+
+
+@dataclasses.dataclass(slots=True)
+class Sft:
+  """Supervised fine-tuning before the first rollout; 0 steps skips it."""
+
+  steps: int = option(0, "updates", least=0)
+  from_run: str = option(
+    "",
+    "workdir of a run whose first weights, those of step 0, are taken instead "
+    "of steps; RUN@STEP takes those of another of its checkpoints",
+  )
+  sequences_per_step: int = option(
+    64, "solutions in an update", least=1, most=1_000_000
+  )
+  direct_share: float = option(
+    0.5, "share of answers without the work", least=0, most=1
+  )
+  learning_rate: float = option(3e-3, "peak", least=0, most=1e6)
+
+  @property
+  def needs_solutions(self) -> bool:
+    """Whether solutions are imitated: another run's weights need none."""
+    return self.steps > 0 and not self.from_run
+
+
+@dataclasses.dataclass(slots=True)
+class Eval:
+  """Accuracy on problems that are not trained on."""
+
+  every: int = option(
+    0,
+    "steps; 0 evaluates at the start and at the end only",
+    least=0,
+    may_change=True,
+  )
+  samples: int = option(
+    0,
+    "k, completions sampled of each problem, for avg@k, maj@k and pass@k; 0 is "
+    "greedy, which --mode=evaluate adds in any case",
+    least=0,
+    most=1000,
+    may_change=True,
+  )
+  temperature: float = option(
+    0.0,
+    "of those samples; 0 is rollout.temperature",
+    least=0,
+    most=100,
+    may_change=True,
+  )
+  top_p: float = option(
+    0.0,
+    "of those samples; 0 is rollout.top_p",
+    least=0,
+    most=1,
+    may_change=True,
+  )
+  prompts: int = option(
+    64,
+    "problems rolled out side by side",
+    least=1,
+    most=1_000_000,
+    may_change=True,
+  )
+  columns: str = option(
+    "level,subject,type",
+    "columns of the data by whose values --mode=evaluate breaks results down",
+    may_change=True,
+  )
+
+
+@dataclasses.dataclass(slots=True)
+class Config:
+  """All options of a run."""
+
+  seed: int = option(0, "where all randomness starts", least=0, most=2**32 - 1)
+  steps: int = option(
+    100, "updates after supervised fine-tuning", least=0, may_change=True
+  )
+  model: Model = dataclasses.field(default_factory=Model)
+  data: Data = dataclasses.field(default_factory=Data)
+  rollout: Rollout = dataclasses.field(default_factory=Rollout)
+  reward: Reward = dataclasses.field(default_factory=Reward)
+  method: Method = dataclasses.field(default_factory=Method)
+  objective: Objective = dataclasses.field(default_factory=Objective)
+  pack: Pack = dataclasses.field(default_factory=Pack)
+  optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+  sft: Sft = dataclasses.field(default_factory=Sft)
+  eval: Eval = dataclasses.field(default_factory=Eval)
+  checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+  log: Log = dataclasses.field(default_factory=Log)
+  mesh: Mesh = dataclasses.field(default_factory=Mesh)

@@ -1,0 +1,9 @@
+"""The exception that ends a run in one line."""
+
+
+class UserError(ValueError):
+  """Input that cannot work: an option, a file, a checkpoint or user code.
+
+  `main` prints the message without a traceback. Every other exception keeps its
+  traceback.
+  """

@@ -1,0 +1,1 @@
+"""The Neyman method: rules, pass rates, budgets and what budgets read."""

@@ -1,0 +1,1 @@
+"""A run around the training loop: setup, checks, checkpoints, processes."""

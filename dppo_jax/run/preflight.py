@@ -1,0 +1,162 @@
+"""What cannot work together, refused before anything is made.
+
+The range of a single option is checked by `config.validate`.
+"""
+
+import jax
+
+from dppo_jax import config as configs
+from dppo_jax import (
+  data,
+  sharding,
+)
+from dppo_jax.models import transformer
+from dppo_jax.run import (
+  checkpoint,
+  distributed,
+)
+
+
+def check_lengths(config: configs.Config, prompt_length: int) -> None:
+  """Refuses sequences that are longer than a row."""
+  longest = prompt_length + config.rollout.max_tokens - 1
+  if longest > config.pack.row_length:
+    raise ValueError(
+      f"a prompt of {prompt_length} tokens and a completion of "
+      f"{config.rollout.max_tokens} take {longest} tokens but a packed row "
+      f"holds {config.pack.row_length}: raise config.pack.row_length, or "
+      "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
+    )
+
+
+def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
+  """Refuses problems that are too long, too few, or have no solutions."""
+  d = config.data
+  check_lengths(config, train_set.tokens.shape[1])
+  wanted = {"data.prompts_per_step": d.prompts_per_step}
+  if config.sft.needs_solutions:
+    wanted["sft.sequences_per_step"] = config.sft.sequences_per_step
+  for name, number in wanted.items():
+    if len(train_set) < number:
+      raise ValueError(
+        f"config.{name} is {number} but {d.train} has {len(train_set)} usable "
+        "problems"
+      )
+  if config.sft.needs_solutions and not any(train_set.solutions):
+    raise ValueError(
+      f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
+      "has a solution to imitate: name the column with "
+      "config.data.solution_key, or set config.sft.steps to 0"
+    )
+
+
+def check_experts(
+  config: configs.Config, model: transformer.ModelConfig
+) -> None:
+  """Refuses to replay the experts of a model that has none."""
+  if config.rollout.replay_experts and not model.experts:
+    raise ValueError(
+      "config.rollout.replay_experts is True but the model is dense: it has no "
+      "experts to replay"
+    )
+
+
+def check_ids(
+  model: transformer.ModelConfig,
+  stop_ids: tuple[int, ...],
+  problem_sets: list[data.ProblemSet],
+) -> None:
+  """Refuses token ids for which the model has no embedding."""
+  for stop_id in stop_ids:
+    if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
+      raise ValueError(
+        f"the stop id {stop_id!r} is no token of the model, which has "
+        f"{model.vocab}: set config.rollout.stop_ids"
+      )
+  largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
+  if largest >= model.vocab:
+    raise ValueError(
+      f"a prompt has token {largest} but the model's vocabulary is "
+      f"{model.vocab}: config.model.path holds a tokenizer of another model"
+    )
+
+
+def check_dynamic_sampling(config: configs.Config) -> None:
+  """Refuses the exact form where the groups it passes over would count."""
+  sampling = configs.make_method(config).dynamic_sampling
+  if not (sampling and sampling.is_exact):
+    return
+  objective = configs.make_objective(config)
+  counts = {
+    "config.reward.overlong_tokens": config.reward.overlong_tokens,
+    "config.objective.args.beta": objective.beta,
+  }
+  for name, value in counts.items():
+    if value:
+      raise ValueError(
+        f"{name} is {value} but exact dynamic sampling passes over groups "
+        "whose rewards are all the same, which would have counted: set it to "
+        "0, or config.method.args.dynamic_sampling to plain or none"
+      )
+  if config.objective.args.get("tokens_per_completion") == 0:
+    raise ValueError(
+      "config.objective.args.tokens_per_completion is 0 but the mean length of "
+      "the groups that exact dynamic sampling gathers is not that of all: set "
+      "it to what a completion usually takes"
+    )
+
+
+def check_from_run(from_run: str) -> None:
+  if not from_run:
+    return
+  workdir, step = checkpoint.split_step(from_run)
+  folder = workdir / "checkpoints"
+  if not (folder / str(step)).is_dir():
+    steps = sorted(int(x.name) for x in folder.glob("*") if x.name.isdigit())
+    raise ValueError(
+      f"config.sft.from_run is {from_run} but {workdir} has no checkpoint of "
+      f"step {step}: there are {', '.join(map(str, steps)) or 'none'}"
+    )
+
+
+def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
+  """Refuses a mesh over which prompts cannot be divided."""
+  prompts = config.data.prompts_per_step
+  num_shards = sharding.num_shards(mesh, "batch")
+  if prompts % num_shards:
+    axes = "config.mesh.data"
+    if config.mesh.replicas > 1:
+      axes += " x config.mesh.replicas"
+    raise ValueError(
+      f"config.data.prompts_per_step is {prompts} but must be a multiple of "
+      f"the {num_shards} devices of {axes}"
+    )
+
+
+def check_processes(mesh: jax.sharding.Mesh) -> None:
+  """Refuses a mesh of which some process has no device."""
+  has_one = {device.process_index for device in mesh.devices.flat}
+  without = set(range(distributed.count())) - has_one
+  if without:
+    raise ValueError(
+      f"a mesh of {mesh.size} devices has none of process "
+      f"{', '.join(map(str, sorted(without)))}: config.mesh.data=-1 takes all"
+    )
+
+
+def check_weights(
+  mesh: jax.sharding.Mesh, model: transformer.ModelConfig
+) -> None:
+  """Refuses a mesh over which some weight cannot be divided.
+
+  Heads of keys and values may be fewer than its devices: they are repeated.
+  """
+  for name, param in transformer.parameter_table(model).items():
+    for size, axis in zip(param.shape, param.axes, strict=True):
+      num_shards = sharding.num_shards(mesh, axis)
+      if axis != "kv_heads" and size % num_shards:
+        (mesh_axis,) = sharding.RULES[axis]
+        raise ValueError(
+          f"config.mesh.{mesh_axis} is {num_shards} but the {axis} axis of "
+          f"{name}, {size}, is not a multiple of it"
+        )

@@ -1,0 +1,31 @@
+"""From graded completions to new weights."""
+
+from dppo_jax.step.optimizer import make_optimizer
+from dppo_jax.step.select import (
+  PackingSpec,
+  choose_tokens,
+  pack,
+)
+from dppo_jax.step.update import (
+  GradSums,
+  UpdateConfig,
+  add_gradient,
+  apply_gradient,
+  score,
+  sum_gradients,
+  zero_sums,
+)
+
+__all__ = [
+  "GradSums",
+  "PackingSpec",
+  "UpdateConfig",
+  "add_gradient",
+  "apply_gradient",
+  "choose_tokens",
+  "make_optimizer",
+  "pack",
+  "score",
+  "sum_gradients",
+  "zero_sums",
+]
