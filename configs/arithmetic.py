@@ -10,10 +10,7 @@ at first, 0.5 after some 100 steps and 0.93 at the end. From step 113 on, when
 each prompt has been visited, prompts are pruned too.
 """
 
-from dppo_jax.config import (
-  Config,
-  use_method,
-)
+from dppo_jax.config import Config, use_method
 
 
 def get_config(method: str = "dppo") -> Config:

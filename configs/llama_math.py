@@ -13,10 +13,7 @@ this size**: hours and accuracy are unknown. The code path is tested with tiny
 checkpoints.
 """
 
-from dppo_jax.config import (
-  Config,
-  use_method,
-)
+from dppo_jax.config import Config, use_method
 
 
 def get_config(method: str = "dppo") -> Config:

@@ -20,10 +20,7 @@ tokens differently: --config.rollout.replay_experts=True takes the sampler's
 experts in the update, at 384 bytes a token.
 """
 
-from dppo_jax.config import (
-  Config,
-  use_method,
-)
+from dppo_jax.config import Config, use_method
 
 
 def get_config(method: str = "dppo") -> Config:

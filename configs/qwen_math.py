@@ -14,10 +14,7 @@ this size**: hours and accuracy are unknown. The code path is tested with tiny
 checkpoints on MATH's own rows.
 """
 
-from dppo_jax.config import (
-  Config,
-  use_method,
-)
+from dppo_jax.config import Config, use_method
 
 
 def get_config(method: str = "dppo") -> Config:

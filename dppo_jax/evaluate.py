@@ -13,41 +13,17 @@ import jax
 import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  rewards,
-  shapes,
-  sharding,
-)
+from dppo_jax import data, rewards, shapes, sharding
 from dppo_jax.config.options import flatten
-from dppo_jax.eval import (
-  page,
-  scores,
-  votes,
-)
+from dppo_jax.eval import page, scores, votes
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.metrics import (
-  logs,
-  progress,
-)
+from dppo_jax.metrics import logs, progress
 from dppo_jax.models import transformer
-from dppo_jax.run import (
-  checkpoint,
-  distributed,
-)
-from dppo_jax.run import (
-  workdir as resume,
-)
-from dppo_jax.run.setup import (
-  Run,
-  setup_run,
-)
-from dppo_jax.step import (
-  compiler,
-)
-from dppo_jax.step import (
-  programs as compiled,
-)
+from dppo_jax.run import checkpoint, distributed
+from dppo_jax.run import workdir as resume
+from dppo_jax.run.setup import Run, setup_run
+from dppo_jax.step import compiler
+from dppo_jax.step import programs as compiled
 
 _SHAPE = (
   *("model.path", "model.hub_id", "model.layers", "model.embed"),

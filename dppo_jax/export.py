@@ -12,19 +12,9 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
-from dppo_jax.metrics import (
-  logs,
-  model_card,
-  progress,
-)
-from dppo_jax.models import (
-  hf,
-  transformer,
-)
-from dppo_jax.run import (
-  checkpoint,
-  setup,
-)
+from dppo_jax.metrics import logs, model_card, progress
+from dppo_jax.models import hf, transformer
+from dppo_jax.run import checkpoint, setup
 
 CARD = "README.md"
 # Lists the files of an export, so that another may replace them and no other.

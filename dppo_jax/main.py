@@ -10,10 +10,7 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dppo_jax.metrics import (
-  logs,
-  progress,
-)
+from dppo_jax.metrics import logs, progress
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",

@@ -9,10 +9,7 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.metrics import (
-  logs,
-  progress,
-)
+from dppo_jax.metrics import logs, progress
 from dppo_jax.planning import (
   advice,
   assumed,

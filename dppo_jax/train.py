@@ -20,50 +20,19 @@ import jax
 import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  rewards,
-  shapes,
-  sharding,
-)
+from dppo_jax import data, rewards, shapes, sharding
 from dppo_jax.config.options import flatten
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.methods.neyman.step_costs import (
-  Costs,
-  of_step,
-)
-from dppo_jax.metrics import (
-  live_report,
-  logs,
-  progress,
-  samples,
-  trackers,
-)
-from dppo_jax.metrics import (
-  warnings as health,
-)
-from dppo_jax.metrics import (
-  writer as metrics,
-)
+from dppo_jax.methods.neyman.step_costs import Costs, of_step
+from dppo_jax.metrics import live_report, logs, progress, samples, trackers
+from dppo_jax.metrics import warnings as health
+from dppo_jax.metrics import writer as metrics
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.run import (
-  checkpoint,
-  distributed,
-  fingerprints,
-  runtime_checks,
-)
-from dppo_jax.run import (
-  workdir as resume,
-)
-from dppo_jax.run.setup import (
-  Run,
-  setup_run,
-)
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.run import checkpoint, distributed, fingerprints, runtime_checks
+from dppo_jax.run import workdir as resume
+from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import programs, sft
 from dppo_jax.step.collect import collect
 from dppo_jax.step.grade import with_texts

@@ -19,15 +19,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dppo_jax import (
-  algo,
-  methods,
-)
+from dppo_jax import algo, methods
 from dppo_jax.algo import designs
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
+from dppo_jax.records import Groups, Selection
 
 # %% [markdown]
 # ## A policy with two parameters

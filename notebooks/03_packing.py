@@ -17,11 +17,7 @@ import numpy as np
 
 from dppo_jax.algo import packing
 from dppo_jax.models import transformer
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
+from dppo_jax.records import PromptBatch, Rollout, Selection
 
 # %% [markdown]
 # ## A small rollout

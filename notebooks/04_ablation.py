@@ -22,10 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import dppo_jax
-from dppo_jax import (
-  config,
-  train,
-)
+from dppo_jax import config, train
 from dppo_jax.analysis import (
   compare,
   comparison,

@@ -22,18 +22,9 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
-from dppo_jax import (
-  algo,
-  config,
-  methods,
-  rewards,
-  train,
-)
+from dppo_jax import algo, config, methods, rewards, train
 from dppo_jax.analysis import runs
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
+from dppo_jax.records import Groups, Selection
 
 folder = pathlib.Path(tempfile.mkdtemp())
 

@@ -22,11 +22,7 @@ import importlib.util
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dppo_jax import (
-  config,
-  plan,
-  sharding,
-)
+from dppo_jax import config, plan, sharding
 from dppo_jax.metrics import logs
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families

@@ -36,23 +36,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dppo_jax import (
-  config,
-  train,
-)
-from dppo_jax.metrics import (
-  logs,
-  report,
-)
-from dppo_jax.run import (
-  checksums,
-  distributed,
-  runtime_checks,
-)
-from dppo_jax.step import (
-  collect,
-  compiler,
-)
+from dppo_jax import config, train
+from dppo_jax.metrics import logs, report
+from dppo_jax.run import checksums, distributed, runtime_checks
+from dppo_jax.step import collect, compiler
 
 STEPS = 6
 # Where a run is killed, and how often it passes there before.

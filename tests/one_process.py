@@ -11,15 +11,9 @@ import sys
 import jax
 from jax._src import cache_key
 
-from dppo_jax import (
-  main,
-  train,
-)
+from dppo_jax import main, train
 from dppo_jax.models.moe import Experts
-from dppo_jax.run import (
-  distributed,
-  setup,
-)
+from dppo_jax.run import distributed, setup
 from dppo_jax.step import compiler
 
 EXPERTS = Experts(num=4, per_token=2, mlp=16, is_normalized=True)

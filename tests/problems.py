@@ -1,10 +1,7 @@
 """Rows of problems, and sets of them, for the tests of the data."""
 
 from dppo_jax import data
-from dppo_jax.data import (
-  CharacterTokenizer,
-  rows,
-)
+from dppo_jax.data import CharacterTokenizer, rows
 
 COLUMNS = data.Columns("problem", "answer", "source", "solution")
 # Those that a config has if nobody says otherwise.

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax.models import transformer
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
+from dppo_jax.records import PromptBatch, Rollout, Selection
 
 MODEL = transformer.ModelConfig(
   vocab=16,

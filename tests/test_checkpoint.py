@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dppo_jax.records import TrainState
-from dppo_jax.run import (
-  checkpoint,
-  checksums,
-)
+from dppo_jax.run import checkpoint, checksums
 
 
 def _state(step, **params):

@@ -9,12 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import (
-  algo,
-  methods,
-  rewards,
-  user_code,
-)
+from dppo_jax import algo, methods, rewards, user_code
 from dppo_jax import config as configs
 from dppo_jax.config import options
 from dppo_jax.data import sources

@@ -6,10 +6,7 @@ import commands
 import pytest
 
 from dppo_jax import sharding
-from dppo_jax.run import (
-  preflight,
-  setup,
-)
+from dppo_jax.run import preflight, setup
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 

@@ -7,11 +7,7 @@ import pkgutil
 
 import pytest
 
-from dppo_jax import (
-  algo,
-  methods,
-  rollout,
-)
+from dppo_jax import algo, methods, rollout
 
 MODULES = [
   name

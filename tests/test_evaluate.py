@@ -11,10 +11,7 @@ import pytest
 import sources
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  evaluate,
-  train,
-)
+from dppo_jax import evaluate, train
 from dppo_jax.eval import sets as eval_sets
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]

@@ -16,19 +16,9 @@ import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.records import (
-  Measured,
-  Selection,
-  TokenStats,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.records import Measured, Selection, TokenStats
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import select, update
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])

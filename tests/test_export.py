@@ -18,24 +18,10 @@ import safetensors
 import tokenizers
 from tokenizers import processors
 
-from dppo_jax import (
-  config,
-  data,
-  export,
-  rollout,
-)
-from dppo_jax.models import (
-  hf,
-  transformer,
-)
-from dppo_jax.records import (
-  PromptBatch,
-  TrainState,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax import config, data, export, rollout
+from dppo_jax.models import hf, transformer
+from dppo_jax.records import PromptBatch, TrainState
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import sft

@@ -8,10 +8,7 @@ import pytest
 import sources
 
 from dppo_jax import config as configs
-from dppo_jax.run import (
-  fingerprints,
-  workdir,
-)
+from dppo_jax.run import fingerprints, workdir
 from dppo_jax.run.setup import setup_run
 
 ROWS = [

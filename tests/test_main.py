@@ -19,12 +19,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  main,
-  methods,
-  train,
-)
+from dppo_jax import data, main, methods, train
 from dppo_jax.algo import objectives
 from dppo_jax.config import options
 from dppo_jax.metrics import logs

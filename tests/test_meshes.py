@@ -12,27 +12,12 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import (
-  data,
-  rewards,
-  sharding,
-)
+from dppo_jax import data, rewards, sharding
 from dppo_jax.metrics import writer
-from dppo_jax.models import (
-  hf,
-  moe,
-  transformer,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.models import hf, moe, transformer
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import (
-  collect,
-  programs,
-  select,
-)
+from dppo_jax.step import collect, programs, select
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 

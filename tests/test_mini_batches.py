@@ -14,15 +14,8 @@ from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.records import TrainState
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.step import (
-  optimizer,
-  select,
-  update,
-)
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import optimizer, select, update
 
 pytestmark = pytest.mark.slow
 

@@ -12,25 +12,11 @@ import small
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.methods.neyman.step_costs import (
-  Costs,
-  of_step,
-)
-from dppo_jax.records import (
-  Selection,
-  TrainState,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.step import (
-  optimizer as optimizers,
-)
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.methods.neyman.step_costs import Costs, of_step
+from dppo_jax.records import Selection, TrainState
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import optimizer as optimizers
+from dppo_jax.step import select, update
 
 NUM = 4
 REWARDS = jnp.array([[1.0, 0, 0], [0, 1, 1], [1, 0, 1], [0, 0, 1]])

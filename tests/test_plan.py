@@ -11,20 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  methods,
-  plan,
-  rollout,
-  sharding,
-)
+from dppo_jax import methods, plan, rollout, sharding
 from dppo_jax.algo import objectives
-from dppo_jax.models import (
-  hf,
-  kv_cache,
-  lm_head,
-  moe,
-  transformer,
-)
+from dppo_jax.models import hf, kv_cache, lm_head, moe, transformer
 from dppo_jax.planning import (
   advice,
   architectures,
@@ -39,10 +28,7 @@ from dppo_jax.planning import (
   traffic,
   workload,
 )
-from dppo_jax.records import (
-  PackedBatch,
-  PromptBatch,
-)
+from dppo_jax.records import PackedBatch, PromptBatch
 from dppo_jax.run import setup
 from dppo_jax.step import programs, update
 

@@ -22,17 +22,9 @@ import yaml
 from dppo_jax import data
 from dppo_jax.data.problems import prepare
 from dppo_jax.data.rows import Row
-from dppo_jax.records import (
-  Rollout,
-  Selection,
-)
+from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
-from dppo_jax.run import (
-  distributed,
-  preflight,
-  signals,
-  workdir,
-)
+from dppo_jax.run import distributed, preflight, signals, workdir
 from dppo_jax.step import grade as grading
 
 LAUNCH = commands.ROOT / "experiments/launch"

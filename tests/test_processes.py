@@ -15,10 +15,7 @@ import one_process
 import pytest
 
 from dppo_jax import train
-from dppo_jax.run import (
-  checkpoint,
-  setup,
-)
+from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]

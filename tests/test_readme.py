@@ -10,10 +10,7 @@ import pages
 import pytest
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  main,
-  methods,
-)
+from dppo_jax import main, methods
 from dppo_jax.algo import objectives
 
 PAGES = pages.pages()

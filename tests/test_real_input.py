@@ -17,10 +17,7 @@ import numpy as np
 import pytest
 import sources
 
-from dppo_jax import (
-  evaluate,
-  train,
-)
+from dppo_jax import evaluate, train
 from dppo_jax.data import PretrainedTokenizer
 from dppo_jax.run.setup import setup_run
 

@@ -8,10 +8,7 @@ import small
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.records import Selection
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import runtime_checks
 from dppo_jax.step import select
 

@@ -12,20 +12,10 @@ import small
 
 from dppo_jax import rollout
 from dppo_jax.algo import objectives
-from dppo_jax.models import (
-  moe,
-  transformer,
-)
+from dppo_jax.models import moe, transformer
 from dppo_jax.records import TrainState
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.step import (
-  optimizer,
-  select,
-  update,
-)
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import optimizer, select, update
 
 pytestmark = pytest.mark.slow
 

@@ -11,29 +11,12 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax import (
-  rollout,
-  sharding,
-)
+from dppo_jax import rollout, sharding
 from dppo_jax.algo import objectives
-from dppo_jax.models import (
-  kv_cache,
-  transformer,
-)
-from dppo_jax.records import (
-  PackedBatch,
-  PromptBatch,
-  Selection,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.rollout import (
-  decode,
-  generate,
-  sampling,
-)
+from dppo_jax.models import kv_cache, transformer
+from dppo_jax.records import PackedBatch, PromptBatch, Selection
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout import decode, generate, sampling
 from dppo_jax.step import update
 
 pytestmark = pytest.mark.slow

@@ -10,21 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from dppo_jax import (
-  config,
-  methods,
-  train,
-)
-from dppo_jax.metrics import (
-  jsonl,
-  writer,
-)
+from dppo_jax import config, methods, train
+from dppo_jax.metrics import jsonl, writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import (
-  collect,
-  programs,
-)
+from dppo_jax.step import collect, programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 

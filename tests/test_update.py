@@ -13,17 +13,9 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.metrics import warnings as health
 from dppo_jax.records import TrainState
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.step import (
-  optimizer as optimizers,
-)
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import optimizer as optimizers
+from dppo_jax.step import select, update
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,7 @@ from dppo_jax.algo.advantages import (
   leave_one_out,
   overlong_penalty,
 )
-from dppo_jax.algo.designs import (
-  bernoulli,
-  systematic,
-  to_grid,
-  water_filling,
-)
+from dppo_jax.algo.designs import bernoulli, systematic, to_grid, water_filling
 from dppo_jax.algo.diagnostics import diagnose
 from dppo_jax.algo.objectives import (
   OBJECTIVES,
@@ -24,16 +19,8 @@ from dppo_jax.algo.objectives import (
   gspo,
   rloo,
 )
-from dppo_jax.algo.packing import (
-  count_tokens,
-  fill,
-  plan,
-  row_bound,
-)
-from dppo_jax.algo.policy_loss import (
-  Objective,
-  surrogate,
-)
+from dppo_jax.algo.packing import count_tokens, fill, plan, row_bound
+from dppo_jax.algo.policy_loss import Objective, surrogate
 from dppo_jax.algo.segments import segment_sum
 from dppo_jax.algo.weights import (
   effective_sample_size,

@@ -11,10 +11,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dppo_jax.algo import (
-  token_losses,
-  validation,
-)
+from dppo_jax.algo import token_losses, validation
 from dppo_jax.algo.advantages import (
   group_centred,
   group_normalized,

@@ -8,11 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax.records import (
-  PackedBatch,
-  PromptBatch,
-  Rollout,
-)
+from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
 
 class Plan(NamedTuple):

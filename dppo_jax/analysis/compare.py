@@ -18,20 +18,10 @@ import textwrap
 
 import numpy as np
 
-from dppo_jax.analysis import (
-  comparison,
-  groups,
-  runs,
-)
-from dppo_jax.analysis.comparison import (
-  Comparison,
-  Row,
-)
+from dppo_jax.analysis import comparison, groups, runs
+from dppo_jax.analysis.comparison import Comparison, Row
 from dppo_jax.analysis.statistics import Interval
-from dppo_jax.metrics import (
-  jsonl,
-  tables,
-)
+from dppo_jax.metrics import jsonl, tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,11 +4,7 @@ from matplotlib import figure as figures
 from matplotlib import lines
 import numpy as np
 
-from dppo_jax.analysis import (
-  comparison,
-  runs,
-  statistics,
-)
+from dppo_jax.analysis import comparison, runs, statistics
 from dppo_jax.metrics import style
 
 TITLES = {

@@ -1,21 +1,8 @@
 """What a run is told: its options, how they are chosen, checked and read."""
 
-from dppo_jax.config.choose import (
-  make_method,
-  make_objective,
-  use_method,
-)
-from dppo_jax.config.options import (
-  default_args,
-  walk,
-)
-from dppo_jax.config.running import (
-  Checkpoint,
-  Log,
-  Mesh,
-  Pack,
-  Rollout,
-)
+from dppo_jax.config.choose import make_method, make_objective, use_method
+from dppo_jax.config.options import default_args, walk
+from dppo_jax.config.running import Checkpoint, Log, Mesh, Pack, Rollout
 from dppo_jax.config.saved import read
 from dppo_jax.config.schema import (
   Config,

@@ -4,18 +4,10 @@ from collections.abc import Callable
 import inspect
 from typing import Any
 
-from dppo_jax import (
-  algo,
-  methods,
-  user_code,
-)
+from dppo_jax import algo, methods, user_code
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import default_args
-from dppo_jax.config.schema import (
-  Config,
-  Method,
-  Objective,
-)
+from dppo_jax.config.schema import Config, Method, Objective
 
 # A name, a reference to a function of one's own, or the function.
 Choice = str | Callable

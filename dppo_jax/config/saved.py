@@ -5,10 +5,7 @@ import os
 import pathlib
 
 from dppo_jax.config.choose import use_method
-from dppo_jax.config.options import (
-  renamed,
-  walk,
-)
+from dppo_jax.config.options import renamed, walk
 from dppo_jax.config.schema import Config
 
 

@@ -11,21 +11,9 @@ import dataclasses
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.config.options import (
-  default_args,
-  option,
-)
-from dppo_jax.config.running import (
-  Checkpoint,
-  Log,
-  Mesh,
-  Pack,
-  Rollout,
-)
-from dppo_jax.models import (
-  attention,
-  transformer,
-)
+from dppo_jax.config.options import default_args, option
+from dppo_jax.config.running import Checkpoint, Log, Mesh, Pack, Rollout
+from dppo_jax.models import attention, transformer
 
 
 @dataclasses.dataclass(slots=True)

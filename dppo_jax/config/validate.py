@@ -3,15 +3,8 @@
 import dataclasses
 
 from dppo_jax import rewards
-from dppo_jax.config.choose import (
-  make_method,
-  make_objective,
-)
-from dppo_jax.config.options import (
-  check_range,
-  shown,
-  walk,
-)
+from dppo_jax.config.choose import make_method, make_objective
+from dppo_jax.config.options import check_range, shown, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.metrics import trackers
 

@@ -14,22 +14,11 @@ from jaxtyping import Int
 import numpy as np
 
 from dppo_jax import shapes
-from dppo_jax.data import (
-  arithmetic,
-  prompts,
-  sources,
-)
-from dppo_jax.data.rows import (
-  Columns,
-  Row,
-  read,
-)
+from dppo_jax.data import arithmetic, prompts, sources
+from dppo_jax.data.rows import Columns, Row, read
 from dppo_jax.data.tokenizer import Tokenizer
 from dppo_jax.records import PromptBatch
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.rng import Stage, rng_at
 
 ARITHMETIC = "arithmetic"  # the source that is made on the spot
 

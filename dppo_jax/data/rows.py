@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dppo_jax.data import (
-  prompts,
-  sources,
-)
+from dppo_jax.data import prompts, sources
 
 
 class Columns(NamedTuple):

@@ -9,10 +9,7 @@ import reprlib
 from typing import Any, Protocol
 
 from dppo_jax.data import template_probe
-from dppo_jax.data.prompts import (
-  Message,
-  Prompt,
-)
+from dppo_jax.data.prompts import Message, Prompt
 
 _NO_TEMPLATE = "no chat template"
 

@@ -8,25 +8,12 @@ import zlib
 import jax
 import numpy as np
 
-from dppo_jax import (
-  data,
-  rewards,
-)
+from dppo_jax import data, rewards
 from dppo_jax.eval import estimators
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-)
-from dppo_jax.rng import (
-  Stage,
-  StepRng,
-  rng_at,
-)
+from dppo_jax.records import PromptBatch, Rollout
+from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
-from dppo_jax.step.grade import (
-  grade,
-  with_texts,
-)
+from dppo_jax.step.grade import grade, with_texts
 
 
 class Completions(NamedTuple):

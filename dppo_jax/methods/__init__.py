@@ -5,26 +5,11 @@ write one; method.py says what a rule must do. A method of the package is a file
 with a factory, and a line in `METHODS`.
 """
 
-from dppo_jax.methods.cppo import (
-  cppo,
-  top_abs_advantage,
-)
-from dppo_jax.methods.d3s import (
-  d1s,
-  d2s,
-  d3s,
-  top_entropy,
-)
-from dppo_jax.methods.dppo import (
-  dppo,
-  drop_by_history,
-  drop_small_advantage,
-)
+from dppo_jax.methods.cppo import cppo, top_abs_advantage
+from dppo_jax.methods.d3s import d1s, d2s, d3s, top_entropy
+from dppo_jax.methods.dppo import dppo, drop_by_history, drop_small_advantage
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
-from dppo_jax.methods.greso import (
-  drop_zero_variance_streaks,
-  greso,
-)
+from dppo_jax.methods.greso import drop_zero_variance_streaks, greso
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
   CompletionRule,
@@ -43,10 +28,7 @@ from dppo_jax.methods.neyman.rules import (
   neyman_tokens,
 )
 from dppo_jax.methods.neyman.time_law import relative_seconds
-from dppo_jax.methods.pods import (
-  max_variance,
-  pods,
-)
+from dppo_jax.methods.pods import max_variance, pods
 
 METHODS = {
   "grpo": grpo,

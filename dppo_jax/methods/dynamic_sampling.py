@@ -38,11 +38,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo import advantages
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
+from dppo_jax.records import PromptBatch, Rollout, Selection
 
 
 class DynamicSampling(NamedTuple):

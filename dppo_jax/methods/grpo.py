@@ -1,10 +1,6 @@
 """GRPO, the baseline: group relative policy optimisation."""
 
-from dppo_jax.methods.method import (
-  Method,
-  every_completion,
-  every_prompt,
-)
+from dppo_jax.methods.method import Method, every_completion, every_prompt
 
 
 def grpo() -> Method:

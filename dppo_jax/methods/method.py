@@ -23,16 +23,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dppo_jax.algo import validation
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
-from dppo_jax.records import (
-  Groups,
-  PackedBatch,
-  Selection,
-  TokenStats,
-)
-from dppo_jax.rng import (
-  StepRng,
-  keys_for_ids,
-)
+from dppo_jax.records import Groups, PackedBatch, Selection, TokenStats
+from dppo_jax.rng import StepRng, keys_for_ids
 
 CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
 History = PyTree[jax.Array]

@@ -7,19 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dppo_jax.algo import designs
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  check_choice,
-)
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
-from dppo_jax.rng import (
-  StepRng,
-  as_step_rng,
-)
+from dppo_jax.methods.method import ROUNDING, CompletionRule, check_choice
+from dppo_jax.records import Groups, Selection
+from dppo_jax.rng import StepRng, as_step_rng
 
 
 def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:

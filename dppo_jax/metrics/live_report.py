@@ -4,13 +4,8 @@ import pathlib
 import time
 import traceback
 
-from dppo_jax.metrics import (
-  jsonl,
-  report,
-)
-from dppo_jax.metrics import (
-  writer as metrics,
-)
+from dppo_jax.metrics import jsonl, report
+from dppo_jax.metrics import writer as metrics
 
 _SHARE = 0.02  # of the run's time, at most
 

@@ -7,10 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from dppo_jax.analysis import runs
-from dppo_jax.metrics import (
-  jsonl,
-  tables,
-)
+from dppo_jax.metrics import jsonl, tables
 
 Config = Mapping[str, Any]  # every option's value by its dotted name
 

@@ -8,10 +8,7 @@ from matplotlib import figure as figures
 import numpy as np
 
 from dppo_jax.analysis import runs
-from dppo_jax.metrics import (
-  style,
-  tables,
-)
+from dppo_jax.metrics import style, tables
 
 BLUE, ORANGE, GREEN, PURPLE = style.COLOURS[:4]
 POINTS = 40  # of a line over steps, each a mean over neighbours

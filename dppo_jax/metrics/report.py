@@ -5,16 +5,8 @@ import re
 import statistics
 
 from dppo_jax.analysis import runs
-from dppo_jax.metrics import (
-  jsonl,
-  plots,
-  samples,
-  style,
-  tables,
-)
-from dppo_jax.metrics import (
-  warnings as health,
-)
+from dppo_jax.metrics import jsonl, plots, samples, style, tables
+from dppo_jax.metrics import warnings as health
 
 
 def write(workdir: pathlib.Path) -> pathlib.Path:

@@ -20,14 +20,8 @@ import traceback
 
 import jax
 
-from dppo_jax.metrics import (
-  jsonl,
-  progress,
-  trackers,
-)
-from dppo_jax.metrics import (
-  warnings as health,
-)
+from dppo_jax.metrics import jsonl, progress, trackers
+from dppo_jax.metrics import warnings as health
 
 
 class Writer:

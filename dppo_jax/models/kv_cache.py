@@ -16,10 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dppo_jax import (
-  shapes,
-  sharding,
-)
+from dppo_jax import shapes, sharding
 from dppo_jax.models.attention import MASKED
 
 __all__ = [

@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax import (
-  shapes,
-  sharding,
-)
+from dppo_jax import shapes, sharding
 from dppo_jax.records import TokenStats
 
 __all__ = ["logprobs_and_entropy", "token_logprobs", "token_stats"]

@@ -15,11 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  kv_cache,
-  layers,
-  moe,
-)
+from dppo_jax.models import kv_cache, layers, moe
 
 __all__ = [
   "ModelConfig",

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  attention,
-  kv_cache,
-  layers,
-  moe,
-  parameters,
-)
+from dppo_jax.models import attention, kv_cache, layers, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
 from dppo_jax.models.parameters import (
   ModelConfig,

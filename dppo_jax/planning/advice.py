@@ -6,14 +6,8 @@ from typing import NamedTuple
 
 from dppo_jax import config as configs
 from dppo_jax.planning import memory_estimate
-from dppo_jax.planning.assumed import (
-  abstract_mesh,
-  assumed_run,
-)
-from dppo_jax.planning.hardware import (
-  CHIPS,
-  Hardware,
-)
+from dppo_jax.planning.assumed import abstract_mesh, assumed_run
+from dppo_jax.planning.hardware import CHIPS, Hardware
 
 _MOST_DEVICES = 1024
 _FEWEST_SLOTS = 8

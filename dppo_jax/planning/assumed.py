@@ -5,17 +5,10 @@ import dataclasses
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  shapes,
-  sharding,
-)
+from dppo_jax import data, shapes, sharding
 from dppo_jax.models import attention
 from dppo_jax.planning import architectures
-from dppo_jax.run import (
-  preflight,
-  setup,
-)
+from dppo_jax.run import preflight, setup
 
 NUM_PROBLEMS = 8192  # where the config takes all of a source
 

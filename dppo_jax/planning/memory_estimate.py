@@ -12,10 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  kv_cache,
-  transformer,
-)
+from dppo_jax.models import kv_cache, transformer
 from dppo_jax.models.transformer import ModelConfig
 from dppo_jax.planning import workload
 from dppo_jax.rollout import decode

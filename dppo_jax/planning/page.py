@@ -5,11 +5,7 @@ import json
 import pathlib
 from typing import Any, NamedTuple
 
-from dppo_jax.metrics import (
-  jsonl,
-  progress,
-  tables,
-)
+from dppo_jax.metrics import jsonl, progress, tables
 
 GIB = 2**30
 

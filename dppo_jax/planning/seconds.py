@@ -6,12 +6,7 @@ import jax.numpy as jnp
 
 from dppo_jax import sharding
 from dppo_jax.models.transformer import ModelConfig
-from dppo_jax.planning import (
-  flops,
-  memory_estimate,
-  traffic,
-  workload,
-)
+from dppo_jax.planning import flops, memory_estimate, traffic, workload
 from dppo_jax.planning.hardware import Chip
 from dppo_jax.run.setup import Run
 from dppo_jax.step import stages, update

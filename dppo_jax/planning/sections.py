@@ -3,25 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from dppo_jax.models import transformer
-from dppo_jax.planning import (
-  advice,
-  seconds,
-  topology,
-  workload,
-)
-from dppo_jax.planning.hardware import (
-  CHIPS,
-  Hardware,
-)
+from dppo_jax.planning import advice, seconds, topology, workload
+from dppo_jax.planning.hardware import CHIPS, Hardware
 from dppo_jax.planning.memory_estimate import Parts
-from dppo_jax.planning.page import (
-  Block,
-  Heading,
-  Table,
-  amount,
-  duration,
-  gib,
-)
+from dppo_jax.planning.page import Block, Heading, Table, amount, duration, gib
 from dppo_jax.run.setup import Run
 
 Phases = Mapping[str, seconds.Phase]

@@ -7,14 +7,8 @@ import jax.numpy as jnp
 
 from dppo_jax.algo import policy_loss
 from dppo_jax.methods import Method
-from dppo_jax.records import (
-  Groups,
-  Measured,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.records import Groups, Measured
+from dppo_jax.rng import Stage, rng_at
 
 _PROMPTS = 256
 _VISITS = 4  # to each prompt, before the share of prompts is taken

@@ -14,18 +14,11 @@ from typing import Any, NamedTuple
 import jax
 
 from dppo_jax.metrics import progress
-from dppo_jax.planning import (
-  hlo,
-  memory_estimate,
-)
+from dppo_jax.planning import hlo, memory_estimate
 from dppo_jax.planning.hardware import Hardware
 from dppo_jax.run.setup import Run
-from dppo_jax.step import (
-  compiler,
-)
-from dppo_jax.step import (
-  programs as compiled,
-)
+from dppo_jax.step import compiler
+from dppo_jax.step import programs as compiled
 
 HOW_TO_INSTALL = (
   "libtpu is not installed, so nothing was compiled: "

@@ -4,10 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from dppo_jax import (
-  shapes,
-  sharding,
-)
+from dppo_jax import shapes, sharding
 from dppo_jax.planning import shares
 from dppo_jax.run.setup import Run
 

@@ -15,10 +15,7 @@ import sys
 from typing import NamedTuple
 
 from dppo_jax import user_code
-from dppo_jax.rewards.math_answers import (
-  last_boxed,
-  outcome,
-)
+from dppo_jax.rewards.math_answers import last_boxed, outcome
 
 RewardFn = Callable[..., Sequence[float | None]]
 

@@ -26,19 +26,9 @@ from dppo_jax.rewards.functions import (
   call,
   parse,
 )
-from dppo_jax.rewards.math_answers import (
-  last_boxed,
-  outcome_by_text,
-)
-from dppo_jax.rewards.normalize import (
-  is_symmetric,
-  normalize,
-)
-from dppo_jax.rewards.workers import (
-  Fault,
-  Worker,
-  check_columns,
-)
+from dppo_jax.rewards.math_answers import last_boxed, outcome_by_text
+from dppo_jax.rewards.normalize import is_symmetric, normalize
+from dppo_jax.rewards.workers import Fault, Worker, check_columns
 
 FAULTS = ("timeouts", "crashes", "errors")
 _REMEDIES = {

@@ -20,11 +20,7 @@ import threading
 import time
 from typing import Any
 
-from dppo_jax.rewards.functions import (
-  Arguments,
-  Mark,
-  RewardSpec,
-)
+from dppo_jax.rewards.functions import Arguments, Mark, RewardSpec
 
 START_SECONDS = 120.0  # to import math-verify, which takes half a second
 CHILD = pathlib.Path(__file__).with_name("child.py")

@@ -8,14 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  kv_cache,
-  transformer,
-)
-from dppo_jax.rollout.sampling import (
-  Sampling,
-  sample_token,
-)
+from dppo_jax.models import kv_cache, transformer
+from dppo_jax.rollout.sampling import Sampling, sample_token
 
 # Slots of a last stage: below, a step is hardly any shorter.
 _FEWEST_SLOTS = 3

@@ -15,20 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  kv_cache,
-  transformer,
-)
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
-from dppo_jax.rng import (
-  StepRng,
-  as_step_rng,
-  keys_for_ids,
-)
+from dppo_jax.models import kv_cache, transformer
+from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout.decode import (
   DecodeOutput,
   DecodeState,

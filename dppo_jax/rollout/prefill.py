@@ -7,10 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dppo_jax import shapes
-from dppo_jax.models import (
-  kv_cache,
-  transformer,
-)
+from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch
 from dppo_jax.rollout.decode import together
 

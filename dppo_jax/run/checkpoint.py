@@ -16,10 +16,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from dppo_jax.records import TrainState
-from dppo_jax.run import (
-  checksums,
-  distributed,
-)
+from dppo_jax.run import checksums, distributed
 
 _ITEMS = ("params", "rest")
 

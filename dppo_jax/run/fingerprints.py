@@ -12,11 +12,7 @@ import pathlib
 from typing import Any
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  rewards,
-  user_code,
-)
+from dppo_jax import data, rewards, user_code
 
 _LENGTH = 32  # hexadecimal digits: two of 10**15 data sets are told apart
 

@@ -6,15 +6,9 @@ The range of a single option is checked by `config.validate`.
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  sharding,
-)
+from dppo_jax import data, sharding
 from dppo_jax.models import transformer
-from dppo_jax.run import (
-  checkpoint,
-  distributed,
-)
+from dppo_jax.run import checkpoint, distributed
 
 
 def check_lengths(config: configs.Config, prompt_length: int) -> None:

@@ -10,33 +10,15 @@ import jax
 import optax
 
 from dppo_jax import config as configs
-from dppo_jax import (
-  data,
-  rewards,
-  shapes,
-  sharding,
-)
+from dppo_jax import data, rewards, shapes, sharding
 from dppo_jax.algo import policy_loss
 from dppo_jax.config.options import default_args
 from dppo_jax.methods import Method
-from dppo_jax.models import (
-  attention,
-  hf,
-  transformer,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.run import (
-  memory,
-  preflight,
-)
+from dppo_jax.models import attention, hf, transformer
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.run import memory, preflight
 from dppo_jax.step import sft
-from dppo_jax.step.optimizer import (
-  make_optimizer,
-  make_schedule,
-)
+from dppo_jax.step.optimizer import make_optimizer, make_schedule
 from dppo_jax.step.select import PackingSpec
 
 _NO_EVAL = "eval: no problems"

@@ -1,11 +1,7 @@
 """From graded completions to new weights."""
 
 from dppo_jax.step.optimizer import make_optimizer
-from dppo_jax.step.select import (
-  PackingSpec,
-  choose_tokens,
-  pack,
-)
+from dppo_jax.step.select import PackingSpec, choose_tokens, pack
 from dppo_jax.step.update import (
   GradSums,
   UpdateConfig,

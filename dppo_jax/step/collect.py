@@ -11,27 +11,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dppo_jax import (
-  data,
-  rewards,
-)
+from dppo_jax import data, rewards
 from dppo_jax.methods.dynamic_sampling import draws_of_step
 from dppo_jax.metrics import writer
-from dppo_jax.records import (
-  Measured,
-  PromptBatch,
-  Rollout,
-  TrainState,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.records import Measured, PromptBatch, Rollout, TrainState
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run.setup import Run
-from dppo_jax.step.grade import (
-  grade,
-  to_metrics,
-)
+from dppo_jax.step.grade import grade, to_metrics
 from dppo_jax.step.programs import CompiledStep
 
 

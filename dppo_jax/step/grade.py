@@ -9,10 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dppo_jax import (
-  data,
-  rewards,
-)
+from dppo_jax import data, rewards
 from dppo_jax.records import Rollout
 from dppo_jax.run import distributed
 

@@ -14,11 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 import optax
 
-from dppo_jax import (
-  rollout,
-  shapes,
-  sharding,
-)
+from dppo_jax import rollout, shapes, sharding
 from dppo_jax.data import ProblemSet
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.methods.neyman import gradient_noise
@@ -33,22 +29,11 @@ from dppo_jax.records import (
   Selection,
   TrainState,
 )
-from dppo_jax.rng import (
-  Stage,
-  StepRng,
-  rng_at,
-)
+from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import Run
-from dppo_jax.step import (
-  select,
-  stages,
-  update,
-)
-from dppo_jax.step.compiler import (
-  Program,
-  compile_programs,
-)
+from dppo_jax.step import select, stages, update
+from dppo_jax.step.compiler import Program, compile_programs
 
 Metrics = dict[str, jax.Array]
 Params = transformer.Params

@@ -6,20 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import (
-  shapes,
-  sharding,
-)
-from dppo_jax.algo import (
-  diagnostics,
-  packing,
-  policy_loss,
-)
+from dppo_jax import shapes, sharding
+from dppo_jax.algo import diagnostics, packing, policy_loss
 from dppo_jax.algo.advantages import overlong_penalty
-from dppo_jax.algo.weights import (
-  horvitz_thompson,
-  invalid_probs,
-)
+from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
 from dppo_jax.methods import Method
 from dppo_jax.records import (
   Groups,

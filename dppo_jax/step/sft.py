@@ -18,24 +18,11 @@ from dppo_jax.data import problems as data
 from dppo_jax.data.tokenizer import Tokenizer
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-  TrainState,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import distributed
-from dppo_jax.step import (
-  optimizer as optimizers,
-)
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.step import optimizer as optimizers
+from dppo_jax.step import select, update
 
 
 def run(

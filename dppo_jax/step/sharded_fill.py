@@ -13,11 +13,7 @@ from jaxtyping import Array, Float
 
 from dppo_jax import sharding
 from dppo_jax.algo import packing
-from dppo_jax.records import (
-  PackedBatch,
-  PromptBatch,
-  Rollout,
-)
+from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
 # What is read of a rollout; the last two are None where they are not recorded.
 _READ = ("tokens", "logprobs", "experts", "prompt_experts")

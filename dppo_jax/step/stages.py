@@ -10,10 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 import optax
 
 from dppo_jax import rollout
-from dppo_jax.methods import (
-  Method,
-  dynamic_sampling,
-)
+from dppo_jax.methods import Method, dynamic_sampling
 from dppo_jax.models import transformer
 from dppo_jax.records import (
   PackedBatch,
@@ -23,10 +20,7 @@ from dppo_jax.records import (
   TrainState,
 )
 from dppo_jax.rng import StepRng
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.step import select, update
 
 Metrics = dict[str, jax.Array]
 Params = transformer.Params

@@ -17,16 +17,8 @@ import optax
 
 from dppo_jax.algo import policy_loss
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.models import (
-  lm_head,
-  moe,
-  transformer,
-)
-from dppo_jax.records import (
-  PackedBatch,
-  TokenStats,
-  TrainState,
-)
+from dppo_jax.models import lm_head, moe, transformer
+from dppo_jax.records import PackedBatch, TokenStats, TrainState
 
 MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
 

@@ -3,14 +3,8 @@
 import jax.numpy as jnp
 
 from dppo_jax.methods import CompletionRule
-from dppo_jax.methods.ranking import (
-  fixed_size,
-  round_count,
-)
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
+from dppo_jax.methods.ranking import fixed_size, round_count
+from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
 

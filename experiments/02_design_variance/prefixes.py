@@ -17,10 +17,7 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.step import select, update
 
 BUDGETS = (0.5, 0.25, 0.125)
 SAMPLE = 96  # completions whose tokens are looked at

@@ -19,10 +19,7 @@ import sampling
 import tokens
 
 from dppo_jax import methods
-from dppo_jax.step import (
-  select,
-  update,
-)
+from dppo_jax.step import select, update
 
 BUDGET = 0.25
 TURNS = 5

@@ -11,10 +11,7 @@ learns well; about every third seed does not learn to copy in so few steps.
 
 import pathlib
 
-from dppo_jax.config import (
-  Config,
-  use_method,
-)
+from dppo_jax.config import Config, use_method
 
 DATA = pathlib.Path(__file__).parent / "data"
 

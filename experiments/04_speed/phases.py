@@ -12,33 +12,15 @@ import machine
 import numpy as np
 import work as works
 
-from dppo_jax import (
-  methods,
-  rewards,
-)
+from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
-from dppo_jax.methods.ranking import (
-  fixed_size,
-  round_count,
-)
+from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.models import transformer
 from dppo_jax.planning import flops as flops_of
-from dppo_jax.records import (
-  Selection,
-  TrainState,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
-from dppo_jax.step import (
-  compiler,
-  select,
-  update,
-)
-from dppo_jax.step import (
-  optimizer as optimizers,
-)
+from dppo_jax.records import Selection, TrainState
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import compiler, select, update
+from dppo_jax.step import optimizer as optimizers
 
 Row = dict[str, Any]
 METHODS = {

@@ -12,10 +12,7 @@ import phases
 import work as works
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  attention,
-  transformer,
-)
+from dppo_jax.models import attention, transformer
 from dppo_jax.records import PackedBatch
 from dppo_jax.step import update
 

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import machine
 import work as works
 
-from dppo_jax.models import (
-  kv_cache,
-  transformer,
-)
+from dppo_jax.models import kv_cache, transformer
 
 STEPS = 64  # in one compiled loop
 

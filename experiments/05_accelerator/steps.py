@@ -14,16 +14,9 @@ import work as works
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.planning import (
-  architectures,
-  assumed,
-  memory_estimate,
-)
+from dppo_jax.planning import architectures, assumed, memory_estimate
 from dppo_jax.records import Selection
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.rng import Stage, rng_at
 
 
 def phase_rows(model: str) -> Iterator[dict[str, Any]]:

@@ -23,11 +23,7 @@ import torch
 import transformers
 import trl
 
-from dppo_jax import (
-  algo,
-  methods,
-  records,
-)
+from dppo_jax import algo, methods, records
 
 HERE = pathlib.Path(__file__).parent
 PROMPTS, GROUP, NEW, DRAWS, STEPS = 8, 8, 64, 100, 5

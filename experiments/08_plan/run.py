@@ -21,23 +21,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.metrics import (
-  logs,
-  progress,
-  tables,
-)
+from dppo_jax.metrics import logs, progress, tables
 from dppo_jax.models import transformer
-from dppo_jax.planning import (
-  assumed,
-  memory_estimate,
-  topology,
-  traffic,
-)
+from dppo_jax.planning import assumed, memory_estimate, topology, traffic
 from dppo_jax.planning import hardware as hardwares
-from dppo_jax.rollout import (
-  decode,
-  generate,
-)
+from dppo_jax.rollout import decode, generate
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"

@@ -23,10 +23,7 @@ from dppo_jax.planning import (
   seconds,
   workload,
 )
-from dppo_jax.planning.hardware import (
-  GIB,
-  Hardware,
-)
+from dppo_jax.planning.hardware import GIB, Hardware
 
 HERE = pathlib.Path(__file__).parent
 PODS = [("v5e", n) for n in (16, 64, 256)]

@@ -10,10 +10,7 @@ from dppo_jax import methods
 from dppo_jax.methods import ranking
 from dppo_jax.methods.neyman import time_law
 from dppo_jax.methods.neyman.budget import SelfSet
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
+from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
 # Of `algo.time_law`, as it was when the predictions were made.

@@ -13,31 +13,13 @@ from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import (
-  data,
-  rollout,
-  train,
-)
+from dppo_jax import data, rollout, train
 from dppo_jax.analysis import runs
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.records import PromptBatch, Rollout
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
-from dppo_jax.run.setup import (
-  Run,
-  setup_run,
-)
-from dppo_jax.step import (
-  grade,
-  programs,
-  select,
-  update,
-)
+from dppo_jax.run.setup import Run, setup_run
+from dppo_jax.step import grade, programs, select, update
 
 HERE = pathlib.Path(__file__).parent
 RINGS = HERE.parent / "03_comparison"

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 import small
 
-from dppo_jax.algo import (
-  advantages,
-  objectives,
-  policy_loss,
-)
+from dppo_jax.algo import advantages, objectives, policy_loss
 from dppo_jax.records import Selection
 
 EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.algo import (
-  objectives,
-  policy_loss,
-)
+from dppo_jax.algo import objectives, policy_loss
 
 GRPO = objectives.grpo(clip_low=0.2, clip_high=0.3)
 DUAL = objectives.grpo(clip_low=0.2, clip_high=0.3, dual_clip=3.0)

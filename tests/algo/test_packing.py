@@ -7,16 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.algo import (
-  objectives,
-  packing,
-  policy_loss,
-)
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
+from dppo_jax.algo import objectives, packing, policy_loss
+from dppo_jax.records import PromptBatch, Rollout, Selection
 
 ROW = 32
 PROMPTS, GROUP = 10, 4

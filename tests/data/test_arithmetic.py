@@ -7,10 +7,7 @@ from problems import ARITHMETIC
 import pytest
 
 from dppo_jax import data
-from dppo_jax.data import (
-  CharacterTokenizer,
-  arithmetic,
-)
+from dppo_jax.data import CharacterTokenizer, arithmetic
 
 
 def test_every_number_of_a_class_is_another_problem():

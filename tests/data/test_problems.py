@@ -9,10 +9,7 @@ import pytest
 from sources import write_jsonl
 
 from dppo_jax import data
-from dppo_jax.data import (
-  CharacterTokenizer,
-  sources,
-)
+from dppo_jax.data import CharacterTokenizer, sources
 from dppo_jax.data.problems import _epoch_order
 
 

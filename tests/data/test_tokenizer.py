@@ -11,10 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from dppo_jax.data import (
-  arithmetic,
-  template_probe,
-)
+from dppo_jax.data import arithmetic, template_probe
 from dppo_jax.data.tokenizer import (
   CharacterTokenizer,
   PretrainedTokenizer,

@@ -5,12 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dppo_jax.eval import (
-  estimators,
-  page,
-  published,
-  scores,
-)
+from dppo_jax.eval import estimators, page, published, scores
 
 
 def _scored(correct, votes=None):

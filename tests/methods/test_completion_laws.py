@@ -10,17 +10,9 @@ from prompts import EVERY, WITHOUT_CLOCK
 import pytest
 
 from dppo_jax import methods
-from dppo_jax.algo import (
-  advantages,
-  designs,
-  horvitz_thompson,
-  invalid_probs,
-)
+from dppo_jax.algo import advantages, designs, horvitz_thompson, invalid_probs
 from dppo_jax.methods import METHODS
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
+from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
 _relaxing = lambda step: jnp.minimum(0.4 + step.astype(jnp.float32), 1.0)

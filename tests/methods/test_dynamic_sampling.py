@@ -18,11 +18,7 @@ from dppo_jax.methods.dynamic_sampling import (
   limit,
   next_size,
 )
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
+from dppo_jax.records import PromptBatch, Rollout, Selection
 
 # What may happen to a candidate: its chance, whether it was kept and with what
 # probability, whether its group has variance, and its term of the gradient.

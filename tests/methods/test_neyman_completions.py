@@ -11,10 +11,7 @@ import pytest
 
 from dppo_jax import methods
 from dppo_jax.algo import designs
-from dppo_jax.methods.ranking import (
-  fixed_size,
-  round_count,
-)
+from dppo_jax.methods.ranking import fixed_size, round_count
 
 NEYMAN = many(methods.neyman_completions(0.4, min_prob=0.02, coherence=0.1))
 RNG = np.random.default_rng(0)

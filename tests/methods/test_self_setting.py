@@ -10,16 +10,9 @@ from prompts import jitted
 import pytest
 
 from dppo_jax import methods
-from dppo_jax.methods.neyman import (
-  budget as self_setting,
-)
-from dppo_jax.methods.neyman import (
-  rules,
-)
-from dppo_jax.records import (
-  Groups,
-  Measured,
-)
+from dppo_jax.methods import neyman
+from dppo_jax.methods.neyman import budget as self_setting
+from dppo_jax.records import Groups, Measured
 from dppo_jax.rng import StepRng
 
 RNG = np.random.default_rng(0)
@@ -45,7 +38,7 @@ def _groups():
 
 @functools.cache
 def _rule(**options):
-  rule = rules(**options).completions
+  rule = neyman(**options).completions
   draw = lambda measured: rule(
     StepRng(jax.random.key(0), jnp.int32(0), measured), _groups()
   )
@@ -125,7 +118,7 @@ def test_no_share_falls_below_the_least():
 def test_where_next_to_nothing_is_needed_it_is_kept(num):
   values = np.zeros((2, 3))
   values.flat[:num] = 1
-  rule = rules(update_cost=9.0).completions
+  rule = neyman(update_cost=9.0).completions
   chosen = jax.jit(rule)(jax.random.key(0), groups_of(values))
   assert chosen.keep.sum() == num and (chosen.prob[chosen.keep] == 1).all()
   assert chosen.told["shares/completions"] == num
@@ -169,7 +162,7 @@ def test_prompts_that_are_known_to_teach_nothing_are_left_out():
 
 
 def test_the_rule_prunes_prompts_once_it_has_seen_them():
-  rule = jitted(rules(update_cost=0.5).prompts)
+  rule = jitted(neyman(update_cost=0.5).prompts)
   history = rule.init()
   ids = np.arange(8, dtype=np.int32)
   before = rule.select(history, ids)
@@ -196,7 +189,7 @@ def test_the_rule_prunes_prompts_once_it_has_seen_them():
 )
 def test_what_cannot_be_meant_is_refused(options, message):
   with pytest.raises(ValueError, match=message):
-    rules(**options)
+    neyman(**options)
 
 
 @pytest.mark.parametrize("update_cost", [0.0, 0.5])

@@ -7,20 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.methods import (
-  neyman_tokens,
-  top_entropy,
-)
+from dppo_jax.methods import neyman_tokens, top_entropy
 from dppo_jax.methods.neyman.rules import TOKEN_SIZES
-from dppo_jax.records import (
-  PackedBatch,
-  TokenStats,
-)
-from dppo_jax.rng import (
-  Stage,
-  StepRng,
-  rng_at,
-)
+from dppo_jax.records import PackedBatch, TokenStats
+from dppo_jax.rng import Stage, StepRng, rng_at
 
 # Two micro-batches of two rows: prompts of 2 tokens, completions of the rest.
 SEGMENTS = np.array(

@@ -8,13 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from dppo_jax.analysis import (
-  compare,
-  comparison,
-  groups,
-  runs,
-  statistics,
-)
+from dppo_jax.analysis import compare, comparison, groups, runs, statistics
 
 CONFIG = {
   "seed": 0,

@@ -6,15 +6,9 @@ import re
 import pytest
 
 from dppo_jax.config import Config
-from dppo_jax.metrics import (
-  progress,
-)
-from dppo_jax.metrics import (
-  warnings as health,
-)
-from dppo_jax.metrics import (
-  writer as metrics,
-)
+from dppo_jax.metrics import progress
+from dppo_jax.metrics import warnings as health
+from dppo_jax.metrics import writer as metrics
 
 HEALTHY = {
   "step/seconds": 0.2,

@@ -7,14 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax.metrics import (
-  jsonl,
-  progress,
-  report,
-)
-from dppo_jax.metrics import (
-  writer as metrics,
-)
+from dppo_jax.metrics import jsonl, progress, report
+from dppo_jax.metrics import writer as metrics
 
 
 def test_a_compilation_is_counted_while_the_context_lasts_and_no_longer():

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from dppo_jax.analysis import runs
-from dppo_jax.metrics import (
-  jsonl,
-  plots,
-  report,
-  samples,
-  style,
-)
+from dppo_jax.metrics import jsonl, plots, report, samples, style
 
 CONFIG = {"seed": 3, "steps": 9, "method.name": "dppo", "method.args": {}}
 STEP = {

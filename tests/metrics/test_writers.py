@@ -9,16 +9,8 @@ import events
 from matplotlib import figure
 import pytest
 
-from dppo_jax.metrics import (
-  jsonl,
-  live_report,
-  progress,
-  report,
-  trackers,
-)
-from dppo_jax.metrics import (
-  writer as metrics,
-)
+from dppo_jax.metrics import jsonl, live_report, progress, report, trackers
+from dppo_jax.metrics import writer as metrics
 
 CONFIG = {"seed": 3, "method.args": {"a": "x|y"}}
 SAMPLE = {"problem": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}

@@ -13,10 +13,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from dppo_jax import (
-  config,
-  sharding,
-)
+from dppo_jax import config, sharding
 from dppo_jax.models import transformer
 from dppo_jax.planning import assumed
 from dppo_jax.step import programs

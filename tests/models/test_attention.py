@@ -9,10 +9,7 @@ import pytest
 
 from dppo_jax import sharding
 from dppo_jax.models import attention
-from dppo_jax.models.attention import (
-  blockwise,
-  kernels,
-)
+from dppo_jax.models.attention import blockwise, kernels
 
 BACKENDS = attention.BACKENDS | {
   "splash": functools.partial(kernels.splash, interpret=True),

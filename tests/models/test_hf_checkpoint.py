@@ -11,11 +11,7 @@ import safetensors
 from safetensors import numpy as stored
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  hf,
-  moe,
-  transformer,
-)
+from dppo_jax.models import hf, moe, transformer
 from dppo_jax.models.hf import families
 
 

@@ -5,10 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dppo_jax.models import (
-  layers,
-  transformer,
-)
+from dppo_jax.models import layers, transformer
 from dppo_jax.models.hf import families
 
 # What the config.json of four published models say; they have this many

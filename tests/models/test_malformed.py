@@ -7,15 +7,8 @@ import jax
 import pytest
 
 from dppo_jax.data.tokenizer import find_stop_ids
-from dppo_jax.models import (
-  hf,
-  moe,
-  transformer,
-)
-from dppo_jax.models.hf import (
-  families,
-  reader,
-)
+from dppo_jax.models import hf, moe, transformer
+from dppo_jax.models.hf import families, reader
 
 BILLION = 10**9
 FAMILY = "Qwen3MoeForCausalLM"

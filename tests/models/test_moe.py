@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import sharding
-from dppo_jax.models import (
-  grouped,
-  moe,
-)
+from dppo_jax.models import grouped, moe
 
 EXPERTS = moe.Experts(num=8, per_token=3, mlp=6, is_normalized=True)
 EMBED = 12  # a mesh divides it

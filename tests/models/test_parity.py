@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.models import (
-  hf,
-  kv_cache,
-  layers,
-  transformer,
-)
+from dppo_jax.models import hf, kv_cache, layers, transformer
 from dppo_jax.models.hf import families
 
 TOLERANCE = 1e-4  # of a float32 logit

@@ -8,13 +8,7 @@ import sys
 import commands
 import pytest
 
-from dppo_jax.rewards import (
-  Grader,
-  RewardSpec,
-  Verdict,
-  functions,
-  parse,
-)
+from dppo_jax.rewards import Grader, RewardSpec, Verdict, functions, parse
 
 
 def brevity(completions, weight=1.0):

@@ -12,10 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from dppo_jax.rewards import (
-  Grader,
-  workers,
-)
+from dppo_jax.rewards import Grader, workers
 from dppo_jax.rewards import grader as graders
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="not Linux")

@@ -8,14 +8,8 @@ import hostile
 import numpy as np
 import pytest
 
-from dppo_jax.rewards import (
-  Grader,
-  last_boxed,
-)
-from dppo_jax.rewards.math_answers import (
-  MAX_CHARS,
-  outcome,
-)
+from dppo_jax.rewards import Grader, last_boxed
+from dppo_jax.rewards.math_answers import MAX_CHARS, outcome
 
 # What a completion of no value may count under: neither as an error of ours,
 # for which config.reward.on_error=stop would end the run, nor as nonfinite.

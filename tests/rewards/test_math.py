@@ -10,18 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from dppo_jax.rewards import (
-  Grader,
-  last_boxed,
-)
-from dppo_jax.rewards.math_answers import (
-  MAX_ANSWER_CHARS,
-  outcome,
-)
-from dppo_jax.rewards.normalize import (
-  is_symmetric,
-  normalize,
-)
+from dppo_jax.rewards import Grader, last_boxed
+from dppo_jax.rewards.math_answers import MAX_ANSWER_CHARS, outcome
+from dppo_jax.rewards.normalize import is_symmetric, normalize
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}")

@@ -9,15 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax.methods.method import (
-  check_finite,
-  check_share,
-)
+from dppo_jax.methods.method import check_finite, check_share
 from dppo_jax.methods.neyman import time_law
-from dppo_jax.records import (
-  Groups,
-  Measured,
-)
+from dppo_jax.records import Groups, Measured
 
 NUM_SHARES = 17  # on the grid, evenly in their logarithms
 

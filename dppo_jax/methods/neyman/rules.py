@@ -20,25 +20,12 @@ from dppo_jax.methods.method import (
   trainable,
   uniform_for_ids,
 )
-from dppo_jax.methods.neyman import (
-  budget as self_setting,
-)
-from dppo_jax.methods.neyman import (
-  pass_rates,
-)
+from dppo_jax.methods.neyman import budget as self_setting
+from dppo_jax.methods.neyman import pass_rates
 from dppo_jax.methods.neyman.budget import SelfSet
-from dppo_jax.methods.ranking import (
-  fixed_size,
-  round_count,
-)
-from dppo_jax.records import (
-  Groups,
-  Selection,
-)
-from dppo_jax.rng import (
-  StepRng,
-  as_step_rng,
-)
+from dppo_jax.methods.ranking import fixed_size, round_count
+from dppo_jax.records import Groups, Selection
+from dppo_jax.rng import StepRng, as_step_rng
 
 # Least size, relative to the largest, of a completion that is needed.
 LEAST_SIZE = 1e-6

@@ -6,10 +6,7 @@ import jax
 import numpy as np
 
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.records import (
-  Measured,
-  TrainState,
-)
+from dppo_jax.records import Measured, TrainState
 
 DECAY = 0.95  # of earlier steps, at each further one
 _NAMES = (

@@ -12,19 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import (
-  shapes,
-  sharding,
-)
-from dppo_jax.models.attention import (
-  blockwise,
-  kernels,
-)
+from dppo_jax import shapes, sharding
+from dppo_jax.models.attention import blockwise, kernels
 from dppo_jax.models.attention.blockwise import MASKED
-from dppo_jax.models.attention.kernels import (
-  LANES,
-  MAX_BRANCHES,
-)
+from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
 
 __all__ = [
   "BACKENDS",

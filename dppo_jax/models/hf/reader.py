@@ -13,10 +13,7 @@ import safetensors
 
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
-from dppo_jax.models.transformer import (
-  ModelConfig,
-  Params,
-)
+from dppo_jax.models.transformer import ModelConfig, Params
 
 __all__ = ["check", "fetch", "load", "read_config", "stored_dtype"]
 

@@ -12,14 +12,8 @@ import safetensors
 import safetensors.numpy
 
 from dppo_jax.models import transformer
-from dppo_jax.models.hf import (
-  families,
-  reader,
-)
-from dppo_jax.models.transformer import (
-  ModelConfig,
-  Params,
-)
+from dppo_jax.models.hf import families, reader
+from dppo_jax.models.transformer import ModelConfig, Params
 
 __all__ = ["DTYPES", "SHARD_BYTES", "save"]
 

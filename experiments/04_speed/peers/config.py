@@ -4,10 +4,7 @@
     --config.model.path=DIR --config.data.train=FILE
 """
 
-from dppo_jax.config import (
-  Config,
-  use_method,
-)
+from dppo_jax.config import Config, use_method
 
 
 def get_config(method: str = "grpo") -> Config:

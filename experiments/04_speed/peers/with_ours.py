@@ -12,21 +12,10 @@ import jax
 import numpy as np
 import work
 
-from dppo_jax import (
-  data,
-  main,
-  rollout,
-)
+from dppo_jax import data, main, rollout
 from dppo_jax.metrics import writer
-from dppo_jax.records import (
-  PromptBatch,
-  Rollout,
-  Selection,
-)
-from dppo_jax.rng import (
-  Stage,
-  rng_at,
-)
+from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import setup
 from dppo_jax.step import compiler, programs, update
 
