@@ -17,7 +17,6 @@ IGNORED = {
   "seed",
   "steps",
   "eval.every",
-  "eval.columns",
   "checkpoint.every",
   "checkpoint.keep",
   "sft.from_run",

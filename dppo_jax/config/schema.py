@@ -274,17 +274,10 @@ class Eval:
   )
   samples: int = option(
     0,
-    "k, completions sampled of each problem, for avg@k, maj@k and pass@k; 0 is "
-    "greedy, which --mode=evaluate adds in any case",
+    "k, completions sampled per problem for avg@k, maj@k and pass@k; 0 decodes "
+    "greedily, which --mode=evaluate always does too",
     least=0,
     most=1000,
-    may_change=True,
-  )
-  temperature: float = option(
-    0.0,
-    "of those samples; 0 is rollout.temperature",
-    least=0,
-    most=100,
     may_change=True,
   )
   top_p: float = option(
@@ -299,11 +292,6 @@ class Eval:
     "problems rolled out side by side",
     least=1,
     most=1_000_000,
-    may_change=True,
-  )
-  columns: str = option(
-    "level,subject,type",
-    "columns of the data by whose values --mode=evaluate breaks results down",
     may_change=True,
   )
 

@@ -306,9 +306,7 @@ def evaluation_program(run: Run, samples: int) -> Program:
   replicated = sharding.sharding(run.mesh)
   sampling = _sampling(run)
   sampling = sampling._replace(
-    temperature=(c.eval.temperature or sampling.temperature)
-    if samples
-    else 0.0,
+    temperature=sampling.temperature if samples else 0.0,
     top_p=c.eval.top_p or sampling.top_p,
   )
   rng = jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.EVALUATE))
