@@ -2,8 +2,7 @@
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
 `P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
-of `L` positions each, `M` problems in a data set. Of a mixture of experts, `Y`
-layers and `K` experts of a token.
+of `L` positions each, `M` problems in a data set.
 
 A rollout has a fixed shape, so `Q` equals `N` and a pruned prompt is a row
 whose `kept.keep` is False: padding is an item that was not kept.
@@ -61,9 +60,6 @@ class Rollout:
     kept: `[Q]`, the selection of prompts this rollout was given.
     slot_steps: decode slots times decode steps: how many tokens could have been
       decoded.
-    experts: `[Q, G, T, Y, K]`, where the sampler recorded its routing: those of
-      the token before each of these, in every layer of a mixture of experts.
-    prompt_experts: `[Q, P, Y, K]`, those of each token of the prompts.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -73,8 +69,6 @@ class Rollout:
   is_stopped: Bool[Array, "Q G"] | None = None
   kept: Selection | None = None
   slot_steps: Int[Array, ""] | None = None
-  experts: Int[Array, "Q G T Y K"] | None = None
-  prompt_experts: Int[Array, "Q P Y K"] | None = None
 
 
 @struct.dataclass
@@ -161,8 +155,6 @@ class PackedBatch:
       token of a completion that was not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
     prompts: `[R, L]`, the row in the prompt batch of the prompt it belongs to.
-    experts: `[R, L, Y, K]`, of each token in every layer, where the sampler's
-      are to be taken; None leaves them to the routers.
   """
 
   tokens: Int[Array, "*rows L"]
@@ -175,7 +167,6 @@ class PackedBatch:
   weights: Float[Array, "*rows L"]
   old_logprobs: Float[Array, "*rows L"]
   prompts: Int[Array, "*rows L"]
-  experts: Int[Array, "*rows L Y K"] | None = None
 
 
 @struct.dataclass

@@ -225,16 +225,11 @@ class Layout(NamedTuple):
 
 
 class Texts(NamedTuple):
-  """What rows read: `[R, L]` each, 0 where there is nothing.
-
-  Attributes:
-    experts: `[R, L, Y, K]`, of `tokens`, where the rollout has them.
-  """
+  """What rows read: `[R, L]` each, 0 where there is nothing."""
 
   tokens: Int[Array, "R L"]
   targets: Int[Array, "R L"]
   logprobs: Float[Array, "R L"]
-  experts: Int[Array, "R L Y K"] | None = None
 
 
 def fill(
@@ -254,7 +249,7 @@ def fill(
     plan: of `counts`.
     advantages, weights: `[Q, G]`, the same for all tokens of a completion.
     reader: fetches what the rows read; None is `read`. Only it looks at the
-      tokens, log-probabilities and experts of `prompts` and `rollout`.
+      tokens and log-probabilities of `prompts` and `rollout`.
   """
   chex.assert_equal_shape((rollout.lengths, advantages, weights, plan.row))
   layout = _lay_out(plan, counts, num_rows, row_length)
@@ -277,7 +272,6 @@ def fill(
     weights=jnp.where(is_spoiled, jnp.nan, of_each(weights)),
     old_logprobs=at_trained(texts.logprobs),
     prompts=jnp.where(layout.is_real, layout.prompt, 0),
-    experts=texts.experts,
   )
 
 
@@ -291,7 +285,7 @@ def read(
 
   Args:
     prompts: lengths of all, tokens of these.
-    rollout: tokens, log-probabilities and experts of these.
+    rollout: tokens and log-probabilities of these.
     first: the first of them.
   """
   num_here, group_size, longest = rollout.tokens.shape
@@ -313,22 +307,12 @@ def read(
     token = jnp.where(t < 0, of_prompt, of_completion(rollout.tokens, t))
     return jnp.where(is_here, token, 0)
 
-  def experts():
-    t = layout.positions + 1 - lengths
-    of_prompt = rollout.prompt_experts[
-      q, jnp.minimum(layout.positions, prompts.tokens.shape[1] - 1)
-    ]
-    is_prompt, is_read = (x[..., None, None] for x in (t < 0, is_here))
-    found = of_completion(rollout.experts, t)
-    return jnp.where(is_read, jnp.where(is_prompt, of_prompt, found), 0)
-
   after = layout.positions + 1
   logprobs = of_completion(rollout.logprobs, after - lengths)
   return Texts(
     tokens=token_at(layout.positions),
     targets=token_at(after),
     logprobs=jnp.where(is_here, logprobs, 0.0),
-    experts=None if rollout.experts is None else experts(),
   )
 
 

@@ -178,16 +178,16 @@ def group_layers(
 
 
 def scan_layers(
-  layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache, Any]],
+  layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache]],
   x: Float[Array, "..."],
   weights: tuple[PyTree[Array], ...],
   cache: KVCache,
   inline: bool = False,
-) -> tuple[Float[Array, "..."], KVCache, PyTree[Array]]:
-  """`(x, cache)` after every layer in order, and what each layer says.
+) -> tuple[Float[Array, "..."], KVCache]:
+  """Returns `(x, cache)` after every layer in order.
 
   Args:
-    layer: `(x, weights, cache) -> (x, cache, said)` of one layer.
+    layer: `(x, weights, cache) -> (x, cache)` of one layer.
     weights: of `group_layers`.
     inline: copy a layer's operations for each group rather than call them.
   """
@@ -196,21 +196,14 @@ def scan_layers(
   def one_of_each_group(carry, xs):
     x, cache = carry
     weights, index = xs
-    new, said = [], []
+    new = []
     for p, parts in zip(weights, cache, strict=True):
-      x, layer_cache, y = layer(x, p, LayerCache(parts, index))
+      x, layer_cache = layer(x, p, LayerCache(parts, index))
       new.append(layer_cache.parts)
-      said.append(y)
-    return (x, tuple(new)), jax.tree.map(lambda *y: jnp.stack(y), *said)
+    return (x, tuple(new)), None
 
   index = jnp.arange(len(cache[0][0].keys), dtype=jnp.int32)
-  (x, cache), said = jax.lax.scan(
-    one_of_each_group, (x, cache), (weights, index)
-  )
-  in_order = lambda y: y.reshape(
-    -1, *y.shape[2:]
-  )  # [Y / U, U, ...] to [Y, ...]
-  return x, cache, jax.tree.map(in_order, said)
+  return jax.lax.scan(one_of_each_group, (x, cache), (weights, index))[0]
 
 
 def write_prompts(

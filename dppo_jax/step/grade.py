@@ -48,7 +48,7 @@ def grade(
   """
   owners = distributed.owners(rollout.lengths)
   # What nobody reads here stays on the devices: it is many bytes a token.
-  rollout = rollout.replace(logprobs=None, experts=None, prompt_experts=None)
+  rollout = rollout.replace(logprobs=None)
   rollout = distributed.to_host(rollout)
   shape = rollout.lengths.shape
   is_sampled = rollout.lengths.max(axis=1) > 0  # a group is sampled whole

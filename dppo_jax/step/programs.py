@@ -179,7 +179,6 @@ def _functions(run: Run) -> dict[str, Callable[..., Any]]:
       num_slots=c.rollout.num_slots,
       prefill_batch=c.rollout.prefill_batch,
       platform=run.platform,
-      record_experts=c.rollout.replay_experts,
     ),
     "select": bind(
       select.select,

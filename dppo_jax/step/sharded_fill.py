@@ -15,8 +15,8 @@ from dppo_jax import sharding
 from dppo_jax.algo import packing
 from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
-# What is read of a rollout; the last two are None where they are not recorded.
-_READ = ("tokens", "logprobs", "experts", "prompt_experts")
+# The fields of a rollout that rows read.
+_READ = ("tokens", "logprobs")
 
 
 def fill(

@@ -120,7 +120,6 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
     rows.positions,
     rows.segment_ids,
     rows.prefix_ids,
-    rows.experts,
   )
   arguments = (
     hidden,
@@ -134,14 +133,12 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
 
 
 def zero_sums(
-  params: transformer.Params,
-  model: transformer.ModelConfig,
-  replays: bool = False,
+  params: transformer.Params, model: transformer.ModelConfig
 ) -> GradSums:
-  """What sums over micro-batches start from; those `replays` have experts."""
+  """Returns the sums before the first micro-batch."""
   load = None
   if model.experts:
-    load = moe.zero_load(model.experts, model.layers, replays)
+    load = moe.zero_load(model.experts, model.layers)
   names = ("loss", "logprob", "entropy", "tokens", "clipped", "kl")
   return GradSums(
     grad=jax.tree.map(jnp.zeros_like, params),
@@ -176,7 +173,7 @@ def add_gradient(
     ref_logprobs = None
     if config.objective.beta:
       ref_logprobs = jax.lax.stop_gradient(
-        logprobs(reference, config, rows.replace(experts=None), is_chosen)
+        logprobs(reference, config, rows, is_chosen)
       )
     loss, info = policy_loss.surrogate(
       config.objective,
@@ -228,7 +225,7 @@ def sum_gradients(
   add = lambda i, sums: add_gradient(
     sums, params, reference, config, change(_take(batch, i))
   )
-  zeros = zero_sums(params, config.model, batch.experts is not None)
+  zeros = zero_sums(params, config.model)
   return jax.lax.fori_loop(first, num_used, add, zeros)
 
 
@@ -333,7 +330,7 @@ def update(
     seen = _add(seen, sums._replace(grad=None))
     return state, seen, metrics | _describe(seen, denominator)
 
-  zeros = zero_sums(state.params, config.model, batch.experts is not None)
+  zeros = zero_sums(state.params, config.model)
   carry = (state, zeros._replace(grad=None), None)
   if config.is_on_policy:
     state, _, metrics = step(0, carry)
