@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, shapes, sharding
+from dppo_jax import data, rewards, sharding
 from dppo_jax.config.options import flatten
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.methods.neyman.step_costs import Costs, of_step
@@ -318,7 +318,7 @@ def _evaluate(
         run.tokenizer,
         grader,
         eval_sets.rng_of_set(run.root_key, name, number),
-        shapes.round_up(
+        sharding.round_up(
           run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
         ),
       )

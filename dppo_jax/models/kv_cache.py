@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
+from dppo_jax.models import layers
 from dppo_jax.models.attention import MASKED
 
 __all__ = [
@@ -85,8 +86,8 @@ def part_sizes(capacity: int) -> list[int]:
   Each part has as many as all before it together; the last has what is left.
   Multiples of 32 suit matrix products and vector units.
   """
-  ends = shapes.doublings(
-    max(_SHORTEST, shapes.block(capacity)), shapes.round_up(capacity, 32)
+  ends = _doublings(
+    max(_SHORTEST, layers.block_size(capacity)), sharding.round_up(capacity, 32)
   )
   return [end - start for start, end in itertools.pairwise([0, *ends])]
 
@@ -99,7 +100,7 @@ def prompt_part_sizes(sizes: Sequence[int], longest: int) -> list[int]:
 
 def prompt_paddings(longest: int) -> list[int]:
   """Padded lengths for prompts of up to `longest` tokens, ascending."""
-  return shapes.doublings(_SHORTEST, longest)
+  return _doublings(_SHORTEST, longest)
 
 
 def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
@@ -164,7 +165,7 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
 
 def num_groups(num_layers: int) -> int:
   """Into how many groups the layers of a model are dealt."""
-  return shapes.largest_divisor(num_layers, _MAX_GROUPS)
+  return sharding.largest_divisor(num_layers, _MAX_GROUPS)
 
 
 def group_layers(
@@ -334,3 +335,12 @@ def attend(
 
 def _sizes(parts: Sequence[KVPart]) -> list[int]:
   return [part.keys.shape[-1] for part in parts]
+
+
+def _doublings(least: int, most: int) -> list[int]:
+  """Returns `least` and its doublings below `most`, then `most`."""
+  sizes = [most]
+  while least < most:
+    sizes.insert(-1, least)
+    least *= 2
+  return sizes

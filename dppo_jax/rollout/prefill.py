@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch
 from dppo_jax.rollout.decode import together
@@ -28,7 +28,7 @@ def prefill_prompts(
     sizes: positions of each part of the cache that decoding takes.
   """
   num_prompts, longest = prompts.tokens.shape
-  chunk = shapes.largest_divisor(num_prompts, prefill_batch)
+  chunk = sharding.largest_divisor(num_prompts, prefill_batch)
   sizes = kv_cache.prompt_part_sizes(sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
   in_step = transformer.gathers_layers(model_config)

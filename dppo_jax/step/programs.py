@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 import optax
 
-from dppo_jax import rollout, shapes, sharding
+from dppo_jax import rollout, sharding
 from dppo_jax.data import ProblemSet
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.methods.neyman import gradient_noise
@@ -312,7 +312,9 @@ def evaluation_program(run: Run, samples: int) -> Program:
   )
   rng = jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.EVALUATE))
   problems = next(iter(run.eval_sets.values()))  # all are of one width
-  size = shapes.round_up(c.eval.prompts, sharding.num_shards(run.mesh, "batch"))
+  size = sharding.round_up(
+    c.eval.prompts, sharding.num_shards(run.mesh, "batch")
+  )
   return Program(
     functools.partial(
       stages.evaluate,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
 from dppo_jax.algo import diagnostics, packing, policy_loss
 from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
@@ -46,7 +46,7 @@ class PackingSpec(NamedTuple):
   def num_rows(self, num_sequences: int, max_length: int) -> int:
     """Rows that always suffice, in whole micro-batches."""
     bound = packing.row_bound(num_sequences, max_length, self.row_length)
-    return shapes.round_up(bound, self.rows_per_micro)
+    return sharding.round_up(bound, self.rows_per_micro)
 
 
 def select(
