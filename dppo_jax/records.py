@@ -2,8 +2,7 @@
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
 `P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
-of `L` positions each, `M` problems in a data set. Of a mixture of experts, `Y`
-layers and `K` experts of a token.
+of `L` positions each, `M` problems in a data set.
 
 A rollout has a fixed shape, so `Q` equals `N` and a pruned prompt is a row
 whose `kept.keep` is False: padding is an item that was not kept.
@@ -59,9 +58,6 @@ class Rollout:
     kept: `[Q]`, the selection of prompts this rollout was given.
     slot_steps: decode slots times decode steps: how many tokens could have been
       decoded.
-    experts: `[Q, G, T, Y, K]`, where the sampler recorded its routing: those of
-      the token before each of these, in every layer of a mixture of experts.
-    prompt_experts: `[Q, P, Y, K]`, those of each token of the prompts.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -71,8 +67,6 @@ class Rollout:
   is_stopped: Bool[Array, "Q G"] | None = None
   kept: Selection | None = None
   slot_steps: Int[Array, ""] | None = None
-  experts: Int[Array, "Q G T Y K"] | None = None
-  prompt_experts: Int[Array, "Q P Y K"] | None = None
 
 
 @struct.dataclass
@@ -158,8 +152,6 @@ class PackedBatch:
     weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
       token of a completion that was not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
-    experts: `[R, L, Y, K]`, of each token in every layer, where the sampler's
-      are to be taken; None leaves them to the routers.
   """
 
   tokens: Int[Array, "*rows L"]
@@ -171,7 +163,6 @@ class PackedBatch:
   advantages: Float[Array, "*rows L"]
   weights: Float[Array, "*rows L"]
   old_logprobs: Float[Array, "*rows L"]
-  experts: Int[Array, "*rows L Y K"] | None = None
 
 
 @struct.dataclass

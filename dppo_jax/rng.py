@@ -55,7 +55,7 @@ def as_step_rng(rng: StepRng | jax.Array) -> StepRng:
 def rng_at(
   root_key: jax.Array, step: int | jax.Array, stage: Stage | None = None
 ) -> StepRng:
-  """Returns the randomness of `step` under `root_key`, or of one stage of it."""
+  """Returns the randomness of a step, or of one stage of it."""
   step = jnp.asarray(step, jnp.int32)
   rng = StepRng(_fold_in(root_key, step), step)
   return rng if stage is None else rng.at(stage)

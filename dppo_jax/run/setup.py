@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, shapes, sharding
+from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
 from dppo_jax.config.options import default_args
 from dppo_jax.methods import Method
@@ -264,7 +264,7 @@ def describe_model(
     model = hf.read_config(path, shape.dtype, shape.remat)
     return dataclasses.replace(model, attention=backend)
   return transformer.ModelConfig(
-    vocab=shapes.round_up(vocab_size, 8),
+    vocab=sharding.round_up(vocab_size, 8),
     embed=shape.embed,
     layers=shape.layers,
     heads=shape.heads,
