@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import rewards, shapes, sharding
+from dppo_jax import rewards, sharding
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
@@ -146,7 +146,7 @@ def _evaluate_set(
   problems = run.eval_sets[name]
   rng = eval_sets.rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
   num_shards = sharding.num_shards(run.mesh, "batch")
-  num_prompts = shapes.round_up(run.config.eval.prompts, num_shards)
+  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
   estimates, described = {}, {}
   for decoding, roll_out in roll_outs.items():
     start = time.monotonic()

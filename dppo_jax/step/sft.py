@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 from dppo_jax.algo import objectives
 from dppo_jax.data import problems as data
 from dppo_jax.data.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def tokenize_solutions(
     for texts in (worked, problems.direct_solutions)
   ]
   lengths = np.array([[len(row) for row in rows] for rows in ids], np.int32)
-  width = shapes.round_up(int(lengths.max()), 8)
+  width = sharding.round_up(int(lengths.max()), 8)
   longest = problems.tokens.shape[1] + width - 1
   if longest > row_length:
     name = problems.names[int(lengths.max(axis=0).argmax())]
