@@ -22,7 +22,7 @@ from dppo_jax.models import transformer
 from dppo_jax.run import distributed, runtime_checks, trained_weights
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import compiler, programs
+from dppo_jax.step import programs
 
 
 def run(
@@ -123,7 +123,7 @@ def _compile(
     for name, samples in decodings.items()
   }
   with bar.task("compiling") as task:
-    compiled = compiler.compile_programs(to_compile, run.mesh, task)
+    compiled = programs.compile_programs(to_compile, run.mesh, task)
   return {name: functools.partial(x, params) for name, x in compiled.items()}
 
 
