@@ -153,7 +153,6 @@ def setup_run(
   )
   model = describe_model(config.model, path, tokenizer.vocab_size, backend)
   preflight.check_weights(mesh, model)
-  preflight.check_experts(config, model)
   if is_here:
     memory.check(mesh, model, config, trains)
   train_set, eval_sets = _problems(config, tokenizer, trains)
