@@ -3,7 +3,7 @@
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
-from dppo_jax.step.score import choose_tokens
+from dppo_jax.step.tokens import choose_tokens
 from dppo_jax.step.update import (
   GradSums,
   UpdateConfig,

@@ -26,7 +26,7 @@ from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint, distributed
 from dppo_jax.run.setup import Run
-from dppo_jax.step import collect, score, select, update
+from dppo_jax.step import collect, select, tokens, update
 from dppo_jax.step.measure_noise import measure_noise
 from dppo_jax.step.optimizer import make_optimizer
 
@@ -128,7 +128,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       out="batch num_micro select_info summary",
     ),
     "score": Declaration(
-      bind(score.score, method=method, config=config),
+      bind(tokens.score, method=method, config=config),
       args="rng params batch num_micro",
       out="batch score_info",
       donate="batch",
@@ -145,7 +145,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       donate="state",
     ),
   }
-  if not score.is_needed(method, config):
+  if not tokens.is_needed(method, config):
     del stages["score"]
   if not method.noise_every:
     del stages["measure_noise"]

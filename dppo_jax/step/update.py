@@ -218,7 +218,7 @@ def add_gradient(
       rows.is_trained,
       rows.segment_ids,
       ref_logprobs,
-      # Off policy, `score.choose_tokens` applies it to the weights.
+      # Off policy, `tokens.choose_tokens` applies it to the weights.
       rows.old_logprobs if config.is_on_policy else None,
     )
     log_ratio = jnp.where(is_chosen, constant - rows.old_logprobs, 0.0)
