@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import rewards, sharding
+from dppo_jax import rewards
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
@@ -94,11 +94,7 @@ def _read_weights(
   folders = workdir.glob("checkpoints/*")
   if step is None and not any(x.name.isdigit() for x in folders):
     model = run.config.model
-    origin = model.path or model.hub_id
-    if not origin:
-      origin = (
-        f"random, for {workdir} has no checkpoint and config.model no path"
-      )
+    origin = model.path or model.hub_id or "random, without a checkpoint"
     step, params = 0, run.initial_params()
   else:
     like = programs.abstract_params(run)
@@ -144,9 +140,6 @@ def _evaluate_set(
 ) -> dict[str, Any]:
   """Evaluates a set, logs completions to `file` and returns its results."""
   problems = run.eval_sets[name]
-  rng = eval_sets.rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
-  num_shards = sharding.num_shards(run.mesh, "batch")
-  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
   estimates, described = {}, {}
   for decoding, roll_out in roll_outs.items():
     start = time.monotonic()
@@ -160,9 +153,7 @@ def _evaluate_set(
           file.flush()
         steps.advance(steps.done + len(part.correct))
 
-      completions = eval_sets.evaluate(
-        roll_out, problems, run.tokenizer, grader, rng, num_prompts, write
-      )
+      completions = eval_sets.evaluate(run, name, roll_out, grader, write)
     has_answer = [x["extracted"] is not None for x in completions.samples]
     described[decoding] = completions.metrics() | {
       "completions": len(completions.samples),

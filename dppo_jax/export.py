@@ -108,10 +108,10 @@ def _card(
     text = tokenizer.prompt(problem)
     special = tokenizer.encode_prompt(problem) != tokenizer.encode(text)
   results = "No results."
-  pattern = workdir.glob(f"evaluation/step-{step}*/results.json")
-  for file in sorted(pattern, key=lambda x: x.stat().st_mtime):
+  files = workdir.glob(f"evaluation/step-{step}*/results.json")
+  for file in sorted(files, key=lambda x: x.stat().st_mtime):
     evaluation = json.loads(file.read_text(encoding="utf-8"))
-    if evaluation["step"] == step:
+    if evaluation["step"] == step:  # step-1* matches step-10 too
       results = page.estimates_table(evaluation["sets"])
   return huggingface_hub.ModelCard(f"""---
 {metadata.to_yaml()}

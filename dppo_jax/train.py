@@ -18,7 +18,7 @@ import traceback
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, sharding
+from dppo_jax import data, rewards
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
@@ -315,17 +315,13 @@ def _evaluate(
 ) -> None:
   """Writes the accuracy on every evaluation set, and some answers."""
   step, values = int(state.step), {}
-  for number, (name, problems) in enumerate(run.eval_sets.items()):
+  for number, name in enumerate(run.eval_sets):
     with writer.bar.task(f"evaluating on {name}"):
       completions = eval_sets.evaluate(
+        run,
+        name,
         functools.partial(train_step.evaluate, state.params),
-        problems,
-        run.tokenizer,
         grader,
-        eval_sets.rng_of_set(run.root_key, name, number),
-        sharding.round_up(
-          run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
-        ),
       )
     # Metrics of the first set do not depend on its name.
     stage = f"eval/{name}" if number else "eval"

@@ -66,22 +66,13 @@ def _page(results: Mapping[str, Any]) -> Iterator[str]:
   yield estimates_table(results["sets"])
   yield _EXPLANATION
   yield "## Completions"
-  head = ("set", "decoding", "completions", "mean tokens", "cut off")
-  head = (*head, "without a box", "seconds")
-  rows = [
-    (
-      name,
-      decoding,
-      f"{x['completions']:,}",
-      f"{x['tokens']:,.1f}",
-      f"{1 - x['stopped']:.1%}",
-      f"{x['unboxed']:.1%}",
-      f"{x['seconds']:,.1f}",
-    )
+  yield "\n".join(
+    f"- {name}, {decoding}: {x['completions']:,} completions of "
+    f"{x['tokens']:.1f} tokens on average, {1 - x['stopped']:.1%} cut off, {x['unboxed']:.1%} "
+    f"without a boxed answer, in {x['seconds']:,.1f} s"
     for name, of_set in results["sets"].items()
     for decoding, x in of_set["completions"].items()
-  ]
-  yield tables.markdown(head, rows)
+  )
   yield (
     f"The evaluation took {results['seconds']:,.0f} s, compilation included. "
     "Every completion is in [completions.jsonl](completions.jsonl)."

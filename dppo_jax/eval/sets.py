@@ -11,12 +11,13 @@ import jax
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from dppo_jax import data, rewards
+from dppo_jax import data, rewards, sharding
 from dppo_jax.eval import estimators
 from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
+from dppo_jax.run.setup import Run
 from dppo_jax.step.grade import grade, with_texts
 
 # Bounded, because answers are untrusted and may have millions of digits.
@@ -62,28 +63,28 @@ class Completions(NamedTuple):
 
 
 def evaluate(
+  run: Run,
+  name: str,
   roll_out: Callable[[PromptBatch, StepRng], Rollout],
-  problems: data.ProblemSet,
-  tokenizer: data.Tokenizer,
   grader: rewards.Grader,
-  rng: StepRng,
-  num_prompts: int,
   on_batch: Callable[[Completions], None] | None = None,
 ) -> Completions:
-  """Samples and grades completions of every problem of a set.
+  """Samples and grades completions of every problem of an evaluation set.
 
   Args:
-    roll_out: samples completions of `num_prompts` prompts.
-    problems: the evaluation set.
-    tokenizer: decodes the completions.
+    run: the sets and all they share.
+    name: name of the set, a key of run.eval_sets.
+    roll_out: a function that `evaluation_program` compiled, with its weights.
     grader: its first function is the verifier.
-    rng: consumed; the completions of a problem do not depend on `num_prompts`.
-    num_prompts: problems that are rolled out side by side.
     on_batch: called with the completions of each batch of problems, in order.
   """
+  problems = run.eval_sets[name]
+  rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
+  num_shards = sharding.num_shards(run.mesh, "batch")
+  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
   parts = []
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
-    graded = grade(rollout, problems, tokenizer, grader, verifier_only=True)
+    graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
     part = Completions(
       graded.correct,
       rollout.lengths,
@@ -117,15 +118,10 @@ def canonical_answer(answer: str | None) -> str | None:
 
 
 def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
-  """Returns the randomness of an evaluation set.
+  """Returns the randomness of the evaluation set with index `number`.
 
   The first set has the same randomness under any name. Every other set's
   depends on its name alone, so that adding a set changes none.
-
-  Args:
-    root_key: where all randomness of the run starts.
-    name: name of the set.
-    number: index of the set, from 0.
   """
   step = zlib.crc32(name.encode()) >> 1 if number else 0
   return rng_at(root_key, step, Stage.EVALUATE)
