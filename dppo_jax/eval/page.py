@@ -68,8 +68,8 @@ def _page(results: Mapping[str, Any]) -> Iterator[str]:
   yield "## Completions"
   yield "\n".join(
     f"- {name}, {decoding}: {x['completions']:,} completions of "
-    f"{x['tokens']:.1f} tokens on average, {1 - x['stopped']:.1%} cut off, {x['unboxed']:.1%} "
-    f"without a boxed answer, in {x['seconds']:,.1f} s"
+    f"{x['tokens']:.1f} tokens on average, {1 - x['stopped']:.1%} cut off, "
+    f"{x['unboxed']:.1%} without a boxed answer, in {x['seconds']:,.1f} s"
     for name, of_set in results["sets"].items()
     for decoding, x in of_set["completions"].items()
   )
