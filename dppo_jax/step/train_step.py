@@ -23,8 +23,8 @@ from dppo_jax.step import grade, programs
 from dppo_jax.step.clock import StageClock
 from dppo_jax.step.collect import Collector, Experience
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
-from dppo_jax.step.tokens import ScoreInfo
 from dppo_jax.step.select import SelectInfo
+from dppo_jax.step.tokens import ScoreInfo
 from dppo_jax.step.update import UpdateInfo
 
 
