@@ -7,12 +7,13 @@ import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import runtime_checks
 from dppo_jax.step import select
 
-SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
+SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 
 
 def _select(method, spec=SPEC):
@@ -26,7 +27,6 @@ def _select(method, spec=SPEC):
     method=method,
     objective=objectives.grpo(),
     spec=spec,
-    train_zero_advantage=False,
   )[2]
   return jax.device_get(jax.jit(choose)(small.rollout(small.prompts())))
 
