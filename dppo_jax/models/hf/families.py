@@ -15,20 +15,6 @@ from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.transformer import ModelConfig
 
-__all__ = [
-  "FAMILIES",
-  "TENSORS",
-  "Family",
-  "Tensor",
-  "file_shape",
-  "file_shapes",
-  "from_file",
-  "from_settings",
-  "parts",
-  "to_file",
-  "to_settings",
-]
-
 
 class Family(NamedTuple):
   """Properties of an architecture that its config.json does not set.

@@ -15,8 +15,6 @@ from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.models.transformer import ModelConfig, Params
 
-__all__ = ["check", "fetch", "load", "read_config", "stored_dtype"]
-
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"

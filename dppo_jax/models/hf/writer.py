@@ -16,8 +16,6 @@ from dppo_jax.models import transformer
 from dppo_jax.models.hf import families, reader
 from dppo_jax.models.transformer import ModelConfig, Params
 
-__all__ = ["DTYPES", "SHARD_BYTES", "save"]
-
 DTYPES = tuple(reader.FLOATS.values())
 
 # Largest file, in bytes, as in the hub's tools: an interrupted transfer does
