@@ -25,7 +25,7 @@ from dppo_jax.metrics import logs, progress, tables
 from dppo_jax.models import transformer
 from dppo_jax.planning import assumed, memory_estimate, topology, traffic
 from dppo_jax.planning import hardware as hardwares
-from dppo_jax.rollout import decode, generate
+from dppo_jax.rollout import decode
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -106,7 +106,7 @@ def lean() -> None:
   """
   transformer._UNROLL = 1
   every = decode.slot_schedule
-  generate.slot_schedule = lambda *rest: every(*rest)[:1]
+  decode.slot_schedule = lambda *rest: every(*rest)[:1]
 
 
 def run(name: str, stages: list[str], is_lean: bool = False) -> None:
