@@ -60,12 +60,6 @@ _TOPOLOGY = flags.DEFINE_string(
 _STAGES = flags.DEFINE_string(
   "stages", None, "Of those only some: update,roll_out."
 )
-_ASSUME = flags.DEFINE_string(
-  "assume",
-  None,
-  "What a plan takes for granted: prompt=200,completion=700,zero_variance=0.5, "
-  "prompts_kept, completions_kept, update_cost, compute, bandwidth, network.",
-)
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
   None,
@@ -81,7 +75,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of any error.")
 
 
-_OF_PLAN = ("hardware", "topology", "stages", "assume")
+_OF_PLAN = ("hardware", "topology", "stages")
 
 # The config of a run that there is, by its config.json.
 _OF_RUN = pathlib.Path(__file__).parent / "config/saved.py"
@@ -176,10 +170,8 @@ def _do(argv: list[str]) -> None:
 
     plan.run(
       config,
-      workdir if _WORKDIR.value else None,
-      on=_HARDWARE.value or "",
-      shape=_TOPOLOGY.value or "",
-      assume=_ASSUME.value or "",
+      hardware=_HARDWARE.value or "",
+      topology=_TOPOLOGY.value or "",
       stages=_STAGES.value or "",
     )
   else:
