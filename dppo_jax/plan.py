@@ -58,9 +58,7 @@ def run(
       )
       values["estimated"][place.name] = memory.estimate(workload)
       bar.say(_estimated(workload, place))
-    if target and (missing := targets.missing_compiler(target.platform)):
-      bar.say(progress.wrapped(missing))
-    elif target:
+    if target:
       names = [x.strip() for x in stages.split(",") if x.strip()]
       values["compiled"] = _compile(config, target, names, bar)
   return values
@@ -85,25 +83,16 @@ def _estimated(workload: memory.Workload, hardware: targets.Hardware) -> str:
     f"{sharding.describe(workload.mesh)}"
   )
   table = tables.aligned(["", *sums], rows)
-  return f"\n{title}\n\n{table}\n\n{_verdict(sums, workload, hardware)}"
+  return f"\n{title}\n\n{table}\n\n{_verdict(workload, sums, hardware.memory)}"
 
 
 def _verdict(
-  sums: dict[str, float],
-  workload: memory.Workload,
-  hardware: targets.Hardware,
+  workload: memory.Workload, sums: dict[str, float], limit: float
 ) -> str:
-  lines = []
-  for stage, size in sums.items():
-    if size > hardware.memory:
-      line = f"Does not fit: {stage} needs {gib(size)} of "
-      line += f"{gib(hardware.memory)} GiB"
-      if stage in memory.estimate(workload):
-        line += f"; {memory.advice(workload, stage, hardware.memory)}"
-      lines.append(progress.wrapped(line))
-  largest = max(sums, key=sums.get)
-  fits = f"Fits: {largest} needs the most, {gib(sums[largest])} of "
-  return "\n".join(lines) or f"{fits}{gib(hardware.memory)} GiB"
+  if too_large := memory.shortage(workload, sums, limit):
+    return progress.wrapped(f"Does not fit:\n{too_large}")
+  stage = max(sums, key=sums.get)
+  return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
 
 
 def _compile(
@@ -122,9 +111,10 @@ def _compile(
   rows, lines, sums = [], [], {}
   for stage in stages:
     other = resident(workload, stage.name)
-    sums[stage.name] = stage.total + other
-    sizes = (stage.held, stage.temporary, other, sums[stage.name])
-    rows.append([stage.name, *map(gib, sizes), f"{stage.seconds:.0f}"])
+    sizes = (stage.held, stage.temporary, other)
+    sums[stage.name] = sum(sizes)
+    cells = map(gib, (*sizes, sum(sizes)))
+    rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
     words = [f"{num} x {name}" for name, num in stage.kernels.items()]
     words += [
       f"{x.count} x {x.kind} in {x.depth} loop(s), {x.bytes / 2**20:,.1f} MiB"
@@ -138,7 +128,7 @@ def _compile(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
     "arguments and results)\n\n"
     + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
-    + f"\n\n{_verdict(sums, workload, hardware)}"
+    + f"\n\n{_verdict(workload, sums, hardware.memory)}"
   )
   return {stage.name: stage._asdict() for stage in stages}
 

@@ -5,7 +5,6 @@ and XLA reads those of GPUs as text.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-import importlib.util
 import math
 import os
 import pathlib
@@ -21,9 +20,9 @@ from dppo_jax.planning import hlo
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
-# Platform and GiB of memory of one device. Sources: cloud.google.com/tpu/docs;
-# NVIDIA's driver. A GPU with a description in KIND.txtpb can be compiled for;
-# XLA has more of them in xla/backends/gpu/target_config/specs.
+# Platform, and GiB of memory of one device. Sources: cloud.google.com/tpu/docs;
+# NVIDIA's driver. Stages can be compiled for a GPU that has a KIND.txtpb here:
+# XLA has more of these files in xla/backends/gpu/target_config/specs.
 CHIPS = {
   "v4": ("tpu", 32),
   "v5e": ("tpu", 16),
@@ -35,18 +34,16 @@ CHIPS = {
 }
 # JAX, the compiler and the driver take the rest.
 _USABLE = {"tpu": 0.984, "gpu": 0.95}
-# Importable if the compiler is installed, and the extra that installs it.
-_COMPILERS = {"tpu": ("libtpu", "tpu"), "gpu": ("jax_cuda13_plugin", "cuda")}
+# Keeps libtpu from asking this machine for its TPU.
+_NO_TPU = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+}
 
 
 class Hardware(NamedTuple):
-  """Devices of one kind.
-
-  Attributes:
-    name: as given, such as h200:8 or v5e:4x4.
-    kind: a key of `CHIPS`.
-    num: devices.
-  """
+  """Devices of one kind; `name` is as given, such as h200:8 or v5e:4x4."""
 
   name: str
   kind: str
@@ -59,8 +56,7 @@ class Hardware(NamedTuple):
   @property
   def memory(self) -> float:
     """Bytes of one device that a program can use."""
-    platform, gib = CHIPS[self.kind]
-    return gib * 2**30 * _USABLE[platform]
+    return CHIPS[self.kind][1] * 2**30 * _USABLE[self.platform]
 
 
 def parse(text: str, flag: str = "--hardware") -> Hardware:
@@ -75,50 +71,26 @@ def parse(text: str, flag: str = "--hardware") -> Hardware:
   return Hardware(text.strip(), kind, num)
 
 
-def missing_compiler(platform: str) -> str:
-  """Instructions to install the compiler; empty if it is installed."""
-  module, extra = _COMPILERS[platform]
-  if importlib.util.find_spec(module):
-    return ""
-  return (
-    f"{module} is not installed, so nothing was compiled: "
-    f"`pip install 'dppo_jax[{extra}]'` (no accelerator is needed)"
-  )
-
-
 def devices(hardware: Hardware) -> Sequence[Any]:
   """Descriptions of the devices of a topology, for the compiler."""
   from jax.experimental import topologies
 
-  if hardware.platform == "tpu":
-    # Keeps libtpu from asking this machine for its TPU.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-    target = {"platform": "tpu", "topology_name": hardware.name}
-  else:
-    path = pathlib.Path(__file__).with_name(f"{hardware.kind}.txtpb")
-    if not path.exists():
-      raise UserError(f"--topology={hardware.name}: {path.name} is missing")
-    target = {
-      "platform": "cuda",
-      "target_config": path.read_text(),
-      "topology": f"1x1x{hardware.num}",
-    }
+  target = {"platform": "tpu", "topology_name": hardware.name}
   try:
-    described = topologies.get_topology_desc(**target).devices
+    if hardware.platform == "gpu":
+      path = pathlib.Path(__file__).with_name(f"{hardware.kind}.txtpb")
+      text, shape = path.read_text(), f"1x1x{hardware.num}"
+      target = {"platform": "cuda", "target_config": text, "topology": shape}
+    for name, value in _NO_TPU.items():
+      os.environ.setdefault(name, value)
+    return topologies.get_topology_desc(**target).devices
   except Exception as error:  # the compiler's
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
-      f"the compiler rejects --topology={hardware.name} ({reason}): use one "
-      "such as v5e:4x4, v5p:2x2x1 or h200:8"
+      f"--topology={hardware.name}: no compiler for it ({reason}). Use a name "
+      "such as v5e:4x4, v5p:2x2x1 or h200:8, and install its compiler with "
+      "`pip install 'dppo_jax[tpu]'` or 'dppo_jax[cuda]'; no device is needed"
     ) from None
-  if len(described) != hardware.num:
-    raise UserError(
-      f"--topology={hardware.name} has {len(described)} cores rather than "
-      f"{hardware.num} chips: use --hardware={hardware.kind}:{hardware.num}"
-    )
-  return described
 
 
 class Stage(NamedTuple):
@@ -126,25 +98,20 @@ class Stage(NamedTuple):
 
   Attributes:
     held: arguments and results, donated ones once.
-    temporary: memory in use only while the stage runs.
+    temporary: memory in use only while the stage runs; infinite if the compiler
+      found that it exceeds the device.
     seconds: compile time.
-    kernels: number of calls of each custom kernel.
-    needed: bytes that the compiler asked for if the stage did not fit, else 0.
-    error: the compiler's message in that case.
+    kernels: calls of each custom kernel.
+    error: the compiler's message if the stage does not fit.
   """
 
   name: str
-  held: float = 0.0
-  temporary: float = 0.0
-  seconds: float = 0.0
-  kernels: dict[str, int] = {}
-  collectives: Sequence[hlo.Collective] = ()
-  needed: float = 0.0
+  held: float
+  temporary: float
+  seconds: float
+  kernels: dict[str, int]
+  collectives: Sequence[hlo.Collective]
   error: str = ""
-
-  @property
-  def total(self) -> float:
-    return self.needed or self.held + self.temporary
 
 
 def compile_stages(
@@ -168,26 +135,26 @@ def compile_stages(
   task.num_parts = len(names) + 1
   for name in names:
     with task.part(name), jax.sharding.use_abstract_mesh(mesh):
-      start = time.monotonic()
-      stage = _compile(name, table[name])
-      yield stage._replace(seconds=time.monotonic() - start)
+      yield _compile(name, table[name])
 
 
 def _compile(name: str, program: programs.Program) -> Stage:
+  start = time.monotonic()
   try:
     compiled = program.lower().compile()
   except jax.errors.JaxRuntimeError as error:
-    message = re.search(r".*Used ([\d.]+)([KMGT]) of .* hbm.*", str(error))
+    message = re.search(r"Used .* hbm", str(error))
     if not message:
       raise
-    needed = float(message[1]) * 1024 ** (1 + "KMGT".index(message[2]))
-    return Stage(name, needed=needed, error=message[0].strip())
+    seconds = time.monotonic() - start
+    return Stage(name, 0, math.inf, seconds, {}, (), message[0])
   sizes, text = compiled.memory_analysis(), compiled.as_text()
   held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
   return Stage(
     name,
     held - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
-    kernels=hlo.kernels(text),
-    collectives=hlo.collectives(text),
+    time.monotonic() - start,
+    hlo.kernels(text),
+    hlo.collectives(text),
   )

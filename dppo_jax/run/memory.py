@@ -1,8 +1,8 @@
 """Memory that a run takes on each device, estimated from shapes alone.
 
-Weights, optimizer state, inference copy and caches are exact. What a stage needs
-while it runs is the sum of its largest arrays. The TPU compiler's figures for the
-shipped configs lie between 22% below and 22% above this (experiments/08_plan).
+Weights, optimizer state, inference copy and caches are exact. What a stage
+needs while it runs is the sum of its largest arrays. The TPU compiler's figures
+for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,17 @@ from dppo_jax.rollout import decode
 
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
+
 _FIXED = ("weights", "optimizer", "reference", "gradients")
+_HALVED = (
+  "rollout.num_slots",
+  "rollout.prefill_batch",
+  "rollout.max_tokens",
+  "data.prompts_per_step",
+  "pack.rows_per_micro",
+  "pack.logit_chunk",
+)
+_LEAST = {"model.remat": "layers", "rollout.shard_weights": True}
 
 Parts = dict[str, float]  # bytes by purpose
 
@@ -54,18 +64,15 @@ class Workload(NamedTuple):
     return -(-self.config.data.prompts_per_step // num_shards)
 
 
-def estimate(workload: Workload, trains: bool = True) -> dict[str, Parts]:
-  """Bytes on one device by stage and purpose, for the largest stages."""
-  state = {"weights": _weights(workload)}
-  copied = {"inference copy": _weights(workload, is_copy=True)}
-  if not trains:
-    return {"evaluate": state | copied}
-  state["optimizer"] = 2 * state["weights"]  # Adam's two moments
+def estimate(workload: Workload) -> dict[str, Parts]:
+  """Bytes on one device by stage and purpose, for the two largest stages."""
+  weights = _weights(workload)
+  state = {"weights": weights, "optimizer": 2 * weights}  # Adam's moments
   if configs.make_objective(workload.config).beta:
-    state["reference"] = state["weights"]
+    state["reference"] = weights
   return {
-    "roll_out": state | copied | _roll_out(workload),
-    "update": state | _update(workload, state["weights"]),
+    "roll_out": state | _roll_out(workload),
+    "update": state | _update(workload, weights),
   }
 
 
@@ -90,8 +97,7 @@ def _weights(workload: Workload, is_copy: bool = False) -> float:
 def _roll_out(workload: Workload) -> Parts:
   r, model = workload.config.rollout, workload.model
   num_prompts, width = workload.num_prompts, workload.prompt_length
-  completions = num_prompts * r.group_size
-  slots = min(r.num_slots, completions)
+  slots = min(r.num_slots, num_prompts * r.group_size)
   # Two stages of the decode loop overlap, each with its own slots.
   schedule = [*decode.slot_schedule(slots, workload.platform), 0]
   # The TPU compiler keeps half of the cache in a second layout.
@@ -105,11 +111,11 @@ def _roll_out(workload: Workload) -> Parts:
     kv_cache.part_sizes(positions), width
   )
   prefill = min(r.prefill_batch, num_prompts) * width
+  cached = positions * num_caches + sum(prompt_parts) * num_prompts
   return {
+    "inference copy": _weights(workload, is_copy=True),
     "gathered weights": r.shard_weights * _gathered_layers(workload, item),
-    "kv cache": token * positions * num_caches,
-    "kv cache of prompts": token * sum(prompt_parts) * num_prompts,
-    "completions": 12 * completions * r.max_tokens,
+    "kv cache": token * cached,
     "logits": 3 * 4 * slots * model.vocab,
     "activations of a layer": item * prefill * _layer_width(workload),
   }
@@ -161,41 +167,36 @@ def _item(dtype: str) -> int:
   return jnp.dtype(dtype).itemsize
 
 
-def advice(workload: Workload, stage: str, limit: float) -> str:
-  """Changes that lower the memory of a stage that does not fit in `limit`."""
-  parts = estimate(workload)[stage]
+def shortage(workload: Workload, sums: dict[str, float], limit: float) -> str:
+  """A line for each stage whose sum exceeds the limit, with what would help."""
+  return "\n".join(
+    f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
+    + _advice(workload, stage, limit)
+    for stage, size in sums.items()
+    if size > limit
+  )
+
+
+def _advice(workload: Workload, stage: str, limit: float) -> str:
+  """Options that lower the memory of a stage; only those that still can."""
+  more = "use more devices (config.mesh.data, config.mesh.model)"
+  parts = estimate(workload).get(stage, {})
   fixed = {name: parts[name] for name in _FIXED if name in parts}
-  devices = "use more devices (config.mesh.data, config.mesh.model)"
-  if sum(fixed.values()) > limit:
-    size = gib(sum(fixed.values()))
-    return f"{', '.join(fixed)} alone take {size} GiB: {devices}"
+  if (size := sum(fixed.values())) > limit:
+    return f"{' and '.join(fixed)} alone take {gib(size)} GiB, so {more}"
   helpful = []
-  for name, value in _smaller_options(workload):
+  for name in (*_HALVED, *_LEAST):
     config = copy.deepcopy(workload.config)
     section, _, field = name.partition(".")
-    setattr(getattr(config, section), field, value)
+    options = getattr(config, section)
+    value = getattr(options, field)
+    smaller = max(1, value // 2) if name in _HALVED else _LEAST[name]
+    setattr(options, field, smaller)
     model = dataclasses.replace(workload.model, remat=config.model.remat)
-    smaller = estimate(workload._replace(config=config, model=model))[stage]
-    if sum(smaller.values()) < 0.99 * sum(parts.values()):
-      helpful.append(f"config.{name}={value}")
-  return f"try {', '.join(helpful)}, or {devices}" if helpful else devices
-
-
-def _smaller_options(workload: Workload) -> Iterator[tuple[str, Any]]:
-  """The next smaller value of each option that may save memory."""
-  c = workload.config
-  for section, field in (
-    *(("rollout", "num_slots"), ("rollout", "prefill_batch")),
-    *(("rollout", "max_tokens"), ("data", "prompts_per_step")),
-    *(("pack", "rows_per_micro"), ("pack", "logit_chunk")),
-  ):
-    value = getattr(getattr(c, section), field)
-    yield f"{section}.{field}", max(1, value // 2)
-  longest = workload.prompt_length + c.rollout.max_tokens - 1
-  half = shapes.round_up(max(longest, c.pack.row_length // 2), 128)
-  yield "pack.row_length", min(half, c.pack.row_length)
-  yield "model.remat", "layers"
-  yield "rollout.shard_weights", True
+    changed = estimate(workload._replace(config=config, model=model))
+    if sum(changed.get(stage, {}).values()) < 0.99 * sum(parts.values()):
+      helpful.append(f"config.{name}={smaller}")
+  return f"try {', '.join(helpful)}, or {more}" if helpful else more
 
 
 def check(
@@ -204,42 +205,34 @@ def check(
   config: configs.Config,
   trains: bool,
 ) -> None:
-  """Raises UserError if a run needs far more memory than its devices have."""
+  """Raises UserError if training needs far more memory than there is."""
+  if not trains:
+    return
   index = jax.process_index()
   devices = [x for x in mesh.devices.flat if x.process_index == index]
-  available, place = _available(devices)
+  available = _available(devices)
   # Prompts have not been read yet: the longest that the options allow.
   longest = config.pack.row_length - config.rollout.max_tokens + 1
   longest = max(1, min(config.data.max_prompt_tokens, longest))
   platform = mesh.devices.flat[0].platform
   workload = Workload(config, model, mesh, platform, longest)
-  stages = estimate(workload, trains)
-  stage = max(stages, key=lambda name: sum(stages[name].values()))
-  parts = stages[stage]
-  if sum(parts.values()) <= _MARGIN * available:
-    return
-  largest = sorted(parts, key=parts.get, reverse=True)[:3]
-  words = ", ".join(f"{name} {gib(parts[name])}" for name in largest)
-  devices = "use more devices (config.mesh.data, config.mesh.model)"
-  raise UserError(
-    f"{stage} needs about {gib(sum(parts.values()))} GiB on each device "
-    f"({words}, ...) but only {gib(available)} GiB are {place}: "
-    + (advice(workload, stage, available) if trains else devices)
-  )
+  stages = estimate(workload)
+  sums = {name: sum(parts.values()) for name, parts in stages.items()}
+  if max(sums.values()) > _MARGIN * available:
+    message = shortage(workload, sums, available)
+    raise UserError(f"not enough memory: {message.replace(chr(10), '; ')}")
 
 
 def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def _available(devices: list[jax.Device]) -> tuple[float, str]:
-  """Bytes that each device can give, and a phrase for the message."""
-  if not devices or devices[0].platform != "cpu":
-    stats = devices[0].memory_stats() if devices else None
-    return (stats or {}).get("bytes_limit", math.inf), "usable"
-  # Simulated devices share the memory of the machine.
-  free = free_memory() / len(devices)
-  return free, f"free for each of {len(devices)} CPU device(s)"
+def _available(devices: list[jax.Device]) -> float:
+  """Bytes that each device of this process can use; infinite if unknown."""
+  if devices and devices[0].platform == "cpu":
+    return free_memory() / len(devices)  # which they share
+  stats = (devices[0].memory_stats() if devices else None) or {}
+  return stats.get("bytes_limit", math.inf)
 
 
 def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
