@@ -48,17 +48,16 @@ _DTYPE = flags.DEFINE_enum(
 _HARDWARE = flags.DEFINE_string(
   "hardware",
   None,
-  "Devices to plan for: h200:8, v5p:16, several separated by commas; by "
-  "default how many of each kind it takes.",
+  "Comma-separated devices to estimate memory for, such as h200:8,v5p:16.",
 )
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   None,
-  "TPUs to plan for and, where libtpu is installed, to compile every stage "
-  "for: v5e:4x4, v5p:2x2x1, v6e:4x4.",
+  "Devices to compile every stage for, without the hardware: v5e:4x4, "
+  "v5p:2x2x1, h200:8.",
 )
 _STAGES = flags.DEFINE_string(
-  "stages", None, "Of those only some: update,roll_out."
+  "stages", None, "Comma-separated stages to compile (default: all)."
 )
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
