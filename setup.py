@@ -32,6 +32,7 @@ setuptools.setup(
     "dppo_jax.configs",  # importable from outside a clone
   ],
   package_dir={"dppo_jax.configs": "configs"},
+  package_data={"dppo_jax.planning": ["*.json", "*.txtpb"]},
   install_requires=[
     "absl-py>=2.1",
     "array_record>=0.8; sys_platform == 'linux'",
