@@ -76,7 +76,7 @@ def run(
           )
           for name in run.eval_sets
         }
-      news = itertools.chain(*distributed.gather(grader.news()))
+      news = itertools.chain(*distributed.gather(grader.pop_warnings()))
       for line in dict.fromkeys(news):
         bar.say(line)
       if not distributed.is_first():

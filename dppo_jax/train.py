@@ -184,7 +184,7 @@ def _train(
           got.samples, outcome.lengths, outcome.advantages, outcome.weights
         )
       )
-      news = itertools.chain(*distributed.gather(grader.news()))
+      news = itertools.chain(*distributed.gather(grader.pop_warnings()))
       if run.method.reads_measured:  # all processes by the clock of the first
         costs.add(distributed.gather(of_step(values))[0])
       with distributed.sharing_errors():
