@@ -67,7 +67,7 @@ def run(
           name: _evaluate_set(run, roll_outs, grader, name, file, bar)
           for name in run.eval_sets
         }
-      warnings = itertools.chain(*distributed.gather(grader.news()))
+      warnings = itertools.chain(*distributed.gather(grader.pop_warnings()))
       for line in dict.fromkeys(warnings):
         bar.say(line)
     if is_writer:

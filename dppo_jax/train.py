@@ -234,7 +234,7 @@ class _Log:
         summary.weights,
       )
     )
-    warnings = itertools.chain(*distributed.gather(self._grader.news()))
+    warnings = itertools.chain(*distributed.gather(self._grader.pop_warnings()))
     with distributed.sharing_errors():
       self._writer.write(done, values)
       self._writer.write_samples(done, "train", lines)

@@ -241,7 +241,7 @@ def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
     data__train="none.jsonl",
     model__path="none",
   )
-  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'.*fair"):
+  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
   with pytest.raises(ValueError, match="no directory 'none'"):
