@@ -118,7 +118,7 @@ def _weights(
       step = found.find(step)
       _check_model(run.config, workdir)
       params = found.restore_params(step, compiled.abstract_params(run))
-      for line in found.passed_over:
+      for line in found.skipped:
         bar.say(progress.wrapped(line))
     return params, step, f"step {step} of {workdir}"
   options = run.config.model

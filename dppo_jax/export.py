@@ -131,7 +131,7 @@ def _restore(
   )
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     step = checkpoints.find(step)
-    for line in checkpoints.passed_over:
+    for line in checkpoints.skipped:
       print(progress.wrapped(line), flush=True)
     try:
       params = checkpoints.restore_params(step, abstract)

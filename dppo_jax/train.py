@@ -30,7 +30,7 @@ from dppo_jax.metrics import writer as metrics
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import checkpoint, distributed, fingerprints, runtime_checks
+from dppo_jax.run import checkpoint, distributed, runtime_checks, signals
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import programs, sft
@@ -47,9 +47,15 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
   """
   logs.quiet_libraries()
   logs.keep_programs()
-  resume.check_processes(config, workdir)
-  if resume.is_done(config, workdir):
-    return
+  with signals.stop_signals(lambda: resume.describe_stop(workdir)) as stop:
+    resume.check_processes(config, workdir)
+    if not resume.is_done(config, workdir):
+      _run(config, workdir, stop)
+
+
+def _run(
+  config: configs.Config, workdir: pathlib.Path, stop: signals.StopRequest
+) -> None:
   with progress.Progress(is_silent=not distributed.is_first()) as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
       trackers.check(config.log.writers)
@@ -58,12 +64,12 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
       resume.held(
         workdir / "config.json",
         config,
-        fingerprints.of_run(config, run.train_set),
+        resume.fingerprints(config, run.train_set),
       ),
       jax.set_mesh(run.mesh),
       run.make_grader() as grader,
       checkpoint.Checkpoints(
-        workdir, **dataclasses.asdict(config.checkpoint)
+        workdir, config.checkpoint.keep, every=config.checkpoint.every
       ) as checkpoints,
     ):
       # Before the writer, which drops what is newer than the newest sound one.
@@ -71,7 +77,7 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
       with _open_writer(config, workdir, checkpoints, bar) as writer:
         for line in damaged:
           writer.say(line)
-        _train_and_report(run, grader, checkpoints, writer, workdir)
+        _train_and_report(run, grader, checkpoints, writer, workdir, stop)
 
 
 def _train_and_report(
@@ -80,6 +86,7 @@ def _train_and_report(
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
   workdir: pathlib.Path,
+  stop: signals.StopRequest,
 ) -> None:
   """The run from its first line to its report; what fails is logged."""
   try:
@@ -87,14 +94,10 @@ def _train_and_report(
     with writer.bar.task("starting to grade"), distributed.sharing_errors():
       grader.self_check(run.train_set.columns)
     page = live_report.LiveReport(workdir, writer)
-    _train(run, grader, checkpoints, writer, page)
+    _train(run, grader, checkpoints, writer, page, stop)
     with writer.bar.task("writing the report"), distributed.sharing_errors():
       if distributed.is_first():
         writer.say(f"report: {page.write(run.config.steps)}")
-  except KeyboardInterrupt:
-    if checkpoints.latest_step() is None:
-      writer.say("stopped with nothing saved: the same command starts anew")
-    raise
   except Exception:
     writer.log(traceback.format_exc())
     raise
@@ -128,6 +131,7 @@ def _train(
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
   page: live_report.LiveReport,
+  stop: signals.StopRequest,
 ) -> None:
   config = run.config
   num_prompts = config.data.prompts_per_step
@@ -144,7 +148,7 @@ def _train(
   costs = Costs(run.packing.rows_per_micro)
   with (
     metrics.Compilations() as compilations,
-    distributed.stop_signal() as is_stopping,
+    stop.after_step(),
     _unwalked_heap(),
     writer.bar.steps("step", config.steps, first) as shown,
   ):
@@ -200,13 +204,12 @@ def _train(
         with distributed.sharing_errors():
           if distributed.is_first():
             page.refresh(done)
-      stops = is_stopping()
+      stops = any(distributed.gather(stop.is_requested))
       if is_last or stops or checkpoints.is_due(done):
         with distributed.sharing_errors():
           writer.sync()
         checkpoints.save(done, state)
       if stops and not is_last:
-        writer.say(f"stopped after step {done}; the same command goes on")
         raise KeyboardInterrupt
 
 

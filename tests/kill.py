@@ -37,8 +37,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dppo_jax import config, train
+from dppo_jax.errors import UserError
 from dppo_jax.metrics import logs, report
-from dppo_jax.run import checksums, distributed, runtime_checks
+from dppo_jax.run import checkpoint, distributed, runtime_checks
 from dppo_jax.step import collect, compiler
 
 STEPS = 6
@@ -47,7 +48,7 @@ PLACES = {
   "compiling": (train.programs, "compile_step", 1),
   "rollout": (collect, "grade", 3),
   "update": (runtime_checks, "check_update", 3),
-  "checkpoint": (checksums, "write", 2),
+  "checkpoint": (checkpoint, "write_checksums", 2),
   "report": (report, "write", 1),
 }
 # What ends a run in an error, and what that says.
@@ -116,7 +117,7 @@ def fail(workdir: pathlib.Path, how: str, says: str) -> None:
   how(workdir)
   try:
     train.run(make_config(), workdir)
-  except (OSError, ValueError, FloatingPointError) as error:
+  except (OSError, UserError) as error:
     assert re.search(says, str(error)), error
     return
   raise AssertionError("it ended without an error")

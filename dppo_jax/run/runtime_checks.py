@@ -1,15 +1,17 @@
-"""What a run does not go on with: checked while it runs, told in one line."""
+"""Run-time checks that stop training: invalid probabilities, bad weights."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
-from dppo_jax.step import update
+
+MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
 
 def check_selection(values: dict[str, np.ndarray]) -> None:
-  """Refuses to train on a batch that is not what its weights say."""
+  """Raises if a batch cannot be trained on with the weights it has."""
   if values.get("pack/unplaced", 0) > 0:
     raise RuntimeError(
       f"{values['pack/unplaced']:.0f} completions have no place in the packed "
@@ -20,53 +22,46 @@ def check_selection(values: dict[str, np.ndarray]) -> None:
     ("tokens/invalid_probs", "tokens"),
   ):
     if values.get(name, 0) > 0:
-      raise ValueError(
-        f"{values[name]:.0f} {items} were kept with a probability that is not "
-        "in (0, 1]: the rules of config.method must report the probabilities "
+      raise UserError(
+        f"{values[name]:.0f} {items} were kept with a probability outside "
+        "(0, 1]: the rules of config.method must report the probabilities "
         "with which they draw"
       )
 
 
 def check_update(step: int, values: dict[str, float]) -> None:
-  """Refuses to go on, and to save, where that would be in vain.
+  """Raises UserError if it is pointless to continue or to save.
 
   Args:
-    values: metrics of the update of `step`.
-  Raises:
-    FloatingPointError: for weights that are not finite, or a gradient that
-      has not been for too long.
+    step: step of the update.
+    values: metrics of the update.
   """
   if values["update/nonfinite_params"]:
-    raise FloatingPointError(
+    raise UserError(
       f"the update of step {step} made {values['update/nonfinite_params']:.0f} "
-      "weights infinite or NaN: they are not saved, the newest checkpoint is "
-      "as it was. Start another run with a lower "
-      "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP takes the "
-      "weights of a checkpoint"
+      "weights infinite or NaN; they are not saved, and the latest checkpoint "
+      "is unchanged. Start another run with a lower "
+      "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP starts "
+      "from the weights of a checkpoint"
     )
-  if values["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
-    raise FloatingPointError(
-      f"the gradient of {update.MAX_SKIPPED} updates in a row was not finite "
-      f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
-      f"largest weight {values['weights/max']:.1f}): nothing was changed by "
-      "them. Lower config.optimizer.learning_rate, or compute in float32 "
-      "with config.model.dtype"
+  if values["update/skipped_in_a_row"] >= MAX_SKIPPED:
+    raise UserError(
+      f"the gradients of {MAX_SKIPPED} updates in a row were not finite (norm "
+      f"{values['update/grad_norm']}, loss {values['update/loss']}, largest "
+      f"weight {values['weights/max']:.1f}), so these updates changed nothing. "
+      "Lower config.optimizer.learning_rate, or compute in float32 with "
+      "config.model.dtype"
     )
 
 
-def check_params(params: transformer.Params, what: str) -> None:
-  """Refuses weights that are not finite.
-
-  Args:
-    what: where they are from, and what to do about them.
-  Raises:
-    FloatingPointError: it names the first of them.
-  """
-  counts = jax.device_get(_count_nonfinite(params))
-  for name, count in transformer.flatten(counts).items():
+def check_params(params: transformer.Params, advice: str) -> None:
+  """Raises UserError, with `advice`, if a weight is not finite."""
+  for name, count in transformer.flatten(
+    jax.device_get(_count_nonfinite(params))
+  ).items():
     if count:
-      raise FloatingPointError(
-        f"{count} values of the weight {name} are infinite or NaN: {what}"
+      raise UserError(
+        f"{count} values of the weight {name} are infinite or NaN: {advice}"
       )
 
 

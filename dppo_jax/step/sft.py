@@ -21,6 +21,7 @@ from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import distributed
+from dppo_jax.run.runtime_checks import MAX_SKIPPED
 from dppo_jax.step import optimizer as optimizers
 from dppo_jax.step import select, update
 
@@ -94,7 +95,7 @@ def run(
         note = f"{-float(metrics['update/logprob']):.3f} nats per token"
         shown.advance(done, note)
       if done % max(1, steps // 5) == 0:
-        if metrics["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
+        if metrics["update/skipped_in_a_row"] >= MAX_SKIPPED:
           raise FloatingPointError(
             f"the gradient of supervised step {done} and of those before it "
             "was not finite: lower config.sft.learning_rate"

@@ -20,8 +20,6 @@ from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models import lm_head, moe, transformer
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 
-MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
-
 
 class UpdateConfig(NamedTuple):
   """What a compiled update is specialised to.
