@@ -133,7 +133,6 @@ def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
 
 
 def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
-  """Nor do experts that are recorded there and taken again in the update."""
   tokenizer = data.CharacterTokenizer()
   model = transformer.ModelConfig(
     vocab=tokenizer.vocab_size,
@@ -150,9 +149,7 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
   hf.save(tmp_path, transformer.init(model, jax.random.key(0)), model)
   tokenizer.save(tmp_path)
   (want, reference), (tokens, state) = (
-    _three_steps(
-      mesh, model__path=str(tmp_path), rollout__replay_experts=mesh[0] > 1
-    )
+    _three_steps(mesh, model__path=str(tmp_path))
     for mesh in ((1, 1, 1), (2, 2, 2))
   )
   chex.assert_trees_all_equal(tokens, want)

@@ -62,12 +62,6 @@ class Rollout:
     most=1,
   )
   stop_ids: tuple = option((), "empty asks the checkpoint, then the tokenizer")
-  replay_experts: bool = option(
-    False,
-    "of a mixture of experts: the update takes each token through the experts "
-    "that the sampler took it through; a byte for each of them, K in every "
-    "layer of every token",
-  )
 
 
 @dataclasses.dataclass(slots=True)

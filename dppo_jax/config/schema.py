@@ -192,16 +192,6 @@ class Objective:
     least=1,
     most=1000,
   )
-  noise_every: int = option(
-    128,
-    "steps between two measurements of how noisy gradients are, each of which "
-    "takes a gradient twice; 0 for none",
-    least=0,
-  )
-  train_zero_advantage: bool = option(
-    False,
-    "also train on zero-advantage completions; changes no gradient",
-  )
 
   @property
   def name(self) -> str:

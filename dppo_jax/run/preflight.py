@@ -45,17 +45,6 @@ def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
     )
 
 
-def check_experts(
-  config: configs.Config, model: transformer.ModelConfig
-) -> None:
-  """Raises UserError if experts are to be replayed in a dense model."""
-  if config.rollout.replay_experts and not model.experts:
-    raise UserError(
-      "config.rollout.replay_experts is True but the model is dense: it has no "
-      "experts to replay"
-    )
-
-
 def check_ids(
   model: transformer.ModelConfig,
   stop_ids: tuple[int, ...],

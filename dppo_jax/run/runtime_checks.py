@@ -1,8 +1,7 @@
-"""Run-time checks that stop training: invalid probabilities, bad weights."""
+"""Run-time checks that stop training: invalid probabilities, NaN weights."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
@@ -10,55 +9,73 @@ from dppo_jax.models import transformer
 MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
 
-def check_selection(values: dict[str, np.ndarray]) -> None:
-  """Raises if a batch cannot be trained on with the weights it has."""
-  if values.get("pack/unplaced", 0) > 0:
+def check_selection(num_unplaced: float, num_invalid_probs: float) -> None:
+  """Raises if a batch does not correspond to its weights.
+
+  Args:
+    num_unplaced: completions without a place in the packed rows.
+    num_invalid_probs: kept items with a probability outside (0, 1].
+  """
+  if num_unplaced > 0:
     raise RuntimeError(
-      f"{values['pack/unplaced']:.0f} completions have no place in the packed "
-      "rows: packing.row_bound is wrong; please report this"
+      f"{num_unplaced:.0f} completions have no place in the packed rows: "
+      "packing.row_bound is wrong; please report this"
     )
-  for name, items in (
-    ("weights/invalid_probs", "prompts or completions"),
-    ("tokens/invalid_probs", "tokens"),
-  ):
-    if values.get(name, 0) > 0:
-      raise UserError(
-        f"{values[name]:.0f} {items} were kept with a probability outside "
-        "(0, 1]: the rules of config.method must report the probabilities "
-        "with which they draw"
-      )
+  _check_probs(num_invalid_probs, "prompts or completions")
 
 
-def check_update(step: int, values: dict[str, float]) -> None:
-  """Raises UserError if it is pointless to continue or to save.
+def check_tokens(num_invalid_probs: float) -> None:
+  """Raises if tokens were kept with a probability outside (0, 1]."""
+  _check_probs(num_invalid_probs, "tokens")
+
+
+def _check_probs(num_invalid: float, items: str) -> None:
+  if num_invalid > 0:
+    raise UserError(
+      f"{num_invalid:.0f} {items} were kept with a probability outside (0, 1]: "
+      "the rules of config.method must report the probabilities with which "
+      "they draw"
+    )
+
+
+def check_update(
+  step: int,
+  num_nonfinite_params: float,
+  num_skipped_in_a_row: float,
+  details: str,
+) -> None:
+  """Stops a run that diverged, before it saves its weights.
 
   Args:
     step: step of the update.
-    values: metrics of the update.
+    num_nonfinite_params: weights that are infinite or NaN.
+    num_skipped_in_a_row: updates with a non-finite gradient up to this one.
+    details: numbers that describe the update.
+  Raises:
+    UserError: for non-finite weights, or MAX_SKIPPED non-finite gradients in a
+      row.
   """
-  if values["update/nonfinite_params"]:
+  if num_nonfinite_params:
     raise UserError(
-      f"the update of step {step} made {values['update/nonfinite_params']:.0f} "
-      "weights infinite or NaN; they are not saved, and the latest checkpoint "
-      "is unchanged. Start another run with a lower "
-      "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP starts "
-      "from the weights of a checkpoint"
+      f"the update of step {step} made {num_nonfinite_params:.0f} weights "
+      "infinite or NaN: they are not saved, the latest checkpoint is "
+      "unchanged. Start another run with a lower "
+      "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP takes the "
+      "weights of a checkpoint"
     )
-  if values["update/skipped_in_a_row"] >= MAX_SKIPPED:
+  if num_skipped_in_a_row >= MAX_SKIPPED:
     raise UserError(
-      f"the gradients of {MAX_SKIPPED} updates in a row were not finite (norm "
-      f"{values['update/grad_norm']}, loss {values['update/loss']}, largest "
-      f"weight {values['weights/max']:.1f}), so these updates changed nothing. "
-      "Lower config.optimizer.learning_rate, or compute in float32 with "
+      f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
+      f"({details}): they changed nothing. Lower "
+      "config.optimizer.learning_rate, or compute in float32 with "
       "config.model.dtype"
     )
 
 
 def check_params(params: transformer.Params, advice: str) -> None:
-  """Raises UserError, with `advice`, if a weight is not finite."""
-  for name, count in transformer.flatten(
-    jax.device_get(_count_nonfinite(params))
-  ).items():
+  """Raises UserError, which ends in `advice`, if a weight is not finite."""
+  counts = jax.device_get(_count_nonfinite(params))
+  for name, count in transformer.flatten(counts).items():
     if count:
       raise UserError(
         f"{count} values of the weight {name} are infinite or NaN: {advice}"
