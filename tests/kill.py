@@ -40,12 +40,12 @@ from dppo_jax import config, train
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import logs, report
 from dppo_jax.run import checkpoint, distributed, runtime_checks
-from dppo_jax.step import collect, compiler
+from dppo_jax.step import collect, programs, train_step
 
 STEPS = 6
 # Where a run is killed, and how often it passes there before.
 PLACES = {
-  "compiling": (train.programs, "compile_step", 1),
+  "compiling": (programs, "compile_programs", 1),
   "rollout": (collect, "grade", 3),
   "update": (runtime_checks, "check_update", 3),
   "checkpoint": (checkpoint, "write_checksums", 2),
@@ -79,7 +79,6 @@ def make_config(num_devices: int = 1) -> config.Config:
     "pack.row_length": 24,
     "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,
-    "objective.noise_every": 2,
     "reward.overlong_tokens": 8,
     "checkpoint.every": 2,
     "mesh.data": num_devices,
@@ -97,7 +96,7 @@ def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
     pause: seconds that it waits wherever it could kill itself, so that it is
       there when somebody else does.
   """
-  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  programs.compile_program = lambda lowered, platform: lowered.compile()
   for name, (module, function, number) in PLACES.items():
     last = number if name == place else 0
     setattr(module, function, _passing(getattr(module, function), last, pause))
@@ -112,7 +111,7 @@ def run_one_of(port: int, count: int, index: int, *args) -> None:
 
 def fail(workdir: pathlib.Path, how: str, says: str) -> None:
   """A run that ends in an error which has to say `says`."""
-  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  programs.compile_program = lambda lowered, platform: lowered.compile()
   how = {"NaN": _poison, "full disk": _fill_disk}[how]
   how(workdir)
   try:
@@ -125,17 +124,17 @@ def fail(workdir: pathlib.Path, how: str, says: str) -> None:
 
 def _poison(workdir: pathlib.Path) -> None:
   """Destroys the weights in the second step."""
-  collected, passed = train.collect, []
+  collect, passed = train_step.TrainStep.collect, []
 
   def act(*args):
-    state, got = collected(*args)
+    state, experience = collect(*args)
     passed.append(1)
     if len(passed) == 2:
       nan = jax.tree.map(lambda x: x * np.nan, state.params)
       state = state.replace(params=nan)
-    return state, got
+    return state, experience
 
-  train.collect = act
+  train_step.TrainStep.collect = act
 
 
 def _fill_disk(workdir: pathlib.Path) -> None:
