@@ -114,11 +114,11 @@ class Checkpoints:
       return max(set(steps) - set(damaged))
     if step in steps:
       return step
-    wanted = (
-      "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    )
+    of_step = "" if step is None else f" of step {step}"
     available = ", ".join(map(str, steps)) or "none"
-    raise UserError(f"{wanted} in {self._workdir}; available: {available}")
+    raise UserError(
+      f"no checkpoint{of_step} in {self._workdir}; available: {available}"
+    )
 
   def recover(self) -> list[str]:
     """Sets damaged latest checkpoints aside; returns a warning for each.
@@ -302,14 +302,13 @@ def _checksums(directory: pathlib.Path) -> dict[str, str]:
 
 
 def split_step(source: str) -> tuple[pathlib.Path, int]:
-  """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0.
-
-  A directory whose own name ends in @STEP takes precedence.
-  """
-  workdir, _, step = source.rpartition("@")
-  if workdir and step.isdecimal() and not pathlib.Path(source).is_dir():
-    return pathlib.Path(workdir), int(step)
-  return pathlib.Path(source), 0
+  """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
+  match = re.fullmatch(r"(.+)@(\d+)", source)
+  return (
+    (pathlib.Path(match[1]), int(match[2]))
+    if match
+    else (pathlib.Path(source), 0)
+  )
 
 
 def abstract(tree: PyTree, shardings: PyTree) -> PyTree:

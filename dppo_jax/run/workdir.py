@@ -4,11 +4,10 @@ A run writes its config to config.json, with fingerprints of its data and of the
 user's own functions, which may change under the same name.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
@@ -135,58 +134,47 @@ def held(
       if distributed.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        _lock(folder, path.parent)
+        stack.callback(os.close, folder)  # which unlocks it
+        try:
+          fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+          raise UserError(
+            f"another process trains in {path.parent}: wait until it ends, or "
+            "choose another --workdir"
+          ) from error
+        except OSError:  # some file systems have no locks
+          pass
         write(path, config, prints)
     yield
 
 
-def _lock(folder: int, name: pathlib.Path) -> None:
-  # Some file systems have no locks: then nothing is kept out.
-  with contextlib.suppress(OSError):
-    try:
-      fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise UserError(
-        f"another process trains in {name}: wait until it ends, or choose "
-        "another --workdir"
-      ) from error
-
-
 def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   """True, after printing a summary, if no step is left to train."""
-  if not checkpoint.complete_steps(workdir):
+  latest = max(checkpoint.complete_steps(workdir), default=-1)
+  if latest < config.steps:
     return False
   with checkpoint.Checkpoints(
     workdir, config.checkpoint.keep, read_only=True
   ) as checkpoints:
-    latest = checkpoints.latest_step()
-    if latest < config.steps:
-      return False
     check(workdir / "config.json", config)
     if checkpoints.corruption(latest):
       return False
     checkpoints.prune()
   if distributed.is_first():
-    _print_summary(config.steps, latest, workdir)
+    page, lines = workdir / "report.md", workdir / "metrics.jsonl"
+    if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
+      report.write(workdir)
+    print(
+      f"already done: {latest} of {config.steps} steps\n"
+      f"report: {page}\n"
+      "what to do next:\n"
+      f"  --config.steps={2 * max(latest, 1)} to train longer\n"
+      "  --mode=evaluate to evaluate the weights on any problems\n"
+      "  --mode=export --to=DIR to write them for transformers\n"
+      "  --workdir=DIR to start another run",
+      flush=True,
+    )
   return True
-
-
-def _print_summary(steps: int, latest: int, workdir: pathlib.Path) -> None:
-  page, lines = workdir / "report.md", workdir / "metrics.jsonl"
-  if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
-    report.write(workdir)
-  more = f", more than config.steps={steps}" if latest > steps else ""
-  print(
-    f"already done: {latest} steps{more}\n"
-    f"report: {page}\n"
-    "what to do next:\n"
-    f"  --config.steps={2 * max(latest, 1)} to train longer\n"
-    "  --mode=evaluate to evaluate the weights on any problems\n"
-    "  --mode=export --to=DIR to write them for transformers\n"
-    "  --workdir=DIR to start another run",
-    flush=True,
-  )
 
 
 def describe_stop(workdir: pathlib.Path) -> str:
@@ -204,15 +192,14 @@ def fingerprints(
 ) -> dict[str, str]:
   """A fingerprint of the content of each option that names data or code.
 
-  Problems count as a step sees them: text, answers, solutions, columns and the
-  prompts as tokens, which depend on tokenizer and template. A user's function
-  counts as its file.
+  Problems count as a step sees them: with the prompts as tokens, which depend
+  on tokenizer and template. A user's function counts as its file.
   """
   texts = (
     *(train_set.names, train_set.problems, train_set.answers),
     *(train_set.solutions, train_set.columns),
   )
-  # One at a time: the columns of a large source take as much memory as a text.
+  # One at a time: the columns of a large source take as much memory as text.
   prints = {
     "data.train": _digest(
       *(json.dumps(x, default=_plain, sort_keys=True).encode() for x in texts),
@@ -220,18 +207,15 @@ def fingerprints(
       train_set.lengths.tobytes(),
     )
   }
-  functions = {
-    "method": [_source(config.method.factory)],
-    "objective": [_source(config.objective.factory)],
-    "reward.functions": [
-      _source(spec.reference)
-      for spec in rewards.parse(config.reward.functions)
-      if not spec.is_ours
-    ],
-  }
-  for name, paths in functions.items():
-    if contents := [pathlib.Path(x).read_bytes() for x in paths if x]:
-      prints[name] = _digest(*contents)
+  references = [x.reference for x in rewards.parse(config.reward.functions)]
+  files = {"reward.functions": [x.rpartition(":")[0] for x in references]}
+  for name in ("method", "objective"):
+    factory = getattr(config, name).factory
+    if not factory.__module__.startswith("dppo_jax."):
+      files[name] = [inspect.getsourcefile(factory) or ""]
+  for name, paths in files.items():
+    if paths := [path for path in paths if os.path.isfile(path)]:
+      prints[name] = _digest(*(pathlib.Path(x).read_bytes() for x in paths))
   return prints
 
 
@@ -243,17 +227,3 @@ def _plain(value: Any) -> Any:
 def _digest(*parts: bytes) -> str:
   digests = (hashlib.sha256(part).digest() for part in parts)
   return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
-
-
-def _source(function: Callable | str) -> str:
-  """File of a user's function or reference; empty if it is ours or unknown."""
-  try:
-    if callable(function):
-      is_ours = function.__module__.startswith("dppo_jax.")
-      return "" if is_ours else inspect.getsourcefile(function) or ""
-    place = function.rpartition(":")[0]
-    if not place.endswith(".py"):
-      place = importlib.util.find_spec(place).origin
-    return place if pathlib.Path(place).is_file() else ""
-  except Exception:  # anything that an import raises: graders report it
-    return ""
