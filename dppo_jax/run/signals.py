@@ -22,6 +22,8 @@ class StopRequest:
   def after_step(self) -> Iterator[None]:
     """Makes a signal set `is_requested`, for the body to check and to raise."""
     self._is_deferred = True
+    if self.is_requested:  # a finalizer may have swallowed the exception
+      raise KeyboardInterrupt
     try:
       yield
     finally:
