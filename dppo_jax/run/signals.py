@@ -10,6 +10,8 @@ import threading
 from dppo_jax.run import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Functions that swallow every exception: JAX's part in a garbage collection.
+_SWALLOWING = ("_xla_gc_callback", "__del__")
 
 
 class StopRequest:
@@ -22,8 +24,6 @@ class StopRequest:
   def after_step(self) -> Iterator[None]:
     """Makes a signal set `is_requested`, for the body to check and to raise."""
     self._is_deferred = True
-    if self.is_requested:  # a finalizer may have swallowed the exception
-      raise KeyboardInterrupt
     try:
       yield
     finally:
@@ -51,6 +51,9 @@ def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
   request = StopRequest()
 
   def handle(number, frame) -> None:
+    if frame is not None and frame.f_code.co_name in _SWALLOWING:
+      signal.setitimer(signal.ITIMER_REAL, 0.02)  # then SIGALRM tries again
+      return
     signal.signal(number, previous[number])
     request.receive()
 
@@ -58,7 +61,7 @@ def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
   os.set_blocking(writes, False)
   previous = {
     number: signal.signal(number, handle)
-    for number in SIGNALS
+    for number in (*SIGNALS, signal.SIGALRM)
     if signal.getsignal(number) is not signal.SIG_IGN
   }
   previous_fd = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)

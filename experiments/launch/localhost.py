@@ -4,8 +4,8 @@
       --config=configs/arithmetic.py --config.mesh.data=-1
 
 Each process gets simulated CPU devices, the address of the first one and all
-flags that this program does not know. Ctrl-C and SIGTERM are passed on to all. The
-exit code is that of the first process that fails; the others are then stopped.
+flags that this program does not know. Ctrl-C and SIGTERM are passed on to all.
+The exit code is that of the first process that fails, which stops the others.
 """
 
 import argparse
