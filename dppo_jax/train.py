@@ -27,7 +27,7 @@ from dppo_jax.metrics import warnings as health
 from dppo_jax.metrics import writer as metrics
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
-from dppo_jax.run import checkpoint, distributed, fingerprints, runtime_checks
+from dppo_jax.run import checkpoint, distributed, runtime_checks, signals
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step.grade import with_texts
@@ -54,14 +54,23 @@ def run(
       of the step and the train state. Every process calls them. Metrics that
       they return are logged with those of the step.
   Raises:
-    UserError: for a config, data or checkpoint that cannot work.
-    FloatingPointError: if the gradient stays non-finite.
+    UserError: for a config, data or checkpoint that cannot work, or if the
+      gradient stays non-finite.
   """
   logs.quiet_libraries()
   logs.keep_programs()
-  resume.check_processes(config, workdir)
-  if resume.is_done(config, workdir):
-    return
+  with signals.stop_signals(lambda: resume.describe_stop(workdir)) as stop:
+    resume.check_processes(config, workdir)
+    if not resume.is_done(config, workdir):
+      _run(config, workdir, tuple(callbacks), stop)
+
+
+def _run(
+  config: configs.Config,
+  workdir: pathlib.Path,
+  callbacks: tuple[Callback, ...],
+  stop: signals.StopRequest,
+) -> None:
   with progress.Progress(is_silent=not distributed.is_first()) as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
       trackers.check(config.log.writers)
@@ -70,12 +79,12 @@ def run(
       resume.held(
         workdir / "config.json",
         config,
-        fingerprints.of_run(config, run.train_set),
+        resume.fingerprints(config, run.train_set),
       ),
       jax.set_mesh(run.mesh),
       run.make_grader() as grader,
       checkpoint.Checkpoints(
-        workdir, **dataclasses.asdict(config.checkpoint)
+        workdir, config.checkpoint.keep, every=config.checkpoint.every
       ) as checkpoints,
     ):
       # Before the writer, which drops lines after the latest intact checkpoint.
@@ -84,7 +93,7 @@ def run(
         for line in damaged:
           writer.say(line)
         _train_and_report(
-          run, grader, checkpoints, writer, workdir, tuple(callbacks)
+          run, grader, checkpoints, writer, workdir, callbacks, stop
         )
 
 
@@ -95,6 +104,7 @@ def _train_and_report(
   writer: metrics.Writer,
   workdir: pathlib.Path,
   callbacks: tuple[Callback, ...],
+  stop: signals.StopRequest,
 ) -> None:
   """Runs the training from its first line to its report; logs failures."""
   try:
@@ -102,14 +112,10 @@ def _train_and_report(
     with writer.bar.task("starting to grade"), distributed.sharing_errors():
       grader.self_check(run.train_set.columns)
     page = live_report.LiveReport(workdir, writer)
-    _train(run, grader, checkpoints, writer, page, callbacks)
+    _train(run, grader, checkpoints, writer, page, callbacks, stop)
     with writer.bar.task("writing the report"), distributed.sharing_errors():
       if distributed.is_first():
         writer.say(f"report: {page.write(run.config.steps)}")
-  except KeyboardInterrupt:
-    if checkpoints.latest_step() is None:
-      writer.say("stopped before anything was saved: the run starts over")
-    raise
   except Exception:
     writer.log(traceback.format_exc())
     raise
@@ -144,6 +150,7 @@ def _train(
   writer: metrics.Writer,
   page: live_report.LiveReport,
   callbacks: tuple[Callback, ...],
+  stop: signals.StopRequest,
 ) -> None:
   with writer.bar.task("compiling") as task:
     train_step = TrainStep(run, grader, task)
@@ -156,7 +163,7 @@ def _train(
 
   with (
     metrics.Compilations() as compilations,
-    distributed.stop_signal() as is_stopping,
+    stop.after_step(),
     _frozen_heap(),
     writer.bar.steps("step", config.steps, first) as bar,
   ):
@@ -165,7 +172,7 @@ def _train(
       log,
       _check,
       _Evaluation(config, writer, page, evaluate),
-      _Saving(config, writer, checkpoints, is_stopping),
+      _Saving(config, writer, checkpoints, stop),
     )
     for step in range(first, config.steps):
       rng = rng_at(run.root_key, step)
@@ -289,20 +296,18 @@ class _Evaluation:
 class _Saving:
   """Saves where due, and stops the run if a signal asked for it."""
 
-  def __init__(self, config, writer, checkpoints, is_stopping):
+  def __init__(self, config, writer, checkpoints, stop):
     self._config, self._writer = config, writer
-    self._checkpoints, self._is_stopping = checkpoints, is_stopping
+    self._checkpoints, self._stop = checkpoints, stop
 
   def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
-    is_last, stops = done == self._config.steps, self._is_stopping()
+    is_last = done == self._config.steps
+    stops = any(distributed.gather(self._stop.is_requested))
     if is_last or stops or self._checkpoints.is_due(done):
       with distributed.sharing_errors():
         self._writer.sync()
       self._checkpoints.save(done, state)
     if stops and not is_last:
-      self._writer.say(
-        f"stopped after step {done}; re-run the same command to resume"
-      )
       raise KeyboardInterrupt
 
 

@@ -1,18 +1,17 @@
-"""Kills a run again and again, and compares what it ends with to one in peace.
+"""Kills a run repeatedly and compares its results to an undisturbed run.
 
   python tests/kill.py --times=20 --seed=0 [--processes=2]
 
-starts a small run, kills it (SIGKILL) at random moments, and starts it again
-each time until it is done. Then it says whether parameters, optimizer, prompt
-history, metrics, samples and TensorBoard's events are to the bit those of a
-run that nobody disturbed. Then the same with SIGTERM, and with the newest
-checkpoint cut, emptied or with one bit flipped after each kill. Ten minutes on
-two cores.
+kills (SIGKILL) a small run at random moments and restarts it each time until it
+is done. Parameters, optimizer, prompt history, metrics, samples, TensorBoard
+events and the list of checkpoints must then be bit-identical to those of an
+undisturbed run. Then the same with SIGTERM, and with the latest checkpoint cut,
+emptied or with one bit flipped after each kill. Ten minutes on two cores.
 
   python tests/kill.py --places
 
 kills once at each of a few chosen places, destroys the weights of a step and
-fills the disk, which is what the tests do.
+fills the disk, as the tests do.
 """
 
 import argparse
@@ -37,20 +36,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dppo_jax import config, train
+from dppo_jax.errors import UserError
 from dppo_jax.metrics import logs, report
-from dppo_jax.run import checksums, distributed, runtime_checks
-from dppo_jax.step import collect, programs
+from dppo_jax.run import checkpoint, distributed, runtime_checks
+from dppo_jax.step import collect, programs, train_step
 
 STEPS = 6
-# Where a run is killed, and how often it passes there before.
+# Functions in which a run is killed, and at which call.
 PLACES = {
-  "compiling": (train.programs, "compile_step", 1),
+  "compiling": (programs, "compile_programs", 1),
   "rollout": (collect, "grade", 3),
   "update": (runtime_checks, "check_update", 3),
-  "checkpoint": (checksums, "write", 2),
+  "checkpoint": (checkpoint, "write_checksums", 2),
   "report": (report, "write", 1),
 }
-# What ends a run in an error, and what that says.
+# Faults that end a run with an error, and the expected messages.
 FAULTS = {
   "NaN": "update of step [2-4] made .* NaN: they are not saved",
   "full disk": "(metrics.jsonl|samples.jsonl|checkpoints).*: File too large",
@@ -58,10 +58,10 @@ FAULTS = {
 
 
 def make_config(num_devices: int = 1) -> config.Config:
-  """A model of a few thousand weights, rewarded for being brief."""
+  """A model of a few thousand weights, rewarded for short completions."""
   c = config.Config()
-  config.use_method(c, "neyman")  # which remembers prompts
-  c.method.args["update_cost"] = 0.5  # a clock is never the same
+  config.use_method(c, "neyman")  # it has a prompt history
+  c.method.args["update_cost"] = 0.5  # measured times would differ
   settings = {
     "steps": STEPS,
     "model.layers": 1,
@@ -78,7 +78,6 @@ def make_config(num_devices: int = 1) -> config.Config:
     "pack.row_length": 24,
     "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,
-    "objective.noise_every": 2,
     "reward.overlong_tokens": 8,
     "checkpoint.every": 2,
     "mesh.data": num_devices,
@@ -90,11 +89,12 @@ def make_config(num_devices: int = 1) -> config.Config:
 
 
 def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
-  """A run that kills itself at `place`, if that is given.
+  """Trains, and kills itself at `place` if given.
 
   Args:
-    pause: seconds that it waits wherever it could kill itself, so that it is
-      there when somebody else does.
+    workdir: directory of the run.
+    place: key of PLACES.
+    pause: seconds to wait at each place, to be killed there from outside.
   """
   programs.compile_program = lambda lowered, platform: lowered.compile()
   for name, (module, function, number) in PLACES.items():
@@ -104,41 +104,40 @@ def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
 
 
 def run_one_of(port: int, count: int, index: int, *args) -> None:
-  """`run` as one of several processes of a device each."""
+  """`run` as one of several processes of one device each."""
   distributed.initialize(f"localhost:{port}", count, index)
   run(*args)
 
 
-def fail(workdir: pathlib.Path, how: str, says: str) -> None:
-  """A run that ends in an error which has to say `says`."""
+def fail(workdir: pathlib.Path, fault: str, message: str) -> None:
+  """Trains with a fault that must end in an error with this message."""
   programs.compile_program = lambda lowered, platform: lowered.compile()
-  how = {"NaN": _poison, "full disk": _fill_disk}[how]
-  how(workdir)
+  {"NaN": _poison, "full disk": _fill_disk}[fault](workdir)
   try:
     train.run(make_config(), workdir)
-  except (OSError, ValueError, FloatingPointError) as error:
-    assert re.search(says, str(error)), error
+  except (OSError, UserError) as error:
+    assert re.search(message, str(error)), error
     return
-  raise AssertionError("it ended without an error")
+  raise AssertionError("the run ended without an error")
 
 
 def _poison(workdir: pathlib.Path) -> None:
   """Destroys the weights in the second step."""
-  collected, passed = train.collect, []
+  collect, passed = train_step.TrainStep.collect, []
 
   def act(*args):
-    state, got = collected(*args)
+    state, experience = collect(*args)
     passed.append(1)
     if len(passed) == 2:
       nan = jax.tree.map(lambda x: x * np.nan, state.params)
       state = state.replace(params=nan)
-    return state, got
+    return state, experience
 
-  train.collect = act
+  train_step.TrainStep.collect = act
 
 
 def _fill_disk(workdir: pathlib.Path) -> None:
-  """From the end of the first step on, no file may grow much more."""
+  """Limits the size of files from the end of the first step on."""
   checked, passed = runtime_checks.check_update, []
 
   def act(*args):
@@ -165,11 +164,11 @@ def _passing(function: Callable, last: int, pause: float) -> Callable:
   return act
 
 
-# Processes that need not import again: forked before JAX sees a device -------
+# Processes, forked before JAX sees a device, so that they need not import ----
 
 
 def begin(function: Callable, *args) -> int:
-  """Calls `function` in a process of its own, silently; its id."""
+  """Calls `function` silently in a new process; returns its id."""
   sys.stdout.flush()
   pid = os.fork()
   if pid:
@@ -189,7 +188,7 @@ def begin(function: Callable, *args) -> int:
 
 
 def begin_run(count: int, *args) -> list[int]:
-  """A run in `count` processes; their ids."""
+  """Starts a run in `count` processes; returns their ids."""
   if count == 1:
     return [begin(run, *args)]
   with socket.socket() as listener:
@@ -199,15 +198,15 @@ def begin_run(count: int, *args) -> list[int]:
 
 
 def end(pid: int) -> int:
-  """Waits for a process; its exit status, negative for a signal."""
+  """Waits for a process; returns its status, negative for a signal."""
   return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# What two runs are compared by ----------------------------------------------
+# Results of a run -----------------------------------------------------------
 
 
 def outcome(workdir: pathlib.Path) -> dict[str, object]:
-  """All that a run leaves, but for what clocks measured."""
+  """All results of a run except for measured times."""
   folder = (workdir / "checkpoints" / str(STEPS)).absolute()
   with ocp.StandardCheckpointer() as checkpointer:
     state = {}
@@ -233,29 +232,34 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
     jax.tree_util.keystr(path): np.asarray(x).tobytes()
     for path, x in jax.tree_util.tree_leaves_with_path(state)
   }
-  return {"state": arrays, "TensorBoard": scalars, **lines}
+  return {
+    "state": arrays,
+    "TensorBoard": scalars,
+    "checkpoints": checkpoint.complete_steps(workdir),
+    **lines,
+  }
 
 
 def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
-  """Raises where a run has left other things than `whole` has."""
+  """Raises if the results of two runs differ."""
   logs.quiet_libraries()
-  found, wanted = outcome(workdir), outcome(whole)
-  assert len(wanted["state"]) > 20 and len(wanted["TensorBoard"]) > 100
-  differing = [name for name in wanted if found[name] != wanted[name]]
-  assert not differing, f"{workdir}: other {', '.join(differing)}"
+  results, expected = outcome(workdir), outcome(whole)
+  assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
+  differing = [name for name in expected if results[name] != expected[name]]
+  assert not differing, f"{workdir}: different {', '.join(differing)}"
 
 
 # Ways to disturb a run ------------------------------------------------------
 
 
 def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
-  """One kill at each of `PLACES` and each of `FAULTS`, all of one run."""
+  """Disturbs one run at each of `PLACES` and by each of `FAULTS`."""
   workdir = folder / "places"
   for place in PLACES:
-    if place == "report":  # where it is done with the steps
-      for how, says in FAULTS.items():
-        assert end(begin(fail, workdir, how, says)) == 0, how
-        print(f"ended by {how}", flush=True)
+    if place == "report":  # after the last step
+      for fault, message in FAULTS.items():
+        assert end(begin(fail, workdir, fault, message)) == 0, fault
+        print(f"ended by {fault}", flush=True)
     status = end(begin(run, workdir, place))
     assert status == -signal.SIGKILL, f"{place}: {status}"
     print(f"killed at {place}", flush=True)
@@ -273,10 +277,10 @@ def kill_at_random(
   damages: bool = False,
   count: int = 1,
 ) -> int:
-  """Sends signal `number` so often, to as many runs as that takes.
+  """Sends signal `number` several times, to as many runs as that takes.
 
   Returns:
-    How many runs ended as the undisturbed one; all had to.
+    The number of runs, all of which had the results of the undisturbed one.
   """
   start = time.monotonic()
   assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
@@ -288,7 +292,7 @@ def kill_at_random(
       pids = begin_run(count, workdir, "", 0.2)
       if signals < times:
         _wait(workdir, chance, seconds, damages)
-        # A request of one is known to all; a kill is not.
+        # Processes share a stop request, but not a kill.
         for pid in pids if number == signal.SIGKILL else [chance.choice(pids)]:
           os.kill(pid, number)
       statuses = {end(pid) for pid in pids}
@@ -300,48 +304,48 @@ def kill_at_random(
       print(".", end="", flush=True)
     assert end(begin(compare, workdir, whole)) == 0
     runs += 1
-  what = signal.Signals(number).name
-  print(f" {signals} of {what}, {damaged} damaged checkpoints, {runs} runs:")
+  name = signal.Signals(number).name
+  print(f" {signals} of {name}, {damaged} damaged checkpoints, {runs} runs:")
   print("  all ended as the undisturbed one")
   return runs
-
-
-def _steps(workdir: pathlib.Path) -> list[int]:
-  names = (x.name for x in workdir.glob("checkpoints/*"))
-  return sorted(int(name) for name in names if name.isdigit())
 
 
 def _wait(
   workdir: pathlib.Path, chance: random.Random, seconds: float, damages: bool
 ) -> None:
-  """Until the next signal.
+  """Waits until the next signal.
 
   Args:
-    seconds: what an undisturbed run takes.
-    damages: there is to be a checkpoint after that of step 0.
+    workdir: directory of the run.
+    chance: source of randomness.
+    seconds: duration of an undisturbed run.
+    damages: True to wait for a checkpoint after that of step 0.
   """
   if not damages:
-    # The start takes long and is always the same: half of them come later.
+    # The start takes long, so half of the signals come later.
     time.sleep(chance.uniform(chance.choice([0.0, 0.5]), 1.0) * seconds)
     return
   step, until = chance.choice([2, 4]), time.monotonic() + 3 * seconds
-  while time.monotonic() < until and max(_steps(workdir), default=0) < step:
+  while (
+    time.monotonic() < until
+    and max(checkpoint.complete_steps(workdir), default=0) < step
+  ):
     time.sleep(0.02)
   time.sleep(chance.uniform(0.0, 0.5))
 
 
 def damage(workdir: pathlib.Path, chance: random.Random) -> bool:
-  """Damages the newest checkpoint, if there is one before it."""
-  steps = _steps(workdir)
+  """Damages the latest checkpoint, if there is one before it."""
+  steps = checkpoint.complete_steps(workdir)
   if len(steps) < 2:
     return False
   newest = workdir / "checkpoints" / str(steps[-1])
-  # Those that orbax writes when all is done say nothing of the state.
-  done = ("_CHECKPOINT_METADATA", "commit_success.txt")
+  # Files that orbax writes at the end hold nothing of the state.
+  last = ("_CHECKPOINT_METADATA", "commit_success.txt")
   files = sorted(
     x
     for x in newest.rglob("*")
-    if x.is_file() and x.stat().st_size and x.name not in done
+    if x.is_file() and x.stat().st_size and x.name not in last
   )
   file, how = chance.choice(files), chance.choice(["cut", "emptied", "flipped"])
   content = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Checkpoints: which is meant, what is damaged, what is kept, where it goes."""
+"""Checkpoints: which one is used, which are damaged, which are kept."""
 
 import pathlib
 import shutil
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dppo_jax.errors import UserError
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint, checksums
+from dppo_jax.run import checkpoint
 
 
 def _state(step, **params):
@@ -36,37 +37,31 @@ def copy(three, tmp_path):
   return tmp_path
 
 
-def test_a_run_may_be_named_with_a_step(tmp_path):
+def test_run_may_be_named_with_a_step():
   assert checkpoint.split_step("runs/a") == (pathlib.Path("runs/a"), 0)
   assert checkpoint.split_step("runs/a@20") == (pathlib.Path("runs/a"), 20)
   assert checkpoint.split_step("me@home/a") == (pathlib.Path("me@home/a"), 0)
-  named = tmp_path / "a@20"
-  named.mkdir()
-  assert checkpoint.split_step(str(named)) == (named, 0)
-  assert checkpoint.split_step(f"{named}@5") == (named, 5)
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_by_name(tmp_path, three):
+def test_missing_checkpoint_is_rejected_by_name(tmp_path, three):
   with checkpoint.Checkpoints(tmp_path) as checkpoints:
-    with pytest.raises(ValueError, match=r"no checkpoint in .*: there are non"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* none"):
       checkpoints.find()
   with checkpoint.Checkpoints(three, read_only=True) as checkpoints:
     assert checkpoints.find() == 4 and checkpoints.find(0) == 0
-    with pytest.raises(ValueError, match=r"no checkpoint 3 in .* 0, 2, 4"):
+    with pytest.raises(UserError, match=r"of step 3 in .* 0, 2, 4"):
       checkpoints.find(3)
-
-
-def test_a_file_in_their_place_is_refused_by_name(tmp_path):
-  (tmp_path / "checkpoints").touch()
-  with pytest.raises(ValueError, match="checkpoints is a file"):
-    checkpoint.Checkpoints(tmp_path)
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run/checkpoints").touch()
+  with pytest.raises(UserError, match="checkpoints is a file"):
+    checkpoint.Checkpoints(tmp_path / "run")
 
 
 # Damage ---------------------------------------------------------------------
 
 
 def _largest(folder):
-  files = (x for x in folder.rglob("*") if x.is_file() and x.name[0] != "S")
+  files = (x for x in folder.rglob("*") if x.is_file() and x.name[0] != "s")
   return max(files, key=lambda x: x.stat().st_size)
 
 
@@ -76,11 +71,11 @@ def _cut(folder):
 
 
 def _flip(folder):
-  """One bit of the weights, in the middle of their file."""
+  """Flips one bit of the weights, in the middle of their file."""
   file = _largest(folder / "params")
-  found = bytearray(file.read_bytes())
-  found[len(found) // 2] ^= 16
-  file.write_bytes(found)
+  content = bytearray(file.read_bytes())
+  content[len(content) // 2] ^= 16
+  file.write_bytes(content)
 
 
 def _empty(folder):
@@ -89,22 +84,22 @@ def _empty(folder):
 
 
 DAMAGE = {
-  "is not as it was written": _flip,
-  "is not as it was": _cut,
-  "params: SHA256SUMS is missing": lambda x: shutil.rmtree(x / "params"),
-  "SHA256SUMS is missing": _empty,
-  "rest: SHA256SUMS is missing": lambda x: (x / "rest/SHA256SUMS").unlink(),
-  "manifest.ocdbt is missing": lambda x: (x / "rest/manifest.ocdbt").unlink(),
-  "SHA256SUMS is empty": lambda x: (x / "rest/SHA256SUMS").write_text(""),
+  "flipped": _flip,
+  "cut": _cut,
+  "no weights": lambda x: shutil.rmtree(x / "params"),
+  "empty": _empty,
+  "no checksums": lambda x: (x / "rest/sha256.json").unlink(),
+  "no checksum": lambda x: (x / "rest/sha256.json").write_text("{}"),
+  "no manifest": lambda x: (x / "rest/manifest.ocdbt").unlink(),
 }
 
 
-@pytest.mark.parametrize("reason", DAMAGE)
-def test_a_damaged_newest_checkpoint_costs_one_checkpoint(copy, reason):
-  DAMAGE[reason](copy / "checkpoints/4")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_latest_checkpoint_costs_one_checkpoint(copy, kind):
+  DAMAGE[kind](copy / "checkpoints/4")
   with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
     (line,) = checkpoints.recover()
-    assert "of step 4 is damaged" in line and reason in line
+    assert "of step 4 is damaged" in line
     assert checkpoints.latest_step() == checkpoints.find() == 2
     chex.assert_trees_all_equal(checkpoints.restore(2, _state(0)), _state(2))
     checkpoints.save(4, _state(4))  # in its place
@@ -114,65 +109,64 @@ def test_a_damaged_newest_checkpoint_costs_one_checkpoint(copy, reason):
   assert (copy / "damaged-4").is_dir()
 
 
-def test_who_only_reads_passes_a_damaged_one_over_and_moves_nothing(copy):
+def test_readers_skip_a_damaged_checkpoint_and_move_nothing(copy):
   _flip(copy / "checkpoints/4")
   with checkpoint.Checkpoints(copy, read_only=True) as checkpoints:
     assert checkpoints.find() == 2
-    assert "step 4 is damaged" in checkpoints.passed_over[0]
-    with pytest.raises(ValueError, match=r"step 4 in .* is damaged \(params"):
+    assert "step 4, which is damaged" in checkpoints.skipped[0]
+    with pytest.raises(UserError, match=r"step 4 in .* is damaged \(params"):
       checkpoints.restore_params(4, _state(0).params)
   assert sorted(x.name for x in copy.iterdir()) == ["checkpoints"]
 
 
-def test_where_all_are_damaged_one_line_says_so(copy):
+def test_run_with_only_damaged_checkpoints_ends_in_one_line(copy):
   for step in (0, 2, 4):
     _flip(copy / f"checkpoints/{step}")
   with checkpoint.Checkpoints(copy) as checkpoints:
-    with pytest.raises(ValueError, match=r"every checkpoint in .*4: .* 0: "):
-      checkpoints.recover()
-    with pytest.raises(ValueError, match="every checkpoint"):
-      checkpoints.find()
+    for find in (checkpoints.recover, checkpoints.find):
+      with pytest.raises(UserError, match=r"every checkpoint in .*4: .* 0: "):
+        find()
   assert not list(copy.glob("damaged-*"))
-
-
-def test_checksums_are_those_of_sha256sum(tmp_path):
-  (tmp_path / "a/b").mkdir(parents=True)
-  (tmp_path / "a/b/file").write_bytes(b"abc")
-  checksums.write(tmp_path)
-  digest, name = (tmp_path / checksums.NAME).read_text().split()
-  # FIPS 180-2, appendix B.1.
-  assert digest.startswith("ba7816bf8f01cfea") and name == "a/b/file"
-  assert not checksums.flaw(tmp_path)
 
 
 # What is written, when, and for how long ------------------------------------
 
 
-def test_what_is_kept_and_when_a_checkpoint_is_due(tmp_path):
-  with checkpoint.Checkpoints(
-    tmp_path, keep=2, keep_every=3, every=2
-  ) as checkpoints:
+def test_latest_checkpoints_are_kept_and_every_nth_step_is_due(tmp_path):
+  with checkpoint.Checkpoints(tmp_path, keep=2, every=2) as checkpoints:
     assert [step for step in range(1, 6) if checkpoints.is_due(step)] == [2, 4]
-    for step in range(8):
+    for step in range(5):
       checkpoints.save(step, _state(step))
+  assert checkpoint.complete_steps(tmp_path) == [0, 3, 4]
+  with checkpoint.Checkpoints(tmp_path) as checkpoints:
+    assert not checkpoints.is_due(2)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_what_a_kill_before_pruning_left_is_deleted_later(copy, is_over):
+  """By the next start of the run, also if all steps are done."""
+  options = {"keep": 1, "read_only": is_over}
+  with checkpoint.Checkpoints(copy, **options) as checkpoints:
+    checkpoints.prune() if is_over else checkpoints.recover()
+    assert checkpoints.find() == 4
+  assert checkpoint.complete_steps(copy) == [0, 4]
+
+
+def test_deleted_directory_is_noticed(copy):
+  with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
+    checkpoints.save(5, _state(5))
     checkpoints.wait()
-    assert not checkpoints.is_due(7)
-  left = {int(x.name) for x in (tmp_path / "checkpoints").iterdir()}
-  assert left == {0, 3, 6, 7}
-
-
-def test_a_clock_asks_for_a_checkpoint(three):
-  due = {
-    minutes: checkpoint.Checkpoints(three, minutes=minutes).is_due(5)
-    for minutes in (0.0, 1e-6, 60.0)
-  }
-  assert due == {0.0: False, 1e-6: True, 60.0: False}
+    shutil.rmtree(copy)
+    with pytest.raises(UserError, match="was deleted or moved while the run"):
+      checkpoints.save(6, _state(6))
+  assert not copy.exists()
 
 
 _WRITE = """
 import pathlib, resource, sys
 import jax.numpy as jnp
-from dppo_jax import checkpoint
+from dppo_jax.errors import UserError
+from dppo_jax.run import checkpoint
 from dppo_jax.records import TrainState
 from dppo_jax.metrics import logs
 
@@ -187,27 +181,26 @@ try:
     checkpoints.save(1, state(jnp.sin(jnp.arange(100_000.0))))
     if sys.argv[2] == "again":
       checkpoints.save(2, state(jnp.ones(8)))
-except ValueError as error:
+except UserError as error:
   sys.exit(str(error))
 """
 
 
-@pytest.mark.parametrize("how", ["again", "at the end"])
-def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path, how):
-  """A limit of files' sizes stands for it: a test can set that."""
+@pytest.mark.parametrize("when", ["again", "at the end"])
+def test_full_disk_ends_with_a_clear_message(tmp_path, when):
+  """A limit on the size of files stands for a full disk."""
   done = subprocess.run(
-    [sys.executable, "-c", _WRITE, tmp_path, how],
+    [sys.executable, "-c", _WRITE, tmp_path, when],
     capture_output=True,
     check=False,
     text=True,
   )
-  said = (
-    f"no checkpoint can be written in {tmp_path}/checkpoints: File too large. "
-    "The newest whole one is that of step 0: once that is mended, the same "
-    "command goes on\n"
+  message = (
+    f"cannot write a checkpoint in {tmp_path}/checkpoints: File too large. Fix "
+    "this and re-run the same command to resume (latest checkpoint: 0)\n"
   )
-  # A library may have more to tell, as its threads end.
-  assert done.stderr.endswith(said) and "handle" not in done.stderr
+  # A library may have more to say, as its threads end.
+  assert done.stderr.endswith(message) and "handle" not in done.stderr
   with checkpoint.Checkpoints(tmp_path) as checkpoints:  # there is room again
     assert not checkpoints.recover() and checkpoints.latest_step() == 0
     checkpoints.save(1, _state(1))
@@ -226,15 +219,15 @@ def _placed(shape):
   )
 
 
-def test_a_state_goes_from_devices_to_other_devices(three, tmp_path):
-  """From one to eight, to two by two, to four by two and back to one."""
+def test_state_moves_between_meshes(three, tmp_path):
+  """From one device to eight, to two by two, to four by two, back to one."""
   workdir = three
   for number, shape in enumerate([(8, 1), (2, 2), (4, 2), (1, 1)]):
     like = _placed(shape)
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-      found = checkpoints.restore(4, like)
-    assert found.params["w"].sharding == like.params["w"].sharding
-    chex.assert_trees_all_equal(found, _state(4))
+      state = checkpoints.restore(4, like)
+    assert state.params["w"].sharding == like.params["w"].sharding
+    chex.assert_trees_all_equal(state, _state(4))
     workdir = tmp_path / str(number)
     with checkpoint.Checkpoints(workdir) as checkpoints:
-      checkpoints.save(4, found)
+      checkpoints.save(4, state)

@@ -1,12 +1,11 @@
-"""What processes tell each other, with threads in their place."""
+"""Communication between processes, with threads in their place."""
 
 import collections
 from concurrent import futures
-import contextlib
 import fcntl
 import os
-import pathlib
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -22,9 +21,10 @@ import yaml
 from dppo_jax import data
 from dppo_jax.data.problems import prepare
 from dppo_jax.data.rows import Row
+from dppo_jax.errors import UserError
 from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
-from dppo_jax.run import distributed, preflight, signals, workdir
+from dppo_jax.run import distributed, preflight, workdir
 from dppo_jax.step import grade as grading
 
 LAUNCH = commands.ROOT / "experiments/launch"
@@ -32,7 +32,7 @@ LAUNCH = commands.ROOT / "experiments/launch"
 
 @pytest.fixture
 def each(monkeypatch):
-  """Calls a function in so many threads; what each returns or raises."""
+  """Calls a function in many threads; returns what each returns or raises."""
   own = threading.local()
 
   def call(num, function):
@@ -62,49 +62,52 @@ def each(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 4070, 4086, 4088, 5000, 300_000])
-def test_all_learn_what_each_says_whatever_its_length(each, length):
+def test_gather_returns_all_values_of_any_length(each, length):
   values = [{"text": "é" * length}, [1.5, None], True]
   assert each(3, lambda i: distributed.gather(values[i])) == [values] * 3
 
 
-def test_what_one_raises_all_raise(each):
+def test_error_of_one_process_is_raised_in_all(each):
   def work(index):
     with distributed.sharing_errors():
       if index == 1:
-        raise ValueError("no such column")
-    return "went on"
+        raise KeyError("no such column")
+    return "done"
 
   first, second, third = each(3, work)
-  assert isinstance(second, ValueError)
+  assert isinstance(second, KeyError)
   for error in (first, third):
-    assert isinstance(error, RuntimeError)
-    assert str(error) == "process 1: no such column"
-  assert each(2, lambda i: work(0)) == ["went on"] * 2
+    assert isinstance(error, UserError)
+    assert str(error) == "process 1: 'no such column'"
+  assert each(2, lambda i: work(0)) == ["done"] * 2
 
 
-def test_the_loss_of_another_process_is_told_from_other_errors(each):
+def test_result_and_error_of_the_first_process_reach_all(each):
+  calls = []
+
+  @distributed.on_first_process
+  def work(problem=""):
+    calls.append(distributed.index())
+    if problem:
+      raise OSError(problem)
+    return {"path": "a"}
+
+  assert each(3, lambda i: work()) == [{"path": "a"}] * 3
+  first, second = each(2, lambda i: work(problem="full disk"))
+  assert isinstance(first, OSError)
+  assert str(second) == "process 0: full disk"
+  assert calls == [0, 0]
+  assert each(1, lambda i: work()) == [{"path": "a"}]
+
+
+def test_loss_of_another_process_is_recognised(each):
   lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset")
   full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-  tell = lambda i: [
+  recognise = lambda i: [
     distributed.has_lost_another(x) for x in (lost, full, ValueError("Gloo"))
   ]
-  assert each(2, tell)[0] == [True, False, False]
-  assert each(1, tell)[0] == [False, False, False]
-
-
-def test_a_wish_to_stop_is_everybodys(each, monkeypatch):
-  """The second process gets a signal after it was asked for the first time."""
-  answers = [iter([False, False]), iter([False, True])]
-  stop_signal = lambda: contextlib.nullcontext(
-    lambda: next(answers[distributed.index()])
-  )
-  monkeypatch.setattr(signals, "stop_signal", stop_signal)
-
-  def work(index):
-    with distributed.stop_signal() as is_stopping:
-      return is_stopping(), is_stopping()
-
-  assert each(2, work) == [(False, True)] * 2
+  assert each(2, recognise)[0] == [True, False, False]
+  assert each(1, recognise)[0] == [False, False, False]
 
 
 def _rows(readers, num_rows):
@@ -133,44 +136,31 @@ class _Device:
     ([(i, (0, 4)) for i in range(4)], [0, 1, 2, 3]),
   ],
 )
-def test_each_row_has_one_owner_who_can_read_it(each, readers, expected):
+def test_each_row_has_one_owner_that_can_read_it(each, readers, expected):
   num = 1 + max(i for i, _ in readers)
   found = each(num, lambda i: distributed.owners(_rows(readers, 4)).tolist())
   assert found == [expected] * num
 
 
-def test_what_numpy_holds_is_divided(each):
+def test_numpy_rows_are_divided(each):
   found = each(2, lambda i: distributed.owners(np.zeros((5, 2))).tolist())
   assert found == [[0, 0, 0, 1, 1]] * 2
 
 
-def test_configs_that_differ_are_refused_by_name(each, tmp_path):
-  made = [commands.config("arithmetic"), commands.config("arithmetic", seed=7)]
+def test_different_flags_are_rejected_by_name(each, tmp_path):
+  ours = [commands.config("arithmetic"), commands.config("arithmetic", seed=7)]
   first, second = each(
-    2, lambda i: workdir.check_processes(made[i], tmp_path / "run")
+    2, lambda i: workdir.check_processes(ours[i], tmp_path / "run")
   )
   assert "config.seed is 7 but 0 in process 0" in str(second)
   assert str(first).startswith("process 1: config.seed")
-
-
-def test_a_workdir_that_is_not_shared_is_refused(each, tmp_path, monkeypatch):
-  c = commands.config("arithmetic")
-  check = lambda index: workdir.check_processes(c, tmp_path / "runs" / "a")
+  check = lambda i: workdir.check_processes(ours[0], tmp_path / str(i))
+  assert f"is '{tmp_path}/1' but '{tmp_path}/0' in" in str(each(2, check)[1])
+  check = lambda i: workdir.check_processes(ours[0], tmp_path)
   assert each(2, check) == [None, None]
-  assert not list(tmp_path.iterdir())
-  elsewhere = lambda i: workdir.check_processes(c, tmp_path / str(i))
-  assert f"is {tmp_path}/1 but {tmp_path}/0 in" in str(each(2, elsewhere)[1])
-
-  exists = pathlib.Path.exists  # to process 1 nothing of process 0 does
-  monkeypatch.setattr(
-    pathlib.Path, "exists", lambda x: exists(x) and distributed.is_first()
-  )
-  first, second = each(2, check)
-  assert "on another file system than process 0's" in str(second)
-  assert str(first).startswith("process 1: --workdir=")
 
 
-def test_a_locked_workdir_is_refused_by_all(each, tmp_path):
+def test_locked_workdir_is_rejected_by_all(each, tmp_path):
   c = commands.config("arithmetic")
 
   def hold(index):
@@ -186,7 +176,7 @@ def test_a_locked_workdir_is_refused_by_all(each, tmp_path):
   assert str(second).startswith("process 0: another process trains")
 
 
-def test_a_mesh_without_devices_of_a_process_is_refused(each):
+def test_mesh_without_devices_of_a_process_is_rejected(each):
   mesh = types.SimpleNamespace(
     devices=np.array([_Device(0), _Device(0)]), size=2
   )
@@ -196,17 +186,73 @@ def test_a_mesh_without_devices_of_a_process_is_refused(each):
   assert each(2, lambda i: preflight.check_processes(mesh)) == [None, None]
 
 
+# Joining the other processes ------------------------------------------------
+
+_JOIN = """
+import os, sys
+from dppo_jax.errors import UserError
+from dppo_jax.run import distributed
+
+distributed._QUIET_SECONDS, distributed._CONNECT_SECONDS = 1, int(sys.argv[1])
+try:
+  distributed.initialize(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+except UserError as error:
+  os.write(2, f"UserError: {error}".encode())
+  os._exit(1)
+os.write(1, b"joined")
+os._exit(0)
+"""
+
+
+def _join(ids, seconds=60, devices=(1, 1)):
+  """Exit codes and errors of some of two processes that join each other."""
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    port = listener.getsockname()[1]
+  children = [
+    subprocess.Popen(
+      [
+        *(sys.executable, "-c", _JOIN, str(seconds), f"localhost:{port}"),
+        *("2", str(i)),
+      ],
+      env=os.environ
+      | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)},
+      stderr=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      text=True,
+    )
+    for i, number in zip(ids, devices, strict=False)
+  ]
+  errors = [child.communicate(timeout=100)[1] for child in children]
+  return [child.returncode for child in children], errors
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_process_whose_others_never_come_ends_with_a_line(index):
+  codes, (error,) = _join([index], seconds=3)
+  waits, ends = error.splitlines()
+  assert re.fullmatch("waiting for all 2 processes at --coord.*", waits)
+  assert re.fullmatch("error: all 2 processes at .* did not connect .*", ends)
+  assert codes == [1]
+
+
+def test_different_numbers_of_devices_are_rejected_by_name():
+  codes, errors = _join([0, 1], devices=(1, 2))
+  assert codes == [1, 1]
+  for error in errors:
+    assert "same number of devices" in error
+    assert "1 in process 0" in error and "2 in process 1" in error
+
+
 @pytest.fixture
 def started(monkeypatch):
-  """What JAX is told, which then does nothing."""
-  told = []
-  start = lambda **options: told.append(options)
+  """Options of each start of JAX's processes, which does nothing."""
+  starts = []
+  start = lambda **options: starts.append(options)
   monkeypatch.setattr(jax.distributed, "initialize", start)
   monkeypatch.setattr(jax.config, "update", lambda *unused: None)
-  for name in [*os.environ]:
-    if name.startswith("SLURM_"):
-      monkeypatch.delenv(name)
-  return told
+  monkeypatch.setattr(jax, "devices", lambda: [])
+  return starts
 
 
 @pytest.mark.parametrize(
@@ -216,46 +262,22 @@ def started(monkeypatch):
     ((None, 2, None), "--coordinator and --process_id missing"),
     (("localhost", 2, 0), "--coordinator=localhost is not HOST:PORT"),
     (("localhost:1", 2, 2), "--process_id=2 is not in 0..1"),
-    (("localhost:1", 0, 0), "--num_processes=0 is not at least 1"),
+    (("localhost:1", 0, 0), "--num_processes=0"),
   ],
 )
-def test_flags_that_do_not_go_together_are_refused(started, given, problem):
-  with pytest.raises(ValueError, match=re.escape(problem)):
+def test_incomplete_or_wrong_flags_are_rejected(started, given, problem):
+  with pytest.raises(UserError, match=re.escape(problem)):
     distributed.initialize(*given)
   assert not started
 
 
-def test_a_process_by_itself_starts_nothing(started, monkeypatch):
+def test_single_process_starts_nothing(started):
   distributed.initialize()
   distributed.initialize(num_processes=1)
-  # A task of several, but asked to be by itself; and the only task of a step.
-  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-  distributed.initialize(num_processes=1)
-  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-  distributed.initialize()
   assert not started
   assert (distributed.count(), distributed.index()) == (1, 0)
   value = object()  # not JSON: nothing is sent
   assert distributed.gather(value) == [value]
-
-
-@pytest.mark.parametrize(
-  "per_node, gpus, expected",
-  [
-    ("1(x2)", "8", {"local_device_ids": [*range(8)]}),
-    ("1", None, {"local_device_ids": []}),
-    ("8(x2)", "8", {}),  # a GPU each, as JAX has it
-  ],
-)
-def test_the_only_task_of_a_node_takes_all_of_its_gpus(
-  started, monkeypatch, per_node, gpus, expected
-):
-  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-  monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", per_node)
-  if gpus:
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
-  distributed.initialize()
-  assert [_arguments(x) for x in started] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -285,12 +307,11 @@ def test_hosts_of_a_tpu_slice_find_each_other(
     distributed.importlib.util, "find_spec", lambda name: True
   )
   distributed.initialize()
-  assert [_arguments(x) for x in started] == expected
-
-
-def _arguments(options: dict) -> dict:
-  """Without those that say how long something may take."""
-  return {k: v for k, v in options.items() if "timeout" not in k}
+  without_timeouts = [
+    {k: v for k, v in options.items() if "timeout" not in k}
+    for options in started
+  ]
+  assert without_timeouts == expected
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "tpu_pod.sh"])
@@ -298,14 +319,14 @@ def test_launch_scripts_are_bash(name):
   subprocess.run(["bash", "-n", LAUNCH / name], check=True)
 
 
-def test_the_launch_of_skypilot_passes_the_three_flags():
+def test_skypilot_launch_passes_the_three_flags():
   task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
   assert task["num_nodes"] > 1
   flags = re.findall(r"--(coordinator|num_processes|process_id)=", task["run"])
   assert flags == ["coordinator", "num_processes", "process_id"]
 
 
-def test_the_exit_code_is_that_of_a_process_that_fails():
+def test_exit_code_is_that_of_a_failing_process():
   done = subprocess.run(
     [sys.executable, LAUNCH / "localhost.py", "--processes=2", "--nonsense"],
     cwd=commands.ROOT,
@@ -327,8 +348,8 @@ class _Letters:
 
 
 @pytest.mark.parametrize("lengths", [[3, 2, 4, 1], [3, 2, 0, 0], [0, 0, 0, 0]])
-def test_a_divided_grading_is_the_whole_one(each, lengths):
-  """Also where one of them has nothing to grade; texts come when asked for."""
+def test_divided_grading_equals_the_full_one(each, lengths):
+  """Also if one process has nothing to grade; texts come when asked for."""
   tokenizer = data.CharacterTokenizer()
   texts = ("1+1=", "2+2=", "3+3=", "4+4=")
   rows = [Row(text, text, text[0], "", {}) for text in texts]

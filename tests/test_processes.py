@@ -16,7 +16,7 @@ import pytest
 
 from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
-from dppo_jax.step import programs
+from dppo_jax.step import programs, train_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -203,14 +203,14 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(dense):
   codes, (first, second) = dense.stopped
   assert codes == [130, 130]
   assert dense.newest == 2
-  assert "stopped after step 2; the same command goes on" in first
-  assert second == ""
+  assert "stopped after step 2; re-run the same command to resume" in first
+  assert second.strip() in ("", "stopping; a second signal exits at once")
 
 
 def test_the_same_command_goes_on_and_only_the_first_process_speaks(dense):
   codes, (first, second) = dense.done
   assert codes == [0, 0]
-  assert "going on after step 2" in first
+  assert "resuming after step 2" in first
   assert "report:" in first
   assert second == ""
 
@@ -224,7 +224,8 @@ def test_experts_on_two_devices_of_each_of_two_processes(
   """
   describe = one_process.with_experts(setup.describe_model)
   monkeypatch.setattr(setup, "describe_model", describe)
-  monkeypatch.setattr(train, "of_step", one_process.costs_by_own_clock)
+  sample = one_process.sample_by_own_clock
+  monkeypatch.setattr(train_step, "StepSample", sample)
   alone = _Folder(tmp_path_factory.mktemp("experts_alone"), "neyman")
   alone.alone(steps=2)
   shared = _Folder(tmp_path_factory.mktemp("experts_shared"), "neyman")
@@ -232,7 +233,7 @@ def test_experts_on_two_devices_of_each_of_two_processes(
   assert codes == [0, 0]
   assert shared.seen() == alone.seen()
   one, other = (
-    [x["shares/completions"] for x in y.lines("metrics")[-2:]]
+    [x["budget/completions"] for x in y.lines("metrics")[-2:]]
     for y in (alone, shared)
   )
   assert one == other and one[1] < 0.9

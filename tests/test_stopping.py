@@ -1,4 +1,4 @@
-"""Signals: one asks, two end, and neither waits for a compiled program."""
+"""Signals: one stops, two exit at once, and neither waits for a program."""
 
 import signal
 import subprocess
@@ -9,23 +9,39 @@ import pytest
 # A regular expression that backtracks for hours holds the interpreter as a
 # compiled program does: no handler of Python's runs before it is done.
 _BUSY = """
-import re, signal, sys
-from dppo_jax import stopping
+import gc, re, signal, sys, time
+from dppo_jax.run import signals
 
-ignored = sys.argv[1] == "ignoring"
-usual = signal.SIG_IGN if ignored else signal.default_int_handler
+how = sys.argv[1]
+usual = signal.SIG_IGN if how == "ignoring" else signal.default_int_handler
 signal.signal(signal.SIGINT, usual)  # whatever the tests were started with
 
-with stopping.stop_signal() as is_stopping:
-  print("begun", flush=True)
-  if sys.argv[1] == "busy":
-    re.match(r"(a+)+$", "a" * 60 + "b")
-  while not is_stopping():
-    pass
-  print("asked", flush=True)
-  if sys.argv[1] == "saving":
-    while True:
-      pass
+def _xla_gc_callback(*unused):
+  for _ in range(10):
+    time.sleep(0.01)
+
+try:
+  with signals.stop_signals(lambda: "stopped early") as stop:
+    if how == "starting":
+      print("begun", flush=True)
+      time.sleep(60)
+    if how == "collecting":
+      gc.callbacks.append(_xla_gc_callback)
+      print("begun", flush=True)
+      while True:
+        gc.collect()
+    with stop.after_step():
+      print("begun", flush=True)
+      if how == "busy":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+      while not stop.is_requested:
+        pass
+      print("asked", flush=True)
+      if how == "saving":
+        while True:
+          pass
+except KeyboardInterrupt:
+  sys.exit(130)
 print("left", flush=True)
 """
 
@@ -42,32 +58,46 @@ def _child(how):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_first_signal_asks(number):
+def test_first_signal_waits_for_the_step(number):
   child = _child("waiting")
   child.send_signal(number)
-  assert child.communicate() == ("asked\nleft\n", "")
+  output, errors = child.communicate()
+  assert output == "asked\nleft\n" and errors.split() == [
+    *"stopping; a second signal exits at once".split()
+  ]
   assert child.returncode == 0
 
 
-def test_what_is_ignored_stays_so():
-  """As a shell's script has it of Ctrl-C for what it starts with &."""
+@pytest.mark.parametrize("how", ["starting", "collecting"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_outside_a_step_stops_with_a_line(number, how):
+  """Also in a garbage collection, whose callbacks swallow exceptions."""
+  child = _child(how)
+  child.send_signal(number)
+  output, errors = child.communicate()
+  assert output == "stopped early\n" and "ignored" not in errors
+  assert child.returncode == 130
+
+
+def test_ignored_signal_stays_ignored():
+  """As a shell script has it of Ctrl-C for its background jobs."""
   child = _child("ignoring")
   for _ in range(3):
     child.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
       child.wait(0.2)
   child.send_signal(signal.SIGTERM)
-  assert child.communicate() == ("asked\nleft\n", "")
+  assert child.communicate()[0] == "asked\nleft\n"
 
 
 @pytest.mark.parametrize("how", ["busy", "saving"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(number, how):
+def test_second_signal_exits_at_once(number, how):
   child = _child(how)
   child.send_signal(number)
   if how == "saving":
     assert child.stdout.readline() == "asked\n"
-  # Two that arrive together count as one, as the system has it.
+  # Two signals that arrive together count as one.
   while child.poll() is None:
     child.send_signal(number)
     try:

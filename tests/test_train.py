@@ -193,7 +193,7 @@ def test_a_run_stopped_before_its_first_checkpoint_says_what_is_left(
   monkeypatch.setattr(train, "_train", interrupted)
   with pytest.raises(KeyboardInterrupt):
     train.run(_config(), tmp_path)
-  assert "stopped before anything was saved" in capsys.readouterr()[0]
+  assert "stopped before the first step; nothing" in capsys.readouterr()[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -218,10 +218,10 @@ def test_a_finished_run_says_so_at_once(uninterrupted, monkeypatch, capsys):
   monkeypatch.setattr(train, "setup_run", None)  # nothing is set up
   train.run(_config(), uninterrupted)
   said = capsys.readouterr().out
-  assert said.startswith("already done: 4 steps")
+  assert said.startswith("already done: 4 of 4 steps")
   assert str(uninterrupted / "report.md") in said and "config.steps=8" in said
   train.run(_config(steps=2), uninterrupted)
-  assert "4 steps, more than config.steps, which is 2" in capsys.readouterr()[0]
+  assert "already done: 4 of 2 steps" in capsys.readouterr()[0]
   assert [file.read_bytes() for file in files] == before
   with pytest.raises(ValueError, match="group_size was 4 and is now 8"):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)

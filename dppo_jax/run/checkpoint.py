@@ -1,23 +1,30 @@
-"""Checkpoints of the train state: written whole or not at all, by orbax.
+"""Checkpoints of the train state: written by orbax, verified by checksums.
 
-Beside the arrays of each lie their checksums, written before orbax makes the
-checkpoint one: what has none, or other files than they say, is damaged.
+Each half of a checkpoint, the weights and the rest, has a file of SHA-256
+checksums, written before orbax marks the checkpoint as complete. A checkpoint
+is damaged if that file is missing or if a file that it lists has changed.
 """
 
 from collections.abc import Iterator
+from concurrent import futures
 import contextlib
-import itertools
+import hashlib
+import json
+import os
 import pathlib
 import re
+import shutil
 
 import jax
 from jaxtyping import PyTree
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from dppo_jax.errors import UserError
 from dppo_jax.records import TrainState
-from dppo_jax.run import checksums, distributed
+from dppo_jax.run import distributed
 
+CHECKSUMS = "sha256.json"
 _ITEMS = ("params", "rest")
 
 
@@ -26,7 +33,7 @@ class _Handler(ocp.StandardCheckpointHandler):
 
   def finalize(self, directory) -> None:
     super().finalize(directory)
-    checksums.write(pathlib.Path(directory))
+    write_checksums(pathlib.Path(directory))
 
 
 @ocp.args.register_with_handler(_Handler, for_save=True)
@@ -40,13 +47,13 @@ class _Restore(ocp.args.StandardRestore):
 
 
 class Checkpoints:
-  """The checkpoints of one run; a context manager that waits for the last.
+  """The checkpoints of one run; a context manager that waits for the last one.
 
-  That of step 0 is never deleted: its weights are the reference policy's, and
-  it spares supervised fine-tuning a second time.
+  The checkpoint of step 0 is never deleted: it holds the weights of the
+  reference policy. All processes of a run make the same calls.
 
-  All processes of a run make the same calls. The first alone reads and moves
-  files; what it finds holds for all.
+  Attributes:
+    skipped: a warning for each damaged checkpoint that `find` skipped.
   """
 
   def __init__(
@@ -54,31 +61,17 @@ class Checkpoints:
     workdir: pathlib.Path,
     keep: int = 1,
     *,
-    keep_every: int = 0,
     every: int = 0,
-    minutes: float = 0.0,
     read_only: bool = False,
   ):
-    """What `keep` to `minutes` mean is in `config.checkpoint`."""
-    self._workdir = workdir
-    self._folder = workdir / "checkpoints"
-    self._sound: set[tuple[int, str]] = set()  # steps and items looked at
-    self.passed_over: list[str] = []
-    kept = [policies.LatestN(keep), policies.CustomSteps([0])]
-    if keep_every:
-      kept.append(policies.EveryNSteps(keep_every))
-    due = []
-    if every:
-      due.append(policies.FixedIntervalPolicy(every))
-    if minutes:
-      seconds = round(60 * minutes)
-      due.append(
-        policies.ContinuousCheckpointingPolicy(minimum_interval_secs=seconds)
-      )
+    """Opens, or makes, `workdir/checkpoints`; see `config.checkpoint`."""
+    self._workdir, self._folder = workdir, workdir / "checkpoints"
+    self._keep, self._every = keep, every
+    self._intact: set[tuple[int, str]] = set()  # verified steps and items
+    self.skipped: list[str] = []
     if self._folder.exists() and not self._folder.is_dir():
-      raise ValueError(
-        f"{self._folder} is a file: a run's checkpoints go there"
-      )
+      raise UserError(f"{self._folder} is a file: checkpoints belong there")
+    kept = [policies.LatestN(keep), policies.CustomSteps([0])]
     self._manager = ocp.CheckpointManager(
       self._folder.absolute(),
       options=ocp.CheckpointManagerOptions(
@@ -86,7 +79,6 @@ class Checkpoints:
         create=not read_only,
         read_only=read_only,
         preservation_policy=policies.AnyPreservationPolicy(kept),
-        save_decision_policy=policies.AnySavePolicy(due),
       ),
     )
 
@@ -95,187 +87,232 @@ class Checkpoints:
 
   def __exit__(self, kind, error, trace) -> None:
     try:
-      with self._explained():
+      with self._explaining_errors():
         self._manager.close()
     except Exception:
-      if error is None:  # else that one is what went wrong first
+      if error is None:  # the first error matters
         raise
 
   def latest_step(self) -> int | None:
-    """The step of the newest complete checkpoint; None where there is none."""
+    """Step of the latest complete checkpoint, damaged or not; None if none."""
     return self._manager.latest_step()
 
   def find(self, step: int | None = None) -> int:
-    """`step` or, for None, the newest step whose weights are not damaged.
-
-    Of damaged ones `passed_over` then has a line each.
+    """Returns `step` or, for None, the latest step with intact weights.
 
     Raises:
-      ValueError: where it has no checkpoint; it names those that there are.
+      UserError: if there is no such checkpoint.
     """
     steps = sorted(self._manager.all_steps())
     if steps and step is None:
-      damaged = self._damaged(("params",))
-      self.passed_over = [
-        f"warning: the checkpoint of step {step} is damaged ({flaw}) and "
-        "passed over"
-        for step, flaw in damaged.items()
+      damaged = self._damaged_steps(("params",))
+      self.skipped = [
+        f"warning: skipped the checkpoint of step {step}, which is damaged "
+        f"({corruption})"
+        for step, corruption in damaged.items()
       ]
       return max(set(steps) - set(damaged))
     if step in steps:
       return step
-    wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
-    there_are = ", ".join(map(str, steps)) or "none"
-    raise ValueError(f"{wanted} in {self._workdir}: there are {there_are}")
-
-  def is_sound(self, step: int) -> bool:
-    """Whether the files of `step` are as they were written."""
-    return not self._flaw(step)
+    of_step = "" if step is None else f" of step {step}"
+    available = ", ".join(map(str, steps)) or "none"
+    raise UserError(
+      f"no checkpoint{of_step} in {self._workdir}; available: {available}"
+    )
 
   def recover(self) -> list[str]:
-    """Sets damaged newest checkpoints aside; returns a line about each.
+    """Sets damaged latest checkpoints aside; returns a warning for each.
+
+    Also completes the deletion of old checkpoints that a kill prevented.
 
     Raises:
-      ValueError: where there are checkpoints and all of them are damaged.
+      UserError: if there are checkpoints and all of them are damaged.
     """
-    damaged = self._damaged()
-    said = [
-      f"warning: the checkpoint of step {step} is damaged ({flaw}) and is now "
-      f"in {self._set_aside(step)}, to be deleted: going on from the one before"
-      for step, flaw in damaged.items()
+    damaged = self._damaged_steps()
+    warnings = [
+      f"warning: the checkpoint of step {step} is damaged ({corruption}) and "
+      f"was moved to {self._set_aside(step)}, which may be deleted; resuming "
+      "from the one before"
+      for step, corruption in damaged.items()
     ]
-    if damaged:
-      self._manager.reload()
-    return said
+    self.prune()
+    self._manager.reload()
+    return warnings
 
-  def _damaged(self, items: tuple[str, ...] = _ITEMS) -> dict[int, str]:
-    """What is wrong with each step that is newer than the newest sound one."""
-    steps = sorted(self._manager.all_steps(), reverse=True)
-    flaws = {}
-    for step in steps:
-      if not (flaw := self._flaw(step, items)):
-        return flaws
-      flaws[step] = flaw
-    if steps:
-      found = "; ".join(f"{step}: {flaw}" for step, flaw in flaws.items())
-      raise ValueError(
-        f"every checkpoint in {self._folder} is damaged ({found}): put a copy "
-        "of one back, or delete that directory to begin anew"
-      )
-    return flaws
+  @distributed.on_first_process
+  def prune(self) -> None:
+    """Deletes all but the latest `keep` checkpoints and that of step 0."""
+    for step in complete_steps(self._workdir)[: -self._keep]:
+      if step > 0:
+        shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
   def is_due(self, step: int) -> bool:
-    """Whether the config asks for a checkpoint of `step`, the one just done."""
-    # By the first process's clock, where it is a matter of minutes.
-    return distributed.gather(self._manager.should_save(step))[0]
+    """True if the config asks for a checkpoint of `step`."""
+    return self._every > 0 and step % self._every == 0
 
   def save(self, step: int, state: TrainState) -> None:
     """Writes `state` in the background.
 
     Raises:
-      ValueError: where it, or the one before, cannot be written.
+      UserError: if this checkpoint, or the one before, cannot be written.
     """
+    self._check_folder()
     args = ocp.args.Composite(
       params=_Save(state.params), rest=_Save(state.replace(params=None))
     )
-    with self._explained():
+    with self._explaining_errors():
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
-    """Returns when every checkpoint asked for is on disk; raises as `save`."""
-    with self._explained():
+    """Returns when all checkpoints are on disk; raises as `save` does."""
+    with self._explaining_errors():
       self._manager.wait_until_finished()
 
   def restore(self, step: int, like: TrainState) -> TrainState:
-    """The state of `step`, placed as `like` is, which may be abstract.
+    """Returns the state of `step`, placed as `like`, which may be abstract.
 
     Raises:
-      ValueError: where its files are damaged.
+      UserError: if its files are damaged.
     """
     self._check(step)
     args = ocp.args.Composite(rest=_Restore(like.replace(params=None)))
-    found = self._manager.restore(step, args=args)
-    return found.rest.replace(params=self.restore_params(step, like.params))
+    rest = self._manager.restore(step, args=args).rest
+    return rest.replace(params=self.restore_params(step, like.params))
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
-    """The weights of `step` alone; otherwise as `restore`."""
+    """Returns the weights of `step` alone; otherwise as `restore`."""
     self._check(step, ("params",))
     args = ocp.args.Composite(params=_Restore(like))
     return self._manager.restore(step, args=args).params
 
   def _check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
-    if flaw := self._flaw(step, items):
-      raise ValueError(
-        f"the checkpoint of step {step} in {self._folder} is damaged ({flaw}): "
-        "put a copy back, or take another step's"
+    if corruption := self.corruption(step, items):
+      raise UserError(
+        f"the checkpoint of step {step} in {self._folder} is damaged "
+        f"({corruption}): restore a copy of it, or use another step"
       )
 
-  def _flaw(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
-    """What is wrong with the files of `step`; "" for nothing."""
-    flaw = ""
-    for item in items:
-      if not flaw and (step, item) not in self._sound:
-        if distributed.is_first():
-          found = checksums.flaw(self._folder / str(step) / item)
-          flaw = f"{item}: {found}" if found else ""
-        flaw, *_ = distributed.gather(flaw)
-        if not flaw:
-          self._sound.add((step, item))
-    return flaw
+  def _damaged_steps(self, items: tuple[str, ...] = _ITEMS) -> dict[int, str]:
+    """Corruption of each step that is later than the latest intact one."""
+    steps = sorted(self._manager.all_steps(), reverse=True)
+    damaged = {}
+    for step in steps:
+      if not (corruption := self.corruption(step, items)):
+        return damaged
+      damaged[step] = corruption
+    if steps:
+      listed = "; ".join(f"{step}: {text}" for step, text in damaged.items())
+      raise UserError(
+        f"every checkpoint in {self._folder} is damaged ({listed}): restore a "
+        "copy of one, or delete that directory to start again"
+      )
+    return damaged
 
-  def _set_aside(self, step: int) -> pathlib.Path:
-    """Moves a checkpoint to where neither orbax nor anybody else takes it."""
-    name = f"damaged-{step}"
-    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
-    places = map(self._folder.with_name, names)
-    place = next(x for x in places if not x.exists())
-    with distributed.sharing_errors():
-      if distributed.is_first():
-        (self._folder / str(step)).rename(place)
-    return place
+  def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
+    """Describes what is wrong with the files of `step`; "" if nothing is."""
+    check = distributed.on_first_process(find_corruption)
+    for item in items:
+      if (step, item) not in self._intact:
+        if corruption := check(self._folder / str(step) / item):
+          return f"{item}: {corruption}"
+        self._intact.add((step, item))
+    return ""
+
+  @distributed.on_first_process
+  def _set_aside(self, step: int) -> str:
+    """Moves a damaged checkpoint out of the directory that orbax reads."""
+    place = self._workdir / f"damaged-{step}"
+    shutil.rmtree(place, ignore_errors=True)
+    (self._folder / str(step)).rename(place)
+    return str(place)
+
+  @distributed.on_first_process
+  def _check_folder(self) -> None:
+    if (
+      not self._folder.is_dir()
+    ):  # orbax would make it, and the run would go on
+      raise UserError(
+        f"{self._folder} was deleted or moved while the run was using it: put "
+        "it back, or re-run the same command to start again"
+      )
 
   @contextlib.contextmanager
-  def _explained(self) -> Iterator[None]:
-    """Says in one line why a checkpoint cannot be written."""
+  def _explaining_errors(self) -> Iterator[None]:
+    """Turns an error of the file system into one line."""
     try:
       yield
     except Exception as error:
       if not (reason := _reason(error)):
         raise
-      whole = [int(x.name) for x in self._folder.glob("*") if x.name.isdigit()]
-      there_is = (
-        f"The newest whole one is that of step {max(whole)}"
-        if whole
-        else "There is none yet"
-      )
-      raise ValueError(
-        f"no checkpoint can be written in {self._folder}: {reason}. "
-        f"{there_is}: once that is mended, the same command goes on"
+      latest = max(complete_steps(self._workdir), default="none")
+      raise UserError(
+        f"cannot write a checkpoint in {self._folder}: {reason}. Fix this and "
+        f"re-run the same command to resume (latest checkpoint: {latest})"
       ) from error
 
 
 def _reason(error: BaseException) -> str:
-  """What the system said, without the story around it; "" if it is not its."""
+  """The operating system's own words; "" if the error is not the system's."""
   if isinstance(error, OSError):
     return error.strerror or str(error)
-  # As TensorStore tells it: "Failed to ...: No space left on device [os_...".
-  found = re.search(r"([^:]+) \[os_error_code", str(error))
-  return found[1].strip() if found else ""
+  # TensorStore: "Failed to ...: No space left on device [os_error_code=...".
+  match = re.search(r"([^:]+) \[os_error_code", str(error))
+  return match[1].strip() if match else ""
+
+
+def complete_steps(workdir: pathlib.Path) -> list[int]:
+  """Steps of the complete checkpoints of a run, in order."""
+  names = (path.name for path in workdir.glob("checkpoints/*"))
+  return sorted(int(name) for name in names if name.isdigit())
+
+
+def write_checksums(directory: pathlib.Path) -> None:
+  """Writes the checksums of all files in `directory`, at any depth."""
+  content = json.dumps(_checksums(directory), indent=2)
+  with (directory / CHECKSUMS).open("w", encoding="utf-8") as file:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def find_corruption(directory: pathlib.Path) -> str:
+  """Names a file that changed since `write_checksums`; "" if none did."""
+  try:
+    expected = dict(json.loads((directory / CHECKSUMS).read_bytes()))
+    checksums = _checksums(directory)
+  except (OSError, ValueError, TypeError) as error:
+    return f"{CHECKSUMS} cannot be checked, {error}"
+  for name, digest in expected.items():
+    if checksums.get(name) != digest:
+      return f"{name} {'has changed' if name in checksums else 'is missing'}"
+  return "" if expected else f"{CHECKSUMS} is empty"
+
+
+def _checksums(directory: pathlib.Path) -> dict[str, str]:
+  """SHA-256 of each file by its path in `directory`."""
+
+  def digest(path: pathlib.Path) -> tuple[str, str]:
+    with path.open("rb") as file:
+      name = path.relative_to(directory).as_posix()
+      return name, hashlib.file_digest(file, "sha256").hexdigest()
+
+  files = sorted(x for x in directory.rglob("*") if x.is_file())
+  with futures.ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
+    return dict(pool.map(digest, files))
 
 
 def split_step(source: str) -> tuple[pathlib.Path, int]:
-  """The workdir and the step of `RUN` or `RUN@STEP`; alone, RUN is step 0.
-
-  A directory whose own name ends so is that directory.
-  """
-  workdir, _, step = source.rpartition("@")
-  if workdir and step.isdecimal() and not pathlib.Path(source).is_dir():
-    return pathlib.Path(workdir), int(step)
-  return pathlib.Path(source), 0
+  """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
+  match = re.fullmatch(r"(.+)@(\d+)", source)
+  return (
+    (pathlib.Path(match[1]), int(match[2]))
+    if match
+    else (pathlib.Path(source), 0)
+  )
 
 
 def abstract(tree: PyTree, shardings: PyTree) -> PyTree:
-  """Shapes, dtypes and placements of `tree`, which may be abstract itself."""
+  """Shapes, dtypes and shardings of `tree`, which may be abstract itself."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     tree,

@@ -1,19 +1,22 @@
-"""Several processes, each with devices of its own, that run as one program.
+"""Several processes, each with its own devices, that run as one program.
 
-All of them take the same steps with the same keys. Each reads what its own
-devices hold; what one has learned from it, such as rewards, `gather` tells the
-others. Process 0 alone writes files and prints.
-
-Where there is one process nothing here costs anything.
+All processes take the same steps with the same keys. Each reads what its own
+devices hold and shares the results, such as rewards, with `gather`. Process 0
+alone writes files and prints. With one process, nothing here costs anything.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 import contextlib
+import functools
 import glob
 import importlib.util
 import json
 import os
 import re
+import signal
+import sys
+import threading
 from typing import Any
 
 import jax
@@ -21,12 +24,13 @@ from jax.experimental import multihost_utils
 from jaxtyping import Int, PyTree
 import numpy as np
 
-from dppo_jax.run import signals
+from dppo_jax.errors import UserError
 
-_HEAD = 8  # bytes that say how long a message is
-_SHORTEST = 4096  # bytes that are sent at least: most messages are no longer
-# Until the others of a process that ended by itself end too.
-_SHUTDOWN_SECONDS = 60
+_HEADER = 8  # bytes that hold the length of a message
+_MIN_WIDTH = 4096  # bytes of the shortest message that is sent
+_QUIET_SECONDS = 10  # before a line says what a process waits for
+_CONNECT_SECONDS = 300  # in which all processes have to connect
+_SHUTDOWN_SECONDS = 60  # in which the others exit after one has
 
 
 def initialize(
@@ -34,110 +38,141 @@ def initialize(
   num_processes: int | None = None,
   process_id: int | None = None,
 ) -> None:
-  """Makes this process one of several, if it is; before any use of a device.
+  """Joins the other processes of this run, if any, before any use of a device.
 
-  On the hosts of a TPU slice and in the tasks of a Slurm step JAX finds the
-  others by itself. Elsewhere all arguments have to be given; 1 for
-  `num_processes` alone stands for no others, wherever that is.
+  On the hosts of a TPU slice JAX finds the others by itself. Elsewhere all
+  arguments are required; `num_processes=1` alone always means a single process.
 
   Args:
     coordinator: `HOST:PORT` of process 0, as the others reach it.
-    process_id: of this one, from 0.
+    num_processes: number of processes.
+    process_id: id of this process, from 0.
   Raises:
-    ValueError: for arguments that do not go together, or where the others
-      cannot be found.
+    UserError: if arguments are missing or wrong, if the others cannot be found,
+      or if processes have different numbers of devices.
   """
-  given = {
+  flags = {
     "coordinator": coordinator,
     "num_processes": num_processes,
     "process_id": process_id,
   }
-  missing = [f"--{name}" for name, value in given.items() if value is None]
+  missing = [f"--{name}" for name, value in flags.items() if value is None]
   if num_processes == 1 or jax.distributed.is_initialized():
     return
-  if len(missing) == len(given):
-    options = _found()
-    if options is None:
+  if len(missing) == len(flags):
+    if not _is_on_tpu_slice():
       return
+    options, others = {}, "the other hosts of this TPU slice"
   elif missing:
-    raise ValueError(
+    raise UserError(
       f"{' and '.join(missing)} missing: --coordinator, --num_processes and "
-      "--process_id are given together or, on TPU and Slurm, not at all"
+      "--process_id are given together or, on TPU slices, not at all"
     )
   else:
-    _check(coordinator, num_processes, process_id)
-    options = {"coordinator_address": coordinator} | given
+    _check_flags(coordinator, num_processes, process_id)
+    options = {"coordinator_address": coordinator} | flags
     del options["coordinator"]
-  # Its handler of SIGTERM would be in the way of ours.
+    # Under Slurm, JAX would hand each process a single GPU.
+    options["cluster_detection_method"] = "deactivate"
+    others = f"all {num_processes} processes at --coordinator={coordinator}"
+  # JAX's handler of SIGTERM would replace ours.
   jax.config.update("jax_enable_preemption_service", False)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
-    jax.distributed.initialize(
-      **options, shutdown_timeout_seconds=_SHUTDOWN_SECONDS
-    )
+    with _limited_wait(others):
+      jax.distributed.initialize(
+        **options,
+        initialization_timeout=2 * _CONNECT_SECONDS,
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+      )
   except Exception as error:  # of the network, of JAX or of a cluster's files
-    raise ValueError(
-      "the other processes cannot be found "
-      f"({str(error).strip().partition(chr(10))[0]}): give --coordinator, "
-      "--num_processes and --process_id or, where there are no others, "
-      "--num_processes=1"
+    reason = str(error).strip().partition("\n")[0]
+    raise UserError(
+      f"cannot connect {others} ({reason}): check --coordinator and its port, "
+      "or pass --num_processes=1 to run a single process"
     ) from error
+  counts = collections.Counter(x.process_index for x in jax.devices())
+  if len(set(counts.values())) > 1:
+    listed = ", ".join(f"{n} in process {i}" for i, n in counts.items())
+    raise UserError(
+      f"all processes need the same number of devices, but there are {listed}"
+    )
 
 
-def _check(coordinator: str, num_processes: int, process_id: int) -> None:
+def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
   if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
-    raise ValueError(
+    raise UserError(
       f"--coordinator={coordinator} is not HOST:PORT, such as 10.0.0.1:8476"
     )
-  if num_processes < 1:
-    raise ValueError(f"--num_processes={num_processes} is not at least 1")
   if not 0 <= process_id < num_processes:
-    raise ValueError(
-      f"--process_id={process_id} is not in 0..{num_processes - 1}, as "
-      f"--num_processes={num_processes} has it"
+    raise UserError(
+      f"--process_id={process_id} is not in 0..{num_processes - 1}, given "
+      f"--num_processes={num_processes}"
     )
 
 
-def _found() -> dict[str, Any] | None:
-  """What JAX has to be told where it finds the others; None if there are none.
+@contextlib.contextmanager
+def _limited_wait(others: str) -> Iterator[None]:
+  """Exits with one line if the body, a wait inside JAX, takes too long.
 
-  Source: jax/_src/clusters/slurm_cluster.py and cloud_tpu_cluster.py of JAX
-  0.10.2; SLURM_* in the manual page of srun.
+  JAX would abort with a C++ stack trace, and would not notice Ctrl-C.
   """
-  if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-    # JAX gives each task one GPU; the only task of a node is to have them all.
-    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if re.fullmatch(r"1(\(x\d+\))?", per_node):
-      num_gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
-      return {"local_device_ids": [*range(num_gpus)]}
-    return {}
+
+  def give_up() -> None:
+    say(
+      f"error: {others} did not connect within {_CONNECT_SECONDS} s: check the "
+      "address, and that each process id is used exactly once"
+    )
+    os._exit(1)
+
+  say = functools.partial(print, file=sys.stderr, flush=True)
+  timers = [
+    threading.Timer(_QUIET_SECONDS, say, [f"waiting for {others}"]),
+    threading.Timer(_CONNECT_SECONDS, give_up),
+  ]
+  handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    for timer in timers:
+      timer.start()
+    yield
+  finally:
+    for timer in timers:
+      timer.cancel()
+    signal.signal(signal.SIGINT, handler)
+
+
+def _is_on_tpu_slice() -> bool:
+  """True if JAX can find the other hosts of this machine's TPU slice.
+
+  Source: jax/_src/clusters/cloud_tpu_cluster.py of JAX 0.10.2.
+  """
   has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
   is_used = "tpu" in (os.environ.get("JAX_PLATFORMS") or "tpu")
   if not (has_chips and is_used and importlib.util.find_spec("libtpu")):
-    return None
-  # Kubernetes names the hosts; elsewhere a server knows them, if there is one.
+    return False
+  # Kubernetes names the hosts; elsewhere a metadata server may know them.
   names = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
   has_server = "TPU_SKIP_MDS_QUERY" not in os.environ
-  return {} if has_server or names & os.environ.keys() else None
+  return has_server or bool(names & os.environ.keys())
 
 
 def count() -> int:
-  """How many processes there are."""
+  """Number of processes."""
   return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def index() -> int:
-  """Which of them this is, from 0."""
+  """Id of this process, from 0."""
   return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def is_first() -> bool:
-  """Whether it is the one that writes files and prints."""
+  """True in the process that writes files and prints."""
   return index() == 0
 
 
 def gather(value: Any) -> list[Any]:
-  """The value of each process, in all of them; they wait for each other.
+  """Returns the value of each process to all of them, which wait for it.
 
   Args:
     value: JSON.
@@ -145,30 +180,30 @@ def gather(value: Any) -> list[Any]:
   if count() == 1:
     return [value]
   data = json.dumps(value).encode()
-  message = len(data).to_bytes(_HEAD, "little") + data
-  width = _SHORTEST
+  message = len(data).to_bytes(_HEADER, "little") + data
+  width = _MIN_WIDTH
   while True:
     padded = np.zeros(width, np.uint8)
     part = np.frombuffer(message[:width], np.uint8)
     padded[: len(part)] = part
-    found = [x.tobytes() for x in multihost_utils.process_allgather(padded)]
-    sizes = [_HEAD + int.from_bytes(x[:_HEAD], "little") for x in found]
-    if max(sizes) <= width:
+    messages = [x.tobytes() for x in multihost_utils.process_allgather(padded)]
+    ends = [_HEADER + int.from_bytes(x[:_HEADER], "little") for x in messages]
+    if max(ends) <= width:
       break
-    # A power of two, since each width compiles.
-    width = 1 << (max(sizes) - 1).bit_length()
-  return [json.loads(x[_HEAD:n]) for x, n in zip(found, sizes, strict=True)]
+    # A power of two, since each width is compiled.
+    width = 1 << (max(ends) - 1).bit_length()
+  return [json.loads(x[_HEADER:n]) for x, n in zip(messages, ends, strict=True)]
 
 
 @contextlib.contextmanager
 def sharing_errors() -> Iterator[None]:
-  """Raises in every process what was raised in one, and waits for all.
+  """Raises the error of one process in all of them, which wait for each other.
 
-  A process that failed alone would leave the others waiting for it. Inside
-  none may wait for another: one that fails would not be there.
+  Otherwise the others would wait for the process that failed. The body must not
+  wait for another process, which may fail before it gets there.
 
   Raises:
-    RuntimeError: where another process failed; it says which and why.
+    UserError: if another process failed; the message names it and its error.
   """
   if count() == 1:
     yield
@@ -183,11 +218,27 @@ def sharing_errors() -> Iterator[None]:
     raise error
   for number, text in enumerate(texts):
     if text is not None:
-      raise RuntimeError(f"process {number}: {text}")
+      raise UserError(f"process {number}: {text}")
+
+
+def on_first_process(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Makes process 0 alone call `function`; all get its result or its error.
+
+  Args:
+    function: returns JSON, such as None; all processes have to call it.
+  """
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    with sharing_errors():
+      result = function(*args, **kwargs) if is_first() else None
+    return gather(result)[0]
+
+  return call
 
 
 def has_lost_another(error: Exception) -> bool:
-  """Whether it says that another process cannot be reached any more."""
+  """True if the error says that another process cannot be reached any more."""
   return (
     count() > 1
     and isinstance(error, jax.errors.JaxRuntimeError)
@@ -195,19 +246,8 @@ def has_lost_another(error: Exception) -> bool:
   )
 
 
-@contextlib.contextmanager
-def stop_signal() -> Iterator[Callable[[], bool]]:
-  """Turns the first SIGTERM or Ctrl-C into a wish to stop, which all learn of.
-
-  Yields:
-    Whether any process has the wish; they wait for each other.
-  """
-  with signals.stop_signal() as is_stopping:
-    yield lambda: any(gather(is_stopping()))
-
-
 def to_host(tree: PyTree) -> PyTree:
-  """Arrays as NumPy has them; 0 where only others hold a value."""
+  """NumPy arrays; 0 in place of values that only other processes hold."""
   if count() == 1:
     return jax.device_get(tree)
   return jax.tree.map(_to_host, tree)
@@ -217,28 +257,28 @@ def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
   if not isinstance(x, jax.Array) or x.is_fully_replicated:
     return np.asarray(x)
   values = np.zeros(x.shape, x.dtype)
-  parts = {str(shard.index): shard for shard in x.addressable_shards}
-  for shard in parts.values():
+  for shard in {str(x.index): x for x in x.addressable_shards}.values():
     values[shard.index] = shard.data
   return values
 
 
 def owners(x: jax.Array | np.ndarray) -> Int[np.ndarray, "N"]:
-  """The process that is to look at each row of `x`: one that can read it.
+  """Process in charge of each row of `x`, one that can read the row.
 
-  Rows that several can read are divided among these; NumPy's all can.
+  Rows that several processes can read, as all can read NumPy's, are divided
+  among them.
   """
   num_rows = x.shape[0]
-  found = np.zeros(num_rows, np.int32)
+  rows = np.zeros(num_rows, np.int32)
   if count() == 1:
-    return found
+    return rows
   readers = {(0, num_rows): set(range(count()))}
   if not isinstance(x, np.ndarray):
     readers = {}
-    for device, where in x.sharding.devices_indices_map(x.shape).items():
-      part = where[0].indices(num_rows)[:2]
+    for device, place in x.sharding.devices_indices_map(x.shape).items():
+      part = place[0].indices(num_rows)[:2]
       readers.setdefault(part, set()).add(device.process_index)
-  for (begin, end), some in readers.items():
-    shares = np.arange(end - begin) * len(some) // max(end - begin, 1)
-    found[begin:end] = np.array(sorted(some))[shares]
-  return found
+  for (begin, end), processes in readers.items():
+    nth = np.arange(end - begin) * len(processes) // max(end - begin, 1)
+    rows[begin:end] = np.array(sorted(processes))[nth]
+  return rows

@@ -1,4 +1,4 @@
-"""What cannot work together, refused before anything is made.
+"""Validates combinations of options before any array is allocated.
 
 The range of a single option is checked by `config.validate`.
 """
@@ -7,15 +7,16 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
 from dppo_jax.run import checkpoint, distributed
 
 
 def check_lengths(config: configs.Config, prompt_length: int) -> None:
-  """Refuses sequences that are longer than a row."""
+  """Raises UserError if a sequence may be longer than a row."""
   longest = prompt_length + config.rollout.max_tokens - 1
   if longest > config.pack.row_length:
-    raise ValueError(
+    raise UserError(
       f"a prompt of {prompt_length} tokens and a completion of "
       f"{config.rollout.max_tokens} take {longest} tokens but a packed row "
       f"holds {config.pack.row_length}: raise config.pack.row_length, or "
@@ -24,20 +25,20 @@ def check_lengths(config: configs.Config, prompt_length: int) -> None:
 
 
 def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
-  """Refuses problems that are too long, too few, or have no solutions."""
+  """Raises UserError if problems are too long, too few or lack solutions."""
   d = config.data
   check_lengths(config, train_set.tokens.shape[1])
-  wanted = {"data.prompts_per_step": d.prompts_per_step}
+  needed = {"data.prompts_per_step": d.prompts_per_step}
   if config.sft.needs_solutions:
-    wanted["sft.sequences_per_step"] = config.sft.sequences_per_step
-  for name, number in wanted.items():
+    needed["sft.sequences_per_step"] = config.sft.sequences_per_step
+  for name, number in needed.items():
     if len(train_set) < number:
-      raise ValueError(
+      raise UserError(
         f"config.{name} is {number} but {d.train} has {len(train_set)} usable "
         "problems"
       )
   if config.sft.needs_solutions and not any(train_set.solutions):
-    raise ValueError(
+    raise UserError(
       f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
       "has a solution to imitate: name the column with "
       "config.data.solution_key, or set config.sft.steps to 0"
@@ -49,97 +50,91 @@ def check_ids(
   stop_ids: tuple[int, ...],
   problem_sets: list[data.ProblemSet],
 ) -> None:
-  """Refuses token ids for which the model has no embedding."""
+  """Raises UserError for token ids outside the model's vocabulary."""
   for stop_id in stop_ids:
     if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
-      raise ValueError(
-        f"the stop id {stop_id!r} is no token of the model, which has "
+      raise UserError(
+        f"the stop id {stop_id!r} is not below the model's vocabulary size "
         f"{model.vocab}: set config.rollout.stop_ids"
       )
   largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
   if largest >= model.vocab:
-    raise ValueError(
-      f"a prompt has token {largest} but the model's vocabulary is "
-      f"{model.vocab}: config.model.path holds a tokenizer of another model"
+    raise UserError(
+      f"a prompt has token {largest} but the model's vocabulary size is "
+      f"{model.vocab}: config.model.path holds the tokenizer of another model"
     )
 
 
 def check_dynamic_sampling(config: configs.Config) -> None:
-  """Refuses the exact form where the groups it passes over would count."""
+  """Raises UserError if skipped groups would count in exact sampling."""
   sampling = configs.make_method(config).dynamic_sampling
   if not (sampling and sampling.is_exact):
     return
-  objective = configs.make_objective(config)
-  counts = {
+  for name, value in {
     "config.reward.overlong_tokens": config.reward.overlong_tokens,
-    "config.objective.args.beta": objective.beta,
-  }
-  for name, value in counts.items():
+    "config.objective.args.beta": configs.make_objective(config).beta,
+  }.items():
     if value:
-      raise ValueError(
-        f"{name} is {value} but exact dynamic sampling passes over groups "
-        "whose rewards are all the same, which would have counted: set it to "
-        "0, or config.method.args.dynamic_sampling to plain or none"
+      raise UserError(
+        f"{name} is {value} but exact dynamic sampling skips groups of equal "
+        "rewards, which would then have a gradient: set it to 0, or "
+        "config.method.args.dynamic_sampling to plain or none"
       )
   if config.objective.args.get("tokens_per_completion") == 0:
-    raise ValueError(
-      "config.objective.args.tokens_per_completion is 0 but the mean length of "
-      "the groups that exact dynamic sampling gathers is not that of all: set "
-      "it to what a completion usually takes"
+    raise UserError(
+      "config.objective.args.tokens_per_completion is 0 but the groups that "
+      "exact dynamic sampling gathers are not of average length: set it to "
+      "the usual length of a completion"
     )
 
 
 def check_from_run(from_run: str) -> None:
-  if not from_run:
-    return
+  """Raises UserError if the checkpoint to start from does not exist."""
   workdir, step = checkpoint.split_step(from_run)
-  folder = workdir / "checkpoints"
-  if not (folder / str(step)).is_dir():
-    steps = sorted(int(x.name) for x in folder.glob("*") if x.name.isdigit())
-    raise ValueError(
+  steps = checkpoint.complete_steps(workdir)
+  if from_run and step not in steps:
+    raise UserError(
       f"config.sft.from_run is {from_run} but {workdir} has no checkpoint of "
-      f"step {step}: there are {', '.join(map(str, steps)) or 'none'}"
+      f"step {step}; available: {', '.join(map(str, steps)) or 'none'}"
     )
 
 
 def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
-  """Refuses a mesh over which prompts cannot be divided."""
+  """Raises UserError if prompts cannot be divided over the mesh."""
   prompts = config.data.prompts_per_step
   num_shards = sharding.num_shards(mesh, "batch")
   if prompts % num_shards:
-    axes = "config.mesh.data"
-    if config.mesh.replicas > 1:
-      axes += " x config.mesh.replicas"
-    raise ValueError(
+    replicas = " x config.mesh.replicas" if config.mesh.replicas > 1 else ""
+    raise UserError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
-      f"the {num_shards} devices of {axes}"
+      f"the {num_shards} devices of config.mesh.data{replicas}"
     )
 
 
 def check_processes(mesh: jax.sharding.Mesh) -> None:
-  """Refuses a mesh of which some process has no device."""
-  has_one = {device.process_index for device in mesh.devices.flat}
-  without = set(range(distributed.count())) - has_one
-  if without:
-    raise ValueError(
+  """Raises UserError if a process has no device in the mesh."""
+  present = {device.process_index for device in mesh.devices.flat}
+  absent = set(range(distributed.count())) - present
+  if absent:
+    raise UserError(
       f"a mesh of {mesh.size} devices has none of process "
-      f"{', '.join(map(str, sorted(without)))}: config.mesh.data=-1 takes all"
+      f"{', '.join(map(str, sorted(absent)))}: config.mesh.data=-1 uses all"
     )
 
 
 def check_weights(
   mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
-  """Refuses a mesh over which some weight cannot be divided.
+  """Raises UserError if a weight cannot be divided over the mesh.
 
-  Heads of keys and values may be fewer than its devices: they are repeated.
+  There may be fewer heads of keys and values than devices: they are repeated.
   """
   for name, param in transformer.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):
       num_shards = sharding.num_shards(mesh, axis)
       if axis != "kv_heads" and size % num_shards:
         (mesh_axis,) = sharding.RULES[axis]
-        raise ValueError(
+        raise UserError(
           f"config.mesh.{mesh_axis} is {num_shards} but the {axis} axis of "
           f"{name}, {size}, is not a multiple of it"
         )

@@ -47,15 +47,16 @@ def check_update(
   """Stops a run that diverged, before it saves its weights.
 
   Args:
+    step: step of the update.
     num_nonfinite_params: weights that are infinite or NaN.
     num_skipped_in_a_row: updates with a non-finite gradient up to this one.
     details: numbers that describe the update.
   Raises:
-    FloatingPointError: for non-finite weights, or MAX_SKIPPED non-finite
-      gradients in a row.
+    UserError: for non-finite weights, or MAX_SKIPPED non-finite gradients in a
+      row.
   """
   if num_nonfinite_params:
-    raise FloatingPointError(
+    raise UserError(
       f"the update of step {step} made {num_nonfinite_params:.0f} weights "
       "infinite or NaN: they are not saved, the latest checkpoint is "
       "unchanged. Start another run with a lower "
@@ -63,7 +64,7 @@ def check_update(
       "weights of a checkpoint"
     )
   if num_skipped_in_a_row >= MAX_SKIPPED:
-    raise FloatingPointError(
+    raise UserError(
       f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
       f"({details}): they changed nothing. Lower "
       "config.optimizer.learning_rate, or compute in float32 with "
@@ -71,19 +72,13 @@ def check_update(
     )
 
 
-def check_params(params: transformer.Params, what: str) -> None:
-  """Refuses weights that are not finite.
-
-  Args:
-    what: where they are from, and what to do about them.
-  Raises:
-    FloatingPointError: it names the first of them.
-  """
+def check_params(params: transformer.Params, advice: str) -> None:
+  """Raises UserError, which ends in `advice`, if a weight is not finite."""
   counts = jax.device_get(_count_nonfinite(params))
   for name, count in transformer.flatten(counts).items():
     if count:
-      raise FloatingPointError(
-        f"{count} values of the weight {name} are infinite or NaN: {what}"
+      raise UserError(
+        f"{count} values of the weight {name} are infinite or NaN: {advice}"
       )
 
 

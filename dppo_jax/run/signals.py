@@ -1,4 +1,4 @@
-"""Signals: the first asks a run to stop after its step, the second ends it."""
+"""SIGTERM and Ctrl-C: the first one stops a run, a second one exits at once."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -7,54 +7,89 @@ import signal
 import sys
 import threading
 
+from dppo_jax.run import distributed
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Functions that swallow every exception: JAX's part in a garbage collection.
+_SWALLOWING = ("_xla_gc_callback", "__del__")
+
+
+class StopRequest:
+  """State of the first signal: received or not, and when it takes effect."""
+
+  is_requested = False
+  _is_deferred = False
+
+  @contextlib.contextmanager
+  def after_step(self) -> Iterator[None]:
+    """Makes a signal set `is_requested`, for the body to check and to raise."""
+    self._is_deferred = True
+    try:
+      yield
+    finally:
+      self._is_deferred = False
+
+  def receive(self) -> None:
+    self.is_requested = True
+    if not self._is_deferred:
+      raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def stop_signal() -> Iterator[Callable[[], bool]]:
-  """Turns the first SIGTERM or Ctrl-C into a wish to stop after this step.
+def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
+  """Turns the first SIGTERM or Ctrl-C into a KeyboardInterrupt.
 
-  A second ends the process at once, with the exit status of a program that the
-  signal has killed. That cannot wait for Python, which gets to see a signal
-  only when a compiled program returns to it: so the system tells a thread. In a
-  notebook, whose variables would go too, a second interrupt is Python's.
+  A second signal exits at once, with the status of a process that the signal
+  killed. It cannot wait for Python, which handles a signal only when a compiled
+  program returns, so a thread reads the signals as well. In a notebook, whose
+  variables would be lost, a second interrupt is Python's. A signal that is
+  ignored stays ignored, as Ctrl-C is in a background job of a shell script.
 
-  A signal that is ignored stays so, as Ctrl-C is in what a shell's script
-  starts with &. A step may take longer than whoever asks will wait. The kill
-  that follows costs the steps since the newest checkpoint and nothing else.
+  Args:
+    describe: returns the line that process 0 prints if the body is stopped.
   """
-  asked = []
+  request = StopRequest()
 
-  def ask(number, frame) -> None:
-    asked.append(number)
-    signal.signal(number, before[number])
+  def handle(number, frame) -> None:
+    if frame is not None and frame.f_code.co_name in _SWALLOWING:
+      signal.setitimer(signal.ITIMER_REAL, 0.02)  # then SIGALRM tries again
+      return
+    signal.signal(number, previous[number])
+    request.receive()
 
   reads, writes = os.pipe()
   os.set_blocking(writes, False)
-  before = {
-    number: signal.signal(number, ask)
-    for number in SIGNALS
+  previous = {
+    number: signal.signal(number, handle)
+    for number in (*SIGNALS, signal.SIGALRM)
     if signal.getsignal(number) is not signal.SIG_IGN
   }
-  fd_before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-
-  def watch() -> None:
-    seen = 0
-    while number := os.read(reads, 1)[0]:  # 0 is ours
-      seen += number in SIGNALS
-      if seen == 2 and "ipykernel" not in sys.modules:
-        os.write(2, b"\nended at once, by a second signal\n")
-        os._exit(128 + number)
-
-  watcher = threading.Thread(target=watch, name="signals", daemon=True)
+  previous_fd = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+  watcher = threading.Thread(target=_watch, args=(reads,), daemon=True)
   watcher.start()
   try:
-    yield lambda: bool(asked)
+    yield request
+  except KeyboardInterrupt:
+    if distributed.is_first():
+      print(describe(), flush=True)
+    raise
   finally:
-    signal.set_wakeup_fd(fd_before)
-    for number, handler in before.items():
+    signal.set_wakeup_fd(previous_fd)
+    for number, handler in previous.items():
       signal.signal(number, handler)
     os.write(writes, b"\0")
     watcher.join()
     os.close(reads)
     os.close(writes)
+
+
+def _watch(reads: int) -> None:
+  """Exits at the second signal; reads their numbers until a 0."""
+  count = 0
+  while number := os.read(reads, 1)[0]:
+    count += number in SIGNALS
+    if count == 1 and number in SIGNALS:
+      os.write(2, b"\nstopping; a second signal exits at once\n")
+    if count == 2 and "ipykernel" not in sys.modules:
+      os.write(2, b"\nexiting at once, at a second signal\n")
+      os._exit(128 + number)

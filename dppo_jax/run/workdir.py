@@ -1,26 +1,33 @@
-"""One directory, one run: its config is written down, or another is refused."""
+"""One directory, one run: its config, data and code may not change on resume.
+
+A run writes its config to config.json, with fingerprints of its data and of the
+user's own functions, which may change under the same name.
+"""
 
 from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
+import hashlib
+import inspect
 import json
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 from dppo_jax import config as configs
+from dppo_jax import data, rewards
 from dppo_jax.config.options import flatten, walk
+from dppo_jax.errors import UserError
 from dppo_jax.metrics import jsonl, report
 from dppo_jax.run import checkpoint, distributed
 
-PRINTS = "fingerprints"  # in config.json, beside the options
+PRINTS = "fingerprints"  # key in config.json, next to the options
 
 
 def may_change(config: configs.Config) -> set[str]:
-  """The options that a run that goes on may have changed, by dotted name.
+  """Dotted names of the options that a resumed run may have changed.
 
-  They say so themselves in `config/`; here are the exceptions.
+  They are marked in `config/`, except for what depends on the method.
   """
   free = {
     name for name, _, metadata in walk(config) if metadata.get("may_change")
@@ -39,56 +46,48 @@ def check(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> None:
-  """Refuses to go on with a run that has begun under another config.
+  """Raises unless `config` may resume the run of `path`, if that has begun.
 
   Args:
-    path: of the config.json, which need not be there before a checkpoint is.
-    prints: fingerprints of what the config names, where they are known.
+    path: config.json of the run.
+    config: options of this process.
+    prints: result of `fingerprints`, if known.
   Raises:
-    ValueError: it names every option that differs, or whose data or code do.
+    UserError: names the options, data or code that changed.
   """
-  # Without a checkpoint there is nothing to go on from.
-  if not any(x.name.isdigit() for x in path.parent.glob("checkpoints/*")):
+  if not checkpoint.complete_steps(path.parent):
     return
   old, new = _saved(path), flatten(config)
   old_prints = old.pop(PRINTS, {})
-  free = may_change(config)
-  differing = [
+  changed = [
     f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-    for name in sorted(old.keys() | new.keys())
-    if old.get(name) != new.get(name) and name not in free
+    for name in sorted((old.keys() | new.keys()) - may_change(config))
+    if old.get(name) != new.get(name)
   ]
-  if differing:
-    raise ValueError(
-      f"{path.parent} holds a run of another config; choose another "
-      f"--workdir, or restore: {'; '.join(differing)}"
+  if changed:
+    raise UserError(
+      f"{path.parent} holds a run with another config: choose another "
+      f"--workdir, or restore: {'; '.join(changed)}"
     )
-  for name, found in (prints or {}).items():
-    if old_prints.get(name, found) != found:
-      raise ValueError(
-        f"what config.{name} names is not what it was when {path.parent} was "
-        "begun: restore it, or choose another --workdir. Is it to go on with "
-        f"what there is now, take the line of {name} under {PRINTS!r} out of "
-        f"{path}"
+  for name, value in (prints or {}).items():
+    if old_prints.get(name, value) != value:
+      raise UserError(
+        f"the content of config.{name} has changed since {path.parent} was "
+        "started: restore it, or choose another --workdir. To continue with "
+        f"the new content, delete {name!r} under {PRINTS!r} in {path}"
       )
 
 
 def _saved(path: pathlib.Path) -> dict[str, Any]:
-  """The content of a run's config.json, which has to be there."""
   try:
-    saved = json.loads(path.read_bytes().decode("utf-8"))
-    if not isinstance(saved, dict) or not isinstance(
-      saved.get(PRINTS, {}), dict
-    ):
-      raise ValueError("it is no object of options")
-    return saved
-  except (OSError, ValueError) as error:
-    what = "no" if isinstance(error, FileNotFoundError) else "a damaged"
-    raise ValueError(
-      f"{path.parent} has checkpoints but {what} config.json ({error}), and so "
-      "nobody knows under which options they came about: put it back, or "
-      "choose another --workdir, where "
-      f"--config.sft.from_run={path.parent}@STEP begins with their weights"
+    saved = json.loads(path.read_bytes())
+    return saved | {PRINTS: dict(saved.get(PRINTS, {}))}
+  except (OSError, ValueError, TypeError, AttributeError) as error:
+    state = "no" if isinstance(error, FileNotFoundError) else "a damaged"
+    raise UserError(
+      f"{path.parent} has checkpoints but {state} config.json ({error}), so "
+      "their options are unknown: restore it, or choose another --workdir and "
+      f"start from their weights with --config.sft.from_run={path.parent}@STEP"
     ) from error
 
 
@@ -97,7 +96,7 @@ def write(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> None:
-  """Writes config and fingerprints down, if `check` has nothing against it."""
+  """Writes config and fingerprints, unless `check` raises."""
   check(path, config, prints)
   path.parent.mkdir(parents=True, exist_ok=True)
   content = flatten(config) | ({PRINTS: dict(prints)} if prints else {})
@@ -105,43 +104,17 @@ def write(
 
 
 def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
-  """Refuses processes of several configs, or that share no `workdir`.
-
-  Raises:
-    ValueError: it names what differs.
-  """
-  if distributed.count() == 1:
-    return
-  first, *_ = of_each = distributed.gather(flatten(config))
-  own = of_each[distributed.index()]
-  place, *_ = distributed.gather(str(workdir.absolute()))
+  """Raises UserError unless all processes have the same config and workdir."""
+  here = {f"config.{name}": value for name, value in flatten(config).items()}
+  here["--workdir"] = str(workdir.absolute())
+  everywhere = distributed.gather(here)
+  first, here = everywhere[0], everywhere[distributed.index()]
   with distributed.sharing_errors():
-    if place != str(workdir.absolute()):
-      raise ValueError(
-        f"--workdir is {workdir.absolute()} but {place} in process 0: start "
-        "all processes with the same flags"
-      )
-    for name in first.keys() | own.keys():
-      if first.get(name) != own.get(name):
-        raise ValueError(
-          f"config.{name} is {own.get(name)!r} but {first.get(name)!r} in "
-          "process 0: start all processes with the same flags"
-        )
-  with contextlib.ExitStack() as stack:
-    name = ""
-    with distributed.sharing_errors():
-      if distributed.is_first():
-        # One that there is: it may take a while until a new one is seen.
-        folder = next(x for x in (workdir, *workdir.parents) if x.is_dir())
-        folder = folder.absolute()
-        file = tempfile.NamedTemporaryFile(prefix=".dppo_jax-", dir=folder)
-        name = stack.enter_context(file).name
-    name, *_ = distributed.gather(name)
-    with distributed.sharing_errors():
-      if not pathlib.Path(name).exists():
-        raise ValueError(
-          f"--workdir={workdir} is on another file system than process 0's: "
-          "choose a directory that all processes share"
+    for name in first.keys() | here.keys():
+      if first.get(name) != here.get(name):
+        raise UserError(
+          f"{name} is {here.get(name)!r} but {first.get(name)!r} in process 0: "
+          "start all processes with the same flags"
         )
 
 
@@ -151,70 +124,106 @@ def held(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-  """`_held` by the first process, on behalf of all."""
+  """Writes the config, and keeps other runs out of the directory meanwhile.
+
+  Raises:
+    UserError: if another run is in progress there, or as `check` does.
+  """
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
-        stack.enter_context(_held(path, config, prints))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        stack.callback(os.close, folder)  # which unlocks it
+        try:
+          fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+          raise UserError(
+            f"another process trains in {path.parent}: wait until it ends, or "
+            "choose another --workdir"
+          ) from error
+        except OSError:  # some file systems have no locks
+          pass
+        write(path, config, prints)
     yield
-
-
-@contextlib.contextmanager
-def _held(
-  path: pathlib.Path, config: configs.Config, prints: Mapping[str, str] | None
-) -> Iterator[None]:
-  """Writes the config down, and keeps other processes out while it lasts.
-
-  Two of them in one directory would write over each other's files.
-
-  Raises:
-    ValueError: where another process is at it, and as `check` does.
-  """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  folder = os.open(path.parent, os.O_RDONLY)
-  try:
-    # Some file systems have no locks: then nobody is kept out.
-    with contextlib.suppress(OSError):
-      try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise ValueError(
-          f"another process trains in {path.parent}: wait until it ends, or "
-          "choose another --workdir"
-        ) from error
-    write(path, config, prints)
-    yield
-  finally:
-    os.close(folder)
 
 
 def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
-  """Whether there is nothing left to do in `workdir`, which it then says."""
-  if not (workdir / "checkpoints").is_dir():
+  """True, after printing a summary, if no step is left to train."""
+  latest = max(checkpoint.complete_steps(workdir), default=-1)
+  if latest < config.steps:
     return False
-  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-    latest = checkpoints.latest_step()
-    if latest is None or latest < config.steps:
-      return False
+  with checkpoint.Checkpoints(
+    workdir, config.checkpoint.keep, read_only=True
+  ) as checkpoints:
     check(workdir / "config.json", config)
-    if not checkpoints.is_sound(latest):
+    if checkpoints.corruption(latest):
       return False
-    if not distributed.is_first():
-      return True
-  page, lines = workdir / "report.md", workdir / "metrics.jsonl"
-  if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
-    report.write(workdir)
-  more = ""
-  if latest > config.steps:
-    more = f", more than config.steps, which is {config.steps}"
-  print(
-    f"already done: {latest} steps{more}\n"
-    f"report: {page}\n"
-    "what else there is:\n"
-    f"  --config.steps={2 * max(latest, 1)} goes on\n"
-    "  --mode=evaluate measures its weights on any problems\n"
-    "  --mode=export --to=DIR writes them for transformers\n"
-    "  --workdir=DIR starts another run",
-    flush=True,
-  )
+    checkpoints.prune()
+  if distributed.is_first():
+    page, lines = workdir / "report.md", workdir / "metrics.jsonl"
+    if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
+      report.write(workdir)
+    print(
+      f"already done: {latest} of {config.steps} steps\n"
+      f"report: {page}\n"
+      "what to do next:\n"
+      f"  --config.steps={2 * max(latest, 1)} to train longer\n"
+      "  --mode=evaluate to evaluate the weights on any problems\n"
+      "  --mode=export --to=DIR to write them for transformers\n"
+      "  --workdir=DIR to start another run",
+      flush=True,
+    )
   return True
+
+
+def describe_stop(workdir: pathlib.Path) -> str:
+  """The last line of a run that a signal stopped."""
+  if steps := checkpoint.complete_steps(workdir):
+    return f"stopped after step {max(steps)}; re-run the same command to resume"
+  return (
+    "stopped before the first step; nothing was saved; re-run the same command "
+    "to start again"
+  )
+
+
+def fingerprints(
+  config: configs.Config, train_set: data.ProblemSet
+) -> dict[str, str]:
+  """A fingerprint of the content of each option that names data or code.
+
+  Problems count as a step sees them: with the prompts as tokens, which depend
+  on tokenizer and template. A user's function counts as its file.
+  """
+  texts = (
+    *(train_set.names, train_set.problems, train_set.answers),
+    *(train_set.solutions, train_set.columns),
+  )
+  # One at a time: the columns of a large source take as much memory as text.
+  prints = {
+    "data.train": _digest(
+      *(json.dumps(x, default=_plain, sort_keys=True).encode() for x in texts),
+      train_set.tokens.tobytes(),
+      train_set.lengths.tobytes(),
+    )
+  }
+  references = [x.reference for x in rewards.parse(config.reward.functions)]
+  files = {"reward.functions": [x.rpartition(":")[0] for x in references]}
+  for name in ("method", "objective"):
+    factory = getattr(config, name).factory
+    if not factory.__module__.startswith("dppo_jax."):
+      files[name] = [inspect.getsourcefile(factory) or ""]
+  for name, paths in files.items():
+    if paths := [path for path in paths if os.path.isfile(path)]:
+      prints[name] = _digest(*(pathlib.Path(x).read_bytes() for x in paths))
+  return prints
+
+
+def _plain(value: Any) -> Any:
+  """Stands for what JSON lacks; never by a text that holds an address."""
+  return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def _digest(*parts: bytes) -> str:
+  digests = (hashlib.sha256(part).digest() for part in parts)
+  return hashlib.sha256(b"".join(digests)).hexdigest()[:32]

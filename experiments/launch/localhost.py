@@ -3,9 +3,9 @@
     python experiments/launch/localhost.py --processes=2 --devices=2 \
       --config=configs/arithmetic.py --config.mesh.data=-1
 
-Each gets simulated CPU devices, the others' address and all flags that are not
-this program's. Ctrl-C and SIGTERM are passed on to all of them. The exit code
-is that of the first that failed; the others are then ended too.
+Each process gets simulated CPU devices, the address of the first one and all
+flags that this program does not know. Ctrl-C and SIGTERM are passed on to all.
+The exit code is that of the first process that fails, which stops the others.
 """
 
 import argparse
@@ -18,17 +18,19 @@ import sys
 import threading
 import time
 
-GRACE_SECONDS = 15  # until those that one failure leaves behind are killed
+GRACE_SECONDS = 15  # from a failure until the other processes are killed
 
 
 def start(
   command: Sequence[str], num_processes: int, num_devices: int, **options
 ) -> list[subprocess.Popen]:
-  """Starts a command so often, as several processes of one program.
+  """Starts several processes of one program.
 
   Args:
-    num_devices: of each process.
-    options: of `subprocess.Popen`.
+    command: command line of the program.
+    num_processes: number of processes.
+    num_devices: simulated devices of each process.
+    options: options of `subprocess.Popen`.
   """
   port = _free_port()
   env = os.environ | {
@@ -44,7 +46,7 @@ def start(
         f"--process_id={index}",
       ],
       env=env,
-      # A group of its own, so that Ctrl-C reaches it once and from here.
+      # Its own process group, so that Ctrl-C reaches it only from here.
       start_new_session=True,
       **options,
     )
@@ -60,18 +62,18 @@ def _free_port() -> int:
 
 def _prefix_lines(index: int, process: subprocess.Popen) -> None:
   for line in process.stdout:
-    if line.startswith("[Gloo]"):  # what the transport says of itself
+    if line.startswith("[Gloo]"):  # a message of the transport
       continue
     print(f"[process {index}] {line}", end="", flush=True)
 
 
 def main() -> int:
-  """Starts them, waits for all and returns the exit code."""
+  """Starts the processes, waits for all and returns the exit code."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--processes", type=int, default=2)
-  parser.add_argument("--devices", type=int, default=2, help="of each process")
+  parser.add_argument("--devices", type=int, default=2, help="per process")
   options, argv = parser.parse_known_args()
   processes = start(
     [sys.executable, "-m", "dppo_jax.main", *argv],

@@ -9,8 +9,8 @@
 # file system of all nodes.
 #
 # Ten minutes before the time limit every process gets SIGTERM, finishes its
-# step, saves and exits with 130: then the job goes back into the queue, and
-# the same command goes on. So it does after a node's failure, by --requeue.
+# step, saves and exits with 130: then the job goes back into the queue and
+# resumes. It also does after a node's failure, by --requeue.
 #
 # Source: the manual pages of sbatch, srun and scontrol, slurm.schedmd.com.
 #SBATCH --job-name=dppo
@@ -27,8 +27,13 @@
 # Since Slurm 22.05 srun does not take --cpus-per-task over from sbatch.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
-# One that fails ends the others, which would wait for it.
-srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m dppo_jax.main "$@"
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+export COORDINATOR="$first:$((10000 + SLURM_JOB_ID % 20000))"
+
+# If one process fails, the others end too. Each has its own SLURM_PROCID.
+srun --kill-on-bad-exit=1 bash -c 'exec "${PYTHON:-python}" -m dppo_jax.main \
+  --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \
+  --process_id="$SLURM_PROCID" "$@"' main "$@"
 code=$?
 if [ "$code" = 130 ]; then
   scontrol requeue "$SLURM_JOB_ID"

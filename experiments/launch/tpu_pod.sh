@@ -8,13 +8,13 @@
 #   ./tpu_pod.sh run --config=configs/gsm8k.py --config.model.path=/share/MODEL \
 #     --config.mesh.data=-1 --workdir=/share/my_run
 #   ./tpu_pod.sh log            # of the first host, which alone prints
-#   ./tpu_pod.sh stop           # saves after the step; `run` again goes on
+#   ./tpu_pod.sh stop           # saves after the step; `run` again resumes
 #   ./tpu_pod.sh delete
 #
 # SHARE is an NFS export that the slice's network reaches, such as a Filestore
 # instance: --workdir must be one directory for all hosts. SPOT=1 asks for spot
 # capacity: when that is taken back, `delete`, `create`, `setup` and the same
-# `run` go on from the newest checkpoint.
+# `run` resume from the latest checkpoint.
 #
 # Source: cloud.google.com/tpu/docs, "Manage queued resources", "Run JAX code on
 # TPU slices"; the reference of `gcloud compute tpus`.
