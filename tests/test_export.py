@@ -24,7 +24,6 @@ from dppo_jax.records import PromptBatch, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import sft
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +34,7 @@ SETTINGS = {
   "model__embed": 16,
   "model__mlp": 32,
   "model__head_dim": 8,
-  "data__num_arithmetic": 20,
-  "data__max_operations": 1,
+  "data__train": "arithmetic:20:1",
   "data__prompts_per_step": 4,
   "data__eval_limit": 2,
   "rollout__max_tokens": 8,
@@ -279,7 +277,9 @@ def test_a_run_reads_its_problems_with_an_export_as_without(begun, tmp_path):
   assert after.stop_ids == before.stop_ids
   np.testing.assert_array_equal(after.train_set.tokens, before.train_set.tokens)
   solutions = [
-    sft.tokenize_solutions(run.train_set, run.tokenizer, run.stop_ids[0], 24)
+    data.problems.tokenize_solutions(
+      run.train_set, run.tokenizer, run.stop_ids[0], 24
+    )
     for run in (before, after)
   ]
   jax.tree.map(np.testing.assert_array_equal, *solutions)

@@ -40,7 +40,7 @@ def small(**sections) -> configs.Config:
   """A small run on 4 x 2 devices; `pack__row_length=256` sets an option."""
   config = configs.Config()
   configs.use_method(config, "grpo")
-  config.data.num_arithmetic = 64
+  config.data.train = "arithmetic:64"
   config.mesh.data, config.mesh.model = 4, 2
   for name, value in sections.items():
     section, _, field = name.partition("__")

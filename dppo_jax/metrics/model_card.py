@@ -119,7 +119,7 @@ def _results(config: Config, workdir: pathlib.Path, step: int) -> str:
 def _loading(
   name: str, config: Config, prompt: Prompt, generation: Mapping[str, Any]
 ) -> str:
-  is_arithmetic = config["data.train"] == "arithmetic"
+  is_arithmetic = config["data.train"].startswith("arithmetic")
   problem = "3+9-5=" if is_arithmetic else "What is 17 times 24?"
   special = "" if prompt.adds_special else ", add_special_tokens=False"
   kept = [f"`{x}={generation[x]}`" for x in SAMPLING if x in generation]

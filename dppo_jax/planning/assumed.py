@@ -44,7 +44,7 @@ def assumed_run(
     ValueError: for whatever cannot work, naming value, limit and option.
   """
   model = architectures.find(config.model)
-  if model is None and config.data.train == data.problems.ARITHMETIC:
+  if model is None and data.arithmetic.is_source(config.data.train):
     return setup.setup_run(config, mesh, platform)
   configs.validate(config)
   preflight.check_dynamic_sampling(config)
