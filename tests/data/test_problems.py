@@ -4,7 +4,7 @@ import itertools
 
 import jax
 import numpy as np
-from problems import ARITHMETIC, ROWS, prepare, row
+from problems import ROWS, prepare, row
 import pytest
 from sources import write_jsonl
 
@@ -12,11 +12,6 @@ from dppo_jax import data
 from dppo_jax.data import CharacterTokenizer
 from dppo_jax.data.problems import _epoch_order, make_prompt, tokenize_solutions
 from dppo_jax.errors import UserError
-
-MESSAGES = [
-  {"role": "system", "content": "1+"},
-  {"role": "user", "content": "2="},
-]
 
 
 def problem_set(size):
@@ -116,14 +111,6 @@ def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
   assert eval_sets["s2"].report == "eval s2: 2 read, 2 used"
 
 
-def test_a_file_may_be_combined_with_arithmetic(tmp_path):
-  path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:1])
-  options = {**ARITHMETIC, "eval": path}
-  train, eval_sets = data.load(CharacterTokenizer(), 0, **options)
-  assert train.names[0].startswith("arithmetic/") and len(train) == 350
-  assert eval_sets["rows"].names == ("a",)
-
-
 def test_solutions_end_with_a_stop_id_and_fit_a_row():
   tokenizer = CharacterTokenizer()
   problems = prepare([row(solution="1+2=3"), row("b", "4=", "4")])
@@ -143,9 +130,12 @@ def test_solutions_end_with_a_stop_id_and_fit_a_row():
 
 def test_without_a_template_a_prompt_is_the_rows_own():
   assert make_prompt("", "1+2=", {"problem": "x"}) == "1+2="
-  problems = prepare([row(problem=MESSAGES)])
-  assert problems.problems == ("2=",)
-  assert problems.first_prompt.endswith(r": '1+\n\n2='")
+  messages = [
+    {"role": "system", "content": ""},
+    {"role": "user", "content": "1+2="},
+  ]
+  assert make_prompt("", messages, {}) == messages
+  assert prepare([row(problem=messages[1:])]).problems == ("1+2=",)
 
 
 def test_text_with_columns_becomes_the_prompt():
@@ -201,18 +191,14 @@ def test_a_function_returns_text_or_messages(tmp_path):
     (lambda row: " ", "must give text or a list of messages .*, not ' '"),
     (lambda row: [{"role": "user"}], "must give text or a list .*, not"),
     (lambda row: row["z"], r"KeyError: 'z' \(.*test_problems.py, line"),
+    ("y{problem}", "character 'y' of 'y1"),  # the tokenizer's
   ],
 )
 def test_a_template_that_cannot_work_is_named(template, complaint):
   with pytest.raises(UserError, match=complaint) as error:
     prepare([row("id7", columns={"x": "y"})], template=template)
-  assert str(error.value).startswith("id7: config.data.template")
+  assert str(error.value).startswith("id7: ")
   assert "\n" not in str(error.value)
-
-
-def test_a_prompt_that_the_tokenizer_rejects_is_named():
-  with pytest.raises(UserError, match="id7: character 'x' of 'x'"):
-    prepare([row("id7", "x")])
 
 
 # Draws ---------------------------------------------------------------------
@@ -245,6 +231,9 @@ def test_order_depends_on_seed_and_epoch():
     for seed, number in itertools.product((0, 1), (0, 1, 2))
   ]
   assert len(set(orders)) == len(orders)
+  # The batch size does not matter.
+  by_four = epoch(problems, 1, 2, 4).ravel().tolist()
+  assert tuple(by_four) == orders[-1]
 
 
 def test_a_draw_does_not_depend_on_the_draws_before_it():
@@ -254,12 +243,6 @@ def test_a_draw_does_not_depend_on_the_draws_before_it():
     _epoch_order.cache_clear()
     resumed = data.draw(problem_set(50), jax.random.key(2), step, 8)
     np.testing.assert_array_equal(resumed.ids, run[step])
-
-
-def test_order_does_not_depend_on_the_batch_size():
-  problems = problem_set(24)
-  by_four = epoch(problems, 0, 1, 4).ravel()
-  np.testing.assert_array_equal(by_four, epoch(problems, 0, 1, 6).ravel())
 
 
 def test_a_batch_holds_the_rows_that_its_ids_name():
