@@ -111,9 +111,9 @@ def load(
       rows = sources.read(source, problem_key, answer_key, limit)
     return prepare(label, rows, tokenizer, max_prompt_tokens, template)
 
+  squeeze = lambda text: "".join(text.split())  # copies differ in white space
   train_set = read("train", train, train_limit) if trains else None
-  train_texts = train_set.problems if train_set else ()
-  known = {"".join(text.split()) for text in train_texts}  # white space varies
+  known = set(map(squeeze, train_set.problems if train_set else ()))
   named, eval_sets = sources.parse_named(eval), {}
   for name, source in named.items():
     label = f"eval {name}" if len(named) > 1 else "eval"
@@ -127,7 +127,7 @@ def load(
     tokens = np.pad(problems.tokens, padding, constant_values=tokenizer.pad_id)
     report = problems.report
     if train_set:
-      shared = sum("".join(x.split()) in known for x in problems.problems)
+      shared = sum(squeeze(x) in known for x in problems.problems)
       report += f"; {shared} also in train"
     changes = {"tokens": tokens, "report": report}
     eval_sets[name] = dataclasses.replace(problems, **changes)
@@ -150,8 +150,7 @@ def prepare(
   rows = list(rows)
   names = dict.fromkeys(name for row in rows for name in row.columns)
   left_out: collections.Counter[str] = collections.Counter()
-  first_text, seen = "", set()
-  used, tokens = [], []
+  first_text, seen, used, tokens = "", set(), [], []
   for row in rows:
     problem = text_of(row.problem)
     if not (problem.strip() and row.answer.strip()):
@@ -219,7 +218,6 @@ def make_prompt(
       column names in braces; if it starts with `system:` or `user:`, each line
       that starts with a role begins a message. A function, or a reference to
       one, takes a dict of the columns and returns text or messages.
-    prompt: the row's own.
     columns: the row's, and the text of the problem as `problem`.
   """
   if not template:
@@ -228,11 +226,12 @@ def make_prompt(
     if isinstance(template, str) and "{" in template:
       result = _fill(template, columns)
     else:
-      is_code = callable(template)
-      function = template if is_code else user_code.load(template)
+      is_name = isinstance(template, str)
+      function = user_code.load(template) if is_name else template
       result = function(dict(columns))
   except Exception as error:  # of the user's code or format
-    reason = user_code.one_line(error)
+    is_known = isinstance(error, UserError)
+    reason = error if is_known else user_code.one_line(error)
     raise UserError(
       f"config.data.template: {reason}; the columns are {', '.join(columns)}, "
       "and literal braces are written {{ and }}"

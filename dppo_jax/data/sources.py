@@ -57,10 +57,8 @@ def parse_named(sources: Source) -> dict[str, Source]:
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
     match = re.fullmatch(r"([\w.+-]+)=(.+)", part)
-    if not match:
-      raise UserError(f"config.data.eval: {part!r} is not NAME=SOURCE")
-    if match[1] in named:
-      raise UserError(f"config.data.eval names {match[1]!r} twice")
+    if not match or match[1] in named:
+      raise UserError(f"config.data.eval: {part!r} is not NEW_NAME=SOURCE")
     named[match[1]] = match[2]
   return named
 
@@ -97,8 +95,14 @@ def read(
       default_id = f"{os.path.basename(name)}/{number}"
       yield _make_row(columns, problem_key, answer_key, default_id)
   except Exception as error:  # files and user code fail in many ways
-    reason = user_code.one_line(error)
+    is_code = getattr(read_records, "__module__", "") != __name__
+    reason = user_code.one_line(error) if is_code else first_line(error)
     raise UserError(f"{name} row {number + 2}: {reason}") from error
+
+
+def first_line(error: Exception) -> str:
+  """Returns the type of the error and the first line of its message."""
+  return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _make_row(
@@ -158,11 +162,10 @@ def _read_tfds(source: str) -> Iterator[Record]:
   import tensorflow_datasets.text  # registers the text data sets
 
   name, _, split = source.removeprefix("tfds:").partition(":")
-  split = split or "train"
   if os.path.exists(os.path.join(name, "dataset_info.json")):
-    rows = tfds.builder_from_directory(name).as_data_source(split)
+    rows = tfds.builder_from_directory(name).as_data_source(split or "train")
   else:
-    rows = tfds.data_source(name, split=split)
+    rows = tfds.data_source(name, split=split or "train")
   return (rows[i] for i in range(len(rows)))
 
 

@@ -7,8 +7,7 @@ import os
 import re
 from typing import Any, Protocol
 
-from dppo_jax import user_code
-from dppo_jax.data.sources import Prompt, text_of
+from dppo_jax.data.sources import Prompt, first_line, text_of
 from dppo_jax.errors import UserError
 
 _NO_TEMPLATE = "no chat template"
@@ -47,12 +46,10 @@ class CharacterTokenizer:
 
   # No symbol starts with another. 24 symbols: 8 devices can split them evenly.
   SYMBOLS = ("<pad>", "<eos>", "\\boxed{", *"}0123456789+-*/=;,() ")
+  vocab_size, pad_id, stop_ids = len(SYMBOLS), 0, (1,)
+  template_note = _NO_TEMPLATE
 
   def __init__(self):
-    self.vocab_size = len(self.SYMBOLS)
-    self.pad_id = 0
-    self.stop_ids = (1,)
-    self.template_note = _NO_TEMPLATE
     self._ids = {symbol: i for i, symbol in enumerate(self.SYMBOLS) if i > 1}
     symbols = "|".join(map(re.escape, self._ids))
     self._pattern = re.compile(rf"{symbols}|[\s\S]")
@@ -133,7 +130,7 @@ class PretrainedTokenizer:
     except Exception as error:  # of many types
       raise UserError(
         f"the tokenizer in config.model.path {path!r} cannot be read: "
-        f"{user_code.one_line(error)}; its files may be damaged or need code "
+        f"{first_line(error)}; its files may be damaged or need code "
         "of their own, which is never run"
       ) from error
     self.vocab_size = len(self._tokenizer)
@@ -182,7 +179,7 @@ class PretrainedTokenizer:
     except Exception as error:  # a template may raise anything
       raise UserError(
         f"the chat template of {self._path!r} rejects the prompt: "
-        f"{user_code.one_line(error)}; check the roles in config.data.template "
+        f"{first_line(error)}; check the roles in config.data.template "
         "and the arguments in config.data.template_args"
       ) from error
 
