@@ -1,6 +1,6 @@
 """Weights of a run as a checkpoint that transformers and vLLM load."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import json
 import os
@@ -12,6 +12,7 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
+from dppo_jax.errors import UserError
 from dppo_jax.metrics import logs, model_card, progress
 from dppo_jax.models import hf, transformer
 from dppo_jax.run import checkpoint, setup
@@ -76,7 +77,7 @@ def run(
       step,
       dtype=dtype,
       num_parameters=transformer.num_parameters(model),
-      prompt=_prompt(tokenizer),
+      prompt=_prompt(tokenizer, config.data.template),
       generation=json.loads((folder / hf.GENERATION).read_text()),
     )
     (folder / CARD).write_text(card, encoding="utf-8")
@@ -107,14 +108,19 @@ def _settings(
   return {"settings": settings, "generation": generation}
 
 
-def _prompt(tokenizer: data.Tokenizer) -> model_card.Prompt:
+def _prompt(
+  tokenizer: data.Tokenizer, template: str | Callable
+) -> model_card.Prompt:
   """How a problem becomes a prompt."""
   problem = "1+1="
   if not isinstance(tokenizer, data.PretrainedTokenizer):
     return model_card.Prompt("{problem}", adds_special=False)
   bare = tokenizer.encode(tokenizer.prompt(problem))
+  prompt = "{problem}"
+  with contextlib.suppress(UserError):  # if the template needs more columns
+    prompt = data.problems.make_prompt(template, prompt, {"problem": prompt})
   return model_card.Prompt(
-    tokenizer.prompt("{problem}"),
+    tokenizer.prompt(prompt),
     adds_special=tokenizer.encode_prompt(problem) != bare,
   )
 

@@ -375,7 +375,12 @@ def test_the_card_asks_as_training_asked(
   words.save(file)
   if template:
     (source / "chat_template.jinja").write_text(template)
-  c = run_of(tmp_path / "run", trained(source), model__path=source)
+  c = run_of(
+    tmp_path / "run",
+    trained(source),
+    model__path=source,
+    data__template="{problem}A",
+  )
   export.run(c, tmp_path / "run", out)
   card = (out / "README.md").read_text()
   code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
@@ -384,7 +389,7 @@ def test_the_card_asks_as_training_asked(
   found = {}
   exec(code, found)
   tokenizer = setup_run(c).tokenizer
-  prompt = tokenizer.encode_prompt("3+9-5=")
+  prompt = tokenizer.encode_prompt("3+9-5=A")
   assert (prompt[0] == 1) == (not template)
   assert found["inputs"]["input_ids"][0].tolist() == prompt
   answer = tokenizer.decode(found["answer"])

@@ -173,7 +173,7 @@ def test_a_file_is_no_directory_of_a_run(tmp_path):
       {"rollout__max_tokens": 4, "pack__row_length": 32, **SFT},
       "prompt and its solution .* holds 32: raise config.pack.row_length",
     ),
-    ({"data__max_prompt_tokens": 2}, "0 used .* config.data.max_prompt_tokens"),
+    ({"data__max_prompt_tokens": 2}, "0 used.* config.data.max_prompt_tokens"),
     ({"mesh__data": 0}, "config.mesh.data is 0"),
     ({"mesh__data": 99}, "needs 99 devices .* lower config.mesh.data"),
     ({"mesh__data": 3}, "prompts_per_step is 16 .* config.mesh.data"),

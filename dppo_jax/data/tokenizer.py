@@ -17,7 +17,7 @@ class Tokenizer(Protocol):
   """The interface of a tokenizer.
 
   Attributes:
-    vocab_size: number of ids; a checkpoint's embedding may have more rows.
+    vocab_size: number of ids; an embedding may have more rows.
     stop_ids: ids that end a completion; the first is the one to train on.
     pad_id: fills arrays; never read, because lengths travel with the arrays.
     template_note: remark on the chat template for the user; may be empty.
@@ -185,10 +185,9 @@ class PretrainedTokenizer:
 
 
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
-  """Returns the ids that end a checkpoint's completions.
+  """Returns eos_token_id of generation_config.json, the ends of completions.
 
-  They are the eos_token_id of generation_config.json or, if it has none, those
-  of config.json and of the tokenizer (`eos_id`).
+  If it has none, those of config.json and of the tokenizer (`eos_id`) count.
   """
   ids = _read_eos_ids(os.path.join(path, "generation_config.json"))
   if not ids:
