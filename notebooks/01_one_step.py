@@ -40,8 +40,7 @@ logs.quiet_libraries()
 c = config.Config()
 config.use_method(c, "dppo")
 c.model.remat = "none"
-c.data.num_arithmetic = 146  # one in eight is held out
-c.data.max_operations = 3
+c.data.train = "arithmetic:146:3"  # one in eight is held out
 c.data.eval = ""
 c.data.prompts_per_step = 16
 c.rollout.group_size = 6

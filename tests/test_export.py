@@ -32,8 +32,7 @@ SETTINGS = {
   "model__embed": 16,
   "model__mlp": 32,
   "model__head_dim": 8,
-  "data__num_arithmetic": 20,
-  "data__max_operations": 1,
+  "data__train": "arithmetic:20:1",
   "data__prompts_per_step": 4,
   "data__eval_limit": 2,
   "rollout__max_tokens": 8,
@@ -285,7 +284,12 @@ def test_the_code_of_the_card_prompts_as_in_training(
   words.save(file)
   if template:
     (source / "chat_template.jinja").write_text(template)
-  c = run_of(tmp_path / "run", trained(source), model__path=source)
+  c = run_of(
+    tmp_path / "run",
+    trained(source),
+    model__path=source,
+    data__template="{problem}A",
+  )
   export.run(c, tmp_path / "run", out)
   card = (out / "README.md").read_text()
   code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
@@ -294,7 +298,7 @@ def test_the_code_of_the_card_prompts_as_in_training(
   variables = {}
   exec(code, variables)
   tokenizer = setup_run(c).tokenizer
-  prompt = tokenizer.encode_prompt("3+9-5=")
+  prompt = tokenizer.encode_prompt("3+9-5=A")
   assert (prompt[0] == 1) == (not template)
   assert variables["inputs"]["input_ids"][0].tolist() == prompt
   answer = tokenizer.decode(variables["answer"])

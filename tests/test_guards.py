@@ -250,7 +250,7 @@ def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
 
 @pytest.mark.parametrize("stop_id", [True, 1.0, "1", -1, 24, None, 10**30])
 def test_a_stop_id_is_a_token(stop_id):
-  config = commands.config("arithmetic", data__num_arithmetic=200)
+  config = commands.config("arithmetic", data__train="arithmetic:200")
   config.rollout.stop_ids = (1, stop_id)
   with pytest.raises(ValueError, match=r"stop id .* set config.rollout.stop"):
     setup_run(config)

@@ -45,8 +45,7 @@ def _config(mesh, method, **overrides):
     "model__heads": 8,
     "model__head_dim": 8,
     "data__eval": "",
-    "data__num_arithmetic": 20,  # an epoch of two steps
-    "data__max_operations": 1,
+    "data__train": "arithmetic:20:1",  # an epoch of two steps
     "data__prompts_per_step": 8,
     "rollout__group_size": 4,
     "rollout__max_tokens": 8,

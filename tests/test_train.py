@@ -31,8 +31,7 @@ def _config(**overrides) -> config.Config:
     "model.embed": 16,
     "model.mlp": 32,
     "model.head_dim": 8,
-    "data.num_arithmetic": 20,  # an epoch of two steps
-    "data.max_operations": 1,
+    "data.train": "arithmetic:20:1",  # an epoch of two steps
     "data.prompts_per_step": 8,
     "data.eval_limit": 8,
     "rollout.group_size": 4,

@@ -213,7 +213,7 @@ ALARMS = (
     lambda r: r.mean("reward/unboxed"),
     0.9,
     "{value:.0%} of completions have no boxed answer to compare",
-    "asking for it in config.data.instruction, or a reward that looks "
+    "asking for it in config.data.template, or a reward that looks "
     "elsewhere: config.reward.functions=FILE.py:FUNCTION",
   ),
   Alarm(

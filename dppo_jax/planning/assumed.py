@@ -51,7 +51,7 @@ def assumed_run(
     UserError: if the run itself would reject the config.
   """
   model = _model(config.model)
-  if model is None and config.data.train == data.problems.ARITHMETIC:
+  if model is None and data.arithmetic.is_source(config.data.train):
     return setup.setup_run(config, mesh, platform)
   configs.validate(config)
   preflight.check_dynamic_sampling(config)
