@@ -17,9 +17,9 @@ from dppo_jax import data, rewards, shapes, sharding
 from dppo_jax.config.options import flatten
 from dppo_jax.eval import page, scores, votes
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.run import checkpoint, distributed
+from dppo_jax.run import checkpoint, compile_cache, distributed
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import compiler
@@ -43,8 +43,8 @@ def run(
   Raises:
     ValueError: for a config, data or checkpoint that cannot work.
   """
-  logs.quiet_libraries()
-  logs.keep_programs()
+  compile_cache.quiet_libraries()
+  compile_cache.enable_compilation_cache()
   start = time.monotonic()
   resume.check_processes(config, workdir)
   with progress.Progress(is_silent=not distributed.is_first()) as bar:

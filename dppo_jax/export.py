@@ -12,9 +12,9 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
-from dppo_jax.metrics import logs, model_card, progress
+from dppo_jax.metrics import model_card, progress
 from dppo_jax.models import hf, transformer
-from dppo_jax.run import checkpoint, setup
+from dppo_jax.run import checkpoint, compile_cache, setup
 
 CARD = "README.md"
 # Lists the files of an export, so that another may replace them and no other.
@@ -46,7 +46,7 @@ def run(
       a directory that holds anything but an earlier export.
     OSError: where the disk is full or does not let us write.
   """
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   path = setup.model_path(config.model)
   to = to.resolve()
   replaced = _check_target(to, path)

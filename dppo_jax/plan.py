@@ -9,7 +9,7 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
 from dppo_jax.planning import (
   advice,
   assumed,
@@ -22,6 +22,7 @@ from dppo_jax.planning import (
 )
 from dppo_jax.planning import hardware as hardwares
 from dppo_jax.planning.hardware import Hardware
+from dppo_jax.run import compile_cache
 
 
 def run(
@@ -48,7 +49,7 @@ def run(
     ValueError: for whatever cannot work, naming value, limit and option.
   """
   jax.config.update("jax_platforms", "cpu")  # an accelerator is not touched
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   given = workload.parse(assume)
   places = [hardwares.parse(x) for x in on.split(",") if x.strip()]
   target = hardwares.parse(shape, "--topology") if shape else None

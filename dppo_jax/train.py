@@ -24,13 +24,19 @@ from dppo_jax import data, rewards, shapes, sharding
 from dppo_jax.config.options import flatten
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.methods.neyman.step_costs import Costs, of_step
-from dppo_jax.metrics import live_report, logs, progress, samples, trackers
+from dppo_jax.metrics import progress, report, samples, trackers
 from dppo_jax.metrics import warnings as health
 from dppo_jax.metrics import writer as metrics
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import checkpoint, distributed, fingerprints, runtime_checks
+from dppo_jax.run import (
+  checkpoint,
+  compile_cache,
+  distributed,
+  fingerprints,
+  runtime_checks,
+)
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import programs, sft
@@ -45,14 +51,13 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
     ValueError: for a config, data or checkpoint that cannot work.
     FloatingPointError: where the gradient stays non-finite.
   """
-  logs.quiet_libraries()
-  logs.keep_programs()
+  compile_cache.quiet_libraries()
+  compile_cache.enable_compilation_cache()
   resume.check_processes(config, workdir)
   if resume.is_done(config, workdir):
     return
   with progress.Progress(is_silent=not distributed.is_first()) as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
-      trackers.check(config.log.writers)
       run = setup_run(config)
     with (
       resume.held(
@@ -86,7 +91,7 @@ def _train_and_report(
     writer.say(run.description())
     with writer.bar.task("starting to grade"), distributed.sharing_errors():
       grader.self_check(run.train_set.columns)
-    page = live_report.LiveReport(workdir, writer)
+    page = report.LiveReport(workdir, writer)
     _train(run, grader, checkpoints, writer, page)
     with writer.bar.task("writing the report"), distributed.sharing_errors():
       if distributed.is_first():
@@ -127,7 +132,7 @@ def _train(
   grader: rewards.Grader,
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
-  page: live_report.LiveReport,
+  page: report.LiveReport,
 ) -> None:
   config = run.config
   num_prompts = config.data.prompts_per_step
@@ -143,7 +148,7 @@ def _train(
   first = int(state.step)
   costs = Costs(run.packing.rows_per_micro)
   with (
-    metrics.Compilations() as compilations,
+    compile_cache.Compilations() as compilations,
     distributed.stop_signal() as is_stopping,
     _unwalked_heap(),
     writer.bar.steps("step", config.steps, first) as shown,

@@ -23,14 +23,14 @@ import numpy as np
 
 from dppo_jax import config, data
 from dppo_jax.algo.weights import horvitz_thompson
-from dppo_jax.metrics import logs, progress, writer
+from dppo_jax.metrics import progress, writer
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import setup
+from dppo_jax.run import compile_cache, setup
 from dppo_jax.step import grade, programs, sft, update
 from dppo_jax.step.collect import collect
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 
 # %% [markdown]
 # ## What a run is

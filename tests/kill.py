@@ -37,8 +37,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dppo_jax import config, train
-from dppo_jax.metrics import logs, report
-from dppo_jax.run import checksums, distributed, runtime_checks
+from dppo_jax.metrics import report
+from dppo_jax.run import (
+  checksums,
+  compile_cache,
+  distributed,
+  runtime_checks,
+)
 from dppo_jax.step import collect, compiler
 
 STEPS = 6
@@ -238,7 +243,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
 
 def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
   """Raises where a run has left other things than `whole` has."""
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   found, wanted = outcome(workdir), outcome(whole)
   assert len(wanted["state"]) > 20 and len(wanted["TensorBoard"]) > 100
   differing = [name for name in wanted if found[name] != wanted[name]]

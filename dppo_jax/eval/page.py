@@ -5,8 +5,8 @@ import json
 import pathlib
 from typing import Any
 
+from dppo_jax.analysis import jsonl, tables
 from dppo_jax.eval import picture, published, scores
-from dppo_jax.metrics import jsonl, tables
 
 _EXPLAINED = """\
 Each figure has its 95% confidence interval over problems behind it: where the

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib import figure as figures
 from matplotlib.axes import Axes
 
+from dppo_jax.analysis import style, tables
 from dppo_jax.eval import scores
-from dppo_jax.metrics import style, tables
 
 _KINDS = ("greedy", "avg", "maj", "pass")  # of estimates
 COLOURS = dict(zip(_KINDS, style.COLOURS, strict=False))

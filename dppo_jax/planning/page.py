@@ -5,7 +5,8 @@ import json
 import pathlib
 from typing import Any, NamedTuple
 
-from dppo_jax.metrics import jsonl, progress, tables
+from dppo_jax.analysis import jsonl, tables
+from dppo_jax.metrics import progress
 
 GIB = 2**30
 

@@ -21,11 +21,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.metrics import logs, progress, tables
+from dppo_jax.analysis import tables
+from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.planning import assumed, memory_estimate, topology, traffic
 from dppo_jax.planning import hardware as hardwares
 from dppo_jax.rollout import decode, generate
+from dppo_jax.run import compile_cache
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -111,7 +113,7 @@ def lean() -> None:
 
 def run(name: str, stages: list[str], is_lean: bool = False) -> None:
   """Compiles the stages of a case, each in its line."""
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   case = CASES[name]
   config = load(case.config)
   for option, value in case.options.items():

@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import run as cases
 
 from dppo_jax import config as configs
-from dppo_jax.metrics import tables
+from dppo_jax.analysis import tables
 from dppo_jax.planning import (
   advice,
   assumed,
