@@ -201,13 +201,11 @@ for name, some in of_variant.items():
   if not some:
     continue
   curves = [(np.array(x["seconds"]), np.array(x["accuracy"])) for x in some]
-  band = statistics.band(curves)
+  x, (y, low, high) = statistics.band(curves)
   colour = COLOURS[name]
-  axis.plot(band.x, band.mean, color=colour, label=name, linewidth=2)
+  axis.plot(x, y, color=colour, label=name, linewidth=2)
   if name in ("grpo", "neyman, completions"):
-    axis.fill_between(
-      band.x, band.low, band.high, color=colour, alpha=0.12, lw=0
-    )
+    axis.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
 axis.set(xlabel="training seconds", ylabel="held-out accuracy", xlim=(0, 110))
 if lines:
   axis.legend(frameon=False, fontsize=9)

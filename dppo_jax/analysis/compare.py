@@ -199,7 +199,7 @@ def draw(groups: Sequence[Group], target: float):
     ):
       for group in groups:
         curves = [run.curve(cost) for run in group.runs]
-        x, y, low, high = statistics.band(curves)
+        x, (y, low, high) = statistics.band(curves)
         axis.plot(x, y, label=group.label)
         axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
       axis.axhline(target, color=style.FAINT, linestyle=":")

@@ -49,19 +49,15 @@ def ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
   return Interval(*(float(np.exp(x)) for x in difference(*logs)))
 
 
-class Band(NamedTuple):
-  """The mean of curves with its interval, up to the end of the shortest."""
+def band(
+  curves: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, Interval]:
+  """Averages curves up to the end of the shortest; returns x and intervals.
 
-  x: np.ndarray
-  mean: np.ndarray
-  low: np.ndarray
-  high: np.ndarray
-
-
-def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
-  """Averages curves, which are linear between their points."""
+  Curves are linear between their points.
+  """
   end = min(x[-1] for x, _ in curves)
   x = np.unique(np.concatenate([x for x, _ in curves]))
   x = np.unique([*x[x < end], end])
   y = np.stack([np.interp(x, *curve) for curve in curves], axis=1)
-  return Band(x, *np.array([mean(row) for row in y]).T)
+  return x, Interval(*np.array([mean(row) for row in y]).T)

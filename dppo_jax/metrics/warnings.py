@@ -15,24 +15,16 @@ _MIN_DISTANCE = 100  # steps between two messages of one check
 
 
 class Check(NamedTuple):
-  """A check of the last steps.
-
-  Attributes:
-    name: suffix of the metric `warnings/NAME`.
-    steps: number of steps to look at.
-    value: quantity of their metrics that grows with the problem.
-    limit: largest value without a warning.
-    message: problem and advice; `{value}` stands for the value.
-  """
+  """Fails if `value` of the metrics of the last `steps` exceeds `limit`."""
 
   name: str
   steps: int
-  value: Callable[[Sequence[Line]], float]
   limit: float
-  message: str
+  value: Callable[[Sequence[Line]], float]
+  message: str  # problem and advice; {value} stands for the value
 
 
-def _total(lines: Sequence[Line], *names: str, default: float = 0.0) -> float:
+def _sum(lines: Sequence[Line], *names: str, default: float = 0.0) -> float:
   return sum(line.get(name, default) for line in lines for name in names)
 
 
@@ -43,47 +35,43 @@ CHECKS = (
   Check(
     "skipped_update",
     1,
-    lambda x: _total(x, "update/skipped_in_a_row"),
     0,
+    lambda x: _sum(x, "update/skipped_in_a_row"),
     "the gradient was not finite and the update was skipped, {value:.0f} in a "
-    "row; ten end the run. Lower config.optimizer.learning_rate, or set "
-    "config.model.dtype=float32.",
+    "row; ten end the run. Lower config.optimizer.learning_rate.",
   ),
   Check(
     "no_reward",
     5,
-    lambda x: not _total(x, "reward/mean", "reward/std", default=1),
     0,
+    lambda x: not _sum(x, "reward/mean", "reward/std", default=1),
     "no completion of the last 5 steps earned a reward. See samples.jsonl: if "
     "answers are right, change config.reward.functions; if they are noise, "
-    "start again with a lower config.optimizer.learning_rate; otherwise use "
-    "easier problems.",
+    "start again with a lower config.optimizer.learning_rate.",
   ),
   Check(
     "nothing_trained",
     5,
-    lambda x: not _total(x, "completions/trained", default=1),
     0,
-    "no token was trained on in the last 5 steps: all rewards of a group are "
-    "equal, or everything was pruned. Use other problems, a larger "
-    "config.rollout.group_size or higher rates in config.method.args. If "
-    "rewards fell to 0, start again with a lower "
-    "config.optimizer.learning_rate.",
+    lambda x: not _sum(x, "completions/trained", default=1),
+    "no token was trained on in the last 5 steps: rewards are equal within "
+    "groups, or everything was pruned. Use other problems, a larger "
+    "config.rollout.group_size, higher rates in config.method.args, or, if "
+    "rewards fell to 0, a lower config.optimizer.learning_rate from the start.",
   ),
   Check(
     "zero_variance",
     20,
-    lambda x: _total(x, "groups/zero_std") / max(_total(x, "prompts/kept"), 1),
     0.9,
-    "{value:.0%} of groups have equal rewards and no gradient. Use easier or "
-    "harder problems, a larger config.rollout.group_size, a higher "
-    "config.rollout.temperature, or a method that skips them, such as greso.",
+    lambda x: _sum(x, "groups/zero_std") / max(_sum(x, "prompts/kept"), 1),
+    "{value:.0%} of groups have equal rewards and no gradient. Use other "
+    "problems, a larger config.rollout.group_size, or greso, which skips them.",
   ),
   Check(
     "sampler_mismatch",
     10,
-    lambda x: _total(x, "update/policy_ratio_max") / len(x),
     2,
+    lambda x: _sum(x, "update/policy_ratio_max") / len(x),
     "trainer and sampler have the same weights but disagree on the probability "
     "of a token by a factor of {value:.1f}. Set config.rollout.dtype=float32, "
     "config.rollout.top_k=0 and config.rollout.top_p=1, or "
@@ -92,26 +80,26 @@ CHECKS = (
   Check(
     "large_weights",
     5,
-    lambda x: _total(x, "weights/max") / len(x),
     100,
+    lambda x: _sum(x, "weights/max") / len(x),
     "a completion has weight {value:.0f}: its gradient is mostly noise. Set "
     "rates closer to 1 in config.method.args.",
   ),
   Check(
     "cut_off",
     10,
-    lambda x: 1 - _total(x, "completions/stopped", default=1) / len(x),
     0.5,
+    lambda x: 1 - _sum(x, "completions/stopped", default=1) / len(x),
     "{value:.0%} of completions are cut off, most before their answer. Raise "
     "config.rollout.max_tokens, or see config.rollout.stop_ids.",
   ),
   Check(
     "reward_failures",
     10,
-    lambda x: _total(x, *_FAILURES) / max(_total(x, "completions/drawn"), 1),
     0.01,
-    "{value:.1%} of rewards failed and count as 0. See log.txt for the first "
-    "traceback, or raise config.reward.timeout_seconds.",
+    lambda x: _sum(x, *_FAILURES) / max(_sum(x, "completions/drawn"), 1),
+    "{value:.1%} of rewards failed and count as 0. See log.txt for a traceback "
+    "or raise config.reward.timeout_seconds.",
   ),
 )
 

@@ -23,7 +23,7 @@ _LINES = ("metrics.jsonl", "samples.jsonl")
 class Writer:
   """Writes `metrics.jsonl`, `samples.jsonl` and `log.txt`, and to trackers.
 
-  A line's `step` is the number of updates done.
+  The `step` of a line is the number of steps done.
   """
 
   def __init__(

@@ -95,11 +95,11 @@ def test_ratio_does_not_depend_on_the_unit_and_inverts():
 
 def test_band_ends_with_the_shortest_curve():
   x = np.arange(4.0)
-  band = statistics.band([(x, x), (x[:3], x[:3] + 1)])
-  assert band.x[-1] == 2
-  np.testing.assert_allclose(band.mean, band.x + 0.5)
+  at, band = statistics.band([(x, x), (x[:3], x[:3] + 1)])
+  assert at[-1] == 2
+  np.testing.assert_allclose(band.value, at + 0.5)
   half = statistics.t_quantile(1) * 0.5
-  np.testing.assert_allclose(band.high - band.mean, half, rtol=1e-6)
+  np.testing.assert_allclose(band.high - band.value, half, rtol=1e-6)
 
 
 def test_cost_to_a_target_is_linear_between_evaluations(tmp_path):
