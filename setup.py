@@ -51,8 +51,10 @@ setuptools.setup(
     "orbax-checkpoint>=0.12",
     "pyarrow>=18",
     "safetensors>=0.5",
+    "scipy>=1.11",
     "tensorboardX>=2.6",
     "tensorflow-datasets>=4.9.8",
+    "tqdm>=4.66",
     "transformers>=5.0",
   ],
   extras_require={

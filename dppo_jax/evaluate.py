@@ -17,9 +17,14 @@ from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.run import distributed, runtime_checks, trained_weights
+from dppo_jax.run import (
+  compile_cache,
+  distributed,
+  runtime_checks,
+  trained_weights,
+)
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import programs
@@ -38,8 +43,8 @@ def run(
   Raises:
     UserError: for a config, data or checkpoint that cannot work.
   """
-  logs.quiet_libraries()
-  logs.keep_programs()
+  compile_cache.quiet_libraries()
+  compile_cache.enable_compilation_cache()
   start = time.monotonic()
   resume.check_processes(config, workdir)
   with progress.Progress(is_silent=not distributed.is_first()) as bar:

@@ -12,9 +12,9 @@ from dppo_jax import data
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
 from dppo_jax.models import hf, transformer
-from dppo_jax.run import setup, trained_weights
+from dppo_jax.run import compile_cache, setup, trained_weights
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
   Raises:
     UserError: if there are no such weights, or `to` is not empty.
   """
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")

@@ -10,7 +10,8 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
+from dppo_jax.run import compile_cache
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -334,8 +335,7 @@ def _reason(error: Exception, argv: list[str]) -> str:
 
 def run() -> None:
   """Runs `main`."""
-  logs.outlive_readers()
-  logs.quiet_libraries()  # which speak while flags are parsed
+  compile_cache.quiet_libraries()  # which speak while flags are parsed
   app.run(main, flags_parser=_parse)
 
 

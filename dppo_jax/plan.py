@@ -8,12 +8,13 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
+from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
-from dppo_jax.metrics import logs, progress, tables
+from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.planning import assumed
 from dppo_jax.planning import topology as targets
-from dppo_jax.run import memory
+from dppo_jax.run import compile_cache, memory
 from dppo_jax.run.memory import gib
 
 # State that is an argument of a stage; the rest of it is in memory meanwhile.
@@ -42,7 +43,7 @@ def run(
     stages: comma-separated names of the stages to compile; empty means all.
   """
   jax.config.update("jax_platforms", "cpu")  # accelerators are not touched
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   places = [targets.parse(x) for x in hardware.split(",") if x.strip()]
   target = targets.parse(topology, "--topology") if topology else None
   if not places and not target:

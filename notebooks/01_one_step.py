@@ -21,14 +21,14 @@ import numpy as np
 
 from dppo_jax import config, data
 from dppo_jax.algo.weights import horvitz_thompson
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import setup
+from dppo_jax.run import compile_cache, setup
 from dppo_jax.step import grade, programs, sft, update
 from dppo_jax.step.train_step import TrainStep
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 
 # %% [markdown]
 # ## What a run is
@@ -363,9 +363,7 @@ def logprobs_of(params):
 
 with jax.set_mesh(run.mesh):
   before = logprobs_of(state.params)
-  state, updated = stages["update"](
-    state, None, batch, num_micro, denominator
-  )
+  state, updated = stages["update"](state, None, batch, num_micro, denominator)
   after = logprobs_of(state.params)
 
 for name, value in updated.metrics().items():

@@ -23,7 +23,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dppo_jax import config, plan, sharding
-from dppo_jax.metrics import logs
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.planning import (
@@ -35,8 +34,9 @@ from dppo_jax.planning import (
   seconds,
   workload,
 )
+from dppo_jax.run import compile_cache
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 GIB = 2**30
 
 # %% [markdown]

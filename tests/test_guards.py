@@ -1,7 +1,6 @@
 """Values and files that nobody means are refused in one line, by name."""
 
 import collections
-import os
 import random
 import re
 import subprocess
@@ -203,33 +202,6 @@ def test_an_argument_of_the_chat_template_is_a_flag():
 def test_a_long_value_is_shortened():
   assert len(options.shown("x" * 1000)) < 70
   assert options.shown(10**5000) == "a whole number of 16610 bits"
-
-
-CLOSED = """
-import os, sys
-from dppo_jax.metrics import logs
-logs.outlive_readers()
-for i in range(3):
-  print("line", flush=True)
-print(i, file=sys.stderr)
-"""
-
-
-def test_output_that_nobody_reads_ends_nothing():
-  read, write = os.pipe()
-  os.close(read)
-  done = subprocess.run(
-    [sys.executable, "-c", CLOSED],
-    stdout=write,
-    stderr=subprocess.PIPE,
-    check=True,
-    text=True,
-    cwd=commands.ROOT,
-  )
-  os.close(write)
-  assert done.stderr == "2\n"
-  closed = f"{sys.executable} -c '{CLOSED}' >&-"
-  subprocess.run(closed, shell=True, check=True, cwd=commands.ROOT)
 
 
 def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):

@@ -22,10 +22,9 @@ from dppo_jax import config as configs
 from dppo_jax import main, methods, train
 from dppo_jax.algo import objectives
 from dppo_jax.config import options
-from dppo_jax.metrics import logs
 from dppo_jax.models import hf
 from dppo_jax.models.hf import reader as hf_checkpoint
-from dppo_jax.run import workdir
+from dppo_jax.run import compile_cache, workdir
 from dppo_jax.run.setup import setup_run
 
 SAVED = commands.ROOT / "dppo_jax/config/saved.py"
@@ -537,7 +536,7 @@ def test_the_log_of_a_run_keeps_its_traceback(tmp_path, monkeypatch):
 
 
 def test_logging_is_not_muted_for_everyone(caplog):
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   absl_logging.warning("of another library")
   assert "of another library" in caplog.text
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dppo_jax import config, methods, train
-from dppo_jax.metrics import jsonl, writer
+from dppo_jax.analysis import jsonl
+from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import collect, programs

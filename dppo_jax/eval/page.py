@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from dppo_jax.metrics import tables
+from dppo_jax.analysis import tables
 
 _HEAD = ("set", "problems", "estimate", "value", "95% interval")
 _EXPLANATION = """\

@@ -21,9 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
 from dppo_jax import plan, sharding
-from dppo_jax.metrics import logs, progress, tables
+from dppo_jax.analysis import tables
+from dppo_jax.metrics import progress
 from dppo_jax.planning import assumed, topology
-from dppo_jax.run import memory
+from dppo_jax.run import compile_cache, memory
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -90,7 +91,7 @@ def main() -> None:
 
 def run(name: str, stages: list[str]) -> None:
   """Compiles the stages of a case; each appends its line."""
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   case = CASES[name]
   config = configured(case)
   hardware = topology.parse(case.topology)
