@@ -25,10 +25,7 @@ from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import compiler
 from dppo_jax.step import programs as compiled
 
-_SHAPE = (
-  *("model.path", "model.hub_id", "model.layers", "model.embed"),
-  *("model.heads", "model.kv_heads", "model.head_dim", "model.mlp"),
-)
+_SHAPE = ("model.path", "model.hub_id", "model.shape")
 
 
 def run(

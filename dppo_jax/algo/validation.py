@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from dppo_jax.errors import UserError
+
 
 def check(
   name: str, value: Any, is_valid: Callable[[Any], bool], limit: str, where: str
@@ -16,11 +18,11 @@ def check(
     limit: what the value must be, in words: "in (0, 1]".
     where: the part of the config in which the option is set.
   Raises:
-    ValueError: naming option, value and limit.
+    UserError: naming option, value and limit.
   """
   try:
     is_refused = not is_valid(value)
   except TypeError:
     is_refused = True
   if is_refused:
-    raise ValueError(f"{name} is {value!r} but must be {limit}; see {where}")
+    raise UserError(f"{name} is {value!r} but must be {limit}; see {where}")

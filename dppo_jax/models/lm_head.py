@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dppo_jax import shapes, sharding
 from dppo_jax.records import TokenStats
 
+LOGIT_CHUNK = 2048  # tokens whose logits exist at once
+
 __all__ = ["logprobs_and_entropy", "token_logprobs", "token_stats"]
 
 

@@ -15,7 +15,6 @@ _FEWEST_SLOTS = 8
 # Which options lower a stage's memory, the first to try first.
 _ROLLOUT = (
   "rollout.num_slots",
-  "rollout.prefill_batch",
   "mesh.model",
   "rollout.shard_weights=True",
 )
@@ -25,10 +24,9 @@ LOWER = {
   "roll_out": _ROLLOUT,
   "evaluate": _ROLLOUT,
   "select": ("data.prompts_per_step", "rollout.max_tokens"),
-  "score": ("pack.rows_per_micro", "pack.logit_chunk", "mesh.model"),
+  "score": ("pack.rows_per_micro", "mesh.model"),
   "update": (
     "pack.rows_per_micro",
-    "pack.logit_chunk",
     "model.remat=layers",
     "pack.row_length",
     "mesh.model",

@@ -84,7 +84,7 @@ KNOWN = {
 }
 
 
-def find(options: configs.Model) -> ModelConfig | None:
+def find(options: configs.ModelConfig) -> ModelConfig | None:
   """The model that a config starts from; None where it is made on the spot.
 
   Raises:

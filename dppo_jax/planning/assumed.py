@@ -14,7 +14,7 @@ NUM_PROBLEMS = 8192  # where the config takes all of a source
 
 
 def abstract_mesh(
-  options: configs.Mesh, num_devices: int
+  options: configs.MeshConfig, num_devices: int
 ) -> jax.sharding.AbstractMesh:
   """The mesh that a config makes of so many devices, none of which is there.
 
@@ -54,7 +54,7 @@ def assumed_run(
     platform,
     config.pack.row_length,
     config.rollout.group_size,
-    config.pack.share_prefix,
+    share_prefix=True,
   )
   if model is None:
     size = data.CharacterTokenizer().vocab_size

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, lm_head, transformer
 from dppo_jax.models.transformer import ModelConfig
 from dppo_jax.planning import workload
-from dppo_jax.rollout import decode
+from dppo_jax.rollout import decode, prefill
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
@@ -79,7 +79,7 @@ def _rollout(run: Run) -> Parts:
   items = prompts * c.rollout.group_size
   # The cache of a stage of the decode loop beside that of the stage before.
   later = [*decode.slot_schedule(slots, run.platform), 0][1]
-  batch = min(c.rollout.prefill_batch, prompts)
+  batch = min(prefill.batch_size(width), prompts)
   item = jnp.dtype(_dtype(run)).itemsize
   gathered = _gathered(run, _dtype(run)) if c.rollout.shard_weights else 0.0
   return {
@@ -112,7 +112,7 @@ def _update(run: Run) -> Parts:
     "none": 3 * (model.embed + _widths(run, model)),
   }[model.remat]
   num_shards = sharding.num_shards(run.mesh, "batch")
-  chunk = max(c.pack.logit_chunk // num_shards, c.pack.rows_per_micro)
+  chunk = max(lm_head.LOGIT_CHUNK // num_shards, c.pack.rows_per_micro)
   head = model.vocab * model.embed / shards
   return {
     "gradients": params,

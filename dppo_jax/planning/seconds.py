@@ -8,6 +8,7 @@ from dppo_jax import sharding
 from dppo_jax.models.transformer import ModelConfig
 from dppo_jax.planning import flops, memory_estimate, traffic, workload
 from dppo_jax.planning.hardware import Chip
+from dppo_jax.rollout import prefill
 from dppo_jax.run.setup import Run
 from dppo_jax.step import stages, update
 
@@ -113,7 +114,8 @@ def _read(run: Run, work: workload.Work) -> dict[str, float]:
   gathered = traffic.elements(run) * item
   turns = work.micro_batches * c.objective.inner_updates
   state = 2 * (held["weights"] + held["optimizer"]) + held["weights"]
-  chunks = work.rolled_out / shards / c.rollout.prefill_batch
+  together = prefill.batch_size(run.train_set.tokens.shape[1])
+  chunks = work.rolled_out / shards / together
   return {
     "to_inference_params": held["weights"] + copy,
     "prefill": copy * max(1.0, chunks),

@@ -15,6 +15,7 @@ from dppo_jax import sharding
 from dppo_jax.models import transformer
 from dppo_jax.planning import workload
 from dppo_jax.planning.memory_estimate import Parts
+from dppo_jax.rollout import prefill
 from dppo_jax.run.setup import Run
 
 
@@ -133,7 +134,8 @@ def _layer_sums(run: Run, tokens: float, passes: int) -> Parts:
 
 def _prefill(run: Run, work: workload.Work) -> Parts:
   shards = sharding.num_shards(run.mesh, "batch")
-  chunks = work.rolled_out / shards / run.config.rollout.prefill_batch
+  together = prefill.batch_size(run.train_set.tokens.shape[1])
+  chunks = work.rolled_out / shards / together
   return {"weights": max(1.0, chunks) * _layers_in_turn(run)} | _layer_sums(
     run, work.rolled_out * work.prompt, 1
   )

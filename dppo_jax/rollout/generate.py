@@ -28,7 +28,7 @@ from dppo_jax.rollout.decode import (
   more_unfinished_than,
   slot_schedule,
 )
-from dppo_jax.rollout.prefill import prefill_prompts
+from dppo_jax.rollout.prefill import batch_size, prefill_prompts
 from dppo_jax.rollout.sampling import Sampling
 
 
@@ -40,7 +40,7 @@ def sample(
   *,
   group_size: int,
   num_slots: int,
-  prefill_batch: int = 16,
+  prefill_batch: int | None = None,
   kept: Selection | None = None,
   platform: str = "cpu",
   record_experts: bool = False,
@@ -59,7 +59,8 @@ def sample(
     rng: consumed; a key alone will do.
     num_slots: completions that decode side by side, on each of these
       shards.
-    prefill_batch: prompts that prefill side by side, on each of them.
+    prefill_batch: prompts that prefill together on each of them; None is
+      `prefill.batch_size`.
     kept: prompts to roll out; None for all.
     platform: of the devices, cpu, gpu or tpu, which the number of compiled
       stages is chosen for; it changes no token.
@@ -95,7 +96,7 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
-  prefill_batch: int,
+  prefill_batch: int | None = None,
   platform: str = "cpu",
   record_experts: bool = False,
 ) -> Rollout:
@@ -121,7 +122,7 @@ def roll_out(
       sampling,
       schedule,
       group_size=group_size,
-      prefill_batch=prefill_batch,
+      prefill_batch=prefill_batch or batch_size(prompts.tokens.shape[1]),
       record_experts=record_experts,
     )
     state = _later_stages(params, model_config, state, sampling, schedule)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.models import transformer
+from dppo_jax.models import lm_head, transformer
 
 GB = 1e9
 
@@ -42,8 +42,8 @@ def check(
     f"device ({told}) but there are {available / GB:,.1f} GB {where}: take a "
     "smaller model, more devices (config.mesh.data, config.mesh.model), or "
     "lower config.rollout.num_slots, config.rollout.max_tokens, "
-    "config.rollout.group_size, config.data.prompts_per_step, "
-    "config.pack.rows_per_micro or config.pack.logit_chunk"
+    "config.rollout.group_size, config.data.prompts_per_step "
+    "or config.pack.rows_per_micro"
   )
 
 
@@ -70,7 +70,7 @@ def least_bytes(
   decoding = slots * r.max_tokens * token + 4 * slots * model.vocab
   decoding += 12 * completions * r.max_tokens  # tokens, probabilities, rows
   tokens = p.rows_per_micro * p.row_length
-  chunk = min(max(p.logit_chunk // shards, p.rows_per_micro), tokens)
+  chunk = min(max(lm_head.LOGIT_CHUNK // shards, p.rows_per_micro), tokens)
   update = weights + item * tokens * model.layers * model.embed
   update += 4 * chunk * model.vocab / model_shards
   state = {"weights and optimizer": 3 * weights}

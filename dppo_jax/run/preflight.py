@@ -7,6 +7,7 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
 from dppo_jax.run import checkpoint, distributed
 
@@ -15,7 +16,7 @@ def check_lengths(config: configs.Config, prompt_length: int) -> None:
   """Refuses sequences that are longer than a row."""
   longest = prompt_length + config.rollout.max_tokens - 1
   if longest > config.pack.row_length:
-    raise ValueError(
+    raise UserError(
       f"a prompt of {prompt_length} tokens and a completion of "
       f"{config.rollout.max_tokens} take {longest} tokens but a packed row "
       f"holds {config.pack.row_length}: raise config.pack.row_length, or "
@@ -27,17 +28,13 @@ def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
   """Refuses problems that are too long, too few, or have no solutions."""
   d = config.data
   check_lengths(config, train_set.tokens.shape[1])
-  wanted = {"data.prompts_per_step": d.prompts_per_step}
-  if config.sft.needs_solutions:
-    wanted["sft.sequences_per_step"] = config.sft.sequences_per_step
-  for name, number in wanted.items():
-    if len(train_set) < number:
-      raise ValueError(
-        f"config.{name} is {number} but {d.train} has {len(train_set)} usable "
-        "problems"
-      )
+  if len(train_set) < d.prompts_per_step:
+    raise UserError(
+      f"config.data.prompts_per_step is {d.prompts_per_step} but {d.train} has "
+      f"{len(train_set)} usable problems"
+    )
   if config.sft.needs_solutions and not any(train_set.solutions):
-    raise ValueError(
+    raise UserError(
       f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
       "has a solution to imitate: name the column with "
       "config.data.solution_key, or set config.sft.steps to 0"
@@ -49,7 +46,7 @@ def check_experts(
 ) -> None:
   """Refuses to replay the experts of a model that has none."""
   if config.rollout.replay_experts and not model.experts:
-    raise ValueError(
+    raise UserError(
       "config.rollout.replay_experts is True but the model is dense: it has no "
       "experts to replay"
     )
@@ -63,13 +60,13 @@ def check_ids(
   """Refuses token ids for which the model has no embedding."""
   for stop_id in stop_ids:
     if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
-      raise ValueError(
+      raise UserError(
         f"the stop id {stop_id!r} is no token of the model, which has "
         f"{model.vocab}: set config.rollout.stop_ids"
       )
   largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
   if largest >= model.vocab:
-    raise ValueError(
+    raise UserError(
       f"a prompt has token {largest} but the model's vocabulary is "
       f"{model.vocab}: config.model.path holds a tokenizer of another model"
     )
@@ -87,13 +84,13 @@ def check_dynamic_sampling(config: configs.Config) -> None:
   }
   for name, value in counts.items():
     if value:
-      raise ValueError(
+      raise UserError(
         f"{name} is {value} but exact dynamic sampling passes over groups "
         "whose rewards are all the same, which would have counted: set it to "
         "0, or config.method.args.dynamic_sampling to plain or none"
       )
   if config.objective.args.get("tokens_per_completion") == 0:
-    raise ValueError(
+    raise UserError(
       "config.objective.args.tokens_per_completion is 0 but the mean length of "
       "the groups that exact dynamic sampling gathers is not that of all: set "
       "it to what a completion usually takes"
@@ -107,7 +104,7 @@ def check_from_run(from_run: str) -> None:
   folder = workdir / "checkpoints"
   if not (folder / str(step)).is_dir():
     steps = sorted(int(x.name) for x in folder.glob("*") if x.name.isdigit())
-    raise ValueError(
+    raise UserError(
       f"config.sft.from_run is {from_run} but {workdir} has no checkpoint of "
       f"step {step}: there are {', '.join(map(str, steps)) or 'none'}"
     )
@@ -121,7 +118,7 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
     axes = "config.mesh.data"
     if config.mesh.replicas > 1:
       axes += " x config.mesh.replicas"
-    raise ValueError(
+    raise UserError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
       f"the {num_shards} devices of {axes}"
     )
@@ -132,7 +129,7 @@ def check_processes(mesh: jax.sharding.Mesh) -> None:
   has_one = {device.process_index for device in mesh.devices.flat}
   without = set(range(distributed.count())) - has_one
   if without:
-    raise ValueError(
+    raise UserError(
       f"a mesh of {mesh.size} devices has none of process "
       f"{', '.join(map(str, sorted(without)))}: config.mesh.data=-1 takes all"
     )
@@ -150,7 +147,7 @@ def check_weights(
       num_shards = sharding.num_shards(mesh, axis)
       if axis != "kv_heads" and size % num_shards:
         (mesh_axis,) = sharding.RULES[axis]
-        raise ValueError(
+        raise UserError(
           f"config.mesh.{mesh_axis} is {num_shards} but the {axis} axis of "
           f"{name}, {size}, is not a multiple of it"
         )

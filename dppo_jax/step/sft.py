@@ -24,6 +24,10 @@ from dppo_jax.run import distributed
 from dppo_jax.step import optimizer as optimizers
 from dppo_jax.step import select, update
 
+# Fraction of arithmetic solutions that are the answer alone, so that guessing
+# is the likelier start.
+ARITHMETIC_DIRECT_SHARE = 0.55
+
 
 def run(
   params: transformer.Params,
@@ -34,11 +38,10 @@ def run(
   *,
   model_config: transformer.ModelConfig,
   spec: select.PackingSpec,
-  logit_chunk: int,
   steps: int,
-  sequences_per_step: int,
-  direct_share: float,
-  learning_rate: float,
+  sequences_per_step: int = 64,
+  direct_share: float = 0.0,
+  learning_rate: float = 3e-3,
   say: Callable[[str], None],
   bar: progress.Progress,
 ) -> transformer.Params:
@@ -61,10 +64,11 @@ def run(
     problems, tokenizer, stop_id, spec.row_length
   )
   data_key = rng_at(root_key, 0, Stage.DATA).key
+  num_sequences = min(sequences_per_step, len(problems))
 
   def draw(i: int) -> tuple[PromptBatch, np.ndarray, np.ndarray]:
     rng = rng_at(root_key, i, Stage.SFT)
-    prompts = data.draw(problems, data_key, i, sequences_per_step)
+    prompts = data.draw(problems, data_key, i, num_sequences)
     is_direct = np.asarray(
       jax.random.uniform(rng.key, prompts.ids.shape) < direct_share, int
     )
@@ -79,7 +83,6 @@ def run(
       config=update.UpdateConfig(
         model=model_config,
         objective=objectives.grpo(),
-        logit_chunk=logit_chunk,
       ),
       optimizer=optimizer,
     )
@@ -97,7 +100,7 @@ def run(
         if metrics["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
           raise FloatingPointError(
             f"the gradient of supervised step {done} and of those before it "
-            "was not finite: lower config.sft.learning_rate"
+            "was not finite: lower config.sft.steps"
           )
         say(f"supervised step {done} of {steps}: {note}")
   return state.params

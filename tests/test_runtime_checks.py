@@ -1,4 +1,4 @@
-"""What must not be trained on, or saved, is refused."""
+"""Invalid probabilities and non-finite weights stop a run."""
 
 import jax
 import jax.numpy as jnp
