@@ -153,7 +153,7 @@ def test_what_has_no_name_is_refused():
     ("{}:nothing", "the method: there is no function 'nothing' in"),
     ("no.such.module:coin", "the method: no.such.module cannot be imported"),
     ("{}:CONSTANT", "'.*CONSTANT' is not callable"),
-    ("{}:optionless", "optionless has no default for 'share'"),
+    ("{}:optionless", "'share' of the method optionless must have a"),
     ("{}:number", "the method number.. returned int, not Method"),
     ("grpo,{}:number", "the objective number.. returned int, not Objective"),
     ("{}:squares", "the method squares.. returned Objective, not Method"),

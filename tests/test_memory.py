@@ -28,7 +28,7 @@ def of_mesh(data=1, model=1):
     {"rollout__num_slots": 10**6, "data__prompts_per_step": 10**6},
     {"rollout__max_tokens": 10**6, "pack__row_length": 10**6},
     {"pack__rows_per_micro": 10**6},
-    {"model__embed": 65_536, "model__layers": 1000},
+    {"model__shape__embed": 65_536, "model__shape__layers": 1000},
     {"rollout__group_size": 65_536, "data__prompts_per_step": 10**5},
   ],
 )

@@ -117,7 +117,6 @@ def test_a_reference_policy_is_counted():
     ("update", {"pack__rows_per_micro": 2}, {"pack__rows_per_micro": 8}),
     ("update", {"model__remat": "layers"}, {"model__remat": "dots"}),
     ("update", {"model__remat": "dots"}, {"model__remat": "none"}),
-    ("update", {"pack__logit_chunk": 256}, {"pack__logit_chunk": 512}),
     ("update", {"mesh__data": 4}, {"mesh__data": 2}),
     ("to_inference_params", {"mesh__model": 2}, {"mesh__model": 1}),
   ],
