@@ -14,10 +14,6 @@ has run it at this size**: hours and accuracy are unknown, and so is whether XLA
 on a GPU leaves out the experts that a token does not go through. On TPUs and
 CPUs they are left out (dppo_jax/models/grouped.py). The code path is tested
 with tiny checkpoints, on meshes too.
-
-Where update/policy_ratio_max is far above 1, sampler and trainer route some
-tokens differently: --config.rollout.replay_experts=True takes the sampler's
-experts in the update, at 384 bytes a token.
 """
 
 from dppo_jax.config import Config, use_method

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, shapes, sharding
+from dppo_jax import data, rewards, sharding
 from dppo_jax.config.options import flatten
 from dppo_jax.eval import page, scores, votes
 from dppo_jax.eval import sets as eval_sets
@@ -195,7 +195,7 @@ def _evaluate_set(
       run.tokenizer,
       grader,
       eval_sets.rng_of_set(run.root_key, name, [*run.eval_sets].index(name)),
-      shapes.round_up(
+      sharding.round_up(
         run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
       ),
     )

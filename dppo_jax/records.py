@@ -2,8 +2,7 @@
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
 `P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
-of `L` positions each, `M` problems in a data set. Of a mixture of experts, `Y`
-layers and `K` experts of a token.
+of `L` positions each, `M` problems in a data set.
 
 A rollout has a fixed shape, so `Q` equals `N` and a pruned prompt is a row
 whose `kept.keep` is False: padding is an item that was not kept.
@@ -16,17 +15,15 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 @struct.dataclass
 class Selection:
-  """A choice together with how likely each item was to be chosen.
+  """A choice, with the inclusion probability of every item.
 
   Attributes:
     keep: True where the item was chosen.
     prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
-    told: numbers that say how the choice came about, for the metrics.
   """
 
   keep: Bool[Array, "..."]
   prob: Float[Array, "..."]
-  told: dict[str, Float[Array, ""]] | None = None
 
 
 @struct.dataclass
@@ -61,9 +58,6 @@ class Rollout:
     kept: `[Q]`, the selection of prompts this rollout was given.
     slot_steps: decode slots times decode steps: how many tokens could have been
       decoded.
-    experts: `[Q, G, T, Y, K]`, where the sampler recorded its routing: those of
-      the token before each of these, in every layer of a mixture of experts.
-    prompt_experts: `[Q, P, Y, K]`, those of each token of the prompts.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -73,25 +67,46 @@ class Rollout:
   is_stopped: Bool[Array, "Q G"] | None = None
   kept: Selection | None = None
   slot_steps: Int[Array, ""] | None = None
-  experts: Int[Array, "Q G T Y K"] | None = None
-  prompt_experts: Int[Array, "Q P Y K"] | None = None
+
+
+@struct.dataclass
+class StepCosts:
+  """Smoothed timings of earlier steps, used to choose how much to prune.
+
+  Seconds may be in any unit; they are 0 while unknown.
+
+  Attributes:
+    noise_fraction: part of the gradient's squared norm that is noise,
+      `r / (1 + r)` with `r` the gradient noise scale over the batch size; 1
+      while unknown.
+    micro_seconds: seconds of an update per micro-batch.
+    micro_tokens: trained tokens in a full micro-batch.
+    other_seconds: seconds of a step outside its update.
+  """
+
+  noise_fraction: Float[Array, ""]
+  micro_seconds: Float[Array, ""]
+  micro_tokens: Float[Array, ""]
+  other_seconds: Float[Array, ""]
 
 
 @struct.dataclass
 class Groups:
-  """What a completion rule may look at.
+  """The input of a completion rule.
 
   Attributes:
     rewards: `[Q, G]`.
     advantages: `[Q, G]`, from all G completions of each group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
-    is_needed: `[Q, G]`, False where a completion adds nothing to the gradient,
-      as one of zero advantage does without a KL penalty: it may be left out
-      at no cost. None stands for every completion of a prompt that was kept.
-    scale: `[Q, G]`, what multiplies each token's loss before this choice: the
-      objective's share of a token over the prompt's probability. None is 1.
-    sum_sq_residual: `[Q, G]`, the sum over tokens of (1 - p)^2, p being the
-      probability with which each was sampled. None stands for the length.
+    is_needed: `[Q, G]`, True where a completion contributes to the gradient.
+      Without a KL penalty one of zero advantage does not and may be dropped
+      for free. None stands for every completion of a kept prompt.
+    scale: `[Q, G]`, factor on each token's loss before this choice: the
+      objective's token share over the prompt's probability. None is 1.
+    sum_sq_residual: `[Q, G]`, sum over tokens of (1 - p)^2 with p the sampling
+      probability of each. None stands for the length.
+    costs: timings of earlier steps, for rules with an automatic budget; None
+      for all others.
   """
 
   rewards: Float[Array, "Q G"]
@@ -100,47 +115,24 @@ class Groups:
   is_needed: Bool[Array, "Q G"] | None = None
   scale: Float[Array, "Q G"] | None = None
   sum_sq_residual: Float[Array, "Q G"] | None = None
+  costs: StepCosts | None = None
 
 
 @struct.dataclass
-class Outcome:
-  """What became of each completion, for whoever wants to look at it.
+class CompletionSummary:
+  """Per-completion advantage, weight and length, for logging.
 
   Attributes:
-    advantages: `[Q, G]`, from which its tokens' losses are made.
-    weights: `[Q, G]`, 1 / its probability, the prompt's included; 0 where it
-      was pruned.
+    advantages: `[Q, G]`, as used in the loss.
+    weights: `[Q, G]`, 1 / probability, the prompt's included; 0 where pruned.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
+    trained_lengths: `[Q, G]`, the same, but 0 where not trained on.
   """
 
   advantages: Float[Array, "Q G"]
   weights: Float[Array, "Q G"]
   lengths: Int[Array, "Q G"]
-
-
-@struct.dataclass
-class Measured:
-  """What earlier steps tell of the next: for rules that set their own share.
-
-  Seconds are smoothed and may be in any unit; they are 0 while unknown.
-
-  Attributes:
-    noise_share: the noise's part of the gradient's squared length, `r / (1 +
-      r)` where `r` is the gradient noise scale over the batch.
-    micro_seconds: what an update takes for each micro-batch.
-    micro_tokens: trained tokens that a full micro-batch has.
-    other_seconds: what a step takes beside its update.
-    token_seconds: what rollout, grading and update take for each token that is
-      generated.
-    fixed_seconds: what a step takes beside that.
-  """
-
-  noise_share: Float[Array, ""]
-  micro_seconds: Float[Array, ""]
-  micro_tokens: Float[Array, ""]
-  other_seconds: Float[Array, ""]
-  token_seconds: Float[Array, ""]
-  fixed_seconds: Float[Array, ""]
+  trained_lengths: Int[Array, "Q G"]
 
 
 @struct.dataclass
@@ -160,9 +152,6 @@ class PackedBatch:
     weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
       token of a completion that was not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
-    prompts: `[R, L]`, the row in the prompt batch of the prompt it belongs to.
-    experts: `[R, L, Y, K]`, of each token in every layer, where the sampler's
-      are to be taken; None leaves them to the routers.
   """
 
   tokens: Int[Array, "*rows L"]
@@ -174,8 +163,6 @@ class PackedBatch:
   advantages: Float[Array, "*rows L"]
   weights: Float[Array, "*rows L"]
   old_logprobs: Float[Array, "*rows L"]
-  prompts: Int[Array, "*rows L"]
-  experts: Int[Array, "*rows L Y K"] | None = None
 
 
 @struct.dataclass
@@ -196,16 +183,15 @@ class TokenStats:
 
 @struct.dataclass
 class TrainState:
-  """All that a run carries from step to step; randomness is not part of it.
+  """Everything a run carries from step to step; randomness is not part of it.
 
   Attributes:
     step: steps done.
     draws: batches of prompts drawn; more than `step` where steps draw again.
     params: master weights.
     opt_state: the optimizer's.
-    history: what the method's prompt rule remembers of each problem.
-    noise: how noisy gradients were, a `learner.noise.Noise`; None where that is
-      not measured.
+    history: per-problem memory of the method's prompt rule.
+    noise: a `gradient_noise.Noise`; None where the method measures none.
   """
 
   step: Int[Array, ""]

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dppo_jax.records import Measured
-
 
 class Stage(enum.IntEnum):
-  """Who samples. Append only: a number, once used, keeps its meaning.
+  """Consumers of randomness. Append only: reusing a value changes old runs.
 
-  The step is that of the run; but DATA counts epochs, and PROMPTS and ROLLOUT
-  count batches of prompts, of which one step may draw several.
+  Randomness is indexed by the training step, except that DATA is indexed by
+  the epoch, and PROMPTS and ROLLOUT by the batch of prompts, of which a step
+  may draw several.
   """
 
   INIT = 0
@@ -29,35 +28,44 @@ class Stage(enum.IntEnum):
   TOKENS = 5
   SFT = 6
   EVALUATE = 7
+  NOISE = 8
 
 
 class StepRng(NamedTuple):
-  """Randomness of one stage at one step; whoever receives it consumes it.
+  """A key and the training step it belongs to.
 
   Attributes:
-    step: None where a caller gave a key alone.
-    measured: what earlier steps tell, for the rules of a method that reads it;
-      nothing of this step, whose draws may then depend on it.
+    key: consumed by whoever receives it.
+    step: None if a caller gave a key alone.
   """
 
   key: jax.Array
   step: jax.Array | None
-  measured: Measured | None = None
+
+  def at(self, stage: Stage) -> "StepRng":
+    """Returns the randomness of one stage of this step."""
+    return StepRng(_fold_in(self.key, stage), self.step)
 
 
 def as_step_rng(rng: StepRng | jax.Array) -> StepRng:
-  """`rng`; a key alone stands for the randomness of a step not known."""
+  """Returns `rng`; a bare key becomes the randomness of an unknown step."""
   return rng if isinstance(rng, StepRng) else StepRng(rng, None)
 
 
-@jax.jit
-def rng_at(root_key: jax.Array, step: int | jax.Array, stage: Stage) -> StepRng:
-  """The randomness of `stage` at `step` under `root_key`."""
+def rng_at(
+  root_key: jax.Array, step: int | jax.Array, stage: Stage | None = None
+) -> StepRng:
+  """Returns the randomness of a step, or of one stage of it."""
   step = jnp.asarray(step, jnp.int32)
-  key = jax.random.fold_in(jax.random.fold_in(root_key, step), stage)
-  return StepRng(key, step)
+  rng = StepRng(_fold_in(root_key, step), step)
+  return rng if stage is None else rng.at(stage)
+
+
+@jax.jit
+def _fold_in(key: jax.Array, data: int | jax.Array) -> jax.Array:
+  return jax.random.fold_in(key, data)
 
 
 def keys_for_ids(key: jax.Array, ids: jax.Array) -> jax.Array:
-  """One key per id, independent of batch composition and order."""
+  """Returns one key per id, independent of batch composition and order."""
   return jax.vmap(jax.random.fold_in, (None, 0))(key, ids)

@@ -218,6 +218,18 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, unclaimed_spec(*axes))
 
 
+def round_up(size: int, multiple: int) -> int:
+  """Returns the smallest multiple of `multiple` that is at least `size`."""
+  return -(-size // multiple) * multiple
+
+
+def largest_divisor(size: int, limit: int) -> int:
+  """Returns the largest divisor of `size` up to `limit`, at least 1."""
+  return next(
+    d for d in range(min(size, max(limit, 1)), 0, -1) if size % d == 0
+  )
+
+
 def _partition(dimensions: Sequence[Sequence[str]]) -> PartitionSpec:
   """Mesh axes of each dimension: a name, a tuple of several, or None."""
   return PartitionSpec(

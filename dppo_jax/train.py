@@ -1,49 +1,61 @@
-"""The training loop: steps, evaluation, checkpoints, stopping.
+"""The training loop, and what follows each step: logs, checks, checkpoints.
 
-A step, stage by stage:
-
-collect (draw -> choose prompts -> roll out -> grade -> update history)
-  -> select (advantages, completions, weights, packing) -> score (old
-  log-probabilities, tokens) -> update
+A step has four stages: collect (draw -> choose prompts -> roll out -> grade ->
+update history), select (advantages, completions, weights, packing), score (old
+log-probabilities, tokens) and update.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
+import numbers
 import pathlib
 import traceback
 
 import jax
-import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, shapes, sharding
+from dppo_jax import data, rewards, sharding
 from dppo_jax.config.options import flatten
+from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.methods.neyman.step_costs import Costs, of_step
 from dppo_jax.metrics import live_report, logs, progress, samples, trackers
 from dppo_jax.metrics import warnings as health
 from dppo_jax.metrics import writer as metrics
-from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import rng_at
 from dppo_jax.run import checkpoint, distributed, fingerprints, runtime_checks
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import programs, sft
-from dppo_jax.step.collect import collect
 from dppo_jax.step.grade import with_texts
+from dppo_jax.step.initial_state import (
+  first_state,
+  reference_params,
+  resumed_state,
+)
+from dppo_jax.step.train_step import StepInfo, TrainStep
+
+# `(step, info, state) -> metrics`, called after each step; may return None.
+Callback = Callable[[int, StepInfo, TrainState], dict[str, float] | None]
 
 
-def run(config: configs.Config, workdir: pathlib.Path) -> None:
-  """Trains in `workdir`, going on from its newest checkpoint if it has one.
+def run(
+  config: configs.Config,
+  workdir: pathlib.Path,
+  callbacks: Sequence[Callback] = (),
+) -> None:
+  """Trains in `workdir`, resuming from its latest checkpoint if there is one.
 
+  Args:
+    callbacks: called after each step with the number of steps done, the results
+      of the step and the train state. Every process calls them. Metrics that
+      they return are logged with those of the step.
   Raises:
-    ValueError: for a config, data or checkpoint that cannot work.
-    FloatingPointError: where the gradient stays non-finite.
+    UserError: for a config, data or checkpoint that cannot work.
+    FloatingPointError: if the gradient stays non-finite.
   """
   logs.quiet_libraries()
   logs.keep_programs()
@@ -66,12 +78,14 @@ def run(config: configs.Config, workdir: pathlib.Path) -> None:
         workdir, **dataclasses.asdict(config.checkpoint)
       ) as checkpoints,
     ):
-      # Before the writer, which drops what is newer than the newest sound one.
+      # Before the writer, which drops lines after the latest intact checkpoint.
       damaged = checkpoints.recover()
       with _open_writer(config, workdir, checkpoints, bar) as writer:
         for line in damaged:
           writer.say(line)
-        _train_and_report(run, grader, checkpoints, writer, workdir)
+        _train_and_report(
+          run, grader, checkpoints, writer, workdir, tuple(callbacks)
+        )
 
 
 def _train_and_report(
@@ -80,20 +94,21 @@ def _train_and_report(
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
   workdir: pathlib.Path,
+  callbacks: tuple[Callback, ...],
 ) -> None:
-  """The run from its first line to its report; what fails is logged."""
+  """Runs the training from its first line to its report; logs failures."""
   try:
     writer.say(run.description())
     with writer.bar.task("starting to grade"), distributed.sharing_errors():
       grader.self_check(run.train_set.columns)
     page = live_report.LiveReport(workdir, writer)
-    _train(run, grader, checkpoints, writer, page)
+    _train(run, grader, checkpoints, writer, page, callbacks)
     with writer.bar.task("writing the report"), distributed.sharing_errors():
       if distributed.is_first():
         writer.say(f"report: {page.write(run.config.steps)}")
   except KeyboardInterrupt:
     if checkpoints.latest_step() is None:
-      writer.say("stopped with nothing saved: the same command starts anew")
+      writer.say("stopped before anything was saved: the run starts over")
     raise
   except Exception:
     writer.log(traceback.format_exc())
@@ -106,7 +121,7 @@ def _open_writer(
   checkpoints: checkpoint.Checkpoints,
   bar: progress.Progress,
 ) -> metrics.Writer | metrics.Silent:
-  """What the run writes goes here; one process writes it."""
+  """Opens the run's logs; only the first process writes."""
   latest = checkpoints.latest_step()
   with distributed.sharing_errors():
     if not distributed.is_first():
@@ -128,93 +143,46 @@ def _train(
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
   page: live_report.LiveReport,
+  callbacks: tuple[Callback, ...],
 ) -> None:
-  config = run.config
-  num_prompts = config.data.prompts_per_step
   with writer.bar.task("compiling") as task:
-    compiled_step = programs.compile_step(run, task)
-  evaluate_now = functools.partial(
-    _evaluate, run, compiled_step, grader, writer
-  )
-  state, reference = _begin(run, checkpoints, writer, evaluate_now)
+    train_step = TrainStep(run, grader, task)
+  evaluate = functools.partial(_evaluate, run, train_step, grader, writer)
+  state = _begin(run, checkpoints, writer, evaluate)
+  reference = reference_params(run, checkpoints)
+  first, config = int(state.step), run.config
   # The first draw shuffles the epoch, which compiles; no later one does.
-  data.draw(run.train_set, run.root_key, 0, num_prompts)
+  data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
 
-  first = int(state.step)
-  costs = Costs(run.packing.rows_per_micro)
   with (
     metrics.Compilations() as compilations,
     distributed.stop_signal() as is_stopping,
-    _unwalked_heap(),
-    writer.bar.steps("step", config.steps, first) as shown,
+    _frozen_heap(),
+    writer.bar.steps("step", config.steps, first) as bar,
   ):
+    log = _Log(run, grader, writer, bar, compilations, callbacks)
+    hooks = (
+      log,
+      _check,
+      _Evaluation(config, writer, page, evaluate),
+      _Saving(config, writer, checkpoints, is_stopping),
+    )
     for step in range(first, config.steps):
-      rng_of = functools.partial(rng_at, run.root_key, step)
-      clock = metrics.Clock()
-      measured = costs.measured(state) if run.method.reads_measured else None
-      state, got = collect(run, compiled_step, grader, state, clock, measured)
-      with clock("select"):
-        batch, num_micro, selected, outcome = jax.block_until_ready(
-          compiled_step.select(
-            rng_of(Stage.COMPLETIONS)._replace(measured=measured),
-            *(got.prompts, got.rollout, got.rewards),
-          )
-        )
-        runtime_checks.check_selection(jax.device_get(selected))
-      with clock("score"):
-        batch, scored = jax.block_until_ready(
-          compiled_step.score(
-            state.params, rng_of(Stage.TOKENS), batch, num_micro
-          )
-        )
-        runtime_checks.check_selection(jax.device_get(scored))
-      with clock("update"):
-        denominator = np.float32(got.num_prompts) * config.rollout.group_size
-        state, updated = jax.block_until_ready(
-          compiled_step.update(state, reference, batch, num_micro, denominator)
-        )
-
-      done = step + 1
-      values = jax.device_get(got.metrics | selected | scored | updated)
-      values |= _about_rate(run, done, values) | clock.metrics()
-      values |= {"update/compiles": compilations.since_last()}
-      outcome = jax.device_get(outcome)
-      chosen = with_texts(
-        samples.of_step(
-          got.samples, outcome.lengths, outcome.advantages, outcome.weights
-        )
-      )
-      news = itertools.chain(*distributed.gather(grader.news()))
-      if run.method.reads_measured:  # all processes by the clock of the first
-        costs.add(distributed.gather(of_step(values))[0])
-      with distributed.sharing_errors():
-        writer.write(done, values)
-        writer.write_samples(done, "train", chosen)
-        for line in dict.fromkeys(news):
-          writer.say(line)
-      shown.advance(done, *_note(values))
-      runtime_checks.check_update(done, values)
-      is_last = done == config.steps
-      if is_last or _is_due(done, config.eval.every):
-        evaluate_now(state)
-        with distributed.sharing_errors():
-          if distributed.is_first():
-            page.refresh(done)
-      stops = is_stopping()
-      if is_last or stops or checkpoints.is_due(done):
-        with distributed.sharing_errors():
-          writer.sync()
-        checkpoints.save(done, state)
-      if stops and not is_last:
-        writer.say(f"stopped after step {done}; the same command goes on")
-        raise KeyboardInterrupt
+      rng = rng_at(run.root_key, step)
+      state, experience = train_step.collect(state)  # rollouts and rewards
+      batch = train_step.select(rng, experience, state)  # weights and rows
+      batch = train_step.score(rng, state.params, batch)  # token weights
+      state, info = train_step.update(state, reference, batch)
+      for after_step in hooks:  # log, check, evaluate, save and stop
+        after_step(step + 1, state, info)
 
 
 @contextlib.contextmanager
-def _unwalked_heap() -> Iterator[None]:
-  """Garbage collections leave out what was there before.
+def _frozen_heap() -> Iterator[None]:
+  """Excludes existing objects from garbage collections.
 
-  That is mostly what jax has traced, and 0.3 s of one step in a hundred.
+  They are mostly jax traces, and walking them stalls one step in a hundred for
+  0.3 s.
   """
   gc.freeze()
   try:
@@ -227,85 +195,120 @@ def _begin(
   run: Run,
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
-  evaluate_now: Callable[[TrainState], None],
-) -> tuple[TrainState, TrainState | None]:
-  """The state to go on from, and the reference policy's weights."""
-  abstract = programs.abstract_train_state(run)
+  evaluate: Callable[[TrainState], None],
+) -> TrainState:
+  """Makes, evaluates and saves a first state, or restores the latest one."""
   latest = checkpoints.latest_step()
-  if latest is None:
-    params = _first_params(run, abstract.params, writer)
-    state = jax.jit(
-      functools.partial(programs.init_train_state, run),
-      out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-      donate_argnums=0,
-    )(params)
-    runtime_checks.check_params(
-      state.params,
-      "lower config.sft.steps"
-      if run.config.sft.needs_solutions
-      else "config.model and config.sft.from_run say where they are from",
-    )
-    evaluate_now(state)
-    with distributed.sharing_errors():
-      writer.sync()
-    checkpoints.save(0, state)
-  else:
-    writer.say(f"going on after step {latest}")
+  if latest is not None:
+    writer.say(f"resuming after step {latest}")
     with writer.bar.task("reading the checkpoint"):
-      state = checkpoints.restore(latest, abstract)
-    runtime_checks.check_params(
-      state.params,
-      f"delete the checkpoint of step {latest}, and the run goes on from the "
-      "one before",
+      return resumed_state(run, checkpoints, latest)
+  state = first_state(run, writer)
+  evaluate(state)
+  with distributed.sharing_errors():
+    writer.sync()
+  checkpoints.save(0, state)
+  return state
+
+
+class _Log:
+  """Writes the metrics and samples of a step, and calls the callbacks."""
+
+  def __init__(self, run, grader, writer, bar, compilations, callbacks):
+    self._run, self._grader, self._writer = run, grader, writer
+    self._bar, self._compilations = bar, compilations
+    self._callbacks = callbacks
+
+  def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
+    values = info.metrics(self._grader.specs)
+    values = {name: float(x) for name, x in values.items()}
+    values["update/compiles"] = self._compilations.since_last()
+    for callback in self._callbacks:
+      values |= _checked_metrics(callback, callback(done, info, state))
+    summary = info.summary
+    lines = with_texts(
+      samples.of_step(
+        info.experience.samples,
+        summary.lengths,
+        summary.advantages,
+        summary.weights,
+      )
     )
-  reference = None
-  if run.objective.beta:
-    checkpoints.wait()
-    reference = checkpoints.restore_params(0, abstract.params)
-  return state, reference
+    warnings = itertools.chain(*distributed.gather(self._grader.news()))
+    with distributed.sharing_errors():
+      self._writer.write(done, values)
+      self._writer.write_samples(done, "train", lines)
+      for line in dict.fromkeys(warnings):
+        self._writer.say(line)
+    self._bar.advance(done, *_note(values))
 
 
-def _first_params(
-  run: Run, abstract: transformer.Params, writer: metrics.Writer
-) -> transformer.Params:
-  """The weights after the supervised steps that the config asks for, if any.
-
-  Args:
-    abstract: shapes and shardings of the weights.
-  """
-  options = dataclasses.asdict(run.config.sft)
-  from_run = options.pop("from_run")
-  if from_run:
-    workdir, step = checkpoint.split_step(from_run)
-    writer.say(f"the weights of {workdir} after step {step}")
-    with checkpoint.Checkpoints(workdir, read_only=True) as other:
-      return other.restore_params(step, abstract)
-  model = run.config.model
-  source = "reading the" if model.path or model.hub_id else "making the first"
-  with writer.bar.task(f"{source} weights"):
-    params = jax.block_until_ready(run.initial_params())
-  if not options["steps"]:
-    return params
-  return sft.run(
-    params,
-    run.train_set,
-    run.tokenizer,
-    run.stop_ids[0],
-    run.root_key,
-    model_config=run.model,
-    spec=run.packing,
-    direct_share=sft.ARITHMETIC_DIRECT_SHARE
-    if run.config.data.train == "arithmetic"
-    else 0.0,
-    say=writer.say,
-    bar=writer.bar,
-    **options,
+def _checked_metrics(callback: Callback, returned: object) -> dict[str, float]:
+  """Returns a callback's metrics; raises UserError if they are not numbers."""
+  values = {} if returned is None else returned
+  is_number = lambda x: (
+    isinstance(x, numbers.Real) or (hasattr(x, "ndim") and x.ndim == 0)
   )
+  if not isinstance(values, dict) or not all(map(is_number, values.values())):
+    name = getattr(callback, "__name__", callback)
+    raise UserError(
+      f"the callback {name} returned {returned!r} but must return None or a "
+      "dict of numbers; see config.callbacks"
+    )
+  return {str(name): float(x) for name, x in values.items()}
+
+
+def _check(done: int, state: TrainState, info: StepInfo) -> None:
+  """Stops a run that diverged."""
+  u = info.update
+  runtime_checks.check_update(
+    done,
+    u.num_nonfinite_params,
+    u.num_skipped_in_a_row,
+    f"norm {u.grad_norm}, loss {u.loss}, largest weight "
+    f"{info.select.diagnostics['weights/max']:.1f}",
+  )
+
+
+class _Evaluation:
+  """Evaluates and refreshes the report where due."""
+
+  def __init__(self, config, writer, page, evaluate):
+    self._config, self._writer = config, writer
+    self._page, self._evaluate = page, evaluate
+
+  def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
+    every = self._config.eval.every
+    if done == self._config.steps or (every and done % every == 0):
+      self._evaluate(state)
+      with distributed.sharing_errors():
+        if distributed.is_first():
+          self._page.refresh(done)
+
+
+class _Saving:
+  """Saves where due, and stops the run if a signal asked for it."""
+
+  def __init__(self, config, writer, checkpoints, is_stopping):
+    self._config, self._writer = config, writer
+    self._checkpoints, self._is_stopping = checkpoints, is_stopping
+
+  def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
+    is_last, stops = done == self._config.steps, self._is_stopping()
+    if is_last or stops or self._checkpoints.is_due(done):
+      with distributed.sharing_errors():
+        self._writer.sync()
+      self._checkpoints.save(done, state)
+    if stops and not is_last:
+      self._writer.say(
+        f"stopped after step {done}; re-run the same command to resume"
+      )
+      raise KeyboardInterrupt
 
 
 def _evaluate(
   run: Run,
-  compiled_step: programs.CompiledStep,
+  train_step: TrainStep,
   grader: rewards.Grader,
   writer: metrics.Writer,
   state: TrainState,
@@ -314,22 +317,22 @@ def _evaluate(
   step, values = int(state.step), {}
   for number, (name, problems) in enumerate(run.eval_sets.items()):
     with writer.bar.task(f"evaluating on {name}"):
-      found = eval_sets.evaluate(
-        functools.partial(compiled_step.evaluate, state.params),
+      completions = eval_sets.evaluate(
+        functools.partial(train_step.evaluate, state.params),
         problems,
         run.tokenizer,
         grader,
         eval_sets.rng_of_set(run.root_key, name, number),
-        shapes.round_up(
+        sharding.round_up(
           run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
         ),
       )
-    # The first set's go by names of their own, whatever it is called.
+    # Metrics of the first set do not depend on its name.
     stage = f"eval/{name}" if number else "eval"
-    new = {f"{stage}/{x}": value for x, value in found.metrics().items()}
+    new = {f"{stage}/{x}": value for x, value in completions.metrics().items()}
     values |= new
     with distributed.sharing_errors():
-      writer.write_samples(step, stage, found.samples[:8])
+      writer.write_samples(step, stage, completions.samples[:8])
       writer.say(
         f"step {step}: {f'{name} ' if len(run.eval_sets) > 1 else 'held-out '}"
         f"accuracy {new[f'{stage}/accuracy']:.3f}"
@@ -341,38 +344,17 @@ def _evaluate(
       writer.write(step, values)
 
 
-def _about_rate(
-  run: Run, done: int, values: dict[str, float]
-) -> dict[str, float]:
-  """With what learning rate the last update went, and whether it was clipped.
-
-  Args:
-    done: steps, each of as many updates as the config says.
-  """
-  updates = done * run.config.objective.num_updates
-  applied = int(updates - values["update/skipped"])
-  norm = values["update/grad_norm"]
-  return {
-    "update/learning_rate": float(run.learning_rate(max(applied - 1, 0))),
-    "update/clipped_norm": float(norm >= run.config.optimizer.clip_norm),
-  }
-
-
 def _note(values: dict[str, float]) -> Iterator[str]:
-  """What matters most of a step, in a few words each."""
+  """Yields the most important numbers of a step, in a few words each."""
   trained = values["completions/trained"] / max(values["completions/drawn"], 1)
   yield f"sampled accuracy {values['reward/accuracy']:.2f}"
-  if "shares/completions" in values:  # which set itself
+  if "budget/completions" in values:
     yield (
-      f"trains {values['shares/completions']:.0%} of what is needed, predicted "
-      f"{values['shares/completions_speedup']:.1f} times as fast"
+      f"trains {values['budget/completions']:.0%} of completions with an "
+      f"advantage, predicted {values['budget/predicted_speedup']:.1f}x faster"
     )
   else:
     yield f"trained {trained:.0%}"
   yield f"{values['step/seconds']:.2f} s/step"
   if values["update/skipped"]:
     yield f"{values['update/skipped']:.0f} updates skipped"
-
-
-def _is_due(step: int, every: int) -> bool:
-  return every > 0 and step % every == 0

@@ -311,8 +311,7 @@ plt.show()
 with jax.set_mesh(run.mesh):
   batch, num_micro, selected, *_ = step.select(rng, prompts, rollout, rewards)
 for name, value in vars(batch).items():
-  if value is not None:  # there are no experts to record
-    print(f"{name:13} {value.dtype!s:8} {value.shape}")
+  print(f"{name:13} {value.dtype!s:8} {value.shape}")
 print("[M, R, L]; micro-batches in use:", num_micro)
 print(f"tokens generated {int(rollout.lengths.sum())}", end=", ")
 print(f"trained on {int(selected['tokens/trained'])}")

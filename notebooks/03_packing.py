@@ -150,8 +150,7 @@ def pack(share_prefix, weights=weights):
 
 plan, rows = pack(share_prefix=True)
 for name, value in vars(rows).items():
-  if value is not None:  # there are no experts to record
-    print(f"{name:13} {value.dtype!s:8} {value.shape}")
+  print(f"{name:13} {value.dtype!s:8} {value.shape}")
 
 # %% [markdown]
 # Drawn, with and without sharing. White lines divide segments. A prompt that

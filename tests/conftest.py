@@ -42,10 +42,10 @@ hypothesis.settings.load_profile("repeatable")
 @pytest.fixture(scope="module")
 def quick_compiler():
   """Runs in this process compile at that level too, not at their own."""
-  from dppo_jax.step import compiler
+  from dppo_jax.step import programs
 
   quick = lambda lowered, platform: lowered.compile()
-  with mock.patch.object(compiler, "compile_program", quick):
+  with mock.patch.object(programs, "compile_program", quick):
     yield
 
 

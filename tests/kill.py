@@ -39,7 +39,7 @@ import orbax.checkpoint as ocp
 from dppo_jax import config, train
 from dppo_jax.metrics import logs, report
 from dppo_jax.run import checksums, distributed, runtime_checks
-from dppo_jax.step import collect, compiler
+from dppo_jax.step import collect, programs
 
 STEPS = 6
 # Where a run is killed, and how often it passes there before.
@@ -78,7 +78,6 @@ def make_config(num_devices: int = 1) -> config.Config:
     "pack.row_length": 24,
     "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,
-    "objective.noise_every": 2,
     "reward.overlong_tokens": 8,
     "checkpoint.every": 2,
     "mesh.data": num_devices,
@@ -95,7 +94,7 @@ def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
     pause: seconds that it waits wherever it could kill itself, so that it is
       there when somebody else does.
   """
-  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  programs.compile_program = lambda lowered, platform: lowered.compile()
   for name, (module, function, number) in PLACES.items():
     last = number if name == place else 0
     setattr(module, function, _passing(getattr(module, function), last, pause))
@@ -110,7 +109,7 @@ def run_one_of(port: int, count: int, index: int, *args) -> None:
 
 def fail(workdir: pathlib.Path, how: str, says: str) -> None:
   """A run that ends in an error which has to say `says`."""
-  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  programs.compile_program = lambda lowered, platform: lowered.compile()
   how = {"NaN": _poison, "full disk": _fill_disk}[how]
   how(workdir)
   try:

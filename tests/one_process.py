@@ -14,7 +14,7 @@ from jax._src import cache_key
 from dppo_jax import main, train
 from dppo_jax.models.moe import Experts
 from dppo_jax.run import distributed, setup
-from dppo_jax.step import compiler
+from dppo_jax.step import programs
 
 EXPERTS = Experts(num=4, per_token=2, mlp=16, is_normalized=True)
 
@@ -62,7 +62,7 @@ if __name__ == "__main__":
   if hasattr(cache_key, "_hash_devices"):
     cache_key._hash_accelerator_config = cache_key._hash_devices
     jax.config.update("jax_share_binary_between_hosts", True)
-  compiler.compile_program = lambda lowered, platform: lowered.compile()
+  programs.compile_program = lambda lowered, platform: lowered.compile()
   if "EXPERTS" in os.environ:
     setup.describe_model = with_experts(setup.describe_model)
     train.of_step = costs_by_own_clock

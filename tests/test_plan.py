@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from dppo_jax import config as configs
-from dppo_jax import methods, plan, rollout, sharding
+from dppo_jax import methods, plan, sharding
 from dppo_jax.algo import objectives
-from dppo_jax.models import hf, kv_cache, lm_head, moe, transformer
+from dppo_jax.models import hf, kv_cache, lm_head, transformer
 from dppo_jax.planning import (
   advice,
   architectures,
@@ -28,7 +28,7 @@ from dppo_jax.planning import (
   traffic,
   workload,
 )
-from dppo_jax.records import PackedBatch, PromptBatch
+from dppo_jax.records import PackedBatch
 from dppo_jax.run import setup
 from dppo_jax.step import programs, update
 
@@ -147,7 +147,6 @@ def test_operations_are_those_that_xla_counts_in_an_update():
       or field.name in ("prefix_ids", "prompts", "is_trained")
       else row(jnp.float32)
       for field in dataclasses.fields(PackedBatch)
-      if field.name != "experts"
     }
   )
   params = jax.eval_shape(
@@ -173,41 +172,6 @@ def test_experts_that_a_token_does_not_go_through_are_not_counted():
   )
   assert transformer.num_parameters(model) == pytest.approx(30.5e9, rel=0.01)
   assert active == pytest.approx(3.3e9, rel=0.03)
-
-
-def test_recorded_experts_are_counted_as_the_sampler_keeps_them():
-  run = planned(model__path="")  # of no other test
-  run.config.rollout.replay_experts = True
-  experts = moe.Experts(num=300, per_token=3, mlp=8, is_normalized=True)
-  run = run._replace(model=dataclasses.replace(run.model, experts=experts))
-  c, num = run.config, run.config.data.prompts_per_step
-  width = run.train_set.tokens.shape[1]
-  prompts = PromptBatch(
-    *(
-      jax.ShapeDtypeStruct(x, jnp.int32) for x in ((num,), (num, width), (num,))
-    )
-  )
-  sample = functools.partial(
-    rollout.sample,
-    model_config=run.model,
-    group_size=c.rollout.group_size,
-    num_slots=8,
-    max_tokens=c.rollout.max_tokens,
-    stop_ids=(1,),
-    record_experts=True,
-    rng=jax.random.key(0),
-  )
-  params = jax.eval_shape(
-    functools.partial(transformer.init, run.model), jax.random.key(0)
-  )
-  got = jax.eval_shape(
-    lambda *args: sample(args[0], prompts=args[1]), params, prompts
-  )
-  whole = sum(
-    x.size * x.dtype.itemsize for x in (got.experts, got.prompt_experts)
-  )
-  found = memory_estimate.moments(run)["roll_out"]["recorded experts"]
-  assert found == whole / 4  # shards of the batch
 
 
 def _step(given=GIVEN, kind="v5e", **sections) -> dict[str, seconds.Phase]:

@@ -124,7 +124,9 @@ def test_every_number_has_bounds():
       for bad in (1e300 if type(value) is float else 10**22, -(10**22)):
         config = configs.Config()
         configs.assign(config, name, bad)
-        with pytest.raises(UserError, match=rf"config\.{name} is .*(at|above) "):
+        with pytest.raises(
+          UserError, match=rf"config\.{name} is .*(at|above) "
+        ):
           configs.validate(config)
 
 

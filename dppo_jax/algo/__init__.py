@@ -7,8 +7,15 @@ from dppo_jax.algo.advantages import (
   leave_one_out,
   overlong_penalty,
 )
-from dppo_jax.algo.designs import bernoulli, systematic, to_grid, water_filling
+from dppo_jax.algo.designs import (
+  bernoulli,
+  drawn_probability,
+  systematic,
+  to_grid,
+  water_filling,
+)
 from dppo_jax.algo.diagnostics import diagnose
+from dppo_jax.algo.filling import fill
 from dppo_jax.algo.objectives import (
   OBJECTIVES,
   cispo,
@@ -19,7 +26,7 @@ from dppo_jax.algo.objectives import (
   gspo,
   rloo,
 )
-from dppo_jax.algo.packing import count_tokens, fill, plan, row_bound
+from dppo_jax.algo.packing import PackingSpec, count_tokens, plan, row_bound
 from dppo_jax.algo.policy_loss import Objective, surrogate
 from dppo_jax.algo.segments import segment_sum
 from dppo_jax.algo.weights import (
@@ -31,12 +38,14 @@ from dppo_jax.algo.weights import (
 __all__ = [
   "OBJECTIVES",
   "Objective",
+  "PackingSpec",
   "bernoulli",
   "cispo",
   "count_tokens",
   "dapo",
   "diagnose",
   "dr_grpo",
+  "drawn_probability",
   "effective_sample_size",
   "fill",
   "gmpo",

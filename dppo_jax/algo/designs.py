@@ -128,7 +128,7 @@ def systematic(
       kept is its sum, that is `n`.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
-  del n
+  del n  # the sum of `prob`; stated for readers of the call
   offset = jax.random.bits(key, dtype=jnp.uint32) >> 12
   return systematic_at(offset, prob)
 
@@ -153,7 +153,7 @@ def systematic_at(
 def bernoulli(
   key: Key[Array, ""], prob: Float[Array, "*shape"]
 ) -> Bool[Array, "*shape"]:
-  """Keeps each item by itself with its probability, exact on the grid.
+  """Keeps each item by itself with its probability, see `drawn_probability`.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -165,6 +165,20 @@ def bernoulli(
   [0.  0.5 1. ]
   """
   return jax.random.uniform(key, prob.shape) < prob
+
+
+def drawn_probability(prob: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Probability with which `jax.random.uniform(key) < prob` is True.
+
+  Random numbers in float32 are multiples of 2^-23, so this is `prob` rounded
+  up to the next multiple. Reporting it keeps the weights exact.
+
+  >>> import jax.numpy as jnp
+  >>> from dppo_jax import algo
+  >>> print(2**23 * algo.drawn_probability(jnp.array([0.5, 1e-6])))
+  [4.194304e+06 9.000000e+00]
+  """
+  return jnp.ceil(prob * 2.0**23) / 2.0**23
 
 
 def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:

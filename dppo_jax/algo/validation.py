@@ -1,4 +1,4 @@
-"""The one way in which methods and objectives refuse an option's value."""
+"""Validation of the arguments of methods and objectives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,17 @@ from dppo_jax.errors import UserError
 def check(
   name: str, value: Any, is_valid: Callable[[Any], bool], limit: str, where: str
 ) -> None:
-  """Refuses a value.
+  """Raises UserError for a value outside its limit.
 
   Args:
-    name: of the option.
-    is_valid: whether a value is within the limit; what it cannot compare, as a
-      word with a number, is not.
-    limit: what the value must be, in words: "in (0, 1]".
-    where: the part of the config in which the option is set.
-  Raises:
-    UserError: naming option, value and limit.
+    name: name of the argument.
+    is_valid: predicate; a value that it cannot compare is invalid.
+    limit: the limit in words: "in (0, 1]".
+    where: section of the config in which the option is set.
   """
   try:
-    is_refused = not is_valid(value)
-  except TypeError:
-    is_refused = True
-  if is_refused:
+    is_within = is_valid(value)
+  except (TypeError, ValueError):
+    is_within = False
+  if not is_within:
     raise UserError(f"{name} is {value!r} but must be {limit}; see {where}")

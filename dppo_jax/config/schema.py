@@ -42,8 +42,8 @@ class ModelConfig:
   )
   attention: str = option(
     "auto",
-    "attention kernel: xla runs everywhere, splash on TPU, triton on NVIDIA GPUs; auto "
-    "is splash where it is supported, else xla",
+    "attention kernel: xla runs everywhere, splash on TPU, triton on NVIDIA "
+    "GPUs; auto is splash where it is supported, else xla",
     choices=attention.CHOICES,
     may_change=True,
   )
@@ -150,9 +150,6 @@ class RolloutConfig:
   stop_ids: tuple = option(
     (), "ids of stop tokens; empty uses those of the checkpoint or tokenizer"
   )
-  replay_experts: bool = option(
-    False, "route tokens in the update through the sampler's choice of experts"
-  )
 
 
 @dataclass(slots=True)
@@ -214,12 +211,6 @@ class ObjectiveConfig:
   )
   mini_batches: int = option(
     1, "parts of a rollout's prompts; each pass makes one update each", least=1
-  )
-  noise_every: int = option(
-    128, "steps between gradient noise measurements; 0 disables them"
-  )
-  train_zero_advantage: bool = option(
-    False, "also train on zero-advantage completions; changes no gradient"
   )
 
   @property
@@ -293,9 +284,6 @@ class EvalConfig:
     "greedily, which --mode=evaluate always does too",
     most=1000,
     may_change=True,
-  )
-  temperature: float = option(
-    0.0, "temperature of samples; 0 is rollout.temperature", may_change=True
   )
   top_p: float = option(
     0.0, "top_p of samples; 0 is rollout.top_p", most=1, may_change=True

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Int
 import numpy as np
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 from dppo_jax.data import arithmetic, prompts, sources
 from dppo_jax.data.rows import Columns, Row, read
 from dppo_jax.data.tokenizer import Tokenizer
@@ -250,7 +250,7 @@ def prepare(
       )
     raise ValueError(_nothing_used(label, source, report, found, columns))
   lengths = np.array([len(tokens) for tokens in tokenized], np.int32)
-  width = shapes.round_up(int(lengths.max()), 8)
+  width = sharding.round_up(int(lengths.max()), 8)
   padded = np.full((len(kept), width), tokenizer.pad_id, np.int32)
   for i, tokens in enumerate(tokenized):
     padded[i, : len(tokens)] = tokens

@@ -21,13 +21,13 @@ from dppo_jax.methods.method import (
   unweighted,
   unweighted_prompts,
 )
+from dppo_jax.methods.neyman.budget import AutoBudget, relative_seconds
 from dppo_jax.methods.neyman.rules import (
   neyman,
   neyman_completions,
   neyman_prompts,
   neyman_tokens,
 )
-from dppo_jax.methods.neyman.time_law import relative_seconds
 from dppo_jax.methods.pods import max_variance, pods
 
 METHODS = {
@@ -44,6 +44,7 @@ METHODS = {
 
 __all__ = [
   "METHODS",
+  "AutoBudget",
   "CompletionRule",
   "DynamicSampling",
   "Method",

@@ -7,9 +7,9 @@ from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
   CompletionRule,
   Method,
-  Share,
+  Rate,
   at_step,
-  check_share,
+  check_fraction,
   unweighted,
 )
 
@@ -35,7 +35,7 @@ def cppo(keep: float = 0.5, scope: str = "group") -> Method:
   return grpo()._replace(completions=unweighted(rule))
 
 
-def top_abs_advantage(keep: Share, scope: str = "group") -> CompletionRule:
+def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
   """Keeps the largest |advantage|, ties at random.
 
   The probabilities are those of the tie-break: 1 for those above the least
@@ -62,7 +62,7 @@ def top_abs_advantage(keep: Share, scope: str = "group") -> CompletionRule:
     code.
   """
   if not callable(keep):
-    check_share("keep", keep)
+    check_fraction("keep", keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)

@@ -8,11 +8,11 @@ from dppo_jax.algo.segments import segment_sum
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
   Method,
-  Share,
+  Rate,
   TokenRule,
   at_step,
   check_choice,
-  check_share,
+  check_fraction,
   check_whole,
   require_stats,
   trainable,
@@ -64,7 +64,7 @@ def d2s(
     2. A completion's loss is the mean over its kept tokens. So it is under
        dapo, whose tokens otherwise count alike.
   """
-  check_share("keep_tokens", keep_tokens)
+  check_fraction("keep_tokens", keep_tokens)
   return d1s(keep, scope)._replace(tokens=top_entropy(keep_tokens, token_scope))
 
 
@@ -99,7 +99,7 @@ def d3s(
     "final_keep_tokens": final_keep_tokens,
   }
   for name, share in shares.items():
-    check_share(name, share)
+    check_fraction(name, share)
   completions = max_variance(_linear(keep, final_keep, total_steps), scope)
   keep_tokens_at = _linear(keep_tokens, final_keep_tokens, total_steps)
   return grpo()._replace(
@@ -109,7 +109,7 @@ def d3s(
   )
 
 
-def top_entropy(keep: Share, scope: str = "batch") -> TokenRule:
+def top_entropy(keep: Rate, scope: str = "batch") -> TokenRule:
   """Keeps the tokens of largest |advantage| x entropy; biased.
 
   The probability it reports is the share kept of the token's completion: a
@@ -132,7 +132,7 @@ def top_entropy(keep: Share, scope: str = "batch") -> TokenRule:
     3. Entropy is that of the policy that sampled.
   """
   if not callable(keep):
-    check_share("keep", keep)
+    check_fraction("keep", keep)
   check_choice("scope", scope, ("batch", "completion"))
 
   def select(rng, batch, stats):
@@ -178,7 +178,7 @@ def _rank_in_group(
   return jnp.zeros_like(rank).at[order].set(rank).reshape(score.shape)
 
 
-def _linear(first: float, last: float, total_steps: int | None) -> Share:
+def _linear(first: float, last: float, total_steps: int | None) -> Rate:
   """From `first`, at step 0, to `last`, at the last of `total_steps`."""
   if total_steps is not None:
     check_whole("total_steps", total_steps, least=0)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dppo_jax.algo import designs
 from dppo_jax.algo.advantages import group_normalized
 from dppo_jax.methods import ranking
 from dppo_jax.methods.grpo import grpo
@@ -14,12 +15,12 @@ from dppo_jax.methods.method import (
   CompletionRule,
   Method,
   PromptRule,
-  Share,
+  Rate,
   at_step,
   check,
   check_choice,
+  check_fraction,
   check_rate,
-  check_share,
   check_whole,
   uniform_for_ids,
 )
@@ -85,7 +86,7 @@ def dppo(
   )
 
 
-def drop_small_advantage(rate: Share, scope: str = "group") -> CompletionRule:
+def drop_small_advantage(rate: Rate, scope: str = "group") -> CompletionRule:
   """Drops with probability `rate` where |advantage| is below the mean.
 
   >>> import jax
@@ -118,6 +119,7 @@ def drop_small_advantage(rate: Share, scope: str = "group") -> CompletionRule:
     mean = size.sum() / jnp.maximum(is_drawn.sum(dtype=jnp.float32), 1.0)
     is_small = is_drawn & (size < mean * (1 - ROUNDING))
     prob = jnp.where(is_small, jnp.float32(1 - drop), 1.0)
+    prob = designs.drawn_probability(prob)
     return Selection(uniform < prob, prob)
 
   return ranking.in_scope(scope, choose)
@@ -136,7 +138,7 @@ class ScoreHistory(NamedTuple):
 
 
 def drop_by_history(
-  rate: Share,
+  rate: Rate,
   advantage: Callable[
     [Float[Array, "Q G"]], Float[Array, "Q G"]
   ] = group_normalized,
@@ -193,6 +195,7 @@ def drop_by_history(
     is_eligible = is_known[ids] & (last_score < mean * (1 - ROUNDING))
     share = jnp.asarray(at_step(rate, rng.step), jnp.float32)
     prob = jnp.where(is_eligible, 1 - share, 1.0)
+    prob = designs.drawn_probability(prob)
     return Selection(uniform_for_ids(rng.key, ids) < prob, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
@@ -212,9 +215,9 @@ def drop_by_history(
   return PromptRule(init, select, observe)
 
 
-def _until(rate: float, share: float, total_steps: int | None) -> Share:
+def _until(rate: float, share: float, total_steps: int | None) -> Rate:
   """`rate`, and 0 once `share` of the steps is behind."""
-  check_share("prune_until", share)
+  check_fraction("prune_until", share)
   if total_steps is not None:
     check_whole("total_steps", total_steps, least=0)
   if share == 1 or total_steps is None:

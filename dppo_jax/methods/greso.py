@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dppo_jax.algo import designs
 from dppo_jax.algo.advantages import is_zero_variance
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.methods.grpo import grpo
@@ -14,7 +15,7 @@ from dppo_jax.methods.method import (
   PromptRule,
   check,
   check_choice,
-  check_share,
+  check_fraction,
   check_whole,
   uniform_for_ids,
   unweighted_prompts,
@@ -135,8 +136,8 @@ def drop_zero_variance_streaks(
        where there are none; the code waits for the end of the first epoch.
     3. The code's share of hard groups counts only rewards of exactly 0.1.
   """
-  check_share("base", base)
-  check_share("floor", floor)
+  check_fraction("base", base)
+  check_fraction("floor", floor)
   check("target", target, lambda x: 0 <= x <= 1, "in [0, 1]")
   check("tuning", tuning, lambda x: 0 <= x <= 1, "in [0, 1]")
   check("easy_share", easy_share, lambda x: 0 <= x <= 1, "in [0, 1]")
@@ -168,6 +169,7 @@ def drop_zero_variance_streaks(
     keep_base = jnp.where(history.is_easy[ids], easy, hard)
     run = history.run[ids].astype(jnp.float32)
     prob = jnp.where(run > 0, jnp.maximum(keep_base**run, floor), 1.0)
+    prob = designs.drawn_probability(prob)
     return Selection(uniform_for_ids(rng.key, ids) < prob, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):

@@ -1,12 +1,11 @@
-"""What a method is: a few pure functions, and the simplest choices of each.
+"""The parts of a method, as pure functions, and the simplest choice of each.
 
-A completion rule is `rule(rng, groups) -> Selection [Q, G]`. It looks at whole
+A completion rule is `rule(rng, groups) -> Selection [Q, G]`. It sees full
 groups, before anything is dropped. The probability it reports is that of the
-draw it makes, so that the weight 1 / prob is unbiased; a rule for which that
-is not so says it. Completions of length 0 belong to prompts that were not
-rolled out: they are not counted, and whether they are kept means nothing. `rng`
-is a `StepRng`; the rules of this package take a key alone as well, where no
-share of theirs depends on the step.
+draw it makes, so that the weight 1 / prob is unbiased; a rule that cannot is
+wrapped in `unweighted`. Completions of length 0 belong to prompts that were not
+rolled out: they are not counted, and keeping them means nothing. `rng` is a
+`StepRng`; rules also take a bare key if none of their rates is a schedule.
 
 A prompt rule sees only what was observed before this step. Its choice is
 therefore independent of the rollouts to come, and the weight 1 / prob leaves
@@ -29,9 +28,9 @@ from dppo_jax.rng import StepRng, keys_for_ids
 CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
 History = PyTree[jax.Array]
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]  # of the step
-Share = float | Schedule  # a constant, or what changes over the run
+Rate = float | Schedule  # constant or scheduled
 
-# Numbers that are equal on paper differ in the last bits of a float32.
+# Numbers that are equal in theory differ in the last bits of a float32.
 ROUNDING = 1e-5
 
 
@@ -80,26 +79,35 @@ class Method(NamedTuple):
     prompts: chooses prompts before the rollout, from history.
     completions: chooses completions after it, from their groups.
     tokens: chooses tokens of those; None takes all.
-    has_statistics_after: advantages are computed again from the completions
-      chosen, which makes the gradient another one than the full batch's.
+    describe: `(groups, chosen) -> dict` of scalars to log about a choice of
+      completions; None logs nothing.
+    has_statistics_after: recomputes advantages from the completions chosen,
+      which makes the gradient another one than the full batch's.
+    trains_zero_advantage: packs completions of zero advantage too. The
+      gradient is the same; the update costs as much as if none were dropped.
     dynamic_sampling: draws more prompts until enough groups have rewards that
       differ; None draws once.
-    has_schedule: what it prunes depends on the number of steps of the run,
+    has_schedule: the amount pruned depends on the number of steps of the run,
       which a resumed run may then not change.
-    reads_measured: its rules of prompts and completions read `rng.measured`.
+    reads_costs: the completion rule reads `groups.costs`.
+    noise_every: steps between measurements of the gradient noise, each of
+      which takes two extra backward passes; 0 measures none.
   """
 
   prompts: PromptRule
   completions: CompletionRule
   tokens: TokenRule | None = None
+  describe: Callable[[Groups, Selection], dict[str, jax.Array]] | None = None
   has_statistics_after: bool = False
+  trains_zero_advantage: bool = False
   dynamic_sampling: DynamicSampling | None = None
   has_schedule: bool = False
-  reads_measured: bool = False
+  reads_costs: bool = False
+  noise_every: int = 0
 
 
 def every_prompt() -> PromptRule:
-  """Keeps all, with probability 1, and remembers nothing."""
+  """Returns a rule that keeps every prompt and remembers nothing."""
 
   def select(rng, history, ids):
     return Selection(jnp.ones(ids.shape, bool), jnp.ones(ids.shape))
@@ -112,7 +120,7 @@ def every_prompt() -> PromptRule:
 
 
 def every_completion() -> CompletionRule:
-  """Keeps all, with probability 1."""
+  """Returns a rule that keeps every completion."""
 
   def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
     shape = groups.advantages.shape
@@ -122,7 +130,7 @@ def every_completion() -> CompletionRule:
 
 
 def unweighted_prompts(rule: PromptRule) -> PromptRule:
-  """`rule` without its correction, and so biased: every probability is 1."""
+  """Returns `rule` with every probability 1, which biases it."""
 
   def select(rng, history, ids):
     chosen = rule.select(rng, history, ids)
@@ -132,51 +140,48 @@ def unweighted_prompts(rule: PromptRule) -> PromptRule:
 
 
 def unweighted(rule: CompletionRule) -> CompletionRule:
-  """`rule` as if all were equally likely: biased where they are not.
+  """Returns `rule` with equal probabilities, which biases it.
 
-  Every completion gets the share of those drawn that was kept, so that the
-  sum over the unpruned batch's denominators is the mean over what was kept.
+  Every probability is the fraction of the drawn completions that was kept, so
+  that the weighted sum over the unpruned batch's denominator is the mean over
+  the kept completions.
   """
 
   def biased(rng: StepRng | jax.Array, groups: Groups) -> Selection:
     keep = rule(rng, groups).keep
     is_drawn = groups.lengths > 0
     count = lambda x: jnp.maximum(x.sum(dtype=jnp.float32), 1.0)
-    share = count(keep & is_drawn) / count(is_drawn)
-    return Selection(keep, jnp.full(keep.shape, share))
+    fraction = count(keep & is_drawn) / count(is_drawn)
+    return Selection(keep, jnp.full(keep.shape, fraction))
 
   return biased
 
 
 def at_step(
-  share: Share, step: int | Int[Array, ""] | None
+  rate: Rate, step: int | Int[Array, ""] | None
 ) -> float | Float[Array, ""]:
-  """The share in use at `step`.
+  """Evaluates a constant or scheduled rate at `step`.
 
   Raises:
-    ValueError: for a share that needs a step where there is none.
+    ValueError: if the rate is a schedule and `step` is None.
   """
-  if not callable(share):
-    return share
+  if not callable(rate):
+    return rate
   if step is None:
     raise ValueError(
-      "rng is a key but the share changes over the run: give the rule a "
+      "rng is a key but the rate is a schedule: give the rule a "
       "StepRng(key, step)"
     )
-  return share(jnp.asarray(step, jnp.int32))
+  return rate(jnp.asarray(step, jnp.int32))
 
 
 def trainable(batch: PackedBatch) -> Bool[Array, "*rows L"]:
-  """True for the tokens that a token rule may choose."""
+  """Returns True for the tokens that a token rule may choose."""
   return batch.is_trained & (batch.weights != 0)
 
 
 def require_stats(stats: TokenStats | None) -> None:
-  """Refuses None where a token rule reads statistics.
-
-  Raises:
-    ValueError: where there are none.
-  """
+  """Raises ValueError if a token rule lacks the statistics it reads."""
   if stats is None:
     raise ValueError(
       "stats is None but the rule's needs_stats is True: score the batch first"
@@ -184,40 +189,40 @@ def require_stats(stats: TokenStats | None) -> None:
 
 
 def uniform_for_ids(key: jax.Array, ids: Int[Array, "N"]) -> Float[Array, "N"]:
-  """A number in [0, 1) for each prompt, which depends on no other prompt."""
+  """Returns a number in [0, 1) per prompt, independent of other prompts."""
   return jax.vmap(jax.random.uniform)(keys_for_ids(key, ids))
 
 
 check = functools.partial(validation.check, where="config.method.args")
 
 
-def check_share(name: str, value: float) -> None:
-  """Refuses what is no share above 0."""
+def check_fraction(name: str, value: float) -> None:
+  """Raises UserError unless the value is in (0, 1]."""
   check(name, value, lambda x: 0 < x <= 1, "in (0, 1]")
 
 
 def check_rate(name: str, value: float) -> None:
-  """Refuses a pruning rate with which some weight would be infinite."""
+  """Raises UserError unless the value is in [0, 1)."""
   check(
     name,
     value,
     lambda x: 0 <= x < 1,
-    "in [0, 1), as at 1 nothing stands for what is dropped",
+    "in [0, 1): a rate of 1 has no unbiased weight",
   )
 
 
 def check_finite(name: str, value: float) -> None:
-  """Refuses what is below 0, or infinite."""
+  """Raises UserError unless the value is finite and at least 0."""
   is_valid = lambda x: 0 <= x < float("inf")
   check(name, value, is_valid, "at least 0 and finite")
 
 
 def check_whole(name: str, value: int, least: int) -> None:
-  """Refuses what is no whole number, or too small a one."""
+  """Raises UserError unless the value is an integer of at least `least`."""
   is_valid = lambda x: x % 1 == 0 and x >= least
-  check(name, value, is_valid, f"a whole number of at least {least}")
+  check(name, value, is_valid, f"an integer of at least {least}")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-  """Refuses a word that is not one of the choices."""
+  """Raises UserError unless the value is one of the choices."""
   check(name, value, lambda x: x in choices, f"one of {', '.join(choices)}")

@@ -9,9 +9,9 @@ from dppo_jax.methods.method import (
   ROUNDING,
   CompletionRule,
   Method,
-  Share,
+  Rate,
   at_step,
-  check_share,
+  check_fraction,
   unweighted,
 )
 
@@ -34,7 +34,7 @@ def pods(keep: float = 0.25) -> Method:
   )
 
 
-def max_variance(keep: Share, scope: str = "group") -> CompletionRule:
+def max_variance(keep: Rate, scope: str = "group") -> CompletionRule:
   """Keeps the subset whose advantages have the largest variance.
 
   That is some number of the highest together with the lowest. Where several
@@ -52,7 +52,7 @@ def max_variance(keep: Share, scope: str = "group") -> CompletionRule:
   Source: PODS, arXiv:2504.13818; D3S, arXiv:2509.22115, for the batch.
   """
   if not callable(keep):
-    check_share("keep", keep)
+    check_fraction("keep", keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)

@@ -195,7 +195,7 @@ ALARMS = (
     "or a step has few tokens",
     "a look at moe/router_entropy: where it falls too, going on from an "
     "earlier checkpoint, with config.sft.from_run=DIR@STEP, and a lower "
-    "config.optimizer.learning_rate, or config.rollout.replay_experts=True",
+    "config.optimizer.learning_rate",
   ),
   Alarm(
     "cut_off",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 
 __all__ = ["product"]
 
@@ -101,7 +101,7 @@ def _blocks(num_rows: int, sizes: Int[Array, "X"]):
   That is a function of the block's number, and returns its group, its first
   row and the end of the group's rows.
   """
-  size = shapes.round_up(max(num_rows // len(sizes), 1), 8)
+  size = sharding.round_up(max(num_rows // len(sizes), 1), 8)
   size = min(size, _LARGEST_BLOCK)
   ends, blocks = jnp.cumsum(sizes), -(-sizes // size)
   last_blocks = jnp.cumsum(blocks)
@@ -137,7 +137,7 @@ def _kernel() -> Callable | None:
 
 
 def _outer_by_kernel(rows, grad, sizes, interpret=False):
-  largest = shapes.largest_divisor(len(rows) // 128, _TILE[0] // 128)
+  largest = sharding.largest_divisor(len(rows) // 128, _TILE[0] // 128)
   inner, outer = rows.shape[1], grad.shape[1]
   tile = (128 * largest, min(_TILE[1], inner), min(_TILE[2], outer))
   with jax.numpy_dtype_promotion("standard"):  # the kernel adds bool to int

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
+from dppo_jax.models import layers
 from dppo_jax.models.attention import MASKED
 
 __all__ = [
@@ -85,8 +86,8 @@ def part_sizes(capacity: int) -> list[int]:
   Each part has as many as all before it together; the last has what is left.
   Multiples of 32 suit matrix products and vector units.
   """
-  ends = shapes.doublings(
-    max(_SHORTEST, shapes.block(capacity)), shapes.round_up(capacity, 32)
+  ends = _doublings(
+    max(_SHORTEST, layers.block_size(capacity)), sharding.round_up(capacity, 32)
   )
   return [end - start for start, end in itertools.pairwise([0, *ends])]
 
@@ -99,7 +100,7 @@ def prompt_part_sizes(sizes: Sequence[int], longest: int) -> list[int]:
 
 def prompt_paddings(longest: int) -> list[int]:
   """Padded lengths for prompts of up to `longest` tokens, ascending."""
-  return shapes.doublings(_SHORTEST, longest)
+  return _doublings(_SHORTEST, longest)
 
 
 def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
@@ -164,7 +165,7 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
 
 def num_groups(num_layers: int) -> int:
   """Into how many groups the layers of a model are dealt."""
-  return shapes.largest_divisor(num_layers, _MAX_GROUPS)
+  return sharding.largest_divisor(num_layers, _MAX_GROUPS)
 
 
 def group_layers(
@@ -178,16 +179,16 @@ def group_layers(
 
 
 def scan_layers(
-  layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache, Any]],
+  layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache]],
   x: Float[Array, "..."],
   weights: tuple[PyTree[Array], ...],
   cache: KVCache,
   inline: bool = False,
-) -> tuple[Float[Array, "..."], KVCache, PyTree[Array]]:
-  """`(x, cache)` after every layer in order, and what each layer says.
+) -> tuple[Float[Array, "..."], KVCache]:
+  """Returns `(x, cache)` after every layer in order.
 
   Args:
-    layer: `(x, weights, cache) -> (x, cache, said)` of one layer.
+    layer: `(x, weights, cache) -> (x, cache)` of one layer.
     weights: of `group_layers`.
     inline: copy a layer's operations for each group rather than call them.
   """
@@ -196,21 +197,14 @@ def scan_layers(
   def one_of_each_group(carry, xs):
     x, cache = carry
     weights, index = xs
-    new, said = [], []
+    new = []
     for p, parts in zip(weights, cache, strict=True):
-      x, layer_cache, y = layer(x, p, LayerCache(parts, index))
+      x, layer_cache = layer(x, p, LayerCache(parts, index))
       new.append(layer_cache.parts)
-      said.append(y)
-    return (x, tuple(new)), jax.tree.map(lambda *y: jnp.stack(y), *said)
+    return (x, tuple(new)), None
 
   index = jnp.arange(len(cache[0][0].keys), dtype=jnp.int32)
-  (x, cache), said = jax.lax.scan(
-    one_of_each_group, (x, cache), (weights, index)
-  )
-  in_order = lambda y: y.reshape(
-    -1, *y.shape[2:]
-  )  # [Y / U, U, ...] to [Y, ...]
-  return x, cache, jax.tree.map(in_order, said)
+  return jax.lax.scan(one_of_each_group, (x, cache), (weights, index))[0]
 
 
 def write_prompts(
@@ -341,3 +335,12 @@ def attend(
 
 def _sizes(parts: Sequence[KVPart]) -> list[int]:
   return [part.keys.shape[-1] for part in parts]
+
+
+def _doublings(least: int, most: int) -> list[int]:
+  """Returns `least` and its doublings below `most`, then `most`."""
+  sizes = [most]
+  while least < most:
+    sizes.insert(-1, least)
+    least *= 2
+  return sizes

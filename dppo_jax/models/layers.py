@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dppo_jax import sharding
+
 __all__ = [
   "RopeScaling",
   "apply_rope",
+  "block_size",
   "cos_sin_table",
   "linear",
   "rms_norm",
@@ -112,3 +115,12 @@ def scale_frequencies(
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
   return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+def block_size(length: int) -> int:
+  """Returns the number of tokens of a row that are processed at once.
+
+  About an eighth of the row, in multiples of 64 and at most 512: smaller
+  blocks skip more padding, larger ones launch fewer operations.
+  """
+  return min(length, 512, sharding.round_up(-(-length // 8), 64))

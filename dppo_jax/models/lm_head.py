@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
+from dppo_jax.models import layers
 from dppo_jax.records import TokenStats
 
 LOGIT_CHUNK = 2048  # tokens whose logits exist at once
@@ -218,8 +219,8 @@ class _ColumnChunks:
 
   def __init__(self, is_needed: Bool[Array, "B L"], logit_chunk: int):
     batch, length = is_needed.shape
-    most = min(logit_chunk // batch, shapes.block(length))
-    self.width = shapes.largest_divisor(length, most)
+    most = min(logit_chunk // batch, layers.block_size(length))
+    self.width = sharding.largest_divisor(length, most)
     self.shape = (length // self.width, batch, self.width)
     self.is_needed = is_needed
     self.order = jnp.argsort(~is_needed, axis=1, stable=True).astype(jnp.int32)

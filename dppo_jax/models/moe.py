@@ -37,11 +37,6 @@ class Experts(NamedTuple):
   mlp: int
   is_normalized: bool
 
-  @property
-  def dtype(self) -> str:
-    """The smallest that holds the number of every expert."""
-    return "uint8" if self.num <= 256 else "uint16"
-
 
 class Routing(NamedTuple):
   """Where the tokens of a layer go.
@@ -49,13 +44,10 @@ class Routing(NamedTuple):
   Attributes:
     chosen: `[B, *L, K]`, the numbers of each token's experts.
     entropy: `[B, *L]`, nats, of the router's probabilities of all experts.
-    is_moved: `[B, *L]`, True where these are not the experts that the router
-      chooses itself; None where none were given.
   """
 
   chosen: Int[Array, "B *L K"]
   entropy: Float[Array, "B *L"]
-  is_moved: Bool[Array, "B *L"] | None
 
 
 class Load(NamedTuple):
@@ -64,13 +56,10 @@ class Load(NamedTuple):
   Attributes:
     tokens: `[X]`, how many went to each expert.
     entropy: nats, of the router's probabilities.
-    moved: how many went to other experts than the router chooses; None where
-      none were given.
   """
 
   tokens: Float[Array, "*layers X"]
   entropy: Float[Array, "*layers"]
-  moved: Float[Array, "*layers"] | None
 
 
 # Of the weights: router, gate, up and down.
@@ -89,7 +78,6 @@ def mixture(
   up: Float[Array, "X E F"],
   down: Float[Array, "X F E"],
   experts: Experts,
-  chosen: Int[Array, "B *L K"] | None = None,
 ) -> tuple[Float[Array, "B *L E"], Routing]:
   """Each token's experts, weighted by the router's probabilities.
 
@@ -98,9 +86,6 @@ def mixture(
   tokens and each device of the model axis computes its own experts, of which
   the sum is taken; tokens never travel. The width of the weights is gathered
   there, so that of their gradient each device gets its own part.
-
-  Args:
-    chosen: each token's experts, in place of those that the router chooses.
   """
   run = functools.partial(_mixture, experts=experts, axis=None)
   numbers = jnp.arange(experts.num, dtype=jnp.int32)
@@ -111,14 +96,14 @@ def mixture(
     # A rollout's shards have been given weights that are whole in width.
     is_whole = not set(sharding.RULES["embed"]) <= axis_names
 
-    def on_device(x, *weights_and_rest):
-      weights, rest = weights_and_rest[:4], weights_and_rest[4:]
+    def on_device(x, *weights_and_numbers):
+      *weights, numbers = weights_and_numbers
       if not is_whole:
         weights = [
           sharding.gather_width(w, *axes)
           for w, axes in zip(weights, _AXES, strict=True)
         ]
-      return _mixture(x, *weights, *rest, experts=experts, axis=by_expert[0])
+      return _mixture(x, *weights, numbers, experts=experts, axis=by_expert[0])
 
     run = jax.shard_map(
       on_device,
@@ -126,48 +111,31 @@ def mixture(
         by_token,
         *(sharding.unclaimed_spec(*axes) for axes in _AXES),
         by_expert,
-        by_token,
       ),
       out_specs=(by_token, by_token),
       axis_names=axis_names,
       check_vma=False,
     )
-  return run(x, router, gate, up, down, numbers, chosen)
+  return run(x, router, gate, up, down, numbers)
 
 
 def route(
   tokens: Float[Array, "N E"],
   router: Float[Array, "E X"],
   experts: Experts,
-  chosen: Int[Array, "N K"] | None = None,
 ) -> tuple[Float[Array, "N K"], Routing]:
-  """The probabilities of each token's experts, and which they are.
+  """Chooses each token's experts, and weights them.
 
-  Args:
-    chosen: experts to take in place of the likeliest.
   Source: Qwen3 technical report, arXiv:2505.09388, section 2, as transformers
-    computes it: softmax over all experts in float32, then the largest. Given
-    experts: rollout routing replay, arXiv:2510.11370, section 4, which takes
-    the softmax of the router's present logits over the given experts; that is
-    the same where the probabilities are normalised.
-  Deviates:
-    1. Where a model does not normalise, given experts have their probabilities
-       among all, as chosen ones do.
+    computes it: softmax over all experts in float32, then the largest.
   """
   logits = (tokens @ router).astype(jnp.float32)
   probs = jax.nn.softmax(logits)
-  prob, own = jax.lax.top_k(probs, experts.per_token)
-  is_moved = None
-  if chosen is None:
-    chosen = own
-  else:
-    chosen = chosen.astype(own.dtype)
-    prob = jnp.take_along_axis(probs, chosen, axis=-1)
-    is_moved = (own[:, :, None] != chosen[:, None]).all(axis=2).any(axis=1)
+  prob, chosen = jax.lax.top_k(probs, experts.per_token)
   if experts.is_normalized:
     prob = prob / prob.sum(axis=-1, keepdims=True)
   entropy = -(probs * jax.nn.log_softmax(logits)).sum(axis=-1)
-  routing = Routing(chosen, jax.lax.stop_gradient(entropy), is_moved)
+  routing = Routing(chosen, jax.lax.stop_gradient(entropy))
   return prob.astype(tokens.dtype), routing
 
 
@@ -179,18 +147,19 @@ def load(
   Args:
     is_real: False for padding, which does not count.
   """
-  total = lambda x: jnp.where(is_real, x, 0).sum(dtype=jnp.float32)
   number = jnp.where(is_real[..., None], routing.chosen, experts.num)
   every = jnp.arange(experts.num, dtype=number.dtype)
   counts = (number.reshape(-1, 1) == every).sum(0, dtype=jnp.float32)
-  return jax.tree.map(total, Load(None, *routing[1:]))._replace(tokens=counts)
+  entropy = jnp.where(is_real, routing.entropy, 0).sum(dtype=jnp.float32)
+  return Load(counts, entropy)
 
 
-def zero_load(experts: Experts, num_layers: int, is_given: bool) -> Load:
-  """What sums over batches start from; `is_given` as in `Load.moved`."""
-  zeros = jnp.zeros(num_layers, jnp.float32)
-  counts = jnp.zeros((num_layers, experts.num), jnp.float32)
-  return Load(counts, zeros, zeros if is_given else None)
+def zero_load(experts: Experts, num_layers: int) -> Load:
+  """Returns the load of no tokens, which sums over batches start from."""
+  return Load(
+    jnp.zeros((num_layers, experts.num), jnp.float32),
+    jnp.zeros(num_layers, jnp.float32),
+  )
 
 
 def describe(
@@ -205,16 +174,13 @@ def describe(
   every = jnp.maximum(num_tokens, 1.0)
   mean = load.tokens.mean(axis=1, keepdims=True)
   ratio = load.tokens / jnp.maximum(mean, 1.0)  # 1 everywhere is an even load
-  metrics = {
+  return {
     "moe/load_max": ratio.max(),
     "moe/load_max_mean": ratio.max(axis=1).mean(),
     "moe/load_cv": ratio.std(axis=1).mean(),
     "moe/unused": (load.tokens == 0).mean(dtype=jnp.float32),
     "moe/router_entropy": load.entropy.mean() / every,
   }
-  if load.moved is not None:
-    metrics["moe/moved"] = load.moved.mean() / every
-  return metrics
 
 
 def _mixture(
@@ -224,7 +190,6 @@ def _mixture(
   up,
   down,
   numbers,
-  given,
   *,
   experts: Experts,
   axis: str | None,
@@ -235,9 +200,7 @@ def _mixture(
   program cannot ask which device it is on.
   """
   tokens = x.reshape(-1, x.shape[-1])
-  if given is not None:
-    given = given.reshape(len(tokens), experts.per_token)
-  prob, routing = route(tokens, router, experts, given)
+  prob, routing = route(tokens, router, experts)
   chosen = routing.chosen
 
   # Pairs of a token and one of its experts, those of an expert side by side

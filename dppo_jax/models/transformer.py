@@ -37,7 +37,6 @@ __all__ = [
   "Params",
   "cast",
   "decode",
-  "decode_and_route",
   "flatten",
   "forward",
   "forward_and_load",
@@ -50,7 +49,6 @@ __all__ = [
   "num_parameters",
   "parameter_table",
   "prefill",
-  "prefill_and_route",
   "shardings",
   "to_inference_params",
   "unflatten",
@@ -80,19 +78,10 @@ def forward(
   positions: Int[Array, "B L"],
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"] | None = None,
-  experts: Int[Array, "B L Y K"] | None = None,
 ) -> Float[Array, "B L E"]:
-  """The hidden states after the last layer and the final norm.
-
-  Args:
-    tokens: packed rows.
-    positions: of each token in its sequence.
-    segment_ids: a token sees the past of its segment; 0 is padding.
-    prefix_ids: a segment that a token sees besides its own; None is no other.
-    experts: each token's in every layer; None leaves them to the routers.
-  """
+  """Returns the hidden states of `forward_and_load`."""
   return forward_and_load(
-    params, config, tokens, positions, segment_ids, prefix_ids, experts
+    params, config, tokens, positions, segment_ids, prefix_ids
   )[0]
 
 
@@ -103,12 +92,18 @@ def forward_and_load(
   positions: Int[Array, "B L"],
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"] | None = None,
-  experts: Int[Array, "B L Y K"] | None = None,
 ) -> tuple[Float[Array, "B L E"], moe.Load | None]:
-  """As `forward`, and how each layer's tokens are spread over its experts.
+  """Runs the model on packed rows.
 
+  Args:
+    tokens: packed rows.
+    positions: position of each token in its sequence.
+    segment_ids: a token attends to the past of its segment; 0 is padding.
+    prefix_ids: segment that a token attends to in addition to its own; None
+      for no other.
   Returns:
-    Hidden states, and the load of every layer; None for a dense model.
+    The hidden states after the last layer and the final norm, and the tokens
+    of each expert in every layer; None for a dense model.
   """
   params = cast(params, config)
 
@@ -121,20 +116,15 @@ def forward_and_load(
   x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
 
   @REMAT[config.remat]
-  def run(x, p, chosen):
-    x, _, routing = layer(x, p, None, chosen)
+  def run(x, p):
+    x, _, routing = layer(x, p, None)
     if routing is None:
       return x, None
     return x, moe.load(routing, segment_ids > 0, config.experts)
 
   place = functools.partial(parameters.place_layer, config=config)
-  if experts is not None:
-    experts = jnp.moveaxis(experts, -2, 0)
   x, loads = jax.lax.scan(
-    lambda x, xs: run(x, place(xs[0]), xs[1]),
-    x,
-    (params["layers"], experts),
-    unroll=_UNROLL,
+    lambda x, p: run(x, place(p)), x, params["layers"], unroll=_UNROLL
   )
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
@@ -155,17 +145,6 @@ def prefill(
     lengths: tokens of each prompt, at most `L`.
     sizes: positions of each part of the cache, `L` or more in all.
   """
-  return prefill_and_route(params, config, tokens, lengths, sizes)[0]
-
-
-def prefill_and_route(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B L"],
-  lengths: Int[Array, "B"],
-  sizes: Sequence[int],
-) -> tuple[KVCache, Int[Array, "B L Y K"] | None]:
-  """As `prefill`, and each token's experts in every layer, if it has any."""
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
 
@@ -176,10 +155,9 @@ def prefill_and_route(
   x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
   cache = kv_cache.init(config, len(tokens), sizes)
   inline = _is_inline(config) or config.attention in attention.KERNELS
-  _, cache, experts = kv_cache.scan_layers(
+  return kv_cache.scan_layers(
     _in_rollout(layer, config), x, params["layers"], cache, inline
-  )
-  return cache, _after_tokens(experts)
+  )[1]
 
 
 def decode(
@@ -197,18 +175,6 @@ def decode(
     positions: of that token; the cache holds the slot's past before it.
     cache: to be donated; the new keys and values are written at `positions`.
   """
-  return decode_and_route(params, config, tokens, positions, cache)[:2]
-
-
-def decode_and_route(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B"],
-  positions: Int[Array, "B"],
-  cache: KVCache,
-) -> tuple[Float[Array, "B E"], KVCache, Int[Array, "B Y K"] | None]:
-  """As `decode`, and each token's experts in every layer, if it has any."""
-
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
 
   def attend(q, k, v, cache):
@@ -217,18 +183,12 @@ def decode_and_route(
 
   num_positions = kv_cache.num_positions(cache)
   x, layer = _embed(params, config, tokens, positions, num_positions, attend)
-  x, cache, experts = kv_cache.scan_layers(
+  x, cache = kv_cache.scan_layers(
     _in_rollout(layer, config),
     *(x, params["layers"], cache, _is_inline(config)),
   )
   x = layers.rms_norm(x, params["final_norm"], config.norm_eps)
-  return x, cache, _after_tokens(experts)
-
-
-def _after_tokens(
-  experts: Int[Array, "Y B *L K"] | None,
-) -> Int[Array, "B *L Y K"] | None:
-  return None if experts is None else jnp.moveaxis(experts, 0, -2)
+  return x, cache
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
@@ -258,9 +218,8 @@ def _embed(
 ) -> tuple[Float[Array, "B *L E"], Callable[..., tuple]]:
   """The embedded tokens, and what makes of them those after a layer.
 
-  That is `layer(x, weights, cache, chosen) -> (x, cache, routing)`: the experts
-  that are given, if any, and where the tokens went. Training, prefill and
-  decoding differ only in `attend(q, k, v, cache) -> (out, cache)`.
+  That is `layer(x, weights, cache) -> (x, cache, routing)`. Training, prefill
+  and decoding differ only in `attend(q, k, v, cache) -> (out, cache)`.
   """
   batch_axes = ("batch",) + (None,) * tokens.ndim
   table = layers.cos_sin_table(
@@ -269,7 +228,7 @@ def _embed(
   # A lookup, since XLA would compute cosines again for each head and layer.
   cos, sin = (x[positions] for x in table)
 
-  def layer(x, p, cache, chosen=None):
+  def layer(x, p, cache):
     h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
     p = p | parameters.repeat_kv_heads(p, config)
     q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
@@ -284,7 +243,7 @@ def _embed(
     x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
     x = sharding.constrain(x, *batch_axes)
     h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
-    out, routing = _feed_forward(h, p, config, chosen)
+    out, routing = _feed_forward(h, p, config)
     return sharding.constrain(x + out, *batch_axes), cache, routing
 
   # Each device looks up its part of the width, for all rows of its replica.
@@ -305,26 +264,18 @@ def _is_inline(config: ModelConfig) -> bool:
 
 
 def _in_rollout(layer: Callable, config: ModelConfig) -> Callable:
-  """The layer, of weights that a rollout's shards may hold a part of each.
-
-  Of its routing it returns the experts alone, in few bytes.
-  """
-
-  def run(x, p, cache):
-    x, cache, routing = layer(x, parameters.gather_layer(p, config), cache)
-    if routing is None:
-      return x, cache, None
-    return x, cache, routing.chosen.astype(config.experts.dtype)
-
-  return run
+  """Returns the layer for weights that a rollout's shards divide."""
+  return lambda x, p, cache: layer(
+    x, parameters.gather_layer(p, config), cache
+  )[:2]
 
 
 def _feed_forward(
-  h: Float[Array, "B *L E"], p: Params, config: ModelConfig, chosen
+  h: Float[Array, "B *L E"], p: Params, config: ModelConfig
 ) -> tuple[Float[Array, "B *L E"], moe.Routing | None]:
   if config.experts:
     names = ("router", "experts_gate", "experts_up", "experts_down")
     weights = (p[name] for name in names)
-    return moe.mixture(h, *weights, config.experts, chosen)
+    return moe.mixture(h, *weights, config.experts)
   h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
   return layers.linear(h, p["down"]), None

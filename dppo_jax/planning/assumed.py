@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, shapes, sharding
+from dppo_jax import data, sharding
 from dppo_jax.models import attention
 from dppo_jax.planning import architectures
 from dppo_jax.run import preflight, setup
@@ -61,8 +61,7 @@ def assumed_run(
     model = setup.describe_model(config.model, "", size)
   model = dataclasses.replace(model, attention=backend)
   preflight.check_weights(mesh, model)
-  preflight.check_experts(config, model)
-  width = shapes.round_up(config.data.max_prompt_tokens, 8)
+  width = sharding.round_up(config.data.max_prompt_tokens, 8)
   num = config.data.train_limit or NUM_PROBLEMS
   problems = data.ProblemSet.of_shape(num, width)
   preflight.check_lengths(config, width)

@@ -94,7 +94,6 @@ def _rollout(run: Run) -> Parts:
     / 2,
     "prompts' cache": token * sum(sizes) * prompts,
     "completions": 12 * items * c.rollout.max_tokens,
-    "recorded experts": _recorded(run),
     "logits": 3 * 4 * slots * model.vocab,
     "prefill": item * batch * width * _widths(run, model),
   }
@@ -123,20 +122,7 @@ def _update(run: Run) -> Parts:
     "activations": item * tokens * model.layers * per_layer,
     "a layer's activations": item * tokens * 4 * _widths(run, model),
     "logits": 3 * 4 * min(chunk, tokens) * model.vocab / shards,
-    "recorded experts": _recorded(run),
   }
-
-
-def _recorded(run: Run) -> float:
-  """The experts of a step's tokens, in a rollout or, about as many, in rows."""
-  c, experts = run.config, run.model.experts
-  if not c.rollout.replay_experts:
-    return 0.0
-  prompts = c.data.prompts_per_step // sharding.num_shards(run.mesh, "batch")
-  width = run.train_set.tokens.shape[1]
-  tokens = prompts * (width + c.rollout.group_size * c.rollout.max_tokens)
-  of_token = run.model.layers * experts.per_token
-  return tokens * of_token * jnp.dtype(experts.dtype).itemsize
 
 
 def _gathered(run: Run, dtype: str) -> float:

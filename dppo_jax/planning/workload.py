@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
 from dppo_jax.planning import shares
 from dppo_jax.run.setup import Run
 
@@ -167,4 +167,4 @@ def num_slots(run: Run) -> int:
 def capacity(run: Run) -> int:
   """Positions of a decode slot's cache."""
   longest = run.train_set.tokens.shape[1] + run.config.rollout.max_tokens - 1
-  return shapes.round_up(longest, 32)
+  return sharding.round_up(longest, 32)

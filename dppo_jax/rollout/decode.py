@@ -35,17 +35,12 @@ class Slots(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-  """Completions as far as they have come, one row each.
-
-  Attributes:
-    experts: of the token before each of `tokens`, where they are recorded.
-  """
+  """Completions so far, one row each."""
 
   tokens: Int[Array, "QG T"]
   logprobs: Float[Array, "QG T"]
   lengths: Int[Array, "QG"]
   is_stopped: Bool[Array, "QG"]
-  experts: Int[Array, "QG T Y K"] | None
 
 
 class DecodeState(NamedTuple):
@@ -143,7 +138,7 @@ def decode_step(
   """
   slots, output = state.slots, state.output
   num_items = state.uniform.shape[0]
-  hidden, cache, experts = transformer.decode_and_route(
+  hidden, cache = transformer.decode(
     params, model_config, slots.token, slots.position, slots.cache
   )
   # Gathered over the model axis before sampling: a collective inside the loop
@@ -161,9 +156,6 @@ def decode_step(
     sampling.top_p,
   )
   put = lambda x, value: x.at[at].set(value, mode="drop")
-  recorded = None
-  if output.experts is not None:
-    recorded = put(output.experts, experts)
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   is_stop = (token[:, None] == stop_ids).any(-1)
   is_live = slots.item < num_items
@@ -174,7 +166,6 @@ def decode_step(
       logprobs=put(output.logprobs, logprob),
       lengths=output.lengths.at[slots.item].set(slots.count + 1, mode="drop"),
       is_stopped=output.is_stopped.at[slots.item].set(is_stop, mode="drop"),
-      experts=recorded,
     ),
     slots=Slots(
       item=jnp.where(is_done, num_items, slots.item),

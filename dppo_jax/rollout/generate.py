@@ -43,7 +43,6 @@ def sample(
   prefill_batch: int | None = None,
   kept: Selection | None = None,
   platform: str = "cpu",
-  record_experts: bool = False,
   **sampling,
 ) -> Rollout:
   """`group_size` completions of each prompt that was kept.
@@ -64,7 +63,6 @@ def sample(
     kept: prompts to roll out; None for all.
     platform: of the devices, cpu, gpu or tpu, which the number of compiled
       stages is chosen for; it changes no token.
-    record_experts: of each token in every layer of a mixture of experts.
     sampling: the fields of `Sampling`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -82,7 +80,6 @@ def sample(
     num_slots=num_slots,
     prefill_batch=prefill_batch,
     platform=platform,
-    record_experts=record_experts,
   )
 
 
@@ -98,7 +95,6 @@ def roll_out(
   num_slots: int,
   prefill_batch: int | None = None,
   platform: str = "cpu",
-  record_experts: bool = False,
 ) -> Rollout:
   """`sample` from weights that are laid out for it already.
 
@@ -113,7 +109,7 @@ def roll_out(
   schedule = slot_schedule(num_slots, platform)
 
   def run(params, prompts, keep, key):
-    state, prompt_experts = _first_stage(
+    state = _first_stage(
       params,
       model_config,
       prompts,
@@ -123,20 +119,19 @@ def roll_out(
       schedule,
       group_size=group_size,
       prefill_batch=prefill_batch or batch_size(prompts.tokens.shape[1]),
-      record_experts=record_experts,
     )
     state = _later_stages(params, model_config, state, sampling, schedule)
-    return state.output, prompt_experts, state.slot_steps
+    return state.output, state.slot_steps
 
   keep, num_shards = kept.keep, sharding.num_shards_here("batch")
   if num_shards == 1:
-    output, prompt_experts, slot_steps = run(params, prompts, keep, rng.key)
+    output, slot_steps = run(params, prompts, keep, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
     dealt = jax.tree.map(lambda x: x[order], (prompts, keep))
     by_prompt = sharding.spec(("batch",))
-    output, prompt_experts, slot_steps = jax.shard_map(
+    output, slot_steps = jax.shard_map(
       run,
       in_specs=(
         transformer.inference_specs(model_config),
@@ -152,15 +147,12 @@ def roll_out(
     lambda x: x.reshape(len(keep), -1, *x.shape[1:]), output
   )
   if num_shards > 1:
-    output, prompt_experts = jax.tree.map(
-      lambda x: x[place], (output, prompt_experts)
-    )
+    output = jax.tree.map(lambda x: x[place], output)
   return Rollout(
     prompt_ids=prompts.ids,
     kept=kept,
     # All shards wait for the slowest.
     slot_steps=slot_steps.max() * num_shards,
-    prompt_experts=prompt_experts,
     **output._asdict(),
   )
 
@@ -183,29 +175,15 @@ def _first_stage(
   *,
   group_size: int,
   prefill_batch: int,
-  record_experts: bool,
-) -> tuple[DecodeState, Int[Array, "N P Y K"] | None]:
-  """Prefill, then decoding until fewer are left than the next stage takes.
-
-  Returns:
-    The decoding under way, and the experts of the prompts' tokens if they are
-    recorded.
-  """
-
-  def no_experts(*shape):
-    if not record_experts:
-      return None
-    experts = model_config.experts
-    shape = (*shape, model_config.layers, experts.per_token)
-    return jnp.zeros(shape, experts.dtype)
-
+) -> DecodeState:
+  """Prefill, then decoding until fewer are left than the next stage takes."""
   num_items = prompts.ids.shape[0] * group_size
   num_slots = schedule[0]
   num_wanted = keep.sum(dtype=jnp.int32) * group_size
   # The longest first, so that prompts of a length prefill together.
   queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   sizes = kv_cache.part_sizes(prompts.tokens.shape[1] + sampling.max_tokens - 1)
-  prompt_cache, prompt_experts = prefill_prompts(
+  prompt_cache = prefill_prompts(
     params,
     model_config,
     prompts,
@@ -213,7 +191,6 @@ def _first_stage(
     keep.sum(),
     prefill_batch,
     sizes,
-    no_experts(*prompts.tokens.shape),
   )
   prompt_keys = keys_for_ids(key, prompts.ids)
   member = jnp.arange(group_size, dtype=jnp.int32)
@@ -261,7 +238,6 @@ def _first_stage(
       logprobs=jnp.zeros(rows, jnp.float32),
       lengths=jnp.zeros((num_items,), jnp.int32),
       is_stopped=jnp.zeros((num_items,), bool),
-      experts=no_experts(*rows),
     ),
     uniform=jax.vmap(draw_all)(item_keys.reshape(num_items)),
     num_wanted=num_wanted[None],
@@ -278,7 +254,7 @@ def _first_stage(
     refill_all(empty, jnp.int32(0)),
     transformer.gathers_layers(model_config),
   )
-  return state, prompt_experts
+  return state
 
 
 def _later_stages(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch
 from dppo_jax.rollout.decode import together
@@ -28,49 +28,38 @@ def prefill_prompts(
   num_kept: Int[Array, ""],
   prefill_batch: int,
   sizes: list[int],
-  experts: Int[Array, "N P Y K"] | None,
-) -> tuple[kv_cache.KVCache, Int[Array, "N P Y K"] | None]:
-  """Caches of the kept prompts in queue order; the others' stay zero.
+) -> kv_cache.KVCache:
+  """Returns caches of the kept prompts in queue order; the others stay zero.
 
   Args:
     queue: numbers of the prompts, those that were kept first.
     sizes: positions of each part of the cache that decoding takes.
-    experts: what those of the prompts' tokens are written into, or None.
-  Returns:
-    The caches, and `experts` in the order of the prompts.
   """
   num_prompts, longest = prompts.tokens.shape
-  chunk = shapes.largest_divisor(num_prompts, prefill_batch)
+  chunk = sharding.largest_divisor(num_prompts, prefill_batch)
   sizes = kv_cache.prompt_part_sizes(sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
   in_step = transformer.gathers_layers(model_config)
 
   def at_length(padded, rows):
-    cache, chosen = transformer.prefill_and_route(
+    return transformer.prefill(
       params,
       model_config,
       prompts.tokens[rows, :padded],
       prompts.lengths[rows],
       sizes,
     )
-    if experts is None:
-      return cache, None
-    rest = [(0, 0), (0, longest - padded), (0, 0), (0, 0)]
-    return cache, jnp.pad(chosen, rest)
 
-  def prefill_chunk(i, carry):
-    cache, experts = carry
+  def prefill_chunk(i, cache):
     rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
     needed = together(prompts.lengths[rows].max(), in_step)
-    new, chosen = jax.lax.switch(
+    new = jax.lax.switch(
       (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
       [functools.partial(at_length, padded) for padded in paddings],
       rows,
     )
-    if experts is not None:
-      experts = experts.at[rows].set(chosen)
-    return kv_cache.put_slots(cache, new, i * chunk), experts
+    return kv_cache.put_slots(cache, new, i * chunk)
 
   empty = kv_cache.init(model_config, num_prompts, sizes)
   num_chunks = together((num_kept + chunk - 1) // chunk, in_step)
-  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, (empty, experts))
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)

@@ -41,17 +41,6 @@ def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
     )
 
 
-def check_experts(
-  config: configs.Config, model: transformer.ModelConfig
-) -> None:
-  """Refuses to replay the experts of a model that has none."""
-  if config.rollout.replay_experts and not model.experts:
-    raise UserError(
-      "config.rollout.replay_experts is True but the model is dense: it has no "
-      "experts to replay"
-    )
-
-
 def check_ids(
   model: transformer.ModelConfig,
   stop_ids: tuple[int, ...],

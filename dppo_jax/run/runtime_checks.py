@@ -1,56 +1,73 @@
-"""What a run does not go on with: checked while it runs, told in one line."""
+"""Run-time checks that stop training: invalid probabilities, NaN weights."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
-from dppo_jax.step import update
+
+MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
 
-def check_selection(values: dict[str, np.ndarray]) -> None:
-  """Refuses to train on a batch that is not what its weights say."""
-  if values.get("pack/unplaced", 0) > 0:
-    raise RuntimeError(
-      f"{values['pack/unplaced']:.0f} completions have no place in the packed "
-      "rows: packing.row_bound is wrong; please report this"
-    )
-  for name, items in (
-    ("weights/invalid_probs", "prompts or completions"),
-    ("tokens/invalid_probs", "tokens"),
-  ):
-    if values.get(name, 0) > 0:
-      raise ValueError(
-        f"{values[name]:.0f} {items} were kept with a probability that is not "
-        "in (0, 1]: the rules of config.method must report the probabilities "
-        "with which they draw"
-      )
-
-
-def check_update(step: int, values: dict[str, float]) -> None:
-  """Refuses to go on, and to save, where that would be in vain.
+def check_selection(num_unplaced: float, num_invalid_probs: float) -> None:
+  """Raises if a batch does not correspond to its weights.
 
   Args:
-    values: metrics of the update of `step`.
-  Raises:
-    FloatingPointError: for weights that are not finite, or a gradient that
-      has not been for too long.
+    num_unplaced: completions without a place in the packed rows.
+    num_invalid_probs: kept items with a probability outside (0, 1].
   """
-  if values["update/nonfinite_params"]:
+  if num_unplaced > 0:
+    raise RuntimeError(
+      f"{num_unplaced:.0f} completions have no place in the packed rows: "
+      "packing.row_bound is wrong; please report this"
+    )
+  _check_probs(num_invalid_probs, "prompts or completions")
+
+
+def check_tokens(num_invalid_probs: float) -> None:
+  """Raises if tokens were kept with a probability outside (0, 1]."""
+  _check_probs(num_invalid_probs, "tokens")
+
+
+def _check_probs(num_invalid: float, items: str) -> None:
+  if num_invalid > 0:
+    raise UserError(
+      f"{num_invalid:.0f} {items} were kept with a probability outside (0, 1]: "
+      "the rules of config.method must report the probabilities with which "
+      "they draw"
+    )
+
+
+def check_update(
+  step: int,
+  num_nonfinite_params: float,
+  num_skipped_in_a_row: float,
+  details: str,
+) -> None:
+  """Stops a run that diverged, before it saves its weights.
+
+  Args:
+    num_nonfinite_params: weights that are infinite or NaN.
+    num_skipped_in_a_row: updates with a non-finite gradient up to this one.
+    details: numbers that describe the update.
+  Raises:
+    FloatingPointError: for non-finite weights, or MAX_SKIPPED non-finite
+      gradients in a row.
+  """
+  if num_nonfinite_params:
     raise FloatingPointError(
-      f"the update of step {step} made {values['update/nonfinite_params']:.0f} "
-      "weights infinite or NaN: they are not saved, the newest checkpoint is "
-      "as it was. Start another run with a lower "
+      f"the update of step {step} made {num_nonfinite_params:.0f} weights "
+      "infinite or NaN: they are not saved, the latest checkpoint is "
+      "unchanged. Start another run with a lower "
       "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP takes the "
       "weights of a checkpoint"
     )
-  if values["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
+  if num_skipped_in_a_row >= MAX_SKIPPED:
     raise FloatingPointError(
-      f"the gradient of {update.MAX_SKIPPED} updates in a row was not finite "
-      f"(norm {values['update/grad_norm']}, loss {values['update/loss']}, "
-      f"largest weight {values['weights/max']:.1f}): nothing was changed by "
-      "them. Lower config.optimizer.learning_rate, or compute in float32 "
-      "with config.model.dtype"
+      f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
+      f"({details}): they changed nothing. Lower "
+      "config.optimizer.learning_rate, or compute in float32 with "
+      "config.model.dtype"
     )
 
 

@@ -7,20 +7,16 @@ import textwrap
 from typing import NamedTuple
 
 import jax
-import optax
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, shapes, sharding
-from dppo_jax.algo import policy_loss
+from dppo_jax import data, rewards, sharding
+from dppo_jax.algo import packing, policy_loss
 from dppo_jax.config.options import default_args
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
 from dppo_jax.models import attention, hf, transformer
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import memory, preflight
-from dppo_jax.step import sft
-from dppo_jax.step.optimizer import make_optimizer, make_schedule
-from dppo_jax.step.select import PackingSpec
 
 _NO_EVAL = "eval: no problems"
 
@@ -34,7 +30,6 @@ class Run(NamedTuple):
     root_key: where all randomness starts.
     train_set: problems to train on; None where there is no training.
     eval_sets: problems to evaluate on by the name of their set, if any.
-    learning_rate: of an update, from the number of those before it.
     initial_params: makes the weights to start from, placed on the mesh.
     packing: the shape of packed rows.
   """
@@ -45,15 +40,18 @@ class Run(NamedTuple):
   root_key: jax.Array
   method: Method
   objective: policy_loss.Objective
-  optimizer: optax.GradientTransformation
-  learning_rate: optax.Schedule
   tokenizer: data.Tokenizer
   stop_ids: tuple[int, ...]
   train_set: data.ProblemSet | None
   eval_sets: dict[str, data.ProblemSet]
   model: transformer.ModelConfig
   initial_params: Callable[[], transformer.Params]
-  packing: PackingSpec
+  packing: packing.PackingSpec
+
+  @property
+  def num_updates(self) -> int:
+    """Optimizer steps in the full run."""
+    return self.config.steps * self.config.objective.num_updates
 
   def make_grader(self) -> rewards.Grader:
     """The grader that the config asks for, not yet started."""
@@ -156,7 +154,6 @@ def setup_run(
   )
   model = describe_model(config.model, path, tokenizer.vocab_size, backend)
   preflight.check_weights(mesh, model)
-  preflight.check_experts(config, model)
   if is_here:
     memory.check(mesh, model, config, trains)
   train_set, eval_sets = _problems(config, tokenizer, trains)
@@ -170,6 +167,8 @@ def setup_run(
   preflight.check_ids(model, stop_ids, [x for x in problem_sets if x])
   if train_set and config.sft.needs_solutions:
     # For what it refuses: here it costs seconds, and later a start.
+    from dppo_jax.step import sft
+
     sft.tokenize_solutions(
       train_set, tokenizer, stop_ids[0], config.pack.row_length
     )
@@ -207,21 +206,15 @@ def assemble(
     found: platform, tokenizer, stop_ids, train_set, eval_sets and
       initial_params.
   """
-  o = config.optimizer
   method = configs.make_method(config)
-  num_updates = config.steps * config.objective.num_updates
   return Run(
     config=config,
     mesh=mesh,
     root_key=jax.random.key(config.seed),
     method=method,
     objective=configs.make_objective(config),
-    optimizer=make_optimizer(total_steps=num_updates, **dataclasses.asdict(o)),
-    learning_rate=make_schedule(
-      o.learning_rate, num_updates, o.schedule, o.warmup_steps
-    ),
     model=model,
-    packing=PackingSpec(
+    packing=packing.PackingSpec(
       config.pack.row_length,
       config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
       # Tokens are drawn along the rows, in an order that no mesh changes.
@@ -272,7 +265,7 @@ def describe_model(
     model = hf.read_config(path, options.dtype, options.remat)
     return dataclasses.replace(model, attention=backend)
   return transformer.ModelConfig(
-    vocab=shapes.round_up(vocab_size, 8),
+    vocab=sharding.round_up(vocab_size, 8),
     has_qk_norm=True,
     dtype=options.dtype,
     remat=options.remat,

@@ -1,24 +1,25 @@
-"""Prompts to graded completions: what a step trains on, before any selection.
+"""Prompts to graded completions, the first stage of a step.
 
-draw -> choose prompts -> roll out -> grade -> update history, once, or for a
-method of dynamic sampling as often as it takes to gather enough groups whose
-rewards differ.
+draw -> choose prompts -> roll out -> grade -> update history, once or, for
+methods with dynamic sampling, until enough groups have rewards that differ.
 """
 
 import collections
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
 import numpy as np
 
 from dppo_jax import data, rewards
-from dppo_jax.methods.dynamic_sampling import draws_of_step
-from dppo_jax.metrics import writer
-from dppo_jax.records import Measured, PromptBatch, Rollout, TrainState
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.methods import Method, dynamic_sampling
+from dppo_jax.models import transformer
+from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
+from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run.setup import Run
-from dppo_jax.step.grade import grade, to_metrics
-from dppo_jax.step.programs import CompiledStep
+from dppo_jax.step.clock import StageClock
+from dppo_jax.step.grade import grade
 
 
 class Experience(NamedTuple):
@@ -27,66 +28,71 @@ class Experience(NamedTuple):
   Attributes:
     rewards: `[Q, G]`, 0 for the completions of a pruned prompt.
     num_prompts: loss denominator, in prompts.
-    metrics: scalars to log.
-    samples: lines of samples.jsonl, one for each completion.
+    counts: sums over the rollouts of the step, see `grade`.
+    samples: one line of samples.jsonl per completion.
   """
 
   prompts: PromptBatch
   rollout: Rollout
   rewards: jax.Array | np.ndarray
   num_prompts: jax.Array | np.ndarray
-  writer: dict[str, float]
+  counts: collections.Counter
   samples: list[dict]
 
 
-def collect(
-  run: Run,
-  compiled_step: CompiledStep,
-  grader: rewards.Grader,
-  state: TrainState,
-  clock: writer.Clock,
-  measured: Measured | None = None,
-) -> tuple[TrainState, Experience]:
-  """Rolls out and grades the next prompts.
-
-  Also returns the state with history and draw count advanced.
+class Collector:
+  """Rolls out and grades the prompts of a step.
 
   Args:
-    measured: of earlier steps, where the method reads it.
+    programs: compiled stages by name.
+    clock: receives the seconds of each stage.
   """
-  num_prompts = run.config.data.prompts_per_step
-  dynamic = run.method.dynamic_sampling
-  counts, samples = collections.Counter(), []
-  buffer, limit = None, np.int32(num_prompts)
-  with clock("rollout"):
-    params = jax.block_until_ready(
-      compiled_step.to_inference_params(state.params)
-    )
-  first_draw = int(state.draws)
-  draws = range(first_draw, first_draw + 1)
-  if dynamic:
-    per_epoch = len(run.train_set) // num_prompts
-    draws = draws_of_step(dynamic, int(state.step), first_draw, per_epoch)
-  for draw in draws:
+
+  def __init__(
+    self, run: Run, programs: dict, grader: rewards.Grader, clock: StageClock
+  ):
+    self._run, self._programs = run, programs
+    self._grader, self._clock = grader, clock
+    self._num_prompts = run.config.data.prompts_per_step
+
+  def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
+    """Collects a step's experience; history and draw count advance."""
+    with self._clock("rollout"):
+      params = self._programs["to_inference_params"](state.params)
+      params = jax.block_until_ready(params)
+    if self._run.method.dynamic_sampling:
+      return self.gather_groups(state, params)
+    limit = np.int32(self._num_prompts)
+    return self.rollout_once(state, params, int(state.draws), limit)
+
+  def rollout_once(
+    self,
+    state: TrainState,
+    params: transformer.Params,
+    draw: int,
+    limit: jax.Array | np.ndarray,
+  ) -> tuple[TrainState, Experience]:
+    """Rolls out and grades one batch of prompts.
+
+    Args:
+      params: the copy of the weights that rollouts read.
+      draw: number of the batch of prompts.
+      limit: largest number of prompts to roll out.
+    """
+    run, programs, clock = self._run, self._programs, self._clock
     with clock("data"):
-      prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
-      # A prompt rule counts steps, of which one may draw several times.
-      rng = rng_at(run.root_key, draw, Stage.PROMPTS)
-      rng = rng._replace(step=state.step, measured=measured)
-      kept, told = compiled_step.choose_prompts(
-        rng, state.history, prompts.ids, limit
-      )
+      prompts = data.draw(run.train_set, run.root_key, draw, self._num_prompts)
+      # Prompt rules count steps, of which one may draw several times.
+      rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
+      kept = programs["choose_prompts"](rng, state.history, prompts.ids, limit)
     with clock("rollout"):
       rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
-      rollout = jax.block_until_ready(
-        compiled_step.roll_out(params, prompts, rng, kept)
-      )
+      rollout = programs["roll_out"](params, prompts, rng, kept)
+      rollout = jax.block_until_ready(rollout)
     with clock("reward"):
-      graded = grade(rollout, run.train_set, run.tokenizer, grader)
-    counts.update(graded.counts)
-    samples += graded.samples
+      graded = grade(rollout, run.train_set, run.tokenizer, self._grader)
     with clock("update_history"):
-      history, num_draws = compiled_step.update_history(
+      history, draws = programs["update_history"](
         state.history,
         state.step,
         state.draws,
@@ -94,23 +100,93 @@ def collect(
         graded.rewards,
         graded.correct,
       )
-      state = jax.block_until_ready(
-        state.replace(draws=num_draws, history=history)
-      )
-    if not dynamic:
-      gathered = (prompts, rollout, graded.rewards, np.float32(num_prompts))
-      break
-    with clock("dynamic_sampling"):
-      buffer, limit, denominator = jax.block_until_ready(
-        compiled_step.add_groups(
-          buffer or compiled_step.init_buffer(),
-          prompts,
-          rollout,
-          graded.rewards,
+      state = state.replace(history=history, draws=draws)
+      state = jax.block_until_ready(state)
+    return state, Experience(
+      prompts,
+      rollout,
+      graded.rewards,
+      np.float32(self._num_prompts),
+      graded.counts,
+      graded.samples,
+    )
+
+  def gather_groups(
+    self, state: TrainState, params: transformer.Params
+  ) -> tuple[TrainState, Experience]:
+    """Repeats `rollout_once` until enough groups have rewards that differ."""
+    run, programs = self._run, self._programs
+    draws = dynamic_sampling.draws_of_step(
+      run.method.dynamic_sampling,
+      int(state.step),
+      int(state.draws),
+      draws_per_epoch=len(run.train_set) // self._num_prompts,
+    )
+    buffer, limit = programs["init_buffer"](), np.int32(self._num_prompts)
+    counts, samples = collections.Counter(), []
+    for draw in draws:
+      state, chunk = self.rollout_once(state, params, draw, limit)
+      counts.update(chunk.counts)
+      samples += chunk.samples
+      with self._clock("dynamic_sampling"):
+        buffer, limit, denominator = jax.block_until_ready(
+          programs["add_groups"](
+            buffer, chunk.prompts, chunk.rollout, chunk.rewards
+          )
         )
-      )
-      gathered = (buffer.prompts, buffer.rollout, buffer.rewards, denominator)
-      if int(buffer.num_groups) == num_prompts:
+      if int(buffer.num_groups) == self._num_prompts:
         break
-  values = to_metrics(counts, samples, grader.specs) | jax.device_get(told)
-  return state, Experience(*gathered, values, samples)
+    return state, Experience(
+      buffer.prompts,
+      buffer.rollout,
+      buffer.rewards,
+      denominator,
+      counts,
+      samples,
+    )
+
+
+def choose_prompts(
+  rng: StepRng,
+  history: PyTree,
+  ids: Int[Array, "N"],
+  limit: Int[Array, ""],
+  *,
+  method: Method,
+) -> Selection:
+  """Chooses prompts to roll out: the first `limit` of those the rule keeps."""
+  return dynamic_sampling.limit(method.prompts.select(rng, history, ids), limit)
+
+
+def update_history(
+  history: PyTree,
+  step: Int[Array, ""],
+  draws: Int[Array, ""],
+  rollout: Rollout,
+  rewards: Float[Array, "Q G"],
+  correct: Float[Array, "Q G"],
+  *,
+  method: Method,
+  num_problems: int,
+) -> tuple[PyTree, Int[Array, ""]]:
+  """Updates the prompt rule's memory after a rollout, and counts the draw."""
+  # A pruned prompt gets an id that no problem has.
+  ids = jnp.where(rollout.kept.keep, rollout.prompt_ids, num_problems)
+  history = method.prompts.observe(
+    history, step, ids, rewards, correct, rollout.lengths
+  )
+  return history, draws + 1
+
+
+def add_groups(
+  buffer: dynamic_sampling.GroupBuffer,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  rewards: Float[Array, "N G"],
+  *,
+  rule: dynamic_sampling.DynamicSampling,
+) -> tuple[dynamic_sampling.GroupBuffer, Int[Array, ""], Float[Array, ""]]:
+  """Adds a chunk; returns buffer, size of the next chunk and denominator."""
+  buffer = dynamic_sampling.add_groups(buffer, prompts, rollout, rewards)
+  size = dynamic_sampling.next_size(buffer, rollout, rewards, rule)
+  return buffer, size, dynamic_sampling.denominator(buffer, rule)

@@ -1,4 +1,4 @@
-"""A rollout as text, and what its completions earn."""
+"""Decoding and grading of a rollout."""
 
 import collections
 from collections.abc import Sequence
@@ -15,20 +15,35 @@ from dppo_jax.run import distributed
 
 
 class GradedRollout(NamedTuple):
-  """Graded completions; those of a pruned prompt earn 0.
+  """Graded completions; those of a pruned prompt have reward 0.
 
   Attributes:
     rewards: f32 `[Q, G]`.
-    correct: f32 `[Q, G]`, what the verifier says of each, from 0 to 1.
+    correct: f32 `[Q, G]`, verdict of the verifier, in [0, 1].
     counts: sums that describe them.
-    samples: a line of samples.jsonl for each completion that was sampled. Of
-      one that another process graded it has the numbers: see `with_texts`.
+    samples: one line of samples.jsonl per sampled completion. A completion that
+      another process graded has only its numbers: see `with_texts`.
   """
 
   rewards: np.ndarray
   correct: np.ndarray
   counts: collections.Counter
   samples: list[dict]
+
+
+class _LocalGrades(NamedTuple):
+  """Grades of some completions, in the order of their groups.
+
+  Attributes:
+    texts: problem, completion and answer, by row and place in the group.
+    columns: lists of `row tokens stopped reward correct` and `earned/NAME` of
+      each reward function, with one entry per completion.
+    counts: reasons for the rewards, such as timeouts.
+  """
+
+  texts: dict[tuple[int, int], dict]
+  columns: dict[str, list]
+  counts: collections.Counter
 
 
 def grade(
@@ -40,65 +55,27 @@ def grade(
 ) -> GradedRollout:
   """Decodes and grades the completions of a rollout.
 
-  Several processes divide the groups among them, and all learn what was earned.
+  The processes of a run divide the groups among them and share the grades.
 
   Args:
-    problems: those that the rollout's prompt ids number.
+    problems: the set that the rollout's prompt ids index.
     verifier_only: leaves out the functions that shape the reward.
   """
   owners = distributed.owners(rollout.lengths)
-  # What nobody reads here stays on the devices: it is many bytes a token.
-  rollout = rollout.replace(logprobs=None, experts=None, prompt_experts=None)
-  rollout = distributed.to_host(rollout)
-  shape = rollout.lengths.shape
-  is_sampled = rollout.lengths.max(axis=1) > 0  # a group is sampled whole
+  # Log-probabilities stay on the devices: nothing here reads them.
+  rollout = distributed.to_host(rollout.replace(logprobs=None))
+  is_sampled = rollout.lengths.max(axis=1) > 0  # groups are sampled as one
   rows = np.flatnonzero(is_sampled & (owners == distributed.index()))
   with distributed.sharing_errors():
-    texts, numbers, counts = _grade_rows(
+    local = _grade_rows(
       rollout, rows, problems, tokenizer, grader, verifier_only
     )
-  numbers = {name: x.tolist() for name, x in numbers.items()}
-  parts = distributed.gather({"numbers": numbers, "counts": counts})
-  numbers = _joined([part["numbers"] for part in parts])
-  rows = numbers["row"][:: shape[1]]
-
-  def in_groups(name):
-    out = np.zeros(shape, numbers[name].dtype)
-    out[rows] = numbers[name].reshape(-1, shape[1])
-    return out
-
-  earned, correct = in_groups("reward"), in_groups("correct")
-  is_zero_std = earned[rows].max(axis=1) == earned[rows].min(axis=1)
+  parts = distributed.gather({"columns": local.columns, "counts": local.counts})
+  columns = _join([part["columns"] for part in parts])
   counts = collections.Counter()
   for part in parts:
     counts.update(part["counts"])
-  counts.update(
-    {
-      "prompts": shape[0],
-      "rolled_out": len(rows),
-      "zero_std": int(is_zero_std.sum()),
-      "completions": len(numbers["row"]),
-      "stopped": int(numbers["stopped"].sum()),
-      "tokens": int(numbers["tokens"].sum()),
-      "slot_steps": int(rollout.slot_steps),
-      "earned": float(earned.sum()),
-      # Of each group, summed; one of a single completion has none.
-      "std": float(earned[rows].std(axis=1, ddof=int(shape[1] > 1)).sum()),
-      "correct": float(correct.sum()),
-    }
-  )
-  for name, values in numbers.items():
-    if name.startswith("earned/"):
-      counts[name] = float(values.sum())
-  columns = [numbers[name].tolist() for name in ("tokens", "reward", "correct")]
-  samples = [
-    texts.get(place, {})
-    | {"tokens": tokens, "reward": reward, "correct": is_correct}
-    for place, tokens, reward, is_correct in zip(
-      _places(rows, shape[1]), *columns, strict=True
-    )
-  ]
-  return GradedRollout(earned, correct, counts, samples)
+  return _summarise(rollout, columns, counts, local.texts)
 
 
 def _grade_rows(
@@ -108,13 +85,8 @@ def _grade_rows(
   tokenizer: data.Tokenizer,
   grader: rewards.Grader,
   verifier_only: bool,
-) -> tuple[dict, dict[str, np.ndarray], collections.Counter]:
-  """Grades the groups of some rows.
-
-  Returns:
-    The texts of each completion by row and place in the group; numbers, an
-    array over completions each; and counts of why they earn what they do.
-  """
+) -> _LocalGrades:
+  """Grades the groups of some rows."""
   lengths, group_size = rollout.lengths[rows], rollout.lengths.shape[1]
   ids = np.repeat(rollout.prompt_ids[rows], group_size)
   completions = [
@@ -141,26 +113,22 @@ def _grade_rows(
       _places(rows, group_size), prompts, completions, answers, strict=True
     )
   }
-  numbers = {
+  columns = {
     "row": np.repeat(rows, group_size),
     "tokens": lengths.reshape(-1),
     "stopped": rollout.is_stopped[rows].reshape(-1),
     "reward": graded.rewards,
     "correct": graded.correct,
+    **{f"earned/{name}": x for name, x in graded.values.items()},
   }
-  numbers |= {f"earned/{name}": x for name, x in graded.values.items()}
-  return texts, numbers, graded.counts
+  columns = {name: x.tolist() for name, x in columns.items()}
+  return _LocalGrades(texts, columns, graded.counts)
 
 
-def _places(rows: np.ndarray, group_size: int) -> list[tuple[int, int]]:
-  """Row and number in the group of every completion of some groups."""
-  return list(itertools.product(rows.tolist(), range(group_size)))
+def _join(parts: Sequence[dict[str, list]]) -> dict[str, np.ndarray]:
+  """Joins the columns of all processes, sorted by row.
 
-
-def _joined(parts: Sequence[dict[str, list]]) -> dict[str, np.ndarray]:
-  """The numbers of all processes, sorted by row.
-
-  Each row is of one of them, with its completions in order.
+  Each row belongs to one process, with its completions in order.
   """
   order = np.argsort([x for part in parts for x in part["row"]], kind="stable")
   joined = {}
@@ -171,12 +139,63 @@ def _joined(parts: Sequence[dict[str, list]]) -> dict[str, np.ndarray]:
   return joined
 
 
+def _summarise(
+  rollout: Rollout,
+  columns: dict[str, np.ndarray],
+  counts: collections.Counter,
+  texts: dict[tuple[int, int], dict],
+) -> GradedRollout:
+  """Arranges grades by group, and adds sums of them to `counts`."""
+  shape = rollout.lengths.shape
+  rows = columns["row"][:: shape[1]]
+
+  def in_groups(name):
+    out = np.zeros(shape, columns[name].dtype)
+    out[rows] = columns[name].reshape(-1, shape[1])
+    return out
+
+  earned, correct = in_groups("reward"), in_groups("correct")
+  is_zero_std = earned[rows].max(axis=1) == earned[rows].min(axis=1)
+  counts.update(
+    {
+      "prompts": shape[0],
+      "rolled_out": len(rows),
+      "zero_std": int(is_zero_std.sum()),
+      "completions": len(columns["row"]),
+      "stopped": int(columns["stopped"].sum()),
+      "tokens": int(columns["tokens"].sum()),
+      "slot_steps": int(rollout.slot_steps),
+      "earned": float(earned.sum()),
+      # Summed over groups; a group of one has no standard deviation.
+      "std": float(earned[rows].std(axis=1, ddof=int(shape[1] > 1)).sum()),
+      "correct": float(correct.sum()),
+    }
+  )
+  for name, values in columns.items():
+    if name.startswith("earned/"):
+      counts[name] = float(values.sum())
+  numbers = [columns[name].tolist() for name in ("tokens", "reward", "correct")]
+  samples = [
+    texts.get(place, {})
+    | {"tokens": tokens, "reward": reward, "correct": is_correct}
+    for place, tokens, reward, is_correct in zip(
+      _places(rows, shape[1]), *numbers, strict=True
+    )
+  ]
+  return GradedRollout(earned, correct, counts, samples)
+
+
+def _places(rows: np.ndarray, group_size: int) -> list[tuple[int, int]]:
+  """Lists row and place in the group of every completion of some groups."""
+  return list(itertools.product(rows.tolist(), range(group_size)))
+
+
 def with_texts(samples: Sequence[dict]) -> list[dict]:
-  """The same lines with the texts that other processes have of them."""
-  of_each = distributed.gather(list(samples))
+  """Adds the texts that other processes have of the samples."""
+  gathered = distributed.gather(list(samples))
   return [
     functools.reduce(operator.or_, lines)
-    for lines in zip(*of_each, strict=True)
+    for lines in zip(*gathered, strict=True)
   ]
 
 
@@ -185,9 +204,10 @@ def to_metrics(
   samples: list[dict],
   functions: tuple[rewards.RewardSpec, ...],
 ) -> dict[str, float]:
-  """Metrics of all rollouts of a step, from the sum of their counts.
+  """Returns the metrics of all rollouts of a step.
 
   Args:
+    counts: sum of the counts of the rollouts.
     samples: lines of samples.jsonl of every completion of the step.
   """
   num = max(counts["completions"], 1)

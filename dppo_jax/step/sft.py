@@ -12,17 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.data import problems as data
 from dppo_jax.data.tokenizer import Tokenizer
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import distributed
-from dppo_jax.step import optimizer as optimizers
-from dppo_jax.step import select, update
+from dppo_jax.run import distributed, runtime_checks
+from dppo_jax.step import update
+from dppo_jax.step.optimizer import make_optimizer
+from dppo_jax.step.pack import pack
 
 # Fraction of arithmetic solutions that are the answer alone, so that guessing
 # is the likelier start.
@@ -37,7 +39,7 @@ def run(
   root_key: jax.Array,
   *,
   model_config: transformer.ModelConfig,
-  spec: select.PackingSpec,
+  spec: PackingSpec,
   steps: int,
   sequences_per_step: int = 64,
   direct_share: float = 0.0,
@@ -57,7 +59,7 @@ def run(
     ValueError: where a solution fits no row.
     FloatingPointError: where the gradient stays non-finite.
   """
-  optimizer = optimizers.make_optimizer(
+  optimizer = make_optimizer(
     learning_rate, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
   tokens, lengths = tokenize_solutions(
@@ -91,13 +93,13 @@ def run(
   distributed.gather(None)  # as compile_programs does
   with bar.steps("supervised step", steps) as shown:
     for done in range(1, steps + 1):
-      state, metrics = step(state, *draw(done - 1))
+      state, info = step(state, *draw(done - 1))
       # Now and then: to read a metric is to wait for it.
       if done % max(1, steps // 100) == 0:
-        note = f"{-float(metrics['update/logprob']):.3f} nats per token"
+        note = f"{-float(info.logprob):.3f} nats per token"
         shown.advance(done, note)
       if done % max(1, steps // 5) == 0:
-        if metrics["update/skipped_in_a_row"] >= update.MAX_SKIPPED:
+        if info.num_skipped_in_a_row >= runtime_checks.MAX_SKIPPED:
           raise FloatingPointError(
             f"the gradient of supervised step {done} and of those before it "
             "was not finite: lower config.sft.steps"
@@ -135,7 +137,7 @@ def sft_step(
   tokens: jax.Array,
   lengths: jax.Array,
   *,
-  spec: select.PackingSpec,
+  spec: PackingSpec,
   config: update.UpdateConfig,
   optimizer,
 ):
@@ -151,7 +153,7 @@ def sft_step(
     slot_steps=jnp.int32(0),
   )
   ones = jnp.ones(lengths.shape, jnp.float32)
-  batch, num_used, _ = select.pack(prompts, solutions, ones, ones, spec)
+  batch, num_used, _ = pack(prompts, solutions, ones, ones, spec)
   return update.update(
     state,
     None,
@@ -185,7 +187,7 @@ def tokenize_solutions(
     for texts in (worked, problems.direct_solutions)
   ]
   lengths = np.array([[len(row) for row in rows] for rows in ids], np.int32)
-  width = shapes.round_up(int(lengths.max()), 8)
+  width = sharding.round_up(int(lengths.max()), 8)
   longest = problems.tokens.shape[1] + width - 1
   if longest > row_length:
     name = problems.names[int(lengths.max(axis=0).argmax())]

@@ -6,39 +6,32 @@ of the loop and no new compilation. The mini-batches of a rollout lie one after
 another, and each is a step of its own.
 """
 
-from collections.abc import Callable
-import functools
 from typing import NamedTuple
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.algo import policy_loss
-from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models import lm_head, moe, transformer
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 
-MAX_SKIPPED = 10  # updates in a row whose gradient is not finite
-
 
 class UpdateConfig(NamedTuple):
-  """What a compiled update is specialised to.
+  """Constants that a compiled update is specialised to.
 
   Attributes:
     model: the architecture.
-    objective: what is optimised.
+    objective: the loss.
     temperature: of the sampler.
     logit_chunk: tokens whose logits exist at once.
     inner_updates: passes over one rollout.
     mini_batches: parts of a rollout, each an optimizer step of every pass. With
-      one step in all, the parameters that are trained are those that sampled:
-      the old log-probabilities are the current ones, held constant, and those
-      in the batch only serve to measure the sampler.
-    noise_every: steps between two measurements of the gradient's noise, each
-      of which takes the first gradient of its step twice; 0 for none.
-    num_prompts: of a batch, pruned ones too; read where noise is measured.
+      one optimizer step in all, the parameters that are trained are those that
+      sampled: the old log-probabilities are the current ones, held constant,
+      and those in the batch only serve to measure the sampler.
   """
 
   model: transformer.ModelConfig
@@ -47,16 +40,57 @@ class UpdateConfig(NamedTuple):
   logit_chunk: int = lm_head.LOGIT_CHUNK
   inner_updates: int = 1
   mini_batches: int = 1
-  noise_every: int = 0
-  num_prompts: int = 1
 
   @property
   def is_on_policy(self) -> bool:
     return self.inner_updates * self.mini_batches == 1
 
-  @property
-  def prompts_per_update(self) -> int:
-    return self.num_prompts // self.mini_batches
+
+@struct.dataclass
+class UpdateInfo:
+  """Result of an update; token means are over the last pass.
+
+  Attributes:
+    loss: the loss, divided by the denominator.
+    logprob, entropy, kl: means over trained tokens, in nats.
+    clip_fraction: fraction of trained tokens that are clipped.
+    policy_ratio_max: largest ratio of the policy to the sampler.
+    grad_norm: global norm of the gradient of the last optimizer step.
+    num_skipped: optimizer steps skipped so far for non-finite gradients.
+    num_skipped_in_a_row: the most recent of these, without interruption.
+    num_nonfinite_params: weights that are infinite or NaN after the update.
+    num_micro: micro-batches in use.
+    experts: load of a mixture of experts, as metrics.
+  """
+
+  loss: Float[Array, ""]
+  logprob: Float[Array, ""]
+  entropy: Float[Array, ""]
+  kl: Float[Array, ""]
+  clip_fraction: Float[Array, ""]
+  policy_ratio_max: Float[Array, ""]
+  grad_norm: Float[Array, ""]
+  num_skipped: Float[Array, ""]
+  num_skipped_in_a_row: Float[Array, ""]
+  num_nonfinite_params: Float[Array, ""]
+  num_micro: Float[Array, ""]
+  experts: dict[str, Float[Array, ""]]
+
+  def metrics(self) -> dict[str, Float[Array, ""]]:
+    return {
+      "update/loss": self.loss,
+      "update/logprob": self.logprob,
+      "update/entropy": self.entropy,
+      "update/kl": self.kl,
+      "update/clip_share": self.clip_fraction,
+      "update/policy_ratio_max": self.policy_ratio_max,
+      "update/grad_norm": self.grad_norm,
+      "update/skipped": self.num_skipped,
+      "update/skipped_in_a_row": self.num_skipped_in_a_row,
+      "update/nonfinite_params": self.num_nonfinite_params,
+      "update/micro_batches": self.num_micro,
+      **self.experts,
+    }
 
 
 class GradSums(NamedTuple):
@@ -84,7 +118,7 @@ def logprobs(
   rows: PackedBatch,
   is_needed: Bool[Array, "R L"],
 ) -> Float[Array, "R L"]:
-  """Log-probability of the needed targets, in nats; 0 elsewhere."""
+  """Computes log-probabilities of the needed targets in nats; 0 elsewhere."""
   arguments, _ = _head_args(params, config, rows, is_needed)
   return lm_head.token_logprobs(*arguments)
 
@@ -95,7 +129,7 @@ def score(
   batch: PackedBatch,
   num_used: Int[Array, "*P"],
 ) -> TokenStats:
-  """Statistics of every trained token of the micro-batches in use."""
+  """Computes statistics of the trained tokens of the micro-batches in use."""
 
   def score_one(i, stats):
     rows = _take(batch, i)
@@ -111,7 +145,7 @@ def score(
 
 
 def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
-  """The arguments of the functions of `models.lm_head`, and the load."""
+  """Returns the arguments of the `models.lm_head` functions, and the load."""
   model = config.model
   hidden, load = transformer.forward_and_load(
     params,
@@ -120,7 +154,6 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
     rows.positions,
     rows.segment_ids,
     rows.prefix_ids,
-    rows.experts,
   )
   arguments = (
     hidden,
@@ -134,14 +167,12 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
 
 
 def zero_sums(
-  params: transformer.Params,
-  model: transformer.ModelConfig,
-  replays: bool = False,
+  params: transformer.Params, model: transformer.ModelConfig
 ) -> GradSums:
-  """What sums over micro-batches start from; those `replays` have experts."""
+  """Returns the empty sum."""
   load = None
   if model.experts:
-    load = moe.zero_load(model.experts, model.layers, replays)
+    load = moe.zero_load(model.experts, model.layers)
   names = ("loss", "logprob", "entropy", "tokens", "clipped", "kl")
   return GradSums(
     grad=jax.tree.map(jnp.zeros_like, params),
@@ -159,10 +190,10 @@ def add_gradient(
   config: UpdateConfig,
   rows: PackedBatch,
 ) -> GradSums:
-  """`sums` with one micro-batch, `[R, L]`, added to it.
+  """Adds the gradient of one micro-batch, `[R, L]`, to the sums.
 
   Args:
-    reference: parameters of the reference policy; needed where beta is not 0.
+    reference: parameters of the reference policy; needed if beta is not 0.
   """
   is_chosen = rows.is_trained & (rows.weights != 0)
   # A sequence's ratio needs all of its tokens, unless it is 1 by definition.
@@ -176,7 +207,7 @@ def add_gradient(
     ref_logprobs = None
     if config.objective.beta:
       ref_logprobs = jax.lax.stop_gradient(
-        logprobs(reference, config, rows.replace(experts=None), is_chosen)
+        logprobs(reference, config, rows, is_chosen)
       )
     loss, info = policy_loss.surrogate(
       config.objective,
@@ -187,7 +218,7 @@ def add_gradient(
       rows.is_trained,
       rows.segment_ids,
       ref_logprobs,
-      # Off policy, `select.choose_tokens` has put it into the weights.
+      # Off policy, `tokens.choose_tokens` applies it to the weights.
       rows.old_logprobs if config.is_on_policy else None,
     )
     log_ratio = jnp.where(is_chosen, constant - rows.old_logprobs, 0.0)
@@ -218,18 +249,14 @@ def sum_gradients(
   reference: transformer.Params | None,
   config: UpdateConfig,
   first: Int[Array, ""] | int = 0,
-  change: Callable[[PackedBatch], PackedBatch] = lambda rows: rows,
 ) -> GradSums:
-  """The sums over the micro-batches `[first, num_used)` of `[M, R, L]`.
-
-  Args:
-    change: made to each micro-batch.
-  """
+  """Sums over the micro-batches `[first, num_used)` of `[M, R, L]`."""
   add = lambda i, sums: add_gradient(
-    sums, params, reference, config, change(_take(batch, i))
+    sums, params, reference, config, _take(batch, i)
   )
-  zeros = zero_sums(params, config.model, batch.experts is not None)
-  return jax.lax.fori_loop(first, num_used, add, zeros)
+  return jax.lax.fori_loop(
+    first, num_used, add, zero_sums(params, config.model)
+  )
 
 
 def apply_gradient(
@@ -237,48 +264,50 @@ def apply_gradient(
   sums: GradSums,
   denominator: Float[Array, ""],
   optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-  """One optimizer step along `sums.grad / denominator`.
+) -> tuple[TrainState, UpdateInfo]:
+  """Takes one optimizer step along `sums.grad / denominator`.
 
-  A gradient that is not finite changes nothing but the optimizer's count of
-  such steps. One of zero, where nothing was drawn or no rewards differ, is an
-  estimate like any other: the optimizer takes it, and goes on by what it
-  remembers of earlier ones. To skip it would favour the draws that found
-  something.
+  A gradient that is not finite changes only the optimizer's count of such
+  steps. A gradient of zero, because nothing was drawn or no rewards differ, is
+  an estimate like any other and is applied: skipping it would favour the draws
+  that found something.
 
   Args:
     denominator: the loss denominator, in completions of the unpruned batch.
   """
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
   updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
-  metrics = _describe(sums, denominator) | {
-    "update/grad_norm": optax.tree.norm(grad),
-    "update/skipped": opt_state.total_notfinite.astype(jnp.float32),
-    "update/skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),
-  }
   params = optax.apply_updates(state.params, updates)
-  metrics["update/nonfinite_params"] = sum(
+  num_nonfinite = sum(
     jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
     for x in jax.tree.leaves(params)
   )
-  return state.replace(params=params, opt_state=opt_state), metrics
+  info = UpdateInfo(
+    **_describe(sums, denominator),
+    grad_norm=optax.tree.norm(grad),
+    num_skipped=opt_state.total_notfinite.astype(jnp.float32),
+    num_skipped_in_a_row=opt_state.notfinite_count.astype(jnp.float32),
+    num_nonfinite_params=num_nonfinite,
+    num_micro=jnp.float32(0),
+  )
+  return state.replace(params=params, opt_state=opt_state), info
 
 
-def _describe(
-  sums: GradSums, denominator: Float[Array, ""]
-) -> dict[str, Float[Array, ""]]:
+def _describe(sums: GradSums, denominator: Float[Array, ""]) -> dict:
+  """Returns the fields of UpdateInfo that follow from the sums."""
   tokens = jnp.maximum(sums.sums["tokens"], 1.0)
-  metrics = {
-    "update/loss": sums.sums["loss"] / denominator,
-    "update/logprob": sums.sums["logprob"] / tokens,
-    "update/entropy": sums.sums["entropy"] / tokens,
-    "update/kl": sums.sums["kl"] / tokens,
-    "update/clip_share": sums.sums["clipped"] / tokens,
-    "update/policy_ratio_max": jnp.exp(sums.log_ratio),
-  }
+  experts = {}
   if sums.load is not None:
-    metrics |= moe.describe(sums.load, sums.num_read)
-  return metrics
+    experts = moe.describe(sums.load, sums.num_read)
+  return {
+    "loss": sums.sums["loss"] / denominator,
+    "logprob": sums.sums["logprob"] / tokens,
+    "entropy": sums.sums["entropy"] / tokens,
+    "kl": sums.sums["kl"] / tokens,
+    "clip_fraction": sums.sums["clipped"] / tokens,
+    "policy_ratio_max": jnp.exp(sums.log_ratio),
+    "experts": experts,
+  }
 
 
 def update(
@@ -290,100 +319,53 @@ def update(
   *,
   config: UpdateConfig,
   optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-  """Optimizer steps on the micro-batches `[M, R, L]` of a rollout.
+) -> tuple[TrainState, UpdateInfo]:
+  """Takes the optimizer steps of a rollout, and advances the step counter.
 
   Each mini-batch has the same share of the prompts, and its gradient the same
-  share of the denominator: their mean is the gradient of the whole.
+  share of the denominator: their mean is the gradient of the full batch.
 
   Args:
-    num_used: micro-batches in use; of several mini-batches, `[P]`, those up to
-      the end of each.
+    batch: micro-batches `[M, R, L]`.
+    num_used: number of micro-batches in use; of several mini-batches, `[P]`,
+      the number up to the end of each.
     denominator: the loss denominator of the rollout, in completions.
-  Returns:
-    The new state, and metrics. What describes tokens is of the last pass over
-    the rollout, the gradient's norm of the last step.
   Raises:
-    ValueError: where the config has another number of mini-batches.
+    ValueError: if the config has another number of mini-batches.
   """
   ends = jnp.atleast_1d(num_used)
   num_parts = len(ends)
   if num_parts != config.mini_batches:
     raise ValueError(
       f"the batch was packed as {num_parts} mini-batches but the update's "
-      f"config has {config.mini_batches}: give select.select the same number"
+      f"config has {config.mini_batches}: pass the same number to select"
     )
 
   def step(i, carry):
     state, seen, _ = carry
     part = i % num_parts
     first = jnp.where(part > 0, ends[part - 1], 0)
-    sum_up = functools.partial(
-      sum_gradients, batch, ends[part], state.params, reference, config, first
+    sums = sum_gradients(
+      batch, ends[part], state.params, reference, config, first
     )
-    if config.noise_every:
-      is_due = (i == 0) & (state.step % config.noise_every == 0)
-      sums, state = _sums_and_noise(sum_up, zeros, state, config, is_due)
-    else:
-      sums = sum_up()
-    state, metrics = apply_gradient(
+    state, info = apply_gradient(
       state, sums, denominator / num_parts, optimizer
     )
     seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
     seen = _add(seen, sums._replace(grad=None))
-    return state, seen, metrics | _describe(seen, denominator)
+    return state, seen, info.replace(**_describe(seen, denominator))
 
-  zeros = zero_sums(state.params, config.model, batch.experts is not None)
+  zeros = zero_sums(state.params, config.model)
   carry = (state, zeros._replace(grad=None), None)
   if config.is_on_policy:
-    state, _, metrics = step(0, carry)
+    state, _, info = step(0, carry)
   else:
     *_, blank = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, carry))
-    state, _, metrics = jax.lax.fori_loop(
+    state, _, info = jax.lax.fori_loop(
       0, config.inner_updates * num_parts, step, (*carry[:2], blank)
     )
-  metrics["update/micro_batches"] = num_used.max().astype(jnp.float32)
-  if config.noise_every:
-    metrics |= gradient_noise.describe(state.noise, config.prompts_per_update)
-    is_due = (state.step % config.noise_every == 0).astype(jnp.float32)
-    metrics["noise/measured"] = is_due
-  return state, metrics
-
-
-def _sums_and_noise(
-  sum_up: Callable[..., GradSums],
-  zeros: GradSums,
-  state: TrainState,
-  config: UpdateConfig,
-  is_due: Bool[Array, ""],
-) -> tuple[GradSums, TrainState]:
-  """What `sum_up` sums, and the state with the noise measured where it is due.
-
-  One compiled loop serves both passes, of which the first has signs.
-
-  Args:
-    sum_up: `sum_gradients` of all but the change.
-    zeros: what the sums look like.
-  """
-  signs = gradient_noise.signs(state.step, config.num_prompts)
-  num_passes = 1 + is_due.astype(jnp.int32)
-
-  def one_pass(i, carry):
-    is_signed = i < num_passes - 1
-    here = jnp.where(is_signed, signs, 1.0)
-    sums = sum_up(change=lambda rows: gradient_noise.signed(rows, here))
-    squared = optax.tree.norm(sums.grad, squared=True)
-    return sums, jnp.where(is_signed, squared, carry[1]), squared
-
-  nothing = jnp.float32(0)
-  sums, signed, total = jax.lax.fori_loop(
-    0, num_passes, one_pass, (zeros, nothing, nothing)
-  )
-  new = gradient_noise.measured(
-    state.noise, total, signed, config.prompts_per_update
-  )
-  new = jax.tree.map(lambda x, y: jnp.where(is_due, x, y), new, state.noise)
-  return sums, state.replace(noise=new)
+  info = info.replace(num_micro=num_used.max().astype(jnp.float32))
+  return state.replace(step=state.step + 1), info
 
 
 def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:

@@ -141,13 +141,12 @@ def test_a_load_counts_what_each_expert_gets_and_no_padding():
     entropy -= (prob * np.log(prob)).sum()
   np.testing.assert_array_equal(load.tokens, want)
   np.testing.assert_allclose(load.entropy, entropy, rtol=1e-5)
-  assert load.moved is None
 
 
 def test_metrics_say_how_uneven_a_load_is():
   """Two layers: one even, one that sends all tokens to two of four experts."""
   load = moe.Load(
-    jnp.array([[5.0, 5, 5, 5], [10, 10, 0, 0]]), jnp.array([10.0, 0]), None
+    jnp.array([[5.0, 5, 5, 5], [10, 10, 0, 0]]), jnp.array([10.0, 0])
   )
   found = moe.describe(load, jnp.float32(10))
   assert found == {
@@ -157,31 +156,3 @@ def test_metrics_say_how_uneven_a_load_is():
     "moe/unused": 0.25,
     "moe/router_entropy": 0.5,
   }
-  moved = moe.describe(load._replace(moved=jnp.array([1.0, 3])), 10)
-  assert np.isclose(moved["moe/moved"], 0.2)
-
-
-def test_given_experts_are_taken_with_the_routers_own_probabilities():
-  x, given = tokens(2, 3), jnp.broadcast_to(jnp.array([6, 0, 3]), (2, 3, 3))
-  w = weights()
-  found, routing = moe.mixture(x, *w, EXPERTS, given.astype(EXPERTS.dtype))
-  np.testing.assert_array_equal(routing.chosen, given)
-  prob = jax.nn.softmax((x @ w[0])[..., given[0, 0]])
-  out = jnp.stack(
-    [(jax.nn.silu(x @ w[1][i]) * (x @ w[2][i])) @ w[3][i] for i in given[0, 0]],
-    axis=-1,
-  )
-  np.testing.assert_allclose(
-    found, (out * prob[..., None, :]).sum(-1), atol=1e-5
-  )
-  own = moe.mixture(x, *w, EXPERTS)[1].chosen
-  is_same = (np.sort(own) == np.sort(given)).all(-1)
-  np.testing.assert_array_equal(routing.is_moved, ~is_same)
-
-
-def test_the_routers_own_choice_given_in_any_order_changes_nothing():
-  x, w = tokens(2, 3), weights()
-  own, routing = moe.mixture(x, *w, EXPERTS)
-  same, again = moe.mixture(x, *w, EXPERTS, routing.chosen[..., ::-1])
-  np.testing.assert_allclose(same, own, atol=1e-6)
-  assert not again.is_moved.any()

@@ -1,7 +1,8 @@
-"""Shares that set themselves: what the next step gains most by keeping.
+"""Automatic budgets: the number of completions that is worth training on.
 
-Both choices depend on earlier steps, and that of completions on this step's
-rollouts, but on no draw: whatever they choose, the weights stay exact.
+A cost model predicts the time to a target from the seconds of a step and the
+variance that pruning adds. The chosen number depends on earlier steps and on
+this step's rollouts but on no draw, so the weights stay exact.
 """
 
 from typing import NamedTuple
@@ -9,165 +10,200 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax.methods.method import check_finite, check_share
-from dppo_jax.methods.neyman import time_law
-from dppo_jax.records import Groups, Measured
+from dppo_jax.methods.method import check_finite, check_fraction
+from dppo_jax.records import Groups, StepCosts
 
-NUM_SHARES = 17  # on the grid, evenly in their logarithms
+NUM_BUDGETS = 17  # on the grid, evenly in their logarithms
+# Ratio of the variance that a choice of completions adds to the formula of
+# `added_variance`. A batch varies twice as much as the sum of its completions,
+# which have much in common within a group, and a systematic draw adds 0.4 to
+# 0.7 of what independent ones would. Measured in
+# experiments/02_design_variance.
+DESIGN_EFFECT = 0.3
+# Fraction of the least time that may be spent on keeping more. Times are flat
+# around their minimum, where a few percent more halve the variance added.
+SLACK = 0.03
+# An estimate of the noise below this is a failed measurement: the smallest
+# value in experiments/09_when_it_pays is 0.12.
+MIN_NOISE_FRACTION = 0.1
 
-Told = dict[str, Float[Array, ""]]
 
-
-class SelfSet(NamedTuple):
-  """In place of a budget: a share that sets itself.
+class AutoBudget(NamedTuple):
+  """Chooses the keep fraction that minimises the predicted time to a target.
 
   Attributes:
-    least, most: of the shares tried, in (0, 1].
-    update_cost: seconds of an update on all that is needed over all other
-      seconds of a step; 0 takes what the run's clock says.
+    min_keep, max_keep: bounds of the fraction, in (0, 1].
+    update_cost: seconds of an update on every needed completion over the other
+      seconds of a step; 0 uses measured times.
   """
 
-  least: float
+  min_keep: float = 0.03
   update_cost: float = 0.0
-  most: float = 1.0
+  max_keep: float = 1.0
 
-  def check(self, what: str) -> None:
-    """Refuses what no share can be found by.
-
-    Raises:
-      ValueError: for the first that is wrong.
-    """
-    check_share(f"least_{what}", self.least)
+  def check(self) -> None:
+    """Raises UserError for a field outside its range."""
+    check_fraction("min_keep", self.min_keep)
     check_finite("update_cost", self.update_cost)
 
-  def counts(self, num: Float[Array, ""]) -> Float[Array, "K"]:
-    """Whole numbers of `num` that the shares of the grid keep."""
-    shares = jnp.geomspace(self.least, self.most, NUM_SHARES)
-    return jnp.clip(jnp.round(shares * num), 1.0, jnp.maximum(num, 1.0))
+  def size(
+    self, groups: Groups, size: Float[Array, "Q G"]
+  ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
+    """Chooses how many of the needed completions to train on.
+
+    The update's time is proportional to its number of micro-batches.
+
+    Args:
+      size: `[Q, G]`, gradient norm of each completion up to a common factor;
+        0 where it is not needed.
+    Returns:
+      The number, and metrics about it.
+    Raises:
+      ValueError: if neither `groups.costs` nor `update_cost` is known.
+    """
+    size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
+    lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
+    lengths = lengths.astype(jnp.float32)
+    num_needed = (size > 0).sum(dtype=jnp.float32)
+    fractions = jnp.geomspace(self.min_keep, self.max_keep, NUM_BUDGETS)
+    counts = jnp.round(fractions * num_needed)
+    counts = jnp.clip(counts, 1.0, jnp.maximum(num_needed, 1.0))
+    prob = proportional(size, counts)
+    added = DESIGN_EFFECT * added_variance(prob, size * size)
+    tokens = (prob * lengths[None]).sum(axis=1)
+    update, other = self._seconds(tokens, lengths.sum(), groups.costs)
+    noise_fraction = 1.0
+    if groups.costs is not None:
+      noise_fraction = groups.costs.noise_fraction
+      noise_fraction = jnp.maximum(noise_fraction, MIN_NOISE_FRACTION)
+    times = relative_seconds(other + update, added, noise_fraction)
+    best = largest_near_optimal(times)
+    metrics = {
+      "budget/completions": _ratio(counts[best], num_needed),
+      "budget/added_variance": added[best],
+      # 1 while seconds are unknown, that is all 0.
+      "budget/predicted_speedup": _ratio(times[-1], times[best], 1.0),
+      "budget/update_cost": _ratio(update[-1], other),
+    }
+    return counts[best].astype(jnp.int32), metrics
+
+  def _seconds(
+    self,
+    tokens: Float[Array, "K"],
+    total: Float[Array, ""],
+    costs: StepCosts | None,
+  ) -> tuple[Float[Array, "K"], Float[Array, ""]]:
+    """Predicts the seconds of an update on `tokens`, and of the other stages.
+
+    Args:
+      total: number of tokens of all needed completions.
+    """
+    other = jnp.float32(1)
+    update = tokens / jnp.maximum(total, 1.0)
+    if self.update_cost:
+      return self.update_cost * update, other
+    if costs is None:
+      raise ValueError(
+        "groups.costs is None, but an automatic budget needs measured seconds: "
+        "pass costs, or set update_cost or a fixed budget"
+      )
+    micros = tokens / jnp.maximum(costs.micro_tokens, 1.0)
+    # Whole micro-batches, of a number that is known within a fifth.
+    error = jnp.linspace(0.8, 1.2, 5)
+    micros = jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
+    # Before any timing is available, assume that the update costs as much as
+    # the rest of the step.
+    is_known = costs.other_seconds > 0
+    return (
+      jnp.where(is_known, costs.micro_seconds * micros, update),
+      jnp.where(is_known, costs.other_seconds, other),
+    )
 
 
-def of_completions(
-  budget: SelfSet,
-  measured: Measured | None,
-  groups: Groups,
-  size: Float[Array, "Q G"],
-) -> tuple[Int[Array, ""], Told]:
-  """How many of the completions that are needed to train on, and why.
+def relative_seconds(
+  seconds: Float[Array, "*shape"],
+  added_variance: Float[Array, "*shape"],
+  noise_fraction: Float[Array, ""] | float,
+  exponent: float = 1.0,
+) -> Float[Array, "*shape"]:
+  """Predicts seconds to a target, up to a factor common to all choices.
 
-  An update's seconds go as its micro-batches.
+  With a gradient noise scale of `r` times the batch size, steps to a target
+  are proportional to `1 + r`; a choice that adds `v` of the batch's own
+  variance makes that `1 + (1 + v) r`. Their ratio is `1 + v r / (1 + r)`.
 
-  Args:
-    size: norm of each one's gradient up to a common factor; 0 where it is not
-      needed.
-  Returns:
-    The number, and metrics.
-  Raises:
-    ValueError: where nothing says what an update costs.
-  """
-  size = size.reshape(-1)
-  lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
-  lengths = lengths.astype(jnp.float32)
-  num_needed = (size > 0).sum(dtype=jnp.float32)
-  counts = budget.counts(num_needed)
-  prob = time_law.proportional(size, counts)
-  added = time_law.DESIGN_EFFECT * time_law.added_variance(prob, size * size)
-  tokens = (prob * lengths[None]).sum(axis=1)
-  other = jnp.float32(1)
-  update = tokens / jnp.maximum(lengths.sum(), 1.0)
-  if budget.update_cost:
-    update = budget.update_cost * update
-  else:
-    measured = _require(measured)
-    micros = tokens / jnp.maximum(measured.micro_tokens, 1.0)
-    # Whole ones, of a number that is known within a fifth.
-    about = jnp.linspace(0.8, 1.2, 5)
-    micros = jnp.ceil(micros[:, None] * about[None]).mean(axis=1)
-    # Until the clock has told, an update is taken to cost as much as the rest.
-    is_told = measured.other_seconds > 0
-    other = jnp.where(is_told, measured.other_seconds, other)
-    update = jnp.where(is_told, measured.micro_seconds * micros, update)
-  noise_share = 1.0 if measured is None else measured.noise_share
-  number, told = _choose(
-    "completions", counts, num_needed, other + update, added, noise_share
-  )
-  return number, told | {"shares/update_cost": _ratio(update[-1], other)}
-
-
-def of_prompts(
-  budget: SelfSet,
-  measured: Measured | None,
-  size: Float[Array, "N"],
-  moment: Float[Array, "N"],
-  tokens: Float[Array, "N"],
-) -> tuple[Int[Array, ""], Told]:
-  """How many of the prompts to roll out, and why.
-
-  As if noise were all there is: then a smaller batch by chance never pays, and
-  what does pay is the knowledge of which prompts to leave out. That knowledge
-  is a belief, which experiments/09_when_it_pays found too sure of itself: it
-  has to promise a fifth of the time before it is followed.
-
-  Args:
-    size: probabilities are in proportion to it.
-    moment: expected squared norm of a group's gradient.
-    tokens: expected of a group.
-  Returns:
-    The number, and metrics.
-  Raises:
-    ValueError: where nothing says what a step costs.
-  """
-  fixed, per_token = jnp.float32(0), jnp.float32(1)
-  if not budget.update_cost:
-    measured = _require(measured)
-    fixed, per_token = measured.fixed_seconds, measured.token_seconds
-  num = jnp.float32(len(size))
-  counts = budget.counts(num)
-  prob = time_law.proportional(size, counts)
-  added = time_law.added_variance(prob, moment)
-  seconds = fixed + per_token * (prob * tokens[None]).sum(axis=1)
-  return _choose("prompts", counts, num, seconds, added, 1.0, promise=0.2)
-
-
-def _choose(
-  what: str,
-  counts: Float[Array, "K"],
-  num: Float[Array, ""],
-  seconds: Float[Array, "K"],
-  added: Float[Array, "K"],
-  noise_share: Float[Array, ""] | float,
-  promise: float = 0.0,
-) -> tuple[Int[Array, ""], Told]:
-  """The count of the grid that gets to a point soonest, or hardly later.
+  >>> import jax.numpy as jnp
+  >>> from dppo_jax import methods
+  >>> seconds, added = jnp.array([1.0, 0.5]), jnp.array([0.0, 1.0])
+  >>> print(methods.relative_seconds(seconds, added, noise_fraction=0.5))
+  [1.   0.75]
 
   Args:
-    num: what the counts are counts of; the last keeps all.
-    seconds, added: of a step, and variance added, at each count.
-    promise: share of the time that less than everything must save.
-  Returns:
-    The largest such count, and metrics.
+    seconds: time of a step, in any unit.
+    added_variance: as a fraction of the variance of the unpruned batch.
+    noise_fraction: `r / (1 + r)`; 1 if the gradient is all noise.
+    exponent: 1 if the learning rate is adapted to the noise; 0.5 is the effect
+      of AdamW's division by a root mean square at a fixed learning rate.
+  Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.7, for steps
+    against noise; the rest is ours.
   """
-  times = time_law.relative_seconds(seconds, added, noise_share)
-  best = time_law.quickest(times, promise)
-  told = {
-    f"shares/{what}": _ratio(counts[best], num),
-    f"shares/{what}_variance": added[best],
-    # 1 while seconds are unknown, that is all 0.
-    f"shares/{what}_speedup": _ratio(times[-1], times[best], 1.0),
-  }
-  return counts[best].astype(jnp.int32), told
+  return seconds * (1 + added_variance * noise_fraction) ** exponent
+
+
+def proportional(
+  size: Float[Array, "M"], budgets: Float[Array, "K"]
+) -> Float[Array, "K M"]:
+  """Probabilities proportional to size, with one row per budget they sum to.
+
+  Like `designs.water_filling` without a least probability and a grid, for many
+  budgets at the cost of one sort.
+
+  Args:
+    size: at least 0 and finite.
+    budgets: at least 0; one above the number of nonzero sizes makes all of
+      these certain.
+  """
+  falling = -jnp.sort(-size)
+  # With the `f` largest certain, the rest divide what is left of the budget.
+  rest = jnp.cumsum(falling[::-1])[::-1]
+  certain = jnp.arange(len(size), dtype=jnp.float32)
+  left = budgets[:, None] - certain[None]
+  f = jnp.argmax(left * falling[None] <= rest[None], axis=1)
+  scale = (budgets - certain[f]) / jnp.where(rest > 0, rest, 1.0)[f]
+  prob = jnp.clip(scale[:, None] * size[None], 0.0, 1.0)
+  is_all = budgets >= (size > 0).sum(dtype=jnp.float32)
+  all_above_0 = (size > 0).astype(jnp.float32)[None]
+  return jnp.where(is_all[:, None], all_above_0, prob)
+
+
+def added_variance(
+  prob: Float[Array, "K M"], squares: Float[Array, "M"]
+) -> Float[Array, "K"]:
+  """Computes `sum (1 / prob - 1) a^2 / sum a^2`, as for independent draws.
+
+  Args:
+    squares: `a^2`, squared norms of the terms up to a common factor; 0 for
+      terms that are not needed.
+  """
+  is_lost = (squares[None] > 0) & (prob <= 0)
+  added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
+  total = squares.sum()
+  fraction = added.sum(axis=1) / jnp.where(total > 0, total, 1.0)
+  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
+
+
+def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:
+  """Index of the largest budget whose time is within SLACK of the least.
+
+  Args:
+    times: predicted seconds, in rising order of the budget.
+  """
+  times = jnp.where(jnp.isfinite(times), times, jnp.inf)
+  is_near = times[::-1] <= (1 + SLACK) * times.min()
+  return len(times) - 1 - jnp.argmax(is_near)
 
 
 def _ratio(
   x: Float[Array, ""], y: Float[Array, ""], otherwise: float = 0.0
 ) -> Float[Array, ""]:
   return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), otherwise)
-
-
-def _require(measured: Measured | None) -> Measured:
-  if measured is None:
-    raise ValueError(
-      "rng has no measured seconds, from which the share would set itself: "
-      "give the rule a StepRng(key, step, measured), the method an "
-      "update_cost, or a budget above 0"
-    )
-  return measured

@@ -1,67 +1,57 @@
-"""What steps have cost so far, for rules that set their own share."""
+"""Seconds of a step's stages, smoothed over steps, for automatic budgets."""
 
-from collections.abc import Mapping
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.records import Measured, TrainState
+from dppo_jax.records import StepCosts
 
-DECAY = 0.95  # of earlier steps, at each further one
-_NAMES = (
-  *("steps", "update", "rollout", "step"),
-  *("micros", "rows", "trained", "generated"),
-)
+DECAY = 0.95  # weight of earlier steps, at each further one
 
 
-def of_step(values: Mapping[str, float]) -> dict[str, float]:
-  """What counts of a step's metrics; nothing of one that measures noise.
+class StepSample(NamedTuple):
+  """Measurements of one step.
 
-  Such a step takes longer than the others.
+  Attributes:
+    update: seconds of scoring and updating.
+    other: seconds of all other stages; noise measurements are not counted.
+    micros: micro-batches of the update.
+    rows: packed rows in use.
+    tokens: trained tokens.
   """
-  if values.get("noise/measured"):
-    return dict.fromkeys(_NAMES, 0.0)
-  seconds = lambda *stages: sum(
-    values.get(f"{stage}/seconds", 0.0) for stage in stages
-  )
-  return {
-    "steps": 1.0,
-    "update": seconds("score", "update"),
-    "rollout": seconds("rollout", "reward"),
-    "step": seconds("step"),
-    "micros": float(values["update/micro_batches"]),
-    "rows": float(values["pack/rows"]),
-    "trained": float(values["tokens/trained"]),
-    "generated": float(values["tokens/generated"]),
-  }
+
+  update: float
+  other: float
+  micros: float
+  rows: float
+  tokens: float
 
 
-class Costs:
-  """Seconds of the stages against tokens, smoothed over the last steps."""
+class CostTracker:
+  """Smooths the measurements of steps.
+
+  Args:
+    rows_per_micro: rows of a full micro-batch, over all devices.
+  """
 
   def __init__(self, rows_per_micro: int):
     self._rows_per_micro = rows_per_micro
-    self._sums = dict.fromkeys(_NAMES, 0.0)
+    self._sums = np.zeros(len(StepSample._fields))
+    self._weight = 0.0
 
-  def add(self, new: Mapping[str, float]) -> None:
-    """Takes one more step, of `of_step`."""
-    decay = DECAY if new["steps"] else 1.0
-    self._sums = {x: decay * self._sums[x] + new[x] for x in _NAMES}
+  def add(self, sample: StepSample) -> None:
+    """Adds the measurements of one more step."""
+    self._sums = DECAY * self._sums + np.array(sample)
+    self._weight = DECAY * self._weight + 1
 
-  def measured(self, state: TrainState) -> Measured:
-    """What the next step may know; all seconds are 0 before the first."""
-    s = self._sums
+  def costs(self, noise_fraction: float) -> StepCosts:
+    """Returns the costs of a step; all seconds are 0 before the first."""
+    sums = StepSample(*self._sums)
     ratio = lambda x, y: x / y if y > 0 else 0.0
-    scaled = s["rollout"] + s["update"]
     numbers = (
-      ratio(s["update"], s["micros"]),
-      ratio(self._rows_per_micro * s["trained"], s["rows"]),
-      ratio(s["step"] - s["update"], s["steps"]),
-      ratio(scaled, s["generated"]),
-      max(ratio(s["step"] - scaled, s["steps"]), 0.0),
+      noise_fraction,
+      ratio(sums.update, sums.micros),
+      ratio(self._rows_per_micro * sums.tokens, sums.rows),
+      ratio(sums.other, self._weight),
     )
-    noise_share = 1.0
-    if state.noise:
-      noise_share = gradient_noise.share(jax.device_get(state.noise))
-    return Measured(*map(np.float32, (noise_share, *numbers)))
+    return StepCosts(*map(np.float32, numbers))

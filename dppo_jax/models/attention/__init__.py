@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
 from dppo_jax.models.attention import blockwise, kernels
 from dppo_jax.models.attention.blockwise import MASKED
 from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
@@ -145,7 +145,7 @@ def attend_prompts(
   length = q.shape[1]
   is_kernel = backend in KERNELS
   if is_kernel:
-    pad = shapes.round_up(length, LANES) - length
+    pad = sharding.round_up(length, LANES) - length
     q, k, v = (
       jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v)
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax import shapes
+from dppo_jax import sharding
 
 __all__ = ["BLOCK", "MASKED", "attention"]
 
@@ -61,7 +61,7 @@ def attention(
   kv_heads, rows = k.shape[2], rows_at_once or batch
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   block = min(length, BLOCK)
-  end = shapes.round_up(length, block)
+  end = sharding.round_up(length, block)
 
   def in_blocks(x):
     x = jnp.pad(x, ((0, 0), (0, end - length), *((0, 0),) * (x.ndim - 2)))

@@ -1,0 +1,177 @@
+"""Rows of a packing plan, filled with tokens."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dppo_jax.algo.packing import Plan, TokenCounts
+from dppo_jax.records import PackedBatch, PromptBatch, Rollout
+
+
+class RowLayout(NamedTuple):
+  """Prompt and completion token that each position holds.
+
+  Attributes:
+    is_real: False for padding.
+    is_prefix: True in a prompt that several completions share.
+    prompt: prompt of the position, of `Q`.
+    completion: completion of the position, of `Q * G`; 0 in a prefix or
+      padding.
+    positions, segment_ids, prefix_ids: as in `PackedBatch`.
+  """
+
+  is_real: Bool[Array, "R L"]
+  is_prefix: Bool[Array, "R L"]
+  prompt: Int[Array, "R L"]
+  completion: Int[Array, "R L"]
+  positions: Int[Array, "R L"]
+  segment_ids: Int[Array, "R L"]
+  prefix_ids: Int[Array, "R L"]
+
+
+class RowTokens(NamedTuple):
+  """Tokens, targets and their sampled log-probabilities; 0 in padding."""
+
+  tokens: Int[Array, "R L"]
+  targets: Int[Array, "R L"]
+  logprobs: Float[Array, "R L"]
+
+
+def fill(
+  plan: Plan,
+  counts: TokenCounts,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  advantages: Float[Array, "Q G"],
+  weights: Float[Array, "Q G"],
+  num_rows: int,
+  row_length: int,
+) -> PackedBatch:
+  """Fills the rows `[R, L]` of a plan; padding has weight 0.
+
+  Args:
+    plan: made from `counts`.
+    advantages, weights: `[Q, G]`, the same for all tokens of a completion.
+  """
+  chex.assert_equal_shape((rollout.lengths, advantages, weights, plan.row))
+  layout = lay_out(plan, counts, num_rows, row_length)
+  row_tokens = read_rows(
+    layout, prompts.lengths, prompts.tokens, rollout.tokens, rollout.logprobs
+  )
+  return assemble(
+    layout, row_tokens, prompts.lengths, advantages, weights, plan.num_unplaced
+  )
+
+
+def assemble(
+  layout: RowLayout,
+  row_tokens: RowTokens,
+  prompt_lengths: Int[Array, "Q"],
+  advantages: Float[Array, "Q G"],
+  weights: Float[Array, "Q G"],
+  num_unplaced: Int[Array, ""],
+) -> PackedBatch:
+  """Joins layout and tokens; a batch with unplaced completions gets a NaN."""
+  next_token = layout.positions + 1 - prompt_lengths[layout.prompt]
+  is_trained = layout.is_real & ~layout.is_prefix & (next_token >= 0)
+  at_trained = lambda x: jnp.where(is_trained, x, 0.0)
+  per_completion = lambda x: at_trained(x.reshape(-1)[layout.completion])
+  # If a sequence has no place, one NaN spoils the sum over the others.
+  is_first = jnp.zeros(layout.is_real.shape, bool).at[0, 0].set(True)
+  is_spoiled = is_first & (num_unplaced > 0)
+  return PackedBatch(
+    tokens=row_tokens.tokens,
+    targets=row_tokens.targets,
+    positions=jnp.where(layout.is_real, layout.positions, 0),
+    segment_ids=layout.segment_ids,
+    prefix_ids=layout.prefix_ids,
+    is_trained=is_trained | is_spoiled,
+    advantages=per_completion(advantages),
+    weights=jnp.where(is_spoiled, jnp.nan, per_completion(weights)),
+    old_logprobs=at_trained(row_tokens.logprobs),
+  )
+
+
+def read_rows(
+  layout: RowLayout,
+  prompt_lengths: Int[Array, "Q"],
+  prompt_tokens: Int[Array, "q P"],
+  completion_tokens: Int[Array, "q G T"],
+  logprobs: Float[Array, "q G T"],
+  first: Int[Array, ""] | int = 0,
+) -> RowTokens:
+  """Reads the tokens of the prompts `first`, `first + 1`, ...; 0 elsewhere.
+
+  Args:
+    prompt_lengths: of all prompts; the other arrays are of `q` of them.
+    first: number of the first of these.
+  """
+  num_here, group_size, longest = completion_tokens.shape
+  lengths = prompt_lengths[layout.prompt]
+  is_here = layout.is_real
+  q, s = layout.prompt - first, layout.completion - first * group_size
+  if num_here < prompt_lengths.shape[0]:
+    is_here &= (q >= 0) & (q < num_here)
+    q = jnp.clip(q, 0, num_here - 1)
+    s = jnp.clip(s, 0, num_here * group_size - 1)
+  at = lambda x, t: x.reshape(-1, longest)[s, jnp.clip(t, 0, longest - 1)]
+
+  def token_at(position):
+    t = position - lengths
+    last = prompt_tokens.shape[1] - 1
+    prompt_token = prompt_tokens[q, jnp.minimum(position, last)]
+    token = jnp.where(t < 0, prompt_token, at(completion_tokens, t))
+    return jnp.where(is_here, token, 0)
+
+  after = layout.positions + 1
+  return RowTokens(
+    tokens=token_at(layout.positions),
+    targets=token_at(after),
+    logprobs=jnp.where(is_here, at(logprobs, after - lengths), 0.0),
+  )
+
+
+def lay_out(
+  plan: Plan, counts: TokenCounts, num_rows: int, row_length: int
+) -> RowLayout:
+  """Finds the prompt and completion of every position of the rows."""
+  num_prompts, group_size = plan.row.shape
+  num_sequences = plan.row.size
+  columns = jnp.arange(row_length, dtype=jnp.int32)
+  prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
+  own, prefix = counts.own.reshape(-1), counts.prefix[prompt]
+  # Segments are completions and, after them, the prefixes of prompts. Each
+  # marks the position it starts at; a position is of the last mark at or before
+  # it. Neighbours that share a prefix write the same mark at the same place.
+  row = jnp.where(plan.row >= 0, plan.row, num_rows).reshape(-1)
+  prefix_row = jnp.where(prefix > 0, row, num_rows)
+  prefix_offset = plan.prefix_offset.reshape(-1)
+  marks = jnp.zeros((num_rows, row_length), jnp.int32)
+  marks = marks.at[prefix_row, prefix_offset].set(
+    num_sequences + 1 + prompt, mode="drop"
+  )
+  marks = marks.at[row, plan.offset.reshape(-1)].set(
+    jnp.arange(1, num_sequences + 1, dtype=jnp.int32), mode="drop"
+  )
+  start = jax.lax.cummax(jnp.where(marks > 0, columns, 0), axis=1)
+  owner = jnp.take_along_axis(marks, start, axis=1) - 1
+  is_prefix = owner >= num_sequences
+  s = jnp.where(is_prefix, 0, jnp.maximum(owner, 0))
+  q = jnp.where(is_prefix, owner - num_sequences, s // group_size)
+  length = jnp.where(is_prefix, counts.prefix[q], own[s])
+  is_real = (owner >= 0) & (columns - start < length)
+  positions = columns - start + jnp.where(is_prefix, 0, counts.prefix[q])
+  segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)
+  seen = jnp.take_along_axis(segment_ids, prefix_offset[s], axis=1)
+  return RowLayout(
+    is_real=is_real,
+    is_prefix=is_prefix,
+    prompt=q,
+    completion=s,
+    positions=positions,
+    segment_ids=segment_ids,
+    prefix_ids=jnp.where(is_real & ~is_prefix, seen, segment_ids),
+  )

@@ -1,0 +1,34 @@
+"""Seconds of the stages of a step."""
+
+from collections.abc import Iterator
+import contextlib
+import time
+
+
+class StageClock:
+  """Measures the wall time of each stage of one step."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._start = time.monotonic()
+    self._cpu_start = time.process_time()
+
+  @contextlib.contextmanager
+  def __call__(self, stage: str) -> Iterator[None]:
+    """Adds the time inside the `with` block to `stage`."""
+    start = time.monotonic()
+    yield
+    spent = time.monotonic() - start
+    self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
+
+  def metrics(self) -> dict[str, float]:
+    """Returns `stage/seconds` of every stage, and of the step so far.
+
+    `step/cpu_seconds` is CPU time of all cores: on a core of its own, the
+    duration of the step without interference.
+    """
+    stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
+    return stages | {
+      "step/seconds": time.monotonic() - self._start,
+      "step/cpu_seconds": time.process_time() - self._cpu_start,
+    }

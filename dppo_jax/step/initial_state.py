@@ -1,0 +1,101 @@
+"""The train state that a run begins or resumes with."""
+
+import dataclasses
+import functools
+
+import jax
+
+from dppo_jax.metrics import writer as metrics
+from dppo_jax.models import transformer
+from dppo_jax.records import TrainState
+from dppo_jax.run import checkpoint, runtime_checks
+from dppo_jax.run.setup import Run
+from dppo_jax.step import programs, sft
+
+
+def first_state(run: Run, writer: metrics.Writer) -> TrainState:
+  """Returns the state of a new run, after supervised fine-tuning if any.
+
+  Raises:
+    FloatingPointError: for weights that are not finite.
+  """
+  abstract = programs.abstract_train_state(run)
+  params = _first_params(run, abstract.params, writer)
+  init = jax.jit(
+    functools.partial(programs.init_train_state, run),
+    out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+    donate_argnums=0,
+  )
+  state = init(params)
+  runtime_checks.check_params(
+    state.params,
+    "lower config.sft.steps"
+    if run.config.sft.needs_solutions
+    else "check the checkpoint that config.model or config.sft.from_run names",
+  )
+  return state
+
+
+def resumed_state(
+  run: Run, checkpoints: checkpoint.Checkpoints, step: int
+) -> TrainState:
+  """Returns the state of a checkpoint.
+
+  Raises:
+    FloatingPointError: for weights that are not finite.
+  """
+  state = checkpoints.restore(step, programs.abstract_train_state(run))
+  runtime_checks.check_params(
+    state.params,
+    f"delete the checkpoint of step {step} to resume from the one before",
+  )
+  return state
+
+
+def reference_params(
+  run: Run, checkpoints: checkpoint.Checkpoints
+) -> transformer.Params | None:
+  """Returns the weights of step 0 if the objective has a KL penalty."""
+  if not run.objective.beta:
+    return None
+  checkpoints.wait()
+  return checkpoints.restore_params(0, programs.abstract_params(run))
+
+
+def _first_params(
+  run: Run, abstract: transformer.Params, writer: metrics.Writer
+) -> transformer.Params:
+  """Loads or initialises the weights, and fine-tunes them if asked to.
+
+  Args:
+    abstract: shapes and shardings of the weights.
+  """
+  options = dataclasses.asdict(run.config.sft)
+  from_run = options.pop("from_run")
+  if from_run:
+    workdir, step = checkpoint.split_step(from_run)
+    writer.say(f"starting from the weights of {workdir} after step {step}")
+    with checkpoint.Checkpoints(workdir, read_only=True) as other:
+      return other.restore_params(step, abstract)
+  model = run.config.model
+  is_stored = model.path or model.hub_id
+  source = "reading" if is_stored else "initialising"
+  with writer.bar.task(f"{source} weights"):
+    params = jax.block_until_ready(run.initial_params())
+  if not options["steps"]:
+    return params
+  return sft.run(
+    params,
+    run.train_set,
+    run.tokenizer,
+    run.stop_ids[0],
+    run.root_key,
+    model_config=run.model,
+    spec=run.packing,
+    direct_share=sft.ARITHMETIC_DIRECT_SHARE
+    if run.config.data.train == "arithmetic"
+    else 0.0,
+    say=writer.say,
+    bar=writer.bar,
+    **options,
+  )

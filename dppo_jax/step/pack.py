@@ -1,0 +1,248 @@
+"""Packing of a step's completions, on the devices that train on them."""
+
+import functools
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dppo_jax import sharding
+from dppo_jax.algo import filling, packing
+from dppo_jax.records import PackedBatch, PromptBatch, Rollout
+
+
+@struct.dataclass
+class PackInfo:
+  """Result of packing.
+
+  Attributes:
+    num_rows: rows in use.
+    fill: fraction of their positions in use.
+    shared: fraction of positions saved by sharing prompts.
+    num_unplaced: completions without a place, which must be none.
+  """
+
+  num_rows: Float[Array, ""]
+  fill: Float[Array, ""]
+  shared: Float[Array, ""]
+  num_unplaced: Float[Array, ""]
+
+  def metrics(self) -> dict[str, Float[Array, ""]]:
+    return {
+      "pack/rows": self.num_rows,
+      "pack/fill": self.fill,
+      "pack/shared": self.shared,
+      "pack/unplaced": self.num_unplaced,
+    }
+
+
+def pack(
+  prompts: PromptBatch,
+  rollout: Rollout,
+  advantages: Float[Array, "Q G"],
+  token_weights: Float[Array, "Q G"],
+  spec: packing.PackingSpec,
+  mini_batches: int = 1,
+) -> tuple[PackedBatch, Int[Array, "*P"], PackInfo]:
+  """Packs the sequences whose length is not 0 into micro-batches.
+
+  Returns:
+    Micro-batches `[M, R, L]`, how many are in use, and information to log. With
+    several mini-batches the number is `[P]`: those in use up to the end of
+    each. If `num_unplaced` is above 0, sequences have no place in the rows and
+    the loss is NaN: such a batch must not be trained on.
+  """
+  # All devices plan alike, from lengths; tokens stay where they are.
+  replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
+  prompts = prompts.replace(lengths=replicated(prompts.lengths))
+  rollout = rollout.replace(lengths=replicated(rollout.lengths))
+  counts = packing.count_tokens(
+    prompts.lengths, rollout.lengths, spec.share_prefix
+  )
+  max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
+  # Each mini-batch has rows enough for its sequences, however long.
+  size = spec.num_rows(rollout.lengths.size // mini_batches, max_length)
+  plan, num_micro = _plan(counts, spec, size, mini_batches)
+  batch = _fill(
+    plan,
+    counts,
+    prompts,
+    rollout,
+    replicated(advantages),
+    replicated(token_weights),
+    spec,
+    num_rows=mini_batches * size,
+  )
+  total = lambda x: x.sum(dtype=jnp.float32)
+  num_used = plan.num_used.astype(jnp.float32)
+  capacity = jnp.maximum(num_used, 1) * spec.row_length
+  in_use = total(batch.segment_ids > 0)
+  # Positions if every completion had a prompt of its own.
+  unshared = total(
+    packing.count_tokens(prompts.lengths, rollout.lengths, False).own
+  )
+  info = PackInfo(
+    num_rows=num_used,
+    fill=in_use / capacity,
+    shared=1 - in_use / jnp.maximum(unshared, 1.0),
+    num_unplaced=plan.num_unplaced.astype(jnp.float32),
+  )
+  return batch, num_micro, info
+
+
+def _plan(
+  counts: packing.TokenCounts,
+  spec: packing.PackingSpec,
+  size: int,
+  mini_batches: int,
+) -> tuple[packing.Plan, Int[Array, "*P"]]:
+  """Plans each mini-batch, and counts the micro-batches up to its end.
+
+  Prompt `q` belongs to part `q % P`, so that what dynamic sampling left blank,
+  the last prompts, is missing from all parts alike. Parts lie one after
+  another.
+
+  Args:
+    size: rows that suffice for a part.
+  """
+  num_micro = lambda rows: -(-rows // spec.rows_per_micro)
+  plan = lambda counts: packing.plan(counts, spec.row_length, size, spec.window)
+  if mini_batches == 1:
+    full = plan(counts)
+    return full, num_micro(full.num_used)
+  split = lambda x: x.reshape(-1, mini_batches, *x.shape[1:]).swapaxes(0, 1)
+  join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+  parts = jax.lax.map(plan, jax.tree.map(split, counts))
+  used = num_micro(parts.num_used)
+  ends = jnp.cumsum(used, dtype=jnp.int32)
+  first = (ends - used)[:, None, None] * spec.rows_per_micro
+  return packing.Plan(
+    row=join(jnp.where(parts.row >= 0, first + parts.row, -1)),
+    offset=join(parts.offset),
+    prefix_offset=join(parts.prefix_offset),
+    num_used=parts.num_used.sum(dtype=jnp.int32),
+    num_unplaced=parts.num_unplaced.sum(dtype=jnp.int32),
+  ), ends
+
+
+def _fill(
+  plan: packing.Plan,
+  counts: packing.TokenCounts,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  advantages: Float[Array, "Q G"],
+  weights: Float[Array, "Q G"],
+  spec: packing.PackingSpec,
+  num_rows: int,
+) -> PackedBatch:
+  """Fills micro-batches `[M, R, L]`, each shard of the mesh its own rows.
+
+  All shards know the plan, which is made from lengths. Tokens are passed from
+  shard to shard, a few prompts at a time, and each shard takes those that its
+  rows read: none ever holds the tokens of all.
+
+  Args:
+    num_rows: a multiple of `spec.rows_per_micro`.
+  """
+  shards = sharding.num_shards_here("batch")
+  if shards == 1:
+    batch = filling.fill(
+      plan,
+      counts,
+      prompts,
+      rollout,
+      advantages,
+      weights,
+      num_rows,
+      spec.row_length,
+    )
+    return _in_micros(batch, spec.rows_per_micro)
+  num_missing = -len(prompts.tokens) % shards  # the same number on each shard
+  pad = lambda x: jnp.pad(x, ((0, num_missing), *((0, 0),) * (x.ndim - 1)))
+  spread = lambda x: sharding.constrain(
+    pad(x), "batch", *(None,) * (x.ndim - 1)
+  )
+  rows_here = spec.rows_per_micro // shards
+
+  def fill_shard(tokens, plan, counts, prompt_lengths, advantages, weights):
+    shard = jax.lax.axis_index(sharding.RULES["batch"])
+    local = _local_plan(plan, shard, shards, spec)
+    layout = filling.lay_out(local, counts, num_rows // shards, spec.row_length)
+    row_tokens = _read_in_turn(layout, prompt_lengths, tokens, shards)
+    batch = filling.assemble(
+      layout,
+      row_tokens,
+      prompt_lengths,
+      advantages,
+      weights,
+      # The NaN of a bad plan is in the first row of the first shard.
+      jnp.where(shard == 0, plan.num_unplaced, 0),
+    )
+    return _in_micros(batch, rows_here)
+
+  return jax.shard_map(
+    fill_shard,
+    in_specs=(sharding.spec(("batch",)), *(jax.P(),) * 5),
+    out_specs=sharding.spec((None, "batch", None)),
+    axis_names=set(sharding.RULES["batch"]),
+    check_vma=False,
+  )(
+    jax.tree.map(spread, (prompts.tokens, rollout.tokens, rollout.logprobs)),
+    plan,
+    counts,
+    prompts.lengths,
+    advantages,
+    weights,
+  )
+
+
+def _local_plan(
+  plan: packing.Plan,
+  shard: Int[Array, ""],
+  shards: int,
+  spec: packing.PackingSpec,
+) -> packing.Plan:
+  """Restricts a plan to the rows of one shard."""
+  rows_here = spec.rows_per_micro // shards
+  micro, row = plan.row // spec.rows_per_micro, plan.row % spec.rows_per_micro
+  owner, place = row // rows_here, row % rows_here
+  if spec.spread_rows:
+    owner, place = row % shards, row // shards
+  is_local = (plan.row >= 0) & (owner == shard)
+  return plan._replace(row=jnp.where(is_local, micro * rows_here + place, -1))
+
+
+def _read_in_turn(
+  layout: filling.RowLayout,
+  prompt_lengths: Int[Array, "Q"],
+  tokens: tuple[Array, Array, Array],
+  shards: int,
+) -> filling.RowTokens:
+  """Reads rows while the tokens of each shard are passed around.
+
+  Args:
+    tokens: prompt tokens, completion tokens and log-probabilities of the
+      prompts of this shard.
+  """
+  axes = sharding.RULES["batch"]
+  to_next = [(i, (i + 1) % shards) for i in range(shards)]
+  shard, num_here = jax.lax.axis_index(axes), len(tokens[0])
+  read = functools.partial(filling.read_rows, layout, prompt_lengths)
+
+  def turn(i, carry):
+    row_tokens, tokens = carry
+    first = (shard - i) % shards * num_here
+    # Exactly one shard holds each token; the others contribute 0 to the sum.
+    row_tokens = jax.tree.map(jnp.add, row_tokens, read(*tokens, first))
+    pass_on = lambda x: jax.lax.ppermute(x, axes, to_next)
+    return row_tokens, jax.tree.map(pass_on, tokens)
+
+  empty = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read, *tokens)
+  )
+  return jax.lax.fori_loop(0, shards, turn, (empty, tokens))[0]
+
+
+def _in_micros(batch: PackedBatch, rows: int) -> PackedBatch:
+  return jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)

@@ -1,0 +1,111 @@
+"""Old log-probabilities and token selection, between packing and update."""
+
+from flax import struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dppo_jax.algo import policy_loss
+from dppo_jax.algo.weights import invalid_probs
+from dppo_jax.methods import Method
+from dppo_jax.models import transformer
+from dppo_jax.records import PackedBatch, TokenStats
+from dppo_jax.rng import StepRng
+from dppo_jax.step import update
+
+
+@struct.dataclass
+class ScoreInfo:
+  """Result of choosing tokens.
+
+  Attributes:
+    num_invalid_probs: kept tokens whose probability is not in (0, 1].
+    num_tokens: tokens with nonzero weight.
+    weight_max: largest weight of a token, 1 / probability.
+  """
+
+  num_invalid_probs: Float[Array, ""]
+  num_tokens: Float[Array, ""]
+  weight_max: Float[Array, ""]
+
+  def metrics(self) -> dict[str, Float[Array, ""]]:
+    return {
+      "tokens/invalid_probs": self.num_invalid_probs,
+      "tokens/trained": self.num_tokens,
+      "tokens/weight_max": self.weight_max,
+    }
+
+
+def needs_stats(method: Method, config: update.UpdateConfig) -> bool:
+  """Returns True if a step takes another forward pass before its update."""
+  is_read = method.tokens is not None and method.tokens.needs_stats
+  return is_read or not config.is_on_policy
+
+
+def is_needed(method: Method, config: update.UpdateConfig) -> bool:
+  """Returns True if `score` changes the batch."""
+  return method.tokens is not None or needs_stats(method, config)
+
+
+def score(
+  rng: StepRng,
+  params: transformer.Params,
+  batch: PackedBatch,
+  num_micro: Int[Array, "*P"],
+  *,
+  method: Method,
+  config: update.UpdateConfig,
+) -> tuple[PackedBatch, ScoreInfo]:
+  """Computes old log-probabilities if needed, and chooses tokens."""
+  stats = None
+  if needs_stats(method, config):
+    stats = update.score(params, config, batch, num_micro)
+  return choose_tokens(
+    rng,
+    batch,
+    stats,
+    method=method,
+    objective=config.objective,
+    is_on_policy=config.is_on_policy,
+  )
+
+
+def choose_tokens(
+  rng: StepRng,
+  batch: PackedBatch,
+  stats: TokenStats | None,
+  *,
+  method: Method,
+  objective: policy_loss.Objective,
+  is_on_policy: bool,
+) -> tuple[PackedBatch, ScoreInfo]:
+  """Weights the tokens that the method chooses; the others get weight 0.
+
+  The update does not compute the log-probability of a token of weight 0.
+
+  Args:
+    rng: randomness of the method's token rule.
+    stats: statistics of the batch under the policy to train, if computed.
+    is_on_policy: if False, the log-probabilities of `stats` become the batch's
+      old ones, and the objective's correction for the difference to those of
+      the sampler is applied to the weights.
+  """
+  weights, num_invalid = batch.weights, jnp.float32(0)
+  if method.tokens:
+    chosen = method.tokens.select(rng, batch, stats)
+    keep = chosen.keep & batch.is_trained
+    num_invalid = invalid_probs(chosen.replace(keep=keep))
+    weights = jnp.where(keep, weights / jnp.where(keep, chosen.prob, 1.0), 0.0)
+  if stats is not None and not is_on_policy:
+    if objective.sampler_cap:
+      weights *= policy_loss.sampler_correction(
+        stats.logprobs, batch.old_logprobs, objective.sampler_cap
+      )
+    batch = batch.replace(old_logprobs=stats.logprobs)
+  is_kept = weights != 0
+  ratio = weights / jnp.where(is_kept, batch.weights, 1.0)
+  info = ScoreInfo(
+    num_invalid_probs=num_invalid,
+    num_tokens=is_kept.sum(dtype=jnp.float32),
+    weight_max=jnp.where(is_kept, ratio, 0.0).max(),
+  )
+  return batch.replace(weights=weights), info

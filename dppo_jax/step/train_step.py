@@ -1,0 +1,262 @@
+"""The stages of a training step, compiled, timed and checked."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dppo_jax import rewards
+from dppo_jax.methods.neyman import gradient_noise
+from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
+from dppo_jax.metrics import progress
+from dppo_jax.models import transformer
+from dppo_jax.records import (
+  CompletionSummary,
+  PackedBatch,
+  StepCosts,
+  TrainState,
+)
+from dppo_jax.rng import Stage, StepRng, rng_at
+from dppo_jax.run import distributed, runtime_checks
+from dppo_jax.run.setup import Run
+from dppo_jax.step import grade, programs
+from dppo_jax.step.clock import StageClock
+from dppo_jax.step.collect import Collector, Experience
+from dppo_jax.step.optimizer import last_learning_rate, make_schedule
+from dppo_jax.step.select import SelectInfo
+from dppo_jax.step.tokens import ScoreInfo
+from dppo_jax.step.update import UpdateInfo
+
+
+class Batch(NamedTuple):
+  """Weighted and packed completions of one step.
+
+  Attributes:
+    rows: micro-batches `[M, R, L]`.
+    num_micro: micro-batches in use.
+    denominator: loss denominator, in completions of the unpruned batch.
+    info: result of selection and packing, on the host.
+    score_info: result of token selection; None if the step has none.
+    summary: per-completion results.
+    experience: what the batch was made from.
+  """
+
+  rows: PackedBatch
+  num_micro: jax.Array
+  denominator: np.ndarray
+  info: SelectInfo
+  summary: CompletionSummary
+  experience: Experience
+  score_info: ScoreInfo | None = None
+
+
+class StepInfo(NamedTuple):
+  """Results of a step, for metrics, callbacks and checks.
+
+  Attributes:
+    experience: graded completions.
+    select, score, update: typed results of the stages, on the host.
+    summary: per-completion results, on the host.
+    costs: timings that the step's automatic budget used; None without one.
+    learning_rate: of the last optimizer step.
+    is_clipped: True if the gradient's norm was clipped.
+    noise: metrics of the gradient noise, if measured.
+    seconds: `stage/seconds` of the stages and of the step.
+  """
+
+  experience: Experience
+  select: SelectInfo
+  score: ScoreInfo | None
+  update: UpdateInfo
+  summary: CompletionSummary
+  costs: StepCosts | None
+  learning_rate: float
+  is_clipped: bool
+  noise: dict[str, float]
+  seconds: dict[str, float]
+
+  def metrics(self, specs: tuple[rewards.RewardSpec, ...]) -> dict[str, float]:
+    """Returns the metrics of the step by name.
+
+    Args:
+      specs: the reward functions, each of which has a metric.
+    """
+    score = self.score.metrics() if self.score else {}
+    return {
+      **grade.to_metrics(
+        self.experience.counts, self.experience.samples, specs
+      ),
+      **self.select.metrics(),
+      **score,
+      **self.update.metrics(),
+      "update/learning_rate": self.learning_rate,
+      "update/clipped_norm": float(self.is_clipped),
+      **self.noise,
+      **self.seconds,
+    }
+
+
+class TrainStep:
+  """Compiles the stages of a run's step; its methods run them.
+
+  `collect`, `select`, `score` and `update` are called in this order. Each
+  blocks until its results are ready and adds its seconds to the clock.
+
+  Args:
+    task: shows what is being compiled.
+  """
+
+  def __init__(
+    self,
+    run: Run,
+    grader: rewards.Grader,
+    task: progress.Task | None = None,
+  ):
+    self._run = run
+    self.programs = programs.compile_programs(
+      programs.programs(run), run.mesh, task
+    )
+    self._grader = grader
+    self._tracker = CostTracker(run.packing.rows_per_micro)
+    self._clock, self._costs = StageClock(), None
+    o = run.config.optimizer
+    self._schedule = make_schedule(
+      o.learning_rate, run.num_updates, o.schedule, o.warmup_steps
+    )
+
+  def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
+    """Rolls out and grades the next prompts; starts the clock of a step."""
+    self._clock = StageClock()
+    collector = Collector(self._run, self.programs, self._grader, self._clock)
+    return collector.collect(state)
+
+  def select(
+    self, rng: StepRng, experience: Experience, state: TrainState
+  ) -> Batch:
+    """Chooses the completions to train on, weights and packs them."""
+    costs = self._current_costs(state) if self._run.method.reads_costs else None
+    self._costs = costs
+    with self._clock("select"):
+      rows, num_micro, info, summary = jax.block_until_ready(
+        self.programs["select"](
+          rng.at(Stage.COMPLETIONS),
+          experience.prompts,
+          experience.rollout,
+          experience.rewards,
+          costs,
+        )
+      )
+      info = jax.device_get(info)
+      runtime_checks.check_selection(
+        info.pack.num_unplaced, info.num_invalid_probs
+      )
+    group_size = self._run.config.rollout.group_size
+    denominator = np.float32(experience.num_prompts) * group_size
+    return Batch(rows, num_micro, denominator, info, summary, experience)
+
+  def score(
+    self, rng: StepRng, params: transformer.Params, batch: Batch
+  ) -> Batch:
+    """Computes old log-probabilities and chooses tokens, where needed."""
+    if "score" not in self.programs:
+      self._clock.seconds["score"] = 0.0
+      return batch
+    with self._clock("score"):
+      rows, info = jax.block_until_ready(
+        self.programs["score"](
+          rng.at(Stage.TOKENS), params, batch.rows, batch.num_micro
+        )
+      )
+      info = jax.device_get(info)
+      runtime_checks.check_tokens(info.num_invalid_probs)
+    return batch._replace(rows=rows, score_info=info)
+
+  def update(
+    self,
+    state: TrainState,
+    reference: transformer.Params | None,
+    batch: Batch,
+  ) -> tuple[TrainState, StepInfo]:
+    """Takes the optimizer steps on the batch; ends the clock of the step."""
+    state, noise = self._measure_noise(state, reference, batch)
+    with self._clock("update"):
+      state, info = jax.block_until_ready(
+        self.programs["update"](
+          state, reference, batch.rows, batch.num_micro, batch.denominator
+        )
+      )
+      info = jax.device_get(info)
+    seconds = self._clock.metrics()
+    if self._run.method.reads_costs:
+      self._track(batch, info, seconds)
+    options = self._run.config
+    num_updates = int(state.step) * options.objective.num_updates
+    return state, StepInfo(
+      experience=batch.experience,
+      select=batch.info,
+      score=batch.score_info,
+      update=info,
+      summary=jax.device_get(batch.summary),
+      costs=self._costs,
+      learning_rate=last_learning_rate(
+        self._schedule, num_updates, info.num_skipped
+      ),
+      is_clipped=bool(info.grad_norm >= options.optimizer.clip_norm),
+      noise=noise,
+      seconds=seconds,
+    )
+
+  def evaluate(self, params: transformer.Params, prompts, rng):
+    """Rolls out a batch of evaluation problems."""
+    return self.programs["evaluate"](params, prompts, rng)
+
+  def _measure_noise(
+    self, state: TrainState, reference: transformer.Params | None, batch: Batch
+  ) -> tuple[TrainState, dict[str, float]]:
+    """Measures the gradient noise if due, and returns its metrics."""
+    every, step = self._run.method.noise_every, int(state.step)
+    if not every:
+      return state, {}
+    is_due = step % every == 0
+    if is_due:
+      with self._clock("noise"):
+        rng = rng_at(self._run.root_key, step, Stage.NOISE)
+        noise = self.programs["measure_noise"](
+          rng,
+          state.noise,
+          state.params,
+          reference,
+          batch.rows,
+          batch.num_micro,
+          batch.experience.prompts,
+          batch.experience.rollout,
+          batch.summary,
+        )
+        state = state.replace(noise=jax.block_until_ready(noise))
+    c = self._run.config
+    num_prompts = c.data.prompts_per_step // c.objective.mini_batches
+    metrics = gradient_noise.describe(state.noise, num_prompts)
+    return state, {
+      **{name: float(x) for name, x in metrics.items()},
+      "noise/measured": float(is_due),
+    }
+
+  def _current_costs(self, state: TrainState) -> StepCosts:
+    noise = jax.device_get(state.noise)
+    return self._tracker.costs(float(gradient_noise.noise_fraction(noise)))
+
+  def _track(
+    self, batch: Batch, info: UpdateInfo, seconds: dict[str, float]
+  ) -> None:
+    """Adds the step to the costs; all processes use the first one's clock."""
+    update = seconds["score/seconds"] + seconds["update/seconds"]
+    noise = seconds.get("noise/seconds", 0.0)
+    tokens = (batch.score_info or batch.info).num_tokens
+    sample = StepSample(
+      update=update,
+      other=seconds["step/seconds"] - update - noise,
+      micros=float(info.num_micro),
+      rows=float(batch.info.pack.num_rows),
+      tokens=float(tokens),
+    )
+    self._tracker.add(StepSample(*distributed.gather(list(sample))[0]))
