@@ -37,7 +37,6 @@ def get_config(method: str = "dppo") -> Config:
   config.rollout.num_slots = 64
   config.pack.row_length = 4096
   config.pack.rows_per_micro = 1
-  config.pack.window = 256
   config.optimizer.learning_rate = 1e-6
   config.optimizer.warmup_steps = 10
   config.eval.every = 25

@@ -82,7 +82,6 @@ with jax.set_mesh(run.mesh):
     run.root_key,
     model_config=run.model,
     spec=run.packing,
-    logit_chunk=c.pack.logit_chunk,
     steps=70,
     sequences_per_step=64,
     direct_share=0.5,

@@ -390,4 +390,4 @@ print(f"no packer needs fewer than {-(-least // 160)}")
 #   `fill`.
 # - [`models/attention`](../dppo_jax/models/attention): the mask, in blocks or
 #   in a kernel.
-# - `config.pack`: `row_length`, `rows_per_micro`, `window`, `share_prefix`.
+# - `config.pack`: `row_length`, `rows_per_micro`.

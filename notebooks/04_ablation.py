@@ -112,7 +112,6 @@ def train_quietly(name, c):
 
 first = make_config("grpo", seed=0, steps=0)
 first.sft.steps = 300
-first.sft.direct_share = 0.6  # so that guessing is the likelier start
 train_quietly("start", first)
 
 # %% [markdown]

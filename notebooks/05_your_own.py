@@ -208,7 +208,6 @@ c.pack.rows_per_micro = 8
 c.objective.inner_updates = 2
 c.optimizer.learning_rate = 2e-5
 c.sft.steps = 300
-c.sft.direct_share = 0.6
 c.steps = 30
 c.eval.every = 3
 print(c.method.name, c.method.args, "|", c.objective.name, c.objective.args)

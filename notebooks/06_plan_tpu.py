@@ -194,7 +194,7 @@ for method in ("grpo", "dppo", "neyman"):
 has_compiler = importlib.util.find_spec("libtpu") is not None
 small = config.Config()
 config.use_method(small, "dppo")
-small.model.embed, small.model.mlp, small.model.head_dim = 256, 512, 64
+small.model.shape |= {"embed": 256, "mlp": 512, "head_dim": 64}
 small.model.dtype = "bfloat16"
 small.data.train, small.data.eval = "arithmetic:64", ""
 small.pack.row_length = 256  # the TPU kernel takes multiples of 128

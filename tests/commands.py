@@ -5,37 +5,28 @@ import pathlib
 import subprocess
 import sys
 
-from absl import flags
-from ml_collections import config_flags
-
-from dppo_jax.config import Config
+from dppo_jax.config import Config, cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 def config(file: str, **overrides) -> Config:
-  """The config of `configs/FILE.py`; `rollout__top_k=2` overrides a field."""
+  """The config of `configs/FILE.py`; `rollout__top_k=2` overrides an option."""
   return parse(_flags(file, overrides))
 
 
 def parse(words: list[str]) -> Config:
-  """The config that the flags of a command line make."""
-  values = flags.FlagValues()
-  argv = ["main", *words]
-  holder = config_flags.DEFINE_config_file(
-    "config", flag_values=values, sys_argv=argv
-  )
-  values(argv)
-  return holder.value
+  """The config of a command line."""
+  return cli.parse(["main", *words]).config
 
 
 def main(file: str, *more: str, **overrides) -> subprocess.CompletedProcess:
-  """What `python -m dppo_jax.main` does under that config and `more` flags."""
+  """Runs `python -m dppo_jax.main` with that config and `more` flags."""
   return command(*_flags(file, overrides), *more)
 
 
 def command(*argv: str) -> subprocess.CompletedProcess:
-  """`python -m dppo_jax.main ARGV`, on the one device that a CPU is."""
+  """Runs `python -m dppo_jax.main ARGV` on one CPU device."""
   return subprocess.run(
     [sys.executable, "-m", "dppo_jax.main", *argv],
     cwd=ROOT,

@@ -64,10 +64,10 @@ def make_config(num_devices: int = 1) -> config.Config:
   c.method.args["update_cost"] = 0.5  # measured times would differ
   settings = {
     "steps": STEPS,
-    "model.layers": 1,
-    "model.embed": 16,
-    "model.mlp": 32,
-    "model.head_dim": 8,
+    "model.shape.layers": 1,
+    "model.shape.embed": 16,
+    "model.shape.mlp": 32,
+    "model.shape.head_dim": 8,
     "data.train": "arithmetic:20:1",
     "data.prompts_per_step": 8,
     "data.eval": "",
@@ -82,8 +82,7 @@ def make_config(num_devices: int = 1) -> config.Config:
     "mesh.data": num_devices,
   }
   for name, value in settings.items():
-    section, _, field = name.rpartition(".")
-    setattr(getattr(c, section) if section else c, field, value)
+    config.assign(c, name, value)
   return c
 
 

@@ -21,23 +21,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
 SMALL = {
   "steps": 2,
-  "model__layers": 1,
-  "model__embed": 16,
-  "model__mlp": 32,
-  "model__head_dim": 8,
+  "model__shape__layers": 1,
+  "model__shape__embed": 16,
+  "model__shape__mlp": 32,
+  "model__shape__head_dim": 8,
   "data__train": "arithmetic:100:1",
   "data__prompts_per_step": 8,
   "data__eval_limit": 10,
   "rollout__group_size": 4,
   "rollout__max_tokens": 8,
   "rollout__num_slots": 4,
-  "rollout__prefill_batch": 8,
   "pack__row_length": 24,
   "pack__rows_per_micro": 8,
-  "sft__steps": 60,
-  "sft__sequences_per_step": 16,
-  "sft__direct_share": 1.0,
-  "sft__learning_rate": 1e-2,
+  "sft__steps": 150,
   "eval__prompts": 8,
 }
 
@@ -140,7 +136,7 @@ def test_a_step_or_a_model_of_another_run_raises(trained):
   with pytest.raises(ValueError, match=r"no checkpoint 7 .* there are 0, 2"):
     evaluate.run(_config(), trained, 7)
   with pytest.raises(UserError, match=r"another model.* omit --config"):
-    evaluate.run(_config(model__embed=32), trained)
+    evaluate.run(_config(model__shape__embed=32), trained)
   with pytest.raises(UserError, match=r"config.data.eval is empty"):
     evaluate.run(_config(data__eval=""), trained)
 

@@ -28,16 +28,15 @@ pytestmark = pytest.mark.slow
 PROBLEMS = ["3+9-5=", "1=", "15-15+4=", "0+0+12="]
 SETTINGS = {
   "steps": 1,
-  "model__layers": 1,
-  "model__embed": 16,
-  "model__mlp": 32,
-  "model__head_dim": 8,
+  "model__shape__layers": 1,
+  "model__shape__embed": 16,
+  "model__shape__mlp": 32,
+  "model__shape__head_dim": 8,
   "data__train": "arithmetic:20:1",
   "data__prompts_per_step": 4,
   "data__eval_limit": 2,
   "rollout__max_tokens": 8,
   "rollout__num_slots": 2,
-  "rollout__prefill_batch": 2,
   "rollout__group_size": 2,
   "pack__row_length": 24,
   "pack__rows_per_micro": 2,
@@ -240,7 +239,7 @@ def eval_samples(workdir, step):
 def test_from_a_run_to_an_export_to_another_run(tmp_path):
   """Both runs and transformers give the same completions."""
   first, out, second = (tmp_path / x for x in ("first", "out", "second"))
-  options = SETTINGS | {"sft__steps": 20, "sft__sequences_per_step": 8}
+  options = SETTINGS | {"sft__steps": 20}
   train = lambda workdir, options: commands.main(
     "arithmetic:grpo", f"--workdir={workdir}", **options
   )
@@ -360,7 +359,7 @@ def test_weights_that_are_not_there_raise(begun, tmp_path):
     export.run(c, workdir, tmp_path / "out", step=3)
   with pytest.raises(UserError, match=r"has no checkpoints: set --workdir"):
     export.run(c, tmp_path / "none", tmp_path / "out")
-  c.model.embed = 32
+  c.model.shape.embed = 32
   with pytest.raises(UserError, match=r"another model.* omit --config"):
     export.run(c, workdir, tmp_path / "out")
   assert not (tmp_path / "out").exists()

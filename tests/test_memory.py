@@ -81,10 +81,10 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
 @pytest.mark.parametrize("remat", ["layers", "none"])
 def test_the_estimate_is_within_a_factor_of_two_of_the_compiled_program(remat):
   config = small(
-    model__layers=4,
-    model__embed=256,
-    model__mlp=1024,
-    model__head_dim=32,
+    model__shape__layers=4,
+    model__shape__embed=256,
+    model__shape__mlp=1024,
+    model__shape__head_dim=32,
     model__remat=remat,
     mesh__model=1,
     mesh__data=1,
@@ -130,7 +130,7 @@ def test_a_reference_policy_is_counted():
     {"rollout__num_slots": 10**6, "data__prompts_per_step": 10**6},
     {"rollout__max_tokens": 10**6, "pack__row_length": 10**6},
     {"pack__rows_per_micro": 10**6},
-    {"model__embed": 65_536, "model__layers": 1000},
+    {"model__shape__embed": 65_536, "model__shape__layers": 1000},
   ],
 )
 def test_a_run_that_cannot_fit_is_rejected_in_one_line(overrides):

@@ -39,11 +39,11 @@ def _config(mesh, method, **overrides):
   replicas, data_axis, model_axis = mesh
   tiny = {
     "steps": 4,
-    "model__layers": 1,
-    "model__embed": 16,
-    "model__mlp": 32,
-    "model__heads": 8,
-    "model__head_dim": 8,
+    "model__shape__layers": 1,
+    "model__shape__embed": 16,
+    "model__shape__mlp": 32,
+    "model__shape__heads": 8,
+    "model__shape__head_dim": 8,
     "data__eval": "",
     "data__train": "arithmetic:20:1",  # an epoch of two steps
     "data__prompts_per_step": 8,

@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
 # One compiled stage of decoding, rows of which each device has one.
 OPTIONS = {
-  "model.layers": 1,
-  "model.embed": 32,
-  "model.mlp": 32,
-  "model.head_dim": 8,
+  "model.shape.layers": 1,
+  "model.shape.embed": 32,
+  "model.shape.mlp": 32,
+  "model.shape.head_dim": 8,
   "data.train": "arithmetic:40:1",
   "data.eval": "",
   "data.prompts_per_step": 8,

@@ -28,10 +28,10 @@ def _config(**overrides) -> config.Config:
   c.method.args |= overrides.pop("args", {})
   settings = {
     "steps": 4,
-    "model.layers": 1,
-    "model.embed": 16,
-    "model.mlp": 32,
-    "model.head_dim": 8,
+    "model.shape.layers": 1,
+    "model.shape.embed": 16,
+    "model.shape.mlp": 32,
+    "model.shape.head_dim": 8,
     "data.train": "arithmetic:20:1",  # an epoch of two steps
     "data.prompts_per_step": 8,
     "data.eval_limit": 8,
@@ -42,17 +42,13 @@ def _config(**overrides) -> config.Config:
     "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,
     # Enough to put something into a box, which then is right now and then.
-    "sft.steps": 60,
-    "sft.sequences_per_step": 16,
-    "sft.direct_share": 1.0,
-    "sft.learning_rate": 1e-2,
+    "sft.steps": 150,
     "eval.prompts": 8,
     "checkpoint.every": 2,
     "reward.functions": "exact,boxed:0.5",
   }
   for name, value in (settings | overrides).items():
-    section, _, field = name.rpartition(".")
-    setattr(getattr(c, section) if section else c, field, value)
+    config.assign(c, name, value)
   return c
 
 

@@ -22,7 +22,7 @@ class PackingSpec(NamedTuple):
 
   row_length: int
   rows_per_micro: int
-  window: int
+  window: int = 256
   share_prefix: bool = True
   spread_rows: bool = False
 

@@ -1,89 +1,127 @@
-"""The method and the objective that a config names."""
+"""Methods and objectives by name, and configs by file."""
 
 from collections.abc import Callable
 import inspect
+import json
+import os
+import pathlib
 from typing import Any
 
 from dppo_jax import algo, methods, user_code
 from dppo_jax.algo import objectives
-from dppo_jax.config.options import default_args
-from dppo_jax.config.schema import Config, Method, Objective
+from dppo_jax.config.options import assign, default_args, walk
+from dppo_jax.config.schema import Config, MethodConfig, ObjectiveConfig
+from dppo_jax.errors import UserError
 
-# A name, a reference to a function of one's own, or the function.
+# A name, a reference to a user's function, or the function.
 Choice = str | Callable
 
 
 def use_method(
   config: Config, choice: Choice, objective: Choice | None = None
 ) -> None:
-  """Sets the method, and perhaps the objective, with their default options.
+  """Sets the method and optionally the objective, with default arguments.
 
   Args:
     choice: a method, or a method and an objective: "dppo", "dppo,gspo". Each is
-      a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`; from Python also the
-      function, which returns a `methods.Method` or an `algo.Objective` and has
-      a default for every option.
-    objective: one more way to name it, for paths with a comma and functions.
+      a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`. From Python it may also
+      be a function that returns a `methods.Method` or an `algo.Objective` and
+      has a default for every argument.
+    objective: alternative place for the objective, for functions and for paths
+      that contain a comma.
   Raises:
-    ValueError: for a name that is unknown, or a function that there is not.
+    UserError: for an unknown name, or a function that cannot be loaded.
   """
   if isinstance(choice, str) and objective is None:
     choice, _, objective = choice.partition(",")
   factory = _factory(methods.METHODS, "method", choice)
-  config.method = Method(factory, default_args(factory))
+  config.method = MethodConfig(factory, default_args(factory))
   if objective:
     factory = _factory(objectives.OBJECTIVES, "objective", objective)
     config.objective.factory = factory
     config.objective.args = default_args(factory)
 
 
-def _factory(ours: dict[str, Callable], what: str, choice: Choice) -> Callable:
-  if isinstance(choice, str) and choice in ours:
-    return ours[choice]
+def _factory(known: dict[str, Callable], kind: str, choice: Choice) -> Callable:
+  if isinstance(choice, str) and choice in known:
+    return known[choice]
   if isinstance(choice, str) and ":" not in choice:
-    raise ValueError(
-      f"the {what} is {choice!r} but must be one of {', '.join(ours)}, "
+    raise UserError(
+      f"the {kind} is {choice!r} but must be one of {', '.join(known)}, "
       "FILE.py:FUNCTION or MODULE:FUNCTION"
     )
   try:
     factory = user_code.load(choice) if isinstance(choice, str) else choice
   except ValueError as error:
-    raise ValueError(f"the {what}: {error}") from error
+    raise UserError(f"the {kind}: {error}") from error
   if not inspect.isfunction(factory):
-    raise ValueError(f"the {what} is {choice!r} but must be a function")
+    raise UserError(f"the {kind} is {choice!r} but must be a function")
   for name, default in default_args(factory).items():
     if default is inspect.Parameter.empty:
-      raise ValueError(
-        f"the {what} {factory.__name__} has no default for {name!r}, as every "
-        "option must have"
+      raise UserError(
+        f"argument {name!r} of the {kind} {factory.__name__} must have a "
+        "default value"
       )
   return factory
 
 
+def read(path: str | os.PathLike) -> Config:
+  """Returns the config in a run's config.json.
+
+  Raises:
+    UserError: if the file is not a config, or names an unknown option.
+  """
+  path = pathlib.Path(path)
+  config = Config()
+  try:
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved.pop("fingerprints", None)  # of data and code
+    names = [saved.pop(f"{kind}.name") for kind in ("method", "objective")]
+    use_method(
+      config,
+      saved.pop("method.source", names[0]),
+      saved.pop("objective.source", names[1]),
+    )
+    defaults = {name: value for name, value, _ in walk(config)}
+    for name, value in saved.items():
+      is_tuple = isinstance(defaults[name], tuple)
+      assign(config, name, tuple(value) if is_tuple else value)
+  except UserError:
+    raise
+  except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+    raise UserError(
+      f"{path} is not the config of a run: {type(error).__name__} {error}"
+    ) from error
+  return config
+
+
 def make_method(config: Config) -> methods.Method:
-  """The method that the config names, with its options."""
-  parameters = inspect.signature(config.method.factory).parameters
+  """Returns the config's method."""
   known = {"total_steps": config.steps}
-  known = {name: x for name, x in known.items() if name in parameters}
+  if "total_steps" not in inspect.signature(config.method.factory).parameters:
+    known = {}
   return _make(config.method, methods.Method, "method", **known)
 
 
 def make_objective(config: Config) -> algo.Objective:
-  """The objective that the config names, with its options."""
+  """Returns the config's objective."""
   return _make(config.objective, algo.Objective, "objective")
 
 
-def _make(chosen: Method | Objective, kind: type, what: str, **known) -> Any:
-  try:
-    made = chosen.factory(**chosen.args, **known)
-  except TypeError as error:
-    raise ValueError(
-      f"config.{what}.args do not fit {chosen.name}: {error}; naming it in "
-      "--config=FILE.py:grpo sets the options that it has"
-    ) from error
-  if not isinstance(made, kind):
-    raise ValueError(
-      f"the {what} {chosen.name}() returned {type(made).__name__}, not "
-      f"{kind.__name__}"
+def _make(
+  chosen: MethodConfig | ObjectiveConfig, returns: type, kind: str, **known
+) -> Any:
+  known_names = default_args(chosen.factory)
+  for name in chosen.args:
+    if name not in known_names:
+      raise UserError(
+        f"config.{kind}.args.{name} is set but the arguments of {chosen.name} "
+        f"are {', '.join(known_names) or 'none'}"
+      )
+  result = chosen.factory(**chosen.args, **known)
+  if not isinstance(result, returns):
+    raise UserError(
+      f"the {kind} {chosen.name}() returned {type(result).__name__}, not "
+      f"{returns.__name__}"
     )
-  return made
+  return result

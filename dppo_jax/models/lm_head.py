@@ -19,6 +19,9 @@ from dppo_jax.models import layers
 from dppo_jax.records import TokenStats
 
 
+LOGIT_CHUNK = 2048  # tokens whose logits exist at once
+
+
 def logprobs_and_entropy(
   hidden: Float[Array, "B L E"],
   head: Float[Array, "V E"],

@@ -25,7 +25,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 
 def abstract_mesh(
-  options: configs.Mesh, num_devices: int
+  options: configs.MeshConfig, num_devices: int
 ) -> jax.sharding.AbstractMesh:
   """The config's mesh over a number of devices, none of which is present."""
   sizes = sharding.sizes(num_devices, **dataclasses.asdict(options))
@@ -64,7 +64,7 @@ def assumed_run(
     platform,
     config.pack.row_length,
     config.rollout.group_size,
-    config.pack.share_prefix,
+    share_prefix=True,
   )
   model = dataclasses.replace(model, attention=backend)
   preflight.check_weights(mesh, model)

@@ -19,7 +19,7 @@ from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
-from dppo_jax.rollout.prefill import prefill_prompts
+from dppo_jax.rollout.prefill import batch_size, prefill_prompts
 from dppo_jax.rollout.sampling import Sampling
 
 
@@ -31,7 +31,7 @@ def sample(
   *,
   group_size: int,
   num_slots: int,
-  prefill_batch: int = 16,
+  prefill_batch: int | None = None,
   kept: Selection | None = None,
   platform: str = "cpu",
   **sampling,
@@ -48,7 +48,8 @@ def sample(
   Args:
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once.
-    prefill_batch: prompts that each shard prefills at once.
+    prefill_batch: prompts that each shard prefills at once; None chooses by
+      their width.
     kept: prompts to roll out; None for all.
     platform: of the devices: cpu, gpu or tpu. It determines the number of
       compiled stages and changes no token.
@@ -82,7 +83,7 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
-  prefill_batch: int = 16,
+  prefill_batch: int | None = None,
   platform: str = "cpu",
 ) -> Rollout:
   """`sample` from weights that are already laid out for decoding.
@@ -99,7 +100,7 @@ def roll_out(
     sampling=sampling,
     group_size=group_size,
     schedule=decode.slot_schedule(min(num_slots, most_slots), platform),
-    prefill_batch=prefill_batch,
+    prefill_batch=prefill_batch or batch_size(prompts.tokens.shape[1]),
   )
   keep = kept.keep
   if num_shards == 1:

@@ -12,6 +12,14 @@ from dppo_jax.records import PromptBatch
 from dppo_jax.rollout.decode import max_over_weight_shards
 
 
+def batch_size(prompt_length: int) -> int:
+  """Returns how many prompts prefill together on a device.
+
+  They are at most 32, and at most 8,192 tokens unless one prompt is longer.
+  """
+  return max(1, min(32, 8192 // prompt_length))
+
+
 def prefill_prompts(
   params: transformer.Params,
   model_config: transformer.ModelConfig,

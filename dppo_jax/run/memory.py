@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dppo_jax import config as configs
-from dppo_jax import shapes, sharding
+from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.rollout import decode
@@ -28,11 +28,9 @@ _MARGIN = 1.3
 _FIXED = ("weights", "optimizer", "reference", "gradients")
 _HALVED = (
   "rollout.num_slots",
-  "rollout.prefill_batch",
   "rollout.max_tokens",
   "data.prompts_per_step",
   "pack.rows_per_micro",
-  "pack.logit_chunk",
 )
 _LEAST = {"model.remat": "layers", "rollout.shard_weights": True}
 
@@ -106,7 +104,7 @@ def _roll_out(workload: Workload) -> Parts:
   kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
   item = _item(workload.rollout_dtype)
   token = 2 * item * model.layers * kv_heads * model.head_dim
-  positions = shapes.round_up(width + r.max_tokens - 1, 32)
+  positions = sharding.round_up(width + r.max_tokens - 1, 32)
   prompt_parts = kv_cache.prompt_part_sizes(
     kv_cache.part_sizes(positions), width
   )

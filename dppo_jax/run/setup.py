@@ -101,7 +101,7 @@ class Run(NamedTuple):
     )
 
 
-def _call(choice: configs.Method | configs.Objective) -> str:
+def _call(choice: configs.MethodConfig | configs.ObjectiveConfig) -> str:
   """Its name, with the arguments that are not at their defaults."""
   defaults = default_args(choice.factory)
   args = [
@@ -127,7 +127,7 @@ def setup_run(
     trains: False where there is to be no training: then problems to train on
       are neither read nor needed.
   Raises:
-    ValueError: for whatever cannot work, naming value, limit and option.
+    UserError: for whatever cannot work, naming value, limit and option.
   """
   configs.validate(config)
   preflight.check_dynamic_sampling(config)
@@ -150,7 +150,7 @@ def setup_run(
     platform,
     config.pack.row_length,
     config.rollout.group_size,
-    config.pack.share_prefix,
+    share_prefix=True,
   )
   model = describe_model(config.model, path, tokenizer.vocab_size, backend)
   preflight.check_weights(mesh, model)
@@ -159,7 +159,7 @@ def setup_run(
   train_set, eval_sets = _problems(config, tokenizer, trains)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   if config.rollout.top_k > model.vocab:
-    raise ValueError(
+    raise UserError(
       f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
       f"{model.vocab} tokens"
     )
@@ -215,8 +215,6 @@ def assemble(
     packing=packing.PackingSpec(
       config.pack.row_length,
       config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
-      config.pack.window,
-      config.pack.share_prefix,
       # Tokens are drawn along the rows, in an order that no mesh changes.
       spread_rows=method.tokens is None,
     ),
@@ -224,7 +222,7 @@ def assemble(
   )
 
 
-def model_path(options: configs.Model) -> str:
+def model_path(options: configs.ModelConfig) -> str:
   """Directory of the checkpoint to start from, fetched if it has to be.
 
   Empty where the model is made on the spot.
@@ -248,24 +246,22 @@ def make_tokenizer(config: configs.Config, path: str) -> data.Tokenizer:
 
 
 def describe_model(
-  shape: configs.Model, path: str, vocab_size: int, backend: str = "auto"
+  options: configs.ModelConfig,
+  path: str,
+  vocab_size: int,
+  backend: str = "auto",
 ) -> transformer.ModelConfig:
-  """The checkpoint's architecture or, without one, Qwen3 in this shape."""
+  """The checkpoint's architecture or, without one, Qwen3 of `options.shape`."""
   if path:
-    model = hf.read_config(path, shape.dtype, shape.remat)
+    model = hf.read_config(path, options.dtype, options.remat)
     return dataclasses.replace(model, attention=backend)
   return transformer.ModelConfig(
     vocab=sharding.round_up(vocab_size, 8),
-    embed=shape.embed,
-    layers=shape.layers,
-    heads=shape.heads,
-    kv_heads=shape.kv_heads,
-    head_dim=shape.head_dim,
-    mlp=shape.mlp,
     has_qk_norm=True,
-    dtype=shape.dtype,
-    remat=shape.remat,
+    dtype=options.dtype,
+    remat=options.remat,
     attention=backend,
+    **options.shape,
   )
 
 

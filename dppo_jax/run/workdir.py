@@ -37,8 +37,8 @@ def may_change(config: configs.Config) -> set[str]:
   if config.optimizer.schedule != "constant" or method.has_schedule:
     free.discard("steps")  # the learning rate, or pruning, depends on it
   if method.tokens:  # tokens are drawn along the rows
-    free -= {"pack.rows_per_micro", "pack.window", "pack.share_prefix"}
-    free -= {"mesh.data", "mesh.replicas"}  # which decide how many rows
+    # The number of rows depends on them.
+    free -= {"pack.rows_per_micro", "mesh.data", "mesh.replicas"}
   return free
 
 

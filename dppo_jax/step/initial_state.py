@@ -29,7 +29,7 @@ def first_state(run: Run, writer: metrics.Writer) -> TrainState:
   state = init(params)
   runtime_checks.check_params(
     state.params,
-    "lower config.sft.learning_rate"
+    "lower config.sft.steps"
     if run.config.sft.needs_solutions
     else "check the checkpoint that config.model or config.sft.from_run names",
   )
@@ -92,7 +92,9 @@ def _first_params(
     run.root_key,
     model_config=run.model,
     spec=run.packing,
-    logit_chunk=run.config.pack.logit_chunk,
+    direct_share=sft.ARITHMETIC_DIRECT_SHARE
+    if run.config.data.train == "arithmetic"
+    else 0.0,
     say=writer.say,
     bar=writer.bar,
     **options,

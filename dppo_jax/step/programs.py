@@ -100,7 +100,6 @@ def declare(run: Run) -> dict[str, Declaration]:
         sampling=_sampling(run),
         group_size=c.rollout.group_size,
         num_slots=c.rollout.num_slots,
-        prefill_batch=c.rollout.prefill_batch,
         platform=run.platform,
       ),
       args="inference_params prompts rng kept",
@@ -250,7 +249,6 @@ def update_config(run: Run) -> update.UpdateConfig:
     model=run.model,
     objective=run.objective,
     temperature=c.rollout.temperature,
-    logit_chunk=c.pack.logit_chunk,
     inner_updates=c.objective.inner_updates,
     mini_batches=c.objective.mini_batches,
   )
@@ -338,7 +336,6 @@ def evaluation_program(run: Run, samples: int) -> Program:
     rollout.sample,
     group_size=samples or 1,
     num_slots=c.rollout.num_slots,
-    prefill_batch=c.rollout.prefill_batch,
     platform=run.platform,
     **sampling._asdict(),
   )

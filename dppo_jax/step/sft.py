@@ -25,6 +25,10 @@ from dppo_jax.step import update
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
 
+# Fraction of arithmetic solutions that are the answer alone, so that guessing
+# is the likelier start.
+ARITHMETIC_DIRECT_SHARE = 0.55
+
 
 def run(
   params: transformer.Params,
@@ -35,11 +39,10 @@ def run(
   *,
   model_config: transformer.ModelConfig,
   spec: PackingSpec,
-  logit_chunk: int,
   steps: int,
-  sequences_per_step: int,
-  direct_share: float,
-  learning_rate: float,
+  sequences_per_step: int = 64,
+  direct_share: float = 0.0,
+  learning_rate: float = 3e-3,
   say: Callable[[str], None],
   bar: progress.Progress,
 ) -> transformer.Params:
@@ -62,10 +65,11 @@ def run(
     problems, tokenizer, stop_id, spec.row_length
   )
   data_key = rng_at(root_key, 0, Stage.DATA).key
+  num_sequences = min(sequences_per_step, len(problems))
 
   def draw(i: int) -> tuple[PromptBatch, np.ndarray, np.ndarray]:
     rng = rng_at(root_key, i, Stage.SFT)
-    prompts = data.draw(problems, data_key, i, sequences_per_step)
+    prompts = data.draw(problems, data_key, i, num_sequences)
     is_direct = np.asarray(
       jax.random.uniform(rng.key, prompts.ids.shape) < direct_share, int
     )
@@ -80,7 +84,6 @@ def run(
       config=update.UpdateConfig(
         model=model_config,
         objective=objectives.grpo(),
-        logit_chunk=logit_chunk,
       ),
       optimizer=optimizer,
     )
@@ -98,7 +101,7 @@ def run(
         if info.num_skipped_in_a_row >= runtime_checks.MAX_SKIPPED:
           raise FloatingPointError(
             f"the gradient of supervised step {done} and of those before it "
-            "was not finite: lower config.sft.learning_rate"
+            "was not finite: lower config.sft.steps"
           )
         say(f"supervised step {done} of {steps}: {note}")
   return state.params

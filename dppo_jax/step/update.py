@@ -37,7 +37,7 @@ class UpdateConfig(NamedTuple):
   model: transformer.ModelConfig
   objective: policy_loss.Objective
   temperature: float = 1.0
-  logit_chunk: int = 2048
+  logit_chunk: int = lm_head.LOGIT_CHUNK
   inner_updates: int = 1
   mini_batches: int = 1
 

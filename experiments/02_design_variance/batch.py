@@ -113,7 +113,6 @@ def sample(
     max_tokens=r.max_tokens,
     temperature=r.temperature,
     num_slots=r.num_slots,
-    prefill_batch=r.prefill_batch,
     stop_ids=run.stop_ids,
   )
   rng = rng_at(run.root_key, draw, Stage.ROLLOUT)

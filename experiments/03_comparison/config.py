@@ -7,6 +7,10 @@ Supervised fine-tuning imitates solutions that err (see problems.py); half the
 problems or more are then always or never solved by all 16 completions, and stay
 so while GRPO takes the held-out accuracy from about 0.5 to above 0.9. Seed 0
 learns well; about every third seed does not learn to copy in so few steps.
+
+The published results fine-tuned on 32 solutions per step, not 64, with a
+learning rate of 6e-3, not 3e-3, and packed 64 sequences at a time, not 256.
+These were options then and are constants now.
 """
 
 import pathlib
@@ -20,9 +24,8 @@ def get_config(method: str = "grpo") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 144  # three epochs of 1,536 problems
-  config.model.layers = 1
-  config.model.embed = 48
-  config.model.mlp = 256  # holds the table of 300 turns
+  # The feed-forward layer holds the table of 300 turns.
+  config.model.shape |= {"layers": 1, "embed": 48, "mlp": 256}
   config.model.remat = "none"  # the activations are small
   config.data.train = str(DATA / "train.jsonl")
   config.data.eval = str(DATA / "eval.jsonl")
@@ -34,12 +37,8 @@ def get_config(method: str = "grpo") -> Config:
   config.rollout.temperature = 0.7  # or 30 sure steps in a row are none
   config.pack.row_length = 168
   config.pack.rows_per_micro = 16
-  config.pack.window = 64
   config.optimizer.learning_rate = 7e-4
   config.sft.steps = 1000
-  config.sft.sequences_per_step = 32
-  config.sft.direct_share = 0.0
-  config.sft.learning_rate = 6e-3
   config.eval.every = 12
   config.eval.prompts = 128
   return config

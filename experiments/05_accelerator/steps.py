@@ -124,7 +124,6 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
   config.rollout.num_slots = work.slots
   config.pack.row_length = work.rows.row_length
   config.pack.rows_per_micro = work.rows.rows_per_micro
-  config.pack.logit_chunk = work.logit_chunk
   platform = jax.devices()[0].platform
   run = assumed.assumed_run(config, sharding.make_mesh(), platform)
   return memory.estimate(assumed.workload(run))["update"]

@@ -173,7 +173,6 @@ def _sample(
       max_tokens=r.max_tokens,
       temperature=r.temperature,
       num_slots=r.num_slots,
-      prefill_batch=r.prefill_batch,
       stop_ids=run.stop_ids,
     )
 

@@ -17,10 +17,8 @@ def get_config(method: str = "grpo") -> Config:
   config.rollout.group_size = 8
   config.rollout.max_tokens = 128
   config.rollout.num_slots = 64
-  config.rollout.prefill_batch = 8
   config.pack.row_length = 896  # run.py tries others
   config.pack.rows_per_micro = 1
-  config.pack.window = 64
   config.optimizer.learning_rate = 1e-6
   config.optimizer.clip_norm = 1.0
   return config

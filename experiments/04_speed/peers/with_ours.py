@@ -145,7 +145,6 @@ def decode(args) -> None:
     group_size=r.group_size,
     max_tokens=r.max_tokens,
     num_slots=r.num_slots,
-    prefill_batch=r.prefill_batch,
     stop_ids=(-1,),
   )
   with jax.set_mesh(run.mesh):
