@@ -22,7 +22,6 @@ from dppo_jax import main, methods, train
 from dppo_jax.algo import objectives
 from dppo_jax.config import cli, options
 from dppo_jax.errors import UserError
-from dppo_jax.metrics import logs
 from dppo_jax.models import hf
 from dppo_jax.models.hf import reader as hf_checkpoint
 from dppo_jax.run import compile_cache, workdir

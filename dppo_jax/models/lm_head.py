@@ -18,7 +18,6 @@ from dppo_jax import sharding
 from dppo_jax.models import layers
 from dppo_jax.records import TokenStats
 
-
 LOGIT_CHUNK = 2048  # tokens whose logits exist at once
 
 
