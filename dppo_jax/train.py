@@ -328,10 +328,7 @@ def _evaluate(
   for number, name in enumerate(run.eval_sets):
     with writer.bar.task(f"evaluating on {name}"):
       completions = eval_sets.evaluate(
-        run,
-        name,
-        functools.partial(train_step.evaluate, state.params),
-        grader,
+        run, name, functools.partial(train_step.evaluate, state.params), grader
       )
     # Metrics of the first set do not depend on its name.
     stage = f"eval/{name}" if number else "eval"

@@ -316,11 +316,7 @@ print(by_itself[0, 0])
 
 # %%
 packed = logprobs(
-  rows.tokens,
-  rows.targets,
-  rows.positions,
-  rows.segment_ids,
-  rows.prefix_ids,
+  rows.tokens, rows.targets, rows.positions, rows.segment_ids, rows.prefix_ids
 )
 print("in rows:", packed.shape)
 

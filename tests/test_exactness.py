@@ -356,12 +356,7 @@ def test_keeping_all_is_grpo_to_the_bit(method):
         lambda x: jnp.broadcast_to(x, batch.weights.shape), stats
       )
       batch, _ = choose_tokens(
-        RNG,
-        batch,
-        stats,
-        method=method,
-        objective=objective,
-        is_on_policy=True,
+        RNG, batch, stats, method=method, objective=objective, is_on_policy=True
       )
     return batch, num_micro
 

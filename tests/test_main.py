@@ -341,10 +341,9 @@ def test_a_run_resumes_under_options_that_may_change(begun):
   before = options.flatten(arithmetic())
   for name in workdir.may_change(configs.Config()):
     value = before[name]
-    changed = {
-      bool: lambda x: not x,
-      str: lambda x: f"not {x}",
-    }.get(type(value), lambda x: x + 1)(value)
+    changed = {bool: lambda x: not x, str: lambda x: f"not {x}"}.get(
+      type(value), lambda x: x + 1
+    )(value)
     workdir.write(begun, arithmetic(**{name.replace(".", "__"): changed}))
     assert json.loads(begun.read_text())[name] == changed
 

@@ -120,8 +120,7 @@ def _one_step(state, batch, config):
 
 
 @pytest.mark.parametrize(
-  ("objective", "inner_updates"),
-  [(PLAIN, 2), (objectives.gspo(), 1)],
+  ("objective", "inner_updates"), [(PLAIN, 2), (objectives.gspo(), 1)]
 )
 def test_parts_are_updates_one_after_another(objective, inner_updates):
   """With the log-probabilities from before the first; then clips count."""

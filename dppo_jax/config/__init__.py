@@ -1,11 +1,6 @@
 """Options of a run: definitions, checks, files and command line."""
 
-from dppo_jax.config.choose import (
-  make_method,
-  make_objective,
-  read,
-  use_method,
-)
+from dppo_jax.config.choose import make_method, make_objective, read, use_method
 from dppo_jax.config.options import assign, default_args, flatten, walk
 from dppo_jax.config.schema import (
   Config,

@@ -280,10 +280,7 @@ def attend(
 
   def part_logits(part, end):
     logits = jnp.einsum(
-      "bhgd,bhds->bhgs",
-      q,
-      part.keys[layer],
-      preferred_element_type=jnp.float32,
+      "bhgd,bhds->bhgs", q, part.keys[layer], preferred_element_type=jnp.float32
     ) * (dim**-0.5)
     index = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
     is_seen = index <= positions[:, None]
@@ -308,8 +305,7 @@ def attend(
 
   reached = (positions.max() >= jnp.array(ends[:-1], jnp.int32)).sum()
   out = jax.lax.switch(
-    reached,
-    [functools.partial(read, n + 1) for n in range(len(parts))],
+    reached, [functools.partial(read, n + 1) for n in range(len(parts))]
   )
   return out.reshape(batch, heads, dim).astype(q.dtype)
 

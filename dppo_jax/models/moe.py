@@ -109,9 +109,7 @@ def mixture(
 
 
 def route(
-  tokens: Float[Array, "N E"],
-  router: Float[Array, "E X"],
-  experts: Experts,
+  tokens: Float[Array, "N E"], router: Float[Array, "E X"], experts: Experts
 ) -> tuple[Float[Array, "N K"], Routing]:
   """Chooses each token's experts, and weights them.
 
@@ -173,15 +171,7 @@ def describe(
 
 
 def _mixture(
-  x,
-  router,
-  gate,
-  up,
-  down,
-  numbers,
-  *,
-  experts: Experts,
-  axis: str | None,
+  x, router, gate, up, down, numbers, *, experts: Experts, axis: str | None
 ):
   """`mixture` of the experts that this device holds, which `axis` divides.
 

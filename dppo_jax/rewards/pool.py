@@ -22,13 +22,7 @@ import traceback
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
 from dppo_jax.rewards import math_answers
-from dppo_jax.rewards.functions import (
-  OURS,
-  Mark,
-  arguments,
-  call,
-  select,
-)
+from dppo_jax.rewards.functions import OURS, Mark, arguments, call, select
 
 START_SECONDS = 120.0  # for a process to import everything: usually 0.5 s
 START_ATTEMPTS = 3

@@ -82,8 +82,7 @@ def run(
       sft_step,
       spec=spec,
       config=update.UpdateConfig(
-        model=model_config,
-        objective=objectives.grpo(),
+        model=model_config, objective=objectives.grpo()
       ),
       optimizer=optimizer,
     )

@@ -107,10 +107,7 @@ class TrainStep:
   """
 
   def __init__(
-    self,
-    run: Run,
-    grader: rewards.Grader,
-    task: progress.Task | None = None,
+    self, run: Run, grader: rewards.Grader, task: progress.Task | None = None
   ):
     self._run = run
     self.programs = programs.compile_programs(
@@ -172,10 +169,7 @@ class TrainStep:
     return batch._replace(rows=rows, score_info=info)
 
   def update(
-    self,
-    state: TrainState,
-    reference: transformer.Params | None,
-    batch: Batch,
+    self, state: TrainState, reference: transformer.Params | None, batch: Batch
   ) -> tuple[TrainState, StepInfo]:
     """Takes the optimizer steps on the batch; ends the clock of the step."""
     state, noise = self._measure_noise(state, reference, batch)

@@ -51,9 +51,7 @@ CASES = {
   "arithmetic": Case("arithmetic", "v5e:2x2", {"mesh.data": 4}),
   "qwen_math": Case("qwen_math", "v5e:4x4", {}),
   "qwen3_4b_v5e": Case(
-    "qwen_math",
-    "v5e:4x4",
-    _4B | {"mesh.model": 2, "rollout.num_slots": 16},
+    "qwen_math", "v5e:4x4", _4B | {"mesh.model": 2, "rollout.num_slots": 16}
   ),
   "qwen3_moe_math": Case("qwen3_moe_math", "v5p:2x2x4", {}),
   "qwen3_4b_v5p": Case("qwen_math", "v5p:2x2x1", _4B),

@@ -15,8 +15,7 @@ PROB = st.sampled_from([0.05, 0.3, 0.5, 1.0])
 
 
 @hypothesis.given(
-  st.lists(PROB, min_size=2, max_size=2),
-  st.lists(PROB, min_size=6, max_size=6),
+  st.lists(PROB, min_size=2, max_size=2), st.lists(PROB, min_size=6, max_size=6)
 )
 def test_weights_average_to_one_over_all_draws(of_prompts, of_completions):
   """Two prompts of three completions: 2^2 x 2^6 draws, each with its chance."""

@@ -13,10 +13,7 @@ from dppo_jax.data import sources
 from dppo_jax.data.problems import make_prompt
 from dppo_jax.run.setup import setup_run
 
-ROWS = [
-  {"problem": "1+2=", "answer": 3},
-  {"problem": "3+4=", "answer": 7},
-]
+ROWS = [{"problem": "1+2=", "answer": 3}, {"problem": "3+4=", "answer": 7}]
 PAGE = commands.ROOT / "dppo_jax" / "data" / "README.md"
 
 

@@ -185,11 +185,7 @@ PYTHON = b"def rows():\n  yield {}\n  yield {}\n  "
     ("r.jsonl.gz", GOOD, "1: .*BadGzipFile"),
     ("r.parquet", GOOD, "1: .*ArrowInvalid"),
     ("r.py", PYTHON + b"yield 1 / 0", "3: ZeroDivisionError.*line 4"),
-    (
-      "r.py",
-      PYTHON + b"yield 'p'",
-      "3: TypeError: a row must be",
-    ),
+    ("r.py", PYTHON + b"yield 'p'", "3: TypeError: a row must be"),
     ("r.py", b"def rows(): pass", "1: TypeError: 'NoneType' object is not it"),
   ],
 )

@@ -14,8 +14,7 @@ from dppo_jax.records import Groups, StepCosts
 RNG = np.random.default_rng(0)
 # 24 groups of 8, a third of them without variance.
 REWARDS = jnp.array(
-  RNG.random((24, 8)) < np.repeat([[0.0], [0.3], [0.8]], 8, axis=0),
-  jnp.float32,
+  RNG.random((24, 8)) < np.repeat([[0.0], [0.3], [0.8]], 8, axis=0), jnp.float32
 )
 LENGTHS = jnp.array(RNG.integers(5, 50, (24, 8)), jnp.int32)
 ADVANTAGES = REWARDS - REWARDS.mean(axis=1, keepdims=True)

@@ -22,10 +22,7 @@ def _share_of(num):
 
 STEPWISE = {  # jitted once; the step is the number to keep of 3 x 6 or of 6
   (factory.__name__, scope): jax.jit(factory(_share_of(num), scope))
-  for factory in (
-    methods.top_abs_advantage,
-    methods.max_variance,
-  )
+  for factory in (methods.top_abs_advantage, methods.max_variance)
   for scope, num in (("group", 6), ("batch", 18))
 }
 

@@ -66,10 +66,7 @@ def _step(outcomes):
   ids = jnp.arange(outcomes.size, dtype=jnp.int32).reshape(outcomes.shape)
   like = _chunk(outcomes[0], ids[0])
   return jax.lax.scan(
-    lambda got, chunk: (
-      add_groups(got, *_chunk(*chunk)),
-      None,
-    ),
+    lambda got, chunk: (add_groups(got, *_chunk(*chunk)), None),
     init_buffer(*like),
     (outcomes, ids),
   )[0]
@@ -224,10 +221,7 @@ def test_one_place_cannot_be_exact():
   chunk = _chunk(jnp.array([0]), jnp.array([0]))
   with pytest.raises(ValueError, match=r"1 prompt .*prompts_per_step"):
     jax.eval_shape(
-      lambda: denominator(
-        init_buffer(*chunk),
-        DynamicSampling(2, True),
-      )
+      lambda: denominator(init_buffer(*chunk), DynamicSampling(2, True))
     )
 
 

@@ -83,12 +83,7 @@ def test_a_prompt_never_visited_is_kept(name):
 
 
 @pytest.mark.parametrize(
-  "rule",
-  [
-    drop(0.0),
-    streaks(base=1.0, tuning=0.0),
-    neyman(1.0),
-  ],
+  "rule", [drop(0.0), streaks(base=1.0, tuning=0.0), neyman(1.0)]
 )
 def test_nothing_is_dropped_where_nothing_should_be(rule):
   rule = jitted(rule)

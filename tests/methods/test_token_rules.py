@@ -190,10 +190,7 @@ def test_top_entropy_by_brute_force(seed):
 
 def test_a_small_share_keeps_at_least_one_token():
   batch, stats = _batch()
-  for rule in (
-    top_entropy(1e-3),
-    neyman_tokens(1e-3, size="logit_grad"),
-  ):
+  for rule in (top_entropy(1e-3), neyman_tokens(1e-3, size="logit_grad")):
     assert jax.jit(rule.select)(_draw(), batch, stats).keep.sum() == 1
   each = top_entropy(1e-3, scope="completion")
   keep = np.asarray(jax.jit(each.select)(_draw(), batch, stats).keep)

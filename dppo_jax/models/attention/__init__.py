@@ -48,11 +48,7 @@ CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
-  name: str,
-  platform: str,
-  row_length: int,
-  group_size: int,
-  share_prefix: bool,
+  name: str, platform: str, row_length: int, group_size: int, share_prefix: bool
 ) -> str:
   """The key of `BACKENDS` that a run uses.
 

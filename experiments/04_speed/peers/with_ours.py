@@ -28,10 +28,7 @@ def options(args) -> dict[str, object]:
   `args.micro` is a micro-batch of a device: rows x tokens, as in 2x448.
   """
   rows, _, length = args.micro.partition("x")
-  shape = {
-    "pack.rows_per_micro": int(rows),
-    "pack.row_length": int(length),
-  }
+  shape = {"pack.rows_per_micro": int(rows), "pack.row_length": int(length)}
   return {
     "seed": args.seed,
     "steps": args.steps,
