@@ -118,7 +118,8 @@ def _compile(
     rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
     words = [f"{num} x {name}" for name, num in stage.kernels.items()]
     words += [
-      f"{x.count} x {x.kind} in {x.depth} loop(s), {x.bytes / 2**20:,.1f} MiB"
+      f"{x.count} x {x.kind}, {x.bytes / 2**20:,.1f} MiB"
+      + (f" in {x.depth} nested loop(s)" if x.depth > 0 else "")
       for x in stage.collectives
       if x.bytes >= 2**20
     ]

@@ -32,10 +32,12 @@ CHIPS = {
   "h100": ("gpu", 80),
   "h200": ("gpu", 140),
 }
+_SIZE = re.compile(r"[1-9]\d*(x[1-9]\d*){0,2}")
 # JAX, the compiler and the driver take the rest.
 _USABLE = {"tpu": 0.984, "gpu": 0.95}
-# Keeps libtpu from asking this machine for its TPU.
+# Keeps libtpu from asking this machine for its TPU, or claiming it.
 _NO_TPU = {
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -62,12 +64,12 @@ class Hardware(NamedTuple):
 def parse(text: str, flag: str = "--hardware") -> Hardware:
   """Parses KIND:NUMBER or KIND:SHAPE, such as h200:8 or v5e:4x4."""
   kind, _, size = text.strip().partition(":")
-  if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", size):
+  if kind not in CHIPS or not re.fullmatch(_SIZE, size or "1"):
     raise UserError(
       f"{flag} is {text!r} but must be KIND:NUMBER or KIND:SHAPE, such as "
       f"h200:8 or v5e:4x4, with KIND one of {', '.join(CHIPS)}"
     )
-  num = math.prod(int(side) for side in size.split("x"))
+  num = math.prod(int(side) for side in (size or "1").split("x"))
   return Hardware(text.strip(), kind, num)
 
 
