@@ -32,7 +32,6 @@ from dppo_jax.rewards.pool import Fault, Worker
 Columns = Mapping[str, Sequence[Any]]
 
 FAULTS = ("timeouts", "crashes", "errors")
-MAX_REMEMBERED = 100_000  # pairs of answers
 IN_PROCESS = ("exact", "boxed")  # take time linear in the text
 KNOWN_PAIRS = [  # gold answer, answer, their outcome by `math`
   (r"\frac{1}{2}", "0.5", "right"),
@@ -81,9 +80,8 @@ class Grader:
     Args:
       functions: the reward functions, as for `parse`.
       num_workers: number of processes; `exact` and `boxed` need none.
-      timeout_seconds: wall-clock limit of one call by a process that is ready.
+      timeout_seconds: wall-clock limit of a call.
       on_error: "zero", or "stop" to raise if a user's function has a fault.
-        Faults of ours are caused by completions and never raise.
     """
     self.specs = parse(functions)
     references = [x.reference for x in self.specs]
@@ -98,7 +96,6 @@ class Grader:
       self._idle.put(worker)
     # A thread per worker waits for its answers.
     self._threads = futures.ThreadPoolExecutor(max(len(self._workers), 1))
-    self._same: dict[tuple[str, str], bool] = {}  # by sorted pair of answers
     self._warnings: dict[str, str] = {}  # by function; empty once popped
 
   def __enter__(self) -> Self:
@@ -188,8 +185,6 @@ class Grader:
     """
     spec = next((x for x in self.specs if x.reference == "math"), None)
     pairs = [tuple(sorted(pair)) for pair in zip(firsts, seconds, strict=True)]
-    if len(self._same) > MAX_REMEMBERED:
-      self._same.clear()
 
     def is_same(pair: tuple[str, str]) -> bool:
       if spec is None or normalize(pair[0]) == normalize(pair[1]):
@@ -199,9 +194,9 @@ class Grader:
         for gold, answer in (pair, pair[::-1])
       )
 
-    new = [x for x in dict.fromkeys(pairs) if x not in self._same]
-    self._same.update(zip(new, self._threads.map(is_same, new), strict=True))
-    return [self._same[pair] for pair in pairs]
+    unique = [*dict.fromkeys(pairs)]
+    same = dict(zip(unique, self._threads.map(is_same, unique), strict=True))
+    return [same[pair] for pair in pairs]
 
   def pop_warnings(self) -> list[str]:
     """Returns and clears the first fault message of each reward function."""
@@ -256,9 +251,10 @@ class Grader:
     try:
       return worker.call(spec.reference, batch)
     except Fault as fault:
-      self._record_fault(spec, fault.kind, fault.text, num)
+      kind, text = fault.args
+      self._record_fault(spec, kind, text, num)
       if num == 1:
-        return [fault.kind]
+        return [kind]
     finally:
       self._idle.put(worker)
     return [self._call(spec, _slice(batch, i, i + 1))[0] for i in range(num)]

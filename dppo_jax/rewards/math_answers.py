@@ -1,30 +1,19 @@
-r"""Is the answer in a completion's last box the gold answer?
+"""Compares the answer in a completion's last box with the gold answer.
 
-math-verify decides, on what normalize.py makes of the two, and is lenient where
-notation is: subscripts (a number's base) are dropped, of an equation the last
-side counts where the gold answer is none, and a decimal may be off in the
-seventh place. The table in README.md says what counts as equal.
+math-verify decides on what normalize.py returns; README.md lists what is equal.
 """
 
 from fractions import Fraction
 import functools
 import re
 
-from dppo_jax.rewards.normalize import (
-  differ_in_kind,
-  in_radians,
-  is_readable,
-  normalize,
-  percent,
-  without_letter_unit,
-  without_units,
-)
+from dppo_jax.rewards import normalize as notation
+from dppo_jax.rewards.normalize import normalize
 
 MAX_CHARS = 1_000_000  # of a completion: 0.2 s, if all of them are braces
 MAX_ANSWER_CHARS = 1000  # ten times the longest gold answer of MATH
 
-# A box and its brace; a box around one bare word; `\{` and other escapes, of
-# which no brace counts; a brace.
+# A box and its brace; a box and a bare word; an escape, such as `\{`; a brace.
 _TOKEN = re.compile(
   r"(?P<box>\\(?:boxed|fbox)\s*\{)"
   r"|\\(?:boxed|fbox)(?![a-zA-Z])\s*(?P<bare>-?\w+(?:[./]\w+)*)"
@@ -34,11 +23,9 @@ _TOKEN = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-  r"""The contents of the last complete `\boxed{}` or `\fbox{}`, or None.
+  r"""Returns what the last complete `\boxed{}` or `\fbox{}` holds, or None.
 
-  Last is the box that starts last; a box that is cut off does not count. Takes
-  time linear in the text, whatever its braces, and of a text that no tokens
-  make looks at the last `MAX_CHARS`.
+  The box that starts last is the last one. Takes time linear in the text.
 
   >>> last_boxed(r"not \boxed{4} but \boxed{\frac{1}{2}}, as \boxed{...")
   '\\frac{1}{2}'
@@ -63,14 +50,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def outcome_by_text(completion: str, gold: str) -> str | None:
-  """The outcome where the text alone decides it, else None.
-
-  Takes time linear in the text: it is safe outside a worker process.
-  """
+  """Returns the outcome if the text alone decides it, in linear time."""
   answer = last_boxed(completion)
   if answer is None:
     return "unboxed"
-  # The same text is right whether or not anyone can parse it.
+  # The same text is right even if it cannot be parsed.
   if answer.strip() == gold.strip():
     return "right"
   if max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
@@ -79,22 +63,17 @@ def outcome_by_text(completion: str, gold: str) -> str | None:
 
 
 def outcome(completion: str, gold: str) -> str:
-  r"""`right`, `wrong`, `unboxed` or `unparsed`.
+  """Returns `right`, `wrong`, `unboxed` or `unparsed`.
 
   Takes unbounded time and memory: a box may hold 9^{9^{9}}.
-
-  Args:
-    gold: the gold answer, without a box. `unparsed` is a completion also where
-      this is no mathematics.
   """
-  known = outcome_by_text(completion, gold)
-  if known:
+  if known := outcome_by_text(completion, gold):
     return known
   try:
-    return _compare(normalize(gold), normalize(last_boxed(completion) or ""))
+    return _compare(normalize(gold), normalize(last_boxed(completion)))
   except (MemoryError, ImportError):
     raise
-  except Exception:  # sympy's are many, as where it recurses too deep
+  except Exception:  # sympy raises many, such as RecursionError
     return "unparsed"
 
 
@@ -104,22 +83,22 @@ def warm_up() -> None:
 
 
 def _compare(gold: str, answer: str) -> str:
-  if differ_in_kind(gold, answer):
+  if notation.differ_in_kind(gold, answer):
     return "wrong"
   # Percentages: 7.2\% equals 7.2 as well as 0.072.
-  bare_gold, bare_answer = percent(gold), percent(answer)
+  bare_gold, bare_answer = notation.percent(gold), notation.percent(answer)
   if (bare_gold is None) != (bare_answer is None):
-    bare = _compare_parsed(bare_gold or gold, bare_answer or answer)
-    if bare == "right":
-      return bare
+    if _compare_parsed(bare_gold or gold, bare_answer or answer) == "right":
+      return "right"
   return _compare_parsed(gold, answer)
 
 
 def _compare_parsed(gold: str, answer: str) -> str:
   import math_verify  # half a second, which only worker processes spend
 
-  gold, answer = without_units(gold), without_units(answer)
-  golds, answers = _parse(gold), _parse(without_letter_unit(answer, gold))
+  gold, answer = notation.without_units(gold), notation.without_units(answer)
+  answer = notation.without_letter_unit(answer, gold)
+  golds, answers = _parse(gold), _parse(answer)
   if not golds or not answers:
     return "unparsed"
   is_equal = _are_equal_numbers(golds[0], answers[0])
@@ -130,21 +109,10 @@ def _compare_parsed(gold: str, answer: str) -> str:
   return "right" if is_equal else "wrong"
 
 
-_SYMPY_ERRORS = (
-  ArithmeticError,
-  AttributeError,
-  NotImplementedError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
-
-
 def _are_equal_numbers(gold: object, answer: object) -> bool | None:
-  """Whether two real closed forms agree to 60 digits; None if this is unclear.
+  """Compares real closed forms to 60 digits; returns None if that is unclear.
 
-  Takes milliseconds where math-verify takes minutes, which simplifies the
-  difference of 9 and a sum of 99 fractions with roots.
+  Takes milliseconds for sums of roots that math-verify simplifies in minutes.
   """
   first, second = _exact_or_to_80_digits(gold), _exact_or_to_80_digits(answer)
   if first is None or second is None:
@@ -154,7 +122,6 @@ def _are_equal_numbers(gold: object, answer: object) -> bool | None:
   error = abs(first - second)
   if error <= abs(first) * Fraction(1, 10**60):
     return True
-  # In between, who knows what sympy makes of it.
   return False if error > abs(first) * Fraction(1, 10**9) else None
 
 
@@ -166,13 +133,14 @@ def _exact_or_to_80_digits(form: object) -> object | None:
     return None
   try:
     form = form.doit()
-    # A Float is right with six decimals, as math-verify rounds it, and a
-    # percent sign is an UnevaluatedExpr.
+    # math-verify rounds a Float; a percent sign is an UnevaluatedExpr.
     if form.has(sympy.Float, sympy.UnevaluatedExpr, ExprWithLimits):
       return None
     if not form.is_Rational:
       form = form.evalf(80, maxn=400, strict=True)
-  except _SYMPY_ERRORS:  # it seems to be 0, or sympy cannot do it
+  except MemoryError:
+    raise
+  except Exception:  # it seems to be 0, or sympy cannot evaluate it
     return None
   return form if form.is_Rational or form.is_Float else None
 
@@ -182,20 +150,19 @@ def _parse(text: str) -> list:
   from latex2sympy2_extended import NormalizationConfig
   import math_verify
 
-  if not is_readable(text):
+  if not notation.is_readable(text):
     return []
-  # LaTeX only, first match only: the default goes on to look for any number in
-  # what it could not parse, and a policy learns to please it. Units are gone.
+  # LaTeX only, first match only: by default math-verify accepts any number in a
+  # text that it could not parse, which a policy learns to exploit.
+  config = math_verify.LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(
+      basic_latex=True, malformed_operators=True, nits=True
+    ),
+  )
   return math_verify.parse(
-    rf"\boxed{{{in_radians(text)}}}",
-    [
-      math_verify.LatexExtractionConfig(
-        boxed_match_priority=0,
-        normalization_config=NormalizationConfig(
-          basic_latex=True, malformed_operators=True, nits=True
-        ),
-      )
-    ],
+    rf"\boxed{{{notation.in_radians(text)}}}",
+    [config],
     fallback_mode="no_fallback",
     extraction_mode="first_match",
     parsing_timeout=None,

@@ -161,16 +161,13 @@ def is_readable(answer: str) -> bool:
 
 def in_radians(answer: str) -> str:
   r"""Writes degrees in functions, such as `\sin 30^\circ`, as radians."""
-  parts = re.split(r"([=,;])", answer)
+  functions = r"\\(?:sin|cos|tan|cot|sec|csc)(?! ?\^ ?\{ ?-)"
+  degrees = r"(\d+(?:\.\d+)?) ?\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})"
   return "".join(
-    re.sub(
-      r"(\d+(?:\.\d+)?) ?\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})",
-      r"\\frac{\1\\pi}{180}",
-      part,
-    )
-    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?! ?\^ ?\{ ?-)", part)
+    re.sub(degrees, r"\\frac{\1\\pi}{180}", part)
+    if re.search(functions, part)
     else part
-    for part in parts
+    for part in re.split(r"([=,;])", answer)
   )
 
 

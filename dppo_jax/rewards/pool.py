@@ -21,8 +21,7 @@ import traceback
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
-from dppo_jax.rewards import math_answers
-from dppo_jax.rewards.functions import OURS, Mark, arguments, call, select
+from dppo_jax.rewards import functions, math_answers
 
 START_SECONDS = 120.0  # for a process to import everything: usually 0.5 s
 START_ATTEMPTS = 3
@@ -43,17 +42,11 @@ pool.serve(**options)"""
 
 
 class Fault(Exception):
-  """A call that returned no values.
+  """A call that returned no values: (kind, text).
 
-  Attributes:
-    kind: `timeouts`, `crashes` or `errors`.
-    text: a verb phrase about the function, perhaps followed by the lines of a
-      traceback.
+  The kind is `timeouts`, `crashes` or `errors`; the text a verb phrase about
+  the function, perhaps followed by the lines of a traceback.
   """
-
-  def __init__(self, kind: str, text: str):
-    super().__init__(kind, text)
-    self.kind, self.text = kind, text
 
 
 class Worker:
@@ -72,27 +65,26 @@ class Worker:
     self._process: subprocess.Popen | None = None
     self._is_closed = False
 
-  def call(self, reference: str, batch: Mapping[str, Sequence]) -> list[Mark]:
-    """Calls a function; returns a mark per completion.
+  def call(
+    self, reference: str, batch: Mapping[str, Sequence]
+  ) -> list[functions.Mark]:
+    """Calls a function with its arguments; returns a mark per completion.
 
-    Args:
-      reference: the function.
-      batch: values by argument name, of which the function gets its arguments.
     Raises:
       Fault: if the call fails.
       UserError: if no process can start or load the functions.
     """
     is_fresh = self._process is None
     self.start()
-    names = {"completions", *select(self.takes[reference], batch)}
+    names = {"completions", *functions.select(self.takes[reference], batch)}
     request = {"reference": reference, "batch": {x: batch[x] for x in names}}
     try:
       _send(self._pipe, request)
       reply = self._receive(self._timeout_seconds)
     except TimeoutError:
       self.stop()
-      limit = f"{self._timeout_seconds:g} s"
-      raise Fault("timeouts", f"gave no answer within {limit}") from None
+      text = f"gave no answer within {self._timeout_seconds:g} s"
+      raise Fault("timeouts", text) from None
     except (OSError, EOFError):
       status = self.stop()
       if not is_fresh:  # it may have died before this call
@@ -124,15 +116,14 @@ class Worker:
       except (OSError, EOFError) as error:
         is_slow = isinstance(error, TimeoutError)
         self._log.seek(0)
-        lines = self._log.read()[-2000:].decode(errors="replace").splitlines()
+        printed = self._log.read()[-2000:].decode(errors="replace").strip()
         self.stop()
     else:
       reason = f"was not ready in {START_SECONDS:g} s" if is_slow else "died"
-      last = next((x for x in reversed(lines) if x.strip()), "nothing")
       raise UserError(
         f"config.reward.functions: a worker process {reason} while it loaded "
         f"{', '.join(self._references)} ({START_ATTEMPTS} attempts); it last "
-        f"printed: {last.strip()}"
+        f"printed: {printed.splitlines()[-1] if printed else 'nothing'}"
       )
     if "error" in reply:
       self.stop()
@@ -208,7 +199,7 @@ def serve(
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
   logging.disable()  # math-verify warns that it has no deadline of its own
   try:
-    loaded = {x: OURS.get(x) or user_code.load(x) for x in references}
+    loaded = {x: functions.OURS.get(x) or user_code.load(x) for x in references}
   except UserError as error:
     return _send(pipe, _explain(error, str(error)))
   if "math" in references:
@@ -216,7 +207,7 @@ def serve(
   null = os.open(os.devnull, os.O_WRONLY)  # nobody reads what functions print
   os.dup2(null, 1)
   os.dup2(null, 2)
-  _send(pipe, {"takes": {x: arguments(f) for x, f in loaded.items()}})
+  _send(pipe, {"takes": {x: functions.arguments(f) for x, f in loaded.items()}})
   with contextlib.suppress(EOFError, OSError):
     while request := json.loads(pipe.recv_bytes()):
       # Ends an orphan that hangs; the trainer's own deadline comes first.
@@ -229,7 +220,7 @@ def serve(
 
 def _reply(loaded: dict, reference: str, batch: dict) -> dict:
   try:
-    return {"marks": call(loaded[reference], batch)}
+    return {"marks": functions.call(loaded[reference], batch)}
   except MemoryError:  # the next call gets a process with free memory
     os._exit(errno.ENOMEM)
   except BaseException as error:  # also sys.exit()

