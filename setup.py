@@ -32,6 +32,7 @@ setuptools.setup(
     "dppo_jax.configs",  # importable from outside a clone
   ],
   package_dir={"dppo_jax.configs": "configs"},
+  package_data={"dppo_jax.planning": ["*.json", "*.txtpb"]},
   install_requires=[
     "absl-py>=2.1",
     "array_record>=0.8; sys_platform == 'linux'",
@@ -50,8 +51,10 @@ setuptools.setup(
     "orbax-checkpoint>=0.12",
     "pyarrow>=18",
     "safetensors>=0.5",
+    "scipy>=1.11",
     "tensorboardX>=2.6",
     "tensorflow-datasets>=4.9.8",
+    "tqdm>=4.66",
     "transformers>=5.0",
   ],
   extras_require={

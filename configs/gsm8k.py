@@ -26,8 +26,8 @@ def get_config(method: str = "dppo") -> Config:
   config.data.train = "tfds:gsm8k:train"
   config.data.eval = "tfds:gsm8k:test"
   config.data.eval_limit = 0  # all 1,319
-  config.data.instruction = (
-    "Reason step by step and put the final answer in \\boxed{}."
+  config.data.template = (
+    "{problem}\nReason step by step and put the final answer in \\boxed{{}}."
   )
   config.data.template_args = {"enable_thinking": False}
   config.data.max_prompt_tokens = 256

@@ -28,8 +28,8 @@ def get_config(method: str = "dppo") -> Config:
   config.data.train = "math_train.jsonl"
   config.data.eval = "math500.jsonl"
   config.data.eval_limit = 0  # all of the file
-  config.data.instruction = (
-    "Reason step by step and put the final answer in \\boxed{}."
+  config.data.template = (
+    "{problem}\nReason step by step and put the final answer in \\boxed{{}}."
   )
   config.data.template_args = {"enable_thinking": False}
   config.data.max_prompt_tokens = 512

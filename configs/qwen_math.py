@@ -26,8 +26,9 @@ def get_config(method: str = "dppo") -> Config:
   config.data.train = "math_train.jsonl"
   config.data.eval = "math500.jsonl"
   config.data.eval_limit = 0  # all of the file
-  config.data.system = (
-    "Please reason step by step, and put your final answer within \\boxed{}."
+  config.data.template = (
+    "system: Please reason step by step, and put your final answer within "
+    "\\boxed{{}}.\nuser: {problem}"
   )
   config.data.max_prompt_tokens = 512
   config.data.prompts_per_step = 128

@@ -10,7 +10,8 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from dppo_jax.metrics import logs, progress
+from dppo_jax.metrics import progress
+from dppo_jax.run import compile_cache
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -48,23 +49,16 @@ _DTYPE = flags.DEFINE_enum(
 _HARDWARE = flags.DEFINE_string(
   "hardware",
   None,
-  "Devices to plan for: h200:8, v5p:16, several separated by commas; by "
-  "default how many of each kind it takes.",
+  "Comma-separated devices to estimate memory for, such as h200:8,v5p:16.",
 )
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   None,
-  "TPUs to plan for and, where libtpu is installed, to compile every stage "
-  "for: v5e:4x4, v5p:2x2x1, v6e:4x4.",
+  "Devices to compile every stage for, without the hardware: v5e:4x4, "
+  "v5p:2x2x1, h200:8.",
 )
 _STAGES = flags.DEFINE_string(
-  "stages", None, "Of those only some: update,roll_out."
-)
-_ASSUME = flags.DEFINE_string(
-  "assume",
-  None,
-  "What a plan takes for granted: prompt=200,completion=700,zero_variance=0.5, "
-  "prompts_kept, completions_kept, update_cost, compute, bandwidth, network.",
+  "stages", None, "Comma-separated stages to compile (default: all)."
 )
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
@@ -81,7 +75,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of any error.")
 
 
-_OF_PLAN = ("hardware", "topology", "stages", "assume")
+_OF_PLAN = ("hardware", "topology", "stages")
 
 # The config of a run that there is, by its config.json.
 _OF_RUN = pathlib.Path(__file__).parent / "config/saved.py"
@@ -176,10 +170,8 @@ def _do(argv: list[str]) -> None:
 
     plan.run(
       config,
-      workdir if _WORKDIR.value else None,
-      on=_HARDWARE.value or "",
-      shape=_TOPOLOGY.value or "",
-      assume=_ASSUME.value or "",
+      hardware=_HARDWARE.value or "",
+      topology=_TOPOLOGY.value or "",
       stages=_STAGES.value or "",
     )
   else:
@@ -343,8 +335,7 @@ def _reason(error: Exception, argv: list[str]) -> str:
 
 def run() -> None:
   """Runs `main`."""
-  logs.outlive_readers()
-  logs.quiet_libraries()  # which speak while flags are parsed
+  compile_cache.quiet_libraries()  # which speak while flags are parsed
   app.run(main, flags_parser=_parse)
 
 

@@ -1,168 +1,141 @@
-"""The mode plan: does a config fit, and how does a step of it divide?"""
+"""The mode plan: memory of a run on hardware that need not be present."""
 
 from collections.abc import Sequence
-import copy
-import pathlib
+import dataclasses
 from typing import Any
 
 import jax
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.metrics import logs, progress
-from dppo_jax.planning import (
-  advice,
-  assumed,
-  memory_estimate,
-  page,
-  seconds,
-  sections,
-  topology,
-  workload,
-)
-from dppo_jax.planning import hardware as hardwares
-from dppo_jax.planning.hardware import Hardware
+from dppo_jax.analysis import tables
+from dppo_jax.errors import UserError
+from dppo_jax.metrics import progress
+from dppo_jax.models import transformer
+from dppo_jax.planning import assumed
+from dppo_jax.planning import topology as targets
+from dppo_jax.run import compile_cache, memory
+from dppo_jax.run.memory import gib
+
+# State that is an argument of a stage; the rest of it is in memory meanwhile.
+_ARGUMENTS = {
+  "to_inference_params": ("weights",),
+  "score": ("weights",),
+  "evaluate": ("weights",),
+  "update": ("weights", "optimizer", "reference"),
+}
 
 
 def run(
   config: configs.Config,
-  workdir: pathlib.Path | None = None,
   *,
-  on: str = "",
-  shape: str = "",
-  assume: str = "",
+  hardware: str = "",
+  topology: str = "",
   stages: str = "",
 ) -> dict[str, Any]:
-  """Plans a run; prints the plan and returns its numbers.
+  """Prints the memory that a run takes and returns the numbers.
 
   No weights, data, tokenizer or accelerator are needed.
 
   Args:
-    workdir: the plan is also written to its folder `plan`; None writes none.
-    on: devices, as h200:8 or v5e:4x4, several separated by commas; empty says
-      how many devices of each kind it takes.
-    shape: a TPU topology for which all stages are compiled.
-    assume: `NAME=NUMBER,...`, see `workload.Assumptions`.
-    stages: names of those to compile, separated by commas; empty is all.
-  Raises:
-    ValueError: for whatever cannot work, naming value, limit and option.
+    hardware: devices such as `h200:8,v5p:16` to estimate memory for.
+    topology: devices such as `v5e:4x4` or `h200:8` to compile all stages for.
+    stages: comma-separated names of the stages to compile; empty means all.
   """
-  jax.config.update("jax_platforms", "cpu")  # an accelerator is not touched
-  logs.quiet_libraries()
-  given = workload.parse(assume)
-  places = [hardwares.parse(x) for x in on.split(",") if x.strip()]
-  target = hardwares.parse(shape, "--topology") if shape else None
-  if target and target.chip.platform != "tpu":
-    raise ValueError(f"--topology is {shape!r} but only TPUs have topologies")
-  only = [x.strip() for x in stages.split(",") if x.strip()]
-  blocks: list[page.Block] = []
-  values: dict[str, Any] = {"assumed": given.__dict__, "plans": {}}
+  jax.config.update("jax_platforms", "cpu")  # accelerators are not touched
+  compile_cache.quiet_libraries()
+  places = [targets.parse(x) for x in hardware.split(",") if x.strip()]
+  target = targets.parse(topology, "--topology") if topology else None
+  if not places and not target:
+    raise UserError(
+      "--mode=plan needs --hardware (such as h200:8) or --topology (v5e:4x4)"
+    )
+  values = {"estimated": {}, "compiled": {}}
   with progress.Progress() as bar:
-
-    def show(more: Sequence[page.Block]) -> None:
-      blocks.extend(more)
-      bar.say("\n" + page.terminal(more))
-
-    if not places and not target:
-      with bar.task("counting devices", True):
-        found = advice.smallest(config)
-      values["devices"] = {kind: x[0] for kind, x in found.items()}
-      show(sections.sizes(found))
-    for hardware in [*([target] if target else []), *places]:
-      with bar.task(f"planning on {hardware.name}", True):
-        more, numbers = _plan(config, hardware, given)
-      values["plans"][hardware.name] = numbers
-      show(more)
-    if target and not topology.is_installed():
-      show([topology.HOW_TO_INSTALL])
-    elif target:
-      more, numbers = _compile(config, target, only, bar)
-      values["compiled"] = numbers
-      show(more)
-    if workdir:
-      named = [x.name for x in [*([target] if target else []), *places]]
-      name = "+".join(named).replace(":", "-") or "devices"
-      title = f"Plan of {config.method.name} on {name}"
-      path = page.write(workdir / "plan", name, title, blocks, values)
-      bar.say(f"\nplan: {path}")
+    for place in [*([target] if target else []), *places]:
+      mesh = assumed.abstract_mesh(config.mesh, place.num)
+      workload = assumed.workload(
+        assumed.assumed_run(config, mesh, place.platform)
+      )
+      values["estimated"][place.name] = memory.estimate(workload)
+      bar.say(_estimated(workload, place))
+    if target:
+      names = [x.strip() for x in stages.split(",") if x.strip()]
+      values["compiled"] = _compile(config, target, names, bar)
   return values
 
 
-def _plan(
-  config: configs.Config, hardware: Hardware, given: workload.Assumptions
-) -> tuple[list[page.Block], dict[str, Any]]:
-  """Sums: what a device holds, and what it does in a step."""
-  chip = hardware.chip
-  mesh = assumed.abstract_mesh(config.mesh, hardware.num)
-  run = assumed.assumed_run(config, mesh, chip.platform)
-  work = workload.of_step(run, given)
-  moments = memory_estimate.moments(run)
-  sums = {name: sum(parts.values()) for name, parts in moments.items()}
-  change = None
-  if max(sums.values()) > hardware.memory:
-    change = advice.find(config, hardware)
-  phases = {config.method.name: seconds.phases(run, work, chip, given)}
-  if config.method.name != "grpo":
-    plain = copy.deepcopy(config)
-    configs.use_method(plain, "grpo")
-    baseline = assumed.assumed_run(plain, mesh, chip.platform)
-    of_all = workload.of_step(baseline, given)
-    phases["grpo"] = seconds.phases(baseline, of_all, chip, given)
-  used = f", {mesh.size} of them used" if mesh.size < hardware.num else ""
-  blocks = [
-    page.Heading(
-      f"{hardware.name}: {hardware.num} x {hardware.kind}{used}, mesh "
-      f"{sharding.describe(mesh)}"
-    ),
-    *sections.assumed(run, work, given),
-    *sections.held(moments, hardware, change),
-    *sections.times(phases),
+def _estimated(workload: memory.Workload, hardware: targets.Hardware) -> str:
+  """The estimate as a table, and whether it fits."""
+  stages = memory.estimate(workload)
+  purposes = dict.fromkeys(x for parts in stages.values() for x in parts)
+  cell = lambda parts, name: gib(parts[name]) if parts.get(name) else ""
+  rows = [
+    [name, *(cell(parts, name) for parts in stages.values())]
+    for name in purposes
   ]
-  if mesh.size > chip.domain:
-    blocks.append(
-      f"More than {chip.domain} devices are not joined by the fast network: "
-      "between such groups set config.mesh.replicas, and expect longer steps."
-    )
-  numbers = {
-    "mesh": dict(mesh.shape),
-    "memory": moments,
-    "usable": hardware.memory,
-    "work": {k: v for k, v in work._asdict().items() if k != "shares"},
-    "shares": work.shares._asdict(),
-    "phases": {
-      method: {name: x._asdict() for name, x in found.items()}
-      for method, found in phases.items()
-    },
-    "change": change and change.options | {"devices": change.hardware.num},
-  }
-  return blocks, numbers
+  sums = {name: sum(parts.values()) for name, parts in stages.items()}
+  rows.append(["sum", *map(gib, sums.values())])
+  model = workload.model
+  title = (
+    f"{model.family}, {transformer.num_parameters(model):,} parameters, "
+    f"{model.dtype}, remat={model.remat}, attention={model.attention}\n"
+    f"Estimated GiB on each device of {hardware.name}, mesh "
+    f"{sharding.describe(workload.mesh)}"
+  )
+  table = tables.aligned(["", *sums], rows)
+  return f"\n{title}\n\n{table}\n\n{_verdict(workload, sums, hardware.memory)}"
+
+
+def _verdict(
+  workload: memory.Workload, sums: dict[str, float], limit: float
+) -> str:
+  if too_large := memory.shortage(workload, sums, limit):
+    return progress.wrapped(f"Does not fit:\n{too_large}")
+  stage = max(sums, key=sums.get)
+  return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
 
 
 def _compile(
   config: configs.Config,
-  hardware: Hardware,
-  only: Sequence[str],
+  hardware: targets.Hardware,
+  names: Sequence[str],
   bar: progress.Progress,
-) -> tuple[list[page.Block], dict[str, Any]]:
-  """What the TPU compiler makes of each stage."""
-  devices = topology.devices(hardware)
-  mesh = sharding.make_mesh(
-    config.mesh.data,
-    config.mesh.model,
-    config.mesh.replicas,
-    devices=devices,
-  )
-  run = assumed.assumed_run(config, mesh, "tpu")
+) -> dict[str, Any]:
+  """Compiles stages, prints what the compiler reports, and returns it."""
+  devices = targets.devices(hardware)
+  mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+  run = assumed.assumed_run(config, mesh, hardware.platform)
+  workload = assumed.workload(run)
   with bar.task(f"compiling for {hardware.name}") as task:
-    stages = [*topology.compile_stages(run, task, only)]
-  kind = devices[0].device_kind
-  numbers = {
-    "device": kind,
-    "mesh": dict(mesh.shape),
-    "stages": {
-      x.name: x._asdict()
-      | {"collectives": [c._asdict() for c in x.collectives]}
-      for x in stages
-    },
-  }
-  return sections.compiled(stages, hardware, kind), numbers
+    stages = list(targets.compile_stages(run, task, names))
+  rows, lines, sums = [], [], {}
+  for stage in stages:
+    other = resident(workload, stage.name)
+    sizes = (stage.held, stage.temporary, other)
+    sums[stage.name] = sum(sizes)
+    cells = map(gib, (*sizes, sum(sizes)))
+    rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
+    words = [f"{num} x {name}" for name, num in stage.kernels.items()]
+    words += [
+      f"{x.count} x {x.kind} in {x.depth} loop(s), {x.bytes / 2**20:,.1f} MiB"
+      for x in stage.collectives
+      if x.bytes >= 2**20
+    ]
+    if words or stage.error:
+      lines.append(f"{stage.name}: {stage.error or ', '.join(words)}")
+  head = ["stage", "held", "temporary", "other", "sum", "compile s"]
+  bar.say(
+    f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
+    "arguments and results)\n\n"
+    + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
+    + f"\n\n{_verdict(workload, sums, hardware.memory)}"
+  )
+  return {stage.name: stage._asdict() for stage in stages}
+
+
+def resident(workload: memory.Workload, stage: str) -> float:
+  """Bytes of the train state that are in memory beside a stage's arguments."""
+  parts = memory.estimate(workload)["update"]
+  state = {"weights", "optimizer", "reference"} - set(_ARGUMENTS.get(stage, ()))
+  return sum(parts.get(name, 0.0) for name in state)

@@ -18,16 +18,22 @@ import traceback
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, sharding
+from dppo_jax import data, rewards
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.metrics import live_report, logs, progress, samples, trackers
+from dppo_jax.metrics import progress, report, samples, trackers
 from dppo_jax.metrics import warnings as health
 from dppo_jax.metrics import writer as metrics
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
-from dppo_jax.run import checkpoint, distributed, runtime_checks, signals
+from dppo_jax.run import (
+  checkpoint,
+  compile_cache,
+  distributed,
+  runtime_checks,
+  signals,
+)
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step.grade import with_texts
@@ -57,8 +63,8 @@ def run(
     UserError: for a config, data or checkpoint that cannot work, or if the
       gradient stays non-finite.
   """
-  logs.quiet_libraries()
-  logs.keep_programs()
+  compile_cache.quiet_libraries()
+  compile_cache.enable_compilation_cache()
   with signals.stop_signals(lambda: resume.describe_stop(workdir)) as stop:
     resume.check_processes(config, workdir)
     if not resume.is_done(config, workdir):
@@ -73,7 +79,6 @@ def _run(
 ) -> None:
   with progress.Progress(is_silent=not distributed.is_first()) as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
-      trackers.check(config.log.writers)
       run = setup_run(config)
     with (
       resume.held(
@@ -111,7 +116,7 @@ def _train_and_report(
     writer.say(run.description())
     with writer.bar.task("starting to grade"), distributed.sharing_errors():
       grader.self_check(run.train_set.columns)
-    page = live_report.LiveReport(workdir, writer)
+    page = report.LiveReport(workdir, writer)
     _train(run, grader, checkpoints, writer, page, callbacks, stop)
     with writer.bar.task("writing the report"), distributed.sharing_errors():
       if distributed.is_first():
@@ -148,7 +153,7 @@ def _train(
   grader: rewards.Grader,
   checkpoints: checkpoint.Checkpoints,
   writer: metrics.Writer,
-  page: live_report.LiveReport,
+  page: report.LiveReport,
   callbacks: tuple[Callback, ...],
   stop: signals.StopRequest,
 ) -> None:
@@ -162,7 +167,7 @@ def _train(
   data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
 
   with (
-    metrics.Compilations() as compilations,
+    compile_cache.Compilations() as compilations,
     stop.after_step(),
     _frozen_heap(),
     writer.bar.steps("step", config.steps, first) as bar,
@@ -241,7 +246,7 @@ class _Log:
         summary.weights,
       )
     )
-    warnings = itertools.chain(*distributed.gather(self._grader.news()))
+    warnings = itertools.chain(*distributed.gather(self._grader.pop_warnings()))
     with distributed.sharing_errors():
       self._writer.write(done, values)
       self._writer.write_samples(done, "train", lines)
@@ -320,17 +325,13 @@ def _evaluate(
 ) -> None:
   """Writes the accuracy on every evaluation set, and some answers."""
   step, values = int(state.step), {}
-  for number, (name, problems) in enumerate(run.eval_sets.items()):
+  for number, name in enumerate(run.eval_sets):
     with writer.bar.task(f"evaluating on {name}"):
       completions = eval_sets.evaluate(
+        run,
+        name,
         functools.partial(train_step.evaluate, state.params),
-        problems,
-        run.tokenizer,
         grader,
-        eval_sets.rng_of_set(run.root_key, name, number),
-        sharding.round_up(
-          run.config.eval.prompts, sharding.num_shards(run.mesh, "batch")
-        ),
       )
     # Metrics of the first set do not depend on its name.
     stage = f"eval/{name}" if number else "eval"

@@ -1,129 +1,70 @@
-"""Functions that a config names by where they are, in files of the user's."""
+"""Loads functions that a config names: FILE.py:FUNCTION, MODULE:FUNCTION."""
 
 from collections.abc import Callable
 import functools
-import importlib
 import importlib.util
 import inspect
-import operator
 import os
 import sys
 import traceback
-from types import ModuleType
+
+from dppo_jax.errors import UserError
+
+_PACKAGE = os.path.dirname(__file__)
 
 
 def is_reference(text: str) -> bool:
-  """Whether it reads as `FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`."""
-  place, colon, name = text.rpartition(":")
-  is_name = lambda x: all(part.isidentifier() for part in x.split("."))
-  return bool(colon) and is_name(name) and (is_file(place) or is_name(place))
-
-
-def is_file(place: str) -> bool:
-  """Whether the part of a reference before the colon is a file's."""
-  return place.endswith(".py")
+  """Returns True if the text reads as FILE.py:FUNCTION or MODULE:FUNCTION."""
+  place, _, name = text.rpartition(":")
+  is_module = all(part.isidentifier() for part in place.split("."))
+  return name.isidentifier() and (place.endswith(".py") or is_module)
 
 
 def load(reference: str) -> Callable:
-  """Imports the function that `reference` names.
-
-  Raises:
-    ValueError: in one line, if it reads as none, the import fails, or there is
-      no such function.
-  """
+  """Imports a function; raises UserError if that fails."""
   if not is_reference(reference):
-    raise ValueError(
-      f"{reference!r} is neither FILE.py:FUNCTION nor PACKAGE.MODULE:FUNCTION"
-    )
+    raise UserError(f"{reference!r} is neither FILE.py:NAME nor MODULE:NAME")
   place, _, name = reference.rpartition(":")
-  if is_file(place) and not os.path.isfile(place):
-    raise ValueError(f"{reference!r}: there is no file {place}")
+  if place.endswith(".py") and not os.path.isfile(place):
+    raise UserError(f"{reference!r}: there is no file {place}")
   try:
-    if is_file(place):
+    if place.endswith(".py"):
       module = _import_file(os.path.abspath(place), os.stat(place).st_mtime_ns)
     else:
       module = importlib.import_module(place)
-  except BaseException as error:  # a file may even call sys.exit()
-    raise ValueError(
-      f"{place} cannot be imported: {one_line(error)}"
-    ) from error
-  function = attribute(module, name)
-  if function is None:
-    raise ValueError(
-      f"there is no function {name!r} in {place}{_which_has(module)}"
-    )
+  except (Exception, SystemExit) as error:
+    raise UserError(f"{place} cannot be imported: {one_line(error)}") from error
+  function = getattr(module, name, None)
   if not callable(function):
-    kind = type(function).__name__
-    raise ValueError(f"{reference!r} is not callable but of type {kind}")
+    raise UserError(f"there is no function {name!r} in {place}")
   return function
 
 
 def reference_of(function: Callable) -> str:
-  """A reference by which `load` finds the function again, where there is one.
-
-  That is by its module where it is in a package, else by its file. What was
-  defined in a notebook or inside another function cannot be found again.
-
-  Raises:
-    ValueError: for what has no name, such as a `functools.partial`.
-  """
+  """Returns the reference by which `load` finds a module-level function."""
   if not hasattr(function, "__qualname__"):
-    raise ValueError(
-      f"{function!r} has no name by which config.json could name it: make it a "
-      "function, with def"
-    )
-  place, name = function.__module__, function.__qualname__
-  if "." not in place and inspect.isfunction(function):
-    file = inspect.getsourcefile(function)
-    if file is not None and os.path.isfile(file):
-      place = os.path.abspath(file)
-  return f"{place}:{name}"
-
-
-def attribute(module: ModuleType | None, name: str) -> object:
-  """What `module` calls `name`, which may be dotted; None for nothing."""
-  try:
-    return operator.attrgetter(name)(module)
-  except AttributeError:
-    return None
-
-
-def _which_has(module: ModuleType) -> str:
-  """What a module has instead, for a message."""
-  names = [
-    name
-    for name, function in vars(module).items()
-    if inspect.isfunction(function) and function.__module__ == module.__name__
-  ]
-  return f", which has {', '.join(names)}" if names else ""
+    raise UserError(f"{function!r} has no name to save: define it with def")
+  place = function.__module__
+  if "." not in place and inspect.isfunction(function):  # in no package
+    file = os.path.abspath(inspect.getsourcefile(function) or "")
+    place = file if os.path.isfile(file) else place
+  return f"{place}:{function.__qualname__}"
 
 
 def one_line(error: BaseException) -> str:
-  """The error and, if it is known, the line of a user's code that raised it."""
-  text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-  if isinstance(error, SyntaxError):
-    return f"{text} ({error.filename}, line {error.lineno})"
+  """Returns an error's type, message and the line of user code it came from."""
+  text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
-    if frame.filename.startswith(os.path.dirname(__file__) + os.sep):
-      break
-    if "importlib" not in frame.filename:
+    if not frame.filename.startswith(("<frozen importlib", _PACKAGE)):
       return f"{text} ({frame.filename}, line {frame.lineno})"
   return text
 
 
-@functools.cache  # several functions of a file share one module
-def _import_file(path: str, changed: int) -> ModuleType:
-  """The module in a file, whose neighbours it may import.
-
-  Args:
-    changed: when; a file that is edited in between is imported again.
-  """
-  del changed
-  # Behind the standard library, which a neighbour's name must not hide, and
-  # before what is installed.
+@functools.cache  # a file that was edited since is imported again
+def _import_file(path: str, modified: int):
+  # Its folder goes behind the standard library and before site-packages.
   installed = (i for i, x in enumerate(sys.path) if x.endswith("-packages"))
   sys.path.insert(next(installed, len(sys.path)), os.path.dirname(path))
-  # A name of its own: a file may be called math.py.
   name = "user_file_" + os.path.basename(path).removesuffix(".py")
   spec = importlib.util.spec_from_file_location(name, path)
   module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -7,7 +7,7 @@ import pathlib
 
 from matplotlib import patches
 
-from dppo_jax.metrics import style
+from dppo_jax.analysis import style
 
 BLUE, ORANGE, GREEN = style.COLOURS[:3]
 HEIGHT = 400  # of 800 points across

@@ -14,8 +14,6 @@
 # completions of each, `T` tokens of a completion, `R` rows of `L` positions.
 
 # %%
-import functools
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -23,14 +21,14 @@ import numpy as np
 
 from dppo_jax import config, data
 from dppo_jax.algo.weights import horvitz_thompson
-from dppo_jax.metrics import logs, progress, writer
+from dppo_jax.metrics import progress
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import setup
+from dppo_jax.run import compile_cache, setup
 from dppo_jax.step import grade, programs, sft, update
-from dppo_jax.step.collect import collect
+from dppo_jax.step.train_step import TrainStep
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 
 # %% [markdown]
 # ## What a run is
@@ -42,8 +40,7 @@ logs.quiet_libraries()
 c = config.Config()
 config.use_method(c, "dppo")
 c.model.remat = "none"
-c.data.num_arithmetic = 146  # one in eight is held out
-c.data.max_operations = 3
+c.data.train = "arithmetic:146:3"  # one in eight is held out
 c.data.eval = ""
 c.data.prompts_per_step = 16
 c.rollout.group_size = 6
@@ -103,42 +100,33 @@ print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 # the first step, for the one shape that they will ever see. This takes a while.
 
 # %%
+grader = run.make_grader()
+grader.__enter__()  # starts its processes, if the rewards need any
 with jax.set_mesh(run.mesh):
-  step = programs.compile_step(run)
+  train_step = TrainStep(run, grader)
   state = programs.init_train_state(run, params)
 
-print("stages:", *(name for name, f in step._asdict().items() if f is not None))
+stages = train_step.programs
+print("stages:", *stages)
 print("state: ", *vars(state))
 before_pruning = jax.tree.map(lambda x: x.shape, state.history)
 print("what the method remembers of each problem:", before_pruning)
 
 # %% [markdown]
-# ## A step in a dozen lines
+# ## A step in five lines
 #
-# This is the whole loop. `dppo` prunes a prompt by what its last visit taught,
-# so we first visit every problem once: 8 steps of 16 prompts.
+# This is the training loop. `dppo` prunes a prompt by the result of its last
+# visit, so we first visit every problem once: 8 steps of 16 prompts.
 
 # %%
-grader = run.make_grader()
-grader.__enter__()  # starts its processes, if the rewards need any
-denominator = np.float32(c.data.prompts_per_step * c.rollout.group_size)
-
-
-def train_step(state):
-  rng_of = functools.partial(rng_at, run.root_key, int(state.step))
-  state, got = collect(run, step, grader, state, writer.Clock())
-  batch, num_micro, *_ = step.select(
-    rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
-  )
-  batch, _ = step.score(state.params, rng_of(Stage.TOKENS), batch, num_micro)
-  state, _ = step.update(state, None, batch, num_micro, denominator)
-  return state, float(np.mean(got.rewards))
-
-
 with jax.set_mesh(run.mesh):
   for i in range(8):
-    state, mean_reward = train_step(state)
-    print(f"step {i}: mean reward {mean_reward:.2f}")
+    rng = rng_at(run.root_key, i)
+    state, experience = train_step.collect(state)
+    batch = train_step.select(rng, experience, state)
+    batch = train_step.score(rng, state.params, batch)
+    state, info = train_step.update(state, None, batch)
+    print(f"step {i}: mean reward {np.mean(experience.rewards):.2f}")
 
 # %% [markdown]
 # Now step 8, in slow motion.
@@ -167,7 +155,7 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 
 # %%
 rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-chosen, _ = step.choose_prompts(
+chosen = stages["choose_prompts"](
   rng, state.history, prompts.ids, np.int32(num_prompts)
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))
@@ -184,8 +172,8 @@ print("score of the last visit", score.shape, score.round(2))
 
 # %%
 with jax.set_mesh(run.mesh):
-  inference_params = step.to_inference_params(state.params)
-  rollout = step.roll_out(
+  inference_params = stages["to_inference_params"](state.params)
+  rollout = stages["roll_out"](
     inference_params, prompts, rng_at(run.root_key, draw, Stage.ROLLOUT), chosen
   )
 print("tokens    ", rollout.tokens.shape, "[Q, G, T]")
@@ -230,7 +218,7 @@ print(
 
 # %%
 old = state.history.score[prompts.ids]
-history, num_draws = step.update_history(
+history, num_draws = stages["update_history"](
   state.history, state.step, state.draws, rollout, rewards, graded.correct
 )
 print("before", old.round(2))
@@ -305,17 +293,19 @@ plt.show()
 # %% [markdown]
 # ## 8. Select: packing
 #
-# `step.select` does 6 and 7 and lays what is left side by side in rows. Rows
+# The stage `select` does 6 and 7 and lays what is left side by side in rows. Rows
 # come in micro-batches of one fixed shape. Only those in use are computed.
 
 # %%
 with jax.set_mesh(run.mesh):
-  batch, num_micro, selected, *_ = step.select(rng, prompts, rollout, rewards)
+  batch, num_micro, selected, _ = stages["select"](
+    rng, prompts, rollout, rewards, None
+  )
 for name, value in vars(batch).items():
   print(f"{name:13} {value.dtype!s:8} {value.shape}")
 print("[M, R, L]; micro-batches in use:", num_micro)
 print(f"tokens generated {int(rollout.lengths.sum())}", end=", ")
-print(f"trained on {int(selected['tokens/trained'])}")
+print(f"trained on {int(selected.num_tokens)}")
 
 # %% [markdown]
 # The rows in use, coloured by what each token's loss is multiplied with:
@@ -323,7 +313,7 @@ print(f"trained on {int(selected['tokens/trained'])}")
 # likely. Grey is read only: shared prompts.
 
 # %%
-used = int(selected["pack/rows"])
+used = int(selected.pack.num_rows)
 flat = lambda x: np.array(x).reshape(-1, c.pack.row_length)[:used]
 pull = flat(batch.advantages) * flat(batch.weights)
 bound = np.abs(pull).max()
@@ -334,7 +324,7 @@ figure, axis = plt.subplots(figsize=(9, 0.6 + 0.3 * used), layout="constrained")
 axis.imshow(image, aspect="auto", interpolation="nearest")
 axis.set(xlabel="position", ylabel="row", yticks=range(used))
 axis.set_title(
-  f"{selected['pack/fill']:.0%} of the positions are used", loc="left"
+  f"{selected.pack.fill:.0%} of the positions are used", loc="left"
 )
 axis.spines[:].set_visible(False)
 for r in range(1, used):
@@ -345,18 +335,11 @@ plt.show()
 # ## 9. Score
 #
 # Methods that choose *tokens* need one more pass over the model here, and so
-# does an objective with several updates on a rollout. `dppo` needs neither: the
-# batch comes back as it is.
+# does an objective with several updates on a rollout. `dppo` needs neither, so
+# this run has no such stage.
 
 # %%
-with jax.set_mesh(run.mesh):
-  batch, scored = step.score(
-    state.params,
-    rng_at(run.root_key, int(state.step), Stage.TOKENS),
-    batch,
-    num_micro,
-  )
-print("metrics of this stage:", scored)
+print("has a stage to score:", "score" in stages)
 
 # %% [markdown]
 # ## 10. Update
@@ -366,6 +349,7 @@ print("metrics of this stage:", scored)
 
 # %%
 update_config = update.UpdateConfig(run.model, run.objective)
+denominator = np.float32(num_prompts * c.rollout.group_size)
 
 
 @jax.jit
@@ -379,10 +363,10 @@ def logprobs_of(params):
 
 with jax.set_mesh(run.mesh):
   before = logprobs_of(state.params)
-  state, updated = step.update(state, None, batch, num_micro, denominator)
+  state, updated = stages["update"](state, None, batch, num_micro, denominator)
   after = logprobs_of(state.params)
 
-for name, value in updated.items():
+for name, value in updated.metrics().items():
   print(f"{name:26} {float(value):.4g}")
 
 # %% [markdown]
@@ -418,6 +402,7 @@ grader.__exit__(None, None, None)
 #
 # - [`train.py`](../dppo_jax/train.py): the loop;
 #   [`collect.py`](../dppo_jax/step/collect.py): stages 1 to 5.
-# - [`learner/select.py`](../dppo_jax/step/select.py): stages 6 to 9;
-#   [`learner/update.py`](../dppo_jax/step/update.py): stage 10.
+# - [`select.py`](../dppo_jax/step/select.py): stages 6 to 8;
+#   [`tokens.py`](../dppo_jax/step/tokens.py): stage 9;
+#   [`update.py`](../dppo_jax/step/update.py): stage 10.
 # - [`methods/dppo.py`](../dppo_jax/methods/dppo.py): the two rules.

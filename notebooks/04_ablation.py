@@ -23,14 +23,7 @@ import numpy as np
 
 import dppo_jax
 from dppo_jax import config, train
-from dppo_jax.analysis import (
-  compare,
-  comparison,
-  groups,
-  overlay,
-  runs,
-  statistics,
-)
+from dppo_jax.analysis import compare, runs, statistics, tables
 
 folder = pathlib.Path(tempfile.mkdtemp())
 
@@ -140,35 +133,27 @@ for seed in (0, 1):
 # %% [markdown]
 # ## Compared
 #
-# `groups.group` puts together what differs by its seed alone, and names groups
-# by what they differ in. `comparison.compare` takes means over seeds, pairs
-# equal seeds, and says no more than the data carry.
+# `compare.group` puts runs together that differ only in their seed, and names
+# each group after the options in which it differs from the others. The table is
+# that of `python -m dppo_jax.analysis.compare RUN RUN ...`: means over seeds
+# with 95% intervals, differences and ratios paired by seed.
 
 # %%
 found = [runs.load(folder / f"{m}-{s}") for m in VARIANTS for s in (0, 1)]
-grouped, left_out = groups.group(found)
-print([(group.label, group.seeds) for group in grouped], left_out)
-result = comparison.compare(grouped, baseline="grpo")
-for sentence in result.verdict:
-  print(sentence)
+groups = compare.group(found)
+target = compare.default_target(groups)
+display(Markdown(tables.markdown(*compare.table(groups, target))))
 
 # %%
 picture = io.BytesIO()
-overlay.draw(result).savefig(picture, dpi=100)
+compare.draw(groups, target).savefig(picture, dpi=100)
 display(Image(picture.getvalue(), width=800))
 
 # %% [markdown]
-# Lines are means over seeds, bands the lowest and the highest seed. Two seeds
-# of half a minute say little: the verdict knows that. The x axis matters: by
-# prompts both do the same work before the update, by tokens trained `neyman`
-# spends a quarter at most. Seconds on a machine with other work on it are
-# noisy: look at the seeds.
-#
-# The tables, as `python -m dppo_jax.analysis.compare RUN RUN ...` writes them:
-
-# %%
-page = compare.markdown(result).splitlines()
-display(Markdown("\n".join(x for x in page if not x.startswith("!["))))
+# Lines are means over seeds, bands their 95% intervals. Two seeds of half a
+# minute prove little, and their intervals are wide. The x axis matters: per
+# step both do the same work before the update, but `neyman` trains on a quarter
+# of the tokens at most. Seconds are noisy on a machine with other work on it.
 
 # %% [markdown]
 # ## What was pruned
@@ -216,13 +201,11 @@ for name, some in of_variant.items():
   if not some:
     continue
   curves = [(np.array(x["seconds"]), np.array(x["accuracy"])) for x in some]
-  band = statistics.band(curves)
+  x, (y, low, high) = statistics.band(curves)
   colour = COLOURS[name]
-  axis.plot(band.x, band.mean, color=colour, label=name, linewidth=2)
+  axis.plot(x, y, color=colour, label=name, linewidth=2)
   if name in ("grpo", "neyman, completions"):
-    axis.fill_between(
-      band.x, band.low, band.high, color=colour, alpha=0.12, lw=0
-    )
+    axis.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
 axis.set(xlabel="training seconds", ylabel="held-out accuracy", xlim=(0, 110))
 if lines:
   axis.legend(frameon=False, fontsize=9)
@@ -230,9 +213,9 @@ axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Means over five seeds; bands, for two of them, from the lowest seed to the
-# highest. They overlap widely: with curves so noisy, one seed could have shown
-# anything. So pair the seeds and take differences.
+# Means over five seeds; for two of them, bands are 95% intervals. They overlap
+# widely: with curves so noisy, one seed could have shown anything. So pair the
+# seeds and take differences.
 
 # %%
 end = lambda some: {x["seed"]: x["accuracy"][-1] for x in some}

@@ -23,7 +23,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dppo_jax import config, plan, sharding
-from dppo_jax.metrics import logs
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.planning import (
@@ -35,8 +34,9 @@ from dppo_jax.planning import (
   seconds,
   workload,
 )
+from dppo_jax.run import compile_cache
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 GIB = 2**30
 
 # %% [markdown]
@@ -196,7 +196,7 @@ small = config.Config()
 config.use_method(small, "dppo")
 small.model.embed, small.model.mlp, small.model.head_dim = 256, 512, 64
 small.model.dtype = "bfloat16"
-small.data.num_arithmetic, small.data.eval = 64, ""
+small.data.train, small.data.eval = "arithmetic:64", ""
 small.pack.row_length = 256  # the TPU kernel takes multiples of 128
 small.mesh.data, small.mesh.model = 2, 2
 stages = "to_inference_params,update"

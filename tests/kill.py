@@ -37,8 +37,8 @@ import orbax.checkpoint as ocp
 
 from dppo_jax import config, train
 from dppo_jax.errors import UserError
-from dppo_jax.metrics import logs, report
-from dppo_jax.run import checkpoint, distributed, runtime_checks
+from dppo_jax.metrics import report
+from dppo_jax.run import checkpoint, compile_cache, distributed, runtime_checks
 from dppo_jax.step import collect, programs, train_step
 
 STEPS = 6
@@ -68,8 +68,7 @@ def make_config(num_devices: int = 1) -> config.Config:
     "model.embed": 16,
     "model.mlp": 32,
     "model.head_dim": 8,
-    "data.num_arithmetic": 20,
-    "data.max_operations": 1,
+    "data.train": "arithmetic:20:1",
     "data.prompts_per_step": 8,
     "data.eval": "",
     "rollout.group_size": 4,
@@ -242,7 +241,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
 
 def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
   """Raises if the results of two runs differ."""
-  logs.quiet_libraries()
+  compile_cache.quiet_libraries()
   results, expected = outcome(workdir), outcome(whole)
   assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
   differing = [name for name in expected if results[name] != expected[name]]

@@ -1,9 +1,7 @@
 """Writes the same rows in each form that a source may have."""
 
 from collections.abc import Mapping, Sequence
-import csv
 import gzip
-import io
 import json
 import pathlib
 from typing import Any
@@ -28,17 +26,6 @@ def write_parquet(path: pathlib.Path, rows: Rows) -> str:
   """Writes one table; the path."""
   table = pyarrow.Table.from_pylist([dict(row) for row in rows])
   pyarrow.parquet.write_table(table, path)
-  return str(path)
-
-
-def write_csv(path: pathlib.Path, rows: Rows) -> str:
-  """Writes a header and one row each, compressed if .gz; the path."""
-  text = io.StringIO(newline="")
-  writer = csv.DictWriter(text, list(rows[0]))
-  writer.writeheader()
-  writer.writerows(rows)
-  data = text.getvalue().encode()
-  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
   return str(path)
 
 

@@ -168,9 +168,9 @@ import jax.numpy as jnp
 from dppo_jax.errors import UserError
 from dppo_jax.run import checkpoint
 from dppo_jax.records import TrainState
-from dppo_jax.metrics import logs
+from dppo_jax.run import compile_cache
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 state = lambda x: TrainState(jnp.int32(0), jnp.int32(0), {"w": x}, (), ())
 try:
   with checkpoint.Checkpoints(pathlib.Path(sys.argv[1])) as checkpoints:

@@ -29,7 +29,7 @@ def test_rows_and_slots_count_one_devices(num_devices):
   c = commands.config(
     "arithmetic",
     mesh__data=num_devices,
-    data__num_arithmetic=64,
+    data__train="arithmetic:64",
     sft__steps=0,
   )
   run = setup.setup_run(c)

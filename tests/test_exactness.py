@@ -16,18 +16,17 @@ import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.records import Measured, Selection, TokenStats
+from dppo_jax.algo.packing import PackingSpec
+from dppo_jax.records import Selection, StepCosts, TokenStats
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import select, update
+from dppo_jax.step import choose_tokens, select, update
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-# A dear update, and seconds that go as the tokens that are generated.
-MEASURED = Measured(*map(jnp.float32, (0.4, 2.0, 1.0, 1.0, 1.0, 0.0)))
-RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)._replace(
-  measured=MEASURED
-)
-SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
+# Measured noise, and an update that takes twice the time of the rest.
+COSTS = StepCosts(*map(jnp.float32, (0.4, 2.0, 1.0, 1.0)))
+RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)
+SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 IDS = jnp.arange(3, dtype=jnp.int32)
 
 _ACTIVE = {"beta": 0.3, "dual_clip": 1.3}
@@ -48,9 +47,11 @@ WEIGHTED = {
   "dppo, batch": methods.dppo(0.6, 0.7, "batch"),
   "greso": methods.greso(0.5, is_weighted=True, dynamic_sampling="none"),
   "neyman": methods.neyman(0.67, 0.6),
-  "neyman, length": methods.neyman(0.67, 0.6, proxy="length"),
-  "neyman, own shares": methods.neyman(prior=0.02, update_cost=9.0),
-  "neyman, by the clock": methods.neyman(prior=0.02),
+  "neyman, length": methods.neyman(0.67, 0.6)._replace(
+    completions=methods.neyman_completions(0.6, proxy="length")
+  ),
+  "neyman, automatic": methods.neyman(0.67, update_cost=9.0),
+  "neyman, automatic by time": methods.neyman(0.67),
   "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
 }
 
@@ -80,10 +81,10 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
       small.prompts(),
       rollout,
       jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
+      COSTS,
       method=method._replace(completions=spy),
       objective=objective,
       spec=SPEC,
-      train_zero_advantage=False,
       mini_batches=mini_batches,
     )
     return chosen[0], batch, num_micro
@@ -96,7 +97,7 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
       return chosen[0]
 
     tokens = method.tokens._replace(select=spy)
-    batch, _ = select.choose_tokens(
+    batch, _ = choose_tokens(
       RNG,
       batch,
       None,
@@ -349,13 +350,12 @@ def test_keeping_all_is_grpo_to_the_bit(method):
       method=method,
       objective=objective,
       spec=SPEC,
-      train_zero_advantage=False,
     )
     if method.tokens:
       stats = jax.tree.map(
         lambda x: jnp.broadcast_to(x, batch.weights.shape), stats
       )
-      batch, _ = select.choose_tokens(
+      batch, _ = choose_tokens(
         RNG,
         batch,
         stats,

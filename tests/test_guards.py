@@ -1,7 +1,6 @@
 """Values and files that nobody means are refused in one line, by name."""
 
 import collections
-import os
 import random
 import re
 import subprocess
@@ -85,7 +84,6 @@ def test_every_number_is_finite(name):
     ("pack.share_prefix", 1, "share_prefix is 1 but must be true or false"),
     ("rollout.stop_ids", 3, "config.rollout.stop_ids is 3 but must be a tuple"),
     ("rollout.temperature", 1e-30, "temperature is 1e-30 .* at least 0.01"),
-    ("eval.temperature", 1e-30, "temperature is 1e-30 .* 0 or at least 0.01"),
     ("reward.timeout_seconds", 1e9, "timeout_seconds is .* at most 86400"),
     ("reward.num_workers", 10**9, "num_workers is .* at most 1024"),
   ],
@@ -206,33 +204,6 @@ def test_a_long_value_is_shortened():
   assert options.shown(10**5000) == "a whole number of 16610 bits"
 
 
-CLOSED = """
-import os, sys
-from dppo_jax.metrics import logs
-logs.outlive_readers()
-for i in range(3):
-  print("line", flush=True)
-print(i, file=sys.stderr)
-"""
-
-
-def test_output_that_nobody_reads_ends_nothing():
-  read, write = os.pipe()
-  os.close(read)
-  done = subprocess.run(
-    [sys.executable, "-c", CLOSED],
-    stdout=write,
-    stderr=subprocess.PIPE,
-    check=True,
-    text=True,
-    cwd=commands.ROOT,
-  )
-  os.close(write)
-  assert done.stderr == "2\n"
-  closed = f"{sys.executable} -c '{CLOSED}' >&-"
-  subprocess.run(closed, shell=True, check=True, cwd=commands.ROOT)
-
-
 def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text("def fair(completions): return [1.0 for _ in completions]\n")
@@ -242,7 +213,7 @@ def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
     data__train="none.jsonl",
     model__path="none",
   )
-  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'.*fair"):
+  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
   with pytest.raises(ValueError, match="no directory 'none'"):
@@ -251,7 +222,7 @@ def test_a_reward_that_there_is_not_is_refused_before_data_and_model(tmp_path):
 
 @pytest.mark.parametrize("stop_id", [True, 1.0, "1", -1, 24, None, 10**30])
 def test_a_stop_id_is_a_token(stop_id):
-  config = commands.config("arithmetic", data__num_arithmetic=200)
+  config = commands.config("arithmetic", data__train="arithmetic:200")
   config.rollout.stop_ids = (1, stop_id)
   with pytest.raises(ValueError, match=r"stop id .* set config.rollout.stop"):
     setup_run(config)

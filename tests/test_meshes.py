@@ -13,11 +13,13 @@ import pytest
 import small
 
 from dppo_jax import data, rewards, sharding
-from dppo_jax.metrics import writer
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.models import hf, moe, transformer
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rng import rng_at
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import collect, programs, select
+from dppo_jax.step import programs
+from dppo_jax.step.pack import pack
+from dppo_jax.step.train_step import TrainStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -43,8 +45,7 @@ def _config(mesh, method, **overrides):
     "model__heads": 8,
     "model__head_dim": 8,
     "data__eval": "",
-    "data__num_arithmetic": 20,  # an epoch of two steps
-    "data__max_operations": 1,
+    "data__train": "arithmetic:20:1",  # an epoch of two steps
     "data__prompts_per_step": 8,
     "rollout__group_size": 4,
     "rollout__max_tokens": 8,
@@ -52,7 +53,6 @@ def _config(mesh, method, **overrides):
     "pack__row_length": 24,
     "pack__rows_per_micro": 8,
     "optimizer__learning_rate": 1e-2,
-    "objective__noise_every": 1,
     "sft__steps": 0,
     "mesh__replicas": replicas,
     "mesh__data": data_axis,
@@ -73,7 +73,7 @@ def _three_steps(mesh, method="dppo", **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   run = setup_run(_config(mesh, method, **overrides))
   with jax.set_mesh(run.mesh):
-    step = programs.compile_step(run)
+    step = TrainStep(run, _Grader())
     abstract = programs.abstract_train_state(run)
     state = jax.jit(
       lambda p: programs.init_train_state(run, p),
@@ -82,19 +82,15 @@ def _three_steps(mesh, method="dppo", **overrides):
     reference = jax.tree.map(lambda x: x.copy(), state.params)
     tokens = []
     for i in range(3):
-      rng_of = lambda stage, i=i: rng_at(run.root_key, i, stage)
-      state, got = collect.collect(run, step, _Grader(), state, writer.Clock())
-      batch, num_micro, *_ = step.select(
-        rng_of(Stage.COMPLETIONS), got.prompts, got.rollout, got.rewards
+      rng = rng_at(run.root_key, i)
+      state, experience = step.collect(state)
+      batch = step.select(rng, experience, state)
+      batch = step.score(rng, state.params, batch)
+      state, info = step.update(state, reference, batch)
+      tokens.append(
+        jax.device_get((experience.rollout.tokens, experience.rollout.lengths))
       )
-      batch, _ = step.score(
-        state.params, rng_of(Stage.TOKENS), batch, num_micro
-      )
-      state, info = step.update(
-        state, reference, batch, num_micro, np.float32(got.num_prompts) * 4
-      )
-      tokens.append(jax.device_get((got.rollout.tokens, got.rollout.lengths)))
-    assert info["update/kl"] > 0
+    assert info.update.kl > 0
     return tokens, jax.device_get(state)
 
 
@@ -244,7 +240,7 @@ def test_rows_filled_where_they_are_trained_are_the_same(mesh, row_length):
   here = got[0].tokens.sharding.shard_shape(got[0].tokens.shape)
   assert here[1] == 16 // (mesh[0] * mesh[2])
   chex.assert_trees_all_equal(jax.device_get(got), want)
-  assert (want[2]["pack/unplaced"] > 0) == (row_length == 8)
+  assert (want[2].num_unplaced > 0) == (row_length == 8)
   assert want[1] > 1
 
 
@@ -261,7 +257,7 @@ def test_rows_go_to_the_devices_in_turn():
 
 def test_no_device_ever_holds_the_tokens_of_all():
   mesh = sharding.make_mesh(8)
-  spec = select.PackingSpec(24, rows_per_micro=8, window=6)
+  spec = PackingSpec(24, rows_per_micro=8, window=6)
   prompts = small.prompts(num=16)
   rollout = small.rollout(prompts, group=3, tokens=5)
   place = sharding.sharding(mesh, "batch")
@@ -271,7 +267,7 @@ def test_no_device_ever_holds_the_tokens_of_all():
   )
   weights = np.ones((16, 3), np.float32)
   with jax.set_mesh(mesh):
-    lowered = jax.jit(functools.partial(select.pack, spec=spec)).lower(
+    lowered = jax.jit(functools.partial(pack, spec=spec)).lower(
       prompts, rollout, weights, weights
     )
   text = lowered.compile().as_text()
@@ -284,10 +280,10 @@ def _packed(mesh, row_length, **more):
   prompts = small.prompts(num=25)
   rollout = small.rollout(prompts, group=4)
   ones = np.arange(100, dtype=np.float32).reshape(25, 4)
-  spec = select.PackingSpec(row_length, rows_per_micro=16, window=6, **more)
-  pack = lambda: jax.jit(functools.partial(select.pack, spec=spec))(
+  spec = PackingSpec(row_length, rows_per_micro=16, window=6, **more)
+  run = lambda: jax.jit(functools.partial(pack, spec=spec))(
     prompts, rollout, ones, ones + 1
   )
-  want = jax.device_get(pack())
+  want = jax.device_get(run())
   with jax.set_mesh(sharding.make_mesh(*mesh)):
-    return want, pack()
+    return want, run()

@@ -13,20 +13,22 @@ import small
 from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import optimizer, select, update
+from dppo_jax.step import choose_tokens, select, update
+from dppo_jax.step.optimizer import make_optimizer
 
 pytestmark = pytest.mark.slow
 
 RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
-SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
+SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 REWARDS = jnp.array(
   [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
 )
 PLAIN = objectives.grpo(0.001, 0.001)
 MODEL = dataclasses.replace(small.MODEL, layers=1)
-OPTIMIZER = optimizer.make_optimizer(1e-2, 10)
+OPTIMIZER = make_optimizer(1e-2, 10)
 
 
 @functools.partial(jax.jit, static_argnames=("mini_batches", "objective"))
@@ -39,7 +41,6 @@ def _select(prompts, rollout, rewards, mini_batches=1, objective=PLAIN):
     method=methods.grpo(),
     objective=objective,
     spec=SPEC,
-    train_zero_advantage=False,
     mini_batches=mini_batches,
   )
 
@@ -59,9 +60,6 @@ def _alone(k, num_parts, sampled, rewards, objective=PLAIN):
   """A part of the prompts, packed as if there were no others."""
   part = _part((*sampled, rewards), k, num_parts)
   batch, num_micro, *_ = _select(*part, objective=objective)
-  # A prompt goes by its place among all.
-  among_all = jnp.where(batch.segment_ids > 0, k + num_parts * batch.prompts, 0)
-  batch = batch.replace(prompts=among_all)
   return jax.tree.map(lambda x: x[: int(num_micro)], batch)
 
 
@@ -69,7 +67,7 @@ def test_a_part_is_packed_as_it_would_be_alone(num_parts=2):
   """The first part has no variance, and no rows."""
   rewards = REWARDS.at[::num_parts].set(1.0)
   prompts, rollout = _sampled()
-  batch, ends, metrics, _ = _select(prompts, rollout, rewards, num_parts)
+  batch, ends, info, _ = _select(prompts, rollout, rewards, num_parts)
   alone = [
     _alone(k, num_parts, (prompts, rollout), rewards) for k in range(num_parts)
   ]
@@ -80,7 +78,7 @@ def test_a_part_is_packed_as_it_would_be_alone(num_parts=2):
   chex.assert_trees_all_equal(jax.device_get(got), want)
   assert not (batch.segment_ids[int(ends[-1]) :] > 0).any()
   rows = sum((x.segment_ids > 0).any(2).sum() for x in alone)
-  assert metrics["pack/rows"] == rows and metrics["pack/unplaced"] == 0
+  assert info.pack.num_rows == rows and info.pack.num_unplaced == 0
 
 
 def _config(objective, inner_updates, mini_batches):
@@ -101,7 +99,7 @@ def _state():
 @functools.partial(jax.jit, static_argnames="config")
 def _score(params, batch, num_used, config):
   stats = update.score(params, config, batch, num_used)
-  batch, _ = select.choose_tokens(
+  batch, _ = choose_tokens(
     RNG,
     batch,
     stats,
@@ -150,16 +148,14 @@ def test_parts_are_updates_one_after_another(objective, inner_updates):
   # Of the last pass: its tokens, and its last step.
   tokens = sum(sums["tokens"] for _, sums in found[-2:])
   for name, want in {
-    "clip_share": sum(clipped[-2:]) / tokens,
-    "loss": sum(info["update/loss"] for info, _ in found[-2:]) / 2,
-    "policy_ratio_max": max(
-      x["update/policy_ratio_max"] for x, _ in found[-2:]
-    ),
-    "grad_norm": last["update/grad_norm"],
-    "micro_batches": sum(len(x.tokens) for x in halves),
+    "clip_fraction": sum(clipped[-2:]) / tokens,
+    "loss": sum(info.loss for info, _ in found[-2:]) / 2,
+    "policy_ratio_max": max(x.policy_ratio_max for x, _ in found[-2:]),
+    "grad_norm": last.grad_norm,
+    "num_micro": sum(len(x.tokens) for x in halves),
   }.items():
     np.testing.assert_allclose(
-      info[f"update/{name}"], want, rtol=1e-4, atol=1e-6, err_msg=name
+      getattr(info, name), want, rtol=1e-4, atol=1e-6, err_msg=name
     )
 
 

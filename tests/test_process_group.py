@@ -19,9 +19,6 @@ import pytest
 import yaml
 
 from dppo_jax import data
-from dppo_jax.data.problems import prepare
-from dppo_jax.data.rows import Row
-from dppo_jax.errors import UserError
 from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
 from dppo_jax.run import distributed, preflight, workdir
@@ -352,8 +349,8 @@ def test_divided_grading_equals_the_full_one(each, lengths):
   """Also if one process has nothing to grade; texts come when asked for."""
   tokenizer = data.CharacterTokenizer()
   texts = ("1+1=", "2+2=", "3+3=", "4+4=")
-  rows = [Row(text, text, text[0], "", {}) for text in texts]
-  problems = prepare("train", rows, tokenizer, 8)
+  rows = [data.Row(text, text, text[0], "", {}) for text in texts]
+  problems = data.prepare("train", rows, tokenizer, 8)
   rng = np.random.default_rng(0)
   lengths = np.repeat(np.array(lengths, np.int32)[:, None], 2, axis=1)
   rollout = Rollout(

@@ -11,17 +11,17 @@ import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.metrics import warnings as health
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import optimizer as optimizers
-from dppo_jax.step import select, update
+from dppo_jax.step import choose_tokens, select, update
 
 pytestmark = pytest.mark.slow
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
-SPEC = select.PackingSpec(row_length=24, rows_per_micro=2, window=4)
+SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 # Clipping and the penalty at work: the sampler's log-probabilities are random.
 ACTIVE = objectives.grpo(clip_low=0.1, clip_high=0.15, beta=0.3)
 
@@ -41,10 +41,9 @@ def _select(
     small.prompts(),
     rollout,
     rewards,
-    method=methods.grpo(),
+    method=methods.grpo()._replace(trains_zero_advantage=lavish),
     objective=objective,
     spec=spec,
-    train_zero_advantage=lavish,
   )
 
 
@@ -92,9 +91,7 @@ def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
   assert held.sums["tokens"] == heavy.sums["tokens"]
 
 
-@pytest.mark.parametrize(
-  "spec", [select.PackingSpec(11, 1, 1), select.PackingSpec(40, 3, 9)]
-)
+@pytest.mark.parametrize("spec", [PackingSpec(11, 1, 1), PackingSpec(40, 3, 9)])
 def test_gradient_does_not_depend_on_rows_or_micro_batches(spec):
   rollout = small.rollout(small.prompts())
   _assert_close(
@@ -107,9 +104,9 @@ def test_gradient_does_not_depend_on_whether_prompts_are_shared(objective):
   rollout = small.rollout(small.prompts())
   found = {}
   for shares in (False, True):
-    spec = select.PackingSpec(40, 2, 9, share_prefix=shares)
+    spec = PackingSpec(40, 2, 9, share_prefix=shares)
     batch, num_micro, info, _ = _select(rollout, objective, spec=spec)
-    assert (info["pack/shared"] > 0) == shares
+    assert (info.pack.shared > 0) == shares
     config = _config(objective)
     found[shares] = _gradient(
       small.params(0), small.params(1), batch, num_micro, config
@@ -121,7 +118,7 @@ def test_gradient_does_not_depend_on_whether_prompts_are_shared(objective):
 @jax.jit
 def _score(params, batch, num_micro):
   stats = update.score(params, _config(), batch, num_micro)
-  batch, _ = select.choose_tokens(
+  batch, _ = choose_tokens(
     RNG,
     batch,
     stats,
@@ -135,7 +132,7 @@ def _score(params, batch, num_micro):
 def test_packed_equals_alone():
   """Each sequence in a row of its own gives the same log-probabilities."""
   rollout = small.rollout(small.prompts())
-  alone = select.PackingSpec(row_length=10, rows_per_micro=9, window=1)
+  alone = PackingSpec(row_length=10, rows_per_micro=9, window=1)
   scored = {}
   for name, spec in {"packed": SPEC, "alone": alone}.items():
     batch, num_micro, *_ = _select(rollout, spec=spec)
@@ -181,7 +178,7 @@ def _state(optimizer):
 
 
 def test_one_compilation_serves_every_number_of_micro_batches():
-  optimizer = optimizers.make_optimizer(1e-3, 10)
+  optimizer = make_optimizer(1e-3, 10)
 
   @jax.jit
   @chex.assert_max_traces(n=1)
@@ -200,12 +197,12 @@ def test_one_compilation_serves_every_number_of_micro_batches():
   seen = set()
   for num in range(int(num_micro) + 1):
     _, info = step(_state(optimizer), small.params(1), batch, jnp.int32(num))
-    seen.add(float(info["update/loss"]))
+    seen.add(float(info.loss))
   assert len(seen) == int(num_micro) + 1
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
-  optimizer = optimizers.make_optimizer(1e-3, 10)
+  optimizer = make_optimizer(1e-3, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   bad = batch.replace(weights=batch.weights * jnp.nan)
   step = _update(1, optimizer)
@@ -213,26 +210,26 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
   start = _state(optimizer)
   state, info = step(start, small.params(1), bad, num_micro, nine)
   chex.assert_trees_all_equal(state.params, start.params)
-  assert info["update/skipped"] == info["update/skipped_in_a_row"] == 1
+  assert info.num_skipped == info.num_skipped_in_a_row == 1
   state, info = step(state, small.params(1), bad, num_micro, nine)
-  assert info["update/skipped_in_a_row"] == 2
+  assert info.num_skipped_in_a_row == 2
   state, info = step(state, small.params(1), batch, num_micro, nine)
-  assert info["update/skipped"] == 2 and info["update/skipped_in_a_row"] == 0
-  assert info["update/nonfinite_params"] == 0
+  assert info.num_skipped == 2 and info.num_skipped_in_a_row == 0
+  assert info.num_nonfinite_params == 0
   assert not np.allclose(state.params["embed"], start.params["embed"])
 
 
 def test_weights_that_the_optimizer_destroys_are_counted():
   """By a moment that is not finite, where the gradient is."""
-  optimizer = optimizers.make_optimizer(1e-3, 10, b1=float("nan"))
+  optimizer = make_optimizer(1e-3, 10, b1=float("nan"))
   start = _state(optimizer)
   sums = update.zero_sums(start.params, small.MODEL)
   sums = sums._replace(grad=jax.tree.map(jnp.ones_like, sums.grad))
   apply = jax.jit(update.apply_gradient, static_argnums=3)
   state, info = apply(start, sums, jnp.float32(9), optimizer)
   num_params = sum(x.size for x in jax.tree.leaves(state.params))
-  assert info["update/skipped"] == 0
-  assert info["update/nonfinite_params"] == num_params
+  assert info.num_skipped == 0
+  assert info.num_nonfinite_params == num_params
 
 
 def test_a_batch_without_a_gradient_moves_nothing():
@@ -242,7 +239,7 @@ def test_a_batch_without_a_gradient_moves_nothing():
   pruned = rollout.replace(
     kept=nothing.replace(keep=~nothing.keep), lengths=0 * rollout.lengths
   )
-  optimizer, grpo = optimizers.make_optimizer(1e-2, 10), objectives.grpo()
+  optimizer, grpo = make_optimizer(1e-2, 10), objectives.grpo()
   step = functools.partial(
     update.update, config=_config(grpo, 1), optimizer=optimizer
   )
@@ -251,7 +248,9 @@ def test_a_batch_without_a_gradient_moves_nothing():
     batch, num_micro, selected, _ = _select(sampled, grpo, rewards=rewards)
     state, info = step(start, None, batch, num_micro, jnp.float32(9))
     chex.assert_trees_all_equal(state.params, start.params)
-    found = jax.device_get(selected | info) | {"step/seconds": 1.0}
+    found = jax.device_get(selected.metrics() | info.metrics()) | {
+      "step/seconds": 1.0
+    }
     assert found["completions/trained"] == found["update/grad_norm"] == 0
     assert all(np.isfinite(x) for x in found.values())
     watch = health.Health(1)
@@ -261,12 +260,12 @@ def test_a_batch_without_a_gradient_moves_nothing():
 
 def test_inner_updates_are_steps_from_one_old_policy():
   """Two at once equal one and one, with the same old log-probabilities."""
-  optimizer = optimizers.make_optimizer(1e-2, 10)
+  optimizer = make_optimizer(1e-2, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   batch = _score(small.params(), batch, num_micro)
   args = (_state(optimizer), small.params(1), batch, num_micro, jnp.float32(9))
   twice, info = _update(2, optimizer)(*args)
-  assert info["update/policy_ratio_max"] > 1.01
+  assert info.policy_ratio_max > 1.01
   once, _ = _update(1, optimizer)(*args)
   # The second of two single steps must not take itself for on-policy.
   by_hand = _gradient(once.params, small.params(1), batch, num_micro, _config())
@@ -278,9 +277,7 @@ def test_inner_updates_are_steps_from_one_old_policy():
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_learning_rate_rises_and_falls(schedule):
   """A constant gradient makes AdamW move a weight by the learning rate."""
-  optimizer = optimizers.make_optimizer(
-    0.1, 10, schedule, warmup_steps=2, clip_norm=1e9
-  )
+  optimizer = make_optimizer(0.1, 10, schedule, warmup_steps=2, clip_norm=1e9)
   params, moved = {"w": jnp.zeros(())}, []
   state = optimizer.init(params)
   for _ in range(10):
@@ -295,4 +292,4 @@ def test_learning_rate_rises_and_falls(schedule):
 
 def test_an_unknown_schedule_is_refused():
   with pytest.raises(ValueError, match=r"schedule.*'warm'.*cosine"):
-    optimizers.make_optimizer(0.1, 10, "warm")
+    make_optimizer(0.1, 10, "warm")

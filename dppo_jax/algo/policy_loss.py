@@ -64,16 +64,13 @@ def surrogate(
   ref_logprobs: Float[Array, "*rows L"] | None = None,
   sampler_logprobs: Float[Array, "*rows L"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-  """The loss summed over trained tokens, and sums that describe it.
+  """Computes the loss summed over trained tokens, and sums that describe it.
 
   A positive weight multiplies a token's loss, clipped or not: weighting the
-  term equals weighting the advantage.
-
-  A token of weight 0 counts in no sum. Where each sequence has one ratio it is
-  still part of that ratio; elsewhere its log-probabilities may be any finite
-  numbers. Positions that are not trained may hold anything.
-
-  Two completions of two tokens and one, side by side in plain arrays:
+  term equals weighting the advantage. A token of weight 0 counts in no sum. If
+  each sequence has one ratio it is still part of that ratio; otherwise its
+  log-probabilities may be any finite numbers. Positions that are not trained
+  may hold anything. Two completions of two tokens and one, as plain arrays:
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
@@ -87,18 +84,18 @@ def surrogate(
   1.1052 3 tokens
 
   Args:
-    logprobs: nats, of the policy that is trained.
-    old_logprobs: nats, of the policy before the step; a constant.
-    advantages, weights: of each token or, where every row is one sequence, of
-      each row. A weight is the design's times the objective's normaliser.
-    segment_ids: positions of one sequence share one, for a ratio per sequence.
-      None where every row is one sequence.
-    ref_logprobs: nats, of the reference policy; needed where beta is not 0.
-    sampler_logprobs: nats, of the distribution the tokens were drawn from;
-      None where the weights correct for it already, or nothing should.
+    logprobs: log-probabilities under the trained policy, in nats.
+    old_logprobs: the same under the policy before the step; a constant.
+    advantages, weights: per token or, if every row is one sequence, per row. A
+      weight is the design's times the objective's normaliser.
+    segment_ids: one id per sequence, for a ratio per sequence; None if every
+      row is one sequence.
+    ref_logprobs: the same under the reference policy; needed if beta is not 0.
+    sampler_logprobs: the same under the sampler; None if the weights correct
+      for it already, or nothing should.
   Returns:
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
-    over trained tokens of a weight that is not 0.
+    over trained tokens of nonzero weight.
   Raises:
     ValueError: for a KL penalty without a reference policy, or a token loss
       that returns something else than a loss and whether it was clipped.
@@ -127,12 +124,7 @@ def surrogate(
     "kl": jnp.float32(0.0),
   }
   if objective.beta:
-    if ref_logprobs is None:
-      raise ValueError(
-        f"ref_logprobs is None but the objective's beta is {objective.beta}: "
-        "its KL penalty needs the reference policy's log-probabilities"
-      )
-    kl = kl_k3(logprobs, ref_logprobs)
+    kl = _kl(objective, logprobs, ref_logprobs)
     loss = loss + objective.beta * kl
     info["kl"] = jnp.where(is_counted, kl, 0.0).sum()
   if objective.sampler_cap and sampler_logprobs is not None:
@@ -140,6 +132,15 @@ def surrogate(
       old_logprobs, sampler_logprobs, objective.sampler_cap
     )
   return jnp.where(is_counted, loss * weights, 0.0).sum(), info
+
+
+def _kl(objective, logprobs, ref_logprobs):
+  if ref_logprobs is None:
+    raise ValueError(
+      f"ref_logprobs is None but the objective's beta is {objective.beta}: "
+      "its KL penalty needs the reference policy's log-probabilities"
+    )
+  return kl_k3(logprobs, ref_logprobs)
 
 
 def _ratio(

@@ -1,261 +1,214 @@
-"""Compares runs: curves, a table, a verdict.
+"""Compares runs in a table and a picture.
 
-  python -m dppo_jax.analysis.compare RUN RUN ... [--to=DIR] [--target=0.8]
-
-Runs that differ in their seed alone are a group; the groups are named after
-what they differ in. With --to it writes compare.md, compare.png and
-compare.json there. A run may be unfinished; a directory that is no run costs a
-line on standard error and the exit status 1, the others are compared.
+Runs that differ only in their seed form a group, named after the options in
+which it differs from others. The first run's group is the baseline. Runs may be
+unfinished.
 """
 
 import argparse
 from collections.abc import Sequence
-import dataclasses
 import json
 import pathlib
 import sys
-import textwrap
+from typing import NamedTuple
 
 import numpy as np
 
-from dppo_jax.analysis import comparison, groups, runs
-from dppo_jax.analysis.comparison import Comparison, Row
-from dppo_jax.analysis.statistics import Interval
-from dppo_jax.metrics import jsonl, tables
+from dppo_jax.analysis import jsonl, runs, statistics, tables
+from dppo_jax.analysis.runs import Run
+from dppo_jax.errors import UserError
+
+# Options, and sections of them, that do not make a run another experiment.
+_IGNORED = ("seed", "steps", "eval.every", "eval.columns", "sft.from_run")
+_IGNORED_SECTIONS = ("checkpoint.", "log.")
+_LEGEND = (
+  "Accuracy is the last held-out accuracy; seconds are those of training\n"
+  "steps; tokens are those trained on; ± and parentheses are 95% t-intervals\n"
+  "over seeds, differences and ratios paired by seed."
+)
+
+
+class Group(NamedTuple):
+  """Runs that differ only in their seed."""
+
+  label: str
+  runs: list[Run]
+
+  def accuracies(self) -> dict[int, float]:
+    """The last accuracy by seed."""
+    return {run.seed: float(run.curve()[1][-1]) for run in self.runs}
+
+  def seconds_to(self, target: float) -> dict[int, float]:
+    """Training seconds to an accuracy by seed, of the runs that reached it."""
+    spent = {run.seed: run.cost_to(target) for run in self.runs}
+    return {seed: x for seed, x in spent.items() if x is not None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Prints the comparison; returns 0, or 1 where a directory was no run."""
-  args = _parse(argv)
-  found, is_whole = [], True
-  for path in dict.fromkeys(args.runs):
-    try:
-      found.append(runs.load(path, args.clock))
-    except ValueError as error:
-      print(error, file=sys.stderr)
-      is_whole = False
-  if not found:
-    print("none of these is a run", file=sys.stderr)
-    return 1
-  grouped, left_out = groups.group(found)
-  try:
-    result = comparison.compare(grouped, args.target, args.baseline)
-  except ValueError as error:
-    print(error, file=sys.stderr)
-    return 1
-  result.notes[:0] = left_out
-  print(text(result))
-  if args.to:
-    print(f"\n{write(result, args.to)}")
-  return 0 if is_whole else 1
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-  summary, _, rest = __doc__.partition("\n")
+  """Prints the comparison; returns the exit status."""
   parser = argparse.ArgumentParser(
-    prog="python -m dppo_jax.analysis.compare",
-    description=summary,
-    epilog=rest,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
+    prog="python -m dppo_jax.analysis.compare", description=__doc__
   )
   parser.add_argument("runs", nargs="+", metavar="RUN", help="a workdir")
-  parser.add_argument("--to", type=pathlib.Path, help="where files go")
+  parser.add_argument(
+    "--to", type=pathlib.Path, help="directory for compare.md and compare.png"
+  )
   parser.add_argument(
     "--target",
-    type=_share,
-    action="append",
-    default=[],
-    help="an accuracy to be reached, from 0 to 1; may be repeated",
+    type=float,
+    help="accuracy to which times are compared; by default nine tenths of the "
+    "way to the accuracy that every run reached",
   )
-  parser.add_argument("--baseline", help="label of the group to compare with")
-  parser.add_argument(
-    "--clock",
-    default="step/seconds",
-    choices=("step/seconds", "step/cpu_seconds"),
-    help="what training seconds are; cpu_seconds where runs shared a machine",
-  )
-  return parser.parse_args(argv)
-
-
-def _share(word: str) -> float:
+  args = parser.parse_args(argv)
   try:
-    value = float(word)
-  except ValueError:
-    value = -1.0
-  if not 0 < value <= 1:
-    raise argparse.ArgumentTypeError(f"{word} is not above 0 and at most 1")
-  return value
+    groups = group([runs.load(path) for path in dict.fromkeys(args.runs)])
+    target = args.target or default_target(groups)
+    print(tables.aligned(*table(groups, target)), _LEGEND, sep="\n\n")
+    if args.to:
+      print(f"\n{write(groups, target, args.to)}")
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+  return 0
 
 
-def write(result: Comparison, folder: pathlib.Path) -> pathlib.Path:
-  """Writes compare.md, compare.png and compare.json; returns the first."""
-  from dppo_jax.analysis import overlay
-  from dppo_jax.metrics import style  # matplotlib takes its time
+def group(members: Sequence[Run]) -> list[Group]:
+  """Groups runs by all options but the seed, in the order of the runs.
+
+  Raises:
+    UserError: if a run has no evaluation, or two runs have the same options and
+      seed, as copies do.
+  """
+  by_options: dict[str, list[Run]] = {}
+  for run in members:
+    if not run.evals:
+      raise UserError(f"{run.path} has no evaluation yet: leave it out")
+    same = by_options.setdefault(json.dumps(_options(run)), [])
+    if run.seed in [other.seed for other in same]:
+      raise UserError(
+        f"{run.path} has the options and the seed of another run: leave it out"
+      )
+    same.append(run)
+  options = [json.loads(key) for key in by_options]
+  labels = [_label(x, options) for x in options]
+  return [*map(Group, labels, by_options.values())]
+
+
+def _options(run: Run) -> dict:
+  """The options that make the run what it is, by dotted name."""
+  ignored = _IGNORED_SECTIONS
+  if run.config.get("sft.from_run"):  # another run was fine-tuned
+    ignored += ("sft.",)
+  options = {}
+  for name, value in sorted(run.config.items()):
+    if name not in _IGNORED and not name.startswith(ignored):
+      nested = value if isinstance(value, dict) else {"": value}
+      options |= {f"{name}.{k}".rstrip("."): x for k, x in nested.items()}
+  return options
+
+
+def _label(options: dict, others: Sequence[dict]) -> str:
+  """The method, and the options that differ among the groups that have them."""
+  words = [options["method.name"]]
+  for name, value in options.items():
+    owner, is_arg, arg = name.partition(".args.")
+    kind = f"{owner}.name"  # other methods have other arguments
+    peers = [x for x in others if not is_arg or x[kind] == options[kind]]
+    differs = any(x.get(name, value) != value for x in peers)
+    if differs and name != "method.name":
+      words.append(f"{arg or name}={value}")
+  return " ".join(words)
+
+
+def default_target(groups: Sequence[Group]) -> float:
+  """Nine tenths of the way to the accuracy that every run reached."""
+  curves = [run.curve()[1] for group in groups for run in group.runs]
+  start, reached = np.mean([y[0] for y in curves]), min(map(max, curves))
+  return round(float(start + 0.9 * (reached - start)), 2)
+
+
+def table(
+  groups: Sequence[Group], target: float
+) -> tuple[list[str], list[list[str]]]:
+  """Head and rows of the comparison, a row for each group."""
+  head = ["", "seeds", "accuracy", "difference", f"s to {target:.0%}"]
+  rows, baseline = [], groups[0]
+  for group in groups:
+    steps = max(sum(len(run.steps) for run in group.runs), 1)
+    per_step = lambda name, group=group, steps=steps: (
+      sum(run.total(name) for run in group.runs) / steps
+    )
+    accuracies, spent = group.accuracies(), group.seconds_to(target)
+    accuracy, low, _ = statistics.mean([*accuracies.values()])
+    row = [group.label, str(len(group.runs))]
+    row.append(f"{accuracy:.3f}" + _error(accuracy - low))
+    gain, low, _ = statistics.difference(accuracies, baseline.accuracies())
+    row.append(f"{gain:+.3f}" + _error(gain - low) if group != baseline else "")
+    seconds = f"{np.mean([*spent.values()]):.3g}" if spent else "-"
+    is_partial = 0 < len(spent) < len(group.runs)
+    row.append(seconds + (f" ({len(spent)} runs)" if is_partial else ""))
+    row.append(_speed_up(group, baseline, target))
+    row.append(f"{per_step('step/seconds'):.3g}")
+    rows.append([*row, f"{per_step('tokens/trained'):,.0f}"])
+  return [*head, "speed-up", "s/step", "tokens/step"], rows
+
+
+def _error(x: float) -> str:
+  return "" if np.isnan(x) else f" ± {x:.3f}"
+
+
+def _speed_up(group: Group, baseline: Group, target: float) -> str:
+  """The ratio of the times to the target; empty unless all runs reached it."""
+  times = [x.seconds_to(target) for x in (baseline, group)]
+  missing = len(baseline.runs + group.runs) - len(times[0]) - len(times[1])
+  # A run that starts above the target takes 0 seconds and has no ratio.
+  if (
+    group == baseline
+    or missing
+    or 0 in [*times[0].values(), *times[1].values()]
+  ):
+    return ""
+  value, low, high = statistics.ratio(*times)
+  return f"{value:.2f}" + ("" if np.isnan(low) else f" ({low:.2f}-{high:.2f})")
+
+
+def write(
+  groups: Sequence[Group], target: float, folder: pathlib.Path
+) -> pathlib.Path:
+  """Writes compare.md and compare.png; returns the path of the page."""
+  from dppo_jax.analysis import style  # imports matplotlib, which is slow
 
   folder.mkdir(parents=True, exist_ok=True)
-  style.save(overlay.draw(result), folder / "compare.png")
-  content = json.dumps(to_json(result), indent=2, allow_nan=False)
-  jsonl.replace(folder / "compare.json", [content, "\n"])
-  path = folder / "compare.md"
-  jsonl.replace(path, [markdown(result), "\n"])
-  return path
+  style.save(draw(groups, target), folder / "compare.png")
+  title = f"# {' against '.join(group.label for group in groups)}"
+  parts = [title, "![accuracy against its cost](compare.png)"]
+  parts += [tables.markdown(*table(groups, target)), _LEGEND]
+  jsonl.replace(folder / "compare.md", ["\n\n".join(parts), "\n"])
+  return folder / "compare.md"
 
 
-def text(result: Comparison) -> str:
-  """For a terminal of 80 columns."""
-  lines = []
-  labels = [row.group.label for row in result.rows]
-  if result.tags != labels:
-    lines += [
-      _wrapped(f"{tag}  {label}")
-      for tag, label in zip(result.tags, labels, strict=True)
-    ] + [""]
-  for title, head, rows in _tables(result, result.tags):
-    lines += [title, "", tables.aligned(head, rows), ""]
-  lines += [_wrapped(line) for line in [*_explained(result), *result.verdict]]
-  lines += [_wrapped(f"Note: {line}") for line in result.notes]
-  return "\n".join(lines)
+def draw(groups: Sequence[Group], target: float):
+  """Draws the mean accuracy with its interval, over seconds and over tokens."""
+  from dppo_jax.analysis import style
 
-
-def markdown(result: Comparison) -> str:
-  """The page of the comparison."""
-  parts = [f"# {' against '.join(row.group.label for row in result.rows)}"]
-  if result.verdict:
-    parts.append("\n".join(f"- {line}" for line in result.verdict))
-  parts.append("![accuracy against what it cost](compare.png)")
-  labels = [row.group.label for row in result.rows]
-  for title, head, rows in _tables(result, labels):
-    parts += [f"## {title}", tables.markdown(head, rows)]
-  parts.append(" ".join(_explained(result)))
-  if result.notes:
-    parts.append("\n".join(f"- {line}" for line in result.notes))
-  parts += ["## Runs", _runs(result)]
-  return "\n\n".join(parts)
-
-
-def to_json(result: Comparison) -> dict:
-  """The comparison as plain values; None where there is no number."""
-  rows = []
-  for row in result.rows:
-    values = {
-      "label": row.group.label,
-      "options": row.group.options,
-      "runs": [str(run.path) for run in row.group.runs],
-      "seeds": row.group.seeds,
-    }
-    for name in ("ends", "accuracy", "stderr", "gain", "reached", "speedups"):
-      values[name] = getattr(row, name)
-    rows.append(values)
-  names = ("targets", "main", "level", "of", "verdict", "notes")
-  return _plain({n: getattr(result, n) for n in names} | {"groups": rows})
-
-
-def _plain(x):
-  if isinstance(x, Interval):
-    return _plain(x._asdict())
-  if dataclasses.is_dataclass(x):
-    return _plain(dataclasses.asdict(x))
-  if isinstance(x, dict):
-    return {str(name): _plain(value) for name, value in x.items()}
-  if isinstance(x, list | tuple):
-    return [_plain(value) for value in x]
-  if isinstance(x, float | np.floating):
-    return float(x) if np.isfinite(x) else None
-  return x
-
-
-def _tables(
-  result: Comparison, names: Sequence[str]
-) -> list[tuple[str, list[str], list[list[str]]]]:
-  """Title, head and rows of each table; `names` are those of the groups."""
-  of = f"{result.of} accuracy"
-  head = ["", "seeds", of, f"minus {tables.short(names[0], 8)}"]
-  head += ["s/step", "tokens/step"]
-  rows = [
-    [
-      name,
-      str(len(row.group.runs)),
-      _accuracy(row),
-      _gain(row.gain) if row.gain else "",
-      f"{_mean(row, lambda run: run.total(run.clock)):.3g}",
-      f"{_mean(row, lambda run: run.total('tokens/trained')):,.0f}",
-    ]
-    for name, row in zip(names, result.rows, strict=True)
-  ]
-  found = [("What they reached", head, rows)]
-  for target in result.targets:
-    head = ["", "seeds", "seconds", "prompts", "tokens", "times sooner"]
-    rows = [
-      [name, *_cost_cells(row, target)]
-      for name, row in zip(names, result.rows, strict=True)
-    ]
-    found.append((f"What {target:.0%} took", head, rows))
-  return found
-
-
-def _mean(row: Row, total) -> float:
-  """Of a total in each run, the mean over all of their steps."""
-  steps = sum(len(run.steps) for run in row.group.runs)
-  return sum(map(total, row.group.runs)) / max(steps, 1)
-
-
-def _accuracy(row: Row) -> str:
-  at = row.accuracy
-  if at.n > 1:
-    return f"{at.value:.3f} ± {at.high - at.value:.3f}"
-  return f"{at.value:.3f}"
-
-
-def _gain(gain: Interval) -> str:
-  if gain.n < 2:
-    return f"{gain.value:+.3f}"
-  return f"{gain.value:+.3f} ± {gain.high - gain.value:.3f}"
-
-
-def _cost_cells(row: Row, target: float) -> list[str]:
-  by_cost = [row.reached[cost][target] for cost in runs.COSTS]
-  did, of = len(by_cost[0]), len(row.group.runs)
-  cells = [
-    tables.amount(float(np.mean([*x.values()]))) if x else "-" for x in by_cost
-  ]
-  ratio = row.speedups["seconds"][target] if row.speedups else None
-  if ratio is None:
-    last = ""
-  elif ratio.n < 2:
-    last = f"{ratio.value:.2f}"
-  else:
-    last = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-  return [f"{did} of {of}", *cells, last]
-
-
-def _explained(result: Comparison) -> list[str]:
-  many = any(len(row.group.runs) > 1 for row in result.rows)
-  lines = [
-    "Accuracy is that of the last evaluation; tokens are those trained on; "
-    "seconds are those of training steps, without evaluation, fine-tuning and "
-    "compilation; costs are means of the runs that got there."
-  ]
-  if many:
-    lines.append("± is half of a 95% t-interval over seeds.")
-  if many and len(result.rows) > 2:
-    lines.append(
-      "Against the baseline the intervals are wider "
-      f"({result.level:.1%}), so that all {len(result.rows) - 1} hold together."
-    )
-  return lines
-
-
-def _runs(result: Comparison) -> str:
-  rows = [
-    (row.group.label, str(run.seed), f"{run.done}", str(run.path))
-    for row in result.rows
-    for run in row.group.runs
-  ]
-  return tables.markdown(("group", "seed", "steps", "directory"), rows)
-
-
-def _wrapped(line: str) -> str:
-  return textwrap.fill(line, 80, subsequent_indent="  ")
+  with style.rc():
+    figure = style.figure(height=3.6 + 0.1 * len(groups))
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, cost in zip(
+      axes, ("step/seconds", "tokens/trained"), strict=True
+    ):
+      for group in groups:
+        curves = [run.curve(cost) for run in group.runs]
+        x, (y, low, high) = statistics.band(curves)
+        axis.plot(x, y, label=group.label)
+        axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
+      axis.axhline(target, color=style.FAINT, linestyle=":")
+      axis.set_xlabel(f"{cost}, sum over steps")
+      style.format_axes(axis)
+    axes[0].set_ylabel("held-out accuracy")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+  return figure
 
 
 if __name__ == "__main__":

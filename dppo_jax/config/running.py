@@ -135,12 +135,9 @@ class Log:
 
   writers: str = option(
     "tensorboard",
-    "tensorboard, wandb, trackio, separated by commas; the last two are "
-    "installed with pip, and empty writes to none",
+    "tensorboard, wandb, separated by commas, or empty; wandb is installed "
+    "with pip and configured by its own variables, such as WANDB_PROJECT",
     may_change=True,
-  )
-  project: str = option(
-    "dppo_jax", "of wandb and trackio, which a run is part of", may_change=True
   )
 
 

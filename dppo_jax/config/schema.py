@@ -13,6 +13,7 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import default_args, option
 from dppo_jax.config.running import Checkpoint, Log, Mesh, Pack, Rollout
+from dppo_jax.data import sources
 from dppo_jax.models import attention, transformer
 
 
@@ -57,12 +58,14 @@ class Model:
 
 @dataclasses.dataclass(slots=True)
 class Data:
-  """Problems. A source is `arithmetic`, a file, `tfds:NAME[:SPLIT]` or code.
+  """Problems to train and to evaluate on.
 
-  A file ends in .jsonl, .csv (both perhaps with .gz) or .parquet. Code is
-  FILE.py:FUNCTION or MODULE:FUNCTION, which returns an iterable of dicts; from
-  Python also the function. A `_key` names columns, of which the first that has
-  a value counts; `a.b` is column b within column a.
+  A source is `arithmetic[:NUM[:MAX_OPERATIONS]]` (generated sums, 4096 of up to
+  6 operations by default, one in eight held out for `eval`), a file (.jsonl,
+  .jsonl.gz or .parquet), `tfds:NAME[:SPLIT]`, or FILE.py:FUNCTION or
+  MODULE:FUNCTION that returns an iterable of dicts (from Python also the
+  function itself). A `_key` is a list of column names, of which the first with
+  a value counts; `a.b` is key b of the dict in column a.
   """
 
   train: str = option(
@@ -70,29 +73,25 @@ class Data:
   )
   eval: str = option(
     "arithmetic",
-    "source to evaluate on, or NAME=SOURCE,NAME=SOURCE; empty for none",
+    "source to evaluate on, or NAME=SOURCE,NAME=SOURCE; empty for none; "
+    "arithmetic is the held-out part of an arithmetic train source",
     is_code=True,
     may_change=True,
   )
-  train_limit: int = option(0, "first problems taken; 0 takes all", least=0)
+  train_limit: int = option(0, "maximum number of rows; 0 reads all", least=0)
   eval_limit: int = option(
     256,
-    "first problems taken of each source; 0 takes all",
+    "maximum number of rows of each source; 0 reads all",
     least=0,
     may_change=True,
   )
   problem_key: str = option(
-    "problem,question,prompt", "the problem: text, or messages"
+    sources.PROBLEM_KEY, "columns of the problem: text or messages"
   )
   answer_key: str = option(
-    "answer,final_answer,reward_model.ground_truth",
-    "the answer; text after the last #### counts, if any",
+    sources.ANSWER_KEY,
+    "columns of the answer; only the text after its last #### counts",
   )
-  id_key: str = option(
-    "id,extra_info.index",
-    "optional; of rows with the same, copies are left out",
-  )
-  solution_key: str = option("solution", "optional, read for config.sft only")
   prompts_per_step: int = option(
     16,
     "N, prompts drawn in a step, before any is pruned",
@@ -100,30 +99,18 @@ class Data:
     most=1_000_000,
   )
   max_prompt_tokens: int = option(
-    512, "longer prompts are left out and counted", least=1, most=1_000_000
+    512, "limit above which rows are left out", least=1, most=1_000_000
   )
   template: str = option(
     "",
-    "what the user says: text with columns in braces, as in 'Q: {problem}', or "
-    "FILE.py:FUNCTION or MODULE:FUNCTION of a row; empty is the problem",
+    "the prompt: text with columns in braces, as in 'system: Be brief.\\nuser: "
+    "{problem}' or 'Q: {problem}'; or FILE.py:FUNCTION or MODULE:FUNCTION of a "
+    "row that returns text or messages; empty is the problem",
     is_code=True,
   )
-  system: str = option(
-    "", "system message; precedes the problem without a chat template"
-  )
-  instruction: str = option("", "follows the problem in the user's message")
   template_args: dict = option(
     {},
-    "for the chat template, e.g. enable_thinking=False for Qwen3",
-  )
-  num_arithmetic: int = option(
-    4096,
-    "arithmetic problems made; one in eight is held out",
-    least=0,
-    most=1_000_000,
-  )
-  max_operations: int = option(
-    6, "operations in an arithmetic problem", least=1
+    "arguments of the chat template, e.g. enable_thinking=False for Qwen3",
   )
 
 
@@ -264,17 +251,10 @@ class Eval:
   )
   samples: int = option(
     0,
-    "k, completions sampled of each problem, for avg@k, maj@k and pass@k; 0 is "
-    "greedy, which --mode=evaluate adds in any case",
+    "k, completions sampled per problem for avg@k, maj@k and pass@k; 0 decodes "
+    "greedily, which --mode=evaluate always does too",
     least=0,
     most=1000,
-    may_change=True,
-  )
-  temperature: float = option(
-    0.0,
-    "of those samples; 0 is rollout.temperature",
-    least=0,
-    most=100,
     may_change=True,
   )
   top_p: float = option(
@@ -289,11 +269,6 @@ class Eval:
     "problems rolled out side by side",
     least=1,
     most=1_000_000,
-    may_change=True,
-  )
-  columns: str = option(
-    "level,subject,type",
-    "columns of the data by whose values --mode=evaluate breaks results down",
     may_change=True,
   )
 

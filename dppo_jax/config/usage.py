@@ -17,7 +17,7 @@ _EXAMPLES = """\
   python -m dppo_jax.main --config=configs/gsm8k.py --config.model.path=DIR
   python -m dppo_jax.main --mode=evaluate --workdir=RUN
   python -m dppo_jax.main --mode=export --workdir=RUN --to=DIR
-  python -m dppo_jax.main --mode=plan --config=configs/gsm8k.py --hardware=h200
+  python -m dppo_jax.main --mode=plan --config=configs/gsm8k.py --hardware=h200:1
 """
 
 

@@ -52,11 +52,6 @@ def validate(config: Config) -> None:
       f"config.pack.row_length is {config.pack.row_length} but must be a "
       "multiple of 8"
     )
-  if 0 < config.eval.temperature < 0.01:
-    raise ValueError(
-      f"config.eval.temperature is {config.eval.temperature} but must be 0 or "
-      "at least 0.01"
-    )
   if config.mesh.data == 0:
     raise ValueError("config.mesh.data is 0 but must be at least 1, or -1")
   if m.heads % m.kv_heads:

@@ -1,7 +1,7 @@
-"""Problems and their tokens: where they come from, and in what order."""
+"""Problems: sources, prompts as tokens, and the order of drawing them."""
 
 from dppo_jax.data.problems import ProblemSet, draw, load, prepare
-from dppo_jax.data.rows import Columns, Row
+from dppo_jax.data.sources import Row
 from dppo_jax.data.tokenizer import (
   CharacterTokenizer,
   PretrainedTokenizer,
@@ -10,7 +10,6 @@ from dppo_jax.data.tokenizer import (
 
 __all__ = [
   "CharacterTokenizer",
-  "Columns",
   "PretrainedTokenizer",
   "ProblemSet",
   "Row",

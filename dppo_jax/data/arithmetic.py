@@ -4,61 +4,64 @@ r"""The default task: short sums and differences, read from left to right.
   solution   3+9=12;12-5=7;\boxed{7}
   direct     \boxed{7}
 
-Operands and partial results lie in 0..15, so any value has exactly 17
-continuations: 16 - value sums and value + 1 differences. There are then
-16 * 17**k problems of k operations, each with a number of its own, and distinct
-problems are distinct numbers.
+Operands and partial results lie in 0..15, so every value has exactly 17
+continuations: 16 - value sums and value + 1 differences. There are 16 * 17**k
+problems of k operations, and each is decoded from its own number.
 """
 
 import random
-from typing import NamedTuple
+import re
+
+from dppo_jax.data.sources import Row
+from dppo_jax.errors import UserError
 
 LARGEST = 15  # operand or partial result
-MAX_OPERATIONS = 12  # beyond these, problem numbers outgrow random.sample
-HELD_OUT_SHARE = 1 / 8
+NUM_PROBLEMS, NUM_OPERATIONS = 4096, 6  # defaults
+MAX_OPERATIONS = 12  # with more, problem numbers overflow random.sample
+HELD_OUT_FRACTION = 1 / 8
 
 _VALUES = LARGEST + 1
 _CONTINUATIONS = LARGEST + 2
-
-
-class Problem(NamedTuple):
-  """A problem, its answer, and a solution that writes out each step."""
-
-  problem: str
-  answer: str
-  solution: str
+_SOURCE = re.compile(r"arithmetic(?::(\d+))?(?::(\d+))?")
 
 
 def boxed(answer: str) -> str:
-  r"""`\boxed{answer}`, the form in which graders look for an answer."""
+  r"""Returns `\boxed{answer}`, the form in which graders expect an answer."""
   return rf"\boxed{{{answer}}}"
 
 
-def make(seed: int, count: int, max_operations: int) -> list[Problem]:
-  """`count` distinct problems of 1 to `max_operations` operations.
+def is_source(source: object) -> bool:
+  """Returns True for `arithmetic[:NUM[:MAX_OPERATIONS]]`."""
+  return isinstance(source, str) and bool(_SOURCE.fullmatch(source))
 
-  Every number of operations has the same share, save those with too few
-  problems: they give all they have (272 of one operation, 4624 of two) and the
-  longer ones make up for it. Any run of consecutive problems has about the same
-  mix, so the first n are a fair sample of difficulty.
 
-  Raises:
-    ValueError: if there are not as many distinct problems.
+def read(source: str, seed: int, held_out: bool) -> list[Row]:
+  """Generates the rows to train on or, one in eight, those held out."""
+  num, operations = _SOURCE.fullmatch(source).groups()
+  rows = make(seed, int(num or NUM_PROBLEMS), int(operations or NUM_OPERATIONS))
+  num_held_out = max(1, int(len(rows) * HELD_OUT_FRACTION))
+  return rows[:num_held_out] if held_out else rows[num_held_out:]
+
+
+def make(seed: int, count: int, max_operations: int) -> list[Row]:
+  """Generates `count` distinct problems of 1 to `max_operations` operations.
+
+  All numbers of operations are equally frequent, except that small classes are
+  used up (272 problems of one operation, 4624 of two) and longer problems make
+  up for them. Consecutive problems have about the same mix, so the first n are
+  a fair sample of difficulty.
   """
+  source = f"arithmetic:{count}:{max_operations}"
   if not 1 <= max_operations <= MAX_OPERATIONS:
-    raise ValueError(
-      f"config.data.max_operations is {max_operations}, not in "
+    raise UserError(
+      f"config.data.train: {source} has {max_operations} operations, not "
       f"1..{MAX_OPERATIONS}"
     )
-  sizes = [
-    _VALUES * _CONTINUATIONS**operations
-    for operations in range(1, max_operations + 1)
-  ]
+  sizes = [_VALUES * _CONTINUATIONS ** (i + 1) for i in range(max_operations)]
   if not 2 <= count <= sum(sizes):
-    raise ValueError(
-      f"config.data.num_arithmetic is {count}, not in 2..{sum(sizes)}, the "
-      f"distinct problems of at most {max_operations} operations: change it "
-      "or config.data.max_operations"
+    raise UserError(
+      f"config.data.train: {source} has {count} problems, not 2..{sum(sizes)}, "
+      f"the distinct problems of at most {max_operations} operations"
     )
   generator = random.Random(seed)
   ranked, missing = [], count
@@ -71,19 +74,12 @@ def make(seed: int, count: int, max_operations: int) -> list[Problem]:
       ((rank + 0.5) / num, operations, number)
       for rank, number in enumerate(numbers)
     ]
-  return [
-    _decode(operations, number) for _, operations, number in sorted(ranked)
-  ]
+  columns = [_decode(*coordinates) for _, *coordinates in sorted(ranked)]
+  return [Row(f"arithmetic/{i}", **x, columns=x) for i, x in enumerate(columns)]
 
 
-def split(problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
-  """Train and held-out problems, one in eight held out, at least one."""
-  num_held_out = max(1, int(len(problems) * HELD_OUT_SHARE))
-  return problems[num_held_out:], problems[:num_held_out]
-
-
-def _decode(operations: int, number: int) -> Problem:
-  """The problem with this number, below 16 * 17**operations."""
+def _decode(operations: int, number: int) -> dict[str, str]:
+  """Returns the columns of problem `number`, below 16 * 17**operations."""
   number, value = divmod(number, _VALUES)
   problem, solution = str(value), ""
   for _ in range(operations):
@@ -94,4 +90,6 @@ def _decode(operations: int, number: int) -> Problem:
     problem += step
     solution += f"{value}{step}={result};"
     value = result
-  return Problem(problem + "=", str(value), solution + boxed(str(value)))
+  answer = str(value)
+  solution += boxed(answer)
+  return {"problem": problem + "=", "answer": answer, "solution": solution}

@@ -1,227 +1,232 @@
-"""Records of problems, read from wherever they are kept.
+"""Rows of problems, read from a file, a TFDS data set or a Python function.
 
-A source is a .jsonl, .csv or .parquet file (the first two perhaps with .gz),
-`tfds:NAME[:SPLIT]` with NAME a TFDS data set or the directory of a prepared
-one, or a Python function that is called without arguments and returns an
-iterable of dicts. All of them give the same records for the same contents, but
-that CSV has text alone.
+A source is a .jsonl file (perhaps with .gz), a .parquet file,
+`tfds:NAME[:SPLIT]`, or a function that is called without arguments and returns
+an iterable of dicts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import contextlib
-import csv
+import decimal
 import gzip
-import io
 import itertools
 import json
 import os
 import re
-from typing import Any, BinaryIO
-import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dppo_jax import user_code
+from dppo_jax.errors import UserError
 
-Source = str | Callable[[], Iterable[Mapping[str, Any]]]
-# Each record with the words that tell where it is.
-Records = Iterator[tuple[str, Mapping[str, Any]]]
+Record = Mapping[str, Any]
+Source = str | Callable[[], Iterable[Record]]
+Prompt = str | list[dict[str, str]]  # text, or messages of role and content
 
-
-def name_of(source: Source) -> str:
-  """What messages call a source: as it is typed, or where the function is."""
-  if isinstance(source, str):
-    return source
-  name = getattr(source, "__qualname__", repr(source))
-  return f"{getattr(source, '__module__', None)}:{name}"
+PROBLEM_KEY = "problem,question,prompt"
+ANSWER_KEY = "answer,final_answer,reward_model.ground_truth"
+_ID_KEY = "id,unique_id,extra_info.index"
+_HINT = "set config.data.train and config.data.eval"
 
 
-_NAME = r"[\w.+-]+"  # of a set to evaluate on
+class Row(NamedTuple):
+  """A row of a source.
 
-
-def parse_named(given: Source) -> dict[str, Source]:
-  """The sources of `config.data.eval` by name, in order; none if empty.
-
-  `NAME=SOURCE,NAME=SOURCE` names them. One source without a name is called
-  after its file, data set or function.
-
-  Raises:
-    ValueError: for a part without a name among several, or a name twice.
+  Attributes:
+    id: the row's id column or, without one, its source and number.
+    problem: text or conversation; this and the next two are empty if absent.
+    answer: text that a grader compares with.
+    solution: worked solution.
+    columns: all columns of the row by name.
   """
-  if not isinstance(given, str) or not re.match(rf"{_NAME}=", given):
-    return {_short_name(given): given} if given else {}
-  found = {}
-  for part in given.split(","):
-    match = re.fullmatch(rf"({_NAME})=(.+)", part.strip())
-    if not match:
-      raise ValueError(
-        f"config.data.eval: {part.strip()!r} is not NAME=SOURCE, of which "
-        "there may be several, separated by commas"
-      )
-    name, source = match.groups()
-    if name in found:
-      raise ValueError(f"config.data.eval names {name!r} twice")
-    found[name] = source
-  return found
+
+  id: str
+  problem: Prompt
+  answer: str
+  solution: str = ""
+  columns: Mapping[str, Any] = {}
+
+
+def parse_named(sources: Source) -> dict[str, Source]:
+  """Parses `config.data.eval`, `NAME=SOURCE,NAME=SOURCE`, into a dict.
+
+  A single source without a name is named after its file, data set or function.
+  """
+  if not isinstance(sources, str) or not re.match(r"[\w.+-]+=", sources):
+    return {_short_name(sources): sources} if sources else {}
+  named: dict[str, Source] = {}
+  for part in map(str.strip, sources.split(",")):
+    match = re.fullmatch(r"([\w.+-]+)=(.+)", part)
+    if not match or match[1] in named:
+      raise UserError(f"config.data.eval: {part!r} is not NEW_NAME=SOURCE")
+    named[match[1]] = match[2]
+  return named
 
 
 def _short_name(source: Source) -> str:
-  """`math500` for `data/math500.jsonl.gz`, `gsm8k` for `tfds:gsm8k:test`."""
+  """Returns `math500` for `data/math500.jsonl`, `gsm8k` for `tfds:gsm8k`."""
   if not isinstance(source, str):
     source = getattr(source, "__name__", "eval")
-  if source.startswith("tfds:"):
-    source = source.split(":")[1].rstrip("/")
-  name = os.path.basename(source).partition(".")[0]
-  return re.sub(r"[^\w.+-]", "_", name) or "eval"
+  path = source.removeprefix("tfds:").split(":")[0].rstrip("/")
+  name = os.path.basename(path).partition(".")[0]
+  return re.sub(r"[^\w+-]", "_", name) or "eval"
 
 
-def records(source: Source) -> Records:
-  """The records of a source, in its order.
+def read(
+  source: Source,
+  problem_key: str = PROBLEM_KEY,
+  answer_key: str = ANSWER_KEY,
+  limit: int = 0,
+) -> Iterator[Row]:
+  """Reads the first `limit` rows of a source, in order; 0 reads all.
 
-  Raises:
-    ValueError: if the source is missing, of no known kind, or has a malformed
-      record, which is then named.
+  Only the part of an answer after its last `####` counts, commas removed
+  (GSM8K's format). In columns, bytes become text and arrays become lists.
+
+  Args:
+    problem_key, answer_key: column names, separated by commas, of which the
+      first with a value counts. `a.b` is key b of the dict in column a.
   """
+  name = getattr(source, "__name__", str(source))
+  read_records, number = _reader(source), -1
+  try:
+    records = itertools.islice(read_records(), limit or None)
+    for number, columns in enumerate(map(_to_columns, records)):
+      default_id = f"{os.path.basename(name)}/{number}"
+      yield _make_row(columns, problem_key, answer_key, default_id)
+  except Exception as error:  # files and user code fail in many ways
+    is_code = getattr(read_records, "__module__", "") != __name__
+    reason = user_code.one_line(error) if is_code else first_line(error)
+    raise UserError(f"{name} row {number + 2}: {reason}") from error
+
+
+def first_line(error: Exception) -> str:
+  """Returns the type of the error and the first line of its message."""
+  return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _make_row(
+  columns: Record, problem_key: str, answer_key: str, default_id: str
+) -> Row:
+  id_, problem = _find(columns, _ID_KEY), _find(columns, problem_key)
+  answer = _to_text(_find(columns, answer_key))
+  _, marker, tail = answer.rpartition("####")
+  solution = columns.get("solution")
+  return Row(
+    id=str(id_) if isinstance(id_, str | int) else default_id,
+    problem=parse_messages(problem) or _to_text(problem),
+    answer=(tail.replace(",", "") if marker else answer).strip(),
+    solution=solution if isinstance(solution, str) else "",
+    columns=columns,
+  )
+
+
+def _reader(source: Source) -> Callable[[], Iterable[Record]]:
+  """Returns the function that reads the records of a source."""
   if callable(source):
-    return _function_records(source, name_of(source))
+    return source
   if source.startswith("tfds:"):
-    return _tfds_records(source)
-  plain = source.removesuffix(".gz")
-  if plain.endswith(".jsonl"):
-    file_records = _jsonl_records
-  elif plain.endswith(".csv"):
-    file_records = _csv_records
-  elif source.endswith(".parquet"):
-    file_records = _parquet_records
-  elif user_code.is_reference(source):
-    try:
-      return _function_records(user_code.load(source), source)
-    except ValueError as error:
-      raise ValueError(
-        f"{error}: set config.data.train and config.data.eval"
-      ) from error
-  else:
-    raise ValueError(
-      f"{source!r} is none of arithmetic, *.jsonl, *.csv (both perhaps with "
-      ".gz), *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION and "
-      "PACKAGE.MODULE:FUNCTION: set config.data.train and config.data.eval"
+    return lambda: _read_tfds(source)
+  if source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    if not os.path.isfile(source):
+      raise UserError(f"there is no file {source!r}: {_HINT}")
+    is_parquet = source.endswith(".parquet")
+    return lambda: (_read_parquet if is_parquet else _read_jsonl)(source)
+  if not user_code.is_reference(source):
+    raise UserError(
+      f"{source!r} is none of arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
+      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION and "
+      f"PACKAGE.MODULE:FUNCTION: {_HINT}"
     )
-  if not os.path.isfile(source):
-    raise ValueError(
-      f"there is no file {source!r}: set config.data.train and config.data.eval"
-    )
-  return file_records(source)
-
-
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
   try:
-    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-      yield file
-  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-    raise ValueError(f"{path} is damaged: {error}") from error
-  except OSError as error:
-    raise ValueError(f"{path} cannot be read: {error}") from error
+    return user_code.load(source)
+  except ValueError as error:
+    raise UserError(f"{error}: {_HINT}") from error
 
 
-def _jsonl_records(path: str) -> Records:
-  with _open(path) as lines:
-    for number, line in enumerate(lines, 1):
-      if line.strip():  # a blank line is no record
-        yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+def _read_jsonl(path: str) -> Iterator[Record]:
+  with (gzip.open if path.endswith(".gz") else open)(path, "rb") as lines:
+    yield from map(json.loads, filter(bytes.strip, lines))
 
 
-def _parse(line: bytes, place: str) -> Mapping[str, Any]:
-  try:
-    record = json.loads(line)
-  except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-    raise ValueError(f"{place}: not JSON: {error}") from error
-  if not isinstance(record, dict):
-    kind = type(record).__name__
-    raise ValueError(f"{place}: a row must be a JSON object, not {kind}")
-  return record
+def _read_parquet(path: str) -> Iterator[Record]:
+  import pyarrow.parquet  # slow to import, and few sources need it
+
+  with pyarrow.parquet.ParquetFile(path) as file:
+    for batch in file.iter_batches():
+      yield from batch.to_pylist()
 
 
-def _csv_records(path: str) -> Records:
-  csv.field_size_limit(2**31 - 1)  # of 131,072 characters otherwise
-  with _open(path) as file:
-    # Spreadsheets begin a file with a byte order mark.
-    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    lines = csv.reader(text, strict=True)
-    header: list[str] = []
-    try:
-      for values in lines:
-        place = f"{path}:{lines.line_num}"
-        if not values:  # a blank line is no record
-          continue
-        if not header:
-          header = values
-          twice = {name for name in header if header.count(name) > 1}
-          if twice:
-            raise ValueError(f"{place}: column {min(twice)!r} is there twice")
-          continue
-        if len(values) != len(header):
-          raise ValueError(
-            f"{place}: {len(values)} values under {len(header)} columns"
-          )
-        yield place, dict(zip(header, values, strict=True))
-    except (csv.Error, UnicodeDecodeError) as error:
-      raise ValueError(
-        f"{path}:{lines.line_num + 1}: not CSV in UTF-8: {error}"
-      ) from error
-
-
-def _parquet_records(path: str) -> Records:
-  import pyarrow  # slow to import, and few sources need it
-  import pyarrow.parquet
-
-  try:
-    with pyarrow.parquet.ParquetFile(path) as file:
-      rows = itertools.chain.from_iterable(
-        batch.to_pylist() for batch in file.iter_batches()
-      )
-      for number, record in enumerate(rows):
-        yield f"{path} row {number}", record
-  except pyarrow.ArrowException as error:
-    raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def _tfds_records(source: str) -> Records:
+def _read_tfds(source: str) -> Iterator[Record]:
   import tensorflow_datasets as tfds  # slow to import, and few sources need it
-  import tensorflow_datasets.text  # registers them; TensorFlow would otherwise
+  import tensorflow_datasets.text  # registers the text data sets
 
   name, _, split = source.removeprefix("tfds:").partition(":")
-  split = split or "train"
-  try:
-    if os.path.exists(os.path.join(name, "dataset_info.json")):
-      rows = tfds.builder_from_directory(name).as_data_source(split)
-    else:
-      rows = tfds.data_source(name, split=split)
-  except Exception as error:  # of many kinds: network, format, split, name
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise ValueError(
-      f"{source}: TFDS found no split {split!r} of {name!r} that it can read, "
-      "neither as a registered data set nor as a directory with "
-      f"dataset_info.json and array_record files: {reason}"
-    ) from error
-  for number in range(len(rows)):
-    yield f"{source} row {number}", rows[number]
+  if os.path.exists(os.path.join(name, "dataset_info.json")):
+    rows = tfds.builder_from_directory(name).as_data_source(split or "train")
+  else:
+    rows = tfds.data_source(name, split=split or "train")
+  return (rows[i] for i in range(len(rows)))
 
 
-def _function_records(function: Callable, name: str) -> Records:
-  rows = None
-  for number in itertools.count():
-    place = f"{name} row {number}"
+def _to_columns(record: Record) -> Record:
+  if not isinstance(record, Mapping):
+    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
+  return {str(name): _to_python(value) for name, value in record.items()}
+
+
+def _to_python(value: Any) -> Any:
+  """Converts bytes to text, and NumPy's and Decimal values to Python's."""
+  if isinstance(value, bytes):
     try:
-      rows = iter(function()) if rows is None else rows
-      record = next(rows)
-    except StopIteration:
-      return
-    except Exception as error:
-      raise ValueError(
-        f"{place}: the function fails: {user_code.one_line(error)}"
-      ) from error
-    if not isinstance(record, Mapping):
-      kind = type(record).__name__
-      raise ValueError(f"{place}: a row must be a dict, not {kind}")
-    if not all(isinstance(column, str) for column in record):
-      raise ValueError(f"{place}: the names of columns must be text")
-    yield place, record
+      return value.decode()
+    except UnicodeDecodeError:  # an image, for example
+      return value
+  if isinstance(value, np.ndarray | np.generic):
+    return _to_python(value.tolist())
+  if isinstance(value, Mapping):
+    return {name: _to_python(x) for name, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_to_python(x) for x in value]
+  return float(value) if isinstance(value, decimal.Decimal) else value
+
+
+def _find(columns: Record, keys: str) -> Any:
+  """Returns the first value in one of the columns, or None."""
+  for key in keys.split(","):
+    outer, _, inner = key.partition(".")
+    value, nested = columns.get(key), columns.get(outer)
+    if value is None and isinstance(nested, Mapping):
+      value = nested.get(inner)
+    if value is not None:
+      return value
+  return None
+
+
+def _to_text(value: Any) -> str:
+  """Returns text and numbers as text; anything else becomes empty."""
+  if isinstance(value, list) and len(value) == 1:
+    value = value[0]
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)  # a grader that compares text expects 18, not 18.0
+  is_text = isinstance(value, str | int | float) and value == value  # not NaN
+  return str(value) if is_text and not isinstance(value, bool) else ""
+
+
+def parse_messages(value: Any) -> Prompt | None:
+  """Returns `value` as a conversation, or None if it is not one."""
+  is_message = lambda m: (
+    isinstance(m, Mapping)
+    and all(isinstance(m.get(name), str) for name in ("role", "content"))
+  )
+  if isinstance(value, list) and value and all(map(is_message, value)):
+    return [{"role": m["role"], "content": m["content"]} for m in value]
+  return None
+
+
+def text_of(prompt: Prompt, with_system: bool = False) -> str:
+  """Returns the text of a prompt, by default without system messages."""
+  if isinstance(prompt, str):
+    return prompt
+  is_shown = lambda message: with_system or message["role"] != "system"
+  return "\n\n".join(m["content"] for m in prompt if is_shown(m))

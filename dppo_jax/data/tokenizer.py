@@ -5,23 +5,22 @@ import functools
 import json
 import os
 import re
-import reprlib
 from typing import Any, Protocol
 
-from dppo_jax.data import template_probe
-from dppo_jax.data.prompts import Message, Prompt
+from dppo_jax.data.sources import Prompt, first_line, text_of
+from dppo_jax.errors import UserError
 
 _NO_TEMPLATE = "no chat template"
 
 
 class Tokenizer(Protocol):
-  """What every tokenizer offers.
+  """The interface of a tokenizer.
 
   Attributes:
-    vocab_size: ids are below it; a checkpoint's embedding may have more rows.
-    stop_ids: each ends a completion; the first is the one to train on.
-    pad_id: fills arrays and is never read, since lengths travel beside them.
-    template_note: what a user should know of the chat template; may be empty.
+    vocab_size: number of ids; an embedding may have more rows.
+    stop_ids: ids that end a completion; the first is the one to train on.
+    pad_id: fills arrays; never read, because lengths travel with the arrays.
+    template_note: remark on the chat template for the user; may be empty.
   """
 
   vocab_size: int
@@ -30,57 +29,44 @@ class Tokenizer(Protocol):
   template_note: str
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text` alone, with nothing added."""
-    ...
+    """Returns the ids of `text` alone, without special tokens."""
 
   def prompt(self, prompt: Prompt) -> str:
-    """The whole of a prompt as text, up to where the answer begins."""
-    ...
+    """Returns the text that the model reads, up to where the answer begins."""
 
   def encode_prompt(self, prompt: Prompt) -> list[int]:
-    """Ids of the whole of a prompt."""
-    ...
+    """Returns the ids of that text."""
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of `ids`, special tokens dropped."""
-    ...
+    """Returns the text of `ids`, without special tokens."""
 
 
 class CharacterTokenizer:
   r"""One token for each character of the arithmetic task, and for `\boxed{`."""
 
-  # None begins another. 24 in all: the vocabulary divides over 8 devices.
+  # No symbol starts with another. 24 symbols: 8 devices can split them evenly.
   SYMBOLS = ("<pad>", "<eos>", "\\boxed{", *"}0123456789+-*/=;,() ")
+  vocab_size, pad_id, stop_ids = len(SYMBOLS), 0, (1,)
+  template_note = _NO_TEMPLATE
 
   def __init__(self):
-    self.vocab_size = len(self.SYMBOLS)
-    self.pad_id = 0
-    self.stop_ids = (1,)
-    self.template_note = _NO_TEMPLATE
     self._ids = {symbol: i for i, symbol in enumerate(self.SYMBOLS) if i > 1}
-    self._symbol = re.compile("|".join(map(re.escape, self._ids)))
+    symbols = "|".join(map(re.escape, self._ids))
+    self._pattern = re.compile(rf"{symbols}|[\s\S]")
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text`, symbol by symbol.
-
-    Raises:
-      ValueError: if a character is no symbol.
-    """
-    ids, start = [], 0
-    while start < len(text):
-      match = self._symbol.match(text, start)
-      if match is None:
-        raise ValueError(
-          f"character {text[start]!r} of {text!r} is unknown to the "
-          "arithmetic tokenizer: set config.model.path or "
-          "config.model.hub_id to a checkpoint with a tokenizer of its own"
+    """Returns the ids of `text`; raises UserError for other characters."""
+    symbols = self._pattern.findall(text)
+    for symbol in symbols:
+      if symbol not in self._ids:
+        raise UserError(
+          f"character {symbol!r} of {text!r} is unknown to the arithmetic "
+          "tokenizer: set config.model.path or config.model.hub_id"
         )
-      ids.append(self._ids[match.group()])
-      start = match.end()
-    return ids
+    return [self._ids[symbol] for symbol in symbols]
 
   def prompt(self, prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else _plain_text(prompt)
+    return text_of(prompt, with_system=True)
 
   def encode_prompt(self, prompt: Prompt) -> list[int]:
     return self.encode(self.prompt(prompt))
@@ -89,23 +75,19 @@ class CharacterTokenizer:
     return "".join(self.SYMBOLS[i] for i in ids if i > 1)
 
   def save(self, path: str | os.PathLike) -> None:
-    """Writes files from which transformers makes the same tokenizer.
-
-    Args:
-      path: an existing directory.
-    """
-    import tokenizers  # with transformers, which takes a second
+    """Writes the tokenizer's files for transformers into a directory."""
+    import tokenizers  # imported with transformers, which takes a second
     from tokenizers import decoders, models, pre_tokenizers
 
     pad, eos, *_ = self.SYMBOLS
     ids = {symbol: i for i, symbol in enumerate(self.SYMBOLS)}
-    # It has no token for what is unknown, and so refuses that as we do.
-    made = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
-    pattern = tokenizers.Regex(rf"{self._symbol.pattern}|[\s\S]")
-    made.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens([pad, eos])
-    made.save(os.path.join(path, "tokenizer.json"))
+    # The unknown token is not in the vocabulary, so unknown text is an error.
+    words = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
+    pattern = tokenizers.Regex(self._pattern.pattern)
+    words.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    words.decoder = decoders.Fuse()
+    words.add_special_tokens([pad, eos])
+    words.save(os.path.join(path, "tokenizer.json"))
     settings = {
       "tokenizer_class": "PreTrainedTokenizerFast",
       "pad_token": pad,
@@ -113,50 +95,44 @@ class CharacterTokenizer:
       "clean_up_tokenization_spaces": False,
       "model_input_names": ["input_ids", "attention_mask"],
     }
-    file = os.path.join(path, "tokenizer_config.json")
-    with open(file, "w", encoding="utf-8") as opened:
-      json.dump(settings, opened, indent=2)
+    config_path = os.path.join(path, "tokenizer_config.json")
+    with open(config_path, "w", encoding="utf-8") as file:
+      json.dump(settings, file, indent=2)
 
 
 class PretrainedTokenizer:
-  """A checkpoint's own tokenizer and, where it has one, chat template."""
+  """A checkpoint's tokenizer with its chat template, if it has one."""
 
-  def __init__(
-    self,
-    path: str,
-    system: str = "",
-    instruction: str = "",
-    template_args: Mapping[str, Any] | None = None,
-  ):
-    """Reads the tokenizer.
+  def __init__(self, path: str, template_args: Mapping[str, Any] | None = None):
+    """Reads the tokenizer; never runs code that comes with it.
 
     Args:
       path: directory of the checkpoint.
-      system: system message; where empty, what the template does without one.
-        Without a template it comes first, a blank line behind it.
-      instruction: follows what the user says last, on a line of its own; may be
-        empty.
-      template_args: for the chat template, e.g. `enable_thinking`;
-        `chat_template` is a template that takes the place of the checkpoint's.
-    Raises:
-      ValueError: if tokenizer files are missing or damaged.
+      template_args: arguments of the chat template, such as `enable_thinking`;
+        `chat_template` replaces the checkpoint's template.
     """
-    _check_files(path)
-    # Otherwise transformers says on import that it cannot find PyTorch.
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any(os.path.exists(os.path.join(path, name)) for name in names):
+      raise UserError(
+        f"no tokenizer in config.model.path {path!r}: it has none of "
+        f"{', '.join(names)}"
+      )
+    # Without it, transformers warns on import that there is no PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes a second, which the arithmetic task can spare
 
     self._path = path
-    self._system = system
-    self._instruction = instruction
     self._template_args = dict(template_args or {})
     try:
       self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-        path,
-        trust_remote_code=False,  # nor is the user asked to
+        path, trust_remote_code=False
       )
-    except Exception as error:  # of many kinds, some without a word of the file
-      raise ValueError(_damage(path, error)) from error
+    except Exception as error:  # of many types
+      raise UserError(
+        f"the tokenizer in config.model.path {path!r} cannot be read: "
+        f"{first_line(error)}; its files may be damaged or need code "
+        "of their own, which is never run"
+      ) from error
     self.vocab_size = len(self._tokenizer)
     self.pad_id = self._tokenizer.pad_token_id or 0
     self._has_template = bool(
@@ -164,52 +140,22 @@ class PretrainedTokenizer:
     )
     self.template_note = "" if self._has_template else _NO_TEMPLATE
     if template_args and not self._has_template:
-      self.template_note += ", so config.data.template_args does nothing"
-
-  def check_template(self) -> None:
-    """Tries the chat template, if there is one, on a short problem.
-
-    Raises:
-      ValueError: in one line, where it does not end or takes all memory.
-    """
-    if not self._has_template:
-      return
-    arguments = self._tokenizer.special_tokens_map | self._template_args
-    given = arguments.pop("chat_template", None)
-    try:
-      template = self._tokenizer.get_chat_template(
-        given, arguments.get("tools")
-      )
-      template_probe.check(template, self._messages("1+1="), arguments)
-    except ValueError as error:
-      reason = str(error).strip().splitlines()[0]
-      raise ValueError(
-        f"the chat template of {self._path!r} {reason}: give another as "
-        "chat_template in config.data.template_args, or remove it from the "
-        "checkpoint"
-      ) from error
+      self.template_note += ", so config.data.template_args is ignored"
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
-    """Those the checkpoint names; a ValueError if it names none.
-
-    Looked up when asked for, since config.rollout.stop_ids may replace them.
-    """
+    """Stop ids, read on demand: config.rollout.stop_ids may replace them."""
     return find_stop_ids(self._path, self._tokenizer.eos_token_id)
 
-  def encode(self, text: str) -> list[int]:
-    return self._encode(text, add_special_tokens=False)
-
   def encode_prompt(self, prompt: Prompt) -> list[int]:
-    # A template writes the beginning-of-sequence token, if there is one.
-    text, is_plain = self.prompt(prompt), not self._has_template
-    return self._encode(text, add_special_tokens=is_plain)
+    # A template writes the beginning-of-sequence token itself.
+    return self.encode(self.prompt(prompt), not self._has_template)
 
-  def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+  def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
     try:
       return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except Exception as error:  # of Rust: a character that no token stands for
-      raise ValueError(
+    except Exception as error:  # Rust's: no token for a character
+      raise UserError(
         f"the tokenizer of {self._path!r} has no tokens for {text!r}: {error}"
       ) from error
 
@@ -218,143 +164,49 @@ class PretrainedTokenizer:
     return self._tokenizer.decode(ids, skip_special_tokens=True)
 
   def prompt(self, prompt: Prompt) -> str:
-    """The text of the prompt, chat template and all.
-
-    Raises:
-      ValueError: if the chat template cannot make one.
-    """
-    messages = self._messages(prompt)
+    """Returns the prompt as rendered by the chat template, if there is one."""
     if not self._has_template:
-      return _plain_text(messages)
+      return text_of(prompt, with_system=True)
+    if isinstance(prompt, str):
+      prompt = [{"role": "user", "content": prompt}]
     try:
       return self._tokenizer.apply_chat_template(
-        messages,
+        prompt,
         tokenize=False,
         add_generation_prompt=True,
         **self._template_args,
       )
-    except Exception as error:  # templates raise what they like
-      reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-      raise ValueError(
-        f"the chat template of {self._path!r} refuses the prompt: {reason}; "
-        "where it has no place for a system message, leave config.data.system "
-        "empty and use config.data.instruction; its arguments are "
-        "config.data.template_args"
+    except Exception as error:  # a template may raise anything
+      raise UserError(
+        f"the chat template of {self._path!r} rejects the prompt: "
+        f"{first_line(error)}; check the roles in config.data.template "
+        "and the arguments in config.data.template_args"
       ) from error
-
-  def _messages(self, prompt: Prompt) -> list[Message]:
-    """The prompt with the system message and the instruction."""
-    if isinstance(prompt, str):
-      prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(message) for message in prompt]
-    said = [m for m in messages if m["role"] == "user"]
-    if self._instruction and said:
-      said[-1]["content"] += f"\n{self._instruction}"
-    if not self._system:
-      return messages
-    if any(m["role"] == "system" for m in messages):
-      raise ValueError(
-        "the prompt has a system message of its own: leave config.data.system "
-        "empty"
-      )
-    return [{"role": "system", "content": self._system}, *messages]
-
-
-def _plain_text(messages: list[Message]) -> str:
-  """What is said, one below the other, for want of a chat template."""
-  roles = {m["role"] for m in messages} - {"system", "user"}
-  if roles:
-    raise ValueError(
-      f"the prompt has a message of {min(roles)!r} but the tokenizer has no "
-      "chat template: take a checkpoint with one, or make text of it with "
-      "config.data.template"
-    )
-  return "\n\n".join(m["content"] for m in messages)
 
 
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
-  """Where a checkpoint says that its completions end.
+  """Returns eos_token_id of generation_config.json, the ends of completions.
 
-  Args:
-    path: directory of the checkpoint.
-    eos_id: the tokenizer's own, None where it has none.
-  Returns:
-    All of generation_config.json's eos_token_id or, where that has none, those
-    of config.json and the tokenizer.
-  Raises:
-    ValueError: if none of the three names one.
+  If it has none, those of config.json and of the tokenizer (`eos_id`) count.
   """
-  found = _eos_ids(path, "generation_config.json")
-  if not found:
-    found = _eos_ids(path, "config.json")
-    found += [] if eos_id is None else [eos_id]
-  if not found:
-    raise ValueError(
+  ids = _read_eos_ids(os.path.join(path, "generation_config.json"))
+  if not ids:
+    ids = _read_eos_ids(os.path.join(path, "config.json"))
+    ids += [] if eos_id is None else [eos_id]
+  if not ids:
+    raise UserError(
       f"no eos_token_id in generation_config.json, config.json or the "
       f"tokenizer of {path!r}: set config.rollout.stop_ids"
     )
-  return tuple(dict.fromkeys(found))
+  return tuple(dict.fromkeys(ids))
 
 
-def _eos_ids(path: str, filename: str) -> list[int]:
-  path = os.path.join(path, filename)
-  if not os.path.exists(path):
+def _read_eos_ids(file: str) -> list[int]:
+  if not os.path.exists(file):
     return []
-  with open(path, encoding="utf-8") as file:
-    try:
-      ids = json.load(file).get("eos_token_id")
-    except (ValueError, AttributeError, RecursionError) as error:
-      raise ValueError(
-        f"{path} is damaged, it is no JSON object ({error}): fetch it again"
-      ) from error
-  ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-  if any(type(i) is not int or i < 0 for i in ids):
-    raise ValueError(
-      f"{path} sets eos_token_id to {reprlib.repr(ids)} but it must be ids of "
-      "tokens: fetch it again, or set config.rollout.stop_ids"
-    )
-  return ids
-
-
-def _check_files(path: str) -> None:
-  """Passes over directories from which transformers can read a tokenizer."""
-
-  def missing(*names: str) -> list[str]:
-    return [n for n in names if not os.path.exists(os.path.join(path, n))]
-
-  if not missing("tokenizer.json") or not missing("tokenizer.model"):
-    return
-  # Without tokenizer_config.json nothing says whose vocabulary this is.
-  lacking = missing("vocab.json", "merges.txt", "tokenizer_config.json")
-  if lacking:
-    raise ValueError(
-      f"no tokenizer in config.model.path {path!r}: it needs tokenizer.json, "
-      "or tokenizer.model, or vocab.json with merges.txt and "
-      f"tokenizer_config.json, of which {', '.join(lacking)} "
-      f"{'is' if len(lacking) == 1 else 'are'} missing"
-    )
-
-
-def _damage(path: str, error: Exception) -> str:
-  """Which file of a tokenizer cannot be read, and what to do about it."""
-  for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
-    file = os.path.join(path, name)
-    if not os.path.exists(file):
-      continue
-    try:
-      with open(file, encoding="utf-8") as text:
-        json.load(text)
-    except ValueError as damage:
-      return f"{file} is damaged, it is no JSON ({damage}): fetch it again"
-  if "custom code" in str(error):
-    return (
-      f"the tokenizer in config.model.path {path!r} is code of its own "
-      "(auto_map), which is never run: take a checkpoint whose tokenizer "
-      "transformers has, or remove auto_map where tokenizer.json says all"
-    )
-  reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-  return (
-    f"the tokenizer in config.model.path {path!r} cannot be read: "
-    f"{type(error).__name__}: {reason}; fetch its files again, all from one "
-    "checkpoint"
-  )
+  try:
+    with open(file, encoding="utf-8") as opened:
+      ids = json.load(opened).get("eos_token_id")
+  except (ValueError, AttributeError) as error:
+    raise UserError(f"{file} is damaged, not a JSON object: {error}") from error
+  return [] if ids is None else ids if isinstance(ids, list) else [ids]

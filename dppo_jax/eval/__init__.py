@@ -1,1 +1,1 @@
-"""Accuracy on problems that are not trained on: sets, votes, estimates."""
+"""Accuracy on held-out problems: sets, estimators and the results page."""

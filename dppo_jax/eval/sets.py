@@ -1,119 +1,152 @@
-"""Completions of every problem of an evaluation set, graded."""
+"""Graded completions of every problem of an evaluation set."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 import itertools
+import re
 from typing import NamedTuple
 import zlib
 
 import jax
+from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from dppo_jax import data, rewards
+from dppo_jax import data, rewards, sharding
 from dppo_jax.eval import estimators
 from dppo_jax.records import PromptBatch, Rollout
+from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
+from dppo_jax.run.setup import Run
 from dppo_jax.step.grade import grade, with_texts
+
+# Bounded, because answers are untrusted and may have millions of digits.
+_NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30}|/\d{1,30})?")
 
 
 class Completions(NamedTuple):
-  """Graded completions of `M` problems, `k` of each, in the data's order.
+  """Graded completions of M problems, k of each, in the order of the data.
 
   Attributes:
-    correct: `[M, k]`, what the verifier says of each, from 0 to 1.
-    lengths: `[M, k]`, tokens.
-    is_stopped: `[M, k]`, False where the token limit cut it off.
-    samples: a line of samples.jsonl for each.
-    slot_steps: how many tokens could have been decoded.
+    correct: the verifier's verdicts, from 0 to 1.
+    lengths: tokens.
+    is_stopped: False if the token limit cut the completion off.
+    samples: one record per completion, problem by problem: its text, id,
+      index among the samples of the problem, boxed answer and grade.
   """
 
-  correct: np.ndarray
-  lengths: np.ndarray
-  is_stopped: np.ndarray
+  correct: Float[np.ndarray, "M k"]
+  lengths: Int[np.ndarray, "M k"]
+  is_stopped: Bool[np.ndarray, "M k"]
   samples: list[dict]
-  slot_steps: int
+
+  def estimates(self) -> dict[str, estimators.Estimate]:
+    """Returns avg@k, maj@k and pass@k with their intervals."""
+    texts = [canonical_answer(x["extracted"]) for x in self.samples]
+    width = self.correct.shape[1]
+    answers = [texts[i : i + width] for i in range(0, len(texts), width)]
+    return estimators.estimates(self.correct, answers)
 
   def metrics(self) -> dict[str, float]:
-    """Scalars to log; pass@k as `pass_at_k` where there are several."""
+    """Returns scalars to log; for k > 1 with `pass_at_2`, `pass_at_4`, ..."""
     per_problem = self.correct.mean(axis=1, dtype=np.float64)
-    num_samples = self.correct.shape[1]
-    found = {
+    values = {
       "accuracy": per_problem.mean(),
       "stderr": per_problem.std() / np.sqrt(per_problem.size),
       "tokens": self.lengths.mean(),
       "stopped": self.is_stopped.mean(),
     }
-    for size in estimators.sizes(num_samples)[1:]:
+    for size in estimators.sizes(self.correct.shape[1])[1:]:
       best = estimators.best_of(self.correct, size)
-      found[f"pass_at_{size}"] = best.mean()
-    return found
+      values[f"pass_at_{size}"] = best.mean()
+    return values
 
 
 def evaluate(
+  run: Run,
+  name: str,
   roll_out: Callable[[PromptBatch, StepRng], Rollout],
-  problems: data.ProblemSet,
-  tokenizer: data.Tokenizer,
   grader: rewards.Grader,
-  rng: StepRng,
-  num_prompts: int,
+  on_batch: Callable[[Completions], None] | None = None,
 ) -> Completions:
-  """Completions of every problem; the arguments are those of `batches`."""
-  args = (roll_out, problems, tokenizer, grader, rng, num_prompts)
-  return join(list(batches(*args)))
-
-
-def batches(
-  roll_out: Callable[[PromptBatch, StepRng], Rollout],
-  problems: data.ProblemSet,
-  tokenizer: data.Tokenizer,
-  grader: rewards.Grader,
-  rng: StepRng,
-  num_prompts: int,
-) -> Iterator[Completions]:
-  """Completions of the problems, `num_prompts` of them at a time.
+  """Samples and grades completions of every problem of an evaluation set.
 
   Args:
-    roll_out: samples completions of `num_prompts` prompts.
-    rng: consumed; what a problem samples does not depend on `num_prompts`.
+    run: the sets and all they share.
+    name: name of the set, a key of run.eval_sets.
+    roll_out: a function that `evaluation_program` compiled, with its weights.
+    grader: its first function is the verifier.
+    on_batch: called with the completions of each batch of problems, in order.
   """
+  problems = run.eval_sets[name]
+  rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
+  num_shards = sharding.num_shards(run.mesh, "batch")
+  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
+  parts = []
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
-    graded = grade(rollout, problems, tokenizer, grader, verifier_only=True)
-    yield Completions(
+    graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
+    part = Completions(
       graded.correct,
       rollout.lengths,
       rollout.is_stopped,
-      with_texts(graded.samples),
-      int(rollout.slot_steps),
+      _records(rollout, problems, with_texts(graded.samples)),
     )
+    if on_batch:
+      on_batch(part)
+    parts.append(part)
+  *arrays, samples = zip(*parts, strict=True)
+  samples = list(itertools.chain.from_iterable(samples))
+  return Completions(*map(np.concatenate, arrays), samples)
 
 
-def join(parts: Sequence[Completions]) -> Completions:
-  """Consecutive parts as one."""
-  *arrays, samples, slot_steps = zip(*parts, strict=True)
-  samples = list(itertools.chain(*samples))
-  return Completions(*map(np.concatenate, arrays), samples, sum(slot_steps))
+def canonical_answer(answer: str | None) -> str | None:
+  r"""Returns the same text for answers that are equal; None for no answer.
+
+  Two answers are equal if their normalised texts are or if they are the same
+  number: 0.5, 1/2 and \frac{1}{2} are one answer. Other expressions in
+  different notations stay different answers.
+  """
+  if answer is None:
+    return None
+  text = normalize(answer)
+  number = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+  number = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", number)
+  try:
+    return str(Fraction(number)) if _NUMBER.fullmatch(number) else text
+  except ZeroDivisionError:
+    return text
 
 
 def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
-  """The randomness of an evaluation set.
+  """Returns the randomness of the evaluation set with index `number`.
 
-  That of any but the first comes from its name: it does not depend on which
-  other sets there are.
+  The first set has the same randomness under any name. Every other set's
+  depends on its name alone, so that adding a set changes none.
   """
   step = zlib.crc32(name.encode()) >> 1 if number else 0
   return rng_at(root_key, step, Stage.EVALUATE)
 
 
 def _rollouts(
-  roll_out: Callable, problems: data.ProblemSet, rng: StepRng, num_prompts: int
+  roll_out: Callable[[PromptBatch, StepRng], Rollout],
+  problems: data.ProblemSet,
+  rng: StepRng,
+  num_prompts: int,
 ) -> Iterator[Rollout]:
-  """Rollouts of every problem, without repetitions; one decodes ahead."""
-  waiting = []
-  for prompts, num_real in _prompts(problems, num_prompts):
-    waiting.append((roll_out(prompts, rng), num_real))
-    if len(waiting) > 1:
-      yield _first_rows(*waiting.pop(0))
-  yield _first_rows(*waiting.pop(0))
+  """Yields rollouts of every problem once; the next one decodes meanwhile."""
+  pending = []
+  for start in range(0, len(problems), num_prompts):
+    # The last batch is filled up with copies of the last problem.
+    ids = np.arange(start, start + num_prompts, dtype=np.int32)
+    ids = np.minimum(ids, len(problems) - 1)
+    prompts = PromptBatch(
+      ids=ids, tokens=problems.tokens[ids], lengths=problems.lengths[ids]
+    )
+    num_real = min(num_prompts, len(problems) - start)
+    pending.append((roll_out(prompts, rng), num_real))
+    if len(pending) > 1:
+      yield _first_rows(*pending.pop(0))
+  yield _first_rows(*pending.pop(0))
 
 
 def _first_rows(rollout: Rollout, num: int) -> Rollout:
@@ -121,17 +154,19 @@ def _first_rows(rollout: Rollout, num: int) -> Rollout:
   return jax.tree.map(cut, distributed.to_host(rollout))
 
 
-def _prompts(
-  problems: data.ProblemSet, num_prompts: int
-) -> Iterator[tuple[PromptBatch, int]]:
-  """Every problem once, in order; the last batch repeats its last problem."""
-  total = len(problems.problems)
-  for start in range(0, total, num_prompts):
-    ids = np.arange(start, start + num_prompts, dtype=np.int32)
-    rows = np.minimum(ids, total - 1)
-    yield (
-      PromptBatch(
-        ids=rows, tokens=problems.tokens[rows], lengths=problems.lengths[rows]
-      ),
-      min(num_prompts, total - start),
-    )
+def _records(
+  rollout: Rollout, problems: data.ProblemSet, samples: list[dict]
+) -> list[dict]:
+  """Adds to each graded sample what only an evaluation reports."""
+  num, width = rollout.lengths.shape
+  places = itertools.product(range(num), range(width))
+  return [
+    {
+      "id": problems.names[rollout.prompt_ids[row]],
+      "sample": column,
+      "extracted": rewards.last_boxed(sample["completion"]),
+      "stopped": bool(rollout.is_stopped[row, column]),
+    }
+    | sample
+    for (row, column), sample in zip(places, samples, strict=True)
+  ]

@@ -81,11 +81,11 @@ def greso(
 
 
 class Streaks(NamedTuple):
-  """How long each problem's groups have been without variance.
+  """Streaks of groups without variance, per problem.
 
   Attributes:
-    run: `[M]`, such groups since the last other one; -1 where never visited.
-    is_easy: `[M]`, whether most of the last such group was correct.
+    run: `[M]`, length of the streak; -1 if never visited.
+    is_easy: `[M]`, True if most of the last such group was correct.
     keep_base: `[2]`, probability of keeping an easy and a hard problem after
       a run of one.
     num_zero_variance: `[2]`, easy and hard groups at `step` of problems
@@ -109,7 +109,7 @@ def drop_zero_variance_streaks(
   tuning: float = 0.01,
   easy_share: float = 1 / 3,
 ) -> PromptRule:
-  """Keeps a problem the less often, the longer its rewards have not differed.
+  """Keeps a problem less often the longer its rewards have not differed.
 
   After `z` groups in a row without variance a prompt is kept with probability
   `max(p**z, floor)`, where `p` is that of easy problems if most of the last
@@ -153,16 +153,10 @@ def drop_zero_variance_streaks(
     )
 
   def keep_base_at(history, step):
-    """`keep_base` at `step`, tuned by the last step once that is over."""
-    if not tuning:
-      return history.keep_base
-    count = jnp.maximum(history.num_revisited, 1).astype(jnp.float32)
-    share = history.num_zero_variance.astype(jnp.float32) / count
     targets = jnp.array([easy_share, 1 - easy_share], jnp.float32) * target
-    change = jnp.where(share >= targets - ROUNDING, -tuning, tuning)
-    tuned = jnp.clip(history.keep_base + change, 0.05, 0.95)
-    is_due = (history.num_revisited > 0) & (step > history.step)
-    return jnp.where(is_due, tuned, history.keep_base)
+    return (
+      _tuned(history, step, targets, tuning) if tuning else history.keep_base
+    )
 
   def select(rng, history, ids):
     easy, hard = keep_base_at(history, rng.step)
@@ -174,24 +168,52 @@ def drop_zero_variance_streaks(
 
   def observe(history, step, ids, rewards, correct, lengths):
     del lengths
-    has_none = is_zero_variance(rewards)
-    is_easy = has_none & (correct.mean(axis=1) > 0.5)
-    is_hard = has_none & ~is_easy
-    run = history.run[ids]
-    is_revisited = (ids < history.run.shape[0]) & (run >= 0)
-    longer = jnp.where(has_none, jnp.maximum(run, 0) + 1, 0)
-    kinds = jnp.stack([is_easy, is_hard]) & is_revisited
-    is_same_step = step == history.step
-    before = lambda count: jnp.where(is_same_step, count, 0)
-    num_zero_variance = kinds.sum(axis=1, dtype=jnp.int32)
-    return Streaks(
-      run=history.run.at[ids].set(longer, mode="drop"),
-      is_easy=history.is_easy.at[ids].set(is_easy, mode="drop"),
-      keep_base=keep_base_at(history, step),
-      num_zero_variance=before(history.num_zero_variance) + num_zero_variance,
-      num_revisited=before(history.num_revisited)
-      + is_revisited.sum(dtype=jnp.int32),
-      step=jnp.asarray(step, jnp.int32),
+    keep_base = keep_base_at(history, step)
+    return _observed(history, step, ids, rewards, correct)._replace(
+      keep_base=keep_base
     )
 
   return PromptRule(init, select, observe)
+
+
+def _tuned(
+  history: Streaks,
+  step: Int[Array, ""],
+  targets: Float[Array, "2"],
+  tuning: float,
+) -> Float[Array, "2"]:
+  """Returns `keep_base` at `step`, tuned by the last step once that is over."""
+  count = jnp.maximum(history.num_revisited, 1).astype(jnp.float32)
+  fraction = history.num_zero_variance.astype(jnp.float32) / count
+  change = jnp.where(fraction >= targets - ROUNDING, -tuning, tuning)
+  tuned = jnp.clip(history.keep_base + change, 0.05, 0.95)
+  is_due = (history.num_revisited > 0) & (step > history.step)
+  return jnp.where(is_due, tuned, history.keep_base)
+
+
+def _observed(
+  history: Streaks,
+  step: Int[Array, ""],
+  ids: Int[Array, "Q"],
+  rewards: Float[Array, "Q G"],
+  correct: Float[Array, "Q G"],
+) -> Streaks:
+  """Adds the groups of one rollout to the streaks and counts."""
+  has_none = is_zero_variance(rewards)
+  is_easy = has_none & (correct.mean(axis=1) > 0.5)
+  is_hard = has_none & ~is_easy
+  run = history.run[ids]
+  is_revisited = (ids < history.run.shape[0]) & (run >= 0)
+  longer = jnp.where(has_none, jnp.maximum(run, 0) + 1, 0)
+  kinds = jnp.stack([is_easy, is_hard]) & is_revisited
+  is_same_step = step == history.step
+  before = lambda count: jnp.where(is_same_step, count, 0)
+  num_zero_variance = kinds.sum(axis=1, dtype=jnp.int32)
+  return history._replace(
+    run=history.run.at[ids].set(longer, mode="drop"),
+    is_easy=history.is_easy.at[ids].set(is_easy, mode="drop"),
+    num_zero_variance=before(history.num_zero_variance) + num_zero_variance,
+    num_revisited=before(history.num_revisited)
+    + is_revisited.sum(dtype=jnp.int32),
+    step=jnp.asarray(step, jnp.int32),
+  )

@@ -1,13 +1,6 @@
-"""What a run writes: metrics, samples, and the clock of its stages.
+"""Writes a run's metrics, samples and messages, and times its stages.
 
-Metrics are named `stage/quantity`. Where they are computed:
-
-  prompts completions groups tokens reward rollout   grading.py
-  weights prompts completions (probabilities)        algo/diagnostics.py
-  pack                                               learner/select.py
-  update                                             learner/update.py, train.py
-  eval                                               evaluation/sets.py
-  */seconds                                          the clock, in train.py
+Metrics are named `stage/quantity`; README.md explains each of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +10,20 @@ import os
 import pathlib
 import time
 import traceback
+from typing import Any
 
-import jax
-
-from dppo_jax.metrics import jsonl, progress, trackers
+from dppo_jax.analysis import jsonl
+from dppo_jax.errors import UserError
+from dppo_jax.metrics import progress
 from dppo_jax.metrics import warnings as health
+
+_LINES = ("metrics.jsonl", "samples.jsonl")
 
 
 class Writer:
-  """`metrics.jsonl`, `samples.jsonl`, `log.txt`, TensorBoard and trackers.
+  """Writes `metrics.jsonl`, `samples.jsonl` and `log.txt`, and to trackers.
 
-  Names are `stage/quantity`. A line's `step` counts the updates done. Lines
-  that a killed run wrote after the checkpoint it resumes from are dropped:
-  they are about to be written again.
+  The `step` of a line is the number of steps done.
   """
 
   def __init__(
@@ -38,128 +32,124 @@ class Writer:
     first_step: int | None,
     bar: progress.Progress,
     watch: health.Health | None = None,
-    openers: Mapping[str, Callable[[int], trackers.Writer]] | None = None,
+    openers: Mapping[str, Callable[[int], Any]] | None = None,
   ):
-    """Goes on after `first_step`; None starts afresh.
+    """Removes lines after `first_step`, as the run will write them again.
 
     Args:
-      bar: shows what is said.
-      watch: says what looks wrong with the numbers that are written.
-      openers: of writers to other places by name, given the step to go on
-        after, which is -1 for a new run.
+      first_step: step of the checkpoint to resume from; None for a new run.
+      bar: shows messages.
+      watch: adds warnings to the metrics.
+      openers: constructors of trackers, as `trackers.openers` returns them.
     """
-    self.bar, self._watch = bar, watch
     first_step = -1 if first_step is None else first_step
-    said = [
-      line
-      for name in ("metrics.jsonl", "samples.jsonl")
-      for line in jsonl.keep_until(workdir / name, first_step)
+    self.bar, self._watch, self._workdir = bar, watch, workdir
+    messages = [
+      message
+      for name in _LINES
+      for message in jsonl.keep_until(workdir / name, first_step)
     ]
-    if watch:  # goes on with what it had seen
+    if watch:
       for line in jsonl.read(workdir / "metrics.jsonl"):
         watch.check(line["step"], line)
-    self._workdir = workdir
     self._files = {
       name: (workdir / name).open(
         "a", encoding="utf-8", errors="backslashreplace"
       )
-      for name in ("metrics.jsonl", "samples.jsonl", "log.txt")
+      for name in (*_LINES, "log.txt")
     }
-    self._writers = {}
-    for line in said:
-      self.say(line)
+    self._trackers = {}
+    for message in messages:
+      self.say(message)
     for name, open_one in (openers or {}).items():
-      with self._leaving_out(name):
-        self._writers[name] = open_one(first_step)
+      with self._dropping(name):
+        self._trackers[name] = open_one(first_step)
 
   def __enter__(self) -> "Writer":
     return self
 
   def __exit__(self, *unused) -> None:
-    self._tell_all("close")
+    self._each_tracker("close")
     for file in self._files.values():
-      # Every line has been flushed, or an error told of it.
-      with contextlib.suppress(OSError):
+      with contextlib.suppress(OSError):  # every line has been flushed
         file.close()
 
-  def sync(self) -> None:
-    """Everything written is on disk, as it must be before a checkpoint is.
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes a line of metrics, and prints a warning if they look wrong.
 
     Raises:
-      OSError: where the disk does not take it.
+      UserError: if the disk is full or the working directory was deleted.
     """
-    for name, file in self._files.items():
-      with jsonl.writing(self._workdir / name):
-        os.fsync(file.fileno())
-    self._tell_all("sync")
-
-  def _append(self, name: str, text: str) -> None:
-    with jsonl.writing(self._workdir / name):
-      self._files[name].write(text)
-      self._files[name].flush()
-
-  def write(self, step: int, values: Mapping[str, float]) -> None:
-    """One line of numbers, and a warning where they look wrong."""
     values = {name: float(value) for name, value in values.items()}
+    messages = []
     if self._watch:
-      warnings, said = self._watch.check(step, values)
+      warnings, messages = self._watch.check(step, values)
       values |= warnings
-      for line in said:
-        self.say(line)
-    line = json.dumps({"step": step, **values})
-    self._append("metrics.jsonl", f"{line}\n")
-    self._tell_all("scalars", step, values)
+    self._append("metrics.jsonl", json.dumps({"step": step, **values}) + "\n")
+    self._each_tracker("scalars", step, values)
+    for message in messages:
+      self.say(message)
 
   def write_samples(self, step: int, split: str, samples: list[dict]) -> None:
-    """Completions as text, with what they answer and what they earned.
+    """Writes completions with their problems, answers and rewards.
 
     Args:
-      split: whose problems they answer, "train", "eval" or "eval/NAME".
+      split: "train", "eval" or "eval/NAME".
     """
     lines = (
       json.dumps({"step": step, "split": split, **x}, ensure_ascii=False)
       for x in samples
     )
     self._append("samples.jsonl", "".join(f"{line}\n" for line in lines))
-    if split != "train":
-      self._tell_all("text", step, f"samples/{split}", _page(samples[:4]))
 
-  def image(self, step: int, name: str, path: pathlib.Path) -> None:
-    """A PNG, for those places that show pictures."""
-    self._tell_all("image", step, name, path)
+  def sync(self) -> None:
+    """Makes sure that everything is on disk before a checkpoint is saved."""
+    for name, file in self._files.items():
+      with jsonl.writing(self._workdir / name):
+        os.fsync(file.fileno())
+    self._each_tracker("sync")
 
-  def _tell_all(self, what: str, *args) -> None:
-    """Calls that method of every writer."""
-    for name, writer in [*self._writers.items()]:
-      with self._leaving_out(name):
-        getattr(writer, what)(*args)
+  def say(self, message: str) -> None:
+    """Prints a message, and adds it to `log.txt`."""
+    self.log(message)
+    self.bar.say(progress.wrapped(message))
+
+  def log(self, text: str) -> None:
+    """Adds text to `log.txt` only, such as a traceback."""
+    with contextlib.suppress(OSError):  # a full disk is reported elsewhere
+      now = time.strftime("%Y-%m-%d %H:%M:%S")
+      self._files["log.txt"].write(f"{now} {text}\n")
+      self._files["log.txt"].flush()
+
+  def _append(self, name: str, text: str) -> None:
+    path = self._workdir / name
+    with jsonl.writing(path):
+      self._files[name].write(text)
+      self._files[name].flush()
+    if not path.exists():  # the open file was deleted
+      raise UserError(
+        f"the working directory {self._workdir} no longer exists, or {name} in "
+        "it was deleted: the run cannot be saved"
+      )
+
+  def _each_tracker(self, method: str, *args) -> None:
+    for name, tracker in [*self._trackers.items()]:
+      with self._dropping(name):
+        getattr(tracker, method)(*args)
 
   @contextlib.contextmanager
-  def _leaving_out(self, name: str) -> Iterator[None]:
-    """Drops a writer that fails: another place's trouble ends no run."""
+  def _dropping(self, name: str) -> Iterator[None]:
+    """Drops a tracker that fails: it must not end the run."""
     try:
       yield
     except Exception as error:
+      self._trackers.pop(name, None)
       self.log(traceback.format_exc())
-      self.say(f"{name} gets nothing more: {type(error).__name__}: {error}")
-      self._writers.pop(name, None)
-
-  def log(self, text: str) -> None:
-    """Keeps text in `log.txt` alone, such as a traceback."""
-    with contextlib.suppress(OSError):  # what fails may be what is told of here
-      self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-
-  def say(self, line: str) -> None:
-    """A line on standard output, above the progress bar, and in `log.txt`."""
-    self.log(line)
-    self.bar.say(progress.wrapped(line))
+      self.say(f"warning: {name} failed and is off from here on: {error!r}")
 
 
 class Silent:
-  """Takes what a `Writer` takes and writes nothing.
-
-  It is that of all processes but the first.
-  """
+  """The writer of all processes but the first, which writes nothing."""
 
   def __init__(self, bar: progress.Progress):
     self.bar = bar
@@ -171,18 +161,8 @@ class Silent:
     pass
 
   def __getattr__(self, name: str) -> Callable[..., None]:
-    getattr(Writer, name)  # what a writer cannot do, this cannot either
+    getattr(Writer, name)  # an AttributeError for what no writer can do
     return lambda *unused: None
-
-
-def _page(samples: list[dict]) -> str:
-  """Completions as Markdown."""
-  indented = lambda text: "\n".join(f"    {x}" for x in text.splitlines())
-  return "\n\n".join(
-    f"reward {x['reward']:g}, answer {x['answer']}\n\n"
-    f"{indented(x['problem'])}\n\n{indented(x['completion'])}"
-    for x in samples
-  )
 
 
 class Clock:
@@ -195,43 +175,20 @@ class Clock:
 
   @contextlib.contextmanager
   def __call__(self, stage: str) -> Iterator[None]:
-    """Adds the time inside the `with` to `stage`."""
+    """Adds the time inside the `with` block to `stage`."""
     start = time.monotonic()
     yield
     spent = time.monotonic() - start
     self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
   def metrics(self) -> dict[str, float]:
-    """`stage/seconds` of every stage, and of the step since the start.
+    """Seconds of every stage and of the step.
 
-    `step/cpu_seconds` is what all cores of this machine spent on it: on a
-    core of its own, the seconds that the step takes when nothing disturbs it.
+    `step/cpu_seconds` is the time of all cores, which other processes on the
+    machine hardly change.
     """
-    stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
+    stages = {f"{stage}/seconds": x for stage, x in self.seconds.items()}
     return stages | {
       "step/seconds": time.monotonic() - self._start,
       "step/cpu_seconds": time.process_time() - self._cpu_start,
     }
-
-
-class Compilations:
-  """Counts what XLA compiles in this process, while the context lasts."""
-
-  def __init__(self):
-    self._count = 0
-
-  def __enter__(self) -> "Compilations":
-    jax.monitoring.register_event_duration_secs_listener(self._on_event)
-    return self
-
-  def __exit__(self, *unused) -> None:
-    jax.monitoring.unregister_event_duration_listener(self._on_event)
-
-  def _on_event(self, name: str, seconds: float, **unused) -> None:
-    if name == "/jax/core/compile/backend_compile_duration":
-      self._count += 1
-
-  def since_last(self) -> int:
-    """Programs compiled since the last call, or since the start."""
-    count, self._count = self._count, 0
-    return count

@@ -1,7 +1,7 @@
-"""Products of rows in groups, each group with a matrix of its own.
+"""Products of groups of rows, each group with its own matrix.
 
-`jax.lax.ragged_dot` is one; this has its meaning, and does on each platform the
-work that it should. Which platform that is, the compiler knows.
+`product` computes `jax.lax.ragged_dot`, with an implementation per platform
+that does no more than the necessary work.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-
-__all__ = ["product"]
 
 _LARGEST_BLOCK = 64  # rows that a CPU multiplies at once
 # Rows, inner and outer width that a TPU's kernel has in fast memory at once.
@@ -29,12 +27,11 @@ def product(
 ) -> Float[Array, "M F"]:
   """The first `sizes[0]` rows times `weights[0]`, those after them times ...
 
-  Rows beyond all groups hold anything, in the product and in the gradient. On a
+  Rows beyond all groups are undefined, in the product and in the gradient. On a
   CPU `ragged_dot` is a dense product of all rows with every matrix (jax 0.10.2
-  and 0.12.0). A TPU's has the ideal work, except for the gradient of the
-  weights, a dense product too: for 32 groups on a v5e the compiler counts
-  11.3 times the ideal work of all three products, and 1.0 times with the kernel
-  that is used here (jax 0.10.2). What a GPU's does is not known here.
+  and 0.12.0). On a TPU only the gradient of the weights is dense: for 32 groups
+  on a v5e the compiler counts 11.3 times the ideal work of all three products,
+  and 1.0 times with the kernel below (jax 0.10.2). GPUs were not measured.
   """
   return jax.lax.platform_dependent(
     rows, weights, sizes, cpu=_by_blocks, default=jax.lax.ragged_dot
@@ -61,7 +58,7 @@ product.defvjp(_forward, _backward)
 
 
 def _by_blocks(rows, weights, sizes):
-  """Blocks of a group's rows, one after the other.
+  """Multiplies blocks of a group's rows, one after the other.
 
   The last block of a group reaches into the next group, which overwrites it.
   """
@@ -80,7 +77,7 @@ def _by_blocks(rows, weights, sizes):
 
 
 def _outer_by_blocks(rows, grad, sizes):
-  """The gradient of the weights; each block adds to that of its group."""
+  """Returns the gradient of the weights, summed block by block."""
   size, num_blocks, place = _blocks(len(rows), sizes)
   rows, grad = (jnp.pad(x, ((0, size), (0, 0))) for x in (rows, grad))
 
@@ -96,9 +93,9 @@ def _outer_by_blocks(rows, grad, sizes):
 
 
 def _blocks(num_rows: int, sizes: Int[Array, "X"]):
-  """Rows of a block, the number of blocks, and what places each.
+  """Returns the rows of a block, the number of blocks, and their places.
 
-  That is a function of the block's number, and returns its group, its first
+  The latter is a function of a block's number that returns its group, its first
   row and the end of the group's rows.
   """
   size = sharding.round_up(max(num_rows // len(sizes), 1), 8)
@@ -123,7 +120,7 @@ def _outer_by_transpose(rows, grad, sizes):
 
 @functools.cache
 def _kernel() -> Callable | None:
-  """A TPU's kernel; where it is used, as importing it takes a while."""
+  """Imports the TPU kernel on first use, since importing is slow."""
   try:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
   except ImportError:  # it is experimental, and may move

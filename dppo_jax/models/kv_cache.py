@@ -1,9 +1,9 @@
-"""The cache of keys and values that decoding reads: its layout and its use.
+"""The key-value cache of decoding: its layout and its operations.
 
-A cache has slots, one sequence each. Its positions are cut into parts, each an
-array of its own, so that attention leaves out the parts that no slot has
-reached yet. Its layers are divided into a few groups that a compiled step has
-side by side. Nothing outside this file indexes a cache or names its axes.
+A cache has slots, one sequence each. Its positions are split into parts, each a
+separate array, so that attention skips the parts that no slot has reached yet.
+Its layers are divided into a few groups that a compiled step unrolls. Only this
+file indexes a cache or names its axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,37 +20,17 @@ from dppo_jax import sharding
 from dppo_jax.models import layers
 from dppo_jax.models.attention import MASKED
 
-__all__ = [
-  "KVCache",
-  "KVPart",
-  "LayerCache",
-  "attend",
-  "copy_slot",
-  "group_layers",
-  "init",
-  "num_groups",
-  "num_positions",
-  "part_sizes",
-  "prompt_paddings",
-  "prompt_part_sizes",
-  "put_slots",
-  "scan_layers",
-  "take_slots",
-  "write_prompts",
-  "write_tokens",
-]
-
-# Layers that a compiled step has side by side. A model of no more layers than
-# these is not scanned at all, so that its weights and caches are read in place;
-# each takes time to compile.
+# Layers that a compiled step unrolls; each takes time to compile. A model of at
+# most so many layers is not scanned, so that its weights and caches are read in
+# place.
 _MAX_GROUPS = 4
 
-# The least padded length of a prompt; a cache's first part holds it or more.
+# Smallest padded length of a prompt; a cache's first part is at least as large.
 _SHORTEST = 128
 
 
 class Dims(Protocol):
-  """What a cache needs to know of a model, such as a `ModelConfig`."""
+  """Dimensions of a model that determine its cache."""
 
   layers: int
   kv_heads: int
@@ -74,16 +54,16 @@ KVCache = tuple[tuple[KVPart, ...], ...]
 
 
 class LayerCache(NamedTuple):
-  """One layer's view of a cache: row `layer` of each part of its group."""
+  """View of one layer of a cache: row `layer` of each part of its group."""
 
   parts: tuple[KVPart, ...]
   layer: Int[Array, ""]
 
 
 def part_sizes(capacity: int) -> list[int]:
-  """Positions of each part of a cache that holds at least `capacity`.
+  """Returns the positions of each part of a cache of at least `capacity`.
 
-  Each part has as many as all before it together; the last has what is left.
+  Each part has as many as all before it together; the last has the remainder.
   Multiples of 32 suit matrix products and vector units.
   """
   ends = _doublings(
@@ -93,18 +73,18 @@ def part_sizes(capacity: int) -> list[int]:
 
 
 def prompt_part_sizes(sizes: Sequence[int], longest: int) -> list[int]:
-  """The leading ones of `sizes` that a prompt of `longest` tokens reaches."""
+  """Returns the leading parts that a prompt of `longest` tokens reaches."""
   starts = itertools.accumulate(sizes[:-1], initial=0)
   return [x for x, at in zip(sizes, starts, strict=True) if at < longest]
 
 
 def prompt_paddings(longest: int) -> list[int]:
-  """Padded lengths for prompts of up to `longest` tokens, ascending."""
+  """Returns padded lengths for prompts of up to `longest` tokens."""
   return _doublings(_SHORTEST, longest)
 
 
 def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
-  """An empty cache of `num_slots` slots, in parts of `sizes` positions."""
+  """Returns an empty cache of `num_slots` slots, in parts of `sizes`."""
   groups = num_groups(model.layers)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)
@@ -119,15 +99,15 @@ def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
 
 
 def num_positions(cache: KVCache) -> int:
-  """How many positions each slot has."""
+  """Returns the number of positions of a slot."""
   return sum(_sizes(cache[0]))
 
 
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
-  """`cache` with the slots of `new` at `start`, `start + 1`, ...
+  """Returns `cache` with the slots of `new` at `start`, `start + 1`, ...
 
   Args:
-    new: of as many parts as `cache` has, or fewer; others stay as they are.
+    new: cache with as many parts or fewer; further parts do not change.
   """
 
   def put(to, x):
@@ -145,7 +125,7 @@ def copy_slot(
   source: KVCache,
   source_slot: Int[Array, ""],
 ) -> KVCache:
-  """`cache` with a slot of `source`, of as many parts or fewer, in `slot`."""
+  """Copies a slot of `source`, which may have fewer parts, to `slot`."""
 
   def take(x):
     return jax.lax.dynamic_slice_in_dim(x, source_slot, 1, 1)
@@ -154,7 +134,7 @@ def copy_slot(
 
 
 def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
-  """The cache of these slots, in this order."""
+  """Returns the cache of these slots, in this order."""
 
   def take(x):  # as a matrix of rows, which compiles in a third of the time
     rows = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
@@ -164,14 +144,14 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
 
 
 def num_groups(num_layers: int) -> int:
-  """Into how many groups the layers of a model are dealt."""
+  """Returns the number of groups of a model's layers."""
   return sharding.largest_divisor(num_layers, _MAX_GROUPS)
 
 
 def group_layers(
   stacked: PyTree[Array], num_layers: int
 ) -> tuple[PyTree[Array], ...]:
-  """Weights of all layers, stacked, as those of each group."""
+  """Splits the stacked weights of all layers into those of each group."""
   groups = num_groups(num_layers)
   return tuple(
     jax.tree.map(lambda x, i=i: x[i::groups], stacked) for i in range(groups)
@@ -190,7 +170,7 @@ def scan_layers(
   Args:
     layer: `(x, weights, cache) -> (x, cache)` of one layer.
     weights: of `group_layers`.
-    inline: copy a layer's operations for each group rather than call them.
+    inline: the layer's operations are copied for each group, not called.
   """
   layer = jax.jit(layer, inline=inline)  # traced once for all groups
 
@@ -210,7 +190,7 @@ def scan_layers(
 def write_prompts(
   cache: LayerCache, k: Float[Array, "B L K D"], v: Float[Array, "B L K D"]
 ) -> LayerCache:
-  """`cache` with the keys and values of a prompt in each slot, from 0 on.
+  """Writes the keys and values of a prompt into each slot, from position 0.
 
   All positions are written, those at or beyond `L` with zeros.
   """
@@ -218,8 +198,9 @@ def write_prompts(
   ends = list(itertools.accumulate(sizes))[:-1]
 
   def in_parts(x):
-    rest = sum(sizes) - x.shape[1]
-    return jnp.split(jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))), ends, 1)
+    padding = sum(sizes) - x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    return jnp.split(x, ends, 1)
 
   parts = [
     KVPart(
@@ -240,12 +221,12 @@ def write_tokens(
   positions: Int[Array, "B"],
   rewrites: bool = False,
 ) -> LayerCache:
-  """`cache` with the key and value of one token of each slot written.
+  """Writes the key and value of one token of each slot.
 
   Args:
-    rewrites: the layer's whole cache is written anew, for TPUs: of one that is
-      written to at single positions their compiler makes copies in another
-      layout, of all layers at every read and once for good.
+    rewrites: the layer's full cache is rewritten, for TPUs: if single positions
+      are written, their compiler copies the caches of all layers to another
+      layout at every read.
   """
   if rewrites:
     return _rewrite(cache, k, v, positions)
@@ -266,7 +247,7 @@ def write_tokens(
 
 
 def _rewrite(cache: LayerCache, k, v, positions) -> LayerCache:
-  """`write_tokens` by a choice at every position."""
+  """`write_tokens` by a select at every position."""
   layer, parts, start = cache.layer, [], 0
   for keys, values in cache.parts:
     index = jnp.arange(start, start + keys.shape[-1], dtype=jnp.int32)
@@ -283,13 +264,13 @@ def _rewrite(cache: LayerCache, k, v, positions) -> LayerCache:
 def attend(
   q: Float[Array, "B H D"], cache: LayerCache, positions: Int[Array, "B"]
 ) -> Float[Array, "B H D"]:
-  """One query per slot over its positions `0..positions[slot]`.
+  """Attends with one query per slot to positions `0..positions[slot]`.
 
-  Parts that no slot has reached are not read. How many are read does not
-  change a slot's result, on a CPU to the last bit: a part that is wholly
-  masked for it adds zeros.
+  Parts that no slot has reached are not read. The number of parts read does
+  not change a slot's result (on a CPU, bit for bit): a fully masked part adds
+  zeros.
   """
-  # Each part is a whole array: XLA's CPU backend would copy a slice of an
+  # Each part is a separate array: XLA's CPU backend would copy a slice of an
   # array before multiplying it.
   parts, layer = cache
   batch, heads, dim = q.shape

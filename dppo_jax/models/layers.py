@@ -10,16 +10,6 @@ from jaxtyping import Array, Float
 
 from dppo_jax import sharding
 
-__all__ = [
-  "RopeScaling",
-  "apply_rope",
-  "block_size",
-  "cos_sin_table",
-  "linear",
-  "rms_norm",
-  "scale_frequencies",
-]
-
 
 class RopeScaling(NamedTuple):
   """Llama 3's scaling of low rotary frequencies to longer contexts."""
@@ -67,7 +57,7 @@ _dot = functools.partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 def linear(
   x: Float[Array, "*B E"], weight: Float[Array, "E *F"]
 ) -> Float[Array, "..."]:
-  """`x` times `weight`, `[*B, *F]`, as a product of two matrices.
+  """Returns `x` times `weight`, `[*B, *F]`, as a product of two matrices.
 
   The gradients of such a product are such products again. For a product over
   several axes XLA would transpose a copy of an operand first.
@@ -82,7 +72,7 @@ def cos_sin_table(
   theta: float,
   scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "N 1 D/2"], Float[Array, "N 1 D/2"]]:
-  """Float32 cosines and sines of each position's rotation angles.
+  """Returns float32 cosines and sines of each position's rotation angles.
 
   RoPE, https://arxiv.org/abs/2104.09864.
   """
@@ -101,7 +91,7 @@ def apply_rope(
   cos: Float[Array, "*B 1 D/2"],
   sin: Float[Array, "*B 1 D/2"],
 ) -> Float[Array, "*B H D"]:
-  """`x` with each pair (i, i + D/2) of its last axis rotated by its angle."""
+  """Rotates each pair (i, i + D/2) of the last axis of `x` by its angle."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return rotated.astype(x.dtype)
@@ -110,7 +100,7 @@ def apply_rope(
 def scale_frequencies(
   frequency: Float[Array, "D/2"], scaling: RopeScaling
 ) -> Float[Array, "D/2"]:
-  """Low frequencies divided by `factor`, high ones kept, a ramp between."""
+  """Divides low frequencies by `factor`, with a ramp up to high ones."""
   rotations = scaling.original_length * frequency / (2 * math.pi)
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)

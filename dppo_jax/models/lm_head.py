@@ -1,9 +1,9 @@
 """Log-probabilities of targets without ever holding `[tokens, vocab]`.
 
-Only the tokens that are needed meet the vocabulary: each row moves its own to
-the front, and as many columns get logits as the fullest row needs. On a mesh
-each shard of the batch does so with its own rows: the head is gathered once and
-its gradient added up once, not for every chunk of columns.
+Only needed tokens get logits: each row moves its needed tokens to the front,
+and as many columns are computed as the fullest row needs. On a mesh each shard
+of the batch does so with its own rows: the head is gathered once and its
+gradient summed once, not for every chunk of columns.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,6 @@ from dppo_jax import sharding
 from dppo_jax.models import layers
 from dppo_jax.records import TokenStats
 
-__all__ = ["logprobs_and_entropy", "token_logprobs", "token_stats"]
-
 
 def logprobs_and_entropy(
   hidden: Float[Array, "B L E"],
@@ -29,9 +27,9 @@ def logprobs_and_entropy(
   temperature: float,
   logit_chunk: int,
 ) -> tuple[Float[Array, "B L"], Float[Array, "B L"]]:
-  """`token_logprobs`, and the entropy of each distribution, in nats.
+  """Returns `token_logprobs` and the entropy of each distribution, in nats.
 
-  The entropy is there to be looked at: it has no gradient.
+  The entropy is for logging; its gradient is zero.
   """
   arrays = (hidden, head, targets, is_needed)
   return _by_shard(_logprobs_and_entropy, arrays, temperature, logit_chunk)
@@ -67,7 +65,7 @@ def token_stats(
   temperature: float,
   logit_chunk: int,
 ) -> TokenStats:
-  """As `token_logprobs`, with further statistics and without a gradient."""
+  """Returns log-probabilities and further statistics, without a gradient."""
   arrays = (hidden, head, targets, is_needed)
   return _by_shard(_token_stats, arrays, temperature, logit_chunk)
 
@@ -75,11 +73,11 @@ def token_stats(
 def _by_shard(
   function: Callable, arrays: tuple, temperature: float, logit_chunk: int
 ) -> Any:
-  """`function` of the rows of each shard of the batch, and of the whole head.
+  """Applies `function` to the rows of each shard and the full head.
 
-  The vocabulary may stay divided: only the axes of the batch are claimed. The
-  head's width is gathered here, so that of its gradient each device gets its
-  own part, and between replicas nothing else travels.
+  The vocabulary may stay divided. The head's width is gathered here, so that
+  each device gets its own slice of the head's gradient; replicas exchange
+  nothing else.
   """
   mesh = jax.sharding.get_abstract_mesh()
   axes = set(sharding.RULES["batch"]) - set(mesh.manual_axes)
@@ -88,9 +86,8 @@ def _by_shard(
   chunk = max(logit_chunk // sharding.num_shards(mesh, "batch"), 1)
   by_row = sharding.unclaimed_spec("batch")
   hidden, head, *more = arrays
-  # The barrier holds for its gradient: added to nothing else of a micro-batch,
-  # as where it is no embedding, the TPU compiler takes the sum over devices for
-  # one that it may move out of the loop, and fails (jax 0.10.2).
+  # The barrier is for the gradient of an untied head: the TPU compiler tries
+  # to move its sum over devices out of the loop, and fails (jax 0.10.2).
   arrays = (hidden, jax.lax.optimization_barrier(head), *more)
 
   def on_shard(hidden, head, *more):

@@ -10,26 +10,15 @@ from jaxtyping import Array, Bool, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models import grouped
 
-__all__ = [
-  "Experts",
-  "Load",
-  "Routing",
-  "describe",
-  "load",
-  "mixture",
-  "route",
-  "zero_load",
-]
-
 
 class Experts(NamedTuple):
-  """How many feed-forward parts a layer has, and which a token goes through.
+  """Shape of a mixture of experts.
 
   Attributes:
     num: experts of a layer.
-    per_token: how many of them each token goes through.
-    mlp: width of one.
-    is_normalized: the probabilities of those chosen are scaled to sum to 1.
+    per_token: experts that each token goes through.
+    mlp: width of an expert.
+    is_normalized: probabilities of the chosen experts are scaled to sum to 1.
   """
 
   num: int
@@ -39,11 +28,11 @@ class Experts(NamedTuple):
 
 
 class Routing(NamedTuple):
-  """Where the tokens of a layer go.
+  """Experts that the router chose.
 
   Attributes:
-    chosen: `[B, *L, K]`, the numbers of each token's experts.
-    entropy: `[B, *L]`, nats, of the router's probabilities of all experts.
+    chosen: `[B, *L, K]`, numbers of each token's experts.
+    entropy: `[B, *L]`, entropy of the router's distribution, nats.
   """
 
   chosen: Int[Array, "B *L K"]
@@ -51,11 +40,11 @@ class Routing(NamedTuple):
 
 
 class Load(NamedTuple):
-  """Sums over the tokens of a batch, of one layer or, stacked, of several.
+  """Sums over the tokens of a batch, of one layer or stacked layers.
 
   Attributes:
-    tokens: `[X]`, how many went to each expert.
-    entropy: nats, of the router's probabilities.
+    tokens: `[X]`, number of tokens of each expert.
+    entropy: entropy of the router's distributions, nats.
   """
 
   tokens: Float[Array, "*layers X"]
@@ -79,13 +68,13 @@ def mixture(
   down: Float[Array, "X F E"],
   experts: Experts,
 ) -> tuple[Float[Array, "B *L E"], Routing]:
-  """Each token's experts, weighted by the router's probabilities.
+  """Returns the sum of each token's experts, weighted by the router.
 
-  No expert has a limit: every token goes through all of its own, whatever the
-  others of its batch choose. On a mesh each shard of the batch routes its own
-  tokens and each device of the model axis computes its own experts, of which
-  the sum is taken; tokens never travel. The width of the weights is gathered
-  there, so that of their gradient each device gets its own part.
+  Experts have no capacity limit: a token's experts do not depend on the other
+  tokens of the batch. On a mesh, each shard of the batch routes its own tokens
+  and each device of the model axis computes its own experts; their outputs are
+  summed and tokens never move. The width of the weights is gathered inside, so
+  that each device gets its own slice of their gradients.
   """
   run = functools.partial(_mixture, experts=experts, axis=None)
   numbers = jnp.arange(experts.num, dtype=jnp.int32)
@@ -93,12 +82,12 @@ def mixture(
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     by_token = sharding.unclaimed_spec("batch")
     by_expert = sharding.unclaimed_spec("expert")
-    # A rollout's shards have been given weights that are whole in width.
-    is_whole = not set(sharding.RULES["embed"]) <= axis_names
+    # A rollout's shards already hold the full width of the weights.
+    is_full = not set(sharding.RULES["embed"]) <= axis_names
 
     def on_device(x, *weights_and_numbers):
       *weights, numbers = weights_and_numbers
-      if not is_whole:
+      if not is_full:
         weights = [
           sharding.gather_width(w, *axes)
           for w, axes in zip(weights, _AXES, strict=True)
@@ -142,10 +131,10 @@ def route(
 def load(
   routing: Routing, is_real: Bool[Array, "B *L"], experts: Experts
 ) -> Load:
-  """How the tokens of one layer are spread over its experts.
+  """Returns the load of one layer's experts.
 
   Args:
-    is_real: False for padding, which does not count.
+    is_real: False for padding, which is not counted.
   """
   number = jnp.where(is_real[..., None], routing.chosen, experts.num)
   every = jnp.arange(experts.num, dtype=number.dtype)
@@ -165,11 +154,11 @@ def zero_load(experts: Experts, num_layers: int) -> Load:
 def describe(
   load: Load, num_tokens: Float[Array, ""]
 ) -> dict[str, Float[Array, ""]]:
-  """Metrics of how evenly tokens are spread over experts.
+  """Returns metrics of how evenly tokens are spread over experts.
 
   Args:
-    load: of all layers.
-    num_tokens: that it is of.
+    load: load of all layers.
+    num_tokens: tokens in the load.
   """
   every = jnp.maximum(num_tokens, 1.0)
   mean = load.tokens.mean(axis=1, keepdims=True)
@@ -196,15 +185,15 @@ def _mixture(
 ):
   """`mixture` of the experts that this device holds, which `axis` divides.
 
-  Their numbers come as an argument: inside the rollout's division a TPU's
-  program cannot ask which device it is on.
+  Their numbers are an argument because inside the rollout's shard_map a TPU
+  program cannot query its device index.
   """
   tokens = x.reshape(-1, x.shape[-1])
   prob, routing = route(tokens, router, experts)
   chosen = routing.chosen
 
-  # Pairs of a token and one of its experts, those of an expert side by side
-  # and those of other devices' experts last.
+  # Pairs of a token and one of its experts, sorted by expert; those of other
+  # devices' experts come last.
   num = gate.shape[0]
   number = chosen.reshape(-1) - numbers[0]
   is_ours = (number >= 0) & (number < num)
@@ -212,8 +201,8 @@ def _mixture(
   order = jnp.argsort(number, stable=True)
   sizes = jnp.zeros(num + 1, jnp.int32).at[number].add(1)[:num]
 
-  # What a product says of rows outside all groups is up to the platform: it
-  # must reach neither the sum nor a gradient.
+  # The product of rows outside all groups depends on the platform: it must
+  # reach neither the sum nor a gradient.
   is_in_group = (number[order] < num)[:, None]
   masked = lambda rows: jnp.where(is_in_group, rows, 0)
   pairs = masked(tokens[order // experts.per_token])
@@ -221,7 +210,7 @@ def _mixture(
   h = jax.nn.silu(product(pairs, gate)) * product(pairs, up)
   out = masked(product(masked(h), down))
 
-  # Back in the order of the tokens: a sum of fixed order, unlike a scatter.
+  # In the order of the tokens again. Unlike a scatter, it sums in fixed order.
   place = jnp.argsort(order)
   out = out[place].reshape(*chosen.shape, -1)
   out = (out * prob[..., None]).sum(axis=1)

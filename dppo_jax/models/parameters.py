@@ -17,26 +17,6 @@ from jaxtyping import PyTree
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, layers, moe
 
-__all__ = [
-  "ModelConfig",
-  "Param",
-  "Params",
-  "cast",
-  "flatten",
-  "gather_layer",
-  "gathers_layers",
-  "inference_shardings",
-  "inference_specs",
-  "init",
-  "num_parameters",
-  "parameter_table",
-  "place_layer",
-  "repeat_kv_heads",
-  "shardings",
-  "to_inference_params",
-  "unflatten",
-]
-
 Params = PyTree[jax.Array]
 
 _KV = ("k", "v", "k_bias", "v_bias")  # weights that make keys and values
@@ -77,7 +57,7 @@ class Param(NamedTuple):
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Param]:
-  """Every weight of the model by its `/`-separated name."""
+  """Declares every weight of the model by its `/`-separated name."""
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
   per_layer = {
@@ -131,22 +111,22 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
 
 
 def unflatten(flat: dict[str, jax.Array]) -> Params:
-  """The parameter tree of `/`-separated names."""
+  """Returns the parameter tree of `/`-separated names."""
   return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def flatten(params: Params) -> dict[str, jax.Array]:
-  """The inverse of `unflatten`."""
+  """Inverts `unflatten`."""
   return traverse_util.flatten_dict(params, sep="/")
 
 
 def num_parameters(config: ModelConfig) -> int:
-  """How many weights the model has, counting each number."""
+  """Returns the number of scalar weights of the model."""
   return sum(math.prod(p.shape) for p in parameter_table(config).values())
 
 
 def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-  """Where each weight lives on `mesh`."""
+  """Returns the sharding of each weight on `mesh`."""
   return unflatten(
     {
       name: sharding.weight_sharding(mesh, p.shape, p.axes)
@@ -156,10 +136,10 @@ def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-  """Where each weight of `to_inference_params` lives.
+  """Returns the sharding of each weight of `to_inference_params`.
 
-  As in `shardings`, but replicated over the data axis, so that a rollout
-  gathers no weights; layers are not where the config says to gather them.
+  Unlike in `shardings`, weights are replicated over the data axis, so that a
+  rollout gathers none; with `config.gathers_layers`, layers stay divided.
   """
   return _map_inference_axes(
     lambda axes: sharding.sharding(mesh, *axes), config
@@ -167,7 +147,7 @@ def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 
 def inference_specs(config: ModelConfig) -> Params:
-  """How the shards of a batch divide each weight of `to_inference_params`."""
+  """Returns the shard_map specs of the weights of `to_inference_params`."""
   among_shards = lambda axis: axis if axis == "embed" else None
   return _map_inference_axes(
     lambda axes: sharding.spec(tuple(map(among_shards, axes))), config
@@ -175,7 +155,7 @@ def inference_specs(config: ModelConfig) -> Params:
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-  """Fresh float32 weights; the key is consumed."""
+  """Returns randomly initialised float32 weights; consumes the key."""
   flat = {}
   for i, (name, p) in enumerate(parameter_table(config).items()):
     noise = jax.random.normal(jax.random.fold_in(key, i), p.shape)
@@ -184,16 +164,16 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def cast(params: Params, config: ModelConfig) -> Params:
-  """The weights in the dtype of the computation."""
+  """Casts the weights to the dtype of the computation."""
   return jax.tree.map(lambda p: p.astype(config.dtype), params)
 
 
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
-  """The weights for `prefill` and `decode`: cast, grouped like the cache.
+  """Returns weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Heads of keys and values are repeated already as the mesh needs them. A mesh
-  gathers one layer of each group at a time: all at once would need as much
-  memory again.
+  Heads of keys and values are repeated as the mesh needs them. A mesh gathers
+  one layer of each group at a time, since all layers at once would need twice
+  the memory.
   """
   axes = unflatten(_inference_axes(config))
 
@@ -218,10 +198,10 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
-  """A layer's weights, and so their gradients, divided as in `shardings`.
+  """Divides a layer's weights, and so their gradients, as in `shardings`.
 
-  What computes with them gathers them then, and no sooner, and adds up their
-  gradients to a device's share of each.
+  Weights are gathered when a product needs them, and each device sums the
+  gradient of its own slice.
   """
   table = parameter_table(config)
   return {
@@ -231,15 +211,18 @@ def place_layer(weights: Params, config: ModelConfig) -> Params:
 
 
 def gathers_layers(config: ModelConfig) -> bool:
-  """Whether shards around have a part of each weight, and must keep step."""
+  """True inside a shard_map whose shards hold slices of the layers' weights.
+
+  Such shards must run in lockstep.
+  """
   manual = jax.sharding.get_abstract_mesh().manual_axes
   return config.gathers_layers and set(sharding.RULES["embed"]) <= set(manual)
 
 
 def gather_layer(weights: Params, config: ModelConfig) -> Params:
-  """A layer's weights of `to_inference_params`, whole in width.
+  """Gathers the width of a layer's weights of `to_inference_params`.
 
-  For use within a rollout's shard_map, whose shards must all be at this layer.
+  Within a rollout's shard_map, all shards must be at this layer.
   """
   if not gathers_layers(config):
     return weights
@@ -254,7 +237,7 @@ def gather_layer(weights: Params, config: ModelConfig) -> Params:
 
 
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
-  """The logical axes that divide each weight of `to_inference_params`."""
+  """Returns the logical axes of each weight of `to_inference_params`."""
 
   def axes(name, p):
     if config.gathers_layers and name.startswith("layers/"):
@@ -265,7 +248,7 @@ def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
 
 
 def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
-  """The tree of `to_inference_params` with `f` of each weight's axes."""
+  """Maps `f` over the axes of the weights of `to_inference_params`."""
   axes = _inference_axes(config)
   tree = unflatten({name: f(x) for name, x in axes.items()})
   num_groups = kv_cache.num_groups(config.layers)
@@ -273,9 +256,9 @@ def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
 
 
 def repeat_kv_heads(weights: Params, config: ModelConfig) -> Params:
-  """Those that make keys and values, with as many heads as the mesh needs.
+  """Returns key and value weights with as many heads as the mesh needs.
 
-  Where they have these already, they stay as they are.
+  Weights that already have enough heads are left out.
   """
   wanted = sharding.num_kv_heads(config.kv_heads)
   return {

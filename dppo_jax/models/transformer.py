@@ -5,6 +5,7 @@ Its weights are those of `parameters`. Layers are stacked and scanned.
 
 from collections.abc import Callable, Sequence
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,8 @@ __all__ = [
   "unflatten",
 ]
 
-# Remat policy: layers recomputes a whole layer in the backward pass, dots keeps
-# the outputs of products with weights, none recomputes nothing.
+# Rematerialisation: `layers` recomputes each layer in the backward pass, `dots`
+# keeps the outputs of products with weights, `none` recomputes nothing.
 REMAT = {
   "layers": jax.checkpoint,
   "dots": functools.partial(
@@ -65,10 +66,13 @@ REMAT = {
   "none": lambda layer: layer,
 }
 
-# Layers that one iteration of `forward`'s scan holds: their activations await
-# the backward pass in place, instead of being copied into one array of all
-# layers. Each takes time to compile.
+# Layers in one iteration of `forward`'s scan: their activations await the
+# backward pass in place, instead of being copied into one array of all layers.
+# Each takes time to compile.
 _UNROLL = 4
+
+# Cosines and sines of each token's rotary angles.
+Rotation = tuple[Float[Array, "B *L 1 D/2"], Float[Array, "B *L 1 D/2"]]
 
 
 def forward(
@@ -108,23 +112,24 @@ def forward_and_load(
   params = cast(params, config)
 
   def attend(q, k, v, cache):
-    return (
-      attention.attention(q, k, v, segment_ids, prefix_ids, config.attention),
-      cache,
-    )
+    ids = segment_ids, prefix_ids
+    return attention.attention(q, k, v, *ids, config.attention), cache
 
-  x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
+  rotation = _rotation(config, positions, tokens.shape[1])
 
   @REMAT[config.remat]
   def run(x, p):
-    x, _, routing = layer(x, p, None)
+    x, _, routing = _layer(x, p, None, config, rotation, attend)
     if routing is None:
       return x, None
     return x, moe.load(routing, segment_ids > 0, config.experts)
 
   place = functools.partial(parameters.place_layer, config=config)
   x, loads = jax.lax.scan(
-    lambda x, p: run(x, place(p)), x, params["layers"], unroll=_UNROLL
+    lambda x, p: run(x, place(p)),
+    _embed(params, tokens),
+    params["layers"],
+    unroll=_UNROLL,
   )
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
@@ -136,14 +141,14 @@ def prefill(
   lengths: Int[Array, "B"],
   sizes: Sequence[int],
 ) -> KVCache:
-  """The cache of `B` prompts, one in each slot.
+  """Returns the cache of `B` prompts, one in each slot.
 
   Positions at or beyond a prompt's length hold values that no query may read.
 
   Args:
-    params: of `to_inference_params`.
+    params: weights of `to_inference_params`.
     lengths: tokens of each prompt, at most `L`.
-    sizes: positions of each part of the cache, `L` or more in all.
+    sizes: positions of each part of the cache, `L` or more in total.
   """
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
@@ -152,11 +157,14 @@ def prefill(
     out = attention.attend_prompts(q, k, v, lengths, config.attention)
     return out, kv_cache.write_prompts(cache, k, v)
 
-  x, layer = _embed(params, config, tokens, positions, tokens.shape[1], attend)
-  cache = kv_cache.init(config, len(tokens), sizes)
-  inline = _is_inline(config) or config.attention in attention.KERNELS
-  return kv_cache.scan_layers(
-    _in_rollout(layer, config), x, params["layers"], cache, inline
+  return _layers_with_cache(
+    params,
+    config,
+    tokens,
+    _rotation(config, positions, tokens.shape[1]),
+    attend,
+    kv_cache.init(config, len(tokens), sizes),
+    has_shard_map=config.attention in attention.KERNELS,
   )[1]
 
 
@@ -167,12 +175,12 @@ def decode(
   positions: Int[Array, "B"],
   cache: KVCache,
 ) -> tuple[Float[Array, "B E"], KVCache]:
-  """The final hidden state of one more token per slot, and the new cache.
+  """Returns the final hidden state of one more token per slot, and the cache.
 
   Args:
-    params: of `to_inference_params`.
+    params: weights of `to_inference_params`.
     tokens: each slot's newest token.
-    positions: of that token; the cache holds the slot's past before it.
+    positions: that token's position; the cache holds the slot's past.
     cache: to be donated; the new keys and values are written at `positions`.
   """
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
@@ -181,25 +189,20 @@ def decode(
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions), cache
 
-  num_positions = kv_cache.num_positions(cache)
-  x, layer = _embed(params, config, tokens, positions, num_positions, attend)
-  x, cache = kv_cache.scan_layers(
-    _in_rollout(layer, config),
-    *(x, params["layers"], cache, _is_inline(config)),
-  )
-  x = layers.rms_norm(x, params["final_norm"], config.norm_eps)
-  return x, cache
+  rotation = _rotation(config, positions, kv_cache.num_positions(cache))
+  x, cache = _layers_with_cache(params, config, tokens, rotation, attend, cache)
+  return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
-  """The output head; the embedding if they are tied."""
+  """Returns the output head: the embedding if they are tied."""
   return params["embed"] if config.is_tied else params["head"]
 
 
 def logits(
   params: Params, config: ModelConfig, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... V"]:
-  """Float32 logits of the next token."""
+  """Returns float32 logits of the next token."""
   return jnp.einsum(
     "...e,ve->...v",
     hidden,
@@ -209,65 +212,88 @@ def logits(
 
 
 def _embed(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B *L"],
-  positions: Int[Array, "B *L"],
-  num_positions: int,
-  attend: Callable,
-) -> tuple[Float[Array, "B *L E"], Callable[..., tuple]]:
-  """The embedded tokens, and what makes of them those after a layer.
+  params: Params, tokens: Int[Array, "B *L"]
+) -> Float[Array, "B *L E"]:
+  """Returns the embedded tokens, divided by rows."""
+  # Each device looks up its part of the width, for all rows of its replica.
+  by_replica = ("replica",) + (None,) * (tokens.ndim - 1)
+  x = params["embed"][sharding.constrain(tokens, *by_replica)]
+  x = sharding.constrain(x, *by_replica, "embed")
+  return sharding.constrain(x, "batch", *(None,) * tokens.ndim)
 
-  That is `layer(x, weights, cache) -> (x, cache, routing)`. Training, prefill
-  and decoding differ only in `attend(q, k, v, cache) -> (out, cache)`.
-  """
-  batch_axes = ("batch",) + (None,) * tokens.ndim
+
+def _rotation(
+  config: ModelConfig, positions: Int[Array, "B *L"], num_positions: int
+) -> Rotation:
+  """Returns cosines and sines of the tokens' rotary angles."""
   table = layers.cos_sin_table(
     num_positions, config.head_dim, config.rope_theta, config.rope_scaling
   )
   # A lookup, since XLA would compute cosines again for each head and layer.
   cos, sin = (x[positions] for x in table)
-
-  def layer(x, p, cache):
-    h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
-    p = p | parameters.repeat_kv_heads(p, config)
-    q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
-    if config.has_qkv_bias:
-      q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
-    if config.has_qk_norm:
-      q = layers.rms_norm(q, p["q_norm"], config.norm_eps)
-      k = layers.rms_norm(k, p["k_norm"], config.norm_eps)
-    q, k = layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
-    out, cache = attend(q, k, v, cache)
-    out = out.reshape(*out.shape[:-2], -1)
-    x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
-    x = sharding.constrain(x, *batch_axes)
-    h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
-    out, routing = _feed_forward(h, p, config)
-    return sharding.constrain(x + out, *batch_axes), cache, routing
-
-  # Each device looks up its part of the width, for all rows of its replica.
-  together = ("replica",) + (None,) * (tokens.ndim - 1)
-  x = params["embed"][sharding.constrain(tokens, *together)]
-  x = sharding.constrain(x, *together, "embed")
-  return sharding.constrain(x, *batch_axes), layer
+  return cos, sin
 
 
-def _is_inline(config: ModelConfig) -> bool:
-  """Whether layers that share nothing else are copied for each group.
+def _layer(
+  x: Float[Array, "B *L E"],
+  p: Params,
+  cache: Any,
+  config: ModelConfig,
+  rotation: Rotation,
+  attend: Callable,
+) -> tuple[Float[Array, "B *L E"], Any, moe.Routing | None]:
+  """Returns the tokens after one layer, its cache, and where the tokens went.
 
-  The TPU compiler aborts if a scan in the rollout's shard_map calls a function
-  that has a shard_map of its own: around a gathered weight, a kernel, or a
-  mixture of experts.
+  Args:
+    p: weights of the layer.
+    attend: `(q, k, v, cache) -> (out, cache)`; training, prefill and decoding
+      differ only in it.
   """
-  return parameters.gathers_layers(config) or config.experts is not None
+  batch_axes = ("batch",) + (None,) * (x.ndim - 1)
+  h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
+  p = p | parameters.repeat_kv_heads(p, config)
+  q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
+  if config.has_qkv_bias:
+    q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
+  if config.has_qk_norm:
+    q = layers.rms_norm(q, p["q_norm"], config.norm_eps)
+    k = layers.rms_norm(k, p["k_norm"], config.norm_eps)
+  q, k = (layers.apply_rope(x, *rotation) for x in (q, k))
+  out, cache = attend(q, k, v, cache)
+  out = out.reshape(*out.shape[:-2], -1)
+  x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
+  x = sharding.constrain(x, *batch_axes)
+  h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
+  out, routing = _feed_forward(h, p, config)
+  return sharding.constrain(x + out, *batch_axes), cache, routing
 
 
-def _in_rollout(layer: Callable, config: ModelConfig) -> Callable:
-  """Returns the layer for weights that a rollout's shards divide."""
-  return lambda x, p, cache: layer(
-    x, parameters.gather_layer(p, config), cache
-  )[:2]
+def _layers_with_cache(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B *L"],
+  rotation: Rotation,
+  attend: Callable,
+  cache: KVCache,
+  has_shard_map: bool = False,
+) -> tuple[Float[Array, "B *L E"], KVCache]:
+  """Returns the tokens after all layers, and the cache.
+
+  Args:
+    has_shard_map: `attend` has one.
+  """
+
+  def run(x, p, cache):
+    p = parameters.gather_layer(p, config)
+    return _layer(x, p, cache, config, rotation, attend)[:2]
+
+  # The TPU compiler aborts if a scan in the rollout's shard_map calls a
+  # function that has a shard_map of its own: around a gathered weight, a
+  # kernel or a mixture of experts. Its operations are copied instead.
+  has_shard_map |= parameters.gathers_layers(config)
+  has_shard_map |= config.experts is not None
+  x = _embed(params, tokens)
+  return kv_cache.scan_layers(run, x, params["layers"], cache, has_shard_map)
 
 
 def _feed_forward(

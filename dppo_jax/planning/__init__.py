@@ -1,1 +1,1 @@
-"""What a run will take, before anything is made: bytes, operations, seconds."""
+"""Memory and programs of a run on devices that need not be present."""

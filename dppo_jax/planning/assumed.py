@@ -1,26 +1,33 @@
-"""A run of which nothing has been read: shapes stand for weights and data."""
+"""A run without weights, data or devices: shapes stand for all three."""
 
 import dataclasses
+import json
+import pathlib
+from typing import Any
 
 import jax
 
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
-from dppo_jax.models import attention
-from dppo_jax.planning import architectures
-from dppo_jax.run import preflight, setup
+from dppo_jax.errors import UserError
+from dppo_jax.models import attention, hf
+from dppo_jax.models.hf import families
+from dppo_jax.models.transformer import ModelConfig
+from dppo_jax.run import memory, preflight, setup
 
-NUM_PROBLEMS = 8192  # where the config takes all of a source
+_NUM_PROBLEMS = 8192  # if the config takes all problems of a source
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+  """Contents of `config.json` of models on huggingface.co, by id."""
+  path = pathlib.Path(__file__).with_name("models.json")
+  return json.loads(path.read_text())
 
 
 def abstract_mesh(
   options: configs.Mesh, num_devices: int
 ) -> jax.sharding.AbstractMesh:
-  """The mesh that a config makes of so many devices, none of which is there.
-
-  Raises:
-    ValueError: where it needs more.
-  """
+  """The config's mesh over a number of devices, none of which is present."""
   sizes = sharding.sizes(num_devices, **dataclasses.asdict(options))
   return jax.sharding.AbstractMesh(
     sizes, sharding.MESH_AXES, axis_types=sharding.AXIS_TYPES
@@ -32,23 +39,26 @@ def assumed_run(
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
   platform: str,
 ) -> setup.Run:
-  """The run of a config, as far as shapes go.
+  """The run of a config as far as shapes determine it.
 
-  Prompts are as wide as config.data.max_prompt_tokens allows, except those of
-  arithmetic, which are made.
+  Prompts have config.data.max_prompt_tokens tokens, except those of the
+  arithmetic problems, which are generated.
 
   Args:
-    mesh: of devices that need not be there, or of none.
+    mesh: devices, which may be described or abstract.
     platform: cpu, gpu or tpu.
   Raises:
-    ValueError: for whatever cannot work, naming value, limit and option.
+    UserError: if the run itself would reject the config.
   """
-  model = architectures.find(config.model)
-  if model is None and config.data.train == data.problems.ARITHMETIC:
+  model = _model(config.model)
+  if model is None and data.arithmetic.is_source(config.data.train):
     return setup.setup_run(config, mesh, platform)
   configs.validate(config)
   preflight.check_dynamic_sampling(config)
   preflight.check_prompts(mesh, config)
+  if model is None:
+    vocab = data.CharacterTokenizer().vocab_size
+    model = setup.describe_model(config.model, "", vocab)
   backend = attention.choose_backend(
     config.model.attention,
     platform,
@@ -56,15 +66,12 @@ def assumed_run(
     config.rollout.group_size,
     config.pack.share_prefix,
   )
-  if model is None:
-    size = data.CharacterTokenizer().vocab_size
-    model = setup.describe_model(config.model, "", size)
   model = dataclasses.replace(model, attention=backend)
   preflight.check_weights(mesh, model)
   width = sharding.round_up(config.data.max_prompt_tokens, 8)
-  num = config.data.train_limit or NUM_PROBLEMS
-  problems = data.ProblemSet.of_shape(num, width)
   preflight.check_lengths(config, width)
+  num_problems = config.data.train_limit or _NUM_PROBLEMS
+  problems = data.ProblemSet.of_shape(num_problems, width)
   return setup.assemble(
     config,
     mesh,
@@ -76,3 +83,26 @@ def assumed_run(
     eval_sets={"eval": problems} if config.data.eval else {},
     initial_params=None,
   )
+
+
+def workload(run: setup.Run) -> memory.Workload:
+  """The facts of a run that its memory depends on."""
+  width = run.train_set.tokens.shape[1]
+  return memory.Workload(run.config, run.model, run.mesh, run.platform, width)
+
+
+def _model(options: configs.Model) -> ModelConfig | None:
+  """Architecture of the checkpoint; None for a randomly initialised model."""
+  if options.path:
+    return hf.read_config(options.path, options.dtype, options.remat)
+  if not options.hub_id:
+    return None
+  models = known_models()
+  if options.hub_id not in models:
+    raise UserError(
+      f"config.model.hub_id is {options.hub_id!r} but --mode=plan knows only "
+      f"{', '.join(models)}: set config.model.path to a directory with its "
+      "config.json (weights are not needed)"
+    )
+  settings = models[options.hub_id]
+  return families.from_settings(settings, options.dtype, options.remat)

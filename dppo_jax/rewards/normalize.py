@@ -1,8 +1,7 @@
-r"""The many notations of an answer, brought to one that math-verify reads.
+r"""Brings the many notations of an answer to one that math-verify reads.
 
-`normalize` is for any text, also in the trainer's process: its time is linear
-in the text. `without_units` and the rest look closer, in a worker, at answers
-that are short enough to be parsed.
+`normalize` also runs in the trainer's process: it takes linear time. The other
+functions run in workers, on short answers that `normalize` returned.
 """
 
 from decimal import Decimal
@@ -10,25 +9,10 @@ from fractions import Fraction
 import re
 import unicodedata
 
-_COMMANDS = {
-  "×": r"\times ",
-  "·": r"\cdot ",
-  "⋅": r"\cdot ",
-  "÷": r"\div ",
-  "≤": r"\le ",
-  "≥": r"\ge ",
-  "≠": r"\ne ",
-  "≈": r"\approx ",
-  "±": r"\pm ",
-  "π": r"\pi ",
-  "∞": r"\infty ",
-  "∪": r"\cup ",
-  "∩": r"\cap ",
-  "∈": r"\in ",
-  "∅": r"\emptyset ",
-  "°": r"^\circ ",
-  "√": r"\sqrt ",
-}
+_COMMANDS = (
+  r"× \times · \cdot ⋅ \cdot ÷ \div ≤ \le ≥ \ge ≠ \ne ≈ \approx ± \pm π \pi "
+  r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ √ \sqrt"
+).split()
 _FRACTIONS = {  # NFKC makes 1, a fraction slash and 2 of ½
   char: r"\frac{{{}}}{{{}}}".format(
     *unicodedata.normalize("NFKC", char).split("\u2044")
@@ -36,19 +20,18 @@ _FRACTIONS = {  # NFKC makes 1, a fraction slash and 2 of ½
   for char in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 }
 _CHARS = str.maketrans(
-  _COMMANDS
+  {c: f"{x} " for c, x in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
   | _FRACTIONS
   | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")  # en dash, minus, ...
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
   | {"~": " "}
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
-_ZEROS["trillion"] = 12
+_ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 
 
 def _repeating(match: re.Match) -> str:
-  r"""0.1\overline{6} as a fraction."""
+  r"""Writes 0.1\overline{6} as a fraction."""
   whole, start, period = match[1], match[2], match[3] or match[4]
   number = int(whole + start + period) - int(whole + start or "0")
   value = Fraction(number, (10 ** len(period) - 1) * 10 ** len(start))
@@ -56,17 +39,17 @@ def _repeating(match: re.Match) -> str:
 
 
 def _multiplied(match: re.Match) -> str:
-  r"""5.2 million as 5200000; a `\text{` before the word stays open."""
+  r"""Writes 5.2 million as 5200000; a `\text{` before the word stays open."""
   number = Decimal(match["number"].replace(",", ""))
   number = number.scaleb(_ZEROS[match["word"].lower()])
   return f"{number.normalize():f}{match['text'] or ''}"
 
 
-_SKIP = r" ?(?:\\[ ,;:] ?)?"  # between two things of one number
+_SKIP = r" ?(?:\\[ ,;:] ?)?"  # between the parts of a number
 _TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal) ?\{"
 
-# In this order. Linear: each repeats what is bounded, or what no other match
-# can begin in.
+# Applied in this order. Each takes linear time: it repeats what is bounded, or
+# what no other match can begin in.
 _BEFORE_CHARS = [
   (r"√\s?(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
   (r"√\s?\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -104,9 +87,7 @@ _AFTER_CHARS = [
 
 
 def normalize(answer: str) -> str:
-  r"""The answer in plain LaTeX, where its meaning does not depend on a parser.
-
-  Takes time linear in the text.
+  r"""Returns the answer in plain LaTeX, in time linear in the text.
 
   >>> normalize("11,\\! 111,\\! 100."), normalize(r"\textcolor{red}{–½}")
   ('11111100', '-\\frac{1}{2}')
@@ -120,25 +101,21 @@ def normalize(answer: str) -> str:
   for pattern, new in _AFTER_CHARS:
     answer = re.sub(pattern, new, answer)
   answer = answer.strip().removesuffix(".").strip()
-  # Braces around all are TeX's, but those of {1,2} are meant for a set's.
+  # Braces around everything are TeX's, but those of {1,2} stand for a set.
   if _is_group(answer) and (is_colored or "," not in answer):
     answer = answer[1:-1].strip()
   return answer
 
 
 def _is_group(text: str) -> bool:
-  """Whether the brace at the beginning closes at the end."""
+  """Returns True if the text begins with a brace that closes at its end."""
   depth = 0
-  if not text.startswith("{"):
-    return False
   for token in re.finditer(r"\\.|[{}]", text, re.DOTALL):
     depth += {"{": 1, "}": -1}.get(token[0], 0)
-    if depth == 0:
-      return token.end() == len(text)
+    if depth <= 0:
+      return text.startswith("{") and token.end() == len(text)
   return False
 
-
-# What follows runs in workers, on short answers that `normalize` returned.
 
 _WORDS = (
   "mm|cm|dm|km|inch(?:es)?|in|ft|foot|feet|yards?|yd|miles?|mi|met(?:er|re)s?|"
@@ -162,40 +139,28 @@ _LETTER = rf"(?:m|g|s|h|l|L){_POWER}$"
 
 
 def without_units(answer: str) -> str:
-  r"""The answer without units, which are what words stand behind a value."""
+  """Returns the answer without units, the words behind a value."""
   for pattern in _UNITS:
     answer = re.sub(pattern, "", answer)
   return answer.strip()
 
 
-def is_symmetric(first: str, second: str) -> bool:
-  """Whether it is the same which of two answers is the gold one.
-
-  That is clear of those without letters, which may be units or variables,
-  without relations, of which one side may count, and without commas, since
-  2, 1 in the gold answer's place is in any order. Linear in the text.
-  """
-  commands = r"\\(?:d?frac|sqrt|pi|left|right|cdot|times|infty|pm|circ|[,;! ])"
-  texts = (re.sub(rf"{commands}(?![a-zA-Z])", "", x) for x in (first, second))
-  return not any(re.search(r"[a-zA-Z<>=≤≥∈,]", text) for text in texts)
-
-
 def without_letter_unit(answer: str, other: str) -> str:
-  """5 m as 5 where the other answer has no letters: 2s may be 2 times s."""
+  """Writes 5 m as 5 if the other answer has no letters; 2s may be 2 times s."""
   if re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", other)):
     return answer
   return re.sub(rf"(?<=\d) ?{_LETTER}", "", answer)
 
 
 def is_readable(answer: str) -> bool:
-  r"""Not `5\text{ h }30`, `1 2` and the like, which parsers misunderstand."""
+  r"""Returns False for `5\text{ h }30` and `1 2`, which parsers misread."""
   has_text = re.search(rf"[\d}})] ?(?:\\[ ,;:] ?)*{_TEXT}(?!{_AND})", answer)
   is_row = re.fullmatch(r"-?[\d.]+(?:(?: |\\[,;: ] ?)[\d.]+)+", answer)
   return not has_text and not is_row
 
 
 def in_radians(answer: str) -> str:
-  r"""Degrees in functions, as in `\sin 30^\circ`, become multiples of pi."""
+  r"""Writes degrees in functions, such as `\sin 30^\circ`, as radians."""
   parts = re.split(r"([=,;])", answer)
   return "".join(
     re.sub(
@@ -210,7 +175,7 @@ def in_radians(answer: str) -> str:
 
 
 def percent(answer: str) -> str | None:
-  r"""The 7.2 of `7.2\%`; None if the answer is no percentage."""
+  r"""Returns the 7.2 of `7.2\%`; None if the answer is not a percentage."""
   match = re.fullmatch(
     r"(.*?) ?(?:\\?%|\\text\{ ?percent\}| percent)", answer, re.DOTALL
   )
@@ -218,7 +183,7 @@ def percent(answer: str) -> str | None:
 
 
 def differ_in_kind(first: str, second: str) -> bool:
-  r"""A set is no tuple, nor is 9 a.m. 9 p.m.; the parser sees no difference."""
+  """Tells a set from a tuple and 9 a.m. from 9 p.m., as the parser does not."""
   kinds = {_brackets(first), _brackets(second)}
   halves = {half[1].lower() for half in _NOON.finditer(f"{first} & {second}")}
   return kinds == {"set", "tuple"} or len(halves) > 1
@@ -228,7 +193,7 @@ _NOON = re.compile(r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b", re.I)
 
 
 def _brackets(answer: str) -> str | None:
-  r"""`set` for `\{1,2\}`, `tuple` for `(1,2)`; None for all else, as `1,2`."""
+  r"""Returns `set` for `\{1,2\}`, `tuple` for `(1,2)`, None for `1,2`."""
   value = re.split(r"=|\\in(?![a-zA-Z])", answer)[-1]
   value = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", value).strip()
   if value.startswith(r"\{") and value.endswith(r"\}"):

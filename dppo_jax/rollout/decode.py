@@ -1,7 +1,7 @@
-"""Decode slots: completions under way, and one decoding step of them."""
+"""Decode slots: unfinished completions, and the steps that extend them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +9,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
+from dppo_jax.records import PromptBatch
 from dppo_jax.rollout.sampling import Sampling, sample_token
 
-# Slots of a last stage: below, a step is hardly any shorter.
+# Fewest slots of a stage: with fewer, a step is hardly any shorter.
 _FEWEST_SLOTS = 3
 _FEWEST_ON_ACCELERATORS = 16
 
 
 class Slots(NamedTuple):
-  """Completions under way.
+  """Unfinished completions, one in each slot.
 
   Attributes:
-    item: `[B]`, which completion; the number of completions where idle.
-    token: `[B]`, the newest token, which the model has not read yet.
+    item: `[B]`, number of the completion; the number of completions if idle.
+    token: `[B]`, newest token, which the model has not read yet.
     position: `[B]`, that token's position.
     count: `[B]`, tokens sampled so far.
-    cache: keys and values of what the model has read.
+    cache: keys and values of the tokens that the model has read.
   """
 
   item: Int[Array, "B"]
@@ -44,12 +45,13 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-  """A rollout under way, on one shard of the batch.
+  """State of the decode loop, on one shard of the batch.
 
   Attributes:
     uniform: `[QG, T]`, the random number of each token.
-    num_wanted: `[1]`, completions of prompts that were kept.
-    num_done: `[1]`, how many of them are complete.
+    num_wanted: `[1]`, completions of kept prompts.
+    num_taken: `[1]`, those that have been given a slot.
+    num_done: `[1]`, those that are complete.
     slot_steps: `[1]`, slots times steps so far.
   """
 
@@ -57,84 +59,170 @@ class DecodeState(NamedTuple):
   output: DecodeOutput
   uniform: Float[Array, "QG T"]
   num_wanted: Int[Array, "1"]
+  num_taken: Int[Array, "1"]
   num_done: Int[Array, "1"]
   slot_steps: Int[Array, "1"]
 
 
-def slot_schedule(num_slots: int, platform: str) -> list[int]:
-  """How many slots each stage of the decode loop has, largest first.
+class Queue(NamedTuple):
+  """Prompts whose completions wait for a slot.
 
-  Each stage is compiled, and none changes a token. On a CPU a step takes the
-  longer the more slots there are: each stage has a sixth of `num_slots` fewer,
-  at most half, and with geometric lengths and four completions per slot 95%
-  stay busy. On accelerators a step of few slots is bound by reading weights,
-  whatever their number, and a stage takes long to compile: each has a quarter
-  of the one before.
+  Attributes:
+    prompts: all prompts of the shard.
+    order: `[Q]`, numbers of the prompts, kept ones first.
+    cache: keys and values of the prompts, in this order.
+    group_size: completions of each prompt.
+  """
+
+  prompts: PromptBatch
+  order: Int[Array, "Q"]
+  cache: kv_cache.KVCache
+  group_size: int
+
+
+def slot_schedule(num_slots: int, platform: str) -> list[int]:
+  """Returns the number of slots of each stage of the decode loop, descending.
+
+  Each stage is compiled; none changes a token. On a CPU, a step takes longer
+  the more slots there are: with stages of 2/3, 1/3 and 1/9 of the slots, a
+  rollout takes as long as with twice as many stages. On accelerators, a step
+  is bound by reading weights and compilation is slow: each stage has a quarter
+  of the slots of the one before.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.slot_schedule(64, "cpu")
-  [64, 53, 42, 31, 20, 10, 5, 2]
+  [64, 42, 21, 7]
   >>> decode.slot_schedule(64, "tpu")
   [64, 16]
 
   Args:
     platform: of the devices: cpu, gpu or tpu.
   """
-  sizes, fewer = [num_slots], -(-num_slots // 6)
-  if platform != "cpu":
-    while sizes[-1] // 4 >= _FEWEST_ON_ACCELERATORS:
-      sizes.append(sizes[-1] // 4)
-    return sizes
-  while sizes[-1] > _FEWEST_SLOTS:
-    sizes.append(max(sizes[-1] - fewer, sizes[-1] // 2))
+  if platform == "cpu":
+    sizes = [num_slots * ninths // 9 for ninths in (6, 3, 1)]
+    return [num_slots, *(size for size in sizes if size >= _FEWEST_SLOTS)]
+  sizes = [num_slots]
+  while sizes[-1] // 4 >= _FEWEST_ON_ACCELERATORS:
+    sizes.append(sizes[-1] // 4)
   return sizes
 
 
-def loop(
-  is_on: Callable[[Any], Array],
-  body: Callable[[Any], Any],
-  carry: Any,
-  in_step: bool,
-) -> Any:
-  """`jax.lax.while_loop` on one shard.
+def init_decode_state(
+  model_config: transformer.ModelConfig,
+  uniform: Float[Array, "QG T"],
+  num_wanted: Int[Array, ""],
+  num_slots: int,
+  part_sizes: list[int],
+) -> DecodeState:
+  """Returns idle slots and empty completions.
 
   Args:
-    in_step: all shards that share weights go on while any of them does.
+    uniform: random number of each token.
+    num_wanted: completions to sample.
+    part_sizes: positions of each part of the cache.
   """
-  if not in_step:
-    return jax.lax.while_loop(is_on, body, carry)
+  num_items = len(uniform)
+  zeros = jnp.zeros((num_slots,), jnp.int32)
+  return DecodeState(
+    Slots(
+      item=jnp.full((num_slots,), num_items, jnp.int32),
+      token=zeros,
+      position=zeros,
+      count=zeros,
+      cache=kv_cache.init(model_config, num_slots, part_sizes),
+    ),
+    DecodeOutput(
+      tokens=jnp.zeros(uniform.shape, jnp.int32),
+      logprobs=jnp.zeros(uniform.shape, jnp.float32),
+      lengths=jnp.zeros((num_items,), jnp.int32),
+      is_stopped=jnp.zeros((num_items,), bool),
+    ),
+    uniform=uniform,
+    num_wanted=num_wanted[None],
+    num_taken=zeros[:1],
+    num_done=zeros[:1],
+    slot_steps=zeros[:1],
+  )
 
-  def step(state):
-    carry = body(state[0])
-    return carry, together(is_on(carry), in_step)
 
-  start = (carry, together(is_on(carry), in_step))
-  return jax.lax.while_loop(lambda state: state[1], step, start)[0]
+def refill(state: DecodeState, queue: Queue) -> DecodeState:
+  """Gives the next completions to the idle slots."""
+  num_items = state.uniform.shape[0]
+
+  def can_refill(carry):
+    slots, num_taken = carry
+    is_idle = slots.item == num_items
+    return (num_taken < state.num_wanted)[0] & is_idle.any()
+
+  def refill_one(carry):
+    slots, num_taken = carry
+    slot = jnp.argmax(slots.item == num_items)
+    place = num_taken[0] // queue.group_size
+    member = num_taken[0] % queue.group_size
+    prompt = queue.order[place]
+    length = queue.prompts.lengths[prompt]
+    slots = Slots(
+      item=slots.item.at[slot].set(prompt * queue.group_size + member),
+      # The last prompt token is read again: its successor is sampled in the
+      # step that all other slots take.
+      token=slots.token.at[slot].set(queue.prompts.tokens[prompt, length - 1]),
+      position=slots.position.at[slot].set(length - 1),
+      count=slots.count.at[slot].set(0),
+      cache=kv_cache.copy_slot(slots.cache, slot, queue.cache, place),
+    )
+    return slots, num_taken + 1
+
+  slots, num_taken = jax.lax.while_loop(
+    can_refill, refill_one, (state.slots, state.num_taken)
+  )
+  return state._replace(slots=slots, num_taken=num_taken)
 
 
-def together(x: Array, in_step: bool) -> Array:
-  """The largest `x` of the shards that share weights."""
-  if not in_step:
-    return x
-  axes = sharding.RULES["embed"]
-  return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype)
+def compact_slots(state: DecodeState, size: int) -> DecodeState:
+  """Keeps `size` of the slots, the busy ones among them."""
+  slots, idle = state.slots, state.uniform.shape[0]
+  chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
+  slots = Slots(
+    *(x[chosen] for x in slots[:-1]),
+    cache=kv_cache.take_slots(slots.cache, chosen),
+  )
+  return state._replace(slots=slots)
 
 
-def more_unfinished_than(limit: int) -> Callable[[DecodeState], Array]:
-  """Are more than `limit` completions unfinished, on one shard?"""
-  return lambda state: (state.num_wanted - state.num_done > limit)[0]
+def decode_until(
+  limit: int,
+  step: Callable[[DecodeState], DecodeState],
+  state: DecodeState,
+  lockstep: bool,
+) -> DecodeState:
+  """Repeats `step` until at most `limit` completions are unfinished.
+
+  Args:
+    lockstep: shards that hold slices of the weights loop until all are done.
+  """
+  is_unfinished = lambda state: (state.num_wanted - state.num_done > limit)[0]
+  if not lockstep:
+    return jax.lax.while_loop(is_unfinished, step, state)
+  keep_going = lambda state: max_over_weight_shards(is_unfinished(state), True)
+
+  def step_and_compare(carry):
+    state = step(carry[0])
+    return state, keep_going(state)
+
+  start = (state, keep_going(state))
+  return jax.lax.while_loop(lambda carry: carry[1], step_and_compare, start)[0]
 
 
 def decode_step(
   params: transformer.Params,
   model_config: transformer.ModelConfig,
-  state: DecodeState,
   sampling: Sampling,
+  state: DecodeState,
 ) -> DecodeState:
-  """One more token of every slot, on one shard.
+  """Samples one more token in every slot, on one shard.
 
   Args:
-    params: of `transformer.to_inference_params`.
+    params: weights of `transformer.to_inference_params`.
   """
   slots, output = state.slots, state.output
   num_items = state.uniform.shape[0]
@@ -142,8 +230,8 @@ def decode_step(
     params, model_config, slots.token, slots.position, slots.cache
   )
   # Gathered over the model axis before sampling: a collective inside the loop
-  # may wait for devices of this shard alone, since others take more steps or
-  # fewer.
+  # may wait only for devices of this shard, since other shards take more steps
+  # or fewer.
   logits = sharding.constrain(
     transformer.logits(params, model_config, hidden), "batch", None
   )
@@ -155,17 +243,17 @@ def decode_step(
     sampling.top_k,
     sampling.top_p,
   )
-  put = lambda x, value: x.at[at].set(value, mode="drop")
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   is_stop = (token[:, None] == stop_ids).any(-1)
   is_live = slots.item < num_items
   is_done = is_live & (is_stop | (slots.count + 1 == sampling.max_tokens))
+  put = lambda x, at, value: x.at[at].set(value, mode="drop")
   return state._replace(
     output=DecodeOutput(
-      tokens=put(output.tokens, token),
-      logprobs=put(output.logprobs, logprob),
-      lengths=output.lengths.at[slots.item].set(slots.count + 1, mode="drop"),
-      is_stopped=output.is_stopped.at[slots.item].set(is_stop, mode="drop"),
+      tokens=put(output.tokens, at, token),
+      logprobs=put(output.logprobs, at, logprob),
+      lengths=put(output.lengths, slots.item, slots.count + 1),
+      is_stopped=put(output.is_stopped, slots.item, is_stop),
     ),
     slots=Slots(
       item=jnp.where(is_done, num_items, slots.item),
@@ -180,14 +268,9 @@ def decode_step(
   )
 
 
-def compact_slots(slots: Slots, size: int, idle: int) -> Slots:
-  """`size` of the slots, the busy ones among them.
-
-  Args:
-    idle: the item number that marks an idle slot.
-  """
-  chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
-  return Slots(
-    *(x[chosen] for x in slots[:-1]),
-    cache=kv_cache.take_slots(slots.cache, chosen),
-  )
+def max_over_weight_shards(x: Array, lockstep: bool) -> Array:
+  """Returns the largest `x` of the shards that hold slices of the weights."""
+  if not lockstep:
+    return x
+  axes = sharding.RULES["embed"]
+  return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype)

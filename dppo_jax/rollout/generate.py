@@ -1,10 +1,10 @@
 """Sampling completions: continuous batching as one pure function.
 
-Every prompt is prefilled once. A fixed number of decode slots then takes the
-completions in turn: a slot whose sequence stops takes the next one inside the
-same compiled loop, starting from a copy of its prompt's cache. When fewer
-completions are left than slots, the busy slots move together and the loop goes
-on with fewer.
+Every prompt is prefilled once. Completions then take turns in a fixed number of
+decode slots: as soon as a sequence stops, its slot takes the next completion
+inside the same compiled loop, starting from a copy of its prompt's cache. When
+fewer completions are left than slots, the busy slots are moved together and
+the loop continues with fewer slots.
 """
 
 import functools
@@ -12,22 +12,13 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
-from dppo_jax.rollout.decode import (
-  DecodeOutput,
-  DecodeState,
-  Slots,
-  compact_slots,
-  decode_step,
-  loop,
-  more_unfinished_than,
-  slot_schedule,
-)
+from dppo_jax.rollout import decode
 from dppo_jax.rollout.prefill import prefill_prompts
 from dppo_jax.rollout.sampling import Sampling
 
@@ -45,23 +36,22 @@ def sample(
   platform: str = "cpu",
   **sampling,
 ) -> Rollout:
-  """`group_size` completions of each prompt that was kept.
+  """Samples `group_size` completions of each kept prompt.
 
   A completion's randomness comes from its prompt's id, its number in the group
-  and the token's index: its tokens depend neither on its slot or neighbours,
-  nor on which other prompts were kept, nor on the number of devices.
+  and the token's index: its tokens depend neither on its slot and neighbours,
+  nor on the other kept prompts, nor on the number of devices.
 
-  Under a mesh, each shard of the batch drains its own share of the prompts
-  without talking to the others; kept prompts are divided evenly.
+  Under a mesh, kept prompts are divided evenly over the shards of the batch,
+  and each shard decodes its prompts independently of the others.
 
   Args:
-    rng: consumed; a key alone will do.
-    num_slots: completions that decode side by side, on each of these
-      shards.
-    prefill_batch: prompts that prefill side by side, on each of them.
+    rng: randomness, consumed; a key is enough.
+    num_slots: completions that each shard decodes at once.
+    prefill_batch: prompts that each shard prefills at once.
     kept: prompts to roll out; None for all.
-    platform: of the devices, cpu, gpu or tpu, which the number of compiled
-      stages is chosen for; it changes no token.
+    platform: of the devices: cpu, gpu or tpu. It determines the number of
+      compiled stages and changes no token.
     sampling: the fields of `Sampling`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -92,43 +82,31 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
-  prefill_batch: int,
+  prefill_batch: int = 16,
   platform: str = "cpu",
 ) -> Rollout:
-  """`sample` from weights that are laid out for it already.
+  """`sample` from weights that are already laid out for decoding.
 
   Args:
-    params: of `transformer.to_inference_params`.
+    params: weights of `transformer.to_inference_params`.
     group_size, num_slots, ...: as in `sample`.
   """
-  num_slots = min(
-    num_slots,
-    prompts.ids.shape[0] // sharding.num_shards_here("batch") * group_size,
+  num_shards = sharding.num_shards_here("batch")
+  most_slots = prompts.ids.shape[0] // num_shards * group_size
+  run = functools.partial(
+    _roll_out_shard,
+    model_config=model_config,
+    sampling=sampling,
+    group_size=group_size,
+    schedule=decode.slot_schedule(min(num_slots, most_slots), platform),
+    prefill_batch=prefill_batch,
   )
-  schedule = slot_schedule(num_slots, platform)
-
-  def run(params, prompts, keep, key):
-    state = _first_stage(
-      params,
-      model_config,
-      prompts,
-      keep,
-      key,
-      sampling,
-      schedule,
-      group_size=group_size,
-      prefill_batch=prefill_batch,
-    )
-    state = _later_stages(params, model_config, state, sampling, schedule)
-    return state.output, state.slot_steps
-
-  keep, num_shards = kept.keep, sharding.num_shards_here("batch")
+  keep = kept.keep
   if num_shards == 1:
     output, slot_steps = run(params, prompts, keep, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
-    dealt = jax.tree.map(lambda x: x[order], (prompts, keep))
     by_prompt = sharding.spec(("batch",))
     output, slot_steps = jax.shard_map(
       run,
@@ -141,7 +119,7 @@ def roll_out(
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
-    )(params, *dealt, rng.key)
+    )(params, *jax.tree.map(lambda x: x[order], (prompts, keep)), rng.key)
   output = jax.tree.map(
     lambda x: x.reshape(len(keep), -1, *x.shape[1:]), output
   )
@@ -157,119 +135,60 @@ def roll_out(
 
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
-  """Where each prompt goes so that every shard has as many kept ones."""
+  """Returns each prompt's new place: every shard gets as many kept ones."""
   num = keep.shape[0]
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
   return rank % num_shards * (num // num_shards) + rank // num_shards
 
 
-def _first_stage(
-  params,
-  model_config,
+def _roll_out_shard(
+  params: transformer.Params,
   prompts: PromptBatch,
-  keep: Bool[Array, "N"],
+  keep: Bool[Array, "Q"],
   key: jax.Array,
-  sampling: Sampling,
-  schedule: list[int],
   *,
-  group_size: int,
-  prefill_batch: int,
-) -> DecodeState:
-  """Prefill, then decoding until fewer are left than the next stage takes."""
-  num_items = prompts.ids.shape[0] * group_size
-  num_slots = schedule[0]
-  num_wanted = keep.sum(dtype=jnp.int32) * group_size
-  # The longest first, so that prompts of a length prefill together.
-  queue = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
-  sizes = kv_cache.part_sizes(prompts.tokens.shape[1] + sampling.max_tokens - 1)
-  prompt_cache = prefill_prompts(
-    params,
-    model_config,
-    prompts,
-    queue,
-    keep.sum(),
-    prefill_batch,
-    sizes,
-  )
-  prompt_keys = keys_for_ids(key, prompts.ids)
-  member = jnp.arange(group_size, dtype=jnp.int32)
-  item_keys = jax.vmap(keys_for_ids, (0, None))(prompt_keys, member)
-  draw_all = functools.partial(jax.random.uniform, shape=(sampling.max_tokens,))
-
-  def refill(carry):
-    """Gives the first idle slot the next completion."""
-    slots, taken = carry
-    slot = jnp.argmax(slots.item == num_items)
-    place = taken // group_size
-    prompt = queue[place]
-    length = prompts.lengths[prompt]
-    slots = Slots(
-      item=slots.item.at[slot].set(prompt * group_size + taken % group_size),
-      # The last prompt token is read again: what follows it is sampled by
-      # the same step that all other slots take.
-      token=slots.token.at[slot].set(prompts.tokens[prompt, length - 1]),
-      position=slots.position.at[slot].set(length - 1),
-      count=slots.count.at[slot].set(0),
-      cache=kv_cache.copy_slot(slots.cache, slot, prompt_cache, place),
-    )
-    return slots, taken + 1
-
-  def can_refill(carry):
-    slots, taken = carry
-    return (taken < num_wanted) & (slots.item == num_items).any()
-
-  def refill_all(state, taken):
-    slots, taken = jax.lax.while_loop(can_refill, refill, (state.slots, taken))
-    return state._replace(slots=slots), taken
-
-  zeros = jnp.zeros((num_slots,), jnp.int32)
-  zero, rows = zeros[:1], (num_items, sampling.max_tokens)
-  empty = DecodeState(
-    Slots(
-      item=jnp.full((num_slots,), num_items, jnp.int32),
-      token=zeros,
-      position=zeros,
-      count=zeros,
-      cache=kv_cache.init(model_config, num_slots, sizes),
-    ),
-    DecodeOutput(
-      tokens=jnp.zeros(rows, jnp.int32),
-      logprobs=jnp.zeros(rows, jnp.float32),
-      lengths=jnp.zeros((num_items,), jnp.int32),
-      is_stopped=jnp.zeros((num_items,), bool),
-    ),
-    uniform=jax.vmap(draw_all)(item_keys.reshape(num_items)),
-    num_wanted=num_wanted[None],
-    num_done=zero,
-    slot_steps=zero,
-  )
-  # Every waiting completion finds a slot in this stage: no later one refills.
-  is_first_stage = more_unfinished_than([*schedule, 0][1])
-  state, _ = loop(
-    lambda carry: is_first_stage(carry[0]),
-    lambda carry: refill_all(
-      decode_step(params, model_config, carry[0], sampling), carry[1]
-    ),
-    refill_all(empty, jnp.int32(0)),
-    transformer.gathers_layers(model_config),
-  )
-  return state
-
-
-def _later_stages(
-  params,
-  model_config,
-  state: DecodeState,
+  model_config: transformer.ModelConfig,
   sampling: Sampling,
+  group_size: int,
   schedule: list[int],
-) -> DecodeState:
-  """Decoding to the end with ever fewer slots."""
-  for size, next_size in itertools.pairwise([*schedule[1:], 0]):
-    slots = compact_slots(state.slots, size, state.uniform.shape[0])
-    state = loop(
-      more_unfinished_than(next_size),
-      lambda x: decode_step(params, model_config, x, sampling),
-      state._replace(slots=slots),
-      transformer.gathers_layers(model_config),
-    )
-  return state
+  prefill_batch: int,
+) -> tuple[decode.DecodeOutput, Int[Array, "1"]]:
+  """Returns the completions of one shard's prompts, and its slot steps."""
+  # Longest first, so that prompts of similar length are prefilled together.
+  order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
+  longest = prompts.tokens.shape[1] + sampling.max_tokens - 1
+  part_sizes = kv_cache.part_sizes(longest)
+  num_kept = keep.sum(dtype=jnp.int32)
+  prompt_cache = prefill_prompts(
+    *(params, model_config, prompts),
+    *(order, num_kept, prefill_batch, part_sizes),
+  )
+  queue = decode.Queue(prompts, order, prompt_cache, group_size)
+  uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
+  lockstep = transformer.gathers_layers(model_config)
+  step = functools.partial(decode.decode_step, params, model_config, sampling)
+  step_and_refill = lambda state: decode.refill(step(state), queue)
+
+  state = decode.init_decode_state(
+    model_config, uniform, num_kept * group_size, schedule[0], part_sizes
+  )
+  state = decode.refill(state, queue)
+  # The first stage ends when the next one has a slot for every unfinished
+  # completion: later stages refill no slots.
+  limits = [*schedule[1:], 0]
+  state = decode.decode_until(limits[0], step_and_refill, state, lockstep)
+  for size, limit in itertools.pairwise(limits):
+    state = decode.compact_slots(state, size)
+    state = decode.decode_until(limit, step, state, lockstep)
+  return state.output, state.slot_steps
+
+
+def _uniform(
+  key: jax.Array, prompt_ids: Int[Array, "Q"], group_size: int, max_tokens: int
+) -> Float[Array, "QG T"]:
+  """Returns the random number of each token of each completion."""
+  members = jnp.arange(group_size, dtype=jnp.int32)
+  prompt_keys = keys_for_ids(key, prompt_ids)
+  keys = jax.vmap(keys_for_ids, (0, None))(prompt_keys, members)
+  draw = functools.partial(jax.random.uniform, shape=(max_tokens,))
+  return jax.vmap(draw)(keys.reshape(len(prompt_ids) * group_size))

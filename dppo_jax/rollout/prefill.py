@@ -1,4 +1,4 @@
-"""The caches of a step's prompts, each read once."""
+"""Key-value caches of prompts; each prompt is read once."""
 
 import functools
 
@@ -9,49 +9,50 @@ from jaxtyping import Array, Int
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch
-from dppo_jax.rollout.decode import together
+from dppo_jax.rollout.decode import max_over_weight_shards
 
 
 def prefill_prompts(
   params: transformer.Params,
   model_config: transformer.ModelConfig,
   prompts: PromptBatch,
-  queue: Int[Array, "N"],
+  order: Int[Array, "N"],
   num_kept: Int[Array, ""],
   prefill_batch: int,
-  sizes: list[int],
+  part_sizes: list[int],
 ) -> kv_cache.KVCache:
-  """Returns caches of the kept prompts in queue order; the others stay zero.
+  """Returns the caches of the kept prompts in this order; others stay zero.
 
   Args:
-    queue: numbers of the prompts, those that were kept first.
-    sizes: positions of each part of the cache that decoding takes.
+    order: numbers of the prompts, kept ones first.
+    prefill_batch: prompts that are read at once.
+    part_sizes: positions of each part of the cache for decoding.
   """
   num_prompts, longest = prompts.tokens.shape
   chunk = sharding.largest_divisor(num_prompts, prefill_batch)
-  sizes = kv_cache.prompt_part_sizes(sizes, longest)
+  part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
-  in_step = transformer.gathers_layers(model_config)
+  lockstep = transformer.gathers_layers(model_config)
 
-  def at_length(padded, rows):
+  def prefill_padded(padded, rows):
     return transformer.prefill(
       params,
       model_config,
       prompts.tokens[rows, :padded],
       prompts.lengths[rows],
-      sizes,
+      part_sizes,
     )
 
   def prefill_chunk(i, cache):
-    rows = jax.lax.dynamic_slice(queue, (i * chunk,), (chunk,))
-    needed = together(prompts.lengths[rows].max(), in_step)
-    new = jax.lax.switch(
-      (needed > jnp.array(paddings[:-1], jnp.int32)).sum(),
-      [functools.partial(at_length, padded) for padded in paddings],
+    rows = jax.lax.dynamic_slice(order, (i * chunk,), (chunk,))
+    length = max_over_weight_shards(prompts.lengths[rows].max(), lockstep)
+    chunk_cache = jax.lax.switch(
+      (length > jnp.array(paddings[:-1], jnp.int32)).sum(),
+      [functools.partial(prefill_padded, padded) for padded in paddings],
       rows,
     )
-    return kv_cache.put_slots(cache, new, i * chunk)
+    return kv_cache.put_slots(cache, chunk_cache, i * chunk)
 
-  empty = kv_cache.init(model_config, num_prompts, sizes)
-  num_chunks = together((num_kept + chunk - 1) // chunk, in_step)
+  empty = kv_cache.init(model_config, num_prompts, part_sizes)
+  num_chunks = max_over_weight_shards((num_kept + chunk - 1) // chunk, lockstep)
   return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)

@@ -1,4 +1,4 @@
-"""A token from logits."""
+"""Sampling of a token from logits."""
 
 from typing import NamedTuple
 
@@ -6,18 +6,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dppo_jax.errors import UserError
+
 _BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
 class Sampling(NamedTuple):
-  """How tokens are sampled.
+  """Options of sampling.
 
   Attributes:
-    max_tokens: tokens of a completion, stop token included.
-    stop_ids: tokens that end a completion; they are its last token.
-    temperature: 0 takes the likeliest token, with a log-probability of 0.
-    top_k: sample among the k likeliest tokens; 0 for all of them.
-    top_p: sample among the likeliest tokens that hold this much probability.
+    max_tokens: largest number of tokens of a completion, stop token included.
+    stop_ids: tokens that end a completion, as its last token.
+    temperature: 0 takes the most likely token, with a log-probability of 0.
+    top_k: number of most likely tokens to sample from; 0 for all tokens.
+    top_p: probability of the most likely tokens to sample from.
   """
 
   max_tokens: int
@@ -34,10 +36,10 @@ def sample_token(
   top_k: int = 0,
   top_p: float = 1.0,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """A token for each row of logits, and its log-probability when sampled.
+  """Samples a token for each row of logits, and returns its log-probability.
 
-  The log-probability is that of the distribution that was sampled, after
-  temperature and truncation.
+  The log-probability is that of the sampled distribution, after temperature and
+  truncation.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import rollout
@@ -47,15 +49,14 @@ def sample_token(
   1 0.30
 
   Args:
-    uniform: random numbers of [0, 1); one for a token, not one for each of the
-      vocabulary.
-    top_k, top_p: as in `Sampling`; of tokens tied at the k-th place those of
+    uniform: one random number in [0, 1) for each token.
+    top_k, top_p: as in `Sampling`; of tokens tied at the k-th place, those with
       lower ids are kept.
   Raises:
-    ValueError: for a top_k above the vocabulary.
+    UserError: if top_k exceeds the vocabulary.
   """
   if top_k > logits.shape[1]:
-    raise ValueError(
+    raise UserError(
       f"top_k is {top_k} but the vocabulary has {logits.shape[1]} tokens; see "
       "config.rollout.top_k"
     )
@@ -64,7 +65,7 @@ def sample_token(
     return token, jnp.zeros(token.shape, jnp.float32)
   logits = logits / temperature
   if top_k:
-    # By index, so that of tokens tied at the k-th place not more are kept.
+    # By index, so that ties at the k-th place do not add tokens.
     _, kept = jax.lax.top_k(logits, top_k)
     rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
     is_kept = jnp.zeros(logits.shape, bool).at[rows, kept].set(True)
@@ -83,13 +84,13 @@ def sample_token(
 def _invert_cdf(
   probs: Float[Array, "B V"], uniform: Float[Array, "B"]
 ) -> Int[Array, "B"]:
-  """The token at which the running sum of `probs` passes `uniform`.
+  """Returns the token at which the running sum of `probs` passes `uniform`.
 
-  It sums within blocks of the vocabulary, then over blocks. What is looked for
-  stays below each total, so a token of probability 0 is never found.
+  Sums are within blocks of the vocabulary, then over blocks. The target stays
+  below each total, so a token of probability 0 is never returned.
 
   Args:
-    uniform: in [0, 1), a multiple of 2^-23.
+    uniform: multiple of 2^-23 in [0, 1).
   """
   batch, vocab = probs.shape
   blocks = jnp.pad(probs, ((0, 0), (0, -vocab % _BLOCK)))
@@ -102,16 +103,16 @@ def _invert_cdf(
     x, block.reshape(batch, *(1,) * (x.ndim - 1)), 1
   )[:, 0]
   inside = _running_sum(at_block(blocks))
-  rest = target - at_block(ends - sums)
-  rest = jnp.clip(rest, 0.0, inside[:, -1] * (1 - 2.0**-22))
-  return block * _BLOCK + (inside <= rest[:, None]).sum(-1, dtype=jnp.int32)
+  offset = target - at_block(ends - sums)
+  offset = jnp.clip(offset, 0.0, inside[:, -1] * (1 - 2.0**-22))
+  return block * _BLOCK + (inside <= offset[:, None]).sum(-1, dtype=jnp.int32)
 
 
 def _running_sum(x: Float[Array, "B n"]) -> Float[Array, "B n"]:
-  """A product with ones, since `cumsum` takes longer to compile.
+  """Returns the running sum as a product with ones: `cumsum` compiles slower.
 
-  Every column must add its numbers in one order, as matrix products do: then
-  the sum never falls, and stays where a number is 0.
+  Every column must add its numbers in the same order, as matrix products do:
+  then the sum never falls, and does not change where a number is 0.
   """
   ones = jnp.triu(jnp.ones((x.shape[1],) * 2, x.dtype))
   return jnp.dot(x, ones, precision=jax.lax.Precision.HIGHEST)

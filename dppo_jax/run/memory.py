@@ -1,20 +1,202 @@
-"""The least memory that a run takes, against what the machine has.
+"""Memory that a run takes on each device, estimated from shapes alone.
 
-A few large arrays are added up, from shapes alone, so that a run that cannot
-fit is refused before anything is made; what else a step needs comes on top.
-`--mode=plan` has the full account.
+Weights, optimizer state, inference copy and caches are exact. What a stage
+needs while it runs is the sum of its largest arrays. The TPU compiler's figures
+for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
 """
 
-import os
+from collections.abc import Iterator
+import copy
+import dataclasses
+import math
+import pathlib
+import re
+from typing import NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from dppo_jax import config as configs
-from dppo_jax import sharding
-from dppo_jax.models import transformer
+from dppo_jax import shapes, sharding
+from dppo_jax.errors import UserError
+from dppo_jax.models import kv_cache, transformer
+from dppo_jax.rollout import decode
 
-GB = 1e9
+# The check before a run leaves room for an estimate that is too high.
+_MARGIN = 1.3
+
+_FIXED = ("weights", "optimizer", "reference", "gradients")
+_HALVED = (
+  "rollout.num_slots",
+  "rollout.prefill_batch",
+  "rollout.max_tokens",
+  "data.prompts_per_step",
+  "pack.rows_per_micro",
+  "pack.logit_chunk",
+)
+_LEAST = {"model.remat": "layers", "rollout.shard_weights": True}
+
+Parts = dict[str, float]  # bytes by purpose
+
+
+class Workload(NamedTuple):
+  """The facts that memory depends on.
+
+  Attributes:
+    platform: cpu, gpu or tpu.
+    prompt_length: tokens of the longest prompt.
+  """
+
+  config: configs.Config
+  model: transformer.ModelConfig
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+  platform: str
+  prompt_length: int
+
+  @property
+  def rollout_dtype(self) -> str:
+    return self.config.rollout.dtype or self.model.dtype
+
+  @property
+  def num_prompts(self) -> int:
+    """Prompts of a step on one shard of the batch."""
+    num_shards = sharding.num_shards(self.mesh, "batch")
+    return -(-self.config.data.prompts_per_step // num_shards)
+
+
+def estimate(workload: Workload) -> dict[str, Parts]:
+  """Bytes on one device by stage and purpose, for the two largest stages."""
+  weights = _weights(workload)
+  state = {"weights": weights, "optimizer": 2 * weights}  # Adam's moments
+  if configs.make_objective(workload.config).beta:
+    state["reference"] = weights
+  return {
+    "roll_out": state | _roll_out(workload),
+    "update": state | _update(workload, weights),
+  }
+
+
+def _weights(workload: Workload, is_copy: bool = False) -> float:
+  """Bytes of the float32 master weights, or of the rollout's copy of them."""
+  is_sharded = workload.config.rollout.shard_weights
+  total = 0.0
+  for name, param in transformer.parameter_table(workload.model).items():
+    number = 1.0
+    for size, axis in zip(param.shape, param.axes, strict=True):
+      shards = sharding.num_shards(workload.mesh, axis)
+      if is_copy and axis == "embed" and not (is_sharded and "layers/" in name):
+        shards = 1
+      if size % shards:  # few key-value heads: repeated, or not divided
+        number *= math.lcm(size, shards) / shards if is_copy else size
+      else:
+        number *= size / shards
+    total += number
+  return total * (_item(workload.rollout_dtype) if is_copy else 4)
+
+
+def _roll_out(workload: Workload) -> Parts:
+  r, model = workload.config.rollout, workload.model
+  num_prompts, width = workload.num_prompts, workload.prompt_length
+  slots = min(r.num_slots, num_prompts * r.group_size)
+  # Two stages of the decode loop overlap, each with its own slots.
+  schedule = [*decode.slot_schedule(slots, workload.platform), 0]
+  # The TPU compiler keeps half of the cache in a second layout.
+  num_caches = slots * (1.5 if workload.platform == "tpu" else 1) + schedule[1]
+  shards = workload.mesh.shape["model"]
+  kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
+  item = _item(workload.rollout_dtype)
+  token = 2 * item * model.layers * kv_heads * model.head_dim
+  positions = shapes.round_up(width + r.max_tokens - 1, 32)
+  prompt_parts = kv_cache.prompt_part_sizes(
+    kv_cache.part_sizes(positions), width
+  )
+  prefill = min(r.prefill_batch, num_prompts) * width
+  cached = positions * num_caches + sum(prompt_parts) * num_prompts
+  return {
+    "inference copy": _weights(workload, is_copy=True),
+    "gathered weights": r.shard_weights * _gathered_layers(workload, item),
+    "kv cache": token * cached,
+    "logits": 3 * 4 * slots * model.vocab,
+    "activations of a layer": item * prefill * _layer_width(workload),
+  }
+
+
+def _update(workload: Workload, weights: float) -> Parts:
+  p, model = workload.config.pack, workload.model
+  item, shards = _item(model.dtype), workload.mesh.shape["model"]
+  tokens = p.rows_per_micro * p.row_length
+  num_shards = sharding.num_shards(workload.mesh, "batch")
+  chunk = min(max(p.logit_chunk // num_shards, p.rows_per_micro), tokens)
+  width = _layer_width(workload)
+  saved = {  # numbers that a layer keeps of each token
+    "layers": model.embed,
+    "dots": model.embed + width,
+    "none": 3 * (model.embed + width),
+  }[model.remat]
+  return {
+    "gradients": 2 * weights,  # of all micro-batches, and of one
+    "gathered weights": _gathered_layers(workload, item),
+    # Gathered, its gradient, and the float32 sum of that over devices.
+    "output head": (2 * item + 4) * model.vocab * model.embed / shards,
+    "activations": item * tokens * model.layers * saved,
+    "activations of a layer": item * tokens * 4 * width,
+    "logits": 3 * 4 * chunk * model.vocab / shards,
+  }
+
+
+def _gathered_layers(workload: Workload, item: int) -> float:
+  """Weights of the layers that are gathered at once, one of each group."""
+  shape, model = workload.mesh.shape, workload.model
+  table = transformer.parameter_table(model).items()
+  layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
+  num_gathered = kv_cache.num_groups(model.layers) / model.layers
+  return item * layers * num_gathered / shape["model"] * (shape["data"] > 1)
+
+
+def _layer_width(workload: Workload) -> float:
+  """Numbers that a layer computes for each token."""
+  model, shards = workload.model, workload.mesh.shape["model"]
+  inner = 2 * model.mlp / shards
+  if x := model.experts:
+    inner = x.per_token * (2 * x.mlp / shards + model.embed)
+  heads = (model.heads + 2 * model.kv_heads) / shards
+  return 2 * model.embed + heads * model.head_dim + inner
+
+
+def _item(dtype: str) -> int:
+  return jnp.dtype(dtype).itemsize
+
+
+def shortage(workload: Workload, sums: dict[str, float], limit: float) -> str:
+  """A line for each stage whose sum exceeds the limit, with what would help."""
+  return "\n".join(
+    f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
+    + _advice(workload, stage, limit)
+    for stage, size in sums.items()
+    if size > limit
+  )
+
+
+def _advice(workload: Workload, stage: str, limit: float) -> str:
+  """Options that lower the memory of a stage; only those that still can."""
+  more = "use more devices (config.mesh.data, config.mesh.model)"
+  parts = estimate(workload).get(stage, {})
+  fixed = {name: parts[name] for name in _FIXED if name in parts}
+  if (size := sum(fixed.values())) > limit:
+    return f"{' and '.join(fixed)} alone take {gib(size)} GiB, so {more}"
+  helpful = []
+  for name in (*_HALVED, *_LEAST):
+    config = copy.deepcopy(workload.config)
+    section, _, field = name.partition(".")
+    options = getattr(config, section)
+    value = getattr(options, field)
+    smaller = max(1, value // 2) if name in _HALVED else _LEAST[name]
+    setattr(options, field, smaller)
+    model = dataclasses.replace(workload.model, remat=config.model.remat)
+    changed = estimate(workload._replace(config=config, model=model))
+    if sum(changed.get(stage, {}).values()) < 0.99 * sum(parts.values()):
+      helpful.append(f"config.{name}={smaller}")
+  return f"try {', '.join(helpful)}, or {more}" if helpful else more
 
 
 def check(
@@ -23,92 +205,73 @@ def check(
   config: configs.Config,
   trains: bool,
 ) -> None:
-  """Refuses a run whose largest arrays do not fit.
-
-  Raises:
-    ValueError: in one line that names the options.
-  """
-  parts = least_bytes(mesh, model, config, trains)
-  index = jax.process_index()
-  here = [x for x in mesh.devices.flat if x.process_index == index]
-  available, where = _available(here)
-  if available is None or sum(parts.values()) <= available:
-    return
-  told = ", ".join(
-    f"{name} {size / GB:,.1f} GB" for name, size in parts.items()
-  )
-  raise ValueError(
-    f"this run takes at least {sum(parts.values()) / GB:,.1f} GB of each "
-    f"device ({told}) but there are {available / GB:,.1f} GB {where}: take a "
-    "smaller model, more devices (config.mesh.data, config.mesh.model), or "
-    "lower config.rollout.num_slots, config.rollout.max_tokens, "
-    "config.rollout.group_size, config.data.prompts_per_step, "
-    "config.pack.rows_per_micro or config.pack.logit_chunk"
-  )
-
-
-def least_bytes(
-  mesh: jax.sharding.Mesh,
-  model: transformer.ModelConfig,
-  config: configs.Config,
-  trains: bool,
-) -> dict[str, float]:
-  """Bytes of one device, where they are the most, by what they are for."""
-  r, p = config.rollout, config.pack
-  model_shards = mesh.shape["model"]
-  weights = 4 * transformer.num_parameters(model)
-  weights /= model_shards * mesh.shape["data"]
+  """Raises UserError if training needs far more memory than there is."""
   if not trains:
-    return {"weights": weights}
-  item = np.dtype(_numpy(model.dtype)).itemsize
-  sampled = np.dtype(_numpy(r.dtype or model.dtype)).itemsize
-  shards = sharding.num_shards(mesh, "batch")
-  completions = -(-config.data.prompts_per_step // shards) * r.group_size
-  slots = min(r.num_slots, completions)
-  kv_heads = max(1, model.kv_heads // model_shards)
-  token = 2 * model.layers * kv_heads * model.head_dim * sampled
-  decoding = slots * r.max_tokens * token + 4 * slots * model.vocab
-  decoding += 12 * completions * r.max_tokens  # tokens, probabilities, rows
-  tokens = p.rows_per_micro * p.row_length
-  chunk = min(max(p.logit_chunk // shards, p.rows_per_micro), tokens)
-  update = weights + item * tokens * model.layers * model.embed
-  update += 4 * chunk * model.vocab / model_shards
-  state = {"weights and optimizer": 3 * weights}
-  if update > decoding:
-    return state | {"an update": update}
-  return state | {"decoding": decoding}
+    return
+  index = jax.process_index()
+  devices = [x for x in mesh.devices.flat if x.process_index == index]
+  available = _available(devices)
+  # Prompts have not been read yet: the longest that the options allow.
+  longest = config.pack.row_length - config.rollout.max_tokens + 1
+  longest = max(1, min(config.data.max_prompt_tokens, longest))
+  platform = mesh.devices.flat[0].platform
+  workload = Workload(config, model, mesh, platform, longest)
+  stages = estimate(workload)
+  sums = {name: sum(parts.values()) for name, parts in stages.items()}
+  if max(sums.values()) > _MARGIN * available:
+    message = shortage(workload, sums, available)
+    raise UserError(f"not enough memory: {message.replace(chr(10), '; ')}")
 
 
-def _numpy(dtype: str) -> str:
-  return "float16" if dtype == "bfloat16" else dtype  # of the same size
+def gib(size: float) -> str:
+  return f"{size / 2**30:,.2f}"
 
 
-def _available(devices: list[jax.Device]) -> tuple[float | None, str]:
-  """Bytes that each device has, and where; None where nobody says."""
-  if not devices:
-    return None, ""
-  if devices[0].platform != "cpu":
-    stats = devices[0].memory_stats() or {}
-    return stats.get("bytes_limit"), f"on a {devices[0].device_kind}"
-  free = _free_memory()
-  # Simulated devices share what there is.
-  return free and free / len(devices), (
-    f"free for each of {len(devices)} CPU devices"
-    if len(devices) > 1
-    else "of memory free"
-  )
+def _available(devices: list[jax.Device]) -> float:
+  """Bytes that each device of this process can use; infinite if unknown."""
+  if devices and devices[0].platform == "cpu":
+    return free_memory() / len(devices)  # which they share
+  stats = (devices[0].memory_stats() if devices else None) or {}
+  return stats.get("bytes_limit", math.inf)
 
 
-def _free_memory() -> float | None:
-  """Bytes that this machine can still give, swap included."""
+def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
+  """Bytes that this process can still allocate; infinite if unknown.
+
+  Args:
+    root: directory that holds proc and sys.
+  """
   try:
-    with open("/proc/meminfo", encoding="ascii") as file:
-      lines = dict(line.split(":") for line in file)
-    free = sum(int(lines[x].split()[0]) for x in ("MemAvailable", "SwapFree"))
-    return 1024 * free
-  except (OSError, LookupError, ValueError):  # not Linux
-    try:
-      pages = os.sysconf("SC_PHYS_PAGES")
-      return float(pages * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError, AttributeError):
-      return None
+    text = (root / "proc/meminfo").read_text("ascii")
+  except OSError:  # not Linux
+    return math.inf
+  sizes = dict(re.findall(r"^(MemAvailable|SwapFree): +(\d+)", text, re.M))
+  if "MemAvailable" not in sizes:
+    return math.inf
+  free = 1024.0 * sum(map(int, sizes.values()))
+  return min([free, *_left_in_control_groups(root)])
+
+
+def _left_in_control_groups(root: pathlib.Path) -> Iterator[float]:
+  """Bytes left in each control group (v1 or v2) that limits this process."""
+  try:
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
+  except OSError:
+    return
+  for line in lines:
+    _, controllers, path = line.split(":", 2)
+    top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+    if "memory" in controllers.split(","):
+      top /= "memory"
+      names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group = top / path.lstrip("/")
+    for folder in (group, *group.parents):
+      try:
+        limit, used = ((folder / name).read_text().strip() for name in names)
+        stat = (folder / "memory.stat").read_text()
+      except OSError:  # not here, or without a limit
+        continue
+      # The kernel drops cached files before it denies memory.
+      cached = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
+      if limit.isdigit():
+        yield int(limit) - int(used) + max(map(int, cached), default=0)

@@ -40,8 +40,8 @@ def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
   if config.sft.needs_solutions and not any(train_set.solutions):
     raise UserError(
       f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
-      "has a solution to imitate: name the column with "
-      "config.data.solution_key, or set config.sft.steps to 0"
+      "has a solution to imitate: add a column 'solution', or set "
+      "config.sft.steps to 0"
     )
 
 

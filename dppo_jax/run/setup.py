@@ -12,6 +12,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
 from dppo_jax.config.options import default_args
+from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
 from dppo_jax.models import attention, hf, transformer
 from dppo_jax.rng import Stage, rng_at
@@ -166,9 +167,7 @@ def setup_run(
   preflight.check_ids(model, stop_ids, [x for x in problem_sets if x])
   if train_set and config.sft.needs_solutions:
     # For what it refuses: here it costs seconds, and later a start.
-    from dppo_jax.step import sft
-
-    sft.tokenize_solutions(
+    data.problems.tokenize_solutions(
       train_set, tokenizer, stop_ids[0], config.pack.row_length
     )
   shardings = transformer.shardings(model, mesh)
@@ -238,21 +237,14 @@ def model_path(options: configs.Model) -> str:
 def make_tokenizer(config: configs.Config, path: str) -> data.Tokenizer:
   """The tokenizer of the checkpoint in `path`; of arithmetic where empty."""
   if not path:
-    for name in ("system", "instruction", "template_args"):
-      if value := getattr(config.data, name):
-        raise ValueError(
-          f"config.data.{name} is {value!r} but the arithmetic tokenizer, "
-          "which is used without config.model.path, takes the problem alone"
-        )
+    if config.data.template_args:
+      raise UserError(
+        f"config.data.template_args is {config.data.template_args} but the "
+        "arithmetic tokenizer, used without config.model.path, has no chat "
+        "template"
+      )
     return data.CharacterTokenizer()
-  tokenizer = data.PretrainedTokenizer(
-    path,
-    system=config.data.system,
-    instruction=config.data.instruction,
-    template_args=config.data.template_args,
-  )
-  tokenizer.check_template()
-  return tokenizer
+  return data.PretrainedTokenizer(path, config.data.template_args)
 
 
 def describe_model(
@@ -282,24 +274,19 @@ def _problems(
 ) -> tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]:
   d = config.data
   if trains and not d.train:
-    raise ValueError("config.data.train is empty: name a source to train on")
+    raise UserError("config.data.train is empty: set a source to train on")
   train_set, eval_sets = data.load(
     tokenizer,
     config.seed,
-    train=d.train if trains else "",
+    train=d.train,
     eval=d.eval,
     train_limit=d.train_limit,
     eval_limit=d.eval_limit,
-    columns=data.Columns(
-      d.problem_key,
-      d.answer_key,
-      d.id_key,
-      d.solution_key if config.sft.needs_solutions else "",
-    ),
+    problem_key=d.problem_key,
+    answer_key=d.answer_key,
     max_prompt_tokens=d.max_prompt_tokens,
-    num_arithmetic=d.num_arithmetic,
-    max_operations=d.max_operations,
     template=d.template,
+    trains=trains,
   )
   if train_set:
     preflight.check_train_set(config, train_set)

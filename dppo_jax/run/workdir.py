@@ -16,9 +16,10 @@ from typing import Any
 
 from dppo_jax import config as configs
 from dppo_jax import data, rewards
+from dppo_jax.analysis import jsonl
 from dppo_jax.config.options import flatten, walk
 from dppo_jax.errors import UserError
-from dppo_jax.metrics import jsonl, report
+from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, distributed
 
 PRINTS = "fingerprints"  # key in config.json, next to the options

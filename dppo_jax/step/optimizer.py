@@ -2,6 +2,8 @@
 
 import optax
 
+from dppo_jax.errors import UserError
+
 
 def make_schedule(
   learning_rate: float,
@@ -9,14 +11,14 @@ def make_schedule(
   schedule: str = "constant",
   warmup_steps: int = 0,
 ) -> optax.Schedule:
-  """The learning rate of an update, from the number of those before it.
+  """Returns the learning rate as a function of the number of earlier updates.
 
   Args:
-    total_steps: updates in all, of which the schedule is made.
-    schedule: after the warm-up: constant, linear or cosine.
-    warmup_steps: updates from 0 to `learning_rate`, in a straight line.
+    total_steps: length of the schedule, in updates.
+    schedule: constant, linear or cosine, after the warm-up.
+    warmup_steps: updates of a linear warm-up from 0 to `learning_rate`.
   Raises:
-    ValueError: for a schedule that is not constant, linear or cosine.
+    UserError: for an unknown schedule.
   """
   rest = max(1, total_steps - warmup_steps)
   schedules = {
@@ -25,7 +27,7 @@ def make_schedule(
     "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
   }
   if schedule not in schedules:
-    raise ValueError(
+    raise UserError(
       f"config.optimizer.schedule is {schedule!r} but must be one of "
       f"{', '.join(schedules)}"
     )
@@ -36,6 +38,13 @@ def make_schedule(
     )
     rate = optax.join_schedules([warmup, rate], [warmup_steps])
   return rate
+
+
+def last_learning_rate(
+  schedule: optax.Schedule, num_updates: int, num_skipped: float
+) -> float:
+  """Returns the rate of the last of `num_updates`, skipped ones not counted."""
+  return float(schedule(max(num_updates - int(num_skipped) - 1, 0)))
 
 
 def make_optimizer(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dppo_jax import sharding
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.data import problems as data
@@ -59,7 +58,7 @@ def run(
   optimizer = make_optimizer(
     learning_rate, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
-  tokens, lengths = tokenize_solutions(
+  tokens, lengths = data.tokenize_solutions(
     problems, tokenizer, stop_id, spec.row_length
   )
   data_key = rng_at(root_key, 0, Stage.DATA).key
@@ -160,41 +159,3 @@ def sft_step(
     config=config,
     optimizer=optimizer,
   )
-
-
-def tokenize_solutions(
-  problems: data.ProblemSet, tokenizer: Tokenizer, stop_id: int, row_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Tokens `[2, M, T]` and lengths `[2, M]` of worked and direct solutions.
-
-  A direct solution is the boxed answer. It stands in for a worked one that a
-  problem lacks.
-
-  Raises:
-    ValueError: where one and the longest prompt take more than `row_length`.
-  """
-  worked = [
-    solution or answer
-    for solution, answer in zip(
-      problems.solutions, problems.direct_solutions, strict=True
-    )
-  ]
-  ids = [
-    [[*tokenizer.encode(text), stop_id] for text in texts]
-    for texts in (worked, problems.direct_solutions)
-  ]
-  lengths = np.array([[len(row) for row in rows] for rows in ids], np.int32)
-  width = sharding.round_up(int(lengths.max()), 8)
-  longest = problems.tokens.shape[1] + width - 1
-  if longest > row_length:
-    name = problems.names[int(lengths.max(axis=0).argmax())]
-    raise ValueError(
-      f"a prompt and its solution may take {longest} tokens, of which "
-      f"{lengths.max()} are the solution of {name}, but a row holds "
-      f"{row_length}: raise config.pack.row_length"
-    )
-  tokens = np.zeros((*lengths.shape, width), np.int32)
-  for kind, rows in enumerate(ids):
-    for i, row in enumerate(rows):
-      tokens[kind, i, : len(row)] = row
-  return tokens, lengths

@@ -22,9 +22,9 @@ from dppo_jax.run.setup import Run
 from dppo_jax.step import grade, programs
 from dppo_jax.step.clock import StageClock
 from dppo_jax.step.collect import Collector, Experience
-from dppo_jax.step.optimizer import make_schedule
-from dppo_jax.step.tokens import ScoreInfo
+from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 from dppo_jax.step.select import SelectInfo
+from dppo_jax.step.tokens import ScoreInfo
 from dppo_jax.step.update import UpdateInfo
 
 
@@ -120,7 +120,7 @@ class TrainStep:
     self._tracker = CostTracker(run.packing.rows_per_micro)
     self._clock, self._costs = StageClock(), None
     o = run.config.optimizer
-    self._learning_rate = make_schedule(
+    self._schedule = make_schedule(
       o.learning_rate, run.num_updates, o.schedule, o.warmup_steps
     )
 
@@ -191,7 +191,6 @@ class TrainStep:
       self._track(batch, info, seconds)
     options = self._run.config
     num_updates = int(state.step) * options.objective.num_updates
-    applied = max(num_updates - int(info.num_skipped) - 1, 0)
     return state, StepInfo(
       experience=batch.experience,
       select=batch.info,
@@ -199,7 +198,9 @@ class TrainStep:
       update=info,
       summary=jax.device_get(batch.summary),
       costs=self._costs,
-      learning_rate=float(self._learning_rate(applied)),
+      learning_rate=last_learning_rate(
+        self._schedule, num_updates, info.num_skipped
+      ),
       is_clipped=bool(info.grad_norm >= options.optimizer.clip_norm),
       noise=noise,
       seconds=seconds,

@@ -19,8 +19,7 @@ import sys
 import jax
 from matplotlib import figure as figures
 
-from dppo_jax.analysis import runs
-from dppo_jax.metrics import jsonl
+from dppo_jax.analysis import jsonl, runs
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -29,7 +29,7 @@ import rollouts
 import seconds
 import tokens
 
-from dppo_jax.metrics import jsonl
+from dppo_jax.analysis import jsonl
 
 HERE = pathlib.Path(__file__).parent
 RINGS = HERE.parent / "03_comparison"

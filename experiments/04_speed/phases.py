@@ -6,6 +6,7 @@ import functools
 import time
 from typing import Any, NamedTuple
 
+import flops as flops_of
 import jax
 import jax.numpy as jnp
 import machine
@@ -16,7 +17,6 @@ from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.models import transformer
-from dppo_jax.planning import flops as flops_of
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import compiler, select, update

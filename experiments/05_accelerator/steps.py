@@ -14,9 +14,10 @@ import work as works
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.planning import architectures, assumed, memory_estimate
+from dppo_jax.planning import assumed
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
+from dppo_jax.run import memory
 
 
 def phase_rows(model: str) -> Iterator[dict[str, Any]]:
@@ -108,7 +109,7 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
 
   Nothing for a model that no hub has.
   """
-  hub = [x for x in architectures.KNOWN if x.lower().endswith(model)]
+  hub = [x for x in assumed.known_models() if x.lower().endswith(model)]
   if not hub:
     return {}
   config = configs.Config()
@@ -126,7 +127,7 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
   config.pack.logit_chunk = work.logit_chunk
   platform = jax.devices()[0].platform
   run = assumed.assumed_run(config, sharding.make_mesh(), platform)
-  return memory_estimate.moments(run)["update"]
+  return memory.estimate(assumed.workload(run))["update"]
 
 
 def _work(model: str) -> works.Work:

@@ -1,11 +1,11 @@
-"""Compiles shipped configs for TPU slices that are not there.
+"""Compiles shipped configs for TPU slices without a TPU.
 
   pip install -e '.[tpu]'
   python experiments/08_plan/run.py [CASE ...]
 
-A line of results.jsonl for each stage, as soon as it is compiled; a stage that
-has its line is not compiled again. `--table` only prints the table. On two
-cores a config takes some ten minutes, most of them for the sampler.
+Appends a line to results.jsonl for each stage as soon as it is compiled; stages
+that have a line are not compiled again. `--table` only prints the table. On two
+cores a config takes about ten minutes, most of them for the rollout.
 """
 
 import argparse
@@ -20,18 +20,17 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
-from dppo_jax import sharding
-from dppo_jax.metrics import logs, progress, tables
-from dppo_jax.models import transformer
-from dppo_jax.planning import assumed, memory_estimate, topology, traffic
-from dppo_jax.planning import hardware as hardwares
-from dppo_jax.rollout import decode, generate
+from dppo_jax import plan, sharding
+from dppo_jax.analysis import tables
+from dppo_jax.metrics import progress
+from dppo_jax.planning import assumed, topology
+from dppo_jax.run import compile_cache, memory
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 GIB = 2**30
 
-# The evaluation's sampler is that of training; what is left takes seconds.
+# Evaluation uses the rollout of training; other stages take seconds.
 STAGES = ("to_inference_params", "update", "select", "roll_out")
 
 
@@ -39,7 +38,7 @@ class Case(NamedTuple):
   """A config on a topology.
 
   Attributes:
-    options: that differ from the config's, by name.
+    options: values that differ from the config's, by name.
   """
 
   config: str
@@ -68,28 +67,21 @@ def main() -> None:
   parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
   parser.add_argument("--table", action="store_true")
   parser.add_argument("--stages", default=",".join(STAGES))
-  parser.add_argument(
-    "--lean",
-    action="store_true",
-    help="programs that compile in a third of the time: see lean()",
-  )
   flags = parser.parse_args()
-  if flags.lean:
-    lean()
   for name in flags.cases or CASES if not flags.table else ():
     done = {(row["case"], row["stage"]) for row in rows()}
     missing = [x for x in flags.stages.split(",") if (name, x) not in done]
     if missing:
-      run(name, missing, flags.lean)
+      run(name, missing)
   text = "\n\n".join(
     [
-      "# Compiled for TPUs that are not there",
-      "GiB of a device at the stage's largest moment, what else is in memory "
-      "included; seconds with the machine's other work. The evaluation's "
-      "sampler is training's.",
+      "# Compiled for TPUs without a TPU",
+      "GiB on each device at the stage's largest moment, other memory in use "
+      "included; seconds on a busy machine. Evaluation uses the rollout of "
+      "training. Rows marked lean were compiled with one layer in an iteration "
+      "of the update and one number of decode slots.",
       table(),
-      "## Sums and compiler",
-      "Bytes received by a device; in the update, in one micro-batch.",
+      "## Estimate and compiler",
       agreement(),
     ]
   )
@@ -97,45 +89,21 @@ def main() -> None:
   print(text)
 
 
-def lean() -> None:
-  """Compiles less of the same: for machines that have not the time.
-
-  A scan over layers has one in each iteration of the update, not four, and the
-  decode loop one number of slots. Memory is the same but for the cache of the
-  second number of slots, which is added by sums.
-  """
-  transformer._UNROLL = 1
-  every = decode.slot_schedule
-  generate.slot_schedule = lambda *rest: every(*rest)[:1]
-
-
-def run(name: str, stages: list[str], is_lean: bool = False) -> None:
-  """Compiles the stages of a case, each in its line."""
-  logs.quiet_libraries()
+def run(name: str, stages: list[str]) -> None:
+  """Compiles the stages of a case; each appends its line."""
+  compile_cache.quiet_libraries()
   case = CASES[name]
-  config = load(case.config)
-  for option, value in case.options.items():
-    section, _, field = option.partition(".")
-    setattr(getattr(config, section), field, value)
-  hardware = hardwares.parse(case.topology)
+  config = configured(case)
+  hardware = topology.parse(case.topology)
   m = config.mesh
   devices = topology.devices(hardware)
   mesh = sharding.make_mesh(m.data, m.model, m.replicas, devices=devices)
   planned = assumed.assumed_run(config, mesh, "tpu")
-  added = {}
-  if is_lean:
-    parts = memory_estimate.moments(planned)["roll_out"]
-    added["roll_out"] = parts["cache, next stage"]
-  by_sums = {
-    x: sum(p.values()) for x, p in memory_estimate.moments(planned).items()
-  }
-  formula = {
-    "to_inference_params": traffic.weights_of_rollout(planned),
-    "update": sum(traffic.micro_batch(planned).values()),
-  }
+  workload = assumed.workload(planned)
   with progress.Progress() as bar, bar.task(name) as task:
     start = time.process_time()
     for stage in topology.compile_stages(planned, task, stages):
+      resident = plan.resident(workload, stage.name)
       row = {
         "case": name,
         "stage": stage.name,
@@ -145,10 +113,7 @@ def run(name: str, stages: list[str], is_lean: bool = False) -> None:
         "device": devices[0].device_kind,
         "mesh": sharding.describe(mesh),
         "usable": hardware.memory,
-        "is_lean": is_lean and stage.name in ("roll_out", "update"),
-        "total": stage.total + added.get(stage.name, 0.0),
-        "by_sums": by_sums.get(stage.name),
-        "received_by_formula": formula.get(stage.name),
+        "total": stage.held + stage.temporary + resident,
         "cpu_seconds": time.process_time() - start,
         **stage._asdict(),
         "collectives": [x._asdict() for x in stage.collectives],
@@ -159,12 +124,16 @@ def run(name: str, stages: list[str], is_lean: bool = False) -> None:
       start = time.process_time()
 
 
-def load(name: str) -> configs.Config:
-  path = HERE.parents[1] / "configs" / f"{name}.py"
-  spec = importlib.util.spec_from_file_location(name, path)
+def configured(case: Case) -> configs.Config:
+  path = HERE.parents[1] / "configs" / f"{case.config}.py"
+  spec = importlib.util.spec_from_file_location(case.config, path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  return module.get_config()
+  config = module.get_config()
+  for option, value in case.options.items():
+    section, _, field = option.partition(".")
+    setattr(getattr(config, section), field, value)
+  return config
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -173,7 +142,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def table() -> str:
-  """A line for each case."""
+  """One line per case."""
   found: dict[str, list[dict[str, Any]]] = {}
   for row in rows():
     found.setdefault(row["case"], []).append(row)
@@ -207,29 +176,22 @@ def table() -> str:
 
 
 def agreement() -> str:
-  """Our sums beside the compiler's figures, by stage."""
+  """The estimate of today and the compiler's figure, by stage."""
   lines = []
   for row in rows():
-    received = sum(x["bytes"] for x in row["collectives"] if x["depth"] <= 1)
-    formula = row["received_by_formula"]
-    if not row["by_sums"] or row["error"]:
+    if row["stage"] not in ("roll_out", "update") or row["error"]:
       continue
-    lines.append(
-      [
-        row["case"],
-        row["topology"],
-        row["mesh"],
-        row["stage"],
-        f"{row['by_sums'] / GIB:.2f}",
-        f"{row['total'] / GIB:.2f}",
-        f"{formula / GIB:.2f}" if formula else "",
-        f"{received / GIB:.2f}" if formula else "",
-        ", ".join(f"{n} {k}" for k, n in row["kernels"].items()),
-      ]
-    )
-  head = ["case", "topology", "mesh", "stage", "GiB by sums", "GiB compiled"]
-  head += ["GiB received by sums", "compiled", "Pallas kernels"]
-  return tables.markdown(head, lines)
+    config = configured(Case(row["config"], row["topology"], row["options"]))
+    num = topology.parse(row["topology"]).num
+    mesh = assumed.abstract_mesh(config.mesh, num)
+    workload = assumed.workload(assumed.assumed_run(config, mesh, "tpu"))
+    estimated = sum(memory.estimate(workload)[row["stage"]].values())
+    case = [row["case"], row["topology"], row["mesh"], row["stage"]]
+    sizes = [f"{x / GIB:.2f}" for x in (estimated, row["total"])]
+    kernels = ", ".join(f"{n} {k}" for k, n in row["kernels"].items())
+    lines.append([*case, *sizes, kernels])
+  head = ["case", "topology", "mesh", "stage", "GiB estimated", "GiB compiled"]
+  return tables.markdown([*head, "Pallas kernels"], lines)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 
 import tasks
 
-from dppo_jax.metrics import jsonl
+from dppo_jax.analysis import jsonl
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]

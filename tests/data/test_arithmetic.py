@@ -1,4 +1,4 @@
-"""The default task: right answers, a fair mix, the same every time."""
+"""The default task: correct answers, an even mix, reproducible."""
 
 import re
 
@@ -8,46 +8,47 @@ import pytest
 
 from dppo_jax import data
 from dppo_jax.data import CharacterTokenizer, arithmetic
+from dppo_jax.errors import UserError
 
 
-def test_every_number_of_a_class_is_another_problem():
+def test_distinct_numbers_are_distinct_problems():
   for operations, size in ((1, 272), (2, 4624)):
     count = sum((272, 4624)[:operations])
-    made = arithmetic.make(0, count, operations)
-    texts = {p.problem for p in made}
+    texts = {p.problem for p in arithmetic.make(0, count, operations)}
     assert len(texts) == count
     assert sum(len(re.findall("[+-]", t)) == operations for t in texts) == size
 
 
 def test_answers_and_work_are_right_and_stay_in_range():
-  for made in arithmetic.make(3, 3000, 6):
-    *steps, last = made.solution.split(";")
-    operands = re.split(r"[+-]", made.problem.removesuffix("="))
-    signs = re.findall(r"[+-]", made.problem)
+  for row in arithmetic.make(3, 3000, 6):
+    *steps, last = row.solution.split(";")
+    operands = re.split(r"[+-]", row.problem.removesuffix("="))
+    signs = re.findall(r"[+-]", row.problem)
     value = int(operands[0])
     for sign, operand, step in zip(signs, operands[1:], steps, strict=True):
       result = value + int(operand) if sign == "+" else value - int(operand)
       assert step == f"{value}{sign}{operand}={result}"
       assert {value, result, int(operand)} <= set(range(16))
       value = result
-    assert made.answer == str(value)
-    assert last == arithmetic.boxed(made.answer) == f"\\boxed{{{value}}}"
+    assert row.answer == str(value)
+    assert last == arithmetic.boxed(row.answer) == f"\\boxed{{{value}}}"
 
 
-def test_numbers_of_operations_share_alike_until_one_runs_out():
-  def mix(made):
-    return np.bincount([len(re.findall("[+-]", p.problem)) for p in made])
+def test_classes_are_equally_frequent_until_one_is_used_up():
+  def mix(rows):
+    return np.bincount([len(re.findall("[+-]", p.problem)) for p in rows])
 
   assert mix(arithmetic.make(0, 602, 6)).tolist() == [0, *[100] * 4, 101, 101]
-  made = arithmetic.make(0, 4096, 6)
-  assert mix(made).tolist() == [0, 272, 764, 765, 765, 765, 765]
-  train, eval_set = arithmetic.split(made)
-  np.testing.assert_allclose(mix(eval_set), mix(made) / 8, atol=1)
-  assert mix(train).sum() == 3584
-  np.testing.assert_allclose(mix(eval_set[:64]), mix(made) / 64, atol=1)
+  rows = arithmetic.make(0, 4096, 6)
+  assert mix(rows).tolist() == [0, 272, 764, 765, 765, 765, 765]
+  train = arithmetic.read("arithmetic", 0, held_out=False)
+  held_out = arithmetic.read("arithmetic", 0, held_out=True)
+  np.testing.assert_allclose(mix(held_out), mix(rows) / 8, atol=1)
+  np.testing.assert_allclose(mix(held_out[:64]), mix(rows) / 64, atol=1)
+  assert held_out + train == rows and len(train) == 3584
 
 
-def test_train_and_eval_set_problems_are_disjoint():
+def test_train_and_eval_sets_are_disjoint():
   train, eval_sets = data.load(CharacterTokenizer(), 0, **ARITHMETIC)
   eval_set = eval_sets["arithmetic"]
   assert (len(train), len(eval_set)) == (350, 50)
@@ -55,6 +56,25 @@ def test_train_and_eval_set_problems_are_disjoint():
   assert len({*train.names, *eval_set.names}) == 400
   assert eval_set.report.endswith("; 0 also in train")
   assert eval_set.columns["answer"] == eval_set.answers
+
+
+def test_the_eval_set_does_not_depend_on_training_or_limits():
+  tokenizer = CharacterTokenizer()
+  train, expected = data.load(tokenizer, 0, **ARITHMETIC)
+  none, alone = data.load(tokenizer, 0, **ARITHMETIC, trains=False)
+  assert none is None
+  assert alone["arithmetic"].problems == expected["arithmetic"].problems
+  few, some = data.load(
+    tokenizer, 0, **ARITHMETIC, train_limit=10, eval_limit=5
+  )
+  assert few.problems == train.problems[:10]
+  assert some["arithmetic"].problems == expected["arithmetic"].problems[:5]
+
+
+def test_an_eval_source_with_numbers_is_its_own():
+  sources = {"train": "arithmetic:400:4", "eval": "hard=arithmetic:80:6"}
+  _, eval_sets = data.load(CharacterTokenizer(), 0, **sources)
+  assert len(eval_sets["hard"]) == 10
 
 
 def test_the_seed_alone_decides_the_problems():
@@ -65,24 +85,8 @@ def test_the_seed_alone_decides_the_problems():
   assert first == ["2+11-6-5=", "11-10+4+10-4=", "13-4+2+3+0+1="]
 
 
-def test_limits_do_not_move_the_border_between_train_and_eval_set():
-  few = {**ARITHMETIC, "train_limit": 10, "eval_limit": 5}
-  all_train, all_eval = data.load(CharacterTokenizer(), 0, **ARITHMETIC)
-  train, few_eval = data.load(CharacterTokenizer(), 0, **few)
-  assert train.problems == all_train.problems[:10]
-  (few_eval,), (all_eval,) = few_eval.values(), all_eval.values()
-  assert few_eval.problems == all_eval.problems[:5]
-
-
-@pytest.mark.parametrize(
-  ("count", "max_operations", "knob"),
-  [
-    (273, 1, "num_arithmetic"),
-    (1, 1, "num_arithmetic"),
-    (10, 0, "max_operations"),
-    (10, 13, "max_operations"),
-  ],
-)
-def test_impossible_arithmetic_names_the_knob(count, max_operations, knob):
-  with pytest.raises(ValueError, match=rf"config\.data\.{knob} is \d+"):
-    arithmetic.make(0, count, max_operations)
+@pytest.mark.parametrize("numbers", ["273:1", "1:1", "10:0", "10:13"])
+def test_impossible_numbers_name_the_option(numbers):
+  source = f"arithmetic:{numbers}"
+  with pytest.raises(UserError, match=f"config.data.train: {source} has"):
+    arithmetic.read(source, 0, held_out=False)

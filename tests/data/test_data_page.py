@@ -1,13 +1,16 @@
-"""What the data's README tells to write does what it says."""
+"""The examples of the data README do what it says."""
+
+import contextlib
+import io
 
 import commands
 import pages
-from problems import DEFAULTS, read
 import pytest
 from sources import write_jsonl
 
 from dppo_jax.config import options
-from dppo_jax.data import prompts
+from dppo_jax.data import sources
+from dppo_jax.data.problems import make_prompt
 from dppo_jax.run.setup import setup_run
 
 ROWS = [
@@ -24,13 +27,6 @@ def written(tmp_path, monkeypatch):
   for name, text in pages.files(PAGE).items():
     (tmp_path / name).write_text(text)
   return tmp_path
-
-
-def test_examples_are_of_at_most_twenty_lines_of_code():
-  assert len(pages.files(PAGE)) == 3
-  for text in pages.files(PAGE).values():
-    lines = [x for x in text.splitlines() if x.strip()]
-    assert len(lines) <= 20
 
 
 def test_own_data_are_ready_to_train_on(written):
@@ -52,23 +48,33 @@ def test_own_data_are_ready_to_train_on(written):
 
 
 def test_prompts_of_the_example(written):
-  make = lambda name: prompts.template(f"my_prompts.py:{name}")
+  make = lambda name, row: make_prompt(f"my_prompts.py:{name}", "", row)
   row = {"context": None, "question": "1+2=", "problem": "1+2="}
-  assert make("with_context")("", row) == "1+2="
-  row["context"] = "Add."
-  assert make("with_context")("", row) == "Add.\n1+2="
-  talk = make("after_an_example")("", row)
-  assert [m["role"] for m in talk] == ["user", "assistant", "user"]
+  assert make("with_context", row) == "1+2="
+  assert make("with_context", row | {"context": "Add."}) == "Add.\n1+2="
+  messages = make("after_an_example", row)
+  assert [m["role"] for m in messages] == ["user", "assistant", "user"]
   framed = {"problem": "Solve. Answer: $Answer.\n\n1\n\n2\n\nRemember."}
-  assert make("without_frame")("", framed) == "1\n\n2"
+  assert make("without_frame", framed) == "1\n\n2"
 
 
-def test_the_answer_in_the_last_box_is_found(written):
+def test_other_sources_of_the_examples(written):
   solution = r"\boxed{1} or rather \boxed{\frac{1}{2}}"
   record = {"problem": "p", "solution": solution, "type": "x", "idx": 0}
   write_jsonl(written / "minerva_math.jsonl", [record])
-  (found,) = read("my_math.py:minerva", DEFAULTS)
-  assert found.answer == r"\frac{1}{2}"
+  (row,) = sources.read("my_math.py:minerva")
+  assert row.answer == r"\frac{1}{2}"
+  (written / "problems.csv").write_text('problem,answer\n"1,\n2",007\n')
+  (row,) = sources.read("my_csv.py:rows")
+  assert (row.problem, row.answer) == ("1,\n2", "007")
+
+
+def test_the_example_in_python_prints_what_it_says():
+  (text,) = (x for x in pages.blocks(PAGE, "python") if "print" in x)
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    exec(text, {})
+  comments = [x.split("  # ")[1] for x in text.splitlines() if "print" in x]
+  assert output.getvalue().splitlines() == comments
 
 
 def test_a_config_file_may_name_functions_themselves():

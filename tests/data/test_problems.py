@@ -1,16 +1,17 @@
-"""Problem sets: what is left out is counted, and draws can be repeated."""
+"""Problem sets: skipped rows are counted, and draws can be repeated."""
 
 import itertools
 
 import jax
 import numpy as np
-from problems import ARITHMETIC, COLUMNS, ROWS, prepare, row
+from problems import ROWS, prepare, row
 import pytest
 from sources import write_jsonl
 
 from dppo_jax import data
-from dppo_jax.data import CharacterTokenizer, sources
-from dppo_jax.data.problems import _epoch_order
+from dppo_jax.data import CharacterTokenizer
+from dppo_jax.data.problems import _epoch_order, make_prompt, tokenize_solutions
+from dppo_jax.errors import UserError
 
 
 def problem_set(size):
@@ -24,7 +25,10 @@ def epoch(problems, seed, number, num_prompts):
   return np.array([data.draw(problems, key, s, num_prompts).ids for s in steps])
 
 
-def test_rows_left_out_are_counted_and_the_first_of_a_copy_stays():
+# Sets -----------------------------------------------------------------------
+
+
+def test_skipped_rows_are_counted_and_the_first_copy_stays():
   rows = [
     row("a", "1+2=", columns={"level": 5}),
     row("b", " \n", "3"),
@@ -33,8 +37,6 @@ def test_rows_left_out_are_counted_and_the_first_of_a_copy_stays():
     row("a", "3+4=", "7"),
     row("d", "1+2+3+4=", "10"),
     row("e", "5+6+10=", "21", "5+6=11", {"tag": "x"}),
-    row("f")._replace(flaw="rows:8: half"),
-    row("g")._replace(flaw="rows:9: half"),
   ]
   problems = prepare(rows, max_prompt_tokens=7)
   assert problems.names == ("a", "a", "e")
@@ -51,35 +53,12 @@ def test_rows_left_out_are_counted_and_the_first_of_a_copy_stays():
   first = "first prompt (4 tokens, no chat template): '1+2='"
   assert problems.first_prompt == first
   assert problems.report == (
-    "train: 9 read, 3 used (2 without problem or answer, 1 over 7 prompt "
-    "tokens, 1 duplicate ids, 2 unusable, the first: rows:8: half); 1 have an "
-    "id of another problem"
+    "train: 7 read, 3 used; left out: 2 without problem or answer (text or a "
+    "number), 1 with id and problem of an earlier row, 1 over 7 prompt tokens"
   )
 
 
-def test_what_no_tokenizer_takes_is_left_out_and_counted(monkeypatch):
-  """Before it is tokenized, which takes a hundred times as many bytes."""
-  monkeypatch.setattr(data.problems, "MAX_CHARS", 100)
-  seen = []
-  encode = CharacterTokenizer.encode_prompt
-  monkeypatch.setattr(
-    CharacterTokenizer,
-    "encode_prompt",
-    lambda self, prompt: seen.append(prompt) or encode(self, prompt),
-  )
-  talk = ({"role": "system", "content": "1" * 101},)
-  rows = [
-    row("a", "1" * 101),
-    row("b", "1+2=", "3", "x" * 101),
-    row("c", "1+2=", "3")._replace(messages=talk),
-    row("d", "1" * 100),
-  ]
-  problems = prepare(rows, max_prompt_tokens=200)
-  assert problems.names == ("d",) and seen == ["1" * 100]
-  assert ", 3 over 100 characters)" in problems.report
-
-
-def test_prompts_stand_at_the_left_of_a_width_that_8_divides():
+def test_prompts_are_padded_on_the_right_to_a_multiple_of_8():
   problems = prepare([row("a", "1+2="), row("b", "1+2+3+4+5=")])
   assert problems.tokens.shape == (2, 16)
   assert problems.tokens.dtype == problems.lengths.dtype == np.int32
@@ -93,85 +72,133 @@ def test_prompts_stand_at_the_left_of_a_width_that_8_divides():
 
 
 @pytest.mark.parametrize(
-  "rows",
-  [[row(answer="", columns={"q": 1, "a": 2})], [row(problem="")]],
+  ("rows", "columns"),
+  [([], "none"), ([row(answer="", columns={"q": 1, "a": 2})], "q, a")],
 )
-def test_source_without_a_usable_row_gives_counts_and_columns(rows):
-  has = "q, a" if rows[0].columns else "none"
+def test_source_without_a_usable_row_gives_counts_and_columns(rows, columns):
   message = (
-    rf"^a/b\.jsonl: train: {len(rows)} read, 0 used \({len(rows)} with.*; its "
-    rf"columns are {has}: .* config\.data\.answer_key=answer and"
+    rf"^train: {len(rows)} read, 0 used.*; the columns are {columns}: check "
+    r"config\.data\.train, config\.data\.problem_key, "
   )
-  with pytest.raises(ValueError, match=message):
-    prepare(rows, source="a/b.jsonl", columns=COLUMNS)
+  with pytest.raises(UserError, match=message):
+    prepare(rows)
 
 
-def test_a_source_without_rows_says_so():
-  with pytest.raises(
-    ValueError, match=r"a.jsonl has no rows .*config.data.train to"
-  ):
-    prepare([], source="a.jsonl", columns=COLUMNS)
-
-
-def test_problems_also_in_train_are_reported(tmp_path):
-  train = write_jsonl(tmp_path / "train.jsonl", [ROWS[0], ROWS[2]])
-  others = [
-    {"source": str(i), "problem": text, "answer": "1"}
-    for i, text in enumerate(("1 + 2 =", "8-8=", "9-8="))
+def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
+  paths = [write_jsonl(tmp_path / f"{n}.jsonl", ROWS[:n]) for n in (1, 2)]
+  rows = [
+    {"problem": text, "answer": "1"} for text in ("1 + 2 =", "1+" * 20 + "1=")
   ]
-  eval_set = write_jsonl(tmp_path / "eval.jsonl", others)
-  options = {**ARITHMETIC, "train": train, "eval": eval_set}
-  train_set, eval_sets = data.load(CharacterTokenizer(), 0, **options)
-  eval_set = eval_sets["eval"]
-  assert eval_set.report.startswith("eval: 3 read, 3 used (")
-  assert eval_set.report.endswith("; 1 also in train")
-  assert train_set.report.startswith("train: 2 read, 2 used (")
+  paths.append(write_jsonl(tmp_path / "3.jsonl", rows))
+  train = write_jsonl(tmp_path / "train.jsonl", [ROWS[0], ROWS[2]])
+  text = ",".join(f"s{i}={path}" for i, path in enumerate(paths))
+  load = lambda **options: data.load(
+    CharacterTokenizer(), 0, train=train, eval=text, **options
+  )
+  train_set, eval_sets = load(eval_limit=1)
+  assert train_set.report == "train: 2 read, 2 used"
+  assert list(eval_sets) == ["s0", "s1", "s2"]
+  assert {x.tokens.shape for x in eval_sets.values()} == {(1, 8)}
+  report = "eval s2: 1 read, 1 used; 1 also in train"
+  assert eval_sets["s2"].report == report
+  rows[0]["problem"] = "8+9="
+  write_jsonl(tmp_path / "3.jsonl", rows)
+  (tmp_path / "2.jsonl").write_text((tmp_path / "1.jsonl").read_text())
+  none, eval_sets = load(trains=False)
+  assert none is None
+  assert [len(x) for x in eval_sets.values()] == [1, 1, 2]
+  assert {x.tokens.shape[1] for x in eval_sets.values()} == {48}
+  assert eval_sets["s2"].report == "eval s2: 2 read, 2 used"
 
 
-def test_a_file_may_stand_beside_arithmetic(tmp_path):
-  path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:1])
-  options = {**ARITHMETIC, "eval": path}
-  train, eval_sets = data.load(CharacterTokenizer(), 0, **options)
-  assert train.names[0].startswith("arithmetic/") and len(train) == 350
-  assert eval_sets["rows"].names == ("a",)
+def test_solutions_end_with_a_stop_id_and_fit_a_row():
+  tokenizer = CharacterTokenizer()
+  problems = prepare([row(solution="1+2=3"), row("b", "4=", "4")])
+  tokens, lengths = tokenize_solutions(problems, tokenizer, 1, 15)
+  texts = [["1+2=3", r"\boxed{4}"], [r"\boxed{3}", r"\boxed{4}"]]
+  assert tokens.shape == (2, 2, 8)
+  for kind, i in np.ndindex(2, 2):
+    ids = tokens[kind, i, : lengths[kind, i]].tolist()
+    assert ids == [*tokenizer.encode(texts[kind][i]), 1]
+    assert not tokens[kind, i, lengths[kind, i] :].any()
+  with pytest.raises(UserError, match=r"solution of a, .* holds 14: raise"):
+    tokenize_solutions(problems, tokenizer, 1, 14)
+
+
+# Templates ------------------------------------------------------------------
+
+
+def test_without_a_template_a_prompt_is_the_rows_own():
+  assert make_prompt("", "1+2=", {"problem": "x"}) == "1+2="
+  messages = [
+    {"role": "system", "content": ""},
+    {"role": "user", "content": "1+2="},
+  ]
+  assert make_prompt("", messages, {}) == messages
+  assert prepare([row(problem=messages[1:])]).problems == ("1+2=",)
+
+
+def test_text_with_columns_becomes_the_prompt():
+  columns = {"problem": "1+2=", "level": 5, "more": {"unit": "m"}, "none": None}
+  template = "Q: {problem} ({level:03}, {more[unit]}{none}){{}}\nuser: x"
+  assert make_prompt(template, "", columns) == "Q: 1+2= (005, m){}\nuser: x"
+  rows = [
+    row("a", "1+2=", columns={"question": "1+2=", "hint": "3"}),
+    row("b", "3+4=", columns={"question": "3+4="}),
+  ]
+  problems = prepare(rows, template="{problem}{question}{hint}")
+  assert problems.lengths.tolist() == [len("1+2=1+2=3"), len("3+4=3+4=")]
+  assert problems.problems == ("1+2=", "3+4=")
+  assert problems.first_prompt.endswith(": '1+2=1+2=3'")
+
+
+def test_text_that_starts_with_a_role_becomes_messages():
+  template = "system: Be brief.\nuser:1+1=\nassistant: 2\nuser: {problem}\nBox."
+  columns = {"problem": "x\nsystem: {y}"}  # a problem starts no message
+  assert make_prompt(template, "", columns) == [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "x\nsystem: {y}\nBox."},
+  ]
+
+
+def test_a_function_returns_text_or_messages(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "def text(row):\n"
+    "  return row['problem'] + row.pop('x')\n"
+    "def talk(row):\n"
+    "  return [{'role': 'user', 'content': row['x'], 'name': 'me'}]\n"
+  )
+  columns = {"problem": "p", "x": "y"}
+  assert make_prompt(f"{path}:text", "", columns) == "py"
+  assert columns == {"problem": "p", "x": "y"}
+  message = {"role": "user", "content": "y"}
+  assert make_prompt(f"{path}:talk", "", columns) == [message]
+  assert make_prompt(lambda row: row["x"], "", columns) == "y"
 
 
 @pytest.mark.parametrize(
-  ("text", "named"),
+  ("template", "complaint"),
   [
-    ("", {}),
-    ("arithmetic", {"arithmetic": "arithmetic"}),
-    ("a/math500.jsonl.gz", {"math500": "a/math500.jsonl.gz"}),
-    ("tfds:gsm8k:test", {"gsm8k": "tfds:gsm8k:test"}),
-    ("tfds:a/b=c/", {"b_c": "tfds:a/b=c/"}),
-    ("a,b=c.jsonl", {"a_b_c": "a,b=c.jsonl"}),
-    ("m=a.jsonl", {"m": "a.jsonl"}),
-    ("m=a.jsonl, n=tfds:n:t", {"m": "a.jsonl", "n": "tfds:n:t"}),
+    ("Solve it.", "'Solve it.' is neither FILE.py:FUNCTION nor"),
+    ("absent.py:f", "there is no file absent.py"),
+    ("json:absent", "no function 'absent' in json"),
+    ("{quest}", "KeyError: 'quest'; the columns are x, problem"),
+    (r"{problem} \frac{1}{2}", "literal braces are written {{ and }}"),
+    ("{x:d}", "literal braces are written {{ and }}"),
+    (lambda row: " ", "must give text or a list of messages .*, not ' '"),
+    (lambda row: [{"role": "user"}], "must give text or a list .*, not"),
+    (lambda row: row["z"], r"KeyError: 'z' \(.*test_problems.py, line"),
+    ("y{problem}", "character 'y' of 'y1"),  # the tokenizer's
   ],
 )
-def test_sources_to_evaluate_on_have_names(text, named):
-  assert sources.parse_named(text) == named
-
-
-@pytest.mark.parametrize(
-  ("text", "reason"),
-  [("a=x,y", "'y' is not NAME=SOURCE"), ("a=x,a=y", "names 'a' twice")],
-)
-def test_a_source_without_a_name_of_its_own_is_refused(text, reason):
-  with pytest.raises(ValueError, match=f"config.data.eval.*{reason}"):
-    sources.parse_named(text)
-
-
-def test_sets_to_evaluate_on_share_a_width_and_need_no_train_set(tmp_path):
-  paths = [write_jsonl(tmp_path / f"{n}.jsonl", ROWS[:n]) for n in (1, 2)]
-  long = {**ROWS[0], "problem": "1+" * 20 + "1="}
-  paths.append(write_jsonl(tmp_path / "3.jsonl", [long]))
-  text = ",".join(f"s{i}={path}" for i, path in enumerate(paths))
-  options = {**ARITHMETIC, "train": "", "eval": text, "eval_limit": 1}
-  train, eval_sets = data.load(CharacterTokenizer(), 0, **options)
-  assert train is None and list(eval_sets) == ["s0", "s1", "s2"]
-  assert {x.tokens.shape for x in eval_sets.values()} == {(1, 48)}
-  assert eval_sets["s1"].report.startswith("eval s1: 1 read, 1 used")
+def test_a_template_that_cannot_work_is_named(template, complaint):
+  with pytest.raises(UserError, match=complaint) as error:
+    prepare([row("id7", columns={"x": "y"})], template=template)
+  assert str(error.value).startswith("id7: ")
+  assert "\n" not in str(error.value)
 
 
 # Draws ---------------------------------------------------------------------
@@ -187,14 +214,14 @@ def test_no_problem_is_drawn_twice_in_an_epoch(size, num_prompts):
     assert set(ids.ravel().tolist()) <= set(range(size))
 
 
-def test_what_an_epoch_leaves_over_has_its_turn_in_another():
+def test_prompts_left_over_differ_between_epochs():
   problems = problem_set(7)
-  sat_out = [
+  left_over = [
     set(range(7)) - set(epoch(problems, 0, number, 5).ravel().tolist())
     for number in range(8)
   ]
-  assert all(len(ids) == 2 for ids in sat_out)
-  assert not set.intersection(*sat_out)
+  assert all(len(ids) == 2 for ids in left_over)
+  assert not set.intersection(*left_over)
 
 
 def test_order_depends_on_seed_and_epoch():
@@ -204,6 +231,9 @@ def test_order_depends_on_seed_and_epoch():
     for seed, number in itertools.product((0, 1), (0, 1, 2))
   ]
   assert len(set(orders)) == len(orders)
+  # The batch size does not matter.
+  by_four = epoch(problems, 1, 2, 4).ravel().tolist()
+  assert tuple(by_four) == orders[-1]
 
 
 def test_a_draw_does_not_depend_on_the_draws_before_it():
@@ -213,12 +243,6 @@ def test_a_draw_does_not_depend_on_the_draws_before_it():
     _epoch_order.cache_clear()
     resumed = data.draw(problem_set(50), jax.random.key(2), step, 8)
     np.testing.assert_array_equal(resumed.ids, run[step])
-
-
-def test_order_does_not_depend_on_the_batch_size():
-  problems = problem_set(24)
-  by_four = epoch(problems, 0, 1, 4).ravel()
-  np.testing.assert_array_equal(by_four, epoch(problems, 0, 1, 6).ravel())
 
 
 def test_a_batch_holds_the_rows_that_its_ids_name():
@@ -231,7 +255,7 @@ def test_a_batch_holds_the_rows_that_its_ids_name():
 
 
 @pytest.mark.parametrize("num_prompts", [0, 4])
-def test_more_prompts_than_problems_are_refused(num_prompts):
+def test_more_prompts_than_problems_are_rejected(num_prompts):
   limit = rf"{num_prompts} prompts a step are not in 1\.\.3"
   with pytest.raises(ValueError, match=limit):
     data.draw(problem_set(3), jax.random.key(0), 0, num_prompts)

@@ -31,68 +31,54 @@ def test_best_of_right_and_wrong_is_the_closed_form_of_pass_at_k(num, size):
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-def test_the_best_of_one_is_the_mean():
-  values = np.random.default_rng(0).random((5, 7))
-  np.testing.assert_allclose(estimators.best_of(values, 1), values.mean(1))
-
-
-def _winner_by_hand(values, votes, subset) -> float:
-  """What the most frequent answer of a subset is worth."""
-  cast = collections.Counter(votes[i] for i in subset if votes[i] >= 0)
-  if not cast:
+def _expected_winner(values, answers) -> float:
+  """The mean over the tied answers of the mean value of their completions."""
+  counts = collections.Counter(x for x in answers if x is not None)
+  if not counts:
     return 0.0
-  most = max(cast.values())
-  worth = lambda x: np.mean(
-    [v for v, y in zip(values, votes, strict=True) if y == x]
+  most = max(counts.values())
+  pairs = list(zip(values, answers, strict=True))
+  value = lambda x: np.mean([v for v, y in pairs if y == x])
+  return np.mean([value(x) for x, count in counts.items() if count == most])
+
+
+@given(
+  st.lists(
+    st.tuples(
+      st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, *"abc"])
+    ),
+    min_size=1,
+    max_size=8,
   )
-  return np.mean([worth(x) for x, count in cast.items() if count == most])
-
-
-@given(st.lists(st.integers(-1, 3), min_size=1, max_size=8), st.data())
-def test_majority_is_the_mean_over_all_subsets(votes, more):
-  size = more.draw(st.integers(1, len(votes)))
-  kinds = st.lists(
-    st.sampled_from([0.0, 0.5, 1.0]),
-    min_size=len(votes),
-    max_size=len(votes),
-  )
-  values = more.draw(kinds)
-  subsets = itertools.combinations(range(len(votes)), size)
-  expected = np.mean([_winner_by_hand(values, votes, x) for x in subsets])
-  found = estimators.majority(np.array([values]), np.array([votes]), size)
-  np.testing.assert_allclose(found, expected, atol=1e-12)
-
-
-def test_majority_of_all_is_the_plurality_with_fair_ties():
-  values = np.array([[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]])
-  votes = np.array([[0, 0, 1, 2, 3], [0, 0, 1, 1, -1], [0, 0, 1, 1, 1]])
-  found = estimators.majority(values.astype(float), votes, 5)
-  np.testing.assert_allclose(found, [1, 0.5, 0])
-
-
-def test_the_majority_of_one_is_the_mean_where_all_vote():
-  rng = np.random.default_rng(1)
-  votes = rng.integers(0, 3, (6, 5))
-  values = (votes == 0).astype(float)
-  found = estimators.majority(values, votes, 1)
-  np.testing.assert_allclose(found, values.mean(1))
-
-
-def test_a_majority_of_many_stays_finite():
-  votes = np.arange(256)[None] % 32
-  found = estimators.majority((votes == 0).astype(float), votes, 128)
-  np.testing.assert_allclose(found, 1 / 32)
+)
+def test_majority_is_the_plurality_with_fair_ties(pairs):
+  values, answers = zip(*pairs, strict=True)
+  majority = estimators.majority(np.array([values]), [answers])
+  np.testing.assert_allclose(majority, _expected_winner(values, answers))
 
 
 @pytest.mark.parametrize("size", [0, 4])
-def test_a_k_that_was_not_sampled_is_refused(size):
-  values, votes = np.ones((2, 3)), np.zeros((2, 3), int)
-  for found in (
-    lambda: estimators.best_of(values, size),
-    lambda: estimators.majority(values, votes, size),
-  ):
-    with pytest.raises(ValueError, match=rf"k is {size}, not in 1..3"):
-      found()
+def test_a_k_outside_of_the_samples_raises(size):
+  with pytest.raises(ValueError, match=rf"k is {size}, not in 1..3"):
+    estimators.best_of(np.ones((2, 3)), size)
+
+
+def test_every_estimate_is_what_its_name_says():
+  correct = np.array([[1, 1, 0, 0], [0, 0, 0, 1], [1] * 4, [0] * 4])
+  answers = [["0", "0", "1", None], [*"1120"], [*"0000"], [*"1234"]]
+  found = estimators.estimates(correct, answers)
+  assert {name: x.value for name, x in found.items()} == pytest.approx(
+    {
+      "avg@4": 7 / 16,
+      "maj@4": 0.5,
+      "pass@2": (5 / 6 + 1 / 2 + 1) / 4,
+      "pass@4": 0.75,
+    }
+  )
+  for x in found.values():
+    assert 0 <= x.low <= x.value <= x.high <= 1
+  assert "maj@4" not in estimators.estimates(correct, [[None] * 4] * 4)
+  assert list(estimators.estimates(correct[:, :1], [["1"]] * 4)) == ["avg@1"]
 
 
 def _coverage(make, mean, num_samples, runs=2000) -> float:
@@ -124,7 +110,7 @@ def test_intervals_of_means_over_samples_cover(shape, num, least, most):
   assert least <= _coverage(make, a / (a + b), 8) <= most
 
 
-def test_an_interval_knows_what_a_few_problems_cannot_say():
+def test_intervals_have_a_width_even_if_all_values_are_equal():
   none = estimators.interval(np.zeros(30))
   assert none.value == none.low == 0 and 0.10 < none.high < 0.13
   everything = estimators.interval(np.ones(30))
@@ -134,10 +120,3 @@ def test_an_interval_knows_what_a_few_problems_cannot_say():
   assert estimators.interval(np.ones(1)) == (1, 0, 1)
   equal = estimators.interval(np.full(30, 0.5), num_samples=8)
   assert 0.05 < equal.high - equal.low < 0.2
-
-
-@pytest.mark.parametrize(
-  "num, sizes", [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
-)
-def test_sizes_double_up_to_all(num, sizes):
-  assert estimators.sizes(num) == sizes

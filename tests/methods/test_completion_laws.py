@@ -155,7 +155,7 @@ SPOILED = {
   "cppo batch": methods.cppo(0.1, "batch"),
   "d1s batch": methods.d1s(0.1, "batch"),
   "neyman few": methods.neyman(0.5, 0.1, 0.1),
-  "neyman least": methods.neyman(0.5, 0.1, min_prob=1.0, proxy="none"),
+  "neyman least": methods.neyman(0.5, 0.1, min_prob=1.0),
 }
 
 

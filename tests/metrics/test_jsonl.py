@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dppo_jax.metrics import jsonl
+from dppo_jax.analysis import jsonl
+from dppo_jax.errors import UserError
 
 LINES = "".join(
   json.dumps({"step": step, "text": "größer"}, ensure_ascii=False) + "\n"
@@ -15,54 +16,47 @@ LINES = "".join(
 @pytest.mark.parametrize(
   "tail",
   [b'{"step": 3, "te', '{"step": 3, "text": "grö'.encode()[:-1], b"\0" * 99],
+  ids=["in a word", "in a character", "a power cut"],
 )
-def test_a_last_line_cut_short_is_left_out_and_told(tmp_path, tail):
-  """In the middle of a word, of a character, or what a power cut leaves."""
+def test_truncated_last_line_is_removed(tmp_path, tail):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(LINES + tail)
   assert [x["step"] for x in jsonl.read(path)] == [0, 1, 2]
-  (said,) = jsonl.keep_until(path, 2)
-  assert said == f"{path}: a last line, cut short, is left out"
+  (message,) = jsonl.keep_until(path, 2)
+  assert "a truncated last line" in message
   assert path.read_bytes() == LINES
   assert not jsonl.keep_until(path, 2)
 
 
 @pytest.mark.parametrize("middle", [b"\0\0\n", b"{\n", b"[]\n", b"\xff\n"])
-def test_a_damaged_line_in_the_middle_is_named(tmp_path, middle):
+def test_damaged_line_is_named(tmp_path, middle):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(LINES + b"\n" + middle + LINES)
   for act in (jsonl.read, lambda path: jsonl.keep_until(path, 1)):
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 5, is damaged"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 5, is damaged"):
       act(path)
   assert path.read_bytes() == LINES + b"\n" + middle + LINES
-  path.write_bytes(LINES + b"{}\n")
-  with pytest.raises(ValueError, match="has a line without a step"):
-    jsonl.keep_until(path, 1)
 
 
-def test_lines_of_later_steps_are_dropped_and_counted(tmp_path):
+@pytest.mark.parametrize(("step", "left"), [(2, 3), (0, 1), (-1, 0)])
+def test_lines_of_later_steps_are_removed(tmp_path, step, left):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(LINES)
-  (said,) = jsonl.keep_until(path, 0)
-  assert "2 lines of steps after 0 will be written anew" in said
-  assert [x["step"] for x in jsonl.read(path)] == [0]
+  messages = jsonl.keep_until(path, step)
+  assert (f"removed {3 - left} lines" in str(messages)) == (left < 3)
+  assert path.read_bytes() == b"".join(LINES.splitlines(True)[:left])
 
 
-def test_a_run_that_begins_anew_keeps_what_an_earlier_one_wrote(tmp_path):
-  """Where its checkpoints were deleted by hand, say."""
-  path = tmp_path / "metrics.jsonl"
-  for number in (1, 2):
-    path.write_bytes(LINES)
-    (said,) = jsonl.keep_until(path, -1)
-    assert f"2 steps of a run without a checkpoint: it is now {path}" in said
-    kept = tmp_path / f"metrics.jsonl.before-{number}"
-    assert kept.read_bytes() == LINES and path.read_bytes() == b""
-  path.write_bytes(LINES[: LINES.index(b"\n") + 1])  # no step was done
-  jsonl.keep_until(path, -1)
-  assert len(list(tmp_path.iterdir())) == 3
+def test_new_file_is_empty_and_lone_surrogate_survives(tmp_path):
+  path = tmp_path / "samples.jsonl"
+  assert jsonl.keep_until(path, 0) == [] and path.read_bytes() == b""
+  text = '{"step": 0, "text": "\\ud800"}\n{"step": 1}\n'
+  path.write_text(text)
+  jsonl.keep_until(path, 0)
+  assert path.read_text() == text.splitlines(True)[0]
 
 
-def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path, monkeypatch):
+def test_file_that_cannot_be_replaced_is_unchanged(tmp_path, monkeypatch):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(LINES)
 
@@ -70,6 +64,6 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path, monkeypatch):
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(jsonl.os, "fsync", full)
-  with pytest.raises(OSError, match=rf"{path} cannot be written: No space"):
+  with pytest.raises(UserError, match=rf"{path} cannot be written: No space"):
     jsonl.keep_until(path, 0)
   assert [x.read_bytes() for x in tmp_path.iterdir()] == [LINES]

@@ -11,12 +11,14 @@ import safetensors
 from safetensors import numpy as stored
 
 from dppo_jax import sharding
+from dppo_jax.data.tokenizer import find_stop_ids
+from dppo_jax.errors import UserError
 from dppo_jax.models import hf, moe, transformer
 from dppo_jax.models.hf import families
 
 
 def tiny(family="Qwen3ForCausalLM", **changes):
-  """`(params, config)` in which every number is another."""
+  """Returns `(params, config)` in which all numbers differ."""
   known = families.FAMILIES[family]
   fields = {
     "vocab": 32,
@@ -48,7 +50,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture
 def path(tmp_path):
-  """A checkpoint of `tiny()`."""
+  """Writes a checkpoint of `tiny()`."""
   hf.save(tmp_path, *tiny())
   return tmp_path
 
@@ -112,8 +114,8 @@ def weight_files(path):
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_no_file_is_larger_than_it_may_be(tmp_path, is_tied):
-  """Nor a tensor left out or repeated, nor a file of another save left over."""
+def test_no_file_exceeds_its_limit(tmp_path, is_tied):
+  """No tensor is lost or repeated; files of an earlier save are gone."""
   params, config = tiny(is_tied=is_tied)
   hf.save(tmp_path, params, config, shard_bytes=4000)
   count = len(list(tmp_path.glob("model-*.safetensors")))
@@ -143,7 +145,7 @@ def test_no_file_is_larger_than_it_may_be(tmp_path, is_tied):
   assert_equal(hf.load(tmp_path)[0], params)
 
 
-def test_a_disk_that_is_full_is_no_riddle(tmp_path, monkeypatch):
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
   def save_file(*unused):
     raise safetensors.SafetensorError("I/O error: No space left on device")
 
@@ -152,8 +154,8 @@ def test_a_disk_that_is_full_is_no_riddle(tmp_path, monkeypatch):
     hf.save(tmp_path, *tiny())
 
 
-def test_rotary_settings_are_said_in_both_styles(path, tmp_path):
-  """Transformers 4 passes over those of 5, and takes another theta."""
+def test_rotary_settings_are_written_in_both_styles(path, tmp_path):
+  """Transformers 4 ignores those of 5, and would take another theta."""
   params, config = tiny(rope_theta=5e5)
   change_settings(
     path,
@@ -167,7 +169,7 @@ def test_rotary_settings_are_said_in_both_styles(path, tmp_path):
   assert settings["rope_parameters"]["rope_theta"] == 5e5
 
 
-def test_weights_go_where_they_are_told(path):
+def test_weights_have_the_given_shardings(path):
   mesh = sharding.make_mesh(1, min(2, jax.device_count()))
   params, config = tiny()
   where = transformer.shardings(config, mesh)
@@ -182,7 +184,7 @@ def test_dtype_and_remat_are_of_the_computation(path):
   assert_equal(params, tiny()[0])
 
 
-def test_what_the_checkpoint_began_with_comes_along(tmp_path):
+def test_files_of_the_source_are_copied(tmp_path):
   source, out = tmp_path / "source", tmp_path / "out"
   params, config = tiny()
   eos = lambda i: {"eos_token_id": [i]}
@@ -233,153 +235,115 @@ def test_a_tied_file_may_repeat_the_embedding(path):
 def test_a_tied_file_may_not_have_another_head(path):
   embed = np.asarray(tiny()[0]["embed"])
   change_tensors(path, {"lm_head.weight": embed + 1})
-  with pytest.raises(ValueError, match=r"lm_head.weight that differs from"):
-    hf.load(path)
-
-
-def test_a_missing_directory_names_the_options(tmp_path):
-  with pytest.raises(
-    ValueError, match=r"config.model.path .* config.model.hub"
-  ):
-    hf.load(tmp_path / "none")
-
-
-def test_a_missing_config_json_is_named(path):
-  (path / "config.json").unlink()
-  with pytest.raises(ValueError, match=f"there is no {path}/config.json"):
-    hf.load(path)
-
-
-def test_a_directory_of_gguf_files_names_the_remedy(tmp_path):
-  (tmp_path / "model-q4_0.gguf").write_bytes(b"GGUF")
-  remedy = f"{tmp_path} holds GGUF .* config.model.path .*made from"
-  with pytest.raises(ValueError, match=remedy):
-    hf.check(str(tmp_path))
-
-
-def test_what_config_json_lacks_is_named_with_its_directory(path):
-  change_settings(path, hidden_size=...)
-  with pytest.raises(ValueError, match=f"{path}: .* lacks 'hidden_size'"):
-    hf.load(path)
-
-
-def test_a_damaged_config_json_is_named(path):
-  (path / "config.json").write_text("{")
-  with pytest.raises(ValueError, match=r"config.json is not JSON"):
-    hf.load(path)
-
-
-def test_missing_weights_name_what_was_looked_for(path):
-  (path / "model.safetensors").unlink()
-  looked_for = r"neither model.safetensors nor model.safetensors.index.json$"
-  with pytest.raises(ValueError, match=looked_for):
-    hf.load(path)
-
-
-def test_bin_files_must_be_converted(path):
-  (path / "model.safetensors").rename(path / "pytorch_model.bin")
-  with pytest.raises(ValueError, match=r"convert its \*.bin files"):
-    hf.load(path)
-
-
-def test_a_missing_shard_is_named(path):
-  split_in_shards(path)
-  (path / "1.safetensors").unlink()
-  with pytest.raises(ValueError, match=r"lacks 1.safetensors, named by"):
-    hf.load(path)
-
-
-def test_an_index_without_a_map_is_refused(path):
-  split_in_shards(path)
-  (path / "model.safetensors.index.json").write_text("{}")
-  with pytest.raises(ValueError, match=r"index.json lacks 'weight_map'"):
-    hf.load(path)
-
-
-@pytest.mark.parametrize("name", ["norm.weight", "layers.1.mlp.up_proj.weight"])
-def test_a_missing_tensor_is_named(path, name):
-  change_tensors(path, {f"model.{name}": None})
-  with pytest.raises(ValueError, match=f"lacks model.{name}"):
-    hf.load(path)
-
-
-def test_a_few_of_many_missing_tensors_are_named(path):
-  change_settings(path, num_hidden_layers=4)
-  with pytest.raises(ValueError, match=r"lacks model.layers.3.* and 6 more"):
+  with pytest.raises(ValueError, match=r"lm_head.weight differs from"):
     hf.load(path)
 
 
 @pytest.mark.parametrize(
-  "name", ["lm_head.bias", "model.layers.0.self_attn.q_proj.bias"]
+  ("spoil", "message"),
+  [
+    (lambda p: (p / "config.json").unlink(), "config.json does not exist"),
+    (lambda p: (p / "config.json").write_text("{"), "config.json is not JSON"),
+    (lambda p: (p / "config.json").write_text("[]"), "not a JSON object"),
+    (lambda p: change_settings(p, hidden_size=...), "lacks 'hidden_size'"),
+    (lambda p: change_settings(p, num_hidden_layers=4), "and 6 more"),
+    (lambda p: change_settings(p, num_hidden_layers=0), "positive integer"),
+    (lambda p: (p / "model.safetensors").unlink(), "neither"),
+    (lambda p: (p / "model.safetensors").write_text("version"), "git-lfs"),
+    (lambda p: truncate(p / "model.safetensors"), "truncated"),
+    (
+      lambda p: change_tensors(p, {"model.norm.weight": None}),
+      "lacks model.norm.weight",
+    ),
+    (
+      lambda p: change_tensors(p, {"lm_head.bias": np.ones(32, np.float32)}),
+      "has lm_head.bias, unknown",
+    ),
+    (
+      lambda p: change_tensors(p, {"model.norm.weight": np.ones(16, np.int8)}),
+      "in I8",
+    ),
+    (
+      lambda p: change_tensors(
+        p, {"model.norm.weight": np.ones(8, np.float32)}
+      ),
+      r"in shape \(8,\), but the model's is \(16,\)",
+    ),
+    (
+      lambda p: change_tensors(
+        p, {"model.norm.weight": np.full(16, np.nan, np.float32)}
+      ),
+      "model.norm.weight has infinite or NaN values",
+    ),
+  ],
 )
-def test_an_unknown_tensor_is_named(path, name):
-  change_tensors(path, {name: np.ones(32, np.float32)})
-  with pytest.raises(ValueError, match=f"has {name}, unknown"):
+def test_a_damaged_checkpoint_is_rejected(path, spoil, message):
+  spoil(path)
+  with pytest.raises(UserError, match=message) as error:
+    hf.load(path)
+  assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def truncate(file):
+  file.write_bytes(file.read_bytes()[:100])
+
+
+def test_a_missing_directory_names_the_options(tmp_path):
+  with pytest.raises(UserError, match=r"config.model.path .*config.model.hub"):
+    hf.load(tmp_path / "none")
+
+
+def test_a_directory_of_gguf_files_names_the_remedy(tmp_path):
+  (tmp_path / "model-q4_0.gguf").write_bytes(b"GGUF")
+  with pytest.raises(UserError, match=r"GGUF files.*config.model.path"):
+    hf.check(str(tmp_path))
+
+
+def test_files_of_torch_name_the_remedy(path):
+  (path / "model.safetensors").rename(path / "pytorch_model.bin")
+  with pytest.raises(UserError, match=r"\*.bin files with save_pretrained"):
     hf.load(path)
 
 
-def test_a_wrong_shape_is_told_the_right_one(path):
-  name = "model.layers.2.self_attn.o_proj.weight"
-  change_tensors(path, {name: np.ones((32, 16), np.float32)})
-  shapes = r"\(32, 16\), but the model's is \(16, 32\)"
-  with pytest.raises(ValueError, match=f"{name} in shape {shapes}"):
+@pytest.mark.parametrize("name", ["1.safetensors", "../1.safetensors", 3])
+def test_an_index_names_existing_files_of_the_directory(path, name):
+  split_in_shards(path)
+  (path / "1.safetensors").unlink()
+  index = path / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+  with pytest.raises(UserError, match=r"lacks .*, which .*index.json names"):
+    hf.load(path)
+  index.write_text("{}")
+  with pytest.raises(UserError, match=r"index.json has no weight_map"):
     hf.load(path)
 
 
-def test_integer_weights_are_refused(path):
-  change_tensors(path, {"model.norm.weight": np.ones(16, np.int8)})
-  with pytest.raises(ValueError, match=r"model.norm.weight in I8"):
-    hf.load(path)
+@pytest.mark.parametrize("ids", [True, -1, "2", [[1]], {"a": 1}])
+def test_stop_ids_of_a_checkpoint_are_token_ids(tmp_path, ids):
+  file = tmp_path / "generation_config.json"
+  file.write_text(json.dumps({"eos_token_id": ids}))
+  with pytest.raises(ValueError, match=r"eos_token_id .*stop_ids"):
+    find_stop_ids(str(tmp_path), 7)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_named(path, value):
-  weight = np.ones(16, np.float32)
-  weight[3] = value
-  change_tensors(path, {"model.norm.weight": weight})
-  with pytest.raises(ValueError, match=r"model.norm.weight with values that"):
-    hf.load(path)
+def test_params_of_another_model_are_rejected(tmp_path):
+  for params, model, message in (
+    (tiny(), tiny(is_tied=False), "params lacks head"),
+    (tiny(is_tied=False), tiny(), "params has head, unknown"),
+    (tiny(), tiny(embed=8), r"embed in shape \(32, 16\), but"),
+    (*(tiny(has_qkv_bias=True),) * 2, "Qwen3ForCausalLM describes"),
+  ):
+    with pytest.raises(UserError, match=message):
+      hf.save(tmp_path, params[0], model[1])
 
 
-@pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_a_truncated_file_is_named(path, size):
-  file = path / "model.safetensors"
-  file.write_bytes(file.read_bytes()[:size])
-  with pytest.raises(ValueError, match=f"{file} is damaged, cut short"):
-    hf.load(path)
-
-
-def test_a_git_lfs_pointer_is_suspected(path):
-  pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-  (path / "model.safetensors").write_text(pointer)
-  with pytest.raises(ValueError, match=r"git-lfs pointer"):
-    hf.load(path)
-
-
-def test_params_of_another_model_are_refused(tmp_path):
-  params, _ = tiny()
-  _, untied = tiny(is_tied=False)
-  with pytest.raises(ValueError, match=r"params lacks head"):
-    hf.save(tmp_path, params, untied)
-  params, _ = tiny(is_tied=False)
-  with pytest.raises(ValueError, match=r"params has head, unknown"):
-    hf.save(tmp_path, params, tiny()[1])
-  with pytest.raises(ValueError, match=r"embed in shape \(32, 16\), but"):
-    hf.save(tmp_path, tiny()[0], tiny(embed=8)[1])
-
-
-def test_a_model_that_no_config_json_describes_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r"Qwen3ForCausalLM describes"):
-    hf.save(tmp_path, *tiny(has_qkv_bias=True))
-
-
-def test_a_source_of_another_model_is_refused(path, tmp_path):
-  with pytest.raises(ValueError, match=f"{path} describes"):
+def test_a_source_of_another_model_is_rejected(path, tmp_path):
+  with pytest.raises(UserError, match=f"{path} describes"):
     hf.save(tmp_path / "out", *tiny(mlp=32), source=path)
 
 
 def test_the_source_is_not_overwritten(path):
-  with pytest.raises(ValueError, match=r"that training began with"):
+  with pytest.raises(UserError, match=r"is the initial checkpoint"):
     hf.save(path, *tiny(), source=path)
 
 
@@ -388,7 +352,7 @@ def test_files_are_of_three_dtypes(tmp_path):
     hf.save(tmp_path, *tiny(), dtype="float64")
 
 
-def test_what_a_dtype_cannot_hold_is_refused(tmp_path):
+def test_overflow_in_the_dtype_of_a_file_is_rejected(tmp_path):
   params, config = tiny()
   hf.save(tmp_path, params, config, dtype="float16")
   assert hf.stored_dtype(tmp_path) == "float16"

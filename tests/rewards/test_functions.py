@@ -2,12 +2,13 @@
 
 import copy
 import functools
-import pickle
 import sys
 
 import commands
 import pytest
 
+from dppo_jax import user_code
+from dppo_jax.errors import UserError
 from dppo_jax.rewards import Grader, RewardSpec, Verdict, functions, parse
 
 
@@ -29,8 +30,6 @@ def test_ours_say_why():
   assert [x.outcome for x in exact] == ["right", "wrong", "unboxed", "wrong"]
   assert [x.outcome for x in math] == ["right", "right", "unboxed", "unparsed"]
   assert functions.boxed(texts) == [1.0, 1.0, 0.0, 1.0]
-  for same in (copy.copy(exact[0]), pickle.loads(pickle.dumps(exact[0]))):
-    assert (same, same.outcome) == (1.0, "right")
   with pytest.raises(ValueError, match="'good' is not one of"):
     Verdict("good")
 
@@ -57,7 +56,7 @@ def test_python_may_give_functions_themselves():
     here,
     RewardSpec("boxed", "boxed", 2.0),
   )
-  assert functions.load(here.reference)(["ab"]) == [0.5]
+  assert user_code.load(here.reference)(["ab"]) == [0.5]
   assert parse(len)[0].reference == "builtins:len"
 
 
@@ -80,7 +79,7 @@ def test_a_config_file_may_give_a_function_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "given, complaint",
+  "given, message",
   [
     ("maths", "'maths' is none of exact, math, boxed, FILE.py:FUNCTION"),
     ("math:1:2", "'math:1:2' is none of"),
@@ -90,72 +89,60 @@ def test_a_config_file_may_give_a_function_of_its_own(tmp_path):
     ("math:heavy", "the weight 'heavy' is not a finite number"),
     ("a.b:f:nan", "'a.b:f:nan': the weight 'nan' is not"),
     ("no/such.py:f", "there is no file /.*/no/such.py"),
-    ("math,boxed,math:2", "'math' is there twice"),
-    ([], "there is none"),
-    ([len, 3], "cannot import 3: it is not callable"),
-    (lambda completions: [], "a lambda has no name"),
+    ("math,boxed,math:2", "lists a function twice"),
+    ([], "is empty"),
+    ([len, 3], "cannot import 3"),
+    (lambda completions: [], "cannot import .*lambda"),
     (functools.partial(brevity, weight=2), "cannot import functools.partial"),
-    ([(brevity, "x")], "'brevity': the weight 'x'"),
+    ([(brevity, "x")], "the weight 'x'"),
   ],
 )
-def test_bad_items_are_refused_in_one_line(given, complaint):
-  with pytest.raises(ValueError, match=complaint) as error:
+def test_bad_items_are_rejected_in_one_line(given, message):
+  with pytest.raises(UserError, match=message) as error:
     parse(given)
   assert str(error.value).startswith("config.reward.functions: ")
   assert "\n" not in str(error.value)
 
 
-def test_a_function_inside_another_is_refused():
-  def inner(completions):
-    return []
-
-  with pytest.raises(ValueError, match="inside another function; define it at"):
-    parse(inner)
-
-
 @pytest.mark.parametrize(
-  "source, complaint",
+  "source, message",
   [
-    ("def g(): pass", "there is no function 'f' in /.*/mine.py, which has g"),
-    ("f = 3", "is not callable but of type int"),
-    ("async def f(completions): pass", "is async"),
-    (
-      "import no_such_thing",
-      r"ModuleNotFoundError: .*mine.py, line 1\)",
-    ),
+    ("def g(): pass", "there is no function 'f' in /.*/mine.py"),
+    ("f = 3", "there is no function 'f'"),
+    ("import no_such", r"ModuleNotFoundError: .*mine.py, line 1\)"),
     ("x = 1\nraise OSError('a\\nb')", r"cannot be imported: OSError: .*line 2"),
-    ("def f(:", "SyntaxError"),
+    ("def f(:", r"SyntaxError.*mine.py, line 1\)"),
     ("exit(3)", "SystemExit"),
-    ("def f(completions, /): pass", "'completions' by position"),
   ],
 )
-def test_what_cannot_be_imported_is_refused_in_one_line(
-  tmp_path, source, complaint
+def test_an_import_that_fails_is_one_line_with_its_cause(
+  tmp_path, source, message
 ):
   (tmp_path / "mine.py").write_text(source)
   (spec,) = parse(f"{tmp_path}/mine.py:f")
-  with pytest.raises(ValueError, match=complaint) as error:
-    functions.load(spec.reference)
-  assert str(error.value).startswith("config.reward.functions: ")
+  with pytest.raises(UserError, match=message) as error:
+    user_code.load(spec.reference)
   assert "\n" not in str(error.value)
+  assert ("OSError" in message) <= isinstance(error.value.__cause__, OSError)
 
 
 def test_a_file_may_be_called_as_a_module_is(tmp_path):
   (tmp_path / "copy.py").write_text("def f(completions): pass")
-  function = functions.load(f"{tmp_path}/copy.py:f")
+  function = user_code.load(f"{tmp_path}/copy.py:f")
   assert sys.modules["copy"] is copy
   assert sys.modules[function.__module__].f is function
 
 
-def test_a_module_that_does_not_exist_is_refused():
-  with pytest.raises(ValueError, match=r"no_such\.module cannot be imported"):
-    functions.load("no_such.module:f")
+def test_a_module_that_does_not_exist_is_rejected():
+  with pytest.raises(UserError, match=r"no_such\.module cannot be imported"):
+    user_code.load("no_such.module:f")
 
 
-def test_a_signature_says_what_a_function_takes():
+def test_arguments_are_those_of_the_signature():
   def f(completions, *, level, tag="", **rest):
     return []
 
-  named = ["completions", "level", "tag"]
-  assert functions.arguments(f) == (named, named[:2], True)
-  assert functions.arguments(brevity).has_kwargs is False
+  takes = {"completions": True, "level": True, "tag": False}
+  assert functions.arguments(f) == takes | {"**": False}
+  assert functions.select(takes, ["tag", "more"]) == ["tag"]
+  assert functions.select({"**": False}, ["tag", "more"]) == ["tag", "more"]

@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from dppo_jax.rewards import Grader, workers
+from dppo_jax.errors import UserError
+from dppo_jax.rewards import Grader, pool
 from dppo_jax.rewards import grader as graders
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
@@ -51,8 +52,6 @@ def perform(text):
       file.write(str(grandchild.pid))
     os.rename(text[5:] + "~", text[5:])
     time.sleep(1000)
-  if text == "text":
-    return "1.0"
   if text == "list":
     return [1.0]
   if text in ("none", "short") or "boxed" in text:
@@ -153,7 +152,7 @@ def test_ours_add_up_and_start_no_process(monkeypatch):
     "wrong": 1,
     "unboxed": 2,
   }
-  assert [*verdict.values] == ["exact"] and grader.news() == []
+  assert [*verdict.values] == ["exact"] and grader.pop_warnings() == []
 
 
 def test_functions_get_what_their_signatures_name(path):
@@ -171,13 +170,15 @@ def test_functions_get_what_their_signatures_name(path):
   with Grader(",".join(f"{path}:{x}" for x in names), 2, PATIENT) as grader:
     grader.self_check(columns)
     graded = grade(grader, completions, [*"7777"], columns, group_size=2)
-    assert grader.news() == []
-    with pytest.raises(ValueError, match=r"requires 'solution'.* no such col"):
+    assert grader.pop_warnings() == []
+    with pytest.raises(UserError, match=r"requires 'solution'.* no such col"):
       grader.self_check({"level": [1]})
-    with pytest.raises(ValueError, match=r"data column 'photo' holds .*bytes"):
-      grader.self_check(columns | {"photo": [None, b"\xff"]})
-    with pytest.raises(ValueError, match=r"data column 'level' holds .*set"):
-      grade(grader, ["1"], None, columns={"level": [{1}], "solution": ["x"]})
+    odd = {
+      "level": [{1}],
+      "solution": ["x"],
+      "photo": [b"\xff"],
+    }  # sent as text
+    assert faults(grade(grader, ["1"], None, odd)) == {}
   assert {x: v.tolist() for x, v in graded.values.items()} == {
     "environment": [1, 1, 1, 1],
     "shortest": [0, 1, 0, 1],
@@ -203,53 +204,38 @@ def test_rewards_keep_their_order_and_correct_is_clipped(path):
 
 
 @pytest.mark.parametrize(
-  "culprit, fault, complaint",
+  "culprit, fault, message",
   [
     (
       "raise",
       "errors",
-      r"raised ValueError: first \(/.*, line 15\) on the 4 completions",
+      r"raised ValueError: first \(/.*, line 15\) on 4 completions",
     ),
     ("sys.exit", "errors", r"raised SystemExit: 0 \("),
-    ("text", "errors", "a value of type str, not a number"),
-    ("list", "errors", "a value of type list, not a number"),
-    ("short", "errors", "nasty' returned 3 values for 4 completions"),
+    ("list", "errors", "raised TypeError"),
+    ("short", "errors", "returned 3 values for 4 completions"),
     ("os._exit", "crashes", r"ended its process \(exit status 3\)"),
     ("kill", "crashes", r"ended its process \(signal 9\)"),
     pytest.param("memory", "crashes", "filled the memory", marks=needs_linux),
     ("nan", "nonfinite", "returned nan on a completion"),
-    ("-inf", "nonfinite", "returned -inf"),
     ("1e39", "nonfinite", r"returned 1e\+39"),
     ("none", None, None),
     ("stdin", None, None),
   ],
 )
-def test_a_fault_costs_its_own_reward(nasty, culprit, fault, complaint):
-  nasty._news.clear()
+def test_a_fault_costs_its_own_reward(nasty, culprit, fault, message):
+  nasty._warnings.clear()
   graded = grade(nasty, ["1", culprit, "2", "3"], group_size=4)
   assert graded.rewards.tolist() == [1, 0, 2, 3]
   assert faults(graded) == ({fault: 1} if fault else {})
   again = grade(nasty, [culprit, "4"])  # one at a time from the start
   assert again.rewards.tolist() == [0, 4] and faults(again) == faults(graded)
-  news = nasty.news()
-  assert len(news) == bool(fault) and nasty.news() == []
+  warnings = nasty.pop_warnings()
+  assert len(warnings) == bool(fault) and nasty.pop_warnings() == []
   if fault:
-    (line,) = news
+    (line,) = warnings
     assert line.startswith("reward function 'nasty' ") and "\n" not in line
-    assert re.search(complaint, line)
-    assert f" earns 0 from it, counted under reward/{fault}; config" in line
-
-
-def test_a_function_for_chat_messages_is_told_what_it_gets(tmp_path):
-  """In the words of whatever Python it is."""
-  path = tmp_path / "chat.py"
-  path.write_text(
-    "def f(completions): return [x[0]['content'] for x in completions]"
-  )
-  with Grader(f"{path}:f", 1, PATIENT) as grader:
-    graded = grade(grader, ["a", "b"])
-    assert faults(graded) == {"errors": 2}
-    assert "completions are strings here" in grader.news()[0]
+    assert re.search(message, line) and f"counted as reward/{fault};" in line
 
 
 def test_a_hang_costs_its_own_reward(path, tmp_path):
@@ -261,8 +247,8 @@ def test_a_hang_costs_its_own_reward(path, tmp_path):
     assert graded.values["nasty"].tolist() == [7, 0, 0, 0]
     assert graded.rewards.tolist() == [7, 0, 0, 2]
     assert faults(graded) == {"timeouts": 2}
-    (news,) = grader.news()
-    assert "'nasty' gave no answer within 2 s on the 2 completions" in news
+    (warning,) = grader.pop_warnings()
+    assert "'nasty' gave no answer within 2 s on 2 completions" in warning
   if sys.platform == "linux":
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(pid))
@@ -273,7 +259,7 @@ def test_a_fault_may_stop_the_run(path, culprit):
   spec = f"math,{path}:nasty"
   with Grader(spec, 1, PATIENT, on_error="stop") as grader:
     assert grade(grader, ["1", "2"]).values["nasty"].tolist() == [1, 2]
-    with pytest.raises(RuntimeError, match=r"'nasty' .*on_error is 'stop'"):
+    with pytest.raises(UserError, match=r"'nasty' .*on_error is 'stop'"):
       grade(grader, ["1", culprit], group_size=2)
 
 
@@ -288,80 +274,64 @@ def test_a_child_that_died_while_idle_costs_nothing(nasty):
 
 
 @pytest.mark.parametrize(
-  "source, error, complaint",
+  "source, message",
   [
-    ("import no_such_thing", ValueError, "^config.reward.functions: .*no_such"),
-    (
-      "import os, sys; sys.stderr.write('why'); os._exit(3)",
-      RuntimeError,
-      "why",
-    ),
+    ("import no_such_thing", "^config.reward.functions: .*no_such"),
+    ("import os, sys; sys.stderr.write('why'); os._exit(3)", "died .*: why$"),
     (
       "import sys, time; sys.stderr.write('tired'); time.sleep(600)",
-      RuntimeError,
-      r"was not ready in 1 s while it loaded .*mine.py:f; .* said: tired$",
+      r"was not ready in 1 s while it loaded .*mine.py:f .*: tired$",
     ),
   ],
 )
-def test_functions_that_cannot_be_loaded_are_refused(
-  tmp_path, monkeypatch, source, error, complaint
+def test_functions_that_cannot_be_loaded_end_the_start(
+  tmp_path, monkeypatch, source, message
 ):
   if "sleep" in source:
-    monkeypatch.setattr(workers, "START_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "START_SECONDS", 1.0)
   (tmp_path / "mine.py").write_text(source)
   with Grader(f"{tmp_path}/mine.py:f", 1) as grader:
-    with pytest.raises(error, match=complaint):
+    with pytest.raises(UserError, match=message):
       grader.self_check()
     assert grader._workers[0]._process is None
 
 
-def test_a_slow_start_is_tried_once_more(tmp_path, monkeypatch):
-  monkeypatch.setattr(workers, "START_SECONDS", 5.0)
+@pytest.mark.parametrize(
+  "failure, times", [("os._exit(3)", 2), ("time.sleep(600)", 1)]
+)
+def test_a_start_that_fails_is_repeated(tmp_path, monkeypatch, failure, times):
+  if "sleep" in failure:
+    monkeypatch.setattr(pool, "START_SECONDS", 5.0)
   (tmp_path / "mine.py").write_text(
-    "import pathlib, time\n"
-    "path = pathlib.Path(__file__).with_name('seen')\n"
-    "if not path.exists():\n"
-    "  path.touch()\n"
-    "  time.sleep(600)\n"
+    "import os, time\n"
+    "with open(__file__ + '.starts', 'a+') as file:\n"
+    "  file.write('x')\n"
+    "  file.seek(0)\n"
+    f"  is_bad = len(file.read()) <= {times}\n"
+    f"if is_bad: {failure}\n"
     "def f(completions): return [7.0 for _ in completions]\n"
   )
   with Grader(f"{tmp_path}/mine.py:f", 1, PATIENT) as grader:
     assert grade(grader, ["1"]).rewards == [7]
 
 
-@pytest.mark.parametrize("name", ["exact", "math"])
-def test_self_check_names_the_pair_that_fails(name, monkeypatch):
-  pairs = [*graders.KNOWN_PAIRS[name], ("51", "52", True)]
-  monkeypatch.setitem(graders.KNOWN_PAIRS, name, pairs)
-  with Grader(name, 1, PATIENT) as grader:
-    with pytest.raises(RuntimeError, match=r"'52' counts under 'wrong'.*'51'"):
+def test_self_check_names_the_pair_that_fails(monkeypatch):
+  monkeypatch.setattr(graders, "KNOWN_PAIRS", [("51", "52", "right")])
+  with Grader("math", 1, PATIENT) as grader:
+    with pytest.raises(RuntimeError, match=r"'52' is 'wrong' .*'51'"):
       grader.self_check()
 
 
 @pytest.mark.parametrize(
-  "args, complaint",
+  "args",
   [
-    ({"functions": "maths"}, "config.reward.functions: 'maths'"),
-    ({"functions": "math", "num_workers": 0}, "reward.num_workers is 0"),
-    ({"timeout_seconds": 0.0}, r"config.reward.timeout_seconds is 0\.0"),
-    ({"on_error": "ask"}, "config.reward.on_error is 'ask', not one of"),
+    (["p"], ["5"], ["5", "6"]),
+    (["p"], ["5"], ["5"], {"level": []}),
+    (["p"], ["5"], ["5"], {}, 2),
   ],
 )
-def test_arguments_out_of_range_are_refused(args, complaint):
-  with pytest.raises(ValueError, match=complaint):
-    Grader(**{"functions": "exact"} | args)
-
-
-@pytest.mark.parametrize(
-  "args, complaint",
-  [
-    ((["p"], ["5"], ["5", "6"]), "2 answers for 1 completions"),
-    ((["p"], ["5"], ["5"], {"level": []}), "0 level for 1 completions"),
-    ((["p"], ["5"], ["5"], {}, 2), "1 completions are not in groups of 2"),
-  ],
-)
-def test_lengths_must_agree(args, complaint):
-  with Grader("exact") as grader, pytest.raises(ValueError, match=complaint):
+def test_lengths_must_agree(args):
+  with Grader("exact") as grader, pytest.raises(ValueError, match="lengths"):
     grader.grade(*args)
 
 

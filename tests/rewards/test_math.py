@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import pytest
 
 from dppo_jax.rewards import Grader, last_boxed
-from dppo_jax.rewards.math_answers import MAX_ANSWER_CHARS, outcome
-from dppo_jax.rewards.normalize import is_symmetric, normalize
+from dppo_jax.rewards.math_answers import MAX_ANSWER_CHARS
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}")
@@ -197,8 +196,7 @@ def test_votes_count_answers_that_are_one_whichever_comes_first(math):
   assert same == [False] * 8 + [True]
 
 
-def test_a_vote_asks_once_where_the_order_does_not_matter(monkeypatch):
-  """And never twice of the same two answers."""
+def test_a_vote_never_asks_twice_of_the_same_two_answers(monkeypatch):
   with Grader("math", timeout_seconds=60) as grader:
     asked = []
     mark = grader._mark_math
@@ -209,22 +207,9 @@ def test_a_vote_asks_once_where_the_order_does_not_matter(monkeypatch):
 
     monkeypatch.setattr(grader, "_mark_math", count)
     pairs = [("1.5", r"\frac{7}{3}"), (r"\frac{7}{3}", "1.5")] * 3
-    assert not any(grader.same_answers(*zip(*pairs, strict=True)))
-    assert len(asked) == 1
-    assert not any(grader.same_answers(*zip(*pairs[:1], strict=True)))
-    assert len(asked) == 1
-    for pair in (("x", "2"), ("5 m", "6"), ("(1, 2)", "3, 1"), ("x=3", "4")):
-      del asked[:]
-      assert grader.same_answers([pair[0]], [pair[1]]) == [False]
-      assert len(asked) == 2
-
-
-@given(st.sampled_from(EQUAL + UNEQUAL), st.sampled_from(EQUAL + UNEQUAL))
-def test_the_order_does_not_matter_where_it_is_said_not_to(first, second):
-  for pair in (first, (first[0], second[1])):
-    if is_symmetric(*map(normalize, pair)):
-      gold, answer = pair
-      assert outcome(boxed(answer), gold) == outcome(boxed(gold), answer)
+    for _ in range(2):
+      assert not any(grader.same_answers(*zip(*pairs, strict=True)))
+      assert len(asked) == 2  # either answer as the gold one
 
 
 def test_without_math_votes_count_texts():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
+from dppo_jax.errors import UserError
 from dppo_jax.models.attention import blockwise, kernels
 from dppo_jax.models.attention.blockwise import MASKED
 from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
@@ -57,12 +58,12 @@ def choose_backend(
 
   Args:
     name: config.model.attention, one of `CHOICES`.
-    platform: of the mesh's devices: cpu, gpu or tpu.
+    platform: platform of the mesh's devices: cpu, gpu or tpu.
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
     share_prefix: the completions in a row share one copy of their prompt.
   Raises:
-    ValueError: for a kernel of another platform, or one that does not take
+    UserError: for a kernel of another platform, or one that does not support
       such rows.
   """
   fits = row_length % LANES == 0 and (
@@ -73,12 +74,12 @@ def choose_backend(
   if name in ("auto", "xla"):
     return "xla_by_row" if platform == "cpu" else "xla"
   if platform != KERNELS[name]:
-    raise ValueError(
+    raise UserError(
       f"config.model.attention is {name!r}, which is for a "
       f"{KERNELS[name]}, but JAX runs on a {platform}: set it to auto"
     )
   if not fits:
-    raise ValueError(
+    raise UserError(
       f"config.model.attention is {name!r}, which takes rows of a multiple of "
       f"{LANES} tokens and at most {MAX_BRANCHES} completions that share a "
       f"prompt, but config.pack.row_length is {row_length} and "
@@ -136,7 +137,7 @@ def attend_prompts(
   """Causal attention where each row is one sequence with padding after it.
 
   Output at or beyond a row's length means nothing. Rows may be of any length:
-  those of a kernel are padded to whole blocks.
+  for a kernel they are padded to full blocks.
 
   Args:
     lengths: tokens of each sequence.

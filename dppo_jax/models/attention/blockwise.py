@@ -16,24 +16,22 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 
-__all__ = ["BLOCK", "MASKED", "attention"]
-
 MASKED = -1e30  # finite: the softmax of a wholly masked block is no NaN
 BLOCK = 64  # tokens; smaller blocks skip more, larger ones launch less
 
 
 class _Blocks(NamedTuple):
-  """Which blocks see which: `N` blocks of `c` tokens, each of `R` rows.
+  """Pairs of blocks that attend: `N` blocks of `c` tokens of `R` rows.
 
   A row has `n` blocks.
 
   Attributes:
-    segment: of each token.
-    prefix: the segment that a token sees besides its own.
-    start: the first token's index in its row.
-    seen: for each block the indices of those of the same rows, first of those
-      that it sees in any of the rows.
-    num_seen: how many those are.
+    segment: segment of each token.
+    prefix: segment that a token sees in addition to its own.
+    start: index of the first token in its row.
+    seen: for each block the indices of the blocks of the same rows, beginning
+      with those that it sees in any of the rows.
+    num_seen: number of blocks that it sees.
   """
 
   segment: Int[Array, "N R c"]
@@ -51,7 +49,7 @@ def attention(
   prefix_ids: Int[Array, "B L"] | None = None,
   rows_at_once: int | None = 1,
 ) -> Float[Array, "B L H D"]:
-  """As `models.attention.attention`.
+  """Computes `models.attention.attention`.
 
   Args:
     rows_at_once: a divisor of `B`; None is `B`. A pair of blocks that one of

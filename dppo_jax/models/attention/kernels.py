@@ -16,10 +16,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["LANES", "MAX_BRANCHES", "splash", "triton"]
+from dppo_jax.errors import UserError
 
 MAX_BRANCHES = 64  # completions that may share a prompt within a row
-LANES = 128  # a row is whole blocks of so many tokens
+LANES = 128  # tokens of the smallest block; a row is a multiple of it
 _FAR = 2.0**15  # a power of two, so that its product is exact in any dtype
 
 
@@ -36,7 +36,7 @@ def splash(
   Args:
     interpret: emulates the kernel on any platform, slowly.
   Raises:
-    ValueError: for rows that are no whole number of blocks.
+    UserError: for rows that are not a multiple of the block size.
   """
   length, heads, dim = q.shape[1:]
   block = _block(length, "splash", 512)
@@ -68,7 +68,7 @@ def triton(
   Args:
     interpret: emulates the kernel on any platform, slowly.
   Raises:
-    ValueError: for rows that are no whole number of blocks.
+    UserError: for rows that are not a multiple of the block size.
   """
   # Imported where it is used: from jax 0.12 on it warns that it is deprecated.
   from jax.experimental.pallas.ops.gpu import attention as triton_kernel
@@ -91,12 +91,12 @@ def triton(
 
 
 def _block(length: int, backend: str, largest: int) -> int:
-  """The largest block that divides a row."""
+  """Returns the largest block size that divides a row."""
   block = largest
   while length % block and block > LANES:
     block //= 2
   if length % block:
-    raise ValueError(
+    raise UserError(
       f"config.pack.row_length is {length} but must be a multiple of "
       f"{block} for config.model.attention={backend!r}"
     )

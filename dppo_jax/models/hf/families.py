@@ -1,6 +1,6 @@
-"""The supported architectures: their keys in config.json, their tensors.
+"""The supported architectures: their keys in config.json and their tensors.
 
-Each is declared once, in a table, so that import and export are maps over it.
+Each is declared once, in a table; import and export are maps over it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,32 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
-from dppo_jax.models.hf import settings as settings_check
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.transformer import ModelConfig
 
-__all__ = [
-  "FAMILIES",
-  "TENSORS",
-  "Family",
-  "Tensor",
-  "file_shape",
-  "file_shapes",
-  "from_file",
-  "from_settings",
-  "parts",
-  "to_file",
-  "to_settings",
-]
-
 
 class Family(NamedTuple):
-  """What an architecture fixes, whatever its config.json says.
+  """Properties of an architecture that its config.json does not set.
 
   Attributes:
-    head_dim: the default if config.json has none; None is embed / heads.
+    head_dim: default if config.json has none; None for embed / heads.
   """
 
   model_type: str
@@ -44,8 +30,8 @@ class Family(NamedTuple):
   has_experts: bool = False
 
 
-# A family whose layers compute something else, such as another activation, is
-# a change of `transformer` too.
+# A family whose layers differ, such as in the activation, needs a change of
+# `transformer` too.
 FAMILIES = {
   "LlamaForCausalLM": Family("llama"),
   "Qwen2ForCausalLM": Family("qwen2", has_qkv_bias=True),
@@ -84,8 +70,8 @@ ROPE_KEYS = {
   "original_length": "original_max_position_embeddings",
 }
 
-# Option -> its only implemented value, which an absent option has too.
-IMPLEMENTED = {
+# Option -> its only supported value, which is also the default.
+SUPPORTED = {
   "hidden_act": "silu",
   "is_causal": True,
   "attention_dropout": 0.0,
@@ -102,9 +88,9 @@ class Tensor(NamedTuple):
   """A weight's name in the file and the order of its axes there.
 
   Attributes:
-    name: with one `{}` for each leading axis along which ours is stacked.
-    ours: our axes after those, a letter each.
-    theirs: the file's axes; letters without a space are merged into one axis.
+    name: one `{}` for each leading axis along which our weight is stacked.
+    ours: our remaining axes, a letter each.
+    theirs: the file's axes; adjacent letters are merged into one axis.
   """
 
   name: str
@@ -144,21 +130,21 @@ TENSORS = {
 def parts(
   name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-  """`(index, tensor)`: which part of our weight `name` each tensor is."""
+  """Yields `(index, tensor)` for each part of our weight `name`."""
   pattern = TENSORS[name].name
   for index in np.ndindex(shape[: pattern.count("{}")]):
     yield index, pattern.format(*index)
 
 
 def file_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """The shape in the file of each tensor of our weight of this shape."""
+  """Returns the shape in the file of each part of our weight `name`."""
   _, ours, theirs = TENSORS[name]
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
   return tuple(math.prod(size[a] for a in word) for word in theirs.split())
 
 
 def to_file(name: str, part: np.ndarray) -> np.ndarray:
-  """One part of our weight `name`, as the file has it."""
+  """Returns one part of our weight `name` in the file's layout."""
   _, ours, theirs = TENSORS[name]
   order = [ours.index(a) for a in theirs.replace(" ", "")]
   return part.transpose(order).reshape(file_shape(name, part.shape))
@@ -167,7 +153,7 @@ def to_file(name: str, part: np.ndarray) -> np.ndarray:
 def from_file(
   name: str, tensor: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
-  """The inverse of `to_file`; `shape` is that of the whole weight."""
+  """Inverts `to_file`; `shape` is that of the full weight."""
   _, ours, theirs = TENSORS[name]
   axes = theirs.replace(" ", "")
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
@@ -176,7 +162,7 @@ def from_file(
 
 
 def file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Every tensor that a checkpoint of this model has, and its shape."""
+  """Returns the shape of every tensor in a checkpoint of this model."""
   return {
     tensor: file_shape(name, p.shape)
     for name, p in transformer.parameter_table(config).items()
@@ -187,27 +173,26 @@ def file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def from_settings(
   settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
-  """The model that a config.json describes.
+  """Returns the model that a config.json describes.
 
   Args:
     settings: its content, in the style of transformers 4 or 5.
-    dtype: of the computation.
-    remat: the remat policy, a key of transformer.REMAT.
+    dtype: dtype of the computation.
+    remat: rematerialisation, a key of transformer.REMAT.
 
   Raises:
-    ValueError: if a key is missing or an option is not implemented.
+    UserError: if a key is missing or a value is not supported.
   """
   settings = {k: v for k, v in settings.items() if v is not None}
-  settings_check.check(settings)
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:
-    raise ValueError(
-      f"config.json has architecture {name!r}, unknown here: known are "
-      f"{', '.join(FAMILIES)}"
+    raise UserError(
+      f"config.json has architecture {name!r}, which is not supported: use one "
+      f"of {', '.join(FAMILIES)}"
     )
   family = FAMILIES[name]
   rope = _rope(settings)
-  _refuse_unimplemented({**settings, **rope}, family)
+  _check_supported({**settings, **rope}, family)
   heads = _get(settings, "num_attention_heads")
   defaults = {
     "num_key_value_heads": heads,
@@ -217,11 +202,11 @@ def from_settings(
   experts = None
   if family.has_experts:
     # transformers 5 writes num_local_experts.
-    found = {"norm_topk_prob": False, **settings}
+    keys = {"norm_topk_prob": False, **settings}
     if "num_local_experts" in settings:
-      found.setdefault("num_experts", settings["num_local_experts"])
-    experts = Experts(**{k: _get(found, key) for k, key in EXPERT_KEYS.items()})
-  return ModelConfig(
+      keys.setdefault("num_experts", settings["num_local_experts"])
+    experts = Experts(**{k: _get(keys, key) for k, key in EXPERT_KEYS.items()})
+  config = ModelConfig(
     **{k: _get({**defaults, **settings}, key) for k, key in KEYS.items()},
     rope_theta=_get(rope, "rope_theta"),
     rope_scaling=_rope_scaling(rope),
@@ -232,13 +217,15 @@ def from_settings(
     dtype=dtype,
     remat=remat,
   )
+  _check_sizes(config)
+  return config
 
 
 def to_settings(config: ModelConfig) -> dict[str, Any]:
-  """The content of a config.json that describes this model.
+  """Returns the content of a config.json that describes this model.
 
-  In the style of transformers 4, which 5 reads as well; from the style of 5,
-  transformers 4 would silently take its default theta.
+  The style is that of transformers 4, which 5 reads as well. From the style of
+  5, transformers 4 would silently take its default theta.
   """
   scaling = config.rope_scaling
   if scaling is not None:
@@ -261,12 +248,12 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
 
 def _get(settings: Mapping[str, Any], key: str) -> Any:
   if key not in settings:
-    raise ValueError(f"config.json lacks {key!r}")
+    raise UserError(f"config.json lacks {key!r}")
   return settings[key]
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """The rotary settings of either style, in that of transformers 5."""
+  """Returns the rotary settings in the style of transformers 5."""
   rope = {k: v for k, v in settings.items() if k == "rope_theta"}
   rope |= settings.get("rope_scaling") or settings.get("rope_parameters") or {}
   rope.setdefault("rope_type", rope.get("type", "default"))
@@ -279,20 +266,41 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
   return RopeScaling(**{k: _get(rope, key) for k, key in ROPE_KEYS.items()})
 
 
-def _refuse_unimplemented(settings: Mapping[str, Any], family: Family):
-  implemented = {key: (value,) for key, value in IMPLEMENTED.items()}
-  implemented["rope_type"] = ("default", "llama3")
+def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
+  supported = {key: (value,) for key, value in SUPPORTED.items()}
+  supported["rope_type"] = ("default", "llama3")
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
-    implemented["attention_bias"] = (False,)
-  for key, values in implemented.items():
+    supported["attention_bias"] = (False,)
+  for key, values in supported.items():
     if key in settings and settings[key] not in values:
-      raise ValueError(
+      raise UserError(
         f"config.json sets {key} to {settings[key]!r}, which is not "
-        f"implemented: only {' and '.join(map(repr, values))} is"
+        f"supported: only {' and '.join(map(repr, values))} is"
       )
   kinds = set(settings.get("layer_types", ())) - {"full_attention"}
   if kinds:
-    raise ValueError(
+    raise UserError(
       f"config.json has layer_types {sorted(kinds)}, which are not "
-      "implemented: only 'full_attention' is"
+      "supported: only 'full_attention' is"
+    )
+
+
+def _check_sizes(config: ModelConfig) -> None:
+  """Raises UserError for sizes with which `transformer` cannot compute."""
+  c = config
+  for field in ("vocab", "embed", "layers", "heads", "kv_heads", "mlp"):
+    size = getattr(c, field)
+    if type(size) is not int or size < 1:
+      raise UserError(
+        f"config.json sets {KEYS[field]} to {size!r}, but it must be a "
+        "positive integer"
+      )
+  if c.head_dim < 2 or c.head_dim % 2:
+    raise UserError(
+      f"config.json sets head_dim to {c.head_dim}, but it must be even"
+    )
+  if c.heads % c.kv_heads:
+    raise UserError(
+      f"config.json sets num_attention_heads to {c.heads}, which is not a "
+      f"multiple of num_key_value_heads, {c.kv_heads}"
     )

@@ -11,16 +11,15 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families, reader
 from dppo_jax.models.transformer import ModelConfig, Params
 
-__all__ = ["DTYPES", "SHARD_BYTES", "save"]
-
 DTYPES = tuple(reader.FLOATS.values())
 
-# The largest file: where the hub's tools draw the line, so that a transfer
-# that breaks off does not begin again with the whole model.
+# Largest file, in bytes, as in the hub's tools: an interrupted transfer does
+# not start again with the full model.
 SHARD_BYTES = 5 * 10**9
 SHARD = "model-{}-of-{}.safetensors"
 
@@ -38,28 +37,26 @@ def save(
 ) -> None:
   """Writes a checkpoint that `load`, transformers and vLLM read.
 
-  Weights that were in the directory are replaced. The host holds one file of
-  them at a time besides `params`.
+  Weights in the directory are replaced. The host holds one file at a time, in
+  addition to `params`.
 
   Args:
-    path: the directory; created if it does not exist.
+    path: directory; created if it does not exist.
     params: weights, all addressable by this process.
     config: the model.
-    dtype: of the files: float32, bfloat16 or float16.
-    source: directory of the checkpoint that training began with, whose
-      config.json, tokenizer, licence and generation settings are copied; "" is
-      none.
-    settings: keys of config.json beside those of source or of the shape.
-    generation: keys of generation_config.json, likewise.
-    shard_bytes: size of the largest file; a larger tensor is one by itself.
+    dtype: dtype of the files: float32, bfloat16 or float16.
+    source: directory of the initial checkpoint, whose config.json, tokenizer,
+      licence and generation settings are copied; "" for none.
+    settings: further keys of config.json.
+    generation: further keys of generation_config.json.
+    shard_bytes: size of the largest file; a larger tensor has its own file.
 
   Raises:
-    ValueError: where params or source do not fit the model, where no
-      config.json can describe it, where dtype cannot hold a weight, or where
-      path is source.
+    UserError: if params or source do not fit the model, if no config.json can
+      describe it, if dtype cannot hold a weight, or if path is source.
   """
   if dtype not in DTYPES:
-    raise ValueError(f"dtype is {dtype!r}: a file is {' or '.join(DTYPES)}")
+    raise UserError(f"dtype is {dtype!r}: a file is {' or '.join(DTYPES)}")
   flat = transformer.flatten(params)
   reader.check_shapes(
     "params",
@@ -68,7 +65,9 @@ def save(
   )
   out = pathlib.Path(path)
   if source and out.resolve() == pathlib.Path(source).resolve():
-    raise ValueError(f"{path} holds the checkpoint that training began with")
+    raise UserError(
+      f"{path} is the initial checkpoint: choose another directory"
+    )
   described = _settings(config, source, settings or {})
   out.mkdir(parents=True, exist_ok=True)
   for pattern in reader.COMPANIONS if source else ():
@@ -87,11 +86,7 @@ def save(
 def _settings(
   config: ModelConfig, source: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The content of config.json, without the dtype.
-
-  Raises:
-    ValueError: where it would describe another model.
-  """
+  """Returns the content of config.json without the dtype."""
   settings = families.to_settings(config)
   if source:
     copied = reader.read_json(pathlib.Path(source, "config.json"))
@@ -105,7 +100,7 @@ def _settings(
     attention=config.attention,
   )
   if described != config:
-    raise ValueError(
+    raise UserError(
       f"{source or config.family} describes {described}, not {config}"
     )
   settings.pop("dtype", None)  # transformers 5; 4 and 5 read torch_dtype
@@ -118,7 +113,7 @@ def _write_weights(
   dtype: str,
   shard_bytes: int,
 ) -> None:
-  """One file, or several with an index, as transformers names them."""
+  """Writes one file, or several with an index, named as in transformers."""
   for pattern in (reader.WEIGHTS, SHARD.format("*", "*"), reader.INDEX):
     for stale in out.glob(pattern):
       stale.unlink()
@@ -136,9 +131,9 @@ def _write_weights(
     weight_map |= dict.fromkeys(tensors, file.name)
     try:
       safetensors.numpy.save_file(tensors, file, {"format": "pt"})
-    except safetensors.SafetensorError as error:  # what the system said
+    except safetensors.SafetensorError as error:  # from the operating system
       raise OSError(f"cannot write {file}: {error}") from None
-    # safetensors lets nobody else read its file, whatever the umask.
+    # safetensors makes its file private, whatever the umask.
     file.chmod((out / "config.json").stat().st_mode)
   if len(shards) > 1:
     total = sum(weight.size for weight in flat.values()) * itemsize
@@ -149,13 +144,13 @@ def _write_weights(
 def _shards(
   flat: Mapping[str, np.ndarray], itemsize: int, shard_bytes: int
 ) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-  """For each file its tensors: of which weight each is which part."""
+  """Returns the tensors of each file: the weight and the part that each is."""
   parts = [
     (index, name, tensor)
     for name, weight in flat.items()
     for index, tensor in families.parts(name, weight.shape)
   ]
-  parts.sort(key=lambda part: part[0])  # a layer after the other
+  parts.sort(key=lambda part: part[0])  # layer by layer
   shards, used = [{}], 0
   for index, name, tensor in parts:
     size = flat[name][index].size * itemsize
@@ -168,15 +163,11 @@ def _shards(
 
 
 def _stored(part: np.ndarray, name: str, tensor: str, dtype: str) -> np.ndarray:
-  """One tensor as the file has it.
-
-  Raises:
-    ValueError: where that is not finite.
-  """
+  """Returns one tensor in the file's layout and dtype."""
   with np.errstate(over="ignore"):
     stored = np.ascontiguousarray(families.to_file(name, part), dtype)
   if not np.isfinite(stored).all():
-    raise ValueError(
+    raise UserError(
       f"{tensor} is not finite in {dtype}: choose another dtype, or the "
       "weights of an earlier step"
     )

@@ -1,0 +1,48 @@
+"""The style of all pictures: colours, fonts, axes."""
+
+import os
+import pathlib
+
+from matplotlib import axes as mpl_axes
+from matplotlib import cycler, rc_context, ticker
+from matplotlib import figure as figures
+
+INK, FAINT, GRID = "#1f2328", "#59636e", "#d8dee4"
+# Okabe and Ito (2008), distinct for colour-blind readers; dark enough for text.
+COLOURS = "#0072b2 #c4500a #007f5c #b0528e #8a6d00 #3d8fc4 #5a5a5a".split()
+_RC = {
+  "axes.axisbelow": True,
+  "axes.edgecolor": FAINT,
+  "axes.grid": True,
+  "axes.prop_cycle": cycler(color=COLOURS),
+  "axes.spines.right": False,
+  "axes.spines.top": False,
+  "grid.color": GRID,
+  "legend.frameon": False,
+  "text.color": INK,
+}
+
+
+def rc():
+  """Returns the context in which a figure is made and drawn."""
+  return rc_context(_RC)
+
+
+def figure(height: float) -> figures.Figure:
+  """Returns an empty figure, without pyplot, which would choose a backend."""
+  return figures.Figure(figsize=(8.0, height), layout="constrained")
+
+
+def save(picture: figures.Figure, path: pathlib.Path) -> None:
+  """Writes a PNG atomically."""
+  unfinished = path.with_suffix(".tmp")
+  with rc():
+    picture.savefig(unfinished, format="png", dpi=200)
+  os.replace(unfinished, path)
+
+
+def format_axes(axis: mpl_axes.Axes) -> None:
+  """Starts x at 0, with ticks such as 2 k; shows y from 0 to 1 as percent."""
+  axis.set(xlim=(0, None), ylim=(-0.03, 1.03))
+  axis.xaxis.set_major_formatter(ticker.EngFormatter())
+  axis.yaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))

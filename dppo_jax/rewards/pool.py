@@ -1,0 +1,251 @@
+"""Worker processes that call reward functions and may be killed.
+
+The trainer's half is `Worker`, the process's half `serve`; they exchange JSON.
+A worker that misses its deadline, dies or fills its memory is replaced.
+"""
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import errno
+import json
+import logging
+import multiprocessing
+from multiprocessing import connection
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+
+from dppo_jax import user_code
+from dppo_jax.errors import UserError
+from dppo_jax.rewards import math_answers
+from dppo_jax.rewards.functions import (
+  OURS,
+  Mark,
+  arguments,
+  call,
+  select,
+)
+
+START_SECONDS = 120.0  # for a process to import everything: usually 0.5 s
+START_ATTEMPTS = 3
+MEMORY_BYTES = 4 << 30  # address space of a process
+MAX_CHARS = 4000  # of an error message or a traceback
+ENVIRONMENT = {
+  "JAX_PLATFORMS": "cpu",  # if a function imports JAX
+  "CUDA_VISIBLE_DEVICES": "",
+  "OPENBLAS_NUM_THREADS": "1",  # each takes some of the address space
+  "SYMPY_CACHE_SIZE": "100",  # 1000 numbers of a million digits fill a process
+}
+# multiprocessing would import the trainer's main module, and with it JAX.
+_PROGRAM = """import json, sys
+options = json.loads(sys.argv[1])
+sys.path[:] = options.pop("path")
+from dppo_jax.rewards import pool
+pool.serve(**options)"""
+
+
+class Fault(Exception):
+  """A call that returned no values.
+
+  Attributes:
+    kind: `timeouts`, `crashes` or `errors`.
+    text: a verb phrase about the function, perhaps followed by the lines of a
+      traceback.
+  """
+
+  def __init__(self, kind: str, text: str):
+    super().__init__(kind, text)
+    self.kind, self.text = kind, text
+
+
+class Worker:
+  """A process that executes one call at a time.
+
+  Attributes:
+    takes: arguments of each function, as `functions.arguments` returns them, by
+      its reference; known after `start`.
+  """
+
+  def __init__(self, references: Sequence[str], timeout_seconds: float):
+    """Starts nothing."""
+    self.takes: dict[str, dict[str, bool]] = {}
+    self._references = references
+    self._timeout_seconds = timeout_seconds
+    self._process: subprocess.Popen | None = None
+    self._is_closed = False
+
+  def call(self, reference: str, batch: Mapping[str, Sequence]) -> list[Mark]:
+    """Calls a function; returns a mark per completion.
+
+    Args:
+      reference: the function.
+      batch: values by argument name, of which the function gets its arguments.
+    Raises:
+      Fault: if the call fails.
+      UserError: if no process can start or load the functions.
+    """
+    is_fresh = self._process is None
+    self.start()
+    names = {"completions", *select(self.takes[reference], batch)}
+    request = {"reference": reference, "batch": {x: batch[x] for x in names}}
+    try:
+      _send(self._pipe, request)
+      reply = self._receive(self._timeout_seconds)
+    except TimeoutError:
+      self.stop()
+      limit = f"{self._timeout_seconds:g} s"
+      raise Fault("timeouts", f"gave no answer within {limit}") from None
+    except (OSError, EOFError):
+      status = self.stop()
+      if not is_fresh:  # it may have died before this call
+        return self.call(reference, batch)
+      if status == errno.ENOMEM:
+        raise Fault("crashes", "filled the memory of its process") from None
+      cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+      raise Fault("crashes", f"ended its process ({cause})") from None
+    if "error" in reply:
+      raise Fault("errors", f"{reply['error']}\n{reply['traceback']}")
+    return reply["marks"]
+
+  def start(self) -> None:
+    """Starts the process if there is none; it loads the functions.
+
+    Raises:
+      UserError: if a function cannot be loaded, or after `START_ATTEMPTS`
+        processes that died or were not ready in `START_SECONDS`.
+    """
+    if self._process:
+      return
+    for _ in range(START_ATTEMPTS):
+      if self._is_closed:
+        raise RuntimeError("the grader is closed")
+      self._launch()
+      try:
+        reply = self._receive(START_SECONDS)
+        break
+      except (OSError, EOFError) as error:
+        is_slow = isinstance(error, TimeoutError)
+        self._log.seek(0)
+        lines = self._log.read()[-2000:].decode(errors="replace").splitlines()
+        self.stop()
+    else:
+      reason = f"was not ready in {START_SECONDS:g} s" if is_slow else "died"
+      last = next((x for x in reversed(lines) if x.strip()), "nothing")
+      raise UserError(
+        f"config.reward.functions: a worker process {reason} while it loaded "
+        f"{', '.join(self._references)} ({START_ATTEMPTS} attempts); it last "
+        f"printed: {last.strip()}"
+      )
+    if "error" in reply:
+      self.stop()
+      cause = RuntimeError(reply["traceback"])
+      raise UserError(f"config.reward.functions: {reply['error']}") from cause
+    self.takes = reply["takes"]
+
+  def check_columns(self, names: Sequence[str]) -> None:
+    """Raises UserError if a function requires another column of the data."""
+    for reference, takes in self.takes.items():
+      missing = [x for x in takes if takes[x] and x not in names]
+      if missing:
+        raise UserError(
+          f"config.reward.functions: {reference} requires {missing[0]!r}, but "
+          f"the data has no such column: it has {', '.join(sorted(names))}"
+        )
+
+  def _launch(self) -> None:
+    self._log = tempfile.TemporaryFile()
+    self._pipe, theirs = multiprocessing.Pipe()
+    options = {
+      "path": [os.path.abspath(x) for x in sys.path],  # "" is this directory
+      "descriptor": theirs.fileno(),
+      "references": self._references,
+      "timeout_seconds": self._timeout_seconds,
+    }
+    with theirs:
+      self._process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _PROGRAM, json.dumps(options)],
+        stdin=subprocess.DEVNULL,
+        stdout=self._log,
+        stderr=self._log,
+        pass_fds=[theirs.fileno()],
+        env=os.environ | ENVIRONMENT,
+        start_new_session=True,  # Ctrl-C is for the trainer
+      )
+
+  def _receive(self, seconds: float) -> dict:
+    if not self._pipe.poll(seconds):
+      raise TimeoutError
+    return json.loads(self._pipe.recv_bytes())
+
+  def stop(self) -> int:
+    """Ends the process and its process group; returns its exit status."""
+    self._kill()
+    if not self._process:
+      return 0
+    status = self._process.wait()
+    self._process = None
+    self._pipe.close()
+    self._log.close()
+    return status
+
+  def close(self) -> None:
+    """Ends a call that another thread waits for, and allows no other."""
+    self._is_closed = True
+    self._kill()
+
+  def _kill(self) -> None:
+    process = self._process  # another thread may stop it
+    if process and process.returncode is None:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def serve(
+  descriptor: int, references: Sequence[str], timeout_seconds: float
+) -> None:
+  """Loads functions and calls them on request until the trainer ends."""
+  pipe = connection.Connection(descriptor)
+  os.set_inheritable(descriptor, False)
+  with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+  logging.disable()  # math-verify warns that it has no deadline of its own
+  try:
+    loaded = {x: OURS.get(x) or user_code.load(x) for x in references}
+  except UserError as error:
+    return _send(pipe, _explain(error, str(error)))
+  if "math" in references:
+    math_answers.warm_up()
+  null = os.open(os.devnull, os.O_WRONLY)  # nobody reads what functions print
+  os.dup2(null, 1)
+  os.dup2(null, 2)
+  _send(pipe, {"takes": {x: arguments(f) for x, f in loaded.items()}})
+  with contextlib.suppress(EOFError, OSError):
+    while request := json.loads(pipe.recv_bytes()):
+      # Ends an orphan that hangs; the trainer's own deadline comes first.
+      signal.signal(signal.SIGALRM, signal.SIG_DFL)
+      signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
+      reply = _reply(loaded, **request)
+      signal.setitimer(signal.ITIMER_REAL, 0)
+      _send(pipe, reply)
+
+
+def _reply(loaded: dict, reference: str, batch: dict) -> dict:
+  try:
+    return {"marks": call(loaded[reference], batch)}
+  except MemoryError:  # the next call gets a process with free memory
+    os._exit(errno.ENOMEM)
+  except BaseException as error:  # also sys.exit()
+    return _explain(error, f"raised {user_code.one_line(error)}")
+
+
+def _explain(error: BaseException, text: str) -> dict:
+  lines = "".join(traceback.format_exception(error))
+  return {"error": text[:MAX_CHARS], "traceback": lines[-MAX_CHARS:]}
+
+
+def _send(pipe: connection.Connection, message: dict) -> None:
+  pipe.send_bytes(json.dumps(message, default=str).encode())

@@ -1,0 +1,57 @@
+"""Weights of a run's checkpoint, for modes that do not train."""
+
+import pathlib
+
+import jax
+from jaxtyping import PyTree
+import orbax.checkpoint as ocp
+
+from dppo_jax.errors import UserError
+from dppo_jax.run import checkpoint
+
+
+def restore(
+  workdir: pathlib.Path, step: int | None, like: PyTree
+) -> tuple[int, PyTree, list[str]]:
+  """Restores the weights of a checkpoint.
+
+  Args:
+    workdir: directory of the run.
+    step: checkpoint step; None for the latest that is intact.
+    like: arrays, possibly abstract, with the expected shapes and placements.
+  Returns:
+    The step, its weights, and a warning for each damaged checkpoint that was
+    skipped.
+  Raises:
+    UserError: if there is no such checkpoint, or if it holds weights of another
+      model.
+  """
+  if not (workdir / "checkpoints").is_dir():
+    raise UserError(f"{workdir} has no checkpoints: set --workdir")
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    step = checkpoints.find(step)
+    if not checkpoints.is_sound(step):
+      raise UserError(f"the checkpoint of step {step} in {workdir} is damaged")
+    _check_shapes(workdir, step, like)
+    params = checkpoints.restore_params(step, like)
+    return step, params, checkpoints.passed_over
+
+
+def _check_shapes(workdir: pathlib.Path, step: int, like: PyTree) -> None:
+  """Raises UserError unless the checkpoint has weights of these shapes."""
+  folder = workdir.absolute() / f"checkpoints/{step}/params"
+  stored = ocp.StandardCheckpointer().metadata(folder).item_metadata.tree
+  stored, expected = _shapes(stored), _shapes(like)
+  for name in sorted(stored.keys() | expected.keys()):
+    if stored.get(name) != expected.get(name):
+      raise UserError(
+        f"step {step} of {workdir} holds another model: {name} has shape "
+        f"{stored.get(name)} there but {expected.get(name)} in the config; "
+        "omit --config to use the config of the run"
+      )
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+  leaves, _ = jax.tree.flatten_with_path(tree)
+  return {name(path): tuple(x.shape) for path, x in leaves}

@@ -1,0 +1,151 @@
+"""Automatic budgets: the fraction they keep, by noise and by seconds."""
+
+import functools
+
+from completions import groups_of
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dppo_jax import methods
+from dppo_jax.records import Groups, StepCosts
+
+RNG = np.random.default_rng(0)
+# 24 groups of 8, a third of them without variance.
+REWARDS = jnp.array(
+  RNG.random((24, 8)) < np.repeat([[0.0], [0.3], [0.8]], 8, axis=0),
+  jnp.float32,
+)
+LENGTHS = jnp.array(RNG.integers(5, 50, (24, 8)), jnp.int32)
+ADVANTAGES = REWARDS - REWARDS.mean(axis=1, keepdims=True)
+TOKENS = int(LENGTHS[ADVANTAGES != 0].sum())  # of all needed completions
+
+
+def _costs(noise=1.0, micro=0.0, tokens=100.0, other=1.0):
+  return StepCosts(*(jnp.float32(x) for x in (noise, micro, tokens, other)))
+
+
+@functools.cache
+def _draw(**options):
+  method = methods.neyman(**options)
+
+  def draw(costs):
+    groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=costs)
+    chosen = method.completions(jax.random.key(0), groups)
+    return chosen, method.describe(groups, chosen)
+
+  return jax.jit(draw)
+
+
+def _describe(costs=None, **options):
+  chosen, metrics = _draw(**options)(costs)
+  metrics = {name.split("/")[1]: float(x) for name, x in metrics.items()}
+  needed = int((ADVANTAGES != 0).sum())
+  assert int(chosen.keep.sum()) == round(metrics["completions"] * needed)
+  return metrics
+
+
+def _at_cost(cost, noise=1.0):
+  """Measured seconds, with micro-batches of one token."""
+  return _describe(_costs(noise, micro=cost / TOKENS, tokens=1.0))
+
+
+def test_less_is_trained_the_more_an_update_costs():
+  chosen = [_at_cost(x) for x in (0.01, 0.3, 1.0, 3.0, 30.0)]
+  fractions = [x["completions"] for x in chosen]
+  assert fractions == sorted(fractions, reverse=True)
+  assert fractions[0] > 0.8 and fractions[-1] < 0.4
+  gains = [x["predicted_speedup"] for x in chosen]
+  assert gains == sorted(gains) and gains[0] >= 1
+
+
+def test_more_is_trained_the_noisier_the_gradient():
+  fractions = [_at_cost(1.0, x)["completions"] for x in (0.1, 0.4, 1.0)]
+  assert fractions == sorted(fractions) and fractions[-1] > 2 * fractions[0]
+
+
+def test_noise_estimated_as_0_does_not_prune_to_the_least():
+  assert _at_cost(1.0, 0.0) == _at_cost(1.0, 0.1)
+
+
+def test_an_update_that_costs_nothing_is_not_pruned():
+  chosen = _at_cost(1e-6)
+  assert chosen["completions"] == chosen["predicted_speedup"] == 1
+  assert chosen["added_variance"] == 0
+
+
+def test_before_any_timing_an_update_costs_as_much_as_the_rest():
+  chosen = _describe(_costs(micro=0.0, tokens=0.0, other=0.0))
+  assert chosen == pytest.approx(_describe(update_cost=1.0))
+  assert 0.2 < chosen["completions"] < 0.8
+
+
+def test_a_given_cost_replaces_measured_seconds_but_not_the_noise():
+  chosen = _describe(_costs(0.3, micro=9.0, tokens=1.0), update_cost=2.0)
+  assert chosen == pytest.approx(_at_cost(2.0, 0.3), rel=1e-3)
+  assert chosen["update_cost"] == pytest.approx(2.0, rel=1e-5)
+  # Without costs, the gradient is assumed to be all noise.
+  assert _describe(update_cost=2.0)["completions"] > chosen["completions"]
+  # Tokens are proportional to neither number nor size, but nearly.
+  seconds = 1 + 2 * chosen["completions"]
+  slower = 1 + 0.3 * chosen["added_variance"]
+  speedup = 3 / (seconds * slower)
+  assert chosen["predicted_speedup"] == pytest.approx(speedup, rel=0.25)
+
+
+def test_there_is_nothing_to_gain_below_one_micro_batch():
+  one = _describe(_costs(0.1, micro=9.0, tokens=2.0 * TOKENS, other=0.1))
+  assert one["completions"] == 1
+  two = _describe(_costs(0.1, micro=9.0, tokens=TOKENS / 2, other=0.1))
+  assert two["completions"] < 0.5
+
+
+def test_no_fraction_falls_below_the_least():
+  chosen = _describe(_costs(noise=0.1), update_cost=500.0, min_keep=0.4)
+  assert chosen["completions"] == pytest.approx(0.4, abs=0.01)
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_one_needed_completion_is_kept(num):
+  values = np.zeros((2, 3))
+  values.flat[:num] = 1
+  groups, method = groups_of(values), methods.neyman(update_cost=9.0)
+  chosen = jax.jit(method.completions)(jax.random.key(0), groups)
+  assert chosen.keep.sum() == num and (chosen.prob[chosen.keep] == 1).all()
+  metrics = method.describe(groups, chosen)
+  assert metrics["budget/completions"] == num
+  assert all(np.isfinite(x) for x in metrics.values())
+
+
+def test_metrics_are_finite_with_a_nan_reward():
+  advantages = ADVANTAGES.at[1].set(jnp.nan)
+  groups = Groups(REWARDS.at[1, 0].set(jnp.nan), advantages, LENGTHS)
+  method = methods.neyman(update_cost=9.0)
+  chosen = method.completions(jax.random.key(0), groups)
+  metrics = method.describe(groups, chosen)
+  assert all(np.isfinite(x) for x in metrics.values())
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"prompt_budget": -0.1}, r"prompt_budget is -0.1 .* \(0, 1\]"),
+    ({"completion_budget": 1.5}, r"completion_budget is 1.5 .* \"auto\""),
+    ({"completion_budget": "half"}, "completion_budget is 'half'"),
+    ({"min_keep": 1.1}, "min_keep is 1.1"),
+    ({"update_cost": float("inf")}, "update_cost is inf .* finite"),
+  ],
+)
+def test_values_outside_their_limits_are_rejected(options, message):
+  with pytest.raises(ValueError, match=message):
+    methods.neyman(**options)
+
+
+def test_an_automatic_budget_needs_seconds_or_a_cost():
+  method = methods.neyman()
+  assert method.reads_costs and method.noise_every
+  fixed = methods.neyman(completion_budget="0.5")  # as on the command line
+  assert not fixed.reads_costs and not fixed.noise_every
+  with pytest.raises(ValueError, match=r"costs is None.*update_cost"):
+    method.completions(jax.random.key(0), Groups(REWARDS, ADVANTAGES, LENGTHS))

@@ -1,0 +1,208 @@
+"""What a run writes: its own files, TensorBoard, Weights & Biases."""
+
+import resource
+import shutil
+import sys
+import types
+
+import events
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dppo_jax.analysis import jsonl
+from dppo_jax.errors import UserError
+from dppo_jax.metrics import progress, trackers, writer
+from dppo_jax.run import compile_cache
+
+CONFIG = {"seed": 3, "method.args": {"a": "x"}}
+
+
+def _writer(workdir, names="", first_step=None):
+  openers = trackers.openers(workdir, CONFIG, writers=names)
+  return writer.Writer(
+    workdir, first_step, progress.Progress(), openers=openers
+  )
+
+
+def _events(workdir) -> dict[str, list]:
+  """`(step, value)` by tag, as TensorBoard reads them."""
+  found = {}
+  for event in events.read(workdir / "events"):
+    for value in event.summary.value:
+      found.setdefault(value.tag, []).append((event.step, value))
+  return found
+
+
+@pytest.fixture
+def limit():
+  """Limits the size of files, as a full disk does."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  yield lambda size: resource.setrlimit(
+    resource.RLIMIT_FSIZE, (size, before[1])
+  )
+  resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_compilations_are_counted_while_the_context_lasts():
+  fresh = lambda n: jax.jit(lambda x: x * n + 0.5)(jnp.ones(n))
+  with compile_cache.Compilations() as compilations:
+    fresh(3).block_until_ready()
+    assert compilations.since_last() >= 1
+    jnp.ones(3).block_until_ready()
+    assert compilations.since_last() == 0
+  fresh(5).block_until_ready()
+  assert compilations.since_last() == 0
+
+
+def test_writer_keeps_metrics_and_messages(tmp_path, capsys):
+  path = "/a/path/" + "long/" * 20
+  message = f"a reward failed in {path}, {'and so on ' * 9}to the end"
+  with _writer(tmp_path) as out:
+    for step in (1, 2, 3):
+      out.write(step, {"reward/mean": step / 2})
+    out.log("Traceback: one\ntwo")
+    out.say(message)
+    out.say("half a character: \ud800")  # as a reward may raise
+  with _writer(tmp_path, first_step=1) as out:
+    out.write(2, {"reward/mean": 7.0})
+  lines = jsonl.read(tmp_path / "metrics.jsonl")
+  assert [x["reward/mean"] for x in lines] == [0.5, 7.0]
+  log = (tmp_path / "log.txt").read_text()
+  assert message in log and "Traceback: one\ntwo" in log
+  shown = capsys.readouterr().out
+  assert message in " ".join(shown.split())
+  lines = [x for x in shown.splitlines() if str(tmp_path) not in x]
+  assert max(len(x) for x in lines if path not in x) <= 79
+
+
+def test_full_disk_ends_the_run_with_a_message_and_it_resumes(tmp_path, limit):
+  path = tmp_path / "metrics.jsonl"
+  message = rf"{path} cannot be written: File too large"
+  with pytest.raises(UserError, match=message), _writer(tmp_path) as out:
+    out.write(0, {"eval/accuracy": 0.5})
+    limit(100)
+    out.write(1, {"reward/mean": 0.123456789, "reward/std": 0.123456789})
+  limit(resource.RLIM_INFINITY)
+  with _writer(tmp_path, first_step=0) as out:
+    out.write(1, {"reward/mean": 0.5})
+  assert [x["step"] for x in jsonl.read(path)] == [0, 1]
+
+
+@pytest.mark.parametrize("names", ["", "tensorboard"])
+def test_deleted_working_directory_ends_the_run_at_the_next_write(
+  tmp_path, names
+):
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  with _writer(workdir, names) as out:
+    out.write(1, {"reward/mean": 0.5})
+    shutil.rmtree(workdir)
+    message = f"the working directory {workdir} no longer exists"
+    with pytest.raises(UserError, match=message):
+      out.write(2, {"reward/mean": 0.5})
+    with pytest.raises(UserError, match=message):
+      out.write_samples(2, "train", [])
+    out.say("still reported")
+  assert not workdir.exists()
+
+
+def test_tensorboard_has_everything_at_a_checkpoint(tmp_path):
+  with _writer(tmp_path, "tensorboard") as out:
+    out.write(1, {"reward/mean": 0.5, "update/loss": float("nan")})
+    out.sync()
+    found = _events(tmp_path)
+  assert found["reward/mean"][0][1].simple_value == 0.5
+  assert "update/loss" not in found
+  text = found["config/text_summary"][0][1].tensor.string_val[0].decode()
+  assert "seed: 3" in text
+
+
+def test_resumed_run_replaces_later_steps_in_tensorboard(tmp_path):
+  for number, first_step in enumerate((None, 1, 2)):  # within a second
+    with _writer(tmp_path, "tensorboard", first_step) as out:
+      for step in (1, 2, 3):
+        if step > (first_step or 0):
+          out.write(step, {"reward/mean": float(number)})
+  found = [(x, y.simple_value) for x, y in _events(tmp_path)["reward/mean"]]
+  assert found == [(1, 0.0), (2, 1.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize("size", [1000, 10_000])
+def test_run_survives_a_full_disk_in_tensorboard(tmp_path, capfd, limit, size):
+  """No thread ends with a traceback, and nothing waits for one that ended."""
+  with _writer(tmp_path, "tensorboard") as out:
+    limit(size)
+    for file in out._files.values():
+      file.close()
+    out._files = dict.fromkeys(out._files, _Sink())  # on another disk
+    for step in range(300):
+      out.write(step, {f"reward/{i}": 0.5 for i in range(9)})
+  limit(resource.RLIM_INFINITY)
+  shown = capfd.readouterr()
+  text = " ".join(shown.out.split())
+  assert text.count("warning: tensorboard failed and is off") == 1
+  assert "File too large" in text and not shown.err
+
+
+class _Sink:
+  write = flush = close = lambda *unused: None
+
+
+class _Wandb(types.ModuleType):
+  """The functions of `wandb` that are used."""
+
+  def __init__(self):
+    super().__init__("wandb")
+    self.__spec__ = types.SimpleNamespace()
+    self.runs, self.lines, self.num_finished = [], [], 0
+
+  def init(self, *, id, name, config, resume):
+    self.runs.append((id, name, config, resume))
+    return self
+
+  def log(self, values, step):
+    self.lines.append((step, values))
+
+  def finish(self):
+    self.num_finished += 1
+
+
+def test_wandb_gets_metrics_and_a_resumed_run_keeps_its_id(
+  tmp_path, monkeypatch
+):
+  library = _Wandb()
+  monkeypatch.setitem(sys.modules, "wandb", library)
+  with _writer(tmp_path, "tensorboard, wandb") as out:
+    out.write(1, {"reward/mean": 0.5})
+    out.sync()
+  for first_step in (1, None):
+    with _writer(tmp_path, "wandb", first_step):
+      pass
+  assert library.lines == [(1, {"reward/mean": 0.5})]
+  assert library.num_finished == 3
+  first, same, other = library.runs
+  assert first == same and first[0] == first[1] and first[2] == CONFIG
+  assert first[0].startswith(tmp_path.name) and other[0] != first[0]
+
+
+@pytest.mark.parametrize("method", ["init", "log", "finish"])
+def test_tracker_that_fails_is_dropped(method, tmp_path, monkeypatch, capsys):
+  library = _Wandb()
+  monkeypatch.setitem(sys.modules, "wandb", library)
+  monkeypatch.setattr(library, method, lambda *unused, **more: 1 / 0)
+  with _writer(tmp_path, "wandb") as out:
+    for step in (1, 2):
+      out.write(step, {"reward/mean": 0.5})
+  said = " ".join(capsys.readouterr().out.split())
+  assert said.count("wandb failed and is off from here on: ZeroDivision") == 1
+  assert len(jsonl.read(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_unknown_and_missing_trackers_are_rejected(tmp_path, monkeypatch):
+  with pytest.raises(UserError, match="'mlflow' but may have tensorboard"):
+    trackers.parse("mlflow")
+  assert trackers.parse("") == []
+  monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(UserError, match="pip install wandb"):
+    trackers.openers(tmp_path, CONFIG, writers="tensorboard,wandb")

@@ -1,0 +1,155 @@
+"""Gradient noise: measured with random signs, against per-prompt gradients."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from dppo_jax import methods
+from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
+from dppo_jax.methods.neyman import gradient_noise
+from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
+from dppo_jax.records import Selection
+from dppo_jax.rng import Stage, rng_at
+from dppo_jax.step import select, update
+from dppo_jax.step.measure_noise import measure_noise
+
+NUM = 4
+REWARDS = jnp.array([[1.0, 0, 0], [0, 1, 1], [1, 0, 1], [0, 0, 1]])
+RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
+# Rows so short that micro-batches cut through groups.
+SPEC = PackingSpec(12, rows_per_micro=2, window=4, share_prefix=False)
+GRPO = objectives.grpo()
+EVERY = np.ones(NUM, bool)
+SOME = np.array([True, False, True, True])
+KEPT = {
+  "every prompt": (EVERY, np.ones(NUM, np.float32)),
+  "some, weighted": (SOME, np.array([0.5, 1, 0.8, 0.4], np.float32)),
+}
+
+
+def _rollout(is_kept, prob, is_present):
+  """Completions of the kept prompts that are present."""
+  full = small.rollout(small.prompts(NUM))
+  is_present = is_present & is_kept
+  return full.replace(
+    lengths=jnp.where(is_present[:, None], full.lengths, 0),
+    kept=Selection(jnp.asarray(is_present), jnp.asarray(prob)),
+  )
+
+
+def _select(rollout, parts=1):
+  return select.select(
+    RNG,
+    small.prompts(NUM),
+    rollout,
+    jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
+    method=methods.grpo(),
+    objective=GRPO,
+    spec=SPEC,
+    mini_batches=parts,
+  )
+
+
+def _config(parts=1):
+  return update.UpdateConfig(
+    small.MODEL, GRPO, logit_chunk=16, mini_batches=parts
+  )
+
+
+@jax.jit
+def _gradient(rollout):
+  batch, num_used, *_ = _select(rollout)
+  sums = update.sum_gradients(batch, num_used, small.params(), None, _config())
+  return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(sums.grad)])
+
+
+@functools.partial(jax.jit, static_argnames="parts")
+def _measure(rollout, signs, parts=1):
+  """One measurement with given signs."""
+  batch, num_micro, _, summary = _select(rollout, parts)
+  with mock.patch.object(
+    gradient_noise, "random_signs", lambda key, num: signs
+  ):
+    return measure_noise(
+      RNG,
+      gradient_noise.init(),
+      small.params(),
+      None,
+      batch,
+      num_micro,
+      small.prompts(NUM),
+      rollout,
+      summary,
+      config=_config(parts),
+      spec=SPEC,
+    )
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_signs_average_to_the_noise_of_all_pairs_of_prompts(name, parts):
+  """With mini-batches, the first is measured: that of every other prompt."""
+  measured = np.arange(NUM) % parts == 0
+  num = measured.sum()
+  alone = np.array(
+    [
+      _gradient(_rollout(*KEPT[name], np.arange(NUM) == q))
+      for q in np.flatnonzero(measured)
+    ],
+    np.float64,
+  )
+  products = alone @ alone.T
+  total = products.sum()
+  pairs = (total - np.trace(products)) / (num * (num - 1))
+  rollout = _rollout(*KEPT[name], EVERY)
+  signs = np.array(list(np.ndindex(*(2,) * NUM)), np.float32) * 2 - 1
+  noise = [_measure(rollout, x, parts) for x in signs]
+  # |E g|^2 of a sum of prompts, from all pairs of different ones.
+  signal = np.mean([x.signal for x in noise])
+  np.testing.assert_allclose(signal, num**2 * pairs, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(
+    np.mean([x.noise for x in noise]), total - num**2 * pairs, rtol=1e-4
+  )
+
+
+def test_signs_depend_on_the_seed():
+  keys = jax.random.split(jax.random.key(0), 2)
+  one, two = (gradient_noise.random_signs(key, 64) for key in keys)
+  assert (one != two).any()
+
+
+def test_measurements_are_smoothed_and_non_finite_ones_left_out():
+  add = gradient_noise.add_measurement
+  one = add(gradient_noise.init(), jnp.float32(3), jnp.float32(2), 2)
+  assert (one.signal, one.noise) == (2, 1)
+  two = add(one, jnp.float32(1), jnp.float32(1), 2)
+  np.testing.assert_allclose((two.signal, two.noise), (1.4, 1.7), rtol=1e-6)
+  assert add(one, jnp.float32(np.nan), jnp.float32(1), 2) == one
+  metrics = gradient_noise.describe(one, 8)
+  assert metrics["noise/scale"] == pytest.approx(4)  # half as much as signal
+  assert metrics["noise/fraction"] == pytest.approx(1 / 3)
+  # With one prompt there is nothing to compare: all is noise.
+  assert gradient_noise.noise_fraction(add(one, *jnp.ones(2), 1)) > 1 / 3
+  assert gradient_noise.noise_fraction(gradient_noise.init()) == 1
+
+
+def test_costs_are_ratios_of_smoothed_seconds():
+  tracker = CostTracker(rows_per_micro=4)
+  first = tracker.costs(0.5)
+  assert first.other_seconds == first.micro_seconds == 0
+  sample = StepSample(update=6.0, other=2.0, micros=3, rows=10, tokens=50)
+  for _ in range(3):
+    tracker.add(sample)
+  costs = tracker.costs(0.5)
+  np.testing.assert_allclose(
+    [costs.noise_fraction, costs.micro_seconds, costs.micro_tokens],
+    [0.5, 2.0, 20.0],
+    rtol=1e-6,
+  )
+  np.testing.assert_allclose(costs.other_seconds, 2.0, rtol=1e-6)
