@@ -183,10 +183,8 @@ def test_a_run_that_died_and_was_started_again_ends_bit_equal(
 def test_a_run_stopped_before_its_first_checkpoint_says_what_is_left(
   tmp_path, monkeypatch, capsys
 ):
-  def interrupted(*unused):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(train, "_train", interrupted)
+  stop = lambda *unused: signal.raise_signal(signal.SIGTERM)
+  monkeypatch.setattr(train, "_train", stop)
   with pytest.raises(KeyboardInterrupt):
     train.run(_config(), tmp_path)
   assert "stopped before the first step; nothing" in capsys.readouterr()[0]
