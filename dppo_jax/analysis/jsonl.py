@@ -39,18 +39,18 @@ def keep_until(path: pathlib.Path, step: int) -> list[str]:
     step: step of the checkpoint to resume from; -1 for a new run.
 
   Returns:
-    A message if anything was removed.
+    A message for either, if there was anything to remove.
   """
   lines = read(path)
   kept = [line for line in lines if line.get("step", 0) <= step]
-  is_truncated = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-  if path.exists() and len(kept) == len(lines) and not is_truncated:
-    return []
-  has_file = path.exists()
-  replace(path, (json.dumps(x, ensure_ascii=False) + "\n" for x in kept))
-  tail = " and a truncated last line" if is_truncated else ""
-  removed = f"{len(lines) - len(kept)} lines after step {step}{tail}"
-  return [f"{path}: removed {removed}"] if has_file else []
+  removed = []
+  if len(kept) < len(lines):
+    removed.append(f"{len(lines) - len(kept)} lines after step {step}")
+  if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+    removed.append("a truncated last line")
+  if removed or not path.exists():
+    replace(path, (json.dumps(x, ensure_ascii=False) + "\n" for x in kept))
+  return [f"{path}: removed {text}" for text in removed]
 
 
 def replace(path: pathlib.Path, text: Iterable[str]) -> None:
