@@ -88,6 +88,7 @@ def test_every_option_that_a_readme_names_exists():
   known = {name for name, _, _ in configs.walk(configs.Config())}
   known |= {name.partition(".")[0] for name in known}  # sections
   known |= {name.partition(".")[0] for name in known}
+  known |= {f"model.shape.{name}" for name in configs.Config().model.shape}
   for section, factories in (
     ("method", methods.METHODS),
     ("objective", objectives.OBJECTIVES),
