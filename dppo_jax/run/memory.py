@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, lm_head, transformer
 from dppo_jax.rollout import decode
+from dppo_jax.rollout.prefill import batch_size
 
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
@@ -108,7 +109,7 @@ def _roll_out(workload: Workload) -> Parts:
   prompt_parts = kv_cache.prompt_part_sizes(
     kv_cache.part_sizes(positions), width
   )
-  prefill = min(r.prefill_batch, num_prompts) * width
+  prefill = min(batch_size(width), num_prompts) * width
   cached = positions * num_caches + sum(prompt_parts) * num_prompts
   return {
     "inference copy": _weights(workload, is_copy=True),
@@ -124,7 +125,7 @@ def _update(workload: Workload, weights: float) -> Parts:
   item, shards = _item(model.dtype), workload.mesh.shape["model"]
   tokens = p.rows_per_micro * p.row_length
   num_shards = sharding.num_shards(workload.mesh, "batch")
-  chunk = min(max(p.logit_chunk // num_shards, p.rows_per_micro), tokens)
+  chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
   width = _layer_width(workload)
   saved = {  # numbers that a layer keeps of each token
     "layers": model.embed,

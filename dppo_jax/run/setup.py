@@ -139,7 +139,8 @@ def setup_run(
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     preflight.check_prompts(mesh, config)
-    preflight.check_from_run(config.sft.from_run)
+    if config.sft.from_run:
+      preflight.check_from_run(config.sft.from_run)
   root_key = jax.random.key(config.seed)
   path = model_path(config.model)
   if path:

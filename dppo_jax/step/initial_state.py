@@ -5,6 +5,7 @@ import functools
 
 import jax
 
+from dppo_jax import data
 from dppo_jax.metrics import writer as metrics
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
@@ -93,7 +94,7 @@ def _first_params(
     model_config=run.model,
     spec=run.packing,
     direct_share=sft.ARITHMETIC_DIRECT_SHARE
-    if run.config.data.train == "arithmetic"
+    if data.arithmetic.is_source(run.config.data.train)
     else 0.0,
     say=writer.say,
     bar=writer.bar,

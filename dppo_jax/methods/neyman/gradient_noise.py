@@ -11,7 +11,8 @@ Source: the definitions of McCandlish et al. 2018, arXiv:1812.06162, section 2.2
 and appendix A; the signs are ours.
 """
 
-from flax import struct
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -19,8 +20,7 @@ from jaxtyping import Array, Float
 DECAY = 0.7  # weight of earlier measurements, at each further one
 
 
-@struct.dataclass
-class Noise:
+class Noise(NamedTuple):
   """Estimates smoothed over measurements; both are 0 before the first.
 
   Attributes:
