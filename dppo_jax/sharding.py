@@ -18,6 +18,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from dppo_jax.errors import UserError
+
 MESH_AXES = ("replica", "data", "model")
 AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
@@ -49,7 +51,7 @@ def make_mesh(
     data: -1 takes what the others leave.
     devices: to choose from; None is all that JAX finds.
   Raises:
-    ValueError: where there are fewer devices than the mesh needs.
+    UserError: if there are fewer devices than the mesh needs.
   """
   devices = list(jax.devices() if devices is None else devices)
   shape = sizes(len(devices), data, model, replicas)
@@ -66,7 +68,7 @@ def sizes(
   """The axes of a mesh of so many devices; `data=-1` takes what is left.
 
   Raises:
-    ValueError: where there are fewer devices than the mesh needs.
+    UserError: if there are fewer devices than the mesh needs.
   """
   if data == -1:
     data = max(1, num_devices // (model * replicas))
@@ -74,7 +76,7 @@ def sizes(
   size = math.prod(shape)
   if size > num_devices:
     named = shape if replicas > 1 else shape[1:]
-    raise ValueError(
+    raise UserError(
       f"a mesh of {' x '.join(map(str, named))} needs {size} devices but "
       f"there are {num_devices}: lower config.mesh.data, config.mesh.model or "
       "config.mesh.replicas; a CPU stands for several devices where "

@@ -1,17 +1,19 @@
-"""Methods and objectives by name, and configs by file."""
+"""Checked options, and the functions that they name."""
 
 from collections.abc import Callable
 import inspect
 import json
+from numbers import Integral
 import os
 import pathlib
 from typing import Any
 
-from dppo_jax import algo, methods, user_code
+from dppo_jax import algo, methods, rewards, user_code
 from dppo_jax.algo import objectives
-from dppo_jax.config.options import assign, default_args, walk
-from dppo_jax.config.schema import Config, MethodConfig, ObjectiveConfig
+from dppo_jax.config.options import assign, check_option, default_args, walk
+from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
 from dppo_jax.errors import UserError
+from dppo_jax.metrics import trackers
 
 # A name, a reference to a user's function, or the function.
 Choice = str | Callable
@@ -50,12 +52,7 @@ def _factory(known: dict[str, Callable], kind: str, choice: Choice) -> Callable:
       f"the {kind} is {choice!r} but must be one of {', '.join(known)}, "
       "FILE.py:FUNCTION or MODULE:FUNCTION"
     )
-  try:
-    factory = user_code.load(choice) if isinstance(choice, str) else choice
-  except ValueError as error:
-    raise UserError(f"the {kind}: {error}") from error
-  if not inspect.isfunction(factory):
-    raise UserError(f"the {kind} is {choice!r} but must be a function")
+  factory = _function(f"the {kind}", choice)
   for name, default in default_args(factory).items():
     if default is inspect.Parameter.empty:
       raise UserError(
@@ -65,16 +62,39 @@ def _factory(known: dict[str, Callable], kind: str, choice: Choice) -> Callable:
   return factory
 
 
+def _function(label: str, choice: Choice) -> Callable:
+  """Returns a function or the one that a reference names."""
+  try:
+    choice = user_code.load(choice) if isinstance(choice, str) else choice
+  except UserError as error:
+    raise UserError(f"{label}: {error}") from error
+  if not inspect.isfunction(choice):
+    raise UserError(f"{label} is {choice!r} but must be a function")
+  return choice
+
+
+def load_callbacks(config: Config) -> tuple[Callable, ...]:
+  """Returns the functions that `config.callbacks` names.
+
+  From Python the option may also be a function, or a list of functions.
+  """
+  callbacks = config.callbacks
+  if isinstance(callbacks, str):
+    callbacks = filter(None, map(str.strip, callbacks.split(",")))
+  elif callable(callbacks):
+    callbacks = [callbacks]
+  return tuple(_function("config.callbacks", x) for x in callbacks)
+
+
 def read(path: str | os.PathLike) -> Config:
   """Returns the config in a run's config.json.
 
   Raises:
     UserError: if the file is not a config, or names an unknown option.
   """
-  path = pathlib.Path(path)
   config = Config()
   try:
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     saved.pop("fingerprints", None)  # of data and code
     names = [saved.pop(f"{kind}.name") for kind in ("method", "objective")]
     use_method(
@@ -111,13 +131,12 @@ def make_objective(config: Config) -> algo.Objective:
 def _make(
   chosen: MethodConfig | ObjectiveConfig, returns: type, kind: str, **known
 ) -> Any:
-  known_names = default_args(chosen.factory)
-  for name in chosen.args:
-    if name not in known_names:
-      raise UserError(
-        f"config.{kind}.args.{name} is set but the arguments of {chosen.name} "
-        f"are {', '.join(known_names) or 'none'}"
-      )
+  names = default_args(chosen.factory)
+  for name in chosen.args.keys() - names:
+    raise UserError(
+      f"config.{kind}.args.{name} is set but the arguments of {chosen.name} "
+      f"are {', '.join(names) or 'none'}"
+    )
   result = chosen.factory(**chosen.args, **known)
   if not isinstance(result, returns):
     raise UserError(
@@ -125,3 +144,51 @@ def _make(
       f"{returns.__name__}"
     )
   return result
+
+
+def validate(config: Config) -> None:
+  """Checks every option, and those that depend on each other.
+
+  Raises:
+    UserError: naming value, limit and option.
+  """
+  for name, value, metadata in walk(config):
+    if metadata:  # not a factory
+      check_option(name, value, metadata)
+  make_method(config)
+  make_objective(config)
+  load_callbacks(config)
+  rewards.parse(config.reward.functions)
+  trackers.parse(config.log.writers)
+  shape = config.model.shape
+  if shape.keys() != TINY.keys():
+    raise UserError(
+      f"config.model.shape has {', '.join(shape)} but must have "
+      f"{', '.join(TINY)}"
+    )
+  # In reverse, so that kv_heads is checked before it divides heads.
+  for name, size in sorted(shape.items(), reverse=True):
+    divisor = {"heads": shape["kv_heads"], "head_dim": 2}.get(name, 1)
+    _check_multiple(f"model.shape.{name}", size, divisor)
+  _check_multiple("pack.row_length", config.pack.row_length, 8)
+  parts, prompts = config.objective.mini_batches, config.data.prompts_per_step
+  label = "config.objective.mini_batches, "
+  _check_multiple("data.prompts_per_step", prompts, parts, label)
+  ramp, limit = config.reward.overlong_tokens, config.rollout.max_tokens
+  if ramp > limit:
+    raise UserError(
+      f"config.reward.overlong_tokens is {ramp} but must be at most "
+      f"config.rollout.max_tokens, {limit}"
+    )
+  if config.mesh.data == 0:
+    raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
+
+
+def _check_multiple(
+  name: str, value: Any, divisor: int, label: str = ""
+) -> None:
+  if not isinstance(value, Integral) or value < 1 or value % divisor:
+    raise UserError(
+      f"config.{name} is {value!r} but must be a positive multiple of {label}"
+      f"{divisor}"
+    )

@@ -105,6 +105,12 @@ def first_line(error: Exception) -> str:
   return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
+def _to_columns(record: Record) -> Record:
+  if not isinstance(record, Mapping):
+    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
+  return {str(name): _to_python(value) for name, value in record.items()}
+
+
 def _make_row(
   columns: Record, problem_key: str, answer_key: str, default_id: str
 ) -> Row:
@@ -132,16 +138,14 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
       raise UserError(f"there is no file {source!r}: {_HINT}")
     is_parquet = source.endswith(".parquet")
     return lambda: (_read_parquet if is_parquet else _read_jsonl)(source)
-  if not user_code.is_reference(source):
-    raise UserError(
-      f"{source!r} is none of arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
-      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION and "
-      f"PACKAGE.MODULE:FUNCTION: {_HINT}"
-    )
   try:
     return user_code.load(source)
-  except ValueError as error:
-    raise UserError(f"{error}: {_HINT}") from error
+  except UserError as error:
+    raise UserError(
+      f"{error}; a source is arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
+      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or "
+      f"MODULE:FUNCTION: {_HINT}"
+    ) from error
 
 
 def _read_jsonl(path: str) -> Iterator[Record]:
@@ -169,12 +173,6 @@ def _read_tfds(source: str) -> Iterator[Record]:
   return (rows[i] for i in range(len(rows)))
 
 
-def _to_columns(record: Record) -> Record:
-  if not isinstance(record, Mapping):
-    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
-  return {str(name): _to_python(value) for name, value in record.items()}
-
-
 def _to_python(value: Any) -> Any:
   """Converts bytes to text, and NumPy's and Decimal values to Python's."""
   if isinstance(value, bytes):
@@ -195,11 +193,11 @@ def _find(columns: Record, keys: str) -> Any:
   """Returns the first value in one of the columns, or None."""
   for key in keys.split(","):
     outer, _, inner = key.partition(".")
-    value, nested = columns.get(key), columns.get(outer)
-    if value is None and isinstance(nested, Mapping):
-      value = nested.get(inner)
-    if value is not None:
-      return value
+    nested = columns.get(outer)
+    inside = nested.get(inner) if isinstance(nested, Mapping) else None
+    for value in (columns.get(key), inside):
+      if value is not None:
+        return value
   return None
 
 

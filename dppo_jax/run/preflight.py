@@ -106,7 +106,7 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
       axes += " x config.mesh.replicas"
     raise UserError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
-      f"the {num_shards} devices of config.mesh.data{replicas}"
+      f"the {num_shards} devices of {axes}"
     )
 
 

@@ -58,7 +58,7 @@ def test_train_and_eval_sets_are_disjoint():
   assert eval_set.columns["answer"] == eval_set.answers
 
 
-def test_the_eval_set_does_not_depend_on_training_or_limits():
+def test_eval_set_does_not_depend_on_training_or_limits():
   tokenizer = CharacterTokenizer()
   train, expected = data.load(tokenizer, 0, **ARITHMETIC)
   none, alone = data.load(tokenizer, 0, **ARITHMETIC, trains=False)
@@ -69,12 +69,6 @@ def test_the_eval_set_does_not_depend_on_training_or_limits():
   )
   assert few.problems == train.problems[:10]
   assert some["arithmetic"].problems == expected["arithmetic"].problems[:5]
-
-
-def test_an_eval_source_with_numbers_is_its_own():
-  sources = {"train": "arithmetic:400:4", "eval": "hard=arithmetic:80:6"}
-  _, eval_sets = data.load(CharacterTokenizer(), 0, **sources)
-  assert len(eval_sets["hard"]) == 10
 
 
 def test_the_seed_alone_decides_the_problems():
