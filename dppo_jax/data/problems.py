@@ -68,10 +68,8 @@ class ProblemSet:
 
   def columns_at(self, ids: Iterable[int]) -> dict[str, list[Any]]:
     """Returns the columns of the problems numbered `ids`, in their order."""
-    ids = [int(i) for i in ids]
-    return {
-      name: [values[i] for i in ids] for name, values in self.columns.items()
-    }
+    ids = list(map(int, ids))
+    return {name: [x[i] for i in ids] for name, x in self.columns.items()}
 
 
 def load(
@@ -95,7 +93,7 @@ def load(
 
   Args:
     seed: seed of the arithmetic problems; for the others see `config.data`.
-    trains: read `train`; otherwise the first result is None.
+    trains: False to skip `train` and return None in its place.
   """
 
   def read(label: str, source: sources.Source, limit: int) -> ProblemSet:
@@ -211,10 +209,8 @@ def make_prompt(
   """Applies a template to a row.
 
   Args:
-    template: `config.data.template`. Empty keeps the row's own prompt. Text has
-      column names in braces; if it starts with `system:` or `user:`, each line
-      that starts with a role begins a message. A function, or a reference to
-      one, takes a dict of the columns and returns text or messages.
+    template: `config.data.template`; see data/README.md.
+    prompt: the row's own prompt, which an empty template keeps.
     columns: the row's, and the text of the problem as `problem`.
   """
   if not template:

@@ -1,8 +1,6 @@
 """Rows of problems, read from a file, a TFDS data set or a Python function.
 
-A source is a .jsonl file (perhaps with .gz), a .parquet file,
-`tfds:NAME[:SPLIT]`, or a function that is called without arguments and returns
-an iterable of dicts.
+README.md lists the kinds of sources and the columns that count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,8 +50,12 @@ def parse_named(sources: Source) -> dict[str, Source]:
 
   A single source without a name is named after its file, data set or function.
   """
+  if not sources:
+    return {}
   if not isinstance(sources, str) or not re.match(r"[\w.+-]+=", sources):
-    return {_short_name(sources): sources} if sources else {}
+    name = getattr(sources, "__name__", sources)
+    path = name.removeprefix("tfds:").split(":")[0]
+    return {os.path.basename(path).partition(".")[0] or "eval": sources}
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
     match = re.fullmatch(r"([\w.+-]+)=(.+)", part)
@@ -61,15 +63,6 @@ def parse_named(sources: Source) -> dict[str, Source]:
       raise UserError(f"config.data.eval: {part!r} is not NEW_NAME=SOURCE")
     named[match[1]] = match[2]
   return named
-
-
-def _short_name(source: Source) -> str:
-  """Returns `math500` for `data/math500.jsonl`, `gsm8k` for `tfds:gsm8k`."""
-  if not isinstance(source, str):
-    source = getattr(source, "__name__", "eval")
-  path = source.removeprefix("tfds:").split(":")[0].rstrip("/")
-  name = os.path.basename(path).partition(".")[0]
-  return re.sub(r"[^\w+-]", "_", name) or "eval"
 
 
 def read(
@@ -84,8 +77,8 @@ def read(
   (GSM8K's format). In columns, bytes become text and arrays become lists.
 
   Args:
-    problem_key, answer_key: column names, separated by commas, of which the
-      first with a value counts. `a.b` is key b of the dict in column a.
+    problem_key, answer_key: column names, of which the first with a value
+      counts. `a.b` is key b of the dict in column a.
   """
   name = getattr(source, "__name__", str(source))
   read_records, number = _reader(source), -1

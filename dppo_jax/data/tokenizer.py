@@ -17,6 +17,9 @@ _NO_TEMPLATE = "no chat template"
 class Tokenizer(Protocol):
   """Interface of a tokenizer.
 
+  `encode` and `decode` leave out special tokens. `prompt` returns the text that
+  the model reads before its answer, and `encode_prompt` the ids of that text.
+
   Attributes:
     vocab_size: number of ids; an embedding may have more rows.
     stop_ids: ids that end a completion; the first is the one to train on.
@@ -29,17 +32,10 @@ class Tokenizer(Protocol):
   pad_id: int
   template_note: str
 
-  def encode(self, text: str) -> list[int]:
-    """Returns the ids of `text` alone, without special tokens."""
-
-  def prompt(self, prompt: Prompt) -> str:
-    """Returns the text that the model reads, up to where the answer begins."""
-
-  def encode_prompt(self, prompt: Prompt) -> list[int]:
-    """Returns the ids of that text."""
-
-  def decode(self, ids: Sequence[int]) -> str:
-    """Returns the text of `ids`, without special tokens."""
+  def encode(self, text: str) -> list[int]: ...
+  def decode(self, ids: Sequence[int]) -> str: ...
+  def prompt(self, prompt: Prompt) -> str: ...
+  def encode_prompt(self, prompt: Prompt) -> list[int]: ...
 
 
 class CharacterTokenizer:
@@ -57,14 +53,13 @@ class CharacterTokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`; raises UserError for other characters."""
-    symbols = self._pattern.findall(text)
-    for symbol in symbols:
-      if symbol not in self._ids:
-        raise UserError(
-          f"character {symbol!r} of {text!r} is unknown to the arithmetic "
-          "tokenizer: set config.model.path or config.model.hub_id"
-        )
-    return [self._ids[symbol] for symbol in symbols]
+    try:
+      return [self._ids[symbol] for symbol in self._pattern.findall(text)]
+    except KeyError as error:
+      raise UserError(
+        f"character {error} of {text!r} is unknown to the arithmetic tokenizer: "
+        "set config.model.path or config.model.hub_id"
+      ) from error
 
   def prompt(self, prompt: Prompt) -> str:
     return text_of(prompt, with_system=True)
@@ -108,9 +103,11 @@ class PretrainedTokenizer:
 
     Args:
       path: directory of the checkpoint.
-      template_args: arguments of the chat template, such as `enable_thinking`;
-        `chat_template` replaces the checkpoint's template.
+      template_args: arguments of the chat template; `chat_template` replaces it.
     """
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any(os.path.exists(os.path.join(path, name)) for name in names):
+      raise UserError(f"config.model.path {path!r} has no {' or '.join(names)}")
     # Without it, transformers warns on import that there is no PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes a second, which the arithmetic task can spare
@@ -122,9 +119,9 @@ class PretrainedTokenizer:
       self._tokenizer = load(path, trust_remote_code=False)
     except Exception as error:  # of many types
       raise UserError(
-        f"the tokenizer (tokenizer.json) in config.model.path {path!r} cannot "
-        f"be read: {first_line(error)}; its files may be missing, damaged or "
-        "need code of their own, which is never run"
+        f"the tokenizer in config.model.path {path!r} cannot be read: "
+        f"{first_line(error)}; its files may be damaged or need code of their "
+        "own, which is never run"
       ) from error
     self.vocab_size = len(self._tokenizer)
     self.pad_id = self._tokenizer.pad_token_id or 0
