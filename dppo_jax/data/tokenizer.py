@@ -57,8 +57,8 @@ class CharacterTokenizer:
       return [self._ids[symbol] for symbol in self._pattern.findall(text)]
     except KeyError as error:
       raise UserError(
-        f"character {error} of {text!r} is unknown to the arithmetic tokenizer: "
-        "set config.model.path or config.model.hub_id"
+        f"character {error} of {text!r} is unknown to the tokenizer of the "
+        "arithmetic task: set config.model.path or config.model.hub_id"
       ) from error
 
   def prompt(self, prompt: Prompt) -> str:
@@ -103,7 +103,7 @@ class PretrainedTokenizer:
 
     Args:
       path: directory of the checkpoint.
-      template_args: arguments of the chat template; `chat_template` replaces it.
+      template_args: arguments of the template; `chat_template` replaces it.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, name)) for name in names):
@@ -172,9 +172,9 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
 
   If it has none, those of config.json and of the tokenizer (`eos_id`) count.
   """
-  ids = _read_eos_ids(pathlib.Path(path, "generation_config.json"))
+  ids = _read_eos_ids(path, "generation_config.json")
   if not ids:
-    ids = _read_eos_ids(pathlib.Path(path, "config.json"))
+    ids = _read_eos_ids(path, "config.json")
     ids += [] if eos_id is None else [eos_id]
   if not ids:
     raise UserError(
@@ -184,11 +184,11 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
   return tuple(dict.fromkeys(ids))
 
 
-def _read_eos_ids(file: pathlib.Path) -> list[int]:
-  if not file.exists():
-    return []
+def _read_eos_ids(path: str, name: str) -> list[int]:
+  file = pathlib.Path(path, name)
   try:
-    ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    text = file.read_text(encoding="utf-8") if file.exists() else "{}"
+    ids = json.loads(text).get("eos_token_id")
   except (ValueError, AttributeError) as error:
     raise UserError(f"{file} is damaged, not a JSON object: {error}") from error
   return [] if ids is None else ids if isinstance(ids, list) else [ids]
