@@ -106,6 +106,14 @@ def test_every_option_that_a_readme_names_exists():
   assert len(named) > 12
 
 
+def test_configs_page_lists_every_option():
+  text = (commands.ROOT / "configs/README.md").read_text()
+  for name, _, metadata in configs.walk(configs.Config()):
+    section, _, option = name.rpartition(".")
+    row = rf"^\| {f'`{section}`' if section else '.none.'} \|.*`{option}`"
+    assert not metadata or re.search(row, text, re.MULTILINE), name
+
+
 def test_what_the_readmes_link_to_exists():
   for page in PAGES:
     text = pages.prose(page)

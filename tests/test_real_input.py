@@ -191,12 +191,3 @@ def test_run_on_math_is_evaluated_on_two_sets(math_home, math):
   assert sets["math500"]["completions"]["sampled"]["unboxed"] < 1
   lines = (directory / "completions.jsonl").read_text().splitlines()
   assert len(lines) == 4 * sum(x["problems"] for x in sets.values())
-
-
-def test_checkpoint_is_evaluated_without_a_run(math_home, math, tmp_path):
-  c = copy.deepcopy(math)
-  c.data.train, c.data.eval_limit = "none.jsonl", 2
-  evaluate.run(c, tmp_path)
-  file = tmp_path / "evaluation/step-0/results.json"
-  assert json.loads(file.read_text())["weights"] == str(math_home / "ck")
-  assert [x.name for x in tmp_path.iterdir()] == ["evaluation"]

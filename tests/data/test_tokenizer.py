@@ -4,8 +4,6 @@ import gzip
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 import tokenizers
@@ -174,7 +172,6 @@ def test_a_chat_template_may_be_given_as_an_argument(small):
   ("template", "args", "complaint"),
   [
     ("{{ raise_exception('no\nnot so') }}", {}, "rejects the prompt: .*no"),
-    ("{{ messages[0].missing.more }}", {}, "rejects the prompt"),
     (TEMPLATE, {"tools": 3}, "config.data.template_args"),
   ],
 )
@@ -208,7 +205,6 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path):
   ("name", "text"),
   [
     ("tokenizer.json", '{"version": '),
-    ("tokenizer.json", "{}"),
     ("tokenizer_config.json", "no"),
     ("tokenizer.json", None),
   ],
@@ -231,29 +227,9 @@ def test_a_damaged_or_missing_tokenizer_is_named(small, name, text):
   ],
 )
 def test_stop_ids(tmp_path, generation, model, eos, expected):
+  with pytest.raises(UserError, match=r"config\.rollout\.stop_ids"):
+    find_stop_ids(str(tmp_path), None)
   for name, config in (("generation_config", generation), ("config", model)):
     if config is not None:
       (tmp_path / f"{name}.json").write_text(json.dumps(config))
   assert find_stop_ids(str(tmp_path), eos) == expected
-
-
-def test_checkpoint_without_any_stop_id_names_the_option(small):
-  tokenizer = PretrainedTokenizer(small(eos_token=None))
-  with pytest.raises(UserError, match=r"config\.rollout\.stop_ids"):
-    _ = tokenizer.stop_ids
-
-
-def test_reading_a_tokenizer_prints_nothing(small):
-  code = (
-    "import sys; from dppo_jax.data.tokenizer import PretrainedTokenizer;"
-    "assert 'transformers' not in sys.modules;"
-    f"PretrainedTokenizer({small()!r})"
-  )
-  done = subprocess.run(
-    [sys.executable, "-W", "error", "-c", code],
-    capture_output=True,
-    check=True,
-    text=True,
-    cwd=pathlib.Path(__file__).parents[2],
-  )
-  assert (done.stdout, done.stderr) == ("", "")
