@@ -25,12 +25,10 @@ def use_method(
   """Sets the method and optionally the objective, with default arguments.
 
   Args:
-    choice: a method, or a method and an objective: "dppo", "dppo,gspo". Each is
-      a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`. From Python it may also
-      be a function that returns a `methods.Method` or an `algo.Objective` and
-      has a default for every argument.
-    objective: alternative place for the objective, for functions and for paths
-      that contain a comma.
+    choice: "METHOD" or "METHOD,OBJECTIVE", each of them a name,
+      `FILE.py:FUNCTION` or `MODULE:FUNCTION`; or a function that returns a
+      `methods.Method` and has a default for every argument.
+    objective: the objective, if it is not part of `choice`.
   Raises:
     UserError: for an unknown name, or a function that cannot be loaded.
   """
@@ -87,21 +85,16 @@ def load_callbacks(config: Config) -> tuple[Callable, ...]:
 
 
 def read(path: str | os.PathLike) -> Config:
-  """Returns the config in a run's config.json.
-
-  Raises:
-    UserError: if the file is not a config, or names an unknown option.
-  """
+  """Returns the config in a run's config.json; raises UserError."""
   config = Config()
   try:
     saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     saved.pop("fingerprints", None)  # of data and code
-    names = [saved.pop(f"{kind}.name") for kind in ("method", "objective")]
-    use_method(
-      config,
-      saved.pop("method.source", names[0]),
-      saved.pop("objective.source", names[1]),
-    )
+    choices = []
+    for kind in ("method", "objective"):
+      name = saved.pop(f"{kind}.name")
+      choices.append(saved.pop(f"{kind}.source", name))
+    use_method(config, *choices)
     defaults = {name: value for name, value, _ in walk(config)}
     for name, value in saved.items():
       is_tuple = isinstance(defaults[name], tuple)
@@ -117,9 +110,8 @@ def read(path: str | os.PathLike) -> Config:
 
 def make_method(config: Config) -> methods.Method:
   """Returns the config's method."""
-  known = {"total_steps": config.steps}
-  if "total_steps" not in inspect.signature(config.method.factory).parameters:
-    known = {}
+  parameters = inspect.signature(config.method.factory).parameters
+  known = {"total_steps": config.steps} if "total_steps" in parameters else {}
   return _make(config.method, methods.Method, "method", **known)
 
 
@@ -147,11 +139,7 @@ def _make(
 
 
 def validate(config: Config) -> None:
-  """Checks every option, and those that depend on each other.
-
-  Raises:
-    UserError: naming value, limit and option.
-  """
+  """Raises UserError for values out of range and options that conflict."""
   for name, value, metadata in walk(config):
     if metadata:  # not a factory
       check_option(name, value, metadata)

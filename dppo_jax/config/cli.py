@@ -49,13 +49,7 @@ _FLAGS = (
 
 
 class Command(NamedTuple):
-  """Parsed command line.
-
-  Attributes:
-    config: the named config with its overrides, not yet validated.
-    workdir: --workdir or its default.
-    flags: all flags but those of options, as attributes.
-  """
+  """Config with its overrides, not yet validated; directory; other flags."""
 
   config: Config
   workdir: pathlib.Path
@@ -63,11 +57,7 @@ class Command(NamedTuple):
 
 
 def parse(argv: list[str]) -> Command:
-  """Parses a command line; prints the help and exits if asked to.
-
-  Raises:
-    UserError: for an unknown flag, a malformed value or an unusable config.
-  """
+  """Parses a command line; raises UserError for a mistake in it."""
   try:
     flags, words = _parser().parse_known_args(argv[1:])
   except argparse.ArgumentError as error:
@@ -82,12 +72,14 @@ def parse(argv: list[str]) -> Command:
   if not flags.config and not (flags.workdir and path.is_file()):
     raise UserError("--config is missing, as in --config=configs/arithmetic.py")
   config = _override(_load(path, choice), words)
-  workdir = path.parent
-  if path.suffix != ".json":
-    names = [config.method.name, config.objective.name]
-    name = "-".join(x for x in names if x != "grpo") or "grpo"
-    workdir = f"runs/{path.stem}-{name}-seed{config.seed}"
-  return Command(config, pathlib.Path(flags.workdir or workdir), flags)
+  name = config.method.name
+  if config.objective.name != "grpo":
+    name += f"-{config.objective.name}"
+  is_run = path.suffix == ".json"
+  folder = (
+    path.parent if is_run else f"runs/{path.stem}-{name}-seed{config.seed}"
+  )
+  return Command(config, pathlib.Path(flags.workdir or folder), flags)
 
 
 def _load(path: pathlib.Path, choice: str) -> Config:
@@ -178,17 +170,15 @@ def _factories(factories: dict) -> dict[str, str]:
   lines = {}
   for name, factory in factories.items():
     args = ", ".join(f"{k}={v}" for k, v in default_args(factory).items())
-    text = f"{inspect.getdoc(factory).splitlines()[0]} [{args}]"
-    lines[name] = text.removesuffix(" []")
+    summary = inspect.getdoc(factory).splitlines()[0]
+    lines[name] = f"{summary} [{args}]".removesuffix(" []")
   return lines
 
 
 def _options(section: type) -> dict[str, str]:
   """Returns meaning, default and choices of each option of a section."""
   lines = {}
-  for field in dataclasses.fields(section):
-    if not field.metadata:
-      continue
+  for field in filter(lambda x: x.metadata, dataclasses.fields(section)):
     text = field.metadata["meaning"]
     if field.default not in ("", (), dataclasses.MISSING):
       text += f" [{field.default}]"

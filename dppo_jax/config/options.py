@@ -38,7 +38,6 @@ def option(
   """Returns a dataclass field that carries its meaning and limits.
 
   Args:
-    default: value of a config that does not set the option.
     meaning: noun phrase with the unit, for --help.
     least, above, most: range of a number.
     choices: allowed values.
@@ -46,15 +45,9 @@ def option(
     may_change: True if a resumed run may use another value, because it changes
       training by rounding errors at most (`run/workdir.py` has exceptions).
   """
-  metadata = {
-    "meaning": meaning,
-    "type": Callable if is_code else type(default),
-    "least": least,
-    "above": above,
-    "most": most,
-    "choices": choices,
-    "may_change": may_change,
-  }
+  metadata = dict(meaning=meaning, choices=choices, may_change=may_change)
+  metadata |= dict(least=least, above=above, most=most)
+  metadata["type"] = Callable if is_code else type(default)
   if isinstance(default, dict):
     return dataclasses.field(default_factory=default.copy, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
@@ -110,9 +103,7 @@ def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     limit = f"at least {least}"
   else:
     return
-  shown = repr(value)
-  shown = shown if len(shown) <= 60 else f"{shown[:50]}..."
-  raise UserError(f"config.{name} is {shown} but must be {limit}")
+  raise UserError(f"config.{name} is {repr(value)[:60]} but must be {limit}")
 
 
 def flatten(config) -> dict[str, Any]:
@@ -126,8 +117,10 @@ def flatten(config) -> dict[str, Any]:
     flat[f"{kind}.name"] = value.__name__
     if not value.__module__.startswith("dppo_jax."):  # a user's
       flat[f"{kind}.source"] = user_code.reference_of(value)
-  # Configs made in Python may hold functions, and numbers of NumPy.
-  plain = lambda x: (
-    x.item() if hasattr(x, "item") else user_code.reference_of(x)
-  )
-  return json.loads(json.dumps(flat, default=plain))
+  return json.loads(json.dumps(flat, default=_to_json))
+
+
+def _to_json(value: Any) -> Any:
+  """Converts the numbers of NumPy and the functions of a config in Python."""
+  is_number = hasattr(value, "item")
+  return value.item() if is_number else user_code.reference_of(value)

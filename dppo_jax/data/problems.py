@@ -225,10 +225,9 @@ def make_prompt(
   except UserError as error:
     raise UserError(f"config.data.template: {error}") from error
   except Exception as error:  # of the user's code or format
-    reason = user_code.one_line(error)
     raise UserError(
-      f"config.data.template: {reason}; the columns are {', '.join(columns)}, "
-      "and literal braces are written {{ and }}"
+      f"config.data.template: {user_code.one_line(error)}; the columns are "
+      f"{', '.join(columns)}, and literal braces are written {{{{ and }}}}"
     ) from error
   prompt = result if isinstance(result, str) else parse_messages(result)
   if not prompt or not text_of(prompt).strip():
