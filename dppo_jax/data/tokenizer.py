@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import types
 from typing import Any, Protocol
 
 from dppo_jax.data.sources import Prompt, first_line, text_of
@@ -73,7 +72,7 @@ class CharacterTokenizer:
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes the tokenizer's files for transformers into a directory."""
-    import tokenizers
+    import tokenizers  # imported with transformers, which takes a second
     from tokenizers import decoders, models, pre_tokenizers
 
     pad, eos, *_ = self.SYMBOLS
@@ -83,14 +82,17 @@ class CharacterTokenizer:
     pattern = tokenizers.Regex(self._pattern.pattern)
     words.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     words.decoder = decoders.Fuse()
-    fast = _transformers().PreTrainedTokenizerFast(
-      tokenizer_object=words,
-      pad_token=pad,
-      eos_token=eos,
-      clean_up_tokenization_spaces=False,
-      model_input_names=["input_ids", "attention_mask"],
-    )
-    fast.save_pretrained(path)
+    words.add_special_tokens([pad, eos])
+    words.save(os.path.join(path, "tokenizer.json"))
+    settings = {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "pad_token": pad,
+      "eos_token": eos,
+      "clean_up_tokenization_spaces": False,
+      "model_input_names": ["input_ids", "attention_mask"],
+    }
+    file = pathlib.Path(path, "tokenizer_config.json")
+    file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 class PretrainedTokenizer:
@@ -106,9 +108,13 @@ class PretrainedTokenizer:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, name)) for name in names):
       raise UserError(f"config.model.path {path!r} has no {' or '.join(names)}")
+    # Without it, transformers warns on import that there is no PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers  # takes a second, which the arithmetic task can spare
+
     self._path = path
     self._template_args = dict(template_args or {})
-    load = _transformers().AutoTokenizer.from_pretrained
+    load = transformers.AutoTokenizer.from_pretrained
     try:
       self._tokenizer = load(path, trust_remote_code=False)
     except Exception as error:  # of many types
@@ -159,15 +165,6 @@ class PretrainedTokenizer:
         f"{first_line(error)}; check the roles in config.data.template "
         "and the arguments in config.data.template_args"
       ) from error
-
-
-def _transformers() -> types.ModuleType:
-  """Imports transformers on demand, which takes a second."""
-  # Without it, transformers warns on import that there is no PyTorch.
-  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-  import transformers
-
-  return transformers
 
 
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
