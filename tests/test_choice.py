@@ -1,4 +1,4 @@
-"""Methods and objectives of one's own: by name, by file, and as functions."""
+"""Methods, objectives and callbacks: by name, by file, and as functions."""
 
 import functools
 import json
@@ -147,7 +147,6 @@ def test_saved_config_finds_data_and_rewards_that_were_functions(tmp_path):
 
 
 def test_edited_file_is_read_again(file):
-  """As from one cell of a notebook to the next."""
   assert user_code.load(f"{file}:number") is user_code.load(f"{file}:number")
   file.write_text("def number(): return 47")
   os.utime(file, (0, 0))

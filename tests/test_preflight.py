@@ -84,7 +84,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("overrides, option, limit", REFUSALS)
-def test_a_run_is_refused_with_option_and_limit(overrides, option, limit):
+def test_run_is_refused_with_option_and_limit(overrides, option, limit):
   words = overrides.split()
   method = "dppo" if "=" in words[0] else words.pop(0)
   values = dict(word.split("=") for word in words)
@@ -109,7 +109,7 @@ def test_a_run_is_refused_with_option_and_limit(overrides, option, limit):
     ("model.shape", {"layers": 1}, "kv_heads"),
   ],
 )
-def test_a_config_file_may_not_set_another_type(name, value, limit):
+def test_config_file_may_not_set_another_type(name, value, limit):
   config = configs.Config()
   configs.assign(config, name, value)
   with pytest.raises(UserError, match=rf"config\.{name} .* must .*{limit}"):
@@ -128,7 +128,7 @@ def test_every_number_has_bounds():
           configs.validate(config)
 
 
-def test_a_number_of_numpy_is_a_number():
+def test_number_of_numpy_is_a_number():
   config = configs.Config()
   config.seed, config.optimizer.clip_norm = np.int64(3), np.float64(0.5)
   configs.validate(config)
@@ -137,7 +137,7 @@ def test_a_number_of_numpy_is_a_number():
 
 
 @pytest.mark.parametrize("kind", ["method", "objective"])
-def test_an_unknown_argument_is_refused_by_name(kind):
+def test_unknown_argument_is_refused_by_name(kind):
   config = arithmetic()
   getattr(config, kind).args["luck"] = 1.0  # as a config file may do
   with pytest.raises(UserError, match=rf"config.{kind}.args.luck"):

@@ -71,7 +71,7 @@ def test_eval_set_does_not_depend_on_training_or_limits():
   assert some["arithmetic"].problems == expected["arithmetic"].problems[:5]
 
 
-def test_the_seed_alone_decides_the_problems():
+def test_seed_alone_decides_the_problems():
   assert arithmetic.make(5, 300, 3) == arithmetic.make(5, 300, 3)
   assert arithmetic.make(5, 300, 3) != arithmetic.make(6, 300, 3)
   # A change here means that no earlier run can be repeated.

@@ -1,4 +1,4 @@
-"""The examples of the data README do what it says."""
+"""Examples of the data README."""
 
 import contextlib
 import io
@@ -16,14 +16,14 @@ PAGE = commands.ROOT / "dppo_jax" / "data" / "README.md"
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-  """A directory in which the page's files are."""
+  """Directory with the page's files."""
   monkeypatch.chdir(tmp_path)
   for name, text in pages.files(PAGE).items():
     (tmp_path / name).write_text(text)
   return tmp_path
 
 
-def test_own_data_are_ready_to_train_on(written):
+def test_own_data_can_be_trained_on(written):
   c = commands.config("arithmetic", data__train="my_sums.py:train")
   c.data.eval = "my_sums.py:held_out"
   run = setup_run(c)
@@ -32,7 +32,7 @@ def test_own_data_are_ready_to_train_on(written):
   assert "0 also in train" in run.eval_sets["my_sums"].report
 
 
-def test_the_example_in_python_prints_what_it_says():
+def test_python_example_prints_its_comments():
   (text,) = (x for x in pages.blocks(PAGE, "python") if "print" in x)
   with contextlib.redirect_stdout(io.StringIO()) as output:
     exec(text, {})
@@ -40,7 +40,7 @@ def test_the_example_in_python_prints_what_it_says():
   assert output.getvalue().splitlines() == comments
 
 
-def test_a_config_file_may_name_functions_themselves():
+def test_config_file_may_name_functions_themselves():
   c = commands.config("arithmetic")
   c.data.train = c.data.eval = lambda: iter(ROWS)
   c.data.template = lambda row: row["problem"] + row["problem"]

@@ -146,7 +146,7 @@ def test_text_that_starts_with_a_role_becomes_messages():
   ]
 
 
-def test_a_function_returns_text_or_messages(tmp_path):
+def test_function_returns_text_or_messages(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(
     "def text(row):\n"
@@ -175,7 +175,7 @@ def test_a_function_returns_text_or_messages(tmp_path):
     ("y{problem}", "character 'y' of 'y1"),  # the tokenizer's
   ],
 )
-def test_a_template_that_cannot_work_is_named(template, complaint):
+def test_template_that_cannot_work_is_named(template, complaint):
   with pytest.raises(UserError, match=complaint) as error:
     prepare([row("id7", columns={"x": "y"})], template=template)
   assert str(error.value).startswith("id7: ")
@@ -217,7 +217,7 @@ def test_draw_depends_on_its_step_alone():
     )
 
 
-def test_a_batch_holds_the_rows_that_its_ids_name():
+def test_batch_holds_the_rows_that_its_ids_name():
   problems = prepare([row(str(i), "1+" * i + "1=") for i in range(20)])
   batch = data.draw(problems, jax.random.key(0), 3, 6)
   assert batch.ids.dtype == batch.tokens.dtype == batch.lengths.dtype == "int32"

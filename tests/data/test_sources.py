@@ -93,7 +93,7 @@ def test_columns_become_plain_python(tmp_path):
   assert row.answer == "-1"
 
 
-def test_the_first_column_with_a_value_counts():
+def test_first_column_with_a_value_counts():
   records = [
     {"problem": None, "question": "q", "final_answer": ["$2$"]},
     {"problem": "p", "question": "q", "answer": 0, "final_answer": 1},
@@ -148,7 +148,7 @@ PYTHON = b"def rows():\n  yield {}\n  yield {}\n  "
     ("r.py", PYTHON + b"yield 'p'", "3: TypeError: a row must be"),
   ],
 )
-def test_a_malformed_record_is_named(tmp_path, name, contents, complaint):
+def test_malformed_record_is_named(tmp_path, name, contents, complaint):
   path = tmp_path / name
   path.write_bytes(contents)
   source = f"{path}:rows" if name == "r.py" else str(path)
@@ -167,7 +167,7 @@ def test_a_malformed_record_is_named(tmp_path, name, contents, complaint):
     ("tfds:{tiny}:test", r"row 1: .*Unknown split 'test'"),
   ],
 )
-def test_a_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
+def test_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
   if "{tiny}" in source:
     source = source.format(tiny=write_tfds(tmp_path, ROWS))
   with pytest.raises(UserError, match=complaint):

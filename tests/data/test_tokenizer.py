@@ -141,7 +141,7 @@ TALK = [
 ]
 
 
-def test_a_prompt_goes_through_the_template_and_begins_once(small):
+def test_prompt_goes_through_the_template_and_begins_once(small):
   path = small(chat_template=TEMPLATE)
   tokenizer = PretrainedTokenizer(path, {"loud": True})
   assert tokenizer.prompt("one") == "<s>user one assistant LOUD"
@@ -161,7 +161,7 @@ def test_without_template_a_prompt_is_plain_text_that_begins_once(small):
   assert 0 not in tokenizer.encode("one brief")
 
 
-def test_a_chat_template_may_be_given_as_an_argument(small):
+def test_chat_template_may_be_given_as_an_argument(small):
   args = {"chat_template": "brief {{ messages[0].content }}"}
   tokenizer = PretrainedTokenizer(small(), args)
   assert tokenizer.template_note == ""
@@ -175,7 +175,7 @@ def test_a_chat_template_may_be_given_as_an_argument(small):
     (TEMPLATE, {"tools": 3}, "config.data.template_args"),
   ],
 )
-def test_a_template_that_fails_is_named(small, template, args, complaint):
+def test_template_that_fails_is_named(small, template, args, complaint):
   tokenizer = PretrainedTokenizer(small(chat_template=template), args)
   with pytest.raises(UserError, match=complaint) as error:
     tokenizer.encode_prompt("one")
@@ -209,7 +209,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path):
     ("tokenizer.json", None),
   ],
 )
-def test_a_damaged_or_missing_tokenizer_is_named(small, name, text):
+def test_damaged_or_missing_tokenizer_is_named(small, name, text):
   path = pathlib.Path(small())
   (path / name).write_text(text) if text else (path / name).unlink()
   with pytest.raises(UserError, match=r"config\.model\.path") as error:
