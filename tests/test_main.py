@@ -208,25 +208,14 @@ def test_file_without_a_config_is_named(tmp_path, text, message):
 # Checkpoints and data -------------------------------------------------------
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-  """A directory with a tiny model and a tokenizer of seven words."""
-  path = tmp_path / "checkpoint"
-  hf.save(str(path), small.params(), small.MODEL)
-  words = "<eos> + = 0 1 2 3".split()
-  vocabulary = {word: i for i, word in enumerate(words)}
+def test_model_starts_from_a_checkpoint(tmp_path):
+  hf.save(str(tmp_path), small.params(), small.MODEL)
+  vocabulary = {word: i for i, word in enumerate("<eos> + = 0 1 2 3".split())}
   tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, "<eos>"))
   tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-  tokenizer.save(str(path / "tokenizer.json"))
-  return path
-
-
-def run_from(path):
-  return setup_run(arithmetic(model__path=path, rollout__stop_ids="(0,)"))
-
-
-def test_model_starts_from_a_checkpoint(checkpoint):
-  params = run_from(checkpoint).initial_params()
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  c = arithmetic(model__path=tmp_path, rollout__stop_ids="(0,)")
+  params = setup_run(c).initial_params()
   jax.tree.map(np.testing.assert_array_equal, params, small.params())
 
 
@@ -243,7 +232,7 @@ def begun(tmp_path):
 
 def test_directory_of_another_run_is_rejected_by_option(begun):
   other = arithmetic(seed=7, steps=3, model__shape__mlp=8)
-  with pytest.raises(ValueError, match="another --workdir") as error:
+  with pytest.raises(UserError, match="another --workdir") as error:
     workdir.write(begun, other)
   assert "config.seed was 0 and is now 7" in str(error.value)
   assert "config.model.shape was" in str(error.value)
@@ -254,8 +243,8 @@ def test_directory_of_another_run_is_rejected_by_option(begun):
 def test_two_processes_do_not_train_in_one_directory(begun):
   with workdir.held(begun, arithmetic()):
     second = workdir.held(begun, arithmetic(steps=7))
-    with pytest.raises(ValueError, match="another process trains"), second:
-      pytest.fail("it was let in")
+    with pytest.raises(UserError, match="another process trains"), second:
+      pytest.fail("the second process may train")
     assert json.loads(begun.read_text())["steps"] != 7
   with workdir.held(begun, arithmetic(steps=7)):  # the first is over
     assert json.loads(begun.read_text())["steps"] == 7
@@ -273,18 +262,13 @@ def test_run_resumes_with_other_values_of_adjustable_options(begun):
 
 
 @pytest.mark.parametrize(
-  "overrides, name",
-  [
-    ({"method__args__prune_until": 0.5}, "steps"),
-    ({"optimizer__schedule": "cosine"}, "steps"),
-  ],
+  "option",
+  [{"method__args__prune_until": 0.5}, {"optimizer__schedule": "cosine"}],
 )
-def test_options_that_training_depends_on_are_fixed(tmp_path, overrides, name):
-  make = lambda **more: commands.config("arithmetic", **overrides, **more)
-  workdir.write(tmp_path / "config.json", make())
-  (tmp_path / "checkpoints" / "0").mkdir(parents=True)
-  with pytest.raises(UserError, match=rf"{name} was"):
-    workdir.write(tmp_path / "config.json", make(**{name: 999}))
+def test_steps_are_fixed_if_a_schedule_depends_on_them(begun, option):
+  begun.write_text(json.dumps(options.flatten(arithmetic(**option))))
+  with pytest.raises(UserError, match="steps was"):
+    workdir.write(begun, arithmetic(**option, steps=999))
 
 
 # Logs -----------------------------------------------------------------------

@@ -135,7 +135,7 @@ def check_run(workdir):
   """Checks the report and the metrics of a run."""
   assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
   report = (workdir / "report.md").read_text()
-  assert "| steps | 5 of 5 |" in report
+  assert "step 5 of 5" in report
   assert "report.png" in report
   steps, evals = metrics(workdir)
   assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]

@@ -94,6 +94,7 @@ def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
   assert {x.tokens.shape for x in eval_sets.values()} == {(1, 8)}
   report = "eval s2: 1 read, 1 used; 1 also in train"
   assert eval_sets["s2"].report == report
+  write_jsonl(tmp_path / "2.jsonl", ROWS[:1])
   none, eval_sets = load(trains=False)
   assert none is None
   assert {x.tokens.shape[1] for x in eval_sets.values()} == {48}
