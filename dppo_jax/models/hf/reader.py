@@ -1,6 +1,6 @@
 """Reading Hugging Face checkpoints: config.json and safetensors files."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 import json
 import pathlib
 from typing import Any
@@ -72,24 +72,12 @@ def read_config(
   """Returns the model that the checkpoint in directory `path` describes.
 
   Args:
-    dtype: dtype of the computation.
-    remat: rematerialisation, a key of transformer.REMAT.
+    dtype, remat: as in `ModelConfig`.
 
   Raises:
     UserError: if config.json is missing or describes no supported model.
   """
-  path = pathlib.Path(path)
-  if not path.is_dir():
-    raise UserError(
-      f"{str(path)!r} is not a directory: set config.model.path to one with "
-      "config.json and *.safetensors, or set config.model.hub_id"
-    )
-  if not (path / "config.json").exists() and any(path.glob("*.gguf")):
-    raise UserError(
-      f"{path} holds GGUF files, which cannot be trained: set "
-      "config.model.path to the original safetensors checkpoint"
-    )
-  settings = read_json(path / "config.json")
+  settings = read_json(pathlib.Path(path, "config.json"))
   try:
     return families.from_settings(settings, dtype, remat)
   except UserError as error:
@@ -98,8 +86,7 @@ def read_config(
 
 def check(path: str) -> None:
   """Raises the errors of `load` without reading the weights."""
-  config = read_config(path)
-  _check_tensors(path, _open_tensors(pathlib.Path(path)), config)
+  _check_tensors(path, _open_tensors(path), read_config(path))
 
 
 def load(
@@ -113,8 +100,7 @@ def load(
   The host holds one stacked weight at a time, in addition to placed ones.
 
   Args:
-    dtype: dtype of the computation.
-    remat: rematerialisation, a key of transformer.REMAT.
+    dtype, remat: as in `ModelConfig`.
     shardings: sharding of each weight; None for the default device.
 
   Raises:
@@ -122,7 +108,7 @@ def load(
       that config.json implies.
   """
   config = read_config(path, dtype, remat)
-  tensors = _open_tensors(pathlib.Path(path))
+  tensors = _open_tensors(path)
   _check_tensors(path, tensors, config)
   places = {} if shardings is None else transformer.flatten(shardings)
   flat = {}
@@ -135,59 +121,40 @@ def load(
         raise UserError(
           f"{path}: {tensor} has infinite or NaN values: download it again"
         )
-    flat[name] = _place(weight, places.get(name))
+    if shardings is None:
+      flat[name] = jax.device_put(weight)
+    else:  # device_put would compare the weight across processes
+      flat[name] = jax.make_array_from_callback(
+        p.shape, places[name], weight.__getitem__
+      )
   return transformer.unflatten(flat), config
 
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
   name = families.TENSORS["embed"].name
-  file = _open_tensors(pathlib.Path(path))[name]
+  file = _open_tensors(path)[name]
   return FLOATS[file.get_slice(name).get_dtype()]
 
 
-def _place(
-  weight: np.ndarray, sharding: jax.sharding.Sharding | None
-) -> jax.Array:
-  if sharding is None:
-    return jax.device_put(weight)
-  # device_put would compare the weight across processes.
-  return jax.make_array_from_callback(
-    weight.shape, sharding, weight.__getitem__
-  )
-
-
-def _open_tensors(path: pathlib.Path) -> dict[str, safetensors.safe_open]:
+def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
   """Returns the open file of each tensor."""
+  path, files = pathlib.Path(path), [WEIGHTS]
+  if not (path / WEIGHTS).is_file():
+    if not (path / INDEX).is_file():
+      raise UserError(f"{path} has neither {WEIGHTS} nor {INDEX}")
+    files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
   tensors = {}
-  for file in _weight_files(path):
+  for file in files:
     try:
-      opened = safetensors.safe_open(file, framework="numpy")
-    except safetensors.SafetensorError as error:
+      opened = safetensors.safe_open(path / file, framework="numpy")
+    except (OSError, safetensors.SafetensorError) as error:
       raise UserError(
-        f"{file} is truncated, damaged or a git-lfs pointer ({error}): "
-        "download it again"
+        f"{path / file} is missing, truncated, damaged or a git-lfs pointer "
+        f"({error}): download it again"
       ) from None
     tensors |= dict.fromkeys(opened.keys(), opened)
   return tensors
-
-
-def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-  if (path / WEIGHTS).is_file():
-    return [path / WEIGHTS]
-  if not (path / INDEX).is_file():
-    hint = ""
-    if any(path.glob("*.bin")):
-      hint = ": convert its *.bin files with save_pretrained of transformers"
-    raise UserError(f"{path} has neither {WEIGHTS} nor {INDEX}{hint}")
-  weight_map = read_json(path / INDEX).get("weight_map")
-  if not isinstance(weight_map, dict):
-    raise UserError(f"{path / INDEX} has no weight_map: download it again")
-  files = [path / str(name) for name in sorted(set(weight_map.values()))]
-  for file in files:
-    if file.parent != path or not file.is_file():
-      raise UserError(f"{path} lacks {file.name}, which {INDEX} names")
-  return files
 
 
 def _check_tensors(
@@ -223,10 +190,13 @@ def check_shapes(
   expected: Mapping[str, tuple[int, ...]],
 ) -> None:
   """Raises UserError if names or shapes differ."""
-  if missing := expected.keys() - actual.keys():
-    raise UserError(f"{where} lacks {_some(missing)}")
-  if extra := actual.keys() - expected.keys():
-    raise UserError(f"{where} has {_some(extra)}, unknown to the model")
+  for names, problem in (
+    (expected.keys() - actual.keys(), "lacks"),
+    (actual.keys() - expected.keys(), "has unexpected"),
+  ):
+    if names:
+      more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+      raise UserError(f"{where} {problem} {', '.join(sorted(names)[:5])}{more}")
   for name, shape in expected.items():
     if actual[name] != shape:
       raise UserError(
@@ -235,24 +205,15 @@ def check_shapes(
       )
 
 
-def _some(names: Collection[str]) -> str:
-  """Returns up to five names, and the number of the others."""
-  more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-  return ", ".join(sorted(names)[:5]) + more
-
-
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """Returns the content of a JSON file of the checkpoint."""
-  if not file.is_file():
-    raise UserError(
-      f"{file} does not exist: config.model.path must be a full checkpoint"
-    )
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
-  except ValueError as error:
+    if not isinstance(content, dict):
+      raise ValueError("not a JSON object")
+  except (OSError, ValueError) as error:
     raise UserError(
-      f"{file} is not JSON ({error}): download it again"
+      f"cannot read {file} ({error}): config.model.path must be the directory "
+      "of a full checkpoint with config.json and *.safetensors"
     ) from None
-  if not isinstance(content, dict):
-    raise UserError(f"{file} is not a JSON object: download it again")
   return content
