@@ -40,17 +40,17 @@ BACKENDS = {
   "triton": kernels.triton,  # NVIDIA GPU
 }
 
-# Pallas kernel -> the platform it is written for, in JAX's words.
+# Pallas kernel -> the platform that it is written for.
 KERNELS = {"splash": "tpu", "triton": "gpu"}
 
-# What config.model.attention may be; `choose_backend` makes a key of BACKENDS.
+# Values of config.model.attention.
 CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
   name: str, platform: str, row_length: int, group_size: int, share_prefix: bool
 ) -> str:
-  """The key of `BACKENDS` that a run uses.
+  """Returns the key of `BACKENDS` that a run uses.
 
   Args:
     name: config.model.attention, one of `CHOICES`.
@@ -58,9 +58,6 @@ def choose_backend(
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
     share_prefix: the completions in a row share one copy of their prompt.
-  Raises:
-    UserError: for a kernel of another platform, or one that does not support
-      such rows.
   """
   fits = row_length % LANES == 0 and (
     group_size <= MAX_BRANCHES or not share_prefix
@@ -69,17 +66,13 @@ def choose_backend(
     return "splash"
   if name in ("auto", "xla"):
     return "xla_by_row" if platform == "cpu" else "xla"
-  if platform != KERNELS[name]:
+  if platform != KERNELS[name] or not fits:
     raise UserError(
-      f"config.model.attention is {name!r}, which is for a "
-      f"{KERNELS[name]}, but JAX runs on a {platform}: set it to auto"
-    )
-  if not fits:
-    raise UserError(
-      f"config.model.attention is {name!r}, which takes rows of a multiple of "
-      f"{LANES} tokens and at most {MAX_BRANCHES} completions that share a "
-      f"prompt, but config.pack.row_length is {row_length} and "
-      f"config.rollout.group_size {group_size}: set it to auto"
+      f"config.model.attention={name} needs a {KERNELS[name]}, rows of a "
+      f"multiple of {LANES} tokens and at most {MAX_BRANCHES} completions that "
+      f"share a prompt, but JAX runs on a {platform}, config.pack.row_length "
+      f"is {row_length} and config.rollout.group_size {group_size}: set it to "
+      "auto"
     )
   return name
 
@@ -92,18 +85,14 @@ def attention(
   prefix_ids: Int[Array, "B L"] | None = None,
   backend: str = "xla",
 ) -> Float[Array, "B L H D"]:
-  """Causal attention within segments; `H` query heads share `K` of keys.
+  """Computes causal attention within segments.
 
-  A token sees those at or before it in its row that have its segment id or,
-  where there are prefix ids, its prefix id. Id 0 is padding, whose output means
-  nothing. Logits are float32 and exist for one pair of blocks at a time, in the
-  backward pass too.
+  A token sees those at or before it in its row that have its segment id or its
+  prefix id, if any. The output of padding is undefined. Logits are float32 and
+  exist for one pair of blocks at a time, in the backward pass too.
 
   Args:
     backend: a key of `BACKENDS`.
-  Raises:
-    ValueError: for a row length that the backend does not take, and under a
-      mesh for rows or heads that do not divide evenly over it.
   """
   run = BACKENDS[backend]
   mesh = jax.sharding.get_abstract_mesh()
@@ -130,22 +119,15 @@ def attend_prompts(
   lengths: Int[Array, "B"],
   backend: str = "xla",
 ) -> Float[Array, "B L H D"]:
-  """Causal attention where each row is one sequence with padding after it.
+  """Computes causal attention of one sequence per row, padded at its end.
 
-  Output at or beyond a row's length means nothing. Rows may be of any length:
-  for a kernel they are padded to full blocks.
-
-  Args:
-    lengths: tokens of each sequence.
-    backend: a key of `BACKENDS`.
+  Rows may be of any length: for a kernel they are padded to full blocks.
   """
   length = q.shape[1]
   is_kernel = backend in KERNELS
   if is_kernel:
-    pad = sharding.round_up(length, LANES) - length
-    q, k, v = (
-      jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v)
-    )
+    pad = (0, 0), (0, -length % LANES), (0, 0), (0, 0)
+    q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
   is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
   ids = is_real.astype(jnp.int32)
   if is_kernel:

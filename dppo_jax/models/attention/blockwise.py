@@ -16,39 +16,25 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 
-MASKED = -1e30  # finite: the softmax of a wholly masked block is no NaN
+MASKED = -1e30  # finite: the softmax of a fully masked block is no NaN
 BLOCK = 64  # tokens; smaller blocks skip more, larger ones launch less
 
 
 class _Blocks(NamedTuple):
   """Pairs of blocks that attend: `N` blocks of `c` tokens of `R` rows.
 
-  A row has `n` blocks.
-
-  Attributes:
-    segment: segment of each token.
-    prefix: segment that a token sees in addition to its own.
-    start: index of the first token in its row.
-    seen: for each block the indices of the blocks of the same rows, beginning
-      with those that it sees in any of the rows.
-    num_seen: number of blocks that it sees.
+  A row has `n` blocks. `seen` holds, for each block, the indices of the blocks
+  of the same rows, beginning with the `num_seen` that it sees in any row.
   """
 
   segment: Int[Array, "N R c"]
   prefix: Int[Array, "N R c"]
-  start: Int[Array, "N"]
+  start: Int[Array, "N"]  # index of the first token in its row
   seen: Int[Array, "N n"]
   num_seen: Int[Array, "N"]
 
 
-def attention(
-  q: Float[Array, "B L H D"],
-  k: Float[Array, "B L K D"],
-  v: Float[Array, "B L K D"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
-  rows_at_once: int | None = 1,
-) -> Float[Array, "B L H D"]:
+def attention(q, k, v, segment_ids, prefix_ids=None, rows_at_once=1):
   """Computes `models.attention.attention`.
 
   Args:
@@ -102,12 +88,11 @@ def _blocks(
   own = jnp.eye(per_row, dtype=bool)
   sees = jnp.tril(holds(segment) | holds(prefix) | own)
   seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
-  first = jnp.arange(0, segment.shape[0], per_row, dtype=jnp.int32)
-  index = jnp.arange(segment.shape[0], dtype=jnp.int32) % per_row
+  first = jnp.arange(0, len(segment), per_row, dtype=jnp.int32)
   return _Blocks(
     segment,
     prefix,
-    index * segment.shape[2],
+    _index(segment) % per_row * segment.shape[2],
     (seen + first[:, None, None]).reshape(-1, per_row),
     sees.sum(2, dtype=jnp.int32).reshape(-1),
   )
@@ -188,10 +173,7 @@ def _backward(saved, grad):
 _attend.defvjp(_forward, _backward)
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-def _index(x: Array) -> Int[Array, "N"]:
-  return jnp.arange(x.shape[0], dtype=jnp.int32)
+_index = lambda x: jnp.arange(len(x), dtype=jnp.int32)
 
 
 def _logits(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
