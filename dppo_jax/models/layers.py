@@ -24,7 +24,7 @@ class RopeScaling(NamedTuple):
 def rms_norm(
   x: Float[Array, "*B E"], scale: Float[Array, "E"], eps: float
 ) -> Float[Array, "*B E"]:
-  """`x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
+  """Returns `x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
 
   The backward pass is written by hand for XLA's CPU backend: there, sums
   written as matrix products are up to ten times faster than reductions.
@@ -80,7 +80,10 @@ def cos_sin_table(
   exponent = jnp.arange(half, dtype=jnp.float32) / half
   frequency = theta**-exponent
   if scaling is not None:
-    frequency = scale_frequencies(frequency, scaling)
+    rotations = scaling.original_length * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+    frequency = frequency * (kept + (1 - kept) / scaling.factor)
   positions = jnp.arange(num_positions, dtype=jnp.float32)
   angle = positions[:, None, None] * frequency
   return jnp.cos(angle), jnp.sin(angle)
@@ -95,16 +98,6 @@ def apply_rope(
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return rotated.astype(x.dtype)
-
-
-def scale_frequencies(
-  frequency: Float[Array, "D/2"], scaling: RopeScaling
-) -> Float[Array, "D/2"]:
-  """Divides low frequencies by `factor`, with a ramp up to high ones."""
-  rotations = scaling.original_length * frequency / (2 * math.pi)
-  low, high = scaling.low_freq_factor, scaling.high_freq_factor
-  kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
-  return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 def block_size(length: int) -> int:

@@ -29,34 +29,18 @@ def logprobs_and_entropy(
   temperature: float,
   logit_chunk: int,
 ) -> tuple[Float[Array, "B L"], Float[Array, "B L"]]:
-  """Returns `token_logprobs` and the entropy of each distribution, in nats.
+  """Returns each target's log-probability and its distribution's entropy.
 
-  The entropy is for logging; its gradient is zero.
-  """
-  arrays = (hidden, head, targets, is_needed)
-  return _by_shard(_logprobs_and_entropy, arrays, temperature, logit_chunk)
-
-
-def token_logprobs(
-  hidden: Float[Array, "B L E"],
-  head: Float[Array, "V E"],
-  targets: Int[Array, "B L"],
-  is_needed: Bool[Array, "B L"],
-  temperature: float,
-  logit_chunk: int,
-) -> Float[Array, "B L"]:
-  """Log-probability of each target under softmax(logits / t), in nats.
-
-  Logits are float32. If `logit_chunk` covers all tokens, the backward pass
-  reuses those of the forward pass; else it computes them again.
+  Both are in nats, of softmax(logits / temperature) in float32. The entropy is
+  for logging; its gradient is zero. If `logit_chunk` covers all tokens, the
+  backward pass reuses the logits; else it computes them again.
 
   Args:
     is_needed: tokens to evaluate; the others get 0 and no gradient.
-    temperature: that of the sampler, so that both mean one distribution.
     logit_chunk: tokens whose logits exist at once; at least one column of rows.
   """
-  arguments = (hidden, head, targets, is_needed, temperature, logit_chunk)
-  return logprobs_and_entropy(*arguments)[0]
+  arrays = (hidden, head, targets, is_needed)
+  return _by_shard(_logprobs_and_entropy, arrays, temperature, logit_chunk)
 
 
 def token_stats(
@@ -81,11 +65,10 @@ def _by_shard(
   each device gets its own slice of the head's gradient; replicas exchange
   nothing else.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = set(sharding.RULES["batch"]) - set(mesh.manual_axes)
-  if mesh.empty or not axes or sharding.num_shards(mesh, "batch") == 1:
+  num_shards = sharding.num_shards_here("batch")
+  if num_shards == 1:
     return function(*arrays, temperature, logit_chunk)
-  chunk = max(logit_chunk // sharding.num_shards(mesh, "batch"), 1)
+  chunk = max(logit_chunk // num_shards, 1)
   by_row = sharding.unclaimed_spec("batch")
   hidden, head, *more = arrays
   # The barrier is for the gradient of an untied head: the TPU compiler tries
@@ -100,7 +83,7 @@ def _by_shard(
     on_shard,
     in_specs=(by_row, sharding.spec((None, "embed")), by_row, by_row),
     out_specs=by_row,
-    axis_names=axes,
+    axis_names=set(sharding.RULES["batch"]),
     check_vma=False,
   )(*arrays)
 
@@ -181,7 +164,7 @@ def _backward(temperature, logit_chunk, saved, grads):
     dhead = dhead + jnp.einsum(
       "te,tv->ev",
       x.reshape(-1, x.shape[-1]),
-      dlogits.reshape(-1, dlogits.shape[-1]),
+      dlogits.reshape(-1, len(head)),
       preferred_element_type=jnp.float32,
     )
     new = jnp.einsum("blv,ve->ble", dlogits, head)
@@ -210,8 +193,7 @@ class _ColumnChunks:
   """The needed tokens of `[B, L]`, in chunks of `c` columns.
 
   Each row's needed tokens are sorted to its front. Chunks are columns of all
-  rows rather than runs of tokens, so that rows stay on their devices. Narrow
-  chunks leave out more columns that no row needs.
+  rows rather than runs of tokens, so that rows stay on their devices.
   """
 
   def __init__(self, is_needed: Bool[Array, "B L"], logit_chunk: int):
@@ -225,19 +207,19 @@ class _ColumnChunks:
     self.num_chunks = (fullest + self.width - 1) // self.width
 
   def take(self, x: Array, i: Array) -> Array:
-    """Chunk `i` of `x [B, L, ...]`, which is in the order of tokens."""
+    """Returns chunk `i` of `x [B, L, ...]`, which has the tokens' order."""
     return _pick(x, self.slice(self.order, i))
 
   def slice(self, x: Array, i: Array) -> Array:
-    """Chunk `i` of an `x` that is in the order of columns."""
+    """Returns chunk `i` of an `x` in the order of columns."""
     return jax.lax.dynamic_slice_in_dim(x, i * self.width, self.width, axis=1)
 
   def put(self, x: Array, new: Array, i: Array) -> Array:
-    """`x`, in the order of columns, with chunk `i` replaced by `new`."""
+    """Replaces chunk `i` of an `x` in the order of columns."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self.width, axis=1)
 
   def restore(self, x: Array) -> Array:
-    """`x` from the order of columns back to that of tokens."""
+    """Returns an `x` in the order of columns in that of tokens."""
     back = jnp.argsort(self.order, axis=1).astype(jnp.int32)
     needed = self.is_needed.reshape(*self.is_needed.shape, *(1,) * (x.ndim - 2))
     return jnp.where(needed, _pick(x, back), jnp.zeros((), x.dtype))

@@ -6,6 +6,7 @@ Initialisation, sharding, counting, import and export are maps over
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -60,17 +61,16 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   """Declares every weight of the model by its `/`-separated name."""
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
+  kv = Param(
+    (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
+  )
   per_layer = {
     "attention_norm": Param((c.embed,), (None,), fill=1.0),
     "q": Param(
       (c.embed, c.heads, c.head_dim), ("embed", "heads", None), inward
     ),
-    "k": Param(
-      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-    ),
-    "v": Param(
-      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-    ),
+    "k": kv,
+    "v": kv,
     "o": Param(
       (c.heads, c.head_dim, c.embed),
       ("heads", None, "embed"),
@@ -93,12 +93,12 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
       (c.mlp, c.embed), ("mlp", "embed"), outward * c.mlp**-0.5
     )
   if c.has_qkv_bias:
+    bias = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
     per_layer["q_bias"] = Param((c.heads, c.head_dim), ("heads", None))
-    per_layer["k_bias"] = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
-    per_layer["v_bias"] = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
+    per_layer["k_bias"] = per_layer["v_bias"] = bias
   if c.has_qk_norm:
-    per_layer["q_norm"] = Param((c.head_dim,), (None,), fill=1.0)
-    per_layer["k_norm"] = Param((c.head_dim,), (None,), fill=1.0)
+    norm = Param((c.head_dim,), (None,), fill=1.0)
+    per_layer["q_norm"] = per_layer["k_norm"] = norm
   table = {"embed": Param((c.vocab, c.embed), ("vocab", "embed"), inward)}
   for name, p in per_layer.items():
     table[f"layers/{name}"] = p._replace(
@@ -110,14 +110,9 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   return table
 
 
-def unflatten(flat: dict[str, jax.Array]) -> Params:
-  """Returns the parameter tree of `/`-separated names."""
-  return traverse_util.unflatten_dict(flat, sep="/")
-
-
-def flatten(params: Params) -> dict[str, jax.Array]:
-  """Inverts `unflatten`."""
-  return traverse_util.flatten_dict(params, sep="/")
+# Between parameter trees and dicts with `/`-separated names.
+flatten = functools.partial(traverse_util.flatten_dict, sep="/")
+unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -127,12 +122,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Returns the sharding of each weight on `mesh`."""
-  return unflatten(
-    {
-      name: sharding.weight_sharding(mesh, p.shape, p.axes)
-      for name, p in parameter_table(config).items()
-    }
-  )
+  table = parameter_table(config).items()
+  place = sharding.weight_sharding
+  return unflatten({name: place(mesh, p.shape, p.axes) for name, p in table})
 
 
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
@@ -141,9 +133,8 @@ def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   Unlike in `shardings`, weights are replicated over the data axis, so that a
   rollout gathers none; with `config.gathers_layers`, layers stay divided.
   """
-  return _map_inference_axes(
-    lambda axes: sharding.sharding(mesh, *axes), config
-  )
+  place = lambda axes: sharding.sharding(mesh, *axes)
+  return _map_inference_axes(place, config)
 
 
 def inference_specs(config: ModelConfig) -> Params:
@@ -171,9 +162,8 @@ def cast(params: Params, config: ModelConfig) -> Params:
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
   """Returns weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Heads of keys and values are repeated as the mesh needs them. A mesh gathers
-  one layer of each group at a time, since all layers at once would need twice
-  the memory.
+  Heads of keys and values are repeated as the mesh needs them. One layer of
+  each group is gathered at a time: all at once would need twice the memory.
   """
   axes = unflatten(_inference_axes(config))
 
@@ -198,11 +188,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
-  """Divides a layer's weights, and so their gradients, as in `shardings`.
-
-  Weights are gathered when a product needs them, and each device sums the
-  gradient of its own slice.
-  """
+  """Divides a layer's weights, and so their gradients, as in `shardings`."""
   table = parameter_table(config)
   return {
     name: sharding.constrain_weight(w, *table[f"layers/{name}"].axes[1:])
@@ -213,7 +199,7 @@ def place_layer(weights: Params, config: ModelConfig) -> Params:
 def gathers_layers(config: ModelConfig) -> bool:
   """True inside a shard_map whose shards hold slices of the layers' weights.
 
-  Such shards must run in lockstep.
+  These shards must run in lockstep.
   """
   manual = jax.sharding.get_abstract_mesh().manual_axes
   return config.gathers_layers and set(sharding.RULES["embed"]) <= set(manual)

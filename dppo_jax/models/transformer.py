@@ -14,15 +14,11 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models import attention, kv_cache, layers, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
-from dppo_jax.models.parameters import (
+from dppo_jax.models.parameters import (  # noqa: F401, for callers
   ModelConfig,
-  Param,
   Params,
-  cast,
   flatten,
-  gathers_layers,
   inference_shardings,
-  inference_specs,
   init,
   num_parameters,
   parameter_table,
@@ -30,30 +26,6 @@ from dppo_jax.models.parameters import (
   to_inference_params,
   unflatten,
 )
-
-__all__ = [
-  "REMAT",
-  "ModelConfig",
-  "Param",
-  "Params",
-  "cast",
-  "decode",
-  "flatten",
-  "forward",
-  "forward_and_load",
-  "gathers_layers",
-  "head",
-  "inference_shardings",
-  "inference_specs",
-  "init",
-  "logits",
-  "num_parameters",
-  "parameter_table",
-  "prefill",
-  "shardings",
-  "to_inference_params",
-  "unflatten",
-]
 
 # Rematerialisation: `layers` recomputes each layer in the backward pass, `dots`
 # keeps the outputs of products with weights, `none` recomputes nothing.
@@ -66,27 +38,17 @@ REMAT = {
   "none": lambda layer: layer,
 }
 
-# Layers in one iteration of `forward`'s scan: their activations await the
-# backward pass in place, instead of being copied into one array of all layers.
-# Each takes time to compile.
+# Layers in one iteration of `forward`'s scan, whose activations are not copied
+# into one array of all layers. Each takes time to compile.
 _UNROLL = 4
 
 # Cosines and sines of each token's rotary angles.
 Rotation = tuple[Float[Array, "B *L 1 D/2"], Float[Array, "B *L 1 D/2"]]
 
 
-def forward(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B L"],
-  positions: Int[Array, "B L"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B L E"]:
+def forward(*args) -> Float[Array, "B L E"]:
   """Returns the hidden states of `forward_and_load`."""
-  return forward_and_load(
-    params, config, tokens, positions, segment_ids, prefix_ids
-  )[0]
+  return forward_and_load(*args)[0]
 
 
 def forward_and_load(
@@ -100,16 +62,14 @@ def forward_and_load(
   """Runs the model on packed rows.
 
   Args:
-    tokens: packed rows.
     positions: position of each token in its sequence.
     segment_ids: a token attends to the past of its segment; 0 is padding.
-    prefix_ids: segment that a token attends to in addition to its own; None
-      for no other.
+    prefix_ids: segment that a token attends to in addition to its own, if any.
   Returns:
-    The hidden states after the last layer and the final norm, and the tokens
-    of each expert in every layer; None for a dense model.
+    Hidden states after the final norm, and the tokens of each expert in every
+    layer; None for a dense model.
   """
-  params = cast(params, config)
+  params = parameters.cast(params, config)
 
   def attend(q, k, v, cache):
     ids = segment_ids, prefix_ids
@@ -147,7 +107,6 @@ def prefill(
 
   Args:
     params: weights of `to_inference_params`.
-    lengths: tokens of each prompt, at most `L`.
     sizes: positions of each part of the cache, `L` or more in total.
   """
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -157,14 +116,11 @@ def prefill(
     out = attention.attend_prompts(q, k, v, lengths, config.attention)
     return out, kv_cache.write_prompts(cache, k, v)
 
+  rotation = _rotation(config, positions, tokens.shape[1])
+  cache = kv_cache.init(config, len(tokens), sizes)
+  has_shard_map = config.attention in attention.KERNELS
   return _layers_with_cache(
-    params,
-    config,
-    tokens,
-    _rotation(config, positions, tokens.shape[1]),
-    attend,
-    kv_cache.init(config, len(tokens), sizes),
-    has_shard_map=config.attention in attention.KERNELS,
+    params, config, tokens, rotation, attend, cache, has_shard_map
   )[1]
 
 
@@ -242,12 +198,10 @@ def _layer(
   rotation: Rotation,
   attend: Callable,
 ) -> tuple[Float[Array, "B *L E"], Any, moe.Routing | None]:
-  """Returns the tokens after one layer, its cache, and where the tokens went.
+  """Returns the tokens after one layer, its cache, and their experts.
 
-  Args:
-    p: weights of the layer.
-    attend: `(q, k, v, cache) -> (out, cache)`; training, prefill and decoding
-      differ only in it.
+  Training, prefill and decoding differ only in `attend(q, k, v, cache)`, which
+  returns `(out, cache)`.
   """
   batch_axes = ("batch",) + (None,) * (x.ndim - 1)
   h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
@@ -277,11 +231,7 @@ def _layers_with_cache(
   cache: KVCache,
   has_shard_map: bool = False,
 ) -> tuple[Float[Array, "B *L E"], KVCache]:
-  """Returns the tokens after all layers, and the cache.
-
-  Args:
-    has_shard_map: `attend` has one.
-  """
+  """Returns the tokens after all layers, and the cache."""
 
   def run(x, p, cache):
     p = parameters.gather_layer(p, config)
