@@ -42,7 +42,7 @@ KVCache = tuple[tuple[KVPart, ...], ...]
 
 
 class LayerCache(NamedTuple):
-  """View of one layer of a cache: row `layer` of each part of its group."""
+  """One layer of a cache: row `layer` of each part of its group."""
 
   parts: tuple[KVPart, ...]
   layer: Int[Array, ""]
@@ -52,11 +52,9 @@ def part_sizes(capacity: int) -> list[int]:
   """Returns the positions of each part of a cache of at least `capacity`.
 
   Each part has as many as all before it together; the last has the remainder.
-  Multiples of 32 suit matrix products and vector units.
   """
-  ends = _doublings(
-    max(_SHORTEST, layers.block_size(capacity)), sharding.round_up(capacity, 32)
-  )
+  first = max(_SHORTEST, layers.block_size(capacity))
+  ends = _doublings(first, sharding.round_up(capacity, 32))
   return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
@@ -88,11 +86,6 @@ def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
     for size in sizes
   )
   return (parts,) * groups
-
-
-def num_positions(cache: KVCache) -> int:
-  """Returns the number of positions of a slot."""
-  return sum(_sizes(cache[0]))
 
 
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
@@ -133,16 +126,6 @@ def num_groups(num_layers: int) -> int:
   return sharding.largest_divisor(num_layers, _MAX_GROUPS)
 
 
-def group_layers(
-  stacked: PyTree[Array], num_layers: int
-) -> tuple[PyTree[Array], ...]:
-  """Splits the stacked weights of all layers into those of each group."""
-  groups = num_groups(num_layers)
-  return tuple(
-    jax.tree.map(lambda x, i=i: x[i::groups], stacked) for i in range(groups)
-  )
-
-
 def scan_layers(
   layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache]],
   x: Float[Array, "..."],
@@ -154,7 +137,7 @@ def scan_layers(
 
   Args:
     layer: `(x, weights, cache) -> (x, cache)` of one layer.
-    weights: of `group_layers`.
+    weights: stacked weights of each group of layers.
     inline: the layer's operations are copied for each group, not called.
   """
   layer = jax.jit(layer, inline=inline)  # traced once for all groups
@@ -179,7 +162,7 @@ def write_prompts(
 
   All positions are written, those at or beyond `L` with zeros.
   """
-  *ends, end = itertools.accumulate(_sizes(cache.parts))
+  *ends, end = itertools.accumulate(sizes(cache.parts))
   padding = (0, 0), (0, end - k.shape[1]), (0, 0), (0, 0)
   k, v = (jnp.split(jnp.pad(x, padding), ends, 1) for x in (k, v))
   parts = [
@@ -240,7 +223,7 @@ def attend(
   batch, heads, dim = q.shape
   kv_heads = parts[0].keys.shape[2]
   q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-  ends = list(itertools.accumulate(_sizes(parts)))
+  ends = list(itertools.accumulate(sizes(parts)))
 
   einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -270,7 +253,8 @@ def attend(
   return out.reshape(batch, heads, dim).astype(q.dtype)
 
 
-def _sizes(parts: Sequence[KVPart]) -> list[int]:
+def sizes(parts: Sequence[KVPart]) -> list[int]:
+  """Returns the positions of each part."""
   return [part.keys.shape[-1] for part in parts]
 
 

@@ -39,25 +39,20 @@ def logprobs_and_entropy(
     is_needed: tokens to evaluate; the others get 0 and no gradient.
     logit_chunk: tokens whose logits exist at once; at least one column of rows.
   """
-  arrays = (hidden, head, targets, is_needed)
-  return _by_shard(_logprobs_and_entropy, arrays, temperature, logit_chunk)
+  arguments = (hidden, head, targets, is_needed, temperature, logit_chunk)
+  return _by_shard(_logprobs_and_entropy, *arguments)
 
 
-def token_stats(
-  hidden: Float[Array, "B L E"],
-  head: Float[Array, "V E"],
-  targets: Int[Array, "B L"],
-  is_needed: Bool[Array, "B L"],
-  temperature: float,
-  logit_chunk: int,
-) -> TokenStats:
-  """Returns log-probabilities and further statistics, without a gradient."""
-  arrays = (hidden, head, targets, is_needed)
-  return _by_shard(_token_stats, arrays, temperature, logit_chunk)
+def token_stats(*arguments) -> TokenStats:
+  """Returns log-probabilities and further statistics, without a gradient.
+
+  The arguments are those of `logprobs_and_entropy`.
+  """
+  return _by_shard(_token_stats, *arguments)
 
 
 def _by_shard(
-  function: Callable, arrays: tuple, temperature: float, logit_chunk: int
+  function: Callable, hidden, head, targets, is_needed, temperature, logit_chunk
 ) -> Any:
   """Applies `function` to the rows of each shard and the full head.
 
@@ -67,13 +62,13 @@ def _by_shard(
   """
   num_shards = sharding.num_shards_here("batch")
   if num_shards == 1:
+    arrays = (hidden, head, targets, is_needed)
     return function(*arrays, temperature, logit_chunk)
   chunk = max(logit_chunk // num_shards, 1)
   by_row = sharding.unclaimed_spec("batch")
-  hidden, head, *more = arrays
   # The barrier is for the gradient of an untied head: the TPU compiler tries
   # to move its sum over devices out of the loop, and fails (jax 0.10.2).
-  arrays = (hidden, jax.lax.optimization_barrier(head), *more)
+  head = jax.lax.optimization_barrier(head)
 
   def on_shard(hidden, head, *more):
     head = sharding.gather_width(head, "vocab", "embed")
@@ -85,7 +80,7 @@ def _by_shard(
     out_specs=by_row,
     axis_names=set(sharding.RULES["batch"]),
     check_vma=False,
-  )(*arrays)
+  )(hidden, head, targets, is_needed)
 
 
 def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):

@@ -61,14 +61,14 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   """Declares every weight of the model by its `/`-separated name."""
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
-  kv = Param(
-    (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
+  norm = lambda size: Param((size,), (None,), fill=1.0)
+  to_heads = lambda num, axis: Param(
+    (c.embed, num, c.head_dim), ("embed", axis, None), inward
   )
+  kv = to_heads(c.kv_heads, "kv_heads")
   per_layer = {
-    "attention_norm": Param((c.embed,), (None,), fill=1.0),
-    "q": Param(
-      (c.embed, c.heads, c.head_dim), ("embed", "heads", None), inward
-    ),
+    "attention_norm": norm(c.embed),
+    "q": to_heads(c.heads, "heads"),
     "k": kv,
     "v": kv,
     "o": Param(
@@ -76,7 +76,7 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
       ("heads", None, "embed"),
       outward * (c.heads * c.head_dim) ** -0.5,
     ),
-    "mlp_norm": Param((c.embed,), (None,), fill=1.0),
+    "mlp_norm": norm(c.embed),
   }
   if c.experts:
     x, mlp = c.experts.num, c.experts.mlp
@@ -97,14 +97,13 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
     per_layer["q_bias"] = Param((c.heads, c.head_dim), ("heads", None))
     per_layer["k_bias"] = per_layer["v_bias"] = bias
   if c.has_qk_norm:
-    norm = Param((c.head_dim,), (None,), fill=1.0)
-    per_layer["q_norm"] = per_layer["k_norm"] = norm
+    per_layer["q_norm"] = per_layer["k_norm"] = norm(c.head_dim)
   table = {"embed": Param((c.vocab, c.embed), ("vocab", "embed"), inward)}
   for name, p in per_layer.items():
     table[f"layers/{name}"] = p._replace(
       shape=(c.layers, *p.shape), axes=("layer", *p.axes)
     )
-  table["final_norm"] = Param((c.embed,), (None,), fill=1.0)
+  table["final_norm"] = norm(c.embed)
   if not c.is_tied:
     table["head"] = Param((c.vocab, c.embed), ("vocab", "embed"), inward)
   return table
@@ -139,10 +138,8 @@ def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 def inference_specs(config: ModelConfig) -> Params:
   """Returns the shard_map specs of the weights of `to_inference_params`."""
-  among_shards = lambda axis: axis if axis == "embed" else None
-  return _map_inference_axes(
-    lambda axes: sharding.spec(tuple(map(among_shards, axes))), config
-  )
+  width = lambda axes: tuple(a if a == "embed" else None for a in axes)
+  return _map_inference_axes(lambda a: sharding.spec(width(a)), config)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -166,12 +163,11 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
   each group is gathered at a time: all at once would need twice the memory.
   """
   axes = unflatten(_inference_axes(config))
+  num_groups = kv_cache.num_groups(config.layers)
 
   def place(weights, axes):
-    return {
-      name: sharding.constrain(w, *axes[name][-w.ndim :])
-      for name, w in weights.items()
-    }
+    put = lambda name, w: sharding.constrain(w, *axes[name][-w.ndim :])
+    return {name: put(name, w) for name, w in weights.items()}
 
   def layer(number):
     take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
@@ -181,7 +177,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
   groups = jax.lax.map(
     lambda numbers: tuple(layer(number) for number in numbers),
-    kv_cache.group_layers(jnp.arange(config.layers), config.layers),
+    tuple(jnp.arange(i, config.layers, num_groups) for i in range(num_groups)),
   )
   outer = {name: w for name, w in params.items() if name != "layers"}
   return {**place(cast(outer, config), axes), "layers": groups}
@@ -189,11 +185,9 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
   """Divides a layer's weights, and so their gradients, as in `shardings`."""
-  table = parameter_table(config)
-  return {
-    name: sharding.constrain_weight(w, *table[f"layers/{name}"].axes[1:])
-    for name, w in weights.items()
-  }
+  table, place = parameter_table(config), sharding.constrain_weight
+  axes = {name: table[f"layers/{name}"].axes[1:] for name in weights}
+  return {name: place(w, *axes[name]) for name, w in weights.items()}
 
 
 def gathers_layers(config: ModelConfig) -> bool:
@@ -213,24 +207,20 @@ def gather_layer(weights: Params, config: ModelConfig) -> Params:
   if not gathers_layers(config):
     return weights
   axes = unflatten(_inference_axes(config))["layers"]
-
-  return {
+  widths = {
     name: sharding.gather_width(w, *axes[name][-w.ndim :])
-    if "embed" in axes[name]
-    else w
     for name, w in weights.items()
+    if "embed" in axes[name]
   }
+  return weights | widths
 
 
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   """Returns the logical axes of each weight of `to_inference_params`."""
-
-  def axes(name, p):
-    if config.gathers_layers and name.startswith("layers/"):
-      return p.axes
-    return tuple(None if axis == "embed" else axis for axis in p.axes)
-
-  return {name: axes(name, p) for name, p in parameter_table(config).items()}
+  axes = {name: p.axes for name, p in parameter_table(config).items()}
+  full = lambda axes: tuple(None if a == "embed" else a for a in axes)
+  is_kept = lambda name: config.gathers_layers and name.startswith("layers/")
+  return {k: v if is_kept(k) else full(v) for k, v in axes.items()}
 
 
 def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:

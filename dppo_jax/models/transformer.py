@@ -80,17 +80,13 @@ def forward_and_load(
   @REMAT[config.remat]
   def run(x, p):
     x, _, routing = _layer(x, p, None, config, rotation, attend)
-    if routing is None:
-      return x, None
-    return x, moe.load(routing, segment_ids > 0, config.experts)
+    is_real = segment_ids > 0
+    return x, routing and moe.load(routing, is_real, config.experts)
 
   place = functools.partial(parameters.place_layer, config=config)
-  x, loads = jax.lax.scan(
-    lambda x, p: run(x, place(p)),
-    _embed(params, tokens),
-    params["layers"],
-    unroll=_UNROLL,
-  )
+  layer = lambda x, p: run(x, place(p))
+  x = _embed(params, tokens)
+  x, loads = jax.lax.scan(layer, x, params["layers"], unroll=_UNROLL)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
 
@@ -145,7 +141,7 @@ def decode(
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions), cache
 
-  rotation = _rotation(config, positions, kv_cache.num_positions(cache))
+  rotation = _rotation(config, positions, sum(kv_cache.sizes(cache[0])))
   x, cache = _layers_with_cache(params, config, tokens, rotation, attend, cache)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
@@ -167,9 +163,7 @@ def logits(
   )
 
 
-def _embed(
-  params: Params, tokens: Int[Array, "B *L"]
-) -> Float[Array, "B *L E"]:
+def _embed(params, tokens: Int[Array, "B *L"]) -> Float[Array, "B *L E"]:
   """Returns the embedded tokens, divided by rows."""
   # Each device looks up its part of the width, for all rows of its replica.
   by_replica = ("replica",) + (None,) * (tokens.ndim - 1)
@@ -218,7 +212,13 @@ def _layer(
   x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
   x = sharding.constrain(x, *batch_axes)
   h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
-  out, routing = _feed_forward(h, p, config)
+  if config.experts:
+    names = ("router", "experts_gate", "experts_up", "experts_down")
+    weights = (p[name] for name in names)
+    out, routing = moe.mixture(h, *weights, config.experts)
+  else:
+    h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
+    out, routing = layers.linear(h, p["down"]), None
   return sharding.constrain(x + out, *batch_axes), cache, routing
 
 
@@ -244,14 +244,3 @@ def _layers_with_cache(
   has_shard_map |= config.experts is not None
   x = _embed(params, tokens)
   return kv_cache.scan_layers(run, x, params["layers"], cache, has_shard_map)
-
-
-def _feed_forward(
-  h: Float[Array, "B *L E"], p: Params, config: ModelConfig
-) -> tuple[Float[Array, "B *L E"], moe.Routing | None]:
-  if config.experts:
-    names = ("router", "experts_gate", "experts_up", "experts_down")
-    weights = (p[name] for name in names)
-    return moe.mixture(h, *weights, config.experts)
-  h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
-  return layers.linear(h, p["down"]), None

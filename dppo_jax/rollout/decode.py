@@ -18,21 +18,13 @@ _FEWEST_ON_ACCELERATORS = 16
 
 
 class Slots(NamedTuple):
-  """Unfinished completions, one in each slot.
+  """Unfinished completions, one in each slot."""
 
-  Attributes:
-    item: `[B]`, number of the completion; the number of completions if idle.
-    token: `[B]`, newest token, which the model has not read yet.
-    position: `[B]`, that token's position.
-    count: `[B]`, tokens sampled so far.
-    cache: keys and values of the tokens that the model has read.
-  """
-
-  item: Int[Array, "B"]
-  token: Int[Array, "B"]
-  position: Int[Array, "B"]
-  count: Int[Array, "B"]
-  cache: kv_cache.KVCache
+  item: Int[Array, "B"]  # number of the completion; that of all if idle
+  token: Int[Array, "B"]  # newest token, which the model has not read yet
+  position: Int[Array, "B"]  # of this token
+  count: Int[Array, "B"]  # tokens sampled so far
+  cache: kv_cache.KVCache  # of the tokens that the model has read
 
 
 class DecodeOutput(NamedTuple):
@@ -45,58 +37,39 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-  """State of the decode loop, on one shard of the batch.
-
-  Attributes:
-    uniform: `[QG, T]`, the random number of each token.
-    num_wanted: `[1]`, completions of kept prompts.
-    num_taken: `[1]`, those that have been given a slot.
-    num_done: `[1]`, those that are complete.
-    slot_steps: `[1]`, slots times steps so far.
-  """
+  """State of the decode loop, on one shard of the batch."""
 
   slots: Slots
   output: DecodeOutput
-  uniform: Float[Array, "QG T"]
-  num_wanted: Int[Array, "1"]
-  num_taken: Int[Array, "1"]
+  uniform: Float[Array, "QG T"]  # random number of each token
+  num_wanted: Int[Array, "1"]  # completions of kept prompts
+  num_taken: Int[Array, "1"]  # completions that have been given a slot
   num_done: Int[Array, "1"]
-  slot_steps: Int[Array, "1"]
+  slot_steps: Int[Array, "1"]  # slots times steps so far
 
 
 class Queue(NamedTuple):
-  """Prompts whose completions wait for a slot.
+  """Prompts whose completions wait for a slot."""
 
-  Attributes:
-    prompts: all prompts of the shard.
-    order: `[Q]`, numbers of the prompts, kept ones first.
-    cache: keys and values of the prompts, in this order.
-    group_size: completions of each prompt.
-  """
-
-  prompts: PromptBatch
-  order: Int[Array, "Q"]
-  cache: kv_cache.KVCache
+  prompts: PromptBatch  # of the shard
+  order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
+  cache: kv_cache.KVCache  # of the prompts, in this order
   group_size: int
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
   """Returns the number of slots of each stage of the decode loop, descending.
 
-  Each stage is compiled; none changes a token. On a CPU, a step takes longer
-  the more slots there are: with stages of 2/3, 1/3 and 1/9 of the slots, a
-  rollout takes as long as with twice as many stages. On accelerators, a step
-  is bound by reading weights and compilation is slow: each stage has a quarter
-  of the slots of the one before.
+  Each stage is compiled; none changes a token. On a CPU, the time of a step
+  grows with the slots: with these stages, a rollout takes as long as with twice
+  as many. On accelerators, a step is bound by reading weights and compilation
+  is slow: each stage has a quarter of the slots of the one before.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.slot_schedule(64, "cpu")
   [64, 42, 21, 7]
   >>> decode.slot_schedule(64, "tpu")
   [64, 16]
-
-  Args:
-    platform: of the devices: cpu, gpu or tpu.
   """
   if platform == "cpu":
     sizes = [num_slots * ninths // 9 for ninths in (6, 3, 1)]
@@ -114,13 +87,7 @@ def init_decode_state(
   num_slots: int,
   part_sizes: list[int],
 ) -> DecodeState:
-  """Returns idle slots and empty completions.
-
-  Args:
-    uniform: random number of each token.
-    num_wanted: completions to sample.
-    part_sizes: positions of each part of the cache.
-  """
+  """Returns idle slots and empty completions."""
   num_items = len(uniform)
   zeros = jnp.zeros((num_slots,), jnp.int32)
   return DecodeState(
@@ -219,30 +186,19 @@ def decode_step(
   sampling: Sampling,
   state: DecodeState,
 ) -> DecodeState:
-  """Samples one more token in every slot, on one shard.
-
-  Args:
-    params: weights of `transformer.to_inference_params`.
-  """
+  """Samples one more token in every slot, on one shard."""
   slots, output = state.slots, state.output
   num_items = state.uniform.shape[0]
   hidden, cache = transformer.decode(
     params, model_config, slots.token, slots.position, slots.cache
   )
-  # Gathered over the model axis before sampling: a collective inside the loop
-  # may wait only for devices of this shard, since other shards take more steps
-  # or fewer.
-  logits = sharding.constrain(
-    transformer.logits(params, model_config, hidden), "batch", None
-  )
+  # Gathered over the model axis, before sampling: other shards of the batch may
+  # take fewer steps, so that no collective may wait for them.
+  logits = transformer.logits(params, model_config, hidden)
+  logits = sharding.constrain(logits, "batch", None)
   at = (slots.item, slots.count)
-  token, logprob = sample_token(
-    logits,
-    state.uniform[at],
-    sampling.temperature,
-    sampling.top_k,
-    sampling.top_p,
-  )
+  options = sampling.temperature, sampling.top_k, sampling.top_p
+  token, logprob = sample_token(logits, state.uniform[at], *options)
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   is_stop = (token[:, None] == stop_ids).any(-1)
   is_live = slots.item < num_items

@@ -3,8 +3,8 @@
 Every prompt is prefilled once. Completions then take turns in a fixed number of
 decode slots: as soon as a sequence stops, its slot takes the next completion
 inside the same compiled loop, starting from a copy of its prompt's cache. When
-fewer completions are left than slots, the busy slots are moved together and
-the loop continues with fewer slots.
+few completions are left, the busy slots are moved together and the loop
+continues with fewer slots.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
@@ -51,8 +51,7 @@ def sample(
     prefill_batch: prompts that each shard prefills at once; None chooses by
       their width.
     kept: prompts to roll out; None for all.
-    platform: of the devices: cpu, gpu or tpu. It determines the number of
-      compiled stages and changes no token.
+    platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -86,12 +85,7 @@ def roll_out(
   prefill_batch: int | None = None,
   platform: str = "cpu",
 ) -> Rollout:
-  """`sample` from weights that are already laid out for decoding.
-
-  Args:
-    params: weights of `transformer.to_inference_params`.
-    group_size, num_slots, ...: as in `sample`.
-  """
+  """Samples from weights of `to_inference_params`; see `sample`."""
   num_shards = sharding.num_shards_here("batch")
   most_slots = prompts.ids.shape[0] // num_shards * group_size
   run = functools.partial(
@@ -112,18 +106,15 @@ def roll_out(
     output, slot_steps = jax.shard_map(
       run,
       in_specs=(
-        transformer.inference_specs(model_config),
-        by_prompt,
-        by_prompt,
-        jax.P(),
+        parameters.inference_specs(model_config),
+        *(by_prompt, by_prompt, jax.P()),
       ),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
     )(params, *jax.tree.map(lambda x: x[order], (prompts, keep)), rng.key)
-  output = jax.tree.map(
-    lambda x: x.reshape(len(keep), -1, *x.shape[1:]), output
-  )
+  by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
+  output = jax.tree.map(by_group, output)
   if num_shards > 1:
     output = jax.tree.map(lambda x: x[place], output)
   return Rollout(
@@ -161,12 +152,11 @@ def _roll_out_shard(
   part_sizes = kv_cache.part_sizes(longest)
   num_kept = keep.sum(dtype=jnp.int32)
   prompt_cache = prefill_prompts(
-    *(params, model_config, prompts),
-    *(order, num_kept, prefill_batch, part_sizes),
+    params, model_config, prompts, order, num_kept, prefill_batch, part_sizes
   )
   queue = decode.Queue(prompts, order, prompt_cache, group_size)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
-  lockstep = transformer.gathers_layers(model_config)
+  lockstep = parameters.gathers_layers(model_config)
   step = functools.partial(decode.decode_step, params, model_config, sampling)
   step_and_refill = lambda state: decode.refill(step(state), queue)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import transformer
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.transformer import ModelConfig
@@ -149,15 +148,6 @@ def from_file(
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
   split = tensor.reshape([size[a] for a in axes])
   return split.transpose([axes.index(a) for a in ours])
-
-
-def file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the shape of every tensor in a checkpoint of this model."""
-  return {
-    tensor: file_shape(name, p.shape)
-    for name, p in transformer.parameter_table(config).items()
-    for _, tensor in parts(name, p.shape)
-  }
 
 
 def from_settings(

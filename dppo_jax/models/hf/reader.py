@@ -181,7 +181,12 @@ def _check_tensors(
     del shapes[head]
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
-  check_shapes(path, shapes, families.file_shapes(config))
+  expected = {
+    tensor: families.file_shape(name, p.shape)
+    for name, p in transformer.parameter_table(config).items()
+    for _, tensor in families.parts(name, p.shape)
+  }
+  check_shapes(path, shapes, expected)
 
 
 def check_shapes(
