@@ -268,9 +268,7 @@ class _Session:
     for number, name in enumerate(sets):
       with self.writer.bar.task(f"evaluating on {name}"):
         roll_out = functools.partial(self.train_step.evaluate, state.params)
-        completions = eval_sets.evaluate(
-          self.run, name, roll_out, self.grader
-        )
+        completions = eval_sets.evaluate(self.run, name, roll_out, self.grader)
       # Metrics of the first set do not depend on its name.
       stage = f"eval/{name}" if number else "eval"
       new = completions.metrics()
@@ -290,8 +288,8 @@ class _Session:
 def _checked_metrics(callback: Callback, returned: object) -> dict[str, float]:
   """Returns a callback's metrics; raises UserError if they are not numbers."""
   values = {} if returned is None else returned
-  is_number = lambda x: isinstance(x, numbers.Real) or (
-    getattr(x, "ndim", None) == 0
+  is_number = lambda x: (
+    isinstance(x, numbers.Real) or (getattr(x, "ndim", None) == 0)
   )
   if not isinstance(values, dict) or not all(map(is_number, values.values())):
     name = getattr(callback, "__name__", callback)
