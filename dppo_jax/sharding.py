@@ -66,8 +66,8 @@ def sizes(
   size = math.prod(shape)
   if size > num_devices:
     raise UserError(
-      f"a mesh of {_shape(shape)} needs {size} devices but there are "
-      f"{num_devices}: lower config.mesh.data, config.mesh.model or "
+      f"a mesh of {replicas} x {data} x {model} needs {size} devices but there "
+      f"are {num_devices}: lower config.mesh.data, config.mesh.model or "
       "config.mesh.replicas, or let a CPU act as several devices with "
       f"JAX_NUM_CPU_DEVICES={size} in the environment"
     )
@@ -87,20 +87,15 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
   options = {"allow_split_physical_axes": True}
   if len(sizes) == 1 or len(set(sizes.values())) > 1 or data % rest:
     return mesh_utils.create_device_mesh(shape, devices, **options)
+  on_slice, of_slices = (replicas // across, data // rest), (across, rest)
   return mesh_utils.create_hybrid_device_mesh(
-    (replicas // across, data // rest, model),
-    (across, rest, 1),
-    devices,
-    **options,
+    (*on_slice, model), (*of_slices, 1), devices, **options
   )
 
 
 def describe(mesh: Mesh) -> str:
   """Returns the shape of a mesh, such as `8 x 2`."""
-  return _shape([mesh.shape[axis] for axis in MESH_AXES])
-
-
-def _shape(sizes: Sequence[int]) -> str:
+  sizes = [mesh.shape[axis] for axis in MESH_AXES]
   return " x ".join(map(str, sizes if sizes[0] > 1 else sizes[1:]))
 
 
@@ -110,10 +105,7 @@ def num_shards(mesh: Mesh, axis: str) -> int:
 
 
 def num_shards_here(axis: str) -> int:
-  """Returns the number of parts into which the current mesh divides an axis.
-
-  Mesh axes that an enclosing shard_map has divided do not count.
-  """
+  """Returns the parts of the current mesh, inside any enclosing shard_map."""
   mesh = jax.sharding.get_abstract_mesh()
   names = set(RULES[axis]) - set(mesh.manual_axes)
   return math.prod(mesh.shape.get(name, 1) for name in names)
@@ -150,7 +142,7 @@ def num_kv_heads(kv_heads: int) -> int:
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
   """Returns the partition of an array with these logical axes."""
-  return _partition([RULES[axis] for axis in axes])
+  return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
@@ -161,9 +153,8 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
 def unclaimed_spec(*axes: str | None) -> PartitionSpec:
   """Returns the partition by mesh axes that no enclosing shard_map divides."""
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  return _partition(
-    [[name for name in RULES[axis] if name not in manual] for axis in axes]
-  )
+  free = lambda axis: tuple(x for x in RULES[axis] if x not in manual)
+  return PartitionSpec(*map(free, axes))
 
 
 def gather_width(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -205,14 +196,5 @@ def round_up(size: int, multiple: int) -> int:
 
 def largest_divisor(size: int, limit: int) -> int:
   """Returns the largest divisor of `size` up to `limit`, at least 1."""
-  return next(
-    d for d in range(min(size, max(limit, 1)), 0, -1) if size % d == 0
-  )
-
-
-def _partition(dimensions: Sequence[Sequence[str]]) -> PartitionSpec:
-  """Returns the mesh axes of each dimension: a name, a tuple, or None."""
-  one = lambda names: names[0] if names else None
-  return PartitionSpec(
-    *(tuple(names) if len(names) > 1 else one(names) for names in dimensions)
-  )
+  limit = min(size, max(limit, 1))
+  return next(d for d in range(limit, 0, -1) if size % d == 0)

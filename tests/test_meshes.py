@@ -17,7 +17,7 @@ from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.models import hf, moe, transformer
 from dppo_jax.rng import rng_at
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import programs
+from dppo_jax.step import abstract_values, programs
 from dppo_jax.step.pack import pack
 from dppo_jax.step.train_step import TrainStep
 
@@ -74,9 +74,9 @@ def _three_steps(mesh, method="dppo", **overrides):
   run = setup_run(_config(mesh, method, **overrides))
   with jax.set_mesh(run.mesh):
     step = TrainStep(run, _Grader())
-    abstract = programs.abstract_train_state(run)
+    abstract = abstract_values.abstract_train_state(run)
     state = jax.jit(
-      lambda p: programs.init_train_state(run, p),
+      lambda p: abstract_values.init_train_state(run, p),
       out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )(run.initial_params())
     reference = jax.tree.map(lambda x: x.copy(), state.params)
@@ -196,7 +196,7 @@ def test_replicas_exchange_gradients_and_nothing_else():
       sizes[found[2]] += sum(
         math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
       )
-  params = programs.abstract_params(run)
+  params = abstract_values.abstract_params(run)
   share = lambda x: math.prod(x.sharding.shard_shape(x.shape))
   shares = sum(map(share, jax.tree.leaves(params)))
   assert sizes.keys() == {"all-reduce"}

@@ -1,7 +1,6 @@
 """Products of groups of rows, each group with its own matrix.
 
-`product` computes `jax.lax.ragged_dot`, with an implementation per platform
-that does no more than the necessary work.
+Each platform has an implementation that does only the necessary work.
 """
 
 import jax
@@ -21,7 +20,7 @@ def product(
   weights: Float[Array, "X E F"],
   sizes: Int[Array, "X"],
 ) -> Float[Array, "M F"]:
-  """The first `sizes[0]` rows times `weights[0]`, those after them times ...
+  """Returns the rows of each group times its matrix, as `jax.lax.ragged_dot`.
 
   Rows beyond all groups are undefined, in the product and in the gradient. On a
   CPU `ragged_dot` is a dense product of all rows with every matrix (jax 0.10.2
@@ -107,10 +106,9 @@ def _blocks(num_rows: int, sizes: Int[Array, "X"]):
 
 
 def _outer_by_transpose(rows, grad, sizes):
-  shape = (len(sizes), rows.shape[1], grad.shape[1])
+  weights = jnp.zeros((len(sizes), rows.shape[1], grad.shape[1]), rows.dtype)
   multiply = lambda weights: jax.lax.ragged_dot(rows, weights, sizes)
-  like = jax.ShapeDtypeStruct(shape, rows.dtype)
-  return jax.linear_transpose(multiply, like)(grad)[0]
+  return jax.linear_transpose(multiply, weights)(grad)[0]
 
 
 def _outer_by_kernel(rows, grad, sizes, interpret=False):

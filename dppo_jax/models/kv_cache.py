@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.models.attention import MASKED
+from dppo_jax.models.attention.blockwise import MASKED
 
 # Layers that a compiled step unrolls; each takes time to compile.
 _MAX_GROUPS = 4

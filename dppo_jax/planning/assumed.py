@@ -91,7 +91,7 @@ def workload(run: setup.Run) -> memory.Workload:
   return memory.Workload(run.config, run.model, run.mesh, run.platform, width)
 
 
-def _model(options: configs.Model) -> ModelConfig | None:
+def _model(options: configs.ModelConfig) -> ModelConfig | None:
   """Architecture of the checkpoint; None for a randomly initialised model."""
   if options.path:
     return hf.read_config(options.path, options.dtype, options.remat)

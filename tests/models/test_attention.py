@@ -61,7 +61,7 @@ def _plain(q, k, v, segment_ids, prefix_ids):
   is_seen = (segment_ids[:, :, None] == keys) | (prefix_ids[:, :, None] == keys)
   is_seen &= jnp.tri(q.shape[1], dtype=bool)
   probs = jax.nn.softmax(
-    jnp.where(is_seen[:, None], logits, attention.MASKED), -1
+    jnp.where(is_seen[:, None], logits, blockwise.MASKED), -1
   )
   return jnp.einsum("bhqs,bshd->bqhd", probs, v)
 

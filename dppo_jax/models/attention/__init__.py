@@ -15,20 +15,7 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models.attention import blockwise, kernels
-from dppo_jax.models.attention.blockwise import MASKED
 from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
-
-__all__ = [
-  "BACKENDS",
-  "CHOICES",
-  "KERNELS",
-  "LANES",
-  "MASKED",
-  "MAX_BRANCHES",
-  "attend_prompts",
-  "attention",
-  "choose_backend",
-]
 
 # Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`.
 BACKENDS = {

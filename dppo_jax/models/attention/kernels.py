@@ -10,12 +10,7 @@ emulated on any platform, slowly.
 import math
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_kernel as splash_kernel,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_mask as splash_mask,
-)
+from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
 
 MAX_BRANCHES = 64  # completions that may share a prompt within a row
@@ -27,17 +22,17 @@ def splash(q, k, v, segment_ids, prefix_ids=None, interpret=False):
   """Computes `models.attention.attention` on a TPU."""
   length, heads, dim = q.shape[1:]
   block = _block(length, 512)
-  mask = splash_mask.CausalMask((length, length))
-  kernel = splash_kernel.make_splash_mha(
-    splash_mask.MultiHeadMask([mask] * heads),
-    block_sizes=splash_kernel.BlockSizes(*(block,) * 8),
+  mask = splash_attention.CausalMask((length, length))
+  kernel = splash_attention.make_splash_mha(
+    splash_attention.MultiHeadMask([mask] * heads),
+    block_sizes=splash_attention.BlockSizes(*(block,) * 8),
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,
   )
   q = q * jnp.asarray(dim**-0.5, q.dtype)
   q, k, groups = _with_branches(q, k, segment_ids, prefix_ids)
-  ids = splash_kernel.SegmentIds(groups, groups)
+  ids = splash_attention.SegmentIds(groups, groups)
   heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
   return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
 

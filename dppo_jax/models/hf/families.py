@@ -208,20 +208,17 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
   The style is that of transformers 4, which 5 reads as well. From the style of
   5, transformers 4 would silently take its default theta.
   """
-  scaling = config.rope_scaling
-  if scaling is not None:
-    scaling = {key: getattr(scaling, k) for k, key in ROPE_KEYS.items()}
-    scaling["rope_type"] = "llama3"
+  experts = config.experts._asdict() if config.experts else {}
+  scaling = None
+  if config.rope_scaling:
+    scaling = config.rope_scaling._asdict().items()
+    scaling = {ROPE_KEYS[k]: x for k, x in scaling} | {"rope_type": "llama3"}
   return {
     "architectures": [config.family],
     "model_type": FAMILIES[config.family].model_type,
     "hidden_act": "silu",
     **{key: getattr(config, k) for k, key in KEYS.items()},
-    **{
-      key: getattr(config.experts, k)
-      for k, key in EXPERT_KEYS.items()
-      if config.experts
-    },
+    **{EXPERT_KEYS[k]: x for k, x in experts.items()},
     "rope_theta": config.rope_theta,
     "rope_scaling": scaling,
   }

@@ -126,7 +126,11 @@ def _write_weights(
     max_shard_size=shard_bytes,
   )
   for name, names in split.filename_to_tensors.items():
-    tensors = {x: _stored(flat, *parts[x], x, dtype) for x in names}
+    tensors = {}
+    for tensor in names:
+      weight, index = parts[tensor]
+      part = families.to_file(weight, flat[weight][index])
+      tensors[tensor] = _stored(part, tensor, dtype)
     try:
       safetensors.numpy.save_file(tensors, out / name, {"format": "pt"})
     except safetensors.SafetensorError as error:  # from the operating system
@@ -138,15 +142,8 @@ def _write_weights(
     _write_json(out / reader.INDEX, index)
 
 
-def _stored(
-  flat: Mapping[str, np.ndarray],
-  name: str,
-  index: tuple[int, ...],
-  tensor: str,
-  dtype: str,
-) -> np.ndarray:
-  """Returns one tensor in the file's layout and dtype."""
-  part = families.to_file(name, flat[name][index])
+def _stored(part: np.ndarray, tensor: str, dtype: str) -> np.ndarray:
+  """Returns one tensor in the dtype of the file."""
   with np.errstate(over="ignore"):
     stored = np.ascontiguousarray(part, dtype)
   if not np.isfinite(stored).all():
