@@ -89,10 +89,7 @@ def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
 
 
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
-  """Returns `cache` with the slots of `new` at `start`, `start + 1`, ...
-
-  If `new` has fewer parts, the others do not change.
-  """
+  """Returns `cache` with the slots of `new`, of as many parts or fewer."""
   put = lambda to, x: jax.lax.dynamic_update_slice_in_dim(to, x, start, 1)
   return tuple(
     (*jax.tree.map(put, parts[: len(x)], x), *parts[len(x) :])
@@ -100,14 +97,9 @@ def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
   )
 
 
-def copy_slot(
-  cache: KVCache,
-  slot: Int[Array, ""],
-  source: KVCache,
-  source_slot: Int[Array, ""],
-) -> KVCache:
-  """Copies a slot of `source`, which may have fewer parts, to `slot`."""
-  take = lambda x: jax.lax.dynamic_slice_in_dim(x, source_slot, 1, 1)
+def copy_slot(cache: KVCache, slot, source: KVCache, place) -> KVCache:
+  """Copies slot `place` of `source`, which may have fewer parts, to `slot`."""
+  take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
   return put_slots(cache, jax.tree.map(take, source), slot)
 
 
@@ -158,10 +150,7 @@ def scan_layers(
 def write_prompts(
   cache: LayerCache, k: Float[Array, "B L K D"], v: Float[Array, "B L K D"]
 ) -> LayerCache:
-  """Writes the keys and values of a prompt into each slot, from position 0.
-
-  All positions are written, those at or beyond `L` with zeros.
-  """
+  """Writes a prompt into each slot, and zeros at and beyond position `L`."""
   *ends, end = itertools.accumulate(sizes(cache.parts))
   padding = (0, 0), (0, end - k.shape[1]), (0, 0), (0, 0)
   k, v = (jnp.split(jnp.pad(x, padding), ends, 1) for x in (k, v))
@@ -260,8 +249,4 @@ def sizes(parts: Sequence[KVPart]) -> list[int]:
 
 def _doublings(least: int, most: int) -> list[int]:
   """Returns `least` and its doublings below `most`, then `most`."""
-  sizes = [most]
-  while least < most:
-    sizes.insert(-1, least)
-    least *= 2
-  return sizes
+  return [least, *_doublings(2 * least, most)] if least < most else [most]

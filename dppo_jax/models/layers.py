@@ -59,8 +59,7 @@ def linear(
 ) -> Float[Array, "..."]:
   """Returns `x` times `weight`, `[*B, *F]`, as a product of two matrices.
 
-  The gradients of such a product are such products again. For a product over
-  several axes XLA would transpose a copy of an operand first.
+  For a product over several axes XLA would first transpose a copy.
   """
   out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
@@ -101,9 +100,8 @@ def apply_rope(
 
 
 def block_size(length: int) -> int:
-  """Returns the number of tokens of a row that are processed at once.
+  """Returns the tokens of a row to process at once, about an eighth.
 
-  About an eighth of the row, in multiples of 64 and at most 512: smaller
-  blocks skip more padding, larger ones launch fewer operations.
+  Smaller blocks skip more padding, larger ones launch fewer operations.
   """
   return min(length, 512, sharding.round_up(-(-length // 8), 64))

@@ -1,9 +1,7 @@
 """Log-probabilities of targets without ever holding `[tokens, vocab]`.
 
 Only needed tokens get logits: each row moves its needed tokens to the front,
-and as many columns are computed as the fullest row needs. On a mesh each shard
-of the batch does so with its own rows: the head is gathered once and its
-gradient summed once, not for every chunk of columns.
+and as many columns are computed as the fullest row needs.
 """
 
 from collections.abc import Callable
@@ -56,9 +54,8 @@ def _by_shard(
 ) -> Any:
   """Applies `function` to the rows of each shard and the full head.
 
-  The vocabulary may stay divided. The head's width is gathered here, so that
-  each device gets its own slice of the head's gradient; replicas exchange
-  nothing else.
+  The vocabulary may stay divided. The head's width is gathered here, once for
+  all chunks, so that each device gets its own slice of the head's gradient.
   """
   num_shards = sharding.num_shards_here("batch")
   if num_shards == 1:
@@ -93,19 +90,14 @@ def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):
     logprobs = _at_target(logits, columns.take(targets, i)) - lse
     entropy = lse - (probs * logits).sum(-1)
     logit_grad_sq = 1 - 2 * jnp.exp(logprobs) + (probs * probs).sum(-1)
-    new = TokenStats(
-      logprobs, jnp.maximum(entropy, 0), jnp.maximum(logit_grad_sq, 0)
-    )
+    at_least_0 = (jnp.maximum(x, 0) for x in (entropy, logit_grad_sq))
+    new = TokenStats(logprobs, *at_least_0)
     return jax.tree.map(lambda x, y: columns.put(x, y, i), stats, new)
 
-  empty = TokenStats(*(jnp.zeros(targets.shape, jnp.float32) for _ in range(3)))
+  empty = jnp.zeros(targets.shape, jnp.float32)
+  empty = TokenStats(empty, empty, empty)
   stats = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
   return jax.tree.map(columns.restore, stats)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _logprobs_and_entropy(*arguments):
-  return _forward(*arguments)[0]
 
 
 def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
@@ -156,12 +148,8 @@ def _backward(temperature, logit_chunk, saved, grads):
     dlogits = (is_target.astype(probs.dtype) - probs) * grad
     dlogits = dlogits.astype(hidden.dtype)
     # [E, V], since XLA's CPU backend copies no operand for this product.
-    dhead = dhead + jnp.einsum(
-      "te,tv->ev",
-      x.reshape(-1, x.shape[-1]),
-      dlogits.reshape(-1, len(head)),
-      preferred_element_type=jnp.float32,
-    )
+    rows = x.reshape(-1, x.shape[-1]), dlogits.reshape(-1, len(head))
+    dhead = dhead + _einsum("te,tv->ev", *rows)
     new = jnp.einsum("blv,ve->ble", dlogits, head)
     return dhead, columns.put(dhidden, new, i)
 
@@ -170,14 +158,17 @@ def _backward(temperature, logit_chunk, saved, grads):
   return columns.restore(dhidden), dhead.T.astype(head.dtype), None, None
 
 
+_logprobs_and_entropy = jax.custom_vjp(
+  lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(4, 5)
+)
 _logprobs_and_entropy.defvjp(_forward, _backward)
 
 
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def _logits(hidden, head, temperature):
-  logits = jnp.einsum(
-    "ble,ve->blv", hidden, head, preferred_element_type=jnp.float32
-  )
-  return logits / temperature
+  return _einsum("ble,ve->blv", hidden, head) / temperature
 
 
 def _at_target(logits, targets):

@@ -54,10 +54,10 @@ def mixture(
   """Returns the sum of each token's experts, weighted by the router.
 
   Experts have no capacity limit: a token's experts do not depend on the other
-  tokens of the batch. On a mesh, each shard of the batch routes its own tokens
-  and each device of the model axis computes its own experts; their outputs are
-  summed and tokens never move. The width of the weights is gathered inside, so
-  that each device gets its own slice of their gradients.
+  tokens. On a mesh, each shard of the batch routes its own tokens and each
+  device of the model axis computes its own experts; tokens never move. The
+  width of the weights is gathered inside, so that each device gets its own
+  slice of their gradients.
   """
   run = functools.partial(_mixture, experts=experts, axis=None)
   numbers = jnp.arange(experts.num, dtype=jnp.int32)
@@ -116,11 +116,9 @@ def load(
 
 
 def zero_load(experts: Experts, num_layers: int) -> Load:
-  """Returns the load of no tokens, which sums over batches start from."""
-  return Load(
-    jnp.zeros((num_layers, experts.num), jnp.float32),
-    jnp.zeros(num_layers, jnp.float32),
-  )
+  """Returns the load of no tokens."""
+  zeros = jnp.zeros((num_layers, experts.num), jnp.float32)
+  return Load(zeros, zeros[:, 0])
 
 
 def describe(
@@ -141,7 +139,7 @@ def describe(
 def _mixture(
   x, router, gate, up, down, numbers, *, experts: Experts, axis: str | None
 ):
-  """`mixture` of the experts that this device holds, which `axis` divides.
+  """Computes `mixture` for this device's experts, which `axis` divides.
 
   Their numbers are an argument because inside the rollout's shard_map a TPU
   program cannot query its device index.
@@ -174,7 +172,5 @@ def _mixture(
   out = (out * prob[..., None]).sum(axis=1)
   if axis:
     out = jax.lax.psum(out, axis)
-  routing = jax.tree.map(
-    lambda y: y.reshape(*x.shape[:-1], *y.shape[1:]), routing
-  )
-  return out.reshape(x.shape), routing
+  unmerge = lambda y: y.reshape(*x.shape[:-1], *y.shape[1:])
+  return out.reshape(x.shape), jax.tree.map(unmerge, routing)

@@ -129,8 +129,8 @@ def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Returns the sharding of each weight of `to_inference_params`.
 
-  Unlike in `shardings`, weights are replicated over the data axis, so that a
-  rollout gathers none; with `config.gathers_layers`, layers stay divided.
+  Weights are replicated over the data axis; with `config.gathers_layers`,
+  layers stay divided.
   """
   place = lambda axes: sharding.sharding(mesh, *axes)
   return _map_inference_axes(place, config)
@@ -191,19 +191,13 @@ def place_layer(weights: Params, config: ModelConfig) -> Params:
 
 
 def gathers_layers(config: ModelConfig) -> bool:
-  """True inside a shard_map whose shards hold slices of the layers' weights.
-
-  These shards must run in lockstep.
-  """
+  """True in a shard_map over slices of the weights, which need lockstep."""
   manual = jax.sharding.get_abstract_mesh().manual_axes
   return config.gathers_layers and set(sharding.RULES["embed"]) <= set(manual)
 
 
 def gather_layer(weights: Params, config: ModelConfig) -> Params:
-  """Gathers the width of a layer's weights of `to_inference_params`.
-
-  Within a rollout's shard_map, all shards must be at this layer.
-  """
+  """Gathers the width of a layer's weights of `to_inference_params`."""
   if not gathers_layers(config):
     return weights
   axes = unflatten(_inference_axes(config))["layers"]
@@ -232,10 +226,7 @@ def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
 
 
 def repeat_kv_heads(weights: Params, config: ModelConfig) -> Params:
-  """Returns key and value weights with as many heads as the mesh needs.
-
-  Weights that already have enough heads are left out.
-  """
+  """Returns the key and value weights that need more heads on the mesh."""
   wanted = sharding.num_kv_heads(config.kv_heads)
   return {
     name: jnp.repeat(w, wanted // w.shape[-2], axis=-2)

@@ -27,23 +27,19 @@ from dppo_jax.models.parameters import (  # noqa: F401, for callers
   unflatten,
 )
 
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
 # Rematerialisation: `layers` recomputes each layer in the backward pass, `dots`
 # keeps the outputs of products with weights, `none` recomputes nothing.
 REMAT = {
   "layers": jax.checkpoint,
-  "dots": functools.partial(
-    jax.checkpoint,
-    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  ),
+  "dots": functools.partial(jax.checkpoint, policy=_DOTS),
   "none": lambda layer: layer,
 }
 
 # Layers in one iteration of `forward`'s scan, whose activations are not copied
 # into one array of all layers. Each takes time to compile.
 _UNROLL = 4
-
-# Cosines and sines of each token's rotary angles.
-Rotation = tuple[Float[Array, "B *L 1 D/2"], Float[Array, "B *L 1 D/2"]]
 
 
 def forward(*args) -> Float[Array, "B L E"]:
@@ -174,14 +170,12 @@ def _embed(params, tokens: Int[Array, "B *L"]) -> Float[Array, "B *L E"]:
 
 def _rotation(
   config: ModelConfig, positions: Int[Array, "B *L"], num_positions: int
-) -> Rotation:
+) -> tuple[Float[Array, "B *L 1 D/2"], ...]:
   """Returns cosines and sines of the tokens' rotary angles."""
-  table = layers.cos_sin_table(
-    num_positions, config.head_dim, config.rope_theta, config.rope_scaling
-  )
+  options = config.head_dim, config.rope_theta, config.rope_scaling
+  table = layers.cos_sin_table(num_positions, *options)
   # A lookup, since XLA would compute cosines again for each head and layer.
-  cos, sin = (x[positions] for x in table)
-  return cos, sin
+  return tuple(x[positions] for x in table)
 
 
 def _layer(
@@ -189,7 +183,7 @@ def _layer(
   p: Params,
   cache: Any,
   config: ModelConfig,
-  rotation: Rotation,
+  rotation: tuple[Float[Array, "B *L 1 D/2"], ...],
   attend: Callable,
 ) -> tuple[Float[Array, "B *L E"], Any, moe.Routing | None]:
   """Returns the tokens after one layer, its cache, and their experts.
@@ -223,13 +217,7 @@ def _layer(
 
 
 def _layers_with_cache(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B *L"],
-  rotation: Rotation,
-  attend: Callable,
-  cache: KVCache,
-  has_shard_map: bool = False,
+  params, config, tokens, rotation, attend, cache, has_shard_map=False
 ) -> tuple[Float[Array, "B *L E"], KVCache]:
   """Returns the tokens after all layers, and the cache."""
 

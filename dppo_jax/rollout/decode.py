@@ -58,12 +58,11 @@ class Queue(NamedTuple):
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
-  """Returns the number of slots of each stage of the decode loop, descending.
+  """Returns the slots of each stage of the decode loop, descending.
 
   Each stage is compiled; none changes a token. On a CPU, the time of a step
-  grows with the slots: with these stages, a rollout takes as long as with twice
-  as many. On accelerators, a step is bound by reading weights and compilation
-  is slow: each stage has a quarter of the slots of the one before.
+  grows with the slots; twice as many stages would not make a rollout faster. On
+  accelerators, a step is bound by reading weights, and compilation is slow.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.slot_schedule(64, "cpu")
@@ -88,24 +87,18 @@ def init_decode_state(
   part_sizes: list[int],
 ) -> DecodeState:
   """Returns idle slots and empty completions."""
-  num_items = len(uniform)
-  zeros = jnp.zeros((num_slots,), jnp.int32)
+  num_items, zeros = len(uniform), jnp.zeros(num_slots, jnp.int32)
+  cache = kv_cache.init(model_config, num_slots, part_sizes)
   return DecodeState(
-    Slots(
-      item=jnp.full((num_slots,), num_items, jnp.int32),
-      token=zeros,
-      position=zeros,
-      count=zeros,
-      cache=kv_cache.init(model_config, num_slots, part_sizes),
-    ),
+    Slots(zeros + num_items, zeros, zeros, zeros, cache),
     DecodeOutput(
-      tokens=jnp.zeros(uniform.shape, jnp.int32),
-      logprobs=jnp.zeros(uniform.shape, jnp.float32),
-      lengths=jnp.zeros((num_items,), jnp.int32),
-      is_stopped=jnp.zeros((num_items,), bool),
+      tokens=jnp.zeros_like(uniform, jnp.int32),
+      logprobs=jnp.zeros_like(uniform),
+      lengths=jnp.zeros(num_items, jnp.int32),
+      is_stopped=jnp.zeros(num_items, bool),
     ),
-    uniform=uniform,
-    num_wanted=num_wanted[None],
+    uniform,
+    num_wanted[None],
     num_taken=zeros[:1],
     num_done=zeros[:1],
     slot_steps=zeros[:1],
@@ -114,16 +107,15 @@ def init_decode_state(
 
 def refill(state: DecodeState, queue: Queue) -> DecodeState:
   """Gives the next completions to the idle slots."""
-  num_items = state.uniform.shape[0]
+  is_idle = lambda slots: slots.item == len(state.uniform)
 
   def can_refill(carry):
     slots, num_taken = carry
-    is_idle = slots.item == num_items
-    return (num_taken < state.num_wanted)[0] & is_idle.any()
+    return (num_taken < state.num_wanted)[0] & is_idle(slots).any()
 
   def refill_one(carry):
     slots, num_taken = carry
-    slot = jnp.argmax(slots.item == num_items)
+    slot = jnp.argmax(is_idle(slots))
     place = num_taken[0] // queue.group_size
     member = num_taken[0] % queue.group_size
     prompt = queue.order[place]
@@ -147,13 +139,11 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
 
 def compact_slots(state: DecodeState, size: int) -> DecodeState:
   """Keeps `size` of the slots, the busy ones among them."""
-  slots, idle = state.slots, state.uniform.shape[0]
-  chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
-  slots = Slots(
-    *(x[chosen] for x in slots[:-1]),
-    cache=kv_cache.take_slots(slots.cache, chosen),
-  )
-  return state._replace(slots=slots)
+  *slots, cache = state.slots
+  is_idle = state.slots.item == len(state.uniform)
+  chosen = jnp.argsort(is_idle, stable=True)[:size]
+  cache = kv_cache.take_slots(cache, chosen)
+  return state._replace(slots=Slots(*(x[chosen] for x in slots), cache))
 
 
 def decode_until(
@@ -164,20 +154,18 @@ def decode_until(
 ) -> DecodeState:
   """Repeats `step` until at most `limit` completions are unfinished.
 
-  Args:
-    lockstep: shards that hold slices of the weights loop until all are done.
+  With `lockstep`, shards that hold slices of the weights end together.
   """
-  is_unfinished = lambda state: (state.num_wanted - state.num_done > limit)[0]
-  if not lockstep:
-    return jax.lax.while_loop(is_unfinished, step, state)
-  keep_going = lambda state: max_over_weight_shards(is_unfinished(state), True)
 
-  def step_and_compare(carry):
-    state = step(carry[0])
-    return state, keep_going(state)
+  def with_condition(state):
+    is_unfinished = (state.num_wanted - state.num_done > limit)[0]
+    return state, max_over_weight_shards(is_unfinished, lockstep)
 
-  start = (state, keep_going(state))
-  return jax.lax.while_loop(lambda carry: carry[1], step_and_compare, start)[0]
+  return jax.lax.while_loop(
+    lambda carry: carry[1],
+    lambda carry: with_condition(step(carry[0])),
+    with_condition(state),
+  )[0]
 
 
 def decode_step(

@@ -38,12 +38,10 @@ def sample(
 ) -> Rollout:
   """Samples `group_size` completions of each kept prompt.
 
-  A completion's randomness comes from its prompt's id, its number in the group
-  and the token's index: its tokens depend neither on its slot and neighbours,
-  nor on the other kept prompts, nor on the number of devices.
-
-  Under a mesh, kept prompts are divided evenly over the shards of the batch,
-  and each shard decodes its prompts independently of the others.
+  A token's random number comes from the prompt's id, the completion's number in
+  the group and the token's index. Tokens thus do not depend on slots, on the
+  other prompts or on the number of devices. On a mesh, each shard of the batch
+  decodes as many kept prompts, independently of the others.
 
   Args:
     rng: randomness, consumed; a key is enough.
@@ -90,11 +88,11 @@ def roll_out(
   most_slots = prompts.ids.shape[0] // num_shards * group_size
   run = functools.partial(
     _roll_out_shard,
-    model_config=model_config,
-    sampling=sampling,
-    group_size=group_size,
-    schedule=decode.slot_schedule(min(num_slots, most_slots), platform),
-    prefill_batch=prefill_batch or batch_size(prompts.tokens.shape[1]),
+    model_config,
+    sampling,
+    group_size,
+    decode.slot_schedule(min(num_slots, most_slots), platform),
+    prefill_batch or batch_size(prompts.tokens.shape[1]),
   )
   keep = kept.keep
   if num_shards == 1:
@@ -103,16 +101,16 @@ def roll_out(
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
     by_prompt = sharding.spec(("batch",))
-    output, slot_steps = jax.shard_map(
+    by_weight = parameters.inference_specs(model_config)
+    run = jax.shard_map(
       run,
-      in_specs=(
-        parameters.inference_specs(model_config),
-        *(by_prompt, by_prompt, jax.P()),
-      ),
+      in_specs=(by_weight, by_prompt, by_prompt, jax.P()),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
-    )(params, *jax.tree.map(lambda x: x[order], (prompts, keep)), rng.key)
+    )
+    in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
+    output, slot_steps = run(params, *in_order, rng.key)
   by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
   output = jax.tree.map(by_group, output)
   if num_shards > 1:
@@ -128,24 +126,20 @@ def roll_out(
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   """Returns each prompt's new place: every shard gets as many kept ones."""
-  num = keep.shape[0]
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
-  return rank % num_shards * (num // num_shards) + rank // num_shards
+  return rank % num_shards * (len(keep) // num_shards) + rank // num_shards
 
 
 def _roll_out_shard(
-  params: transformer.Params,
-  prompts: PromptBatch,
-  keep: Bool[Array, "Q"],
-  key: jax.Array,
-  *,
   model_config: transformer.ModelConfig,
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
   prefill_batch: int,
+  *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1"]]:
   """Returns the completions of one shard's prompts, and its slot steps."""
+  params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   longest = prompts.tokens.shape[1] + sampling.max_tokens - 1

@@ -28,10 +28,9 @@ def sample_token(
   top_k: int = 0,
   top_p: float = 1.0,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """Samples a token for each row of logits, and returns its log-probability.
+  """Returns a token for each row of logits and its log-probability.
 
-  The log-probability is that of the sampled distribution, after temperature and
-  truncation.
+  The log-probability is that after temperature and truncation.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import rollout
@@ -47,8 +46,8 @@ def sample_token(
   """
   if top_k > logits.shape[1]:
     raise UserError(
-      f"top_k is {top_k} but the vocabulary has {logits.shape[1]} tokens; see "
-      "config.rollout.top_k"
+      f"config.rollout.top_k={top_k} exceeds the {logits.shape[1]} tokens of "
+      "the vocabulary"
     )
   if temperature == 0:
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)

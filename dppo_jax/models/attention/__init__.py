@@ -1,9 +1,8 @@
 """Causal attention over packed rows and over prompts, by several backends.
 
-What a position may attend to follows from its segment and prefix ids, which
-`algo.packing.fill` makes for rows and `attend_prompts` for prompts; id 0 is
-padding. The mask is applied in `blockwise._logits`, or by a kernel in
-`kernels`; over the cache of decoding slots in `kv_cache.attend`.
+A position attends to what its segment and prefix ids allow; id 0 is padding.
+`algo.packing.fill` makes the ids of rows, `attend_prompts` those of prompts.
+Decoding slots attend over their cache in `kv_cache.attend`.
 """
 
 import functools
@@ -46,20 +45,18 @@ def choose_backend(
     group_size: completions of a prompt.
     share_prefix: the completions in a row share one copy of their prompt.
   """
-  fits = row_length % LANES == 0 and (
-    group_size <= MAX_BRANCHES or not share_prefix
-  )
+  fits = row_length % LANES == 0
+  fits &= group_size <= MAX_BRANCHES or not share_prefix
   if name == "auto" and platform == "tpu" and fits:
     return "splash"
   if name in ("auto", "xla"):
     return "xla_by_row" if platform == "cpu" else "xla"
   if platform != KERNELS[name] or not fits:
     raise UserError(
-      f"config.model.attention={name} needs a {KERNELS[name]}, rows of a "
-      f"multiple of {LANES} tokens and at most {MAX_BRANCHES} completions that "
-      f"share a prompt, but JAX runs on a {platform}, config.pack.row_length "
-      f"is {row_length} and config.rollout.group_size {group_size}: set it to "
-      "auto"
+      f"config.model.attention={name} needs a {KERNELS[name]}, "
+      f"config.pack.row_length a multiple of {LANES} and "
+      f"config.rollout.group_size at most {MAX_BRANCHES}, not a {platform}, "
+      f"{row_length} and {group_size}: set it to auto"
     )
   return name
 
@@ -85,8 +82,7 @@ def attention(
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
-    # how many blocks a row needs nor how to partition a kernel. Axes that are
-    # manual already, as those of a rollout's shards, were divided outside.
+    # how many blocks a row needs nor how to partition a kernel.
     by_head = sharding.unclaimed_spec("batch", None, "heads", None)
     by_row = sharding.unclaimed_spec("batch", None)
     run = jax.shard_map(

@@ -14,6 +14,8 @@ from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.transformer import ModelConfig
 
+Shape = tuple[int, ...]
+
 
 class Family(NamedTuple):
   """Properties of an architecture that its config.json does not set."""
@@ -116,16 +118,14 @@ TENSORS = {
 }
 
 
-def parts(
-  name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], str]]:
-  """Yields `(index, tensor)` for each part of our weight `name`."""
+def parts(name: str, shape: Shape) -> Iterator[tuple[Shape, str]]:
+  """Yields the index and the tensor of each part of our weight `name`."""
   pattern = TENSORS[name].name
   for index in np.ndindex(shape[: pattern.count("{}")]):
     yield index, pattern.format(*index)
 
 
-def file_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def file_shape(name: str, shape: Shape) -> Shape:
   """Returns the shape in the file of each part of our weight `name`."""
   _, ours, theirs = TENSORS[name]
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
@@ -139,9 +139,7 @@ def to_file(name: str, part: np.ndarray) -> np.ndarray:
   return part.transpose(order).reshape(file_shape(name, part.shape))
 
 
-def from_file(
-  name: str, tensor: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
+def from_file(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
   """Inverts `to_file`; `shape` is that of the full weight."""
   _, ours, theirs = TENSORS[name]
   axes = theirs.replace(" ", "")
@@ -157,16 +155,13 @@ def from_settings(
 
   Args:
     dtype, remat: as in `ModelConfig`.
-
-  Raises:
-    UserError: if a key is missing or a value is not supported.
   """
   settings = {k: v for k, v in settings.items() if v is not None}
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:
+    known = ", ".join(FAMILIES)
     raise UserError(
-      f"config.json has architecture {name!r}, which is not supported: use one "
-      f"of {', '.join(FAMILIES)}"
+      f"config.json has architecture {name!r}: use one of {known}"
     )
   family = FAMILIES[name]
   rope = {k: v for k, v in settings.items() if k == "rope_theta"}
@@ -181,9 +176,8 @@ def from_settings(
   }
   experts = None
   if family.has_experts:
-    # transformers 5 writes num_local_experts.
     keys = {"norm_topk_prob": False, **settings}
-    if "num_local_experts" in settings:
+    if "num_local_experts" in settings:  # written by transformers 5
       keys.setdefault("num_experts", settings["num_local_experts"])
     experts = Experts(**{k: _get(keys, key) for k, key in EXPERT_KEYS.items()})
   scaling = None

@@ -36,13 +36,11 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 def fetch(hub_id: str) -> str:
-  """Returns the directory of a hub's checkpoint, downloaded unless cached.
-
-  Raises:
-    UserError: if that fails, with the way to download the files by hand.
-  """
+  """Returns the directory of a hub's checkpoint, downloaded unless cached."""
   reason = None
   try:
     # First, since snapshot_download waits forever for a silent hub.
@@ -59,23 +57,19 @@ def fetch(hub_id: str) -> str:
     reason = reason or error
     first_line = str(reason).partition("\n")[0]
     raise UserError(
-      f"{hub_id!r} is not cached and cannot be downloaded "
-      f"({type(reason).__name__}: {first_line}): where the hub is reachable, "
-      f"run `hf download {hub_id} --local-dir DIR`; then pass "
-      "--config.model.path=DIR"
+      f"cannot fetch {hub_id} ({type(reason).__name__}: {first_line}): where "
+      f"the hub is reachable, run `hf download {hub_id} --local-dir DIR`; then "
+      "pass --config.model.path=DIR"
     ) from None
 
 
 def read_config(
   path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
-  """Returns the model that the checkpoint in directory `path` describes.
+  """Returns the model of the checkpoint in directory `path`.
 
   Args:
     dtype, remat: as in `ModelConfig`.
-
-  Raises:
-    UserError: if config.json is missing or describes no supported model.
   """
   settings = read_json(pathlib.Path(path, "config.json"))
   try:
@@ -102,10 +96,6 @@ def load(
   Args:
     dtype, remat: as in `ModelConfig`.
     shardings: sharding of each weight; None for the default device.
-
-  Raises:
-    UserError: if a file is missing or damaged, or if the tensors are not those
-      that config.json implies.
   """
   config = read_config(path, dtype, remat)
   tensors = _open_tensors(path)
@@ -161,7 +151,6 @@ def _check_tensors(
   path: str, tensors: Mapping[str, safetensors.safe_open], config: ModelConfig
 ) -> None:
   """Raises UserError unless the tensors are the model's."""
-  embed, head = (families.TENSORS[name].name for name in ("embed", "head"))
   shapes = {}
   for name, file in tensors.items():
     stored = file.get_slice(name)
@@ -171,9 +160,10 @@ def _check_tensors(
         f"use {', '.join(FLOATS)}"
       )
     shapes[name] = tuple(stored.get_shape())
-  if config.is_tied and head in shapes and embed in shapes:
-    get = lambda name: tensors[name].get_tensor(name)
-    if not np.array_equal(get(head), get(embed)):
+  embed, head = (families.TENSORS[name].name for name in ("embed", "head"))
+  if config.is_tied and shapes.keys() >= {embed, head}:
+    pair = (tensors[name].get_tensor(name) for name in (embed, head))
+    if not np.array_equal(*pair):
       raise UserError(
         f"{path}: {head} differs from {embed}, but config.json sets "
         "tie_word_embeddings"
@@ -189,25 +179,16 @@ def _check_tensors(
   check_shapes(path, shapes, expected)
 
 
-def check_shapes(
-  where: str,
-  actual: Mapping[str, tuple[int, ...]],
-  expected: Mapping[str, tuple[int, ...]],
-) -> None:
+def check_shapes(where: str, actual: Shapes, expected: Shapes) -> None:
   """Raises UserError if names or shapes differ."""
-  for names, problem in (
-    (expected.keys() - actual.keys(), "lacks"),
-    (actual.keys() - expected.keys(), "has unexpected"),
-  ):
-    if names:
-      more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-      raise UserError(f"{where} {problem} {', '.join(sorted(names)[:5])}{more}")
-  for name, shape in expected.items():
-    if actual[name] != shape:
-      raise UserError(
-        f"{where} has {name} in shape {actual[name]}, but the model's is "
-        f"{shape}"
-      )
+  names = expected.keys() | actual.keys()
+  wrong = sorted(x for x in names if actual.get(x) != expected.get(x))
+  if wrong:
+    more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
+    raise UserError(
+      f"{where}: {wrong[0]} is {actual.get(wrong[0], 'missing')}, but must be "
+      f"{expected.get(wrong[0], 'absent')}{more}"
+    )
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

@@ -38,19 +38,13 @@ def save(
   addition to `params`.
 
   Args:
-    path: directory; created if it does not exist.
     params: weights, all addressable by this process.
-    config: the model.
     dtype: dtype of the files: float32, bfloat16 or float16.
     source: directory of the initial checkpoint, whose config.json, tokenizer,
       licence and generation settings are copied; "" for none.
     settings: further keys of config.json.
     generation: further keys of generation_config.json.
     shard_bytes: size of the largest file; a larger tensor has its own file.
-
-  Raises:
-    UserError: if params or source do not fit the model, if dtype cannot hold a
-      weight, or if path is source.
   """
   if dtype not in DTYPES:
     raise UserError(f"dtype is {dtype!r}: a file is {' or '.join(DTYPES)}")
