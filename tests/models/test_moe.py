@@ -63,15 +63,6 @@ def test_gradients_are_those_of_the_sum():
     np.testing.assert_allclose(f, e, atol=1e-5)
 
 
-def test_a_token_does_not_depend_on_the_others_of_its_batch():
-  """No expert has a limit that others could use up."""
-  same = jnp.broadcast_to(tokens(1, 1), (1, 64, EMBED))
-  mixture = jax.jit(moe.mixture, static_argnums=5)
-  crowded, _ = mixture(same, *weights(), EXPERTS)
-  alone, _ = mixture(same[:, :1], *weights(), EXPERTS)
-  np.testing.assert_allclose(crowded[0, 63], alone[0, 0], atol=1e-6)
-
-
 @pytest.mark.parametrize("data, model", [(1, 8), (4, 2), (2, 4)])
 def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
   x, target = tokens(4, 3), tokens(4, 3, seed=2)
