@@ -72,6 +72,9 @@ def _config(mesh, method, **overrides):
 def _three_steps(mesh, method="dppo", **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   run = setup_run(_config(mesh, method, **overrides))
+  if method == "neyman":
+    measured = run.method._replace(noise_every=1)
+    run = run._replace(method=measured)
   with jax.set_mesh(run.mesh):
     step = TrainStep(run, _Grader())
     abstract = abstract_values.abstract_train_state(run)
@@ -120,9 +123,9 @@ def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
     (state.history, reference.history),
   ):
     chex.assert_trees_all_close(got, wanted, rtol=1e-7, atol=2e-4)
-  # How noisy gradients are is the same on any mesh.
-  assert reference.noise.noise > 0
-  chex.assert_trees_all_close(state.noise, reference.noise, rtol=1e-3)
+  if method == "neyman":
+    assert reference.noise.noise > 0
+    chex.assert_trees_all_close(state.noise, reference.noise, rtol=1e-3)
   start = setup_run(_config((1, 1, 1), method)).initial_params()
   moved = np.abs(np.asarray(start["embed"]) - state.params["embed"]).max()
   assert moved > 5e-3  # so that agreement says something
