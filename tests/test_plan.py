@@ -117,7 +117,7 @@ def test_collectives_and_kernels_are_read_from_a_program():
 def test_stages_are_compiled_for_a_topology(module, name, capsys):
   pytest.importorskip(module)
   config = commands.config(
-    "arithmetic", mesh__data=4, eval__prompts=4, objective__noise_every=0
+    "arithmetic", mesh__data=4, eval__prompts=4
   )
   stages = "to_inference_params,update_history"
   compiled = plan.run(config, topology=name, stages=stages)["compiled"]
@@ -158,7 +158,6 @@ def test_experts_and_an_untied_head_compile_for_tpus(tmp_path):
     rollout__max_tokens=128,
     rollout__num_slots=16,
     pack__row_length=512,
-    objective__noise_every=0,
   )
   stages = plan.run(config, topology="v5e:2x2", stages="update,roll_out")
   assert not any(x["error"] for x in stages["compiled"].values())

@@ -10,7 +10,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.run.setup import setup_run
 
 SETTINGS = {
-  "data__num_arithmetic": 64,
+  "data__train": "arithmetic:64",
   "sft__steps": 0,
   "data__prompts_per_step": 16,
   "pack__rows_per_micro": 4,
@@ -77,7 +77,6 @@ REFUSALS = [
     "config.objective.args.tokens_per_completion",
     "exact dynamic sampling",
   ),
-  ("neyman method.args.token_budget=2", "config.method.args", "token_budget"),
   ("cppo method.args.keep=0", "config.method.args", "keep"),
   ("d2s method.args.keep_tokens=0", "config.method.args", "keep_tokens"),
 ]
@@ -99,7 +98,6 @@ def test_a_run_is_refused_with_option_and_limit(overrides, option, limit):
   "name, value, limit",
   [
     ("data.train", None, "text or a function"),
-    ("data.system", 3, "text"),
     ("steps", "ten", "a whole number"),
     ("steps", 3.5, "a whole number"),
     ("seed", True, "a whole number"),

@@ -51,41 +51,30 @@ def initialize(
     UserError: if arguments are missing or wrong, if the others cannot be found,
       or if processes have different numbers of devices.
   """
-  flags = {
-    "coordinator": coordinator,
-    "num_processes": num_processes,
-    "process_id": process_id,
-  }
-  missing = [f"--{name}" for name, value in flags.items() if value is None]
+  flags = (coordinator, num_processes, process_id)
   if num_processes == 1 or jax.distributed.is_initialized():
     return
-  if len(missing) == len(flags):
-    if not _is_on_tpu_slice():
-      return
-    options, others = {}, "the other hosts of this TPU slice"
-  elif missing:
-    raise UserError(
-      f"{' and '.join(missing)} missing: --coordinator, --num_processes and "
-      "--process_id are given together or, on TPU slices, not at all"
-    )
-  else:
-    _check_flags(coordinator, num_processes, process_id)
-    options = {"coordinator_address": coordinator} | flags
-    del options["coordinator"]
-    # Under Slurm, JAX would hand each process a single GPU.
-    options["cluster_detection_method"] = "deactivate"
+  if flags != (None, None, None):
+    _check_flags(*flags)
     others = f"all {num_processes} processes at --coordinator={coordinator}"
+    # Under Slurm, JAX would give each process a single GPU.
+    options = {"cluster_detection_method": "deactivate"}
+  elif _has_tpu():
+    others, options = "the other hosts of this TPU slice", {}
+  else:
+    return
   # JAX's handler of SIGTERM would replace ours.
   jax.config.update("jax_enable_preemption_service", False)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
     with _limited_wait(others):
       jax.distributed.initialize(
-        **options,
+        *flags,
         initialization_timeout=2 * _CONNECT_SECONDS,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        **options,
       )
-  except Exception as error:  # of the network, of JAX or of a cluster's files
+  except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
       f"cannot connect {others} ({reason}): check --coordinator and its port, "
@@ -99,7 +88,14 @@ def initialize(
     )
 
 
-def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
+def _check_flags(
+  coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+  if None in (coordinator, num_processes, process_id):
+    raise UserError(
+      "--coordinator, --num_processes and --process_id are given together or, "
+      "on TPU slices, not at all"
+    )
   if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
     raise UserError(
       f"--coordinator={coordinator} is not HOST:PORT, such as 10.0.0.1:8476"
@@ -131,9 +127,9 @@ def _limited_wait(others: str) -> Iterator[None]:
     threading.Timer(_CONNECT_SECONDS, give_up),
   ]
   handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+  for timer in timers:
+    timer.start()
   try:
-    for timer in timers:
-      timer.start()
     yield
   finally:
     for timer in timers:
@@ -141,19 +137,10 @@ def _limited_wait(others: str) -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-def _is_on_tpu_slice() -> bool:
-  """True if JAX can find the other hosts of this machine's TPU slice.
-
-  Source: jax/_src/clusters/cloud_tpu_cluster.py of JAX 0.10.2.
-  """
+def _has_tpu() -> bool:
   has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
   is_used = "tpu" in (os.environ.get("JAX_PLATFORMS") or "tpu")
-  if not (has_chips and is_used and importlib.util.find_spec("libtpu")):
-    return False
-  # Kubernetes names the hosts; elsewhere a metadata server may know them.
-  names = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
-  has_server = "TPU_SKIP_MDS_QUERY" not in os.environ
-  return has_server or bool(names & os.environ.keys())
+  return bool(has_chips and is_used and importlib.util.find_spec("libtpu"))
 
 
 def count() -> int:
@@ -180,12 +167,13 @@ def gather(value: Any) -> list[Any]:
   if count() == 1:
     return [value]
   data = json.dumps(value).encode()
-  message = len(data).to_bytes(_HEADER, "little") + data
+  message = np.frombuffer(
+    len(data).to_bytes(_HEADER, "little") + data, np.uint8
+  )
   width = _MIN_WIDTH
   while True:
-    padded = np.zeros(width, np.uint8)
-    part = np.frombuffer(message[:width], np.uint8)
-    padded[: len(part)] = part
+    part = message[:width]
+    padded = np.pad(part, (0, width - len(part)))
     messages = [x.tobytes() for x in multihost_utils.process_allgather(padded)]
     ends = [_HEADER + int.from_bytes(x[:_HEADER], "little") for x in messages]
     if max(ends) <= width:
@@ -203,7 +191,8 @@ def sharing_errors() -> Iterator[None]:
   wait for another process, which may fail before it gets there.
 
   Raises:
-    UserError: if another process failed; the message names it and its error.
+    UserError, RuntimeError: if another process raised a UserError, or any other
+      exception; the message names the process and its error.
   """
   if count() == 1:
     yield
@@ -213,12 +202,14 @@ def sharing_errors() -> Iterator[None]:
     yield
   except Exception as raised:
     error = raised
-  texts = gather(error and (str(error) or repr(error)))
+  is_users = isinstance(error, UserError)
+  errors = gather(error and [is_users, str(error) or repr(error)])
   if error:
     raise error
-  for number, text in enumerate(texts):
-    if text is not None:
-      raise UserError(f"process {number}: {text}")
+  for number, other in enumerate(errors):
+    if other:
+      kind = UserError if other[0] else RuntimeError
+      raise kind(f"process {number}: {other[1]}")
 
 
 def on_first_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,9 +239,7 @@ def has_lost_another(error: Exception) -> bool:
 
 def to_host(tree: PyTree) -> PyTree:
   """NumPy arrays; 0 in place of values that only other processes hold."""
-  if count() == 1:
-    return jax.device_get(tree)
-  return jax.tree.map(_to_host, tree)
+  return jax.device_get(tree) if count() == 1 else jax.tree.map(_to_host, tree)
 
 
 def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -270,14 +259,11 @@ def owners(x: jax.Array | np.ndarray) -> Int[np.ndarray, "N"]:
   """
   num_rows = x.shape[0]
   rows = np.zeros(num_rows, np.int32)
-  if count() == 1:
-    return rows
   readers = {(0, num_rows): set(range(count()))}
-  if not isinstance(x, np.ndarray):
-    readers = {}
+  if count() > 1 and not isinstance(x, np.ndarray):
+    readers = collections.defaultdict(set)
     for device, place in x.sharding.devices_indices_map(x.shape).items():
-      part = place[0].indices(num_rows)[:2]
-      readers.setdefault(part, set()).add(device.process_index)
+      readers[place[0].indices(num_rows)[:2]].add(device.process_index)
   for (begin, end), processes in readers.items():
     nth = np.arange(end - begin) * len(processes) // max(end - begin, 1)
     rows[begin:end] = np.array(sorted(processes))[nth]

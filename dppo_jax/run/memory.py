@@ -5,7 +5,6 @@ needs while it runs is the sum of its largest arrays. The TPU compiler's figures
 for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
 """
 
-from collections.abc import Iterator
 import copy
 import dataclasses
 import math
@@ -26,14 +25,12 @@ from dppo_jax.rollout.prefill import batch_size
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
 
-_FIXED = ("weights", "optimizer", "reference", "gradients")
 _HALVED = (
   "rollout.num_slots",
   "rollout.max_tokens",
   "data.prompts_per_step",
   "pack.rows_per_micro",
 )
-_LEAST = {"model.remat": "layers", "rollout.shard_weights": True}
 
 Parts = dict[str, float]  # bytes by purpose
 
@@ -170,46 +167,38 @@ def shortage(workload: Workload, sums: dict[str, float], limit: float) -> str:
   """A line for each stage whose sum exceeds the limit, with what would help."""
   return "\n".join(
     f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
-    + _advice(workload, stage, limit)
+    + _advice(workload, stage)
     for stage, size in sums.items()
     if size > limit
   )
 
 
-def _advice(workload: Workload, stage: str, limit: float) -> str:
+def _advice(workload: Workload, stage: str) -> str:
   """Options that lower the memory of a stage; only those that still can."""
-  more = "use more devices (config.mesh.data, config.mesh.model)"
-  parts = estimate(workload).get(stage, {})
-  fixed = {name: parts[name] for name in _FIXED if name in parts}
-  if (size := sum(fixed.values())) > limit:
-    return f"{' and '.join(fixed)} alone take {gib(size)} GiB, so {more}"
-  helpful = []
-  for name in (*_HALVED, *_LEAST):
-    config = copy.deepcopy(workload.config)
+  c = workload.config
+  smaller = {"rollout.shard_weights": True, "model.remat": "layers"}
+  for name in _HALVED:
     section, _, field = name.partition(".")
-    options = getattr(config, section)
-    value = getattr(options, field)
-    smaller = max(1, value // 2) if name in _HALVED else _LEAST[name]
-    setattr(options, field, smaller)
+    smaller[name] = max(1, getattr(getattr(c, section), field) // 2)
+  size = lambda x: sum(estimate(x).get(stage, {}).values())
+  advice = "use more devices (config.mesh.data, config.mesh.model)"
+  for name, value in smaller.items():
+    config = copy.deepcopy(c)
+    configs.assign(config, name, value)
     model = dataclasses.replace(workload.model, remat=config.model.remat)
-    changed = estimate(workload._replace(config=config, model=model))
-    if sum(changed.get(stage, {}).values()) < 0.99 * sum(parts.values()):
-      helpful.append(f"config.{name}={smaller}")
-  return f"try {', '.join(helpful)}, or {more}" if helpful else more
+    changed = workload._replace(config=config, model=model)
+    if size(changed) < 0.99 * size(workload):
+      advice = f"config.{name}={value}, {advice}"
+  return f"try {advice}"
 
 
 def check(
   mesh: jax.sharding.Mesh,
   model: transformer.ModelConfig,
   config: configs.Config,
-  trains: bool,
 ) -> None:
   """Raises UserError if training needs far more memory than there is."""
-  if not trains:
-    return
-  index = jax.process_index()
-  devices = [x for x in mesh.devices.flat if x.process_index == index]
-  available = _available(devices)
+  available = _available(mesh)
   # Prompts have not been read yet: the longest that the options allow.
   longest = config.pack.row_length - config.rollout.max_tokens + 1
   longest = max(1, min(config.data.max_prompt_tokens, longest))
@@ -218,59 +207,48 @@ def check(
   stages = estimate(workload)
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   if max(sums.values()) > _MARGIN * available:
-    message = shortage(workload, sums, available)
-    raise UserError(f"not enough memory: {message.replace(chr(10), '; ')}")
+    message = shortage(workload, sums, available).replace("\n", "; ")
+    raise UserError(f"not enough memory: {message}")
 
 
 def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def _available(devices: list[jax.Device]) -> float:
+def _available(mesh: jax.sharding.Mesh) -> float:
   """Bytes that each device of this process can use; infinite if unknown."""
-  if devices and devices[0].platform == "cpu":
+  devices = list(mesh.local_devices)
+  if devices[0].platform == "cpu":
     return free_memory() / len(devices)  # which they share
-  stats = (devices[0].memory_stats() if devices else None) or {}
-  return stats.get("bytes_limit", math.inf)
+  return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
-  """Bytes that this process can still allocate; infinite if unknown.
+  """Bytes that this process can still allocate; infinite if not on Linux.
+
+  Counts the limits of control groups (version 2), such as a container's.
 
   Args:
     root: directory that holds proc and sys.
   """
   try:
-    text = (root / "proc/meminfo").read_text("ascii")
-  except OSError:  # not Linux
-    return math.inf
-  sizes = dict(re.findall(r"^(MemAvailable|SwapFree): +(\d+)", text, re.M))
-  if "MemAvailable" not in sizes:
-    return math.inf
-  free = 1024.0 * sum(map(int, sizes.values()))
-  return min([free, *_left_in_control_groups(root)])
-
-
-def _left_in_control_groups(root: pathlib.Path) -> Iterator[float]:
-  """Bytes left in each control group (v1 or v2) that limits this process."""
-  try:
-    lines = (root / "proc/self/cgroup").read_text().splitlines()
+    text = (root / "proc/meminfo").read_text()
+    groups = (root / "proc/self/cgroup").read_text()
   except OSError:
-    return
-  for line in lines:
-    _, controllers, path = line.split(":", 2)
-    top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-    if "memory" in controllers.split(","):
-      top /= "memory"
-      names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    group = top / path.lstrip("/")
-    for folder in (group, *group.parents):
-      try:
-        limit, used = ((folder / name).read_text().strip() for name in names)
-        stat = (folder / "memory.stat").read_text()
-      except OSError:  # not here, or without a limit
-        continue
-      # The kernel drops cached files before it denies memory.
-      cached = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
-      if limit.isdigit():
-        yield int(limit) - int(used) + max(map(int, cached), default=0)
+    return math.inf
+  free = 1024.0 * sum(
+    map(int, re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M))
+  )
+  path = re.search(r"^0::/(.*)$|\Z", groups, re.M)[1] or ""
+  group = root / "sys/fs/cgroup" / path
+  for folder in (group, *group.parents):
+    try:
+      limit = int((folder / "memory.max").read_text())
+      used = int((folder / "memory.current").read_text())
+      stat = (folder / "memory.stat").read_text()
+    except (OSError, ValueError):  # not here, or without a limit ("max")
+      continue
+    # The kernel drops cached files before it denies memory.
+    cached = re.search(r"^inactive_file (\d+)", stat, re.M)
+    free = min(free, limit - used + (int(cached[1]) if cached else 0))
+  return free

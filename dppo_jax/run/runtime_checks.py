@@ -44,31 +44,26 @@ def check_update(
   num_skipped_in_a_row: float,
   details: str,
 ) -> None:
-  """Stops a run that diverged, before it saves its weights.
+  """Raises UserError for a run that diverged, before it saves its weights.
 
   Args:
     step: step of the update.
     num_nonfinite_params: weights that are infinite or NaN.
     num_skipped_in_a_row: updates with a non-finite gradient up to this one.
     details: numbers that describe the update.
-  Raises:
-    UserError: for non-finite weights, or MAX_SKIPPED non-finite gradients in a
-      row.
   """
   if num_nonfinite_params:
     raise UserError(
       f"the update of step {step} made {num_nonfinite_params:.0f} weights "
-      "infinite or NaN: they are not saved, the latest checkpoint is "
-      "unchanged. Start another run with a lower "
+      "infinite or NaN: they are not saved. Start another run with a lower "
       "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP takes the "
       "weights of a checkpoint"
     )
   if num_skipped_in_a_row >= MAX_SKIPPED:
     raise UserError(
       f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
-      f"({details}): they changed nothing. Lower "
-      "config.optimizer.learning_rate, or compute in float32 with "
-      "config.model.dtype"
+      f"({details}): lower config.optimizer.learning_rate, or compute in "
+      "float32 with config.model.dtype"
     )
 
 
