@@ -69,7 +69,7 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
     lambda x: x.sharding, programs.abstract_inference_params(run)
   )
   cast = functools.partial(
-    transformer.to_inference_params, config=programs._inference_model(run)
+    transformer.to_inference_params, config=programs.inference_model(run)
   )
   with jax.set_mesh(run.mesh):
     inference_params = jax.jit(cast, out_shardings=places)(params)

@@ -40,7 +40,7 @@ REFUSALS = [
   ("model.attention=splash", "config.model.attention", "tpu"),
   ("model.shape.heads=3", "config.model.shape.heads", "multiple of 2"),
   ("model.shape.layers=0", "config.model.shape.layers", "positive"),
-  ("model.path=none", "config.model.path", "no directory 'none'"),
+  ("model.path=none", "config.model.path", "'none' is not a directory"),
   ("optimizer.schedule=wild", "config.optimizer.schedule", "constant, linear"),
   ("optimizer.learning_rate=inf", "config.optimizer.learning_rate", "at most"),
   ("optimizer.clip_norm=nan", "config.optimizer.clip_norm", "at most"),
@@ -164,8 +164,8 @@ def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
     data__train="none.jsonl",
     model__path="none",
   )
-  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'.*fair"):
+  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
-  with pytest.raises(ValueError, match="no directory 'none'"):
+  with pytest.raises(ValueError, match="'none' is not a directory"):
     setup_run(config)

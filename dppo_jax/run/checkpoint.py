@@ -96,11 +96,7 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def find(self, step: int | None = None) -> int:
-    """Returns `step` or, for None, the latest step with intact weights.
-
-    Raises:
-      UserError: if there is no such checkpoint.
-    """
+    """Returns `step` or, for None, the latest step with intact weights."""
     steps = sorted(self._manager.all_steps())
     if steps and step is None:
       damaged = self._damaged_steps(("params",))
@@ -122,9 +118,6 @@ class Checkpoints:
     """Sets damaged latest checkpoints aside; returns a warning for each.
 
     Also completes the deletion of old checkpoints that a kill prevented.
-
-    Raises:
-      UserError: if there are checkpoints and all of them are damaged.
     """
     warnings = [
       f"warning: the checkpoint of step {step} is damaged ({corruption}) and "
@@ -148,11 +141,7 @@ class Checkpoints:
     return self._every > 0 and step % self._every == 0
 
   def save(self, step: int, state: TrainState) -> None:
-    """Writes `state` in the background.
-
-    Raises:
-      UserError: if this checkpoint, or the one before, cannot be written.
-    """
+    """Writes `state` in the background; raises if the previous write failed."""
     args = ocp.args.Composite(
       params=_Save(state.params), rest=_Save(state.replace(params=None))
     )
@@ -160,16 +149,12 @@ class Checkpoints:
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
-    """Returns when all checkpoints are on disk; raises as `save` does."""
+    """Returns when all checkpoints are on disk."""
     with self._explaining_errors():
       self._manager.wait_until_finished()
 
   def restore(self, step: int, like: TrainState) -> TrainState:
-    """Returns the state of `step`, placed as `like`, which may be abstract.
-
-    Raises:
-      UserError: if its files are damaged.
-    """
+    """Returns the state of `step`, placed as `like`, which may be abstract."""
     self.check(step)
     args = ocp.args.Composite(rest=_Restore(like.replace(params=None)))
     rest = self._manager.restore(step, args=args).rest
@@ -216,7 +201,6 @@ class Checkpoints:
 
   @distributed.on_first_process
   def _set_aside(self, step: int) -> str:
-    """Moves a damaged checkpoint out of the directory that orbax reads."""
     place = self._workdir / f"damaged-{step}"
     shutil.rmtree(place, ignore_errors=True)
     (self._folder / str(step)).rename(place)

@@ -28,9 +28,7 @@ from dppo_jax.errors import UserError
 
 _HEADER = 8  # bytes that hold the length of a message
 _MIN_WIDTH = 4096  # bytes of the shortest message that is sent
-_QUIET_SECONDS = 10  # before a line says what a process waits for
 _CONNECT_SECONDS = 300  # in which all processes have to connect
-_SHUTDOWN_SECONDS = 60  # in which the others exit after one has
 
 
 def initialize(
@@ -45,7 +43,6 @@ def initialize(
 
   Args:
     coordinator: `HOST:PORT` of process 0, as the others reach it.
-    num_processes: number of processes.
     process_id: id of this process, from 0.
   Raises:
     UserError: if arguments are missing or wrong, if the others cannot be found,
@@ -66,26 +63,42 @@ def initialize(
   # JAX's handler of SIGTERM would replace ours.
   jax.config.update("jax_enable_preemption_service", False)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  # While it waits, JAX ignores Ctrl-C; in the end it prints a C++ stack trace.
+  timer = threading.Timer(_CONNECT_SECONDS, _give_up, [others])
+  handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+  timer.start()
   try:
-    with _limited_wait(others):
-      jax.distributed.initialize(
-        *flags,
-        initialization_timeout=2 * _CONNECT_SECONDS,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        **options,
-      )
+    jax.distributed.initialize(
+      *flags,
+      initialization_timeout=2 * _CONNECT_SECONDS,
+      shutdown_timeout_seconds=60,  # for the others to exit
+      **options,
+    )
   except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
       f"cannot connect {others} ({reason}): check --coordinator and its port, "
       "or pass --num_processes=1 to run a single process"
     ) from error
+  finally:
+    timer.cancel()
+    signal.signal(signal.SIGINT, handler)
   counts = collections.Counter(x.process_index for x in jax.devices())
   if len(set(counts.values())) > 1:
     listed = ", ".join(f"{n} in process {i}" for i, n in counts.items())
     raise UserError(
       f"all processes need the same number of devices, but there are {listed}"
     )
+
+
+def _give_up(others: str) -> None:
+  print(
+    f"error: {others} did not connect within {_CONNECT_SECONDS} s: check the "
+    "address, and that each process id is used exactly once",
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(1)
 
 
 def _check_flags(
@@ -105,36 +118,6 @@ def _check_flags(
       f"--process_id={process_id} is not in 0..{num_processes - 1}, given "
       f"--num_processes={num_processes}"
     )
-
-
-@contextlib.contextmanager
-def _limited_wait(others: str) -> Iterator[None]:
-  """Exits with one line if the body, a wait inside JAX, takes too long.
-
-  JAX would abort with a C++ stack trace, and would not notice Ctrl-C.
-  """
-
-  def give_up() -> None:
-    say(
-      f"error: {others} did not connect within {_CONNECT_SECONDS} s: check the "
-      "address, and that each process id is used exactly once"
-    )
-    os._exit(1)
-
-  say = functools.partial(print, file=sys.stderr, flush=True)
-  timers = [
-    threading.Timer(_QUIET_SECONDS, say, [f"waiting for {others}"]),
-    threading.Timer(_CONNECT_SECONDS, give_up),
-  ]
-  handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-  for timer in timers:
-    timer.start()
-  try:
-    yield
-  finally:
-    for timer in timers:
-      timer.cancel()
-    signal.signal(signal.SIGINT, handler)
 
 
 def _has_tpu() -> bool:
@@ -159,11 +142,7 @@ def is_first() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-  """Returns the value of each process to all of them, which wait for it.
-
-  Args:
-    value: JSON.
-  """
+  """Returns the value (JSON) of each process to all of them."""
   if count() == 1:
     return [value]
   data = json.dumps(value).encode()
@@ -187,12 +166,9 @@ def gather(value: Any) -> list[Any]:
 def sharing_errors() -> Iterator[None]:
   """Raises the error of one process in all of them, which wait for each other.
 
-  Otherwise the others would wait for the process that failed. The body must not
-  wait for another process, which may fail before it gets there.
-
-  Raises:
-    UserError, RuntimeError: if another process raised a UserError, or any other
-      exception; the message names the process and its error.
+  Other processes raise a UserError for a UserError, else a RuntimeError, that
+  names the process. The body must not wait for another process, which may fail
+  before it gets there.
   """
   if count() == 1:
     yield
@@ -213,10 +189,9 @@ def sharing_errors() -> Iterator[None]:
 
 
 def on_first_process(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes process 0 alone call `function`; all get its result or its error.
+  """Makes process 0 alone call `function`; all get its result (JSON) or error.
 
-  Args:
-    function: returns JSON, such as None; all processes have to call it.
+  All processes have to call it.
   """
 
   @functools.wraps(function)
@@ -252,10 +227,9 @@ def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def owners(x: jax.Array | np.ndarray) -> Int[np.ndarray, "N"]:
-  """Process in charge of each row of `x`, one that can read the row.
+  """A process that can read each row of `x`.
 
-  Rows that several processes can read, as all can read NumPy's, are divided
-  among them.
+  Rows that several processes can read, such as NumPy's, are divided among them.
   """
   num_rows = x.shape[0]
   rows = np.zeros(num_rows, np.int32)

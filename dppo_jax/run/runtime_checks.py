@@ -10,31 +10,22 @@ MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
 
 def check_selection(num_unplaced: float, num_invalid_probs: float) -> None:
-  """Raises if a batch does not correspond to its weights.
-
-  Args:
-    num_unplaced: completions without a place in the packed rows.
-    num_invalid_probs: kept items with a probability outside (0, 1].
-  """
+  """Raises if completions have no row, or items no probability in (0, 1]."""
   if num_unplaced > 0:
     raise RuntimeError(
       f"{num_unplaced:.0f} completions have no place in the packed rows: "
       "packing.row_bound is wrong; please report this"
     )
-  _check_probs(num_invalid_probs, "prompts or completions")
+  check_tokens(num_invalid_probs, "prompts or completions")
 
 
-def check_tokens(num_invalid_probs: float) -> None:
+def check_tokens(num_invalid_probs: float, items: str = "tokens") -> None:
   """Raises if tokens were kept with a probability outside (0, 1]."""
-  _check_probs(num_invalid_probs, "tokens")
-
-
-def _check_probs(num_invalid: float, items: str) -> None:
-  if num_invalid > 0:
+  if num_invalid_probs > 0:
     raise UserError(
-      f"{num_invalid:.0f} {items} were kept with a probability outside (0, 1]: "
-      "the rules of config.method must report the probabilities with which "
-      "they draw"
+      f"{num_invalid_probs:.0f} {items} were kept with a probability outside "
+      "(0, 1]: the rules of config.method must report the probabilities with "
+      "which they draw"
     )
 
 
@@ -47,7 +38,6 @@ def check_update(
   """Raises UserError for a run that diverged, before it saves its weights.
 
   Args:
-    step: step of the update.
     num_nonfinite_params: weights that are infinite or NaN.
     num_skipped_in_a_row: updates with a non-finite gradient up to this one.
     details: numbers that describe the update.

@@ -26,11 +26,9 @@ class Run(NamedTuple):
   Attributes:
     mesh: devices, not necessarily of this machine.
     platform: cpu, gpu or tpu.
-    root_key: origin of all randomness.
     train_set: problems to train on; None without training.
     eval_sets: problems to evaluate on, by the name of their set.
     initial_params: returns the initial weights, placed on the mesh.
-    packing: shape of packed rows.
   """
 
   config: configs.Config
@@ -206,10 +204,19 @@ def setup_run(
 
 def read_inputs(config: configs.Config, trains: bool = True) -> Inputs:
   """Reads model and tokenizer; fetches the model if it is not on disk."""
-  path = model_path(config.model)
+  path, args = config.model.path, config.data.template_args
+  if config.model.hub_id and not path:
+    path = hf.fetch(config.model.hub_id)
   if path:
     hf.check(path)
-  tokenizer = make_tokenizer(config, path)
+    tokenizer = data.PretrainedTokenizer(path, args)
+  elif args:
+    raise UserError(
+      f"config.data.template_args is {args} but the arithmetic tokenizer, used "
+      "without config.model.path, has no template"
+    )
+  else:
+    tokenizer = data.CharacterTokenizer()
   return Inputs(
     path,
     tokenizer,
@@ -217,25 +224,6 @@ def read_inputs(config: configs.Config, trains: bool = True) -> Inputs:
     tokenizer.stop_ids,
     functools.partial(_read_problems, config, tokenizer, trains),
   )
-
-
-def model_path(options: configs.ModelConfig) -> str:
-  """Directory of the checkpoint, fetched if needed; "" without a checkpoint."""
-  if options.hub_id and not options.path:
-    return hf.fetch(options.hub_id)
-  return options.path
-
-
-def make_tokenizer(config: configs.Config, path: str) -> data.Tokenizer:
-  """The tokenizer of the checkpoint in `path`; of arithmetic if empty."""
-  if path:
-    return data.PretrainedTokenizer(path, config.data.template_args)
-  if config.data.template_args:
-    raise UserError(
-      f"config.data.template_args is {config.data.template_args} but the "
-      "arithmetic tokenizer, used without config.model.path, has no template"
-    )
-  return data.CharacterTokenizer()
 
 
 def describe_model(
@@ -256,23 +244,21 @@ def describe_model(
 def _read_problems(
   config: configs.Config, tokenizer: data.Tokenizer, trains: bool
 ) -> ProblemSets:
-  options = dataclasses.asdict(config.data)
+  c, options = config, dataclasses.asdict(config.data)
   prompts = options.pop("prompts_per_step")
   del options["template_args"]
-  if trains and not config.data.train:
+  if trains and not c.data.train:
     raise UserError("config.data.train is empty: set a source to train on")
-  train_set, eval_sets = data.load(
-    tokenizer, config.seed, trains=trains, **options
-  )
-  if train_set and len(train_set) < prompts:
+  train_set, eval_sets = data.load(tokenizer, c.seed, trains=trains, **options)
+  if trains and len(train_set) < prompts:
     raise UserError(
-      f"config.data.prompts_per_step is {prompts} but {config.data.train} has "
+      f"config.data.prompts_per_step is {prompts} but {c.data.train} has "
       f"{len(train_set)} usable problems"
     )
-  if train_set and config.sft.needs_solutions and not any(train_set.solutions):
+  if trains and c.sft.needs_solutions and not any(train_set.solutions):
     raise UserError(
-      f"config.sft.steps is {config.sft.steps} but no problem of "
-      f"{config.data.train} has a solution to imitate: add a column "
-      "'solution', or set config.sft.steps to 0"
+      f"config.sft.steps is {c.sft.steps} but no problem of {c.data.train} has "
+      "a solution to imitate: add a column 'solution', or set "
+      "config.sft.steps to 0"
     )
   return train_set, eval_sets

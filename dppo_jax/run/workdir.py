@@ -44,14 +44,11 @@ def check(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> None:
-  """Raises unless `config` may resume the run of `path`, if that has begun.
+  """Raises UserError, naming what changed, unless `config` may resume a run.
 
   Args:
-    path: config.json of the run.
-    config: options of this process.
+    path: config.json of the run; anything may resume a run without checkpoints.
     prints: result of `fingerprints`, if known.
-  Raises:
-    UserError: names the options, data or code that changed.
   """
   if not checkpoint.complete_steps(path.parent):
     return
@@ -117,11 +114,7 @@ def held(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-  """Writes the config, and keeps other runs out of the directory meanwhile.
-
-  Raises:
-    UserError: if another run is in progress there, or as `check` does.
-  """
+  """Writes the config, and keeps other runs out of the directory meanwhile."""
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
