@@ -168,32 +168,3 @@ def test_simulated_devices_share_the_memory(monkeypatch):
     check()
   monkeypatch.setattr(memory, "free_memory", lambda: 4.1 * largest)
   check()
-
-
-def write(root, **files):
-  for name, text in files.items():
-    path = root / name.replace("__", "/")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-MACHINE = "MemTotal: 900 kB\nMemAvailable:  600 kB\nSwapFree: 400 kB\n"
-
-
-@pytest.mark.parametrize(
-  "group, folder, limit, free",
-  [
-    ("", "", "5000", 5000 - 3000 + 1000),
-    ("job/1", "job", "5000", 3000),
-    ("", "", "max", 1_024_000),
-  ],
-)
-def test_the_limit_of_a_container_counts(tmp_path, group, folder, limit, free):
-  assert memory.free_memory(tmp_path) == math.inf
-  write(tmp_path, proc__meminfo=MACHINE)
-  write(tmp_path, proc__self__cgroup=f"1:name=systemd:/\n0::/{group}\n")
-  assert memory.free_memory(tmp_path) == 1_024_000
-  limits = {"memory.max": f"{limit}\n", "memory.current": "3000\n"}
-  stat = {"memory.stat": "active_file 7\ninactive_file 1000\n"}
-  write(tmp_path / "sys/fs/cgroup" / folder, **limits, **stat)
-  assert memory.free_memory(tmp_path) == free

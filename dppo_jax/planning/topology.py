@@ -1,7 +1,6 @@
 """Accelerators by name, and stages compiled for them without a device.
 
-A compiler needs only descriptions of devices: `libtpu` contains those of TPUs,
-and XLA reads those of GPUs as text.
+`libtpu` contains descriptions of TPUs, and XLA reads those of GPUs as text.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -99,10 +98,8 @@ class Stage(NamedTuple):
 
   Attributes:
     held: arguments and results, donated ones once.
-    temporary: memory in use only while the stage runs; infinite if the compiler
-      found that it exceeds the device.
+    temporary: other memory of the stage; infinite if it exceeds the device.
     seconds: compile time.
-    kernels: calls of each custom kernel.
     error: the compiler's message if the stage does not fit.
   """
 

@@ -149,7 +149,6 @@ class Checkpoints:
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
-    """Returns when all checkpoints are on disk."""
     with self._explaining_errors():
       self._manager.wait_until_finished()
 

@@ -36,12 +36,7 @@ Parts = dict[str, float]  # bytes by purpose
 
 
 class Workload(NamedTuple):
-  """The facts that memory depends on.
-
-  Attributes:
-    platform: cpu, gpu or tpu.
-    prompt_length: tokens of the longest prompt.
-  """
+  """The facts that memory depends on, such as the longest prompt in tokens."""
 
   config: configs.Config
   model: transformer.ModelConfig
@@ -198,12 +193,16 @@ def check(
   config: configs.Config,
 ) -> None:
   """Raises UserError if training needs far more memory than there is."""
-  available = _available(mesh)
+  devices = mesh.local_devices
+  if devices[0].platform == "cpu":
+    available = free_memory() / len(devices)  # which they share
+  else:
+    stats = devices[0].memory_stats() or {}
+    available = stats.get("bytes_limit", math.inf)
   # Prompts have not been read yet: the longest that the options allow.
   longest = config.pack.row_length - config.rollout.max_tokens + 1
   longest = max(1, min(config.data.max_prompt_tokens, longest))
-  platform = mesh.devices.flat[0].platform
-  workload = Workload(config, model, mesh, platform, longest)
+  workload = Workload(config, model, mesh, devices[0].platform, longest)
   stages = estimate(workload)
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   if max(sums.values()) > _MARGIN * available:
@@ -215,40 +214,11 @@ def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def _available(mesh: jax.sharding.Mesh) -> float:
-  """Bytes that each device of this process can use; infinite if unknown."""
-  devices = list(mesh.local_devices)
-  if devices[0].platform == "cpu":
-    return free_memory() / len(devices)  # which they share
-  return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-
-
-def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
-  """Bytes that this process can still allocate; infinite if not on Linux.
-
-  Counts the limits of control groups (version 2), such as a container's.
-
-  Args:
-    root: directory that holds proc and sys.
-  """
+def free_memory() -> float:
+  """Bytes of this machine that are free; infinite if not on Linux."""
   try:
-    text = (root / "proc/meminfo").read_text()
-    groups = (root / "proc/self/cgroup").read_text()
+    text = pathlib.Path("/proc/meminfo").read_text()
   except OSError:
     return math.inf
-  free = 1024.0 * sum(
-    map(int, re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M))
-  )
-  path = re.search(r"^0::/(.*)$|\Z", groups, re.M)[1] or ""
-  group = root / "sys/fs/cgroup" / path
-  for folder in (group, *group.parents):
-    try:
-      limit = int((folder / "memory.max").read_text())
-      used = int((folder / "memory.current").read_text())
-      stat = (folder / "memory.stat").read_text()
-    except (OSError, ValueError):  # not here, or without a limit ("max")
-      continue
-    # The kernel drops cached files before it denies memory.
-    cached = re.search(r"^inactive_file (\d+)", stat, re.M)
-    free = min(free, limit - used + (int(cached[1]) if cached else 0))
-  return free
+  sizes = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M)
+  return 1024.0 * sum(map(int, sizes))

@@ -74,9 +74,8 @@ class Run(NamedTuple):
         self.train_set.report,
         *(reports or ["eval: no problems"]),
         self.train_set.first_prompt,
-        f"step: {prompts} prompts x {group_size} completions, sequences of at "
-        f"most {longest} tokens, decoded in {c.rollout.num_slots} slots a "
-        "device",
+        f"step: {prompts} prompts x {group_size} sequences of at most "
+        f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
         f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
         f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
         f"mini-batches, {c.objective.num_updates} update(s) per rollout",
