@@ -87,13 +87,7 @@ def make_config(num_devices: int = 1) -> config.Config:
 
 
 def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
-  """Trains, and kills itself at `place` if given.
-
-  Args:
-    workdir: directory of the run.
-    place: key of PLACES.
-    pause: seconds to wait at each place, to be killed there from outside.
-  """
+  """Trains, and kills itself at `place` if given; else pauses at each place."""
   programs.compile_program = lambda lowered, platform: lowered.compile()
   for name, (module, function, number) in PLACES.items():
     last = number if name == place else 0
@@ -274,12 +268,8 @@ def kill_at_random(
   times: int,
   damages: bool = False,
   count: int = 1,
-) -> int:
-  """Sends signal `number` several times, to as many runs as that takes.
-
-  Returns:
-    The number of runs, all of which had the results of the undisturbed one.
-  """
+) -> None:
+  """Sends signal `number` several times, to as many runs as that takes."""
   start = time.monotonic()
   assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
   seconds = time.monotonic() - start
@@ -305,20 +295,12 @@ def kill_at_random(
   name = signal.Signals(number).name
   print(f" {signals} of {name}, {damaged} damaged checkpoints, {runs} runs:")
   print("  all ended as the undisturbed one")
-  return runs
 
 
 def _wait(
   workdir: pathlib.Path, chance: random.Random, seconds: float, damages: bool
 ) -> None:
-  """Waits until the next signal.
-
-  Args:
-    workdir: directory of the run.
-    chance: source of randomness.
-    seconds: duration of an undisturbed run.
-    damages: True to wait for a checkpoint after that of step 0.
-  """
+  """Waits for a random part of a run, or for a checkpoint after step 0."""
   if not damages:
     # The start takes long, so half of the signals come later.
     time.sleep(chance.uniform(chance.choice([0.0, 0.5]), 1.0) * seconds)

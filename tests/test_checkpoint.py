@@ -85,7 +85,6 @@ DAMAGE = {
   "no weights": lambda x: shutil.rmtree(x / "params"),
   "empty": _empty,
   "no checksums": lambda x: (x / "rest/sha256.json").unlink(),
-  "no checksum": lambda x: (x / "rest/sha256.json").write_text("{}"),
   "no manifest": lambda x: (x / "rest/manifest.ocdbt").unlink(),
 }
 

@@ -40,7 +40,7 @@ def test_rows_and_slots_count_one_devices(num_devices):
   assert "in 64 slots a device" in description
 
 
-def test_prompts_that_do_not_divide_are_refused_by_name():
+def test_prompts_that_do_not_divide_are_rejected_by_name():
   mesh = _mesh(5)
   with pytest.raises(ValueError, match=r"prompts_per_step is 32 .* 5 devices"):
     preflight.check_prompts(mesh, commands.config("arithmetic"))

@@ -130,7 +130,6 @@ def test_a_reference_policy_is_counted():
   "overrides",
   [
     {"rollout__num_slots": 10**6, "data__prompts_per_step": 10**6},
-    {"rollout__max_tokens": 10**6, "pack__row_length": 10**6},
     {"pack__rows_per_micro": 10**6},
     {"model__shape__embed": 65_536, "model__shape__layers": 1000},
   ],

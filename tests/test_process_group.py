@@ -59,7 +59,7 @@ def each(monkeypatch):
   return call
 
 
-@pytest.mark.parametrize("length", [0, 4070, 4086, 4088, 5000, 300_000])
+@pytest.mark.parametrize("length", [0, 4086, 4088, 300_000])
 def test_gather_returns_all_values_of_any_length(each, length):
   values = [{"text": "é" * length}, [1.5, None], True]
   assert each(3, lambda i: distributed.gather(values[i])) == [values] * 3
@@ -133,19 +133,12 @@ class _Device:
     # Two processes do.
     ([(0, (0, 4)), (1, (0, 4))], [0, 0, 1, 1]),
     ([(0, (0, 3)), (1, (0, 3)), (2, (3, 4)), (3, (3, 4))], [0, 0, 1, 2]),
-    # All do.
-    ([(i, (0, 4)) for i in range(4)], [0, 1, 2, 3]),
   ],
 )
 def test_each_row_has_one_owner_that_can_read_it(each, readers, expected):
   num = 1 + max(i for i, _ in readers)
   found = each(num, lambda i: distributed.owners(_rows(readers, 4)).tolist())
   assert found == [expected] * num
-
-
-def test_numpy_rows_are_divided(each):
-  found = each(2, lambda i: distributed.owners(np.zeros((5, 2))).tolist())
-  assert found == [[0, 0, 0, 1, 1]] * 2
 
 
 def test_different_flags_are_rejected_by_name(each, tmp_path):
