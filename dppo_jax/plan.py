@@ -27,8 +27,6 @@ def run(
 ) -> dict[str, Any]:
   """Prints the memory that a run takes and returns the numbers.
 
-  No weights, data, tokenizer or accelerator are needed.
-
   Args:
     hardware: devices such as `h200:8,v5p:16` to estimate memory for.
     topology: devices such as `v5e:4x4` or `h200:8` to compile all stages for.

@@ -15,9 +15,8 @@ def enable_compilation_cache() -> None:
 
   if jax.config.jax_compilation_cache_dir:
     return
-  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  folder = str(pathlib.Path(home) / "dppo_jax")
-  jax.config.update("jax_compilation_cache_dir", folder)
+  folder = pathlib.Path.home() / ".cache/dppo_jax"
+  jax.config.update("jax_compilation_cache_dir", str(folder))
   compilation_cache.reset_cache()  # it may have settled on having none
 
 

@@ -2,7 +2,7 @@
 
 All processes take the same steps with the same keys. Each reads what its own
 devices hold and shares the results, such as rewards, with `gather`. Process 0
-alone writes files and prints. With one process, nothing here costs anything.
+alone writes files and prints.
 """
 
 import collections
@@ -26,8 +26,6 @@ import numpy as np
 
 from dppo_jax.errors import UserError
 
-_HEADER = 8  # bytes that hold the length of a message
-_MIN_WIDTH = 4096  # bytes of the shortest message that is sent
 _CONNECT_SECONDS = 300  # in which all processes have to connect
 
 
@@ -44,9 +42,6 @@ def initialize(
   Args:
     coordinator: `HOST:PORT` of process 0, as the others reach it.
     process_id: id of this process, from 0.
-  Raises:
-    UserError: if arguments are missing or wrong, if the others cannot be found,
-      or if processes have different numbers of devices.
   """
   flags = (coordinator, num_processes, process_id)
   if num_processes == 1 or jax.distributed.is_initialized():
@@ -106,8 +101,7 @@ def _check_flags(
 ) -> None:
   if None in (coordinator, num_processes, process_id):
     raise UserError(
-      "--coordinator, --num_processes and --process_id are given together or, "
-      "on TPU slices, not at all"
+      "--coordinator, --num_processes and --process_id are required together"
     )
   if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
     raise UserError(
@@ -145,21 +139,16 @@ def gather(value: Any) -> list[Any]:
   """Returns the value (JSON) of each process to all of them."""
   if count() == 1:
     return [value]
-  data = json.dumps(value).encode()
-  message = np.frombuffer(
-    len(data).to_bytes(_HEADER, "little") + data, np.uint8
-  )
-  width = _MIN_WIDTH
-  while True:
-    part = message[:width]
-    padded = np.pad(part, (0, width - len(part)))
-    messages = [x.tobytes() for x in multihost_utils.process_allgather(padded)]
-    ends = [_HEADER + int.from_bytes(x[:_HEADER], "little") for x in messages]
-    if max(ends) <= width:
-      break
-    # A power of two, since each width is compiled.
-    width = 1 << (max(ends) - 1).bit_length()
-  return [json.loads(x[_HEADER:n]) for x, n in zip(messages, ends, strict=True)]
+  data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(len(data)))
+  # A power of two, since each width is compiled.
+  width = 1 << max(12, int(max(sizes) - 1).bit_length())
+  padded = np.pad(data, (0, width - len(data)))
+  messages = multihost_utils.process_allgather(padded)
+  return [
+    json.loads(x[:size].tobytes())
+    for x, size in zip(messages, sizes, strict=True)
+  ]
 
 
 @contextlib.contextmanager

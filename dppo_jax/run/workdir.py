@@ -58,8 +58,7 @@ def check(
   except (OSError, ValueError) as error:
     raise UserError(
       f"{path.parent} has checkpoints but its config.json cannot be read "
-      f"({error}): restore it, or choose another --workdir and start from the "
-      f"weights with --config.sft.from_run={path.parent}@STEP"
+      f"({error}): restore it, or choose another --workdir"
     ) from error
   new = configs.flatten(config)
   changed = [
@@ -139,9 +138,8 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   latest = max(checkpoint.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
-  with checkpoint.Checkpoints(
-    workdir, config.checkpoint.keep, read_only=True
-  ) as checkpoints:
+  keep = config.checkpoint.keep
+  with checkpoint.Checkpoints(workdir, keep, read_only=True) as checkpoints:
     check(workdir / "config.json", config)
     if checkpoints.corruption(latest):
       return False
@@ -151,9 +149,7 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
     if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
       report.write(workdir)
     print(
-      f"already done: {latest} of {config.steps} steps\n"
-      f"report: {page}\n"
-      "what to do next:\n"
+      f"already done: {latest} of {config.steps} steps; report: {page}\n"
       f"  --config.steps={2 * max(latest, 1)} to train longer\n"
       "  --mode=evaluate to evaluate the weights on any problems\n"
       "  --mode=export --to=DIR to write them for transformers\n"
@@ -173,11 +169,7 @@ def describe_stop(workdir: pathlib.Path) -> str:
 def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
-  """Hashes of the problems and of the user's code, by option.
-
-  Problems count as a step sees them: with the prompts as tokens, which depend
-  on tokenizer and template. A user's function counts as its file.
-  """
+  """Hashes of problems, prompt tokens and files of user code, by option."""
   texts = (
     *(train_set.names, train_set.problems, train_set.answers),
     *(train_set.solutions, train_set.columns),
