@@ -131,8 +131,6 @@ def setup_run(
     platform: cpu, gpu or tpu; None means that of the mesh's devices.
     trains: True to read and check the problems to train on.
     inputs: shapes in place of the files that the config names, for a plan.
-  Raises:
-    UserError: for whatever cannot work, naming value, limit and option.
   """
   configs.validate(config)
   preflight.check_dynamic_sampling(config)
@@ -169,15 +167,6 @@ def setup_run(
       train_set, inputs.tokenizer, stop_ids[0], config.pack.row_length
     )
   root_key = jax.random.key(config.seed)
-  shardings = transformer.shardings(model, mesh)
-
-  def initial_params() -> transformer.Params:
-    if inputs.path:
-      return hf.load(inputs.path, shardings=shardings)[0]
-    init = functools.partial(transformer.init, model)
-    key = rng_at(root_key, 0, Stage.INIT).key
-    return jax.jit(init, out_shardings=shardings)(key)
-
   method = configs.make_method(config)
   return Run(
     config=config,
@@ -191,7 +180,9 @@ def setup_run(
     train_set=train_set,
     eval_sets=eval_sets,
     model=model,
-    initial_params=initial_params,
+    initial_params=functools.partial(
+      _initial_params, inputs.path, model, mesh, root_key
+    ),
     packing=packing.PackingSpec(
       config.pack.row_length,
       config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
@@ -199,6 +190,20 @@ def setup_run(
       spread_rows=method.tokens is None,
     ),
   )
+
+
+def _initial_params(
+  path: str,
+  model: transformer.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  root_key: jax.Array,
+) -> transformer.Params:
+  shardings = transformer.shardings(model, mesh)
+  if path:
+    return hf.load(path, shardings=shardings)[0]
+  init = functools.partial(transformer.init, model)
+  key = rng_at(root_key, 0, Stage.INIT).key
+  return jax.jit(init, out_shardings=shardings)(key)
 
 
 def read_inputs(config: configs.Config, trains: bool = True) -> Inputs:
