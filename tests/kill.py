@@ -232,10 +232,10 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
   }
 
 
-def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
+def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Raises if the results of two runs differ."""
   compile_cache.quiet_libraries()
-  results, expected = outcome(workdir), outcome(whole)
+  results, expected = outcome(workdir), outcome(undisturbed)
   assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
   differing = [name for name in expected if results[name] != expected[name]]
   assert not differing, f"{workdir}: different {', '.join(differing)}"
@@ -244,7 +244,7 @@ def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
 # Ways to disturb a run ------------------------------------------------------
 
 
-def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
+def kill_at_places(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Disturbs one run at each of `PLACES` and by each of `FAULTS`."""
   workdir = folder / "places"
   for place in PLACES:
@@ -256,13 +256,13 @@ def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
     assert status == -signal.SIGKILL, f"{place}: {status}"
     print(f"killed at {place}", flush=True)
   assert end(begin(run, workdir)) == 0
-  assert end(begin(compare, workdir, whole)) == 0
+  assert end(begin(compare, workdir, undisturbed)) == 0
   print("the same as undisturbed")
 
 
 def kill_at_random(
   folder: pathlib.Path,
-  whole: pathlib.Path,
+  undisturbed: pathlib.Path,
   chance: random.Random,
   number: int,
   times: int,
@@ -290,7 +290,7 @@ def kill_at_random(
       signals += 1
       damaged += damages and damage(workdir, chance)
       print(".", end="", flush=True)
-    assert end(begin(compare, workdir, whole)) == 0
+    assert end(begin(compare, workdir, undisturbed)) == 0
     runs += 1
   name = signal.Signals(number).name
   print(f" {signals} of {name}, {damaged} damaged checkpoints, {runs} runs:")
@@ -351,10 +351,10 @@ def main() -> None:
   chance = random.Random(options.seed)
   with tempfile.TemporaryDirectory() as made:
     folder = pathlib.Path(made)
-    whole = folder / "whole"
-    assert not any(map(end, begin_run(options.processes, whole)))
+    undisturbed = folder / "undisturbed"
+    assert not any(map(end, begin_run(options.processes, undisturbed)))
     if options.places:
-      kill_at_places(folder, whole)
+      kill_at_places(folder, undisturbed)
       return
     for name, number, damages in (
       ("kill", signal.SIGKILL, False),
@@ -364,7 +364,7 @@ def main() -> None:
       if options.only in ("", name):
         kill_at_random(
           folder / name,
-          whole,
+          undisturbed,
           chance,
           number,
           options.times,

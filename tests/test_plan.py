@@ -24,11 +24,11 @@ SHIPPED = {
 
 @pytest.fixture
 def no_network(monkeypatch):
-  def refuse(*args, **kwargs):
+  def fail(*args, **kwargs):
     raise AssertionError("plan mode used the network")
 
-  monkeypatch.setattr(socket, "getaddrinfo", refuse)
-  monkeypatch.setattr(hf, "fetch", refuse)
+  monkeypatch.setattr(socket, "getaddrinfo", fail)
+  monkeypatch.setattr(hf, "fetch", fail)
 
 
 @pytest.mark.parametrize("name, slice_name", SHIPPED.items())

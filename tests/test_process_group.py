@@ -350,10 +350,10 @@ def test_divided_grading_equals_the_full_one(each, lengths):
     graded = grading.grade(rollout, problems, tokenizer, _Letters())
     return graded, grading.with_texts(graded.samples)
 
-  ((whole, samples),) = each(1, grade)
+  ((full, samples),) = each(1, grade)
   assert all("completion" in line for line in samples)
   for graded, with_texts in each(2, grade):
-    np.testing.assert_array_equal(graded.rewards, whole.rewards)
-    np.testing.assert_array_equal(graded.correct, whole.correct)
-    assert graded.counts == whole.counts
+    np.testing.assert_array_equal(graded.rewards, full.rewards)
+    np.testing.assert_array_equal(graded.correct, full.correct)
+    assert graded.counts == full.counts
     assert with_texts == samples

@@ -48,12 +48,6 @@ class Workload(NamedTuple):
   def rollout_dtype(self) -> str:
     return self.config.rollout.dtype or self.model.dtype
 
-  @property
-  def num_prompts(self) -> int:
-    """Prompts of a step on one shard of the batch."""
-    num_shards = sharding.num_shards(self.mesh, "batch")
-    return -(-self.config.data.prompts_per_step // num_shards)
-
 
 def estimate(workload: Workload) -> dict[str, Parts]:
   """Bytes on one device by stage and purpose, for the two largest stages."""
@@ -87,7 +81,9 @@ def _weights(workload: Workload, is_copy: bool = False) -> float:
 
 def _roll_out(workload: Workload) -> Parts:
   r, model = workload.config.rollout, workload.model
-  num_prompts, width = workload.num_prompts, workload.prompt_length
+  num_shards = sharding.num_shards(workload.mesh, "batch")
+  num_prompts = -(-workload.config.data.prompts_per_step // num_shards)
+  width = workload.prompt_length
   slots = min(r.num_slots, num_prompts * r.group_size)
   # Two stages of the decode loop overlap, each with its own slots.
   schedule = [*decode.slot_schedule(slots, workload.platform), 0]
