@@ -9,6 +9,8 @@ import threading
 from dppo_jax.run import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Functions that swallow every exception: JAX's part in a garbage collection.
+_SWALLOWING = ("_xla_gc_callback", "__del__")
 
 
 class StopRequest:
@@ -26,7 +28,10 @@ class StopRequest:
     finally:
       self._is_deferred = False
 
-  def receive(self, *unused) -> None:
+  def receive(self, number, frame) -> None:
+    if frame is not None and frame.f_code.co_name in _SWALLOWING:
+      signal.setitimer(signal.ITIMER_REAL, 0.02)  # then SIGALRM tries again
+      return
     self.is_requested = True
     if not self._is_deferred:
       raise KeyboardInterrupt
@@ -48,7 +53,7 @@ def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
   os.set_blocking(writes, False)
   previous = {
     number: signal.signal(number, request.receive)
-    for number in SIGNALS
+    for number in (*SIGNALS, signal.SIGALRM)
     if signal.getsignal(number) is not signal.SIG_IGN
   }
   previous_fd = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
