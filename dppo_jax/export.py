@@ -44,12 +44,8 @@ def run(
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
-  path = setup.model_path(config.model)
-  if path:
-    hf.check(path)
+  path, tokenizer, model, *_ = setup.read_inputs(config)
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
-  tokenizer = setup.make_tokenizer(config, path)
-  model = setup.describe_model(config.model, path, tokenizer.vocab_size)
   table = transformer.parameter_table(model)
   like = {name: np.empty(p.shape, np.float32) for name, p in table.items()}
   step, params, warnings = trained_weights.restore(
