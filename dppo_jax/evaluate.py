@@ -145,13 +145,13 @@ def _evaluate_set(
     start = time.monotonic()
     with bar.steps(f"{name}, {decoding}: problem", len(problems)) as steps:
 
-      def write(part, decoding=decoding, steps=steps):
+      def write(done, samples, decoding=decoding, steps=steps):
         with distributed.sharing_errors():
-          for sample in part.samples:
+          for sample in samples:
             line = {"set": name, "decoding": decoding} | sample
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
           file.flush()
-        steps.advance(steps.done + len(part.correct))
+        steps.advance(done)
 
       completions = eval_sets.evaluate(run, name, roll_out, grader, write)
     unboxed = [x["extracted"] is None for x in completions.samples]

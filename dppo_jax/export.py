@@ -1,5 +1,6 @@
 """--mode=export: the weights of a run as a checkpoint for transformers."""
 
+import contextlib
 import json
 import pathlib
 import tempfile
@@ -9,6 +10,7 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
+from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 from dppo_jax.metrics import progress
@@ -95,7 +97,9 @@ def _card(
   model, method, objective = config.model, config.method, config.objective
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
   base = f"\nbase_model: {model.hub_id}" if model.hub_id else ""
-  problem = "3+9-5="
+  prompt, problem = "{problem}", "3+9-5="
+  with contextlib.suppress(UserError):  # the template may need other columns
+    prompt = make_prompt(config.data.template, prompt, {"problem": prompt})
   ids = tokenizer.encode(tokenizer.prompt(problem))
   adds_special = tokenizer.encode_prompt(problem) != ids
   results = "No results."
@@ -130,7 +134,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 path = {name!r}  # this directory
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path)
-prompt = {tokenizer.prompt("{problem}")!r}.replace("{{problem}}", {problem!r})
+prompt = {tokenizer.prompt(prompt)!r}.replace("{{problem}}", {problem!r})
 inputs = tokenizer(
   prompt, return_tensors="pt", add_special_tokens={adds_special}
 )

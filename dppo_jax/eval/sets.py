@@ -67,7 +67,7 @@ def evaluate(
   name: str,
   roll_out: Callable[[PromptBatch, StepRng], Rollout],
   grader: rewards.Grader,
-  on_batch: Callable[[Completions], None] | None = None,
+  on_batch: Callable[[int, list[dict]], None] = lambda done, samples: None,
 ) -> Completions:
   """Samples and grades completions of every problem of an evaluation set.
 
@@ -76,25 +76,22 @@ def evaluate(
     name: name of the set, a key of run.eval_sets.
     roll_out: a program of `evaluation_program`, with its weights.
     grader: its first function is the verifier.
-    on_batch: called with the completions of each batch of problems, in order.
+    on_batch: called after each batch of problems with the number of problems
+      done and the samples of the batch.
   """
   problems = run.eval_sets[name]
   rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
   num_shards = sharding.num_shards(run.mesh, "batch")
   num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
-  parts = []
+  arrays, samples = [], []
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
-    samples = _records(rollout, problems, with_texts(graded.samples))
-    part = Completions(
-      graded.correct, rollout.lengths, rollout.is_stopped, samples
-    )
-    if on_batch:
-      on_batch(part)
-    parts.append(part)
-  *arrays, samples = zip(*parts, strict=True)
-  samples = [*itertools.chain.from_iterable(samples)]
-  return Completions(*map(np.concatenate, arrays), samples)
+    arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
+    new = _records(rollout, problems, with_texts(graded.samples))
+    samples += new
+    on_batch(len(samples) // rollout.lengths.shape[1], new)
+  columns = map(np.concatenate, zip(*arrays, strict=True))
+  return Completions(*columns, samples)
 
 
 def canonical_answer(answer: str | None) -> str | None:

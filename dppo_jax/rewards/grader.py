@@ -11,21 +11,13 @@ import collections
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 import functools
-import itertools
 import queue
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from dppo_jax.errors import UserError
-from dppo_jax.rewards.functions import (
-  OURS,
-  Items,
-  Mark,
-  RewardSpec,
-  call,
-  parse,
-)
+from dppo_jax.rewards.functions import OURS, Items, RewardSpec, call, parse
 from dppo_jax.rewards.math_answers import last_boxed, outcome_by_text
 from dppo_jax.rewards.pool import Fault, Worker
 
@@ -90,7 +82,7 @@ class Grader:
     num_workers = max(num_workers, 1)
     self._workers = [
       Worker(references, timeout_seconds)
-      for _ in range(num_workers if references else 0)
+      for _ in range(num_workers * bool(references))
     ]
     self._idle = queue.SimpleQueue()
     for worker in self._workers:
@@ -167,23 +159,22 @@ class Grader:
       raise ValueError(f"lengths differ, or no groups of {group_size}: {sizes}")
     specs = self.specs[:1] if verifier_only else self.specs
     # Starts all calls before it waits for the first.
-    calls = []
+    calls = {}
     for spec in specs:
       size = 1 if spec.reference == "math" else group_size
       starts = range(0, len(completions), size)
       groups = [_slice(batch, i, i + size) for i in starts]
       marks = functools.partial(self._marks, spec)
-      calls.append(self._threads.map(marks, groups))
-    counts, values = collections.Counter(), {}
-    for spec, groups in zip(specs, calls, strict=True):
-      marks = [*itertools.chain.from_iterable(groups)]
-      values[spec.name] = self._values(spec, marks, counts)
+      calls[spec] = self._threads.map(marks, groups)
+    counts = collections.Counter()
+    values = {
+      spec.name: self._values(spec, [x for y in groups for x in y], counts)
+      for spec, groups in calls.items()
+    }
     total = sum(spec.weight * values[spec.name] for spec in specs)
-    rewards, num_overflows = _finite(total)  # a weight may be large
-    counts["nonfinite"] += num_overflows
+    rewards = _finite(total, counts).astype(np.float32)  # a weight may be large
     values = {name: x.astype(np.float32) for name, x in values.items()}
-    correct = np.clip(values[specs[0].name], 0, 1)
-    return Graded(rewards.astype(np.float32), correct, counts, values)
+    return Graded(rewards, values[specs[0].name].clip(0, 1), counts, values)
 
   def pop_warnings(self) -> list[str]:
     """Returns and clears the first fault message of each reward function."""
@@ -192,21 +183,20 @@ class Grader:
     return warnings
 
   def _values(
-    self, spec: RewardSpec, marks: list[Mark], counts: collections.Counter
+    self, spec: RewardSpec, marks: list, counts: collections.Counter
   ) -> np.ndarray:
     """Returns the marks as finite numbers and adds to the counts."""
+    is_verifier = spec is self.specs[0]
     words = [x for x in marks if isinstance(x, str)]
-    counts.update(x for x in words if spec is self.specs[0] or x in FAULTS)
+    counts.update(x for x in words if is_verifier or x in FAULTS)
     raw = [x == "right" if isinstance(x, str) else x or 0 for x in marks]
     raw = np.array(raw, np.float64)
-    values, num_nonfinite = _finite(raw)
-    counts["nonfinite"] += num_nonfinite
-    if num_nonfinite:
-      bad = raw[values != raw][0]
+    values = _finite(raw, counts)
+    for bad in raw[values != raw][:1]:
       self._record_fault(spec, "nonfinite", f"returned {bad}")
     return values
 
-  def _marks(self, spec: RewardSpec, group: Columns) -> list[Mark]:
+  def _marks(self, spec: RewardSpec, group: Columns) -> list:
     """Calls a function on a group, which is one completion for `math`."""
     if spec.reference in IN_PROCESS:
       return call(OURS[spec.reference], group)
@@ -218,7 +208,7 @@ class Grader:
       group = {"completions": [box], "answers": [gold]}
     return self._call(spec, group)
 
-  def _call(self, spec: RewardSpec, batch: Columns) -> list[Mark]:
+  def _call(self, spec: RewardSpec, batch: Columns) -> list:
     """Calls a function in a worker, at once or, if that fails, one by one."""
     num = len(batch["completions"])
     worker = self._idle.get()
@@ -246,10 +236,8 @@ class Grader:
       text = f"{text}; config.reward.on_error is 'stop'\n{details}"
       raise UserError(text.strip())
     text += "; each is tried alone and" if num > 1 else "; it"
-    text += (
-      f" earns 0 if it fails, counted as reward/{kind}; "
-      "config.reward.on_error=stop ends the run instead"
-    )
+    text += f" earns 0 if it fails, counted as reward/{kind}; "
+    text += "config.reward.on_error=stop ends the run instead"
     self._warnings.setdefault(spec.name, text)
 
 
@@ -273,11 +261,12 @@ def _check_columns(
         )
 
 
-def _finite(values: np.ndarray) -> tuple[np.ndarray, int]:
-  """Returns values with 0 for those float32 cannot hold, and their number."""
+def _finite(values: np.ndarray, counts: collections.Counter) -> np.ndarray:
+  """Counts values that float32 cannot hold and replaces them by 0."""
   with np.errstate(over="ignore"):
     is_finite = np.isfinite(values.astype(np.float32))
-  return np.where(is_finite, values, 0.0), int((~is_finite).sum())
+  counts["nonfinite"] += int((~is_finite).sum())
+  return np.where(is_finite, values, 0.0)
 
 
 def _slice(batch: Columns, begin: int, end: int) -> Columns:

@@ -53,6 +53,8 @@ class Compilations:
 
 def quiet_libraries() -> None:
   """Drops what chatty libraries log through absl, except errors."""
+  # Importing absl first lets its own logger class find the caller's file.
+  from absl import logging as absl_logging
 
   def is_for_users(record: logging.LogRecord) -> bool:
     parts = set(pathlib.PurePath(record.pathname).parts)
@@ -60,7 +62,7 @@ def quiet_libraries() -> None:
       return "orbax" not in parts  # it raises its errors, too
     return not parts & _CHATTY
 
-  logger = logging.getLogger("absl")
+  logger = absl_logging.get_absl_logger()
   if not any(getattr(f, "is_ours", False) for f in logger.filters):
     is_for_users.is_ours = True
     logger.addFilter(is_for_users)
