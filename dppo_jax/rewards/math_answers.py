@@ -128,17 +128,19 @@ def _number(form: object) -> object | None:
   import sympy
   from sympy.concrete.expr_with_limits import ExprWithLimits
 
+  if not isinstance(form, sympy.Expr) or form.free_symbols:
+    return None
   try:
+    form = form.doit()
     # math-verify rounds a Float; a percent sign is an UnevaluatedExpr.
-    inexact = sympy.Float, sympy.UnevaluatedExpr, ExprWithLimits
-    if form.free_symbols or (form := form.doit()).has(*inexact):
+    if form.has(sympy.Float, sympy.UnevaluatedExpr, ExprWithLimits):
       return None
     if not form.is_Rational:
       form = form.evalf(80, maxn=400, strict=True)
     return form if form.is_Rational or form.is_Float else None
   except MemoryError:
     raise
-  except Exception:  # no expression, perhaps 0, or too hard for sympy
+  except Exception:  # it seems to be 0, or sympy cannot evaluate it
     return None
 
 
