@@ -13,6 +13,7 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import rewards
+from dppo_jax.analysis import tables
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
@@ -60,7 +61,12 @@ def run(
       with bar.task("reading weights"):
         step, params, weights = _read_weights(run, workdir, step, bar)
       bar.say(progress.wrapped(f"weights: {weights}"))
-      roll_outs = _compile(run, params, bar)
+      to_compile = {"greedy": programs.evaluation_program(run, 0)}
+      if samples := config.eval.samples:
+        to_compile["sampled"] = programs.evaluation_program(run, samples)
+      with bar.task("compiling") as task:
+        compiled = programs.compile_programs(to_compile, run.mesh, task)
+      roll_outs = {x: functools.partial(f, params) for x, f in compiled.items()}
       directory = pathlib.Path(_make_directory(workdir, step))
       is_writer = distributed.is_first()
       path = directory / "completions.jsonl" if is_writer else os.devnull
@@ -86,7 +92,7 @@ def run(
         "sets": sets,
       }
       path = page.write(directory, results)
-      bar.say(f"\n{page.terminal_table(sets)}\n\nresults: {path}")
+      bar.say(f"\n{page.table(sets, tables.aligned)}\n\nresults: {path}")
 
 
 def _read_weights(
@@ -106,18 +112,6 @@ def _read_weights(
   advice = f"{origin} cannot be evaluated; choose other weights with --step"
   runtime_checks.check_params(params, advice)
   return step, params, origin
-
-
-def _compile(
-  run: Run, params: transformer.Params, bar: progress.Progress
-) -> dict[str, Callable]:
-  """Returns the functions that roll out prompts, by the name of a decoding."""
-  to_compile = {"greedy": programs.evaluation_program(run, 0)}
-  if samples := run.config.eval.samples:
-    to_compile["sampled"] = programs.evaluation_program(run, samples)
-  with bar.task("compiling") as task:
-    compiled = programs.compile_programs(to_compile, run.mesh, task)
-  return {name: functools.partial(x, params) for name, x in compiled.items()}
 
 
 @distributed.on_first_process

@@ -107,7 +107,7 @@ def _card(
   for file in sorted(files, key=lambda x: x.stat().st_mtime):
     evaluation = json.loads(file.read_text(encoding="utf-8"))
     if evaluation["step"] == step:  # step-1* matches step-10 too
-      results = page.estimates_table(evaluation["sets"])
+      results = page.table(evaluation["sets"])
   return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -1,13 +1,12 @@
 """Results of an evaluation as `results.json` and a Markdown page."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import json
 import pathlib
 from typing import Any
 
 from dppo_jax.analysis import tables
 
-_HEAD = ("set", "problems", "estimate", "value", "95% interval")
 _EXPLANATION = """\
 Each value has its 95% confidence interval over problems: the range to expect
 for other problems of the same kind.
@@ -36,28 +35,20 @@ def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
   return path
 
 
-def estimates_table(sets: Mapping[str, Any]) -> str:
-  """Returns all estimates of all sets as a Markdown table."""
-  return tables.markdown(_HEAD, _rows(sets))
-
-
-def terminal_table(sets: Mapping[str, Any]) -> str:
-  """Returns the same table as aligned text."""
-  return tables.aligned(_HEAD, _rows(sets))
-
-
-def _rows(sets: Mapping[str, Any]) -> list[tuple[str, ...]]:
-  return [
-    (
-      name,
-      f"{results['problems']:,}",
-      estimate,
-      f"{x['value']:.3f}",
-      f"{x['low']:.3f} to {x['high']:.3f}",
-    )
-    for name, results in sets.items()
-    for estimate, x in results["estimates"].items()
-  ]
+def table(
+  sets: Mapping[str, Any], render: Callable[..., str] = tables.markdown
+) -> str:
+  """Returns all estimates of all sets as a table."""
+  rows = []
+  for name, results in sets.items():
+    for estimate, x in results["estimates"].items():
+      value, interval = (
+        f"{x['value']:.3f}",
+        f"{x['low']:.3f} to {x['high']:.3f}",
+      )
+      rows.append((name, f"{results['problems']:,}", estimate, value, interval))
+  head = ("set", "problems", "estimate", "value", "95% interval")
+  return render(head, rows)
 
 
 def _page(results: Mapping[str, Any]) -> str:
@@ -73,7 +64,7 @@ def _page(results: Mapping[str, Any]) -> str:
 
 Weights: {results["weights"]}. Samples: {results["sampling"]}.
 
-{estimates_table(results["sets"])}
+{table(results["sets"])}
 
 {_EXPLANATION}
 

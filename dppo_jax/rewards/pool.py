@@ -79,8 +79,8 @@ class Worker:
       reply = self._receive(self._timeout_seconds)
     except TimeoutError:
       self.stop()
-      limit = f"{self._timeout_seconds:g} s"
-      raise Fault("timeouts", f"gave no answer within {limit}") from None
+      text = f"gave no answer within {self._timeout_seconds:g} s"
+      raise Fault("timeouts", text) from None
     except (OSError, EOFError):
       status = self.stop()
       if not is_fresh:  # it may have died before this call
