@@ -4,7 +4,6 @@ import json
 
 import commands
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import sources
@@ -13,9 +12,6 @@ from dppo_jax import config as configs
 from dppo_jax import evaluate, train
 from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint
-from dppo_jax.run.setup import setup_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -133,22 +129,6 @@ def test_a_step_or_a_model_of_another_run_raises(trained):
     evaluate.run(_config(model__shape__embed=32), trained)
   with pytest.raises(UserError, match=r"config.data.eval is empty"):
     evaluate.run(_config(data__eval=""), trained)
-
-
-def test_weights_that_are_not_finite_end_in_one_line(tmp_path):
-  params = setup_run(_config()).initial_params()
-  params = params | {"embed": params["embed"].at[0, 0].set(jnp.nan)}
-  state = TrainState(jnp.int32(0), jnp.int32(0), params, (), history=())
-  with checkpoint.Checkpoints(tmp_path) as checkpoints:
-    checkpoints.save(0, state)
-  process = commands.main(
-    "arithmetic", "--mode=evaluate", f"--workdir={tmp_path}", **SMALL
-  )
-  assert process.returncode != 0
-  *_, line = process.stderr.strip().splitlines()
-  assert line.startswith("error: ") and "embed" in line
-  assert f"step 0 of {tmp_path}" in line
-  assert not (tmp_path / "evaluation").exists()
 
 
 def test_training_logs_every_set_and_several_samples(tmp_path, sets):
