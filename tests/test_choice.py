@@ -119,14 +119,14 @@ def brevity(completions):
 def test_a_runs_config_finds_data_and_rewards_that_were_functions(tmp_path):
   c = configs.Config()
   c.data.train, c.data.template = rows, lambda row: row["problem"]
-  c.reward.functions = ["math", (brevity, 0.5)]
+  c.reward.functions = ["math:2", brevity]
   flat = options.flatten(c)
   (tmp_path / "config.json").write_text(json.dumps(flat))
   again = configs.read(tmp_path / "config.json")
   assert options.flatten(again) == flat
   assert again.data.train == f"{__file__}:rows"
   assert [x.columns for x in sources.read(again.data.train)] == rows()
-  assert [x.weight for x in rewards.parse(again.reward.functions)] == [1, 0.5]
+  assert [x.weight for x in rewards.parse(again.reward.functions)] == [2, 1]
 
 
 def test_a_file_that_was_edited_is_read_again(file):

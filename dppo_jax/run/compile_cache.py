@@ -54,5 +54,8 @@ def _is_for_users(record: logging.LogRecord) -> bool:
 
 def quiet_libraries() -> None:
   """Drops what chatty libraries log through absl, except errors."""
-  logging.getLogger("absl").addFilter(_is_for_users)  # once: it is the same
+  # Importing absl first lets its own logger class find the caller's file.
+  from absl import logging as absl_logging
+
+  absl_logging.get_absl_logger().addFilter(_is_for_users)  # once: it is the same
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
