@@ -30,11 +30,11 @@ def restore(
     raise UserError(f"{workdir} has no checkpoints: set --workdir")
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     step = checkpoints.find(step)
-    if not checkpoints.is_sound(step):
+    if checkpoints.corruption(step):
       raise UserError(f"the checkpoint of step {step} in {workdir} is damaged")
     _check_shapes(workdir, step, like)
     params = checkpoints.restore_params(step, like)
-    return step, params, checkpoints.passed_over
+    return step, params, checkpoints.skipped
 
 
 def _check_shapes(workdir: pathlib.Path, step: int, like: PyTree) -> None:
