@@ -50,14 +50,14 @@ def check_ids(
   for stop_id in stop_ids:
     if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
       raise UserError(
-        f"the stop id {stop_id!r} is no token of the model, which has "
+        f"the stop id {stop_id!r} is not below the model's vocabulary size "
         f"{model.vocab}: set config.rollout.stop_ids"
       )
   largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
   if largest >= model.vocab:
     raise UserError(
-      f"a prompt has token {largest} but the model's vocabulary is "
-      f"{model.vocab}: config.model.path holds a tokenizer of another model"
+      f"a prompt has token {largest} but the model's vocabulary size is "
+      f"{model.vocab}: config.model.path holds the tokenizer of another model"
     )
 
 
@@ -72,24 +72,23 @@ def check_dynamic_sampling(config: configs.Config) -> None:
   }.items():
     if value:
       raise UserError(
-        f"{name} is {value} but exact dynamic sampling passes over groups "
-        "whose rewards are all the same, which would have counted: set it to "
-        "0, or config.method.args.dynamic_sampling to plain or none"
+        f"{name} is {value} but exact dynamic sampling skips groups of equal "
+        "rewards, which would then have a gradient: set it to 0, or "
+        "config.method.args.dynamic_sampling to plain or none"
       )
   if config.objective.args.get("tokens_per_completion") == 0:
     raise UserError(
-      "config.objective.args.tokens_per_completion is 0 but the mean length of "
-      "the groups that exact dynamic sampling gathers is not that of all: set "
-      "it to what a completion usually takes"
+      "config.objective.args.tokens_per_completion is 0 but the groups that "
+      "exact dynamic sampling gathers are not of average length: set it to "
+      "the usual length of a completion"
     )
 
 
 def check_from_run(from_run: str) -> None:
   """Raises UserError if the checkpoint to start from does not exist."""
   workdir, step = checkpoint.split_step(from_run)
-  folder = workdir / "checkpoints"
-  if not (folder / str(step)).is_dir():
-    steps = sorted(int(x.name) for x in folder.glob("*") if x.name.isdigit())
+  steps = checkpoint.complete_steps(workdir)
+  if step not in steps:
     raise UserError(
       f"config.sft.from_run is {from_run} but {workdir} has no checkpoint of "
       f"step {step}; available: {', '.join(map(str, steps)) or 'none'}"
@@ -101,9 +100,7 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
   prompts = config.data.prompts_per_step
   num_shards = sharding.num_shards(mesh, "batch")
   if prompts % num_shards:
-    axes = "config.mesh.data"
-    if config.mesh.replicas > 1:
-      axes += " x config.mesh.replicas"
+    replicas = " x config.mesh.replicas" if config.mesh.replicas > 1 else ""
     raise UserError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
       f"the {num_shards} devices of config.mesh.data{replicas}"
@@ -111,10 +108,10 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
 
 
 def check_processes(mesh: jax.sharding.Mesh) -> None:
-  """Refuses a mesh of which some process has no device."""
-  has_one = {device.process_index for device in mesh.devices.flat}
-  without = set(range(distributed.count())) - has_one
-  if without:
+  """Raises UserError if a process has no device in the mesh."""
+  present = {device.process_index for device in mesh.devices.flat}
+  absent = set(range(distributed.count())) - present
+  if absent:
     raise UserError(
       f"a mesh of {mesh.size} devices has none of process "
       f"{', '.join(map(str, sorted(absent)))}: config.mesh.data=-1 uses all"
