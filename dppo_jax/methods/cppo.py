@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from dppo_jax.algo.validation import FRACTION, check
 from dppo_jax.methods import ranking
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
@@ -9,7 +10,6 @@ from dppo_jax.methods.method import (
   Method,
   Rate,
   at_step,
-  check_fraction,
   unweighted,
 )
 
@@ -18,17 +18,14 @@ def cppo(keep: float = 0.5, scope: str = "group") -> Method:
   """GRPO on the completions of the largest |advantage|.
 
   Args:
-    keep: share of the completions kept, 1 - P in the paper.
-    scope: the largest of each "group", or of the "batch".
-  Raises:
-    ValueError: for a value outside these.
+    keep, scope: as in `top_abs_advantage`; `keep` is 1 - P in the paper.
   Source: CPPO, arXiv:2503.22342, equations 8 to 10.
   Deviates:
     1. The authors' code takes the largest of the batch: `scope`.
     2. Dynamic completion allocation is a larger `data.prompts_per_step`:
        1 / keep times as many prompts train on as many completions.
-    3. One update on a rollout and no KL penalty, as the objective's defaults
-       here are; the paper has 2 and 0.04.
+    3. One update on a rollout and no KL penalty, which are the objective's
+       defaults; the paper has 2 and 0.04.
     4. Ties are broken at random; two-valued rewards make them everywhere.
   """
   rule = top_abs_advantage(keep, scope)
@@ -38,9 +35,8 @@ def cppo(keep: float = 0.5, scope: str = "group") -> Method:
 def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
   """Keeps the largest |advantage|, ties at random.
 
-  The probabilities are those of the tie-break: 1 for those above the least
-  size that is kept, 0 below it. No weights can make this unbiased, as some
-  completions are never kept; see `unweighted`.
+  The probabilities are those of the tie-break: 1 above the least size that is
+  kept, 0 below it. No weights can make this unbiased; see `unweighted`.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -53,16 +49,11 @@ def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
   [ True False False False]
 
   Args:
-    keep: share of the completions, in (0, 1], rounded down but at least one;
-      or a function from the step to such a share.
-    scope: of each "group", or of the "batch".
-  Raises:
-    ValueError: for a value outside these.
-  Source: CPPO, arXiv:2503.22342, equations 8 to 10; "batch" is the authors'
-    code.
+    keep: fraction of the completions, in (0, 1], rounded down but at least
+      one; or a function from the step to it.
+    scope: largest of each "group" or of the "batch".
   """
-  if not callable(keep):
-    check_fraction("keep", keep)
+  check(FRACTION, keep=keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)

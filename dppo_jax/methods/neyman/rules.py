@@ -5,6 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dppo_jax.algo import designs
+from dppo_jax.algo.validation import (
+  FINITE,
+  FRACTION,
+  UNIT,
+  Limit,
+  check,
+  one_of,
+)
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
   ROUNDING,
@@ -12,12 +20,7 @@ from dppo_jax.methods.method import (
   Method,
   PromptRule,
   TokenRule,
-  check,
-  check_choice,
-  check_finite,
-  check_fraction,
   every_prompt,
-  require_stats,
   trainable,
   uniform_for_ids,
 )
@@ -30,7 +33,6 @@ from dppo_jax.rng import StepRng, as_step_rng
 # Least size of a needed completion, relative to the largest.
 LEAST_SIZE = 1e-6
 NOISE_EVERY = 128  # steps between measurements, for automatic budgets
-PROXIES = ("residual", "length", "none")
 # (batch, stats) -> a token's size, apart from |advantage| x weight.
 TOKEN_SIZES = {
   "residual": lambda batch, stats: -jnp.expm1(batch.old_logprobs),
@@ -57,21 +59,14 @@ def neyman(
   combine them with `Method._replace`.
 
   Args:
-    prompt_budget: fraction of the prompts rolled out, in (0, 1].
-    completion_budget: fraction of the completions trained on, in (0, 1], of
-      all that were drawn; every completion with nonzero advantage if these are
-      fewer. "auto" minimises the predicted time to a target each step, from
-      measured step times and gradient noise.
-    token_budget: fraction of their tokens trained on, in (0, 1].
-    min_prob: least probability of a completion or token, in [0, 1], which
-      bounds the weights.
-    min_keep: least fraction of the completions with nonzero advantage that an
-      automatic budget keeps, in (0, 1].
-    update_cost: for the automatic budget, seconds of an update on all these
-      completions over the other seconds of a step. 0 uses measured times; then
-      no two runs are bit-identical.
-  Raises:
-    UserError: for a value outside its range.
+    prompt_budget: fraction of the prompts rolled out, as in `neyman_prompts`.
+    completion_budget: fraction of the completions trained on, as in
+      `neyman_completions`. "auto" minimises the predicted time to a target each
+      step, from measured step times and gradient noise.
+    token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
+    min_prob: least probability of a completion or token, in [0, 1].
+    min_keep, update_cost: of the automatic budget, as in `AutoBudget`. With
+      measured times no two runs are bit-identical.
   Source: ours, after Neyman 1934 and Deville and Tille 1998; the automatic
     budget after McCandlish et al. 2018, arXiv:1812.06162.
   Deviates:
@@ -81,16 +76,15 @@ def neyman(
   is_auto = completion_budget == "auto"
   budget = AutoBudget(min_keep, update_cost) if is_auto else completion_budget
   if not is_auto:
-    is_fraction = lambda x: 0 < float(x) <= 1
-    check("completion_budget", budget, is_fraction, 'in (0, 1], or "auto"')
+    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
+    check(limit, completion_budget=budget)
     budget = float(budget)  # text, if it is from the command line
-  completions = neyman_completions(budget, min_prob, proxy="residual")
-  tokens = neyman_tokens(token_budget, min_prob)
-  check_fraction("prompt_budget", prompt_budget)
+  check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
   is_full = prompt_budget == 1
+  tokens = neyman_tokens(token_budget, min_prob)
   method = grpo()._replace(
     prompts=every_prompt() if is_full else neyman_prompts(prompt_budget),
-    completions=completions,
+    completions=neyman_completions(budget, min_prob, proxy="residual"),
     tokens=None if token_budget == 1 else tokens,
   )
   if not is_auto:
@@ -121,19 +115,15 @@ def neyman_prompts(
   anything is observed it is uniform.
 
   Args:
-    budget: fraction of the candidates to keep, in (0, 1]: `round(budget * N)`
-      and at least one are kept.
-    min_prob: least probability, in (0, 1]; the budget's where that is lower.
-    kappa: `G |d|^2 / (4 s^2)`, where `d` is the difference of the mean scores
-      (gradients of log-probability) of right and wrong completions and `s`
-      the norm of the noise of one; 0 if a score is all noise.
+    budget: fraction of the candidates to keep, in (0, 1], rounded to a number,
+      at least one.
+    min_prob: least probability, in (0, 1]; the budget's if that is lower.
+    kappa: `G |d|^2 / (4 s^2)`, at least 0, as in `pass_rates.second_moment`.
     forgetting: factor on the counts, per epoch, in (0, 1].
     prior: right and wrong completions of the Beta prior; below 1 it expects
       most groups to be all right or all wrong.
     is_cost_aware: uses the expected number of tokens of each problem;
-      otherwise all problems are assumed to cost the same.
-  Raises:
-    UserError: for a value outside its range.
+      otherwise all are assumed to cost the same.
   Source: Neyman 1934, optimal allocation; the rest is ours.
   Deviates:
     1. The default of `kappa` is a guess, neither fitted nor published. Those
@@ -143,12 +133,10 @@ def neyman_prompts(
     2. Probabilities are rounded to `designs.GRID`; among tied prompts a random
        order decides which is rounded up.
   """
-  check_fraction("budget", budget)
-  check_fraction("min_prob", min_prob)
-  check_finite("kappa", kappa)
-  check_fraction("forgetting", forgetting)
+  check(FRACTION, budget=budget, min_prob=min_prob, forgetting=forgetting)
+  check(FINITE, kappa=kappa)
   is_valid = lambda x: len(x) == 2 and 0 < min(x) <= max(x) < float("inf")
-  check("prior", prior, is_valid, "two finite numbers above 0")
+  check(Limit(is_valid, "two finite numbers above 0"), prior=prior)
 
   def select(rng, history, ids):
     counts = pass_rates.decayed(history, rng.step, ids, forgetting)
@@ -243,17 +231,15 @@ def neyman_completions(
       `sqrt(coherence * L^2 + L)`, the norm of a sum of `L` such tokens;
       "residual" replaces the second term by the sum of (1 - p)^2; "none" is L,
       so that only |advantage| counts if a token's scale is 1/L.
-  Raises:
-    UserError: for a value outside its range.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
   if isinstance(budget, AutoBudget):
     budget.check()
   else:
-    check_fraction("budget", budget)
-  check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
-  check_finite("coherence", coherence)
-  check_choice("proxy", proxy, PROXIES)
+    check(FRACTION, budget=budget)
+  check(UNIT, min_prob=min_prob)
+  check(FINITE, coherence=coherence)
+  check(one_of("residual", "length", "none"), proxy=proxy)
 
   def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
     rng = as_step_rng(rng)
@@ -275,38 +261,32 @@ def neyman_tokens(
 ) -> TokenRule:
   """Keeps a fixed number of tokens, in proportion to their possible gradient.
 
-  A token's size is |advantage| x weight x one of `logit_grad`, the norm of the
-  gradient of its log-probability with respect to the logits; `residual`, 1 - p,
-  a lower bound of it that is known from the rollout; `entropy`. The draw is
-  systematic along the rows, so that neighbours exclude each other.
+  The draw is systematic along the rows, so that neighbours exclude each other.
 
   Args:
     budget: fraction of the trainable tokens to keep, in (0, 1]; rounded to a
       number of tokens, at least one.
     min_prob: least probability of a trainable token, in [0, 1], which bounds
-      its weight; `budget` where that is lower.
-    size: a key of `TOKEN_SIZES`; all but "residual" take another forward pass.
-  Raises:
-    UserError: for a value outside its range.
+      its weight; `budget` if that is lower.
+    size: factor on |advantage| x weight: `logit_grad`, the norm of the gradient
+      of the token's log-probability with respect to the logits; `residual`,
+      1 - p, a lower bound of it; `entropy`. All but "residual", which is known
+      from the rollout, take another forward pass.
   Source: Neyman 1934, optimal allocation; D3S, arXiv:2509.22115, for
     choosing tokens after completions.
   """
-  check_fraction("token_budget", budget)
-  check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
-  check_choice("size", size, tuple(TOKEN_SIZES))
-
-  needs_stats = size != "residual"
+  check(FRACTION, budget=budget)
+  check(UNIT, min_prob=min_prob)
+  check(one_of(*TOKEN_SIZES), size=size)
 
   def select(rng, batch, stats):
     rng = as_step_rng(rng)
-    if needs_stats:
-      require_stats(stats)
     can_train = trainable(batch)
     measure = jnp.maximum(TOKEN_SIZES[size](batch, stats), 0.0)
     measure *= jnp.abs(batch.advantages * batch.weights)
     measure = jnp.where(can_train, measure, 0.0)
-    # A size of 0 need not be a gradient of 0: there may be a KL penalty, or
-    # the policy may have changed. A probability of 0 would be a bias.
+    # A size of 0 may have a gradient, from a KL penalty or after an update of
+    # the policy: a probability of 0 would be a bias.
     largest = measure.max()
     least = jnp.where(largest > 0, largest / designs.GRID, 1.0)
     measure = jnp.where(can_train, jnp.maximum(measure, least), 0.0)
@@ -317,4 +297,4 @@ def neyman_tokens(
       keep.reshape(can_train.shape), prob.reshape(can_train.shape)
     )
 
-  return TokenRule(needs_stats, select)
+  return TokenRule(size != "residual", select)
