@@ -63,7 +63,7 @@ class Draws:
         patch(jax.random, "uniform", uniform)
         patch(designs, "systematic", systematic)
         of_ids = lambda key, ids: uniform(key, ids.shape)
-        for name in ("dppo", "greso", "neyman.rules"):
+        for name in ("method", "neyman.rules"):
           module = importlib.import_module(f"dppo_jax.methods.{name}")
           patch(module, "uniform_for_ids", of_ids)
         return *draws(*args), probs
