@@ -39,14 +39,13 @@ def water_filling(
   Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
   """
   n = jnp.asarray(n, jnp.int32)
-  is_spoiled = ~jnp.isfinite(size_measure)
-  size_measure = jnp.where(
-    is_spoiled.any(), is_spoiled.astype(jnp.float32), size_measure
-  )
+  bad = ~jnp.isfinite(size_measure)
+  size_measure = jnp.where(bad.any(), bad.astype(jnp.float32), size_measure)
   # Below 1, as `to_grid` does not lower what is certain.
   least = min(max(math.ceil(min_prob * GRID), 1), GRID - 1) / GRID
 
-  def filled(scale):
+  def filled(bits):
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     prob = jnp.clip(scale * size_measure, least, 1.0)
     return jnp.where((size_measure > 0) & (n > 0), prob, 0.0)
 
@@ -55,14 +54,13 @@ def water_filling(
   def halve(_, bounds):
     low, high = bounds
     middle = high - (high - low) // 2
-    scale = jax.lax.bitcast_convert_type(middle, jnp.float32)
-    fits = _excess(_units(filled(scale)), n) <= 0
+    fits = _excess(_units(filled(middle)), n) <= 0
     return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
   highest = jax.lax.bitcast_convert_type(jnp.finfo(jnp.float32).max, jnp.int32)
   low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), highest))
   # If even `least` is too much for all, this lowers it to `n / count`.
-  return to_grid(filled(jax.lax.bitcast_convert_type(low, jnp.float32)), n)
+  return to_grid(filled(low), n)
 
 
 def to_grid(

@@ -177,7 +177,7 @@ def plan(
 
 
 class _Queue(NamedTuple):
-  """Completions in the order in which they enter the window, by rank."""
+  """Completions by rank, in the order in which they enter the window."""
 
   item: Int[Array, "n"]
   size: Int[Array, "n"]
@@ -193,10 +193,9 @@ class _PlanState(NamedTuple):
     waiting: `[W]`, ranks in the window; the last rank is an empty place.
     upcoming: next rank to enter the window.
     row, offset, prefix_offset: `[Q * G]`, of the plan so far.
-    current: the row that is being filled.
-    used: its positions in use.
+    current, used: row that is being filled, and its positions in use.
     last_prompt: prompt of the completion placed last; -2 in an empty row.
-    prefix_at: the position at which that prompt starts.
+    prefix_at: position at which that prompt starts.
   """
 
   waiting: Int[Array, "W"]
@@ -215,19 +214,14 @@ def _empty_plan(queue: _Queue, window: int) -> _PlanState:
   ranks = jnp.arange(window, dtype=jnp.int32)
   waiting = jnp.where(ranks < queue.num_real, ranks, num)
   zeros, zero = jnp.zeros((num,), jnp.int32), jnp.int32(0)
-  places = (zeros - 1, zeros, zeros)
   row = (zero, zero, jnp.int32(-2), zero)
-  return _PlanState(waiting, jnp.int32(window), *places, *row)
+  return _PlanState(waiting, jnp.int32(window), zeros - 1, zeros, zeros, *row)
 
 
 def _choose(
   state: _PlanState, queue: _Queue, row_length: int
 ) -> tuple[Int[Array, ""], Int[Array, "W"], Bool[Array, ""]]:
-  """Picks the place of the window to pack next.
-
-  Returns:
-    The place, the positions that each place would take, and True if none fits.
-  """
+  """Returns the place to pack, the positions needed by each, if none fits."""
   num = len(queue.item) - 1
   size, prompt = queue.size[state.waiting], queue.prompt[state.waiting]
   prefix = queue.prefix[state.waiting]

@@ -86,28 +86,21 @@ def surrogate(
   Args:
     logprobs: log-probabilities under the trained policy, in nats.
     old_logprobs: the same under the policy before the step; a constant.
-    advantages, weights: per token or, if every row is one sequence, per row. A
-      weight is the design's times the objective's normaliser.
-    segment_ids: one id per sequence, for a ratio per sequence; None if every
-      row is one sequence.
+    advantages, weights: per token or, without segment ids, per row. A weight is
+      the design's times the objective's normaliser.
+    segment_ids: id of each sequence; None if every row is one sequence.
     ref_logprobs: the same under the reference policy, if beta is not 0.
     sampler_logprobs: the same under the sampler; None for no correction, or if
       the weights contain it.
   Returns:
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
     over trained tokens of nonzero weight.
-  Raises:
-    ValueError: for a KL penalty without a reference policy, or a token loss
-      that returns other shapes.
   """
   if segment_ids is None:
     segment_ids = jnp.ones(logprobs.shape, jnp.int32)
-    per_token = lambda x: (
-      jnp.broadcast_to(x[..., None], logprobs.shape)
-      if x.shape == logprobs.shape[:-1]
-      else x
-    )
-    advantages, weights = per_token(advantages), per_token(weights)
+    per_token = lambda x: x if x.ndim == logprobs.ndim else x[..., None]
+    advantages = jnp.broadcast_to(per_token(advantages), logprobs.shape)
+    weights = jnp.broadcast_to(per_token(weights), logprobs.shape)
   rows = (logprobs, old_logprobs, advantages, weights, is_trained, segment_ids)
   chex.assert_equal_shape(rows)  # else they would broadcast in silence
   is_counted = is_trained & (weights != 0)

@@ -3,18 +3,11 @@
 import jax.numpy as jnp
 
 from dppo_jax.algo.validation import FRACTION, check
-from dppo_jax.methods import ranking
+from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  CompletionRule,
-  Method,
-  Rate,
-  at_step,
-  unweighted,
-)
 
 
-def cppo(keep: float = 0.5, scope: str = "group") -> Method:
+def cppo(keep: float = 0.5, scope: str = "group") -> method.Method:
   """GRPO on the completions of the largest |advantage|.
 
   Args:
@@ -29,10 +22,12 @@ def cppo(keep: float = 0.5, scope: str = "group") -> Method:
     4. Ties are broken at random; two-valued rewards make them everywhere.
   """
   rule = top_abs_advantage(keep, scope)
-  return grpo()._replace(completions=unweighted(rule))
+  return grpo()._replace(completions=method.unweighted(rule))
 
 
-def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
+def top_abs_advantage(
+  keep: method.Rate, scope: str = "group"
+) -> method.CompletionRule:
   """Keeps the largest |advantage|, ties at random.
 
   The probabilities are those of the tie-break: 1 above the least size that is
@@ -57,7 +52,7 @@ def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
-    num = ranking.floor_count(at_step(keep, step), num_drawn)
+    num = ranking.floor_count(method.at_step(keep, step), num_drawn)
     num = jnp.maximum(num, 1)
     place, tie = ranking.rank(uniform, jnp.abs(advantages), is_drawn)
     is_top = is_drawn & (place >= num_drawn - num)

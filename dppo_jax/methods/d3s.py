@@ -6,22 +6,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from dppo_jax.algo.segments import segment_sum
 from dppo_jax.algo.validation import FRACTION, check, one_of
+from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  Method,
-  Rate,
-  TokenRule,
-  at_step,
-  trainable,
-  unweighted,
-)
 from dppo_jax.methods.pods import max_variance
 from dppo_jax.methods.ranking import round_count
 from dppo_jax.records import Selection
 from dppo_jax.rng import as_step_rng
 
 
-def d1s(keep: float = 0.25, scope: str = "group") -> Method:
+def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
   """GRPO on the subset of largest advantage variance.
 
   Within a group that is the subset of PODS; advantages are those of the full
@@ -33,7 +26,9 @@ def d1s(keep: float = 0.25, scope: str = "group") -> Method:
   Deviates:
     1. As `pods`.
   """
-  return grpo()._replace(completions=unweighted(max_variance(keep, scope)))
+  return grpo()._replace(
+    completions=method.unweighted(max_variance(keep, scope))
+  )
 
 
 def d2s(
@@ -41,7 +36,7 @@ def d2s(
   keep_tokens: float = 0.2,
   scope: str = "batch",
   token_scope: str = "batch",
-) -> Method:
+) -> method.Method:
   """D1S, and of what it keeps the tokens of large |advantage| x entropy.
 
   Args:
@@ -65,7 +60,7 @@ def d3s(
   token_scope: str = "batch",
   *,
   total_steps: int | None = None,
-) -> Method:
+) -> method.Method:
   """D2S with fractions that change linearly over the run.
 
   Args:
@@ -83,13 +78,13 @@ def d3s(
   completion_rate = _linear(keep, final_keep, total_steps)
   token_rate = _linear(keep_tokens, final_keep_tokens, total_steps)
   return grpo()._replace(
-    completions=unweighted(max_variance(completion_rate, scope)),
+    completions=method.unweighted(max_variance(completion_rate, scope)),
     tokens=top_entropy(token_rate, token_scope),
     has_schedule=keep != final_keep or keep_tokens != final_keep_tokens,
   )
 
 
-def top_entropy(keep: Rate, scope: str = "batch") -> TokenRule:
+def top_entropy(keep: method.Rate, scope: str = "batch") -> method.TokenRule:
   """Keeps the tokens of largest |advantage| x entropy; biased.
 
   The probability it reports is the fraction of the token's completion that is
@@ -113,8 +108,8 @@ def top_entropy(keep: Rate, scope: str = "batch") -> TokenRule:
 
   def select(rng, batch, stats):
     rng = as_step_rng(rng)
-    fraction = at_step(keep, rng.step)
-    can_train = trainable(batch)
+    fraction = method.at_step(keep, rng.step)
+    can_train = method.trainable(batch)
     row_length = can_train.shape[-1]
     count = segment_sum(can_train.astype(jnp.float32), batch.segment_ids)
     if scope == "batch":
@@ -135,7 +130,7 @@ def top_entropy(keep: Rate, scope: str = "batch") -> TokenRule:
     prob = num_kept / jnp.maximum(count, 1.0)
     return Selection(kept, jnp.where(can_train, prob, 0.0))
 
-  return TokenRule(needs_stats=True, select=select)
+  return method.TokenRule(needs_stats=True, select=select)
 
 
 def _rank_in_group(
@@ -153,7 +148,7 @@ def _rank_in_group(
   return jnp.zeros_like(rank).at[order].set(rank).reshape(score.shape)
 
 
-def _linear(first: float, last: float, total_steps: int | None) -> Rate:
+def _linear(first: float, last: float, total_steps: int | None) -> method.Rate:
   """Interpolates from `first`, at step 0, to `last`, at the last step."""
   if first == last or total_steps is None:
     return first

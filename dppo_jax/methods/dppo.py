@@ -16,17 +16,8 @@ from dppo_jax.algo.validation import (
   integer,
   one_of,
 )
-from dppo_jax.methods import ranking
+from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  Method,
-  PromptRule,
-  Rate,
-  at_step,
-  draw_prompts,
-)
 from dppo_jax.records import Selection
 
 
@@ -41,7 +32,7 @@ def dppo(
   prune_until: float = 1.0,
   *,
   total_steps: int | None = None,
-) -> Method:
+) -> method.Method:
   """GRPO on fewer prompts and completions, with the same expected gradient.
 
   Args:
@@ -66,7 +57,7 @@ def dppo(
   check(RATE, prompt_rate=prompt_rate, completion_rate=completion_rate)
   check(FRACTION, prune_until=prune_until)
 
-  def rate(value: float) -> Rate:
+  def rate(value: float) -> method.Rate:
     if prune_until == 1 or total_steps is None:
       return value
     last = prune_until * total_steps
@@ -86,7 +77,9 @@ def dppo(
   )
 
 
-def drop_small_advantage(rate: Rate, scope: str = "group") -> CompletionRule:
+def drop_small_advantage(
+  rate: method.Rate, scope: str = "group"
+) -> method.CompletionRule:
   """Drops with probability `rate` if |advantage| is below the mean.
 
   >>> import jax
@@ -111,10 +104,10 @@ def drop_small_advantage(rate: Rate, scope: str = "group") -> CompletionRule:
   check(RATE, rate=rate)
 
   def choose(step, uniform, advantages, is_drawn):
-    drop = at_step(rate, step)
+    drop = method.at_step(rate, step)
     size = jnp.where(is_drawn, jnp.abs(advantages), 0.0)
     mean = size.sum() / jnp.maximum(is_drawn.sum(dtype=jnp.float32), 1.0)
-    is_small = is_drawn & (size < mean * (1 - ROUNDING))
+    is_small = is_drawn & (size < mean * (1 - method.ROUNDING))
     prob = jnp.where(is_small, jnp.float32(1 - drop), 1.0)
     prob = designs.drawn_probability(prob)
     return Selection(uniform < prob, prob)
@@ -135,7 +128,7 @@ class ScoreHistory(NamedTuple):
 
 
 def drop_by_history(
-  rate: Rate,
+  rate: method.Rate,
   advantage: Callable[
     [Float[Array, "Q G"]], Float[Array, "Q G"]
   ] = group_normalized,
@@ -143,7 +136,7 @@ def drop_by_history(
   max_age: int = 0,
   smoothing: float = 0.0,
   scope: str = "batch",
-) -> PromptRule:
+) -> method.PromptRule:
   """Drops with probability `rate` if the last visit's score is below the mean.
 
   The mean is over prompts that were visited. Others are always kept.
@@ -183,10 +176,10 @@ def drop_by_history(
     total = jnp.where(is_known, history.score, 0.0)[pool].sum()
     count = is_known[pool].sum(dtype=jnp.float32)
     mean = total / jnp.maximum(count, 1.0)
-    is_low = history.score[ids] < mean * (1 - ROUNDING)
-    drop = jnp.asarray(at_step(rate, rng.step), jnp.float32)
+    is_low = history.score[ids] < mean * (1 - method.ROUNDING)
+    drop = jnp.asarray(method.at_step(rate, rng.step), jnp.float32)
     prob = jnp.where(is_known[ids] & is_low, 1 - drop, 1.0)
-    return draw_prompts(rng.key, ids, prob)
+    return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
     del correct, lengths
@@ -202,4 +195,4 @@ def drop_by_history(
       history.last_step.at[ids].set(step, mode="drop"),
     )
 
-  return PromptRule(init, select, observe)
+  return method.PromptRule(init, select, observe)

@@ -14,15 +14,9 @@ from dppo_jax.algo.validation import (
   integer,
   one_of,
 )
+from dppo_jax.methods import method
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  Method,
-  PromptRule,
-  draw_prompts,
-  unweighted_prompts,
-)
 
 
 def greso(
@@ -33,7 +27,7 @@ def greso(
   dynamic_sampling: str = "plain",
   max_draws: int = 4,
   is_weighted: bool = False,
-) -> Method:
+) -> method.Method:
   """GRPO that skips prompts after visits on which all rewards were equal.
 
   `base=1, tuning=0` skips nothing: that is DAPO's dynamic sampling.
@@ -67,7 +61,7 @@ def greso(
   prompts = drop_zero_variance_streaks(base, floor, target, tuning)
   sampling = DynamicSampling(max_draws, is_exact=dynamic_sampling == "exact")
   return grpo()._replace(
-    prompts=prompts if is_weighted else unweighted_prompts(prompts),
+    prompts=prompts if is_weighted else method.unweighted_prompts(prompts),
     dynamic_sampling=None if dynamic_sampling == "none" else sampling,
   )
 
@@ -100,7 +94,7 @@ def drop_zero_variance_streaks(
   target: float = 0.25,
   tuning: float = 0.01,
   easy_share: float = 1 / 3,
-) -> PromptRule:
+) -> method.PromptRule:
   """Keeps a problem less often the longer its rewards have been equal.
 
   After `z` groups in a row without variance a prompt is kept with probability
@@ -127,14 +121,11 @@ def drop_zero_variance_streaks(
   check(UNIT, target=target, tuning=tuning, easy_share=easy_share)
 
   def init(num_prompts: int) -> Streaks:
-    return Streaks(
-      run=jnp.full((num_prompts,), -1, jnp.int32),
-      is_easy=jnp.zeros((num_prompts,), bool),
-      keep_base=jnp.full((2,), base, jnp.float32),
-      num_zero_variance=jnp.zeros((2,), jnp.int32),
-      num_revisited=jnp.int32(0),
-      step=jnp.int32(0),
-    )
+    run = jnp.full((num_prompts,), -1, jnp.int32)
+    keep_base = jnp.full((2,), base, jnp.float32)
+    zero = jnp.int32(0)
+    counts = jnp.zeros((2,), jnp.int32)
+    return Streaks(run, run >= 0, keep_base, counts, zero, zero)
 
   def keep_base_at(history, step):
     """Tunes by the last observed step once that is over."""
@@ -143,7 +134,7 @@ def drop_zero_variance_streaks(
     targets = jnp.array([easy_share, 1 - easy_share], jnp.float32) * target
     count = jnp.maximum(history.num_revisited, 1).astype(jnp.float32)
     fraction = history.num_zero_variance.astype(jnp.float32) / count
-    change = jnp.where(fraction >= targets - ROUNDING, -tuning, tuning)
+    change = jnp.where(fraction >= targets - method.ROUNDING, -tuning, tuning)
     tuned = jnp.clip(history.keep_base + change, 0.05, 0.95)
     is_due = (history.num_revisited > 0) & (step > history.step)
     return jnp.where(is_due, tuned, history.keep_base)
@@ -153,7 +144,7 @@ def drop_zero_variance_streaks(
     keep_base = jnp.where(history.is_easy[ids], easy, hard)
     run = history.run[ids].astype(jnp.float32)
     prob = jnp.where(run > 0, jnp.maximum(keep_base**run, floor), 1.0)
-    return draw_prompts(rng.key, ids, prob)
+    return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
     del lengths
@@ -175,4 +166,4 @@ def drop_zero_variance_streaks(
       step=jnp.asarray(step, jnp.int32),
     )
 
-  return PromptRule(init, select, observe)
+  return method.PromptRule(init, select, observe)

@@ -4,19 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo.validation import FRACTION, check
-from dppo_jax.methods import ranking
+from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  Method,
-  Rate,
-  at_step,
-  unweighted,
-)
 
 
-def pods(keep: float = 0.25) -> Method:
+def pods(keep: float = 0.25) -> method.Method:
   """GRPO on each group's subset of largest reward variance, as if it were all.
 
   Args:
@@ -28,11 +20,13 @@ def pods(keep: float = 0.25) -> Method:
   """
   rule = max_variance(keep, "group")
   return grpo()._replace(
-    completions=unweighted(rule), has_statistics_after=True
+    completions=method.unweighted(rule), has_statistics_after=True
   )
 
 
-def max_variance(keep: Rate, scope: str = "group") -> CompletionRule:
+def max_variance(
+  keep: method.Rate, scope: str = "group"
+) -> method.CompletionRule:
   """Keeps the subset whose advantages have the largest variance.
 
   It consists of some of the highest and some of the lowest. Of equally good
@@ -50,7 +44,7 @@ def max_variance(keep: Rate, scope: str = "group") -> CompletionRule:
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
-    num = ranking.floor_count(at_step(keep, step), num_drawn)
+    num = ranking.floor_count(method.at_step(keep, step), num_drawn)
     num = jnp.minimum(jnp.maximum(num, 2), num_drawn)
     # Centred first: sums of squares would otherwise swallow the differences.
     total = jnp.where(is_drawn, advantages, 0.0).sum()
@@ -82,6 +76,6 @@ def _num_highest(
   variance -= jnp.square(total(ascending))  # times num squared
   variance = jnp.where(high <= num, variance, -jnp.inf)
   best = variance.max()
-  is_best = variance >= best - ROUNDING * jnp.abs(best)
+  is_best = variance >= best - method.ROUNDING * jnp.abs(best)
   imbalance = jnp.where(is_best, jnp.abs(2 * high - num), x.shape[0] + 1)
   return jnp.argmin(imbalance).astype(jnp.int32)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from dppo_jax.algo import designs
 from dppo_jax.algo.validation import (
@@ -13,17 +13,8 @@ from dppo_jax.algo.validation import (
   check,
   one_of,
 )
+from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  Method,
-  PromptRule,
-  TokenRule,
-  every_prompt,
-  trainable,
-  uniform_for_ids,
-)
 from dppo_jax.methods.neyman import pass_rates
 from dppo_jax.methods.neyman.budget import AutoBudget
 from dppo_jax.methods.ranking import fixed_size, round_count
@@ -50,7 +41,7 @@ def neyman(
   min_prob: float = 0.05,
   min_keep: float = 0.03,
   update_cost: float = 0.0,
-) -> Method:
+) -> method.Method:
   """GRPO on fewer completions, at the least variance for their number.
 
   Probabilities are proportional to the expected contribution to the gradient,
@@ -82,18 +73,18 @@ def neyman(
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
   is_full = prompt_budget == 1
   tokens = neyman_tokens(token_budget, min_prob)
-  method = grpo()._replace(
-    prompts=every_prompt() if is_full else neyman_prompts(prompt_budget),
+  rules = grpo()._replace(
+    prompts=method.every_prompt() if is_full else neyman_prompts(prompt_budget),
     completions=neyman_completions(budget, min_prob, proxy="residual"),
     tokens=None if token_budget == 1 else tokens,
   )
   if not is_auto:
-    return method
+    return rules
 
   def describe(groups: Groups, chosen: Selection) -> dict[str, jax.Array]:
     return budget.size(groups, gradient_size(groups, proxy="residual"))[1]
 
-  return method._replace(
+  return rules._replace(
     describe=describe, reads_costs=True, noise_every=NOISE_EVERY
   )
 
@@ -105,7 +96,7 @@ def neyman_prompts(
   forgetting: float = 0.5,
   prior: tuple[float, float] = (0.2, 0.2),
   is_cost_aware: bool = True,
-) -> PromptRule:
+) -> method.PromptRule:
   """Keeps a fixed number of prompts, by their expected gradient per token.
 
   A Beta posterior of each problem's pass rate gives the second moment of the
@@ -142,12 +133,12 @@ def neyman_prompts(
     counts = pass_rates.decayed(history, rng.step, ids, forgetting)
     right, wrong = counts.right + prior[0], counts.wrong + prior[1]
     moment = pass_rates.second_moment(right, wrong, counts.group_size, kappa)
-    moment = jnp.maximum(moment, ROUNDING)
+    moment = jnp.maximum(moment, method.ROUNDING)
     tokens = pass_rates.expected_tokens(history, ids)
     size = jnp.sqrt(moment / tokens if is_cost_aware else moment)
     # Ties are ordered at random, so that nothing depends on the caller's order.
     order_key, draw_key = jax.random.split(rng.key)
-    tie_break = uniform_for_ids(order_key, ids)
+    tie_break = method.uniform_for_ids(order_key, ids)
     order = jnp.lexsort((tie_break, right / (right + wrong)))
     number = max(round(budget * len(ids)), 1)
     prob = designs.water_filling(size[order], number, min_prob)
@@ -159,7 +150,7 @@ def neyman_prompts(
     del rewards
     return pass_rates.update(history, step, ids, correct, lengths, forgetting)
 
-  return PromptRule(pass_rates.init, select, observe)
+  return method.PromptRule(pass_rates.init, select, observe)
 
 
 def gradient_size(
@@ -181,18 +172,14 @@ def gradient_size(
   size = jnp.abs(groups.advantages) * norm
   if groups.scale is not None:
     size = size * groups.scale
-  is_needed = _is_needed(groups)
+  is_needed = groups.is_needed
+  if is_needed is None:
+    is_needed = groups.advantages != 0
+  is_needed = is_needed & (groups.lengths > 0)
   size = jnp.where(is_needed, size, 0.0)
   # Under a KL penalty zero advantages are needed too, with some probability.
   size = size / jnp.where(size.max() > 0, size.max(), 1.0)
   return jnp.where(is_needed, jnp.maximum(size, LEAST_SIZE), 0.0)
-
-
-def _is_needed(groups: Groups) -> Bool[Array, "Q G"]:
-  is_needed = groups.is_needed
-  if is_needed is None:
-    is_needed = groups.advantages != 0
-  return is_needed & (groups.lengths > 0)
 
 
 def neyman_completions(
@@ -200,14 +187,13 @@ def neyman_completions(
   min_prob: float = 0.05,
   coherence: float = 0.0,
   proxy: str = "length",
-) -> CompletionRule:
+) -> method.CompletionRule:
   """Keeps a fixed number of completions, in proportion to gradient size.
 
   Keeps exactly `round(budget * drawn)` completions, or every needed one with
-  probability 1 if these are fewer. A completion that is not needed is not
-  kept; if `is_needed` is None, these are those of zero advantage. The draw is
-  systematic along (prompt, sign of the advantage, size), so that similar
-  completions exclude one another; weights 1 / prob are unbiased.
+  probability 1 if these are fewer. If `groups.is_needed` is None, those of
+  nonzero advantage are needed. The draw is systematic along (prompt, sign of
+  the advantage, size), so that similar completions exclude one another.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -258,7 +244,7 @@ def neyman_completions(
 
 def neyman_tokens(
   budget: float, min_prob: float = 0.05, size: str = "residual"
-) -> TokenRule:
+) -> method.TokenRule:
   """Keeps a fixed number of tokens, in proportion to their possible gradient.
 
   The draw is systematic along the rows, so that neighbours exclude each other.
@@ -281,7 +267,7 @@ def neyman_tokens(
 
   def select(rng, batch, stats):
     rng = as_step_rng(rng)
-    can_train = trainable(batch)
+    can_train = method.trainable(batch)
     measure = jnp.maximum(TOKEN_SIZES[size](batch, stats), 0.0)
     measure *= jnp.abs(batch.advantages * batch.weights)
     measure = jnp.where(can_train, measure, 0.0)
@@ -297,4 +283,4 @@ def neyman_tokens(
       keep.reshape(can_train.shape), prob.reshape(can_train.shape)
     )
 
-  return TokenRule(size != "residual", select)
+  return method.TokenRule(size != "residual", select)
