@@ -103,8 +103,8 @@ def test_from_python_a_function_will_do(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(flat))
   again = configs.read(tmp_path / "config.json")
   assert again.method.factory.__code__.co_filename == __file__
-  configs.use_method(c, "neyman", "gmpo")
-  assert (c.method.name, c.objective.name) == ("neyman", "gmpo")
+  configs.use_method(c, "neyman", "cispo")
+  assert (c.method.name, c.objective.name) == ("neyman", "cispo")
 
 
 def rows():

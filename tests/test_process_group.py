@@ -183,7 +183,7 @@ def test_mesh_without_devices_of_a_process_is_rejected(each):
 # Joining the other processes ------------------------------------------------
 
 _JOIN = """
-import os, sys
+import sys
 from dppo_jax.errors import UserError
 from dppo_jax.run import distributed
 
@@ -191,10 +191,7 @@ distributed._CONNECT_SECONDS = int(sys.argv[1])
 try:
   distributed.initialize(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
 except UserError as error:
-  os.write(2, f"UserError: {error}".encode())
-  os._exit(1)
-os.write(1, b"joined")
-os._exit(0)
+  sys.exit(f"UserError: {error}")
 """
 
 

@@ -42,14 +42,14 @@ def check_ids(
   for stop_id in stop_ids:
     if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
       raise UserError(
-        f"the stop id {stop_id!r} is no token of the model, which has "
+        f"the stop id {stop_id!r} is not below the model's vocabulary size "
         f"{model.vocab}: set config.rollout.stop_ids"
       )
   largest = max((int(x.tokens.max()) for x in problem_sets if x), default=0)
   if largest >= model.vocab:
     raise UserError(
-      f"a prompt has token {largest} but the model's vocabulary is "
-      f"{model.vocab}: config.model.path holds a tokenizer of another model"
+      f"a prompt has token {largest} but the model's vocabulary size is "
+      f"{model.vocab}: config.model.path holds the tokenizer of another model"
     )
 
 
