@@ -43,10 +43,6 @@ class Group(NamedTuple):
     spent = {run.seed: run.cost_to(target) for run in self.runs}
     return {seed: x for seed, x in spent.items() if x is not None}
 
-  def per_step(self, metric: str) -> float:
-    """Mean of a metric over the steps of all runs."""
-    return float(np.mean([x[metric] for run in self.runs for x in run.steps]))
-
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Prints the comparison, and writes it with `--to`."""
@@ -74,12 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def group(members: Sequence[runs.Run]) -> list[Group]:
-  """Groups runs by all options but the seed, in the order of the runs.
-
-  Raises:
-    UserError: if a run has no evaluation, or two runs have the same options and
-      seed, as copies do.
-  """
+  """Groups runs by all options but the seed, in the order of the runs."""
   by_options: dict[str, list[runs.Run]] = {}
   for run in members:
     same = by_options.setdefault(json.dumps(_options(run)), [])
@@ -139,8 +130,10 @@ def table(groups: Sequence[Group], target: float) -> tuple[list, list[list]]:
     row.append(_with_error(statistics.mean([*accuracies.values()])))
     row.append(_with_error(gain, "+") if is_other else "")
     row += [seconds, _speed_up(group, baseline, target) if is_other else ""]
-    row.append(f"{group.per_step('step/seconds'):.3g}")
-    rows.append([*row, f"{group.per_step('tokens/trained'):,.0f}"])
+    for metric in ("step/seconds", "tokens/trained"):
+      x = np.mean([x[metric] for run in group.runs for x in run.steps])
+      row.append(f"{x:,.3g}" if x < 1000 else f"{x:,.0f}")
+    rows.append(row)
   return [*head, "speed-up", "s/step", "tokens/step"], rows
 
 

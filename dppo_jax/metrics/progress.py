@@ -69,17 +69,15 @@ class Steps:
       self._say(f"{bar.desc} {done} of {bar.total}: {text}, {left} left")
 
 
-class Progress(contextlib.AbstractContextManager):
+class Progress(contextlib.nullcontext):
   """Shows tasks and steps on standard error, and lines on standard output."""
 
   def __init__(self, is_silent: bool = False):
     """Shows nothing at all if `is_silent`."""
+    super().__init__(self)
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     self._has_bar, self._is_silent = is_terminal and not is_silent, is_silent
     self._steps: _Bar | None = None
-
-  def __exit__(self, *unused) -> None:
-    pass
 
   @contextlib.contextmanager
   def task(self, name: str, is_brief: bool = False) -> Iterator[Task]:
@@ -92,7 +90,7 @@ class Progress(contextlib.AbstractContextManager):
     with self._bar(bar_format="{desc}") as bar:
       width = (bar.format_dict["ncols"] or 80) - 1
       task = Task(name, lambda text: bar.set_description_str(text[:width]))
-      bar.set_description_str(name[:width])
+      bar.set_description_str(name)
       yield task
     seconds = time.monotonic() - start
     if seconds >= _LONG and not is_brief:

@@ -51,11 +51,7 @@ class LiveReport:
 
 
 def write(workdir: pathlib.Path) -> pathlib.Path:
-  """Writes the report of a run, finished or not; returns its path.
-
-  Raises:
-    UserError: if there is no run, a line is damaged or the disk is full.
-  """
+  """Writes the report of a run, finished or not; returns its path."""
   run = runs.load(workdir)
   samples = jsonl.read(workdir / "samples.jsonl")
   with jsonl.writing(workdir / "report.png"):

@@ -30,9 +30,9 @@ class TensorBoard:
     # Not SummaryWriter: an error in its thread would end only that thread, and
     # later events would wait for it for ever.
     self._file = event_file_writer.EventsWriter(str(folder / "events"), suffix)
-    log = proto.event_pb2.SessionLog(status=proto.event_pb2.SessionLog.START)
     # Later steps of earlier files are void.
-    self._write(first_step + 1, session_log=log)
+    start = proto.event_pb2.SessionLog.START
+    self._write(first_step + 1, session_log={"status": start})
     text = "\n".join(f"    {name}: {value}" for name, value in config.items())
     self._write(max(first_step, 0), summary=summary.text("config", text))
     self.sync, self.close = self._file.flush, self._file.close
@@ -58,15 +58,11 @@ class Wandb:
     path = workdir / "wandb_id"
     if first_step < 0 or not path.exists():
       path.write_text(f"{workdir.absolute().name}-{uuid.uuid4().hex[:8]}")
-    name = path.read_text()
-    self._run = wandb.init(
-      id=name, name=name, config=dict(config), resume="allow"
-    )
+    options = {"id": path.read_text(), "name": path.read_text()}
+    run = wandb.init(config=dict(config), resume="allow", **options)
+    self.scalars = lambda step, values: run.log(dict(values), step=step)
     self.sync = lambda: None  # wandb sends metrics in the background
-    self.close = self._run.finish
-
-  def scalars(self, step: int, values: Values) -> None:
-    self._run.log(dict(values), step=step)
+    self.close = run.finish
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
@@ -74,7 +70,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 def parse(names: str) -> list[str]:
   """Splits config.log.writers; raises UserError if a name is unknown."""
-  parsed = [name.strip() for name in names.split(",") if name.strip()]
+  parsed = names.replace(",", " ").split()
   if unknown := {*parsed} - TRACKERS.keys():
     known = ", ".join(TRACKERS)
     raise UserError(f"config.log.writers has {unknown} but may have {known}")

@@ -104,8 +104,7 @@ class Health:
   def check(self, step: int, line: Line) -> tuple[dict[str, float], list[str]]:
     """Returns the metrics of the checks that fail, and messages to print.
 
-    Args:
-      line: metrics of a step; those of an evaluation are ignored.
+    Lines of evaluations are ignored.
     """
     metrics, messages = {}, []
     if "step/seconds" not in line:

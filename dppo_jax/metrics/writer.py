@@ -36,9 +36,7 @@ class Writer(contextlib.AbstractContextManager):
 
     Args:
       first_step: step of the checkpoint to resume from; None for a new run.
-      bar: shows messages.
-      watch: adds warnings to the metrics.
-      openers: constructors of trackers, as `trackers.openers` returns them.
+      openers: functions that open trackers, see `trackers.openers`.
     """
     first_step = -1 if first_step is None else first_step
     self.bar, self._watch, self._workdir = bar, watch, workdir
@@ -60,11 +58,7 @@ class Writer(contextlib.AbstractContextManager):
         file.close()
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes a line of metrics, and prints a warning if they look wrong.
-
-    Raises:
-      UserError: if the disk is full or the working directory was deleted.
-    """
+    """Writes a line of metrics, and prints a warning if they look wrong."""
     values = {name: float(value) for name, value in values.items()}
     warnings, messages = {}, []
     if self._watch:
@@ -76,11 +70,7 @@ class Writer(contextlib.AbstractContextManager):
       self.say(message)
 
   def write_samples(self, step: int, split: str, samples: list[dict]) -> None:
-    """Writes completions with their problems, answers and rewards.
-
-    Args:
-      split: "train", "eval" or "eval/NAME".
-    """
+    """Writes completions; `split` is "train", "eval" or "eval/NAME"."""
     lines = [{"step": step, "split": split, **x} for x in samples]
     self._append("samples.jsonl", "".join(map(jsonl.line, lines)))
 
@@ -126,13 +116,11 @@ class Writer(contextlib.AbstractContextManager):
       self.say(f"warning: {name} failed and is off from here on: {error!r}")
 
 
-class Silent(contextlib.AbstractContextManager):
+class Silent(contextlib.nullcontext):
   """The writer of all processes but the first, which writes nothing."""
 
   def __init__(self, bar: progress.Progress):
+    super().__init__(self)
     self.bar = bar
     self.write = self.write_samples = lambda *unused: None
     self.say = self.log = self.sync = lambda *unused: None
-
-  def __exit__(self, *unused) -> None:
-    pass
