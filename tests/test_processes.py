@@ -100,7 +100,7 @@ class _Folder:
 
   def together(self, steps: int, data: int, model: int = 1, **env: str):
     """Trains in two processes of two devices; exit codes and outputs."""
-    program = commands.ROOT / "tests/one_process.py"
+    program = commands.ROOT / "tests/helpers/one_process.py"
     paths = [str(commands.ROOT), os.environ.get("PYTHONPATH", "")]
     before = dict(os.environ)
     os.environ.update(env, PYTHONPATH=os.pathsep.join(paths))

@@ -1,6 +1,6 @@
 """Kills a run repeatedly and compares its results to an undisturbed run.
 
-  python tests/kill.py --times=20 --seed=0 [--processes=2]
+  python tests/helpers/kill.py --times=20 --seed=0 [--processes=2]
 
 kills (SIGKILL) a small run at random moments and restarts it each time until it
 is done. Parameters, optimizer, prompt history, metrics, samples, TensorBoard
@@ -8,7 +8,7 @@ events and the list of checkpoints must then be bit-identical to those of an
 undisturbed run. Then the same with SIGTERM, and with the latest checkpoint cut,
 emptied or with one bit flipped after each kill. Ten minutes on two cores.
 
-  python tests/kill.py --places
+  python tests/helpers/kill.py --places
 
 kills once at each of a few chosen places, destroys the weights of a step and
 fills the disk, as the tests do.
