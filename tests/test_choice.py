@@ -102,8 +102,16 @@ def test_functions_in_python():
   flat = options.flatten(c)
   assert flat["method.source"] == f"{__file__}:here"
   assert "objective.source" not in flat  # one of ours
+<<<<<<< HEAD
   configs.use_method(c, "neyman", "gmpo")
   assert (c.method.name, c.objective.name) == ("neyman", "gmpo")
+=======
+  (tmp_path / "config.json").write_text(json.dumps(flat))
+  again = configs.read(tmp_path / "config.json")
+  assert again.method.factory.__code__.co_filename == __file__
+  configs.use_method(c, "neyman", "cispo")
+  assert (c.method.name, c.objective.name) == ("neyman", "cispo")
+>>>>>>> main
 
 
 def test_callbacks_are_functions_or_references(file, tmp_path):
@@ -136,14 +144,14 @@ def brevity(completions):
 def test_saved_config_finds_data_and_rewards_that_were_functions(tmp_path):
   c = configs.Config()
   c.data.train, c.data.template = rows, lambda row: row["problem"]
-  c.reward.functions = ["math", (brevity, 0.5)]
+  c.reward.functions = ["math:2", brevity]
   flat = options.flatten(c)
   (tmp_path / "config.json").write_text(json.dumps(flat))
   again = configs.read(tmp_path / "config.json")
   assert options.flatten(again) == flat
   assert again.data.train == f"{__file__}:rows"
   assert [x.columns for x in sources.read(again.data.train)] == rows()
-  assert [x.weight for x in rewards.parse(again.reward.functions)] == [1, 0.5]
+  assert [x.weight for x in rewards.parse(again.reward.functions)] == [2, 1]
 
 
 def test_edited_file_is_read_again(file):

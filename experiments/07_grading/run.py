@@ -5,7 +5,7 @@
 Honest answers are those of a data file (of its column `answer`), or made by
 rules: a quarter stands in the box as in the data, half of them in another
 notation, a quarter are those of another problem. Hostile ones are those of
-tests/hostile.py. Rows are appended to results.jsonl.
+tests/helpers/hostile.py. Rows are appended to results.jsonl.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import time
 from dppo_jax.rewards import Grader
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
+sys.path.insert(0, str(HERE.parents[1] / "tests/helpers"))
 
 import hostile  # noqa: E402
 

@@ -7,7 +7,7 @@ import sys
 
 from dppo_jax.config import Config, cli
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(file: str, **overrides) -> Config:
