@@ -1,0 +1,1 @@
+"""Bias and variance of the gradient under each pruning rule."""

@@ -1,0 +1,1 @@
+"""Bounds of the time that pruning rollouts can save."""
