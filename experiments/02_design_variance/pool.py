@@ -9,11 +9,13 @@ every expectation are known exactly.
 import functools
 from typing import NamedTuple
 
-from batch import Batch, sample, score_gradients
 import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax.records import Rollout
+
+from ..common.policy import sample
+from .batch import Batch, score_gradients
 
 GROUP = 16  # completions of a prompt in the full batch
 

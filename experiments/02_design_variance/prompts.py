@@ -1,14 +1,16 @@
 """The choice of prompts, from what one earlier visit to each taught."""
 
-from batch import Batch, sample
-from completions import BUDGETS, DRAWS
-import errors
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import methods
 from dppo_jax.rng import StepRng
+
+from ..common.policy import sample
+from . import errors
+from .batch import Batch
+from .completions import BUDGETS, DRAWS
 
 
 def measure(sampled: Batch) -> list[dict]:

@@ -6,12 +6,12 @@ the mean gradient of the full batch, 16 completions of each prompt; where a
 rule changes the objective on purpose, also against what it changes it to.
 """
 
-from batch import Batch
-import errors
 import numpy as np
-import pool as pools
-import sampling
-from sampling import Drawn
+
+from . import errors, sampling
+from . import pool as pools
+from .batch import Batch
+from .sampling import Drawn
 
 BUDGETS = (0.5, 0.25, 0.125)  # of the tokens generated
 

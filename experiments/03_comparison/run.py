@@ -23,9 +23,7 @@ HERE = pathlib.Path(__file__).parent
 CONFIG = "experiments/03_comparison/config.py"
 # Stated before any was run; see README.md.
 VARIANTS = {
-  "grpo, all tokens": (
-    "experiments/common/baselines.py:grpo_all_tokens",
-  ),
+  "grpo, all tokens": ("experiments/common/baselines.py:grpo_all_tokens",),
   "grpo": ("grpo",),
   "grpo, half the prompts": ("grpo", "--config.data.prompts_per_step=16"),
   "grpo, groups of 4": ("grpo", "--config.rollout.group_size=4"),
@@ -105,9 +103,7 @@ def paired(
 ) -> list[float]:
   """Returns ratios of the base's value to the variant's, by seed."""
   of = lambda name: {
-    r["seed"]: value(r)
-    for r in rows
-    if r["variant"] == name and r["is_timed"]
+    r["seed"]: value(r) for r in rows if r["variant"] == name and r["is_timed"]
   }
   full, other = of(base), of(variant)
   return [

@@ -1,11 +1,11 @@
 """Predictions of speed-ups from the unpruned runs alone.
 
 Steps are proportional to `(1 + v f) ^ a`: `v` is the added variance as a
-fraction of the batch's own, `f` the noise fraction of the gradient. `a` is 1 at a learning rate that suits the
-noise, where neither more nor less of it would be faster. Elsewhere, as AdamW
-divides by a root mean square, noise `k` times as strong is the same walk at a
-learning rate divided by the root of `k` and `k` times as slow; where steps go
-as the rate to the power `-e`, that makes `a = 1 - e / 2`.
+fraction of the batch's own, `f` the noise fraction of the gradient. At the
+learning rate that is fastest for the noise, `a` is 1. Elsewhere, as AdamW
+divides by a root mean square, noise `k` times as strong has the effect of a
+learning rate divided by the root of `k`, and is `k` times as slow; where steps
+are proportional to the rate to the power `-e`, that makes `a = 1 - e / 2`.
 """
 
 import math

@@ -9,11 +9,12 @@ exactly, since two tokens are both trained as often as the later of them. It
 saves time in the update alone, and is compared with a choice of completions.
 """
 
-import bounds
-from bounds import Cells
-from logged import PARTS, Logged
-from moments import OBJECTIVES, live_tokens, moments
 import numpy as np
+
+from . import bounds
+from .bounds import Cells
+from .logged import PARTS, Logged
+from .moments import OBJECTIVES, live_tokens, moments
 
 
 def measure(log: Logged) -> list[dict]:

@@ -7,8 +7,9 @@ objective multiplies each completion's by its advantage and its token share.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from logged import PER_PROMPT, Logged
 import numpy as np
+
+from .logged import PER_PROMPT, Logged
 
 
 class Objective(NamedTuple):

@@ -1,12 +1,13 @@
 """Decode slots, simulated: how long a rollout takes, what its tail costs."""
 
-import bounds
-from bounds import Cells
-from logged import PER_PROMPT, Logged
-from moments import OBJECTIVES, live_tokens, moments
 import numpy as np
 
 from dppo_jax.rollout import decode
+
+from . import bounds
+from .bounds import Cells
+from .logged import PER_PROMPT, Logged
+from .moments import OBJECTIVES, live_tokens, moments
 
 PROMPTS = 32  # of a step
 

@@ -10,10 +10,12 @@ about g / G of g_full's sum, so the best `a` is nearer to that.
 import math
 from typing import NamedTuple
 
-import bounds
-from bounds import Cells
-from logged import Logged
-from moments import (
+import numpy as np
+
+from . import bounds
+from .bounds import Cells
+from .logged import Logged
+from .moments import (
   OBJECTIVES,
   Moments,
   Objective,
@@ -22,7 +24,6 @@ from moments import (
   live_tokens,
   moments,
 )
-import numpy as np
 
 PILOTS = (2, 4, 8)
 DRAWS = 40  # of a group's pilots

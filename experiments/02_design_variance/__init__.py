@@ -1,1 +1,0 @@
-"""Bias and variance of the gradient under each pruning rule."""

@@ -1,1 +1,0 @@
-"""Bounds of the time that pruning rollouts can save."""
