@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
-import phases
-import work as works
 
 from dppo_jax import sharding
 from dppo_jax.models import attention, transformer
 from dppo_jax.records import PackedBatch
 from dppo_jax.step import update
+
+from ..common import machine, phases
+from ..common import work as works
 
 Row = dict[str, Any]
 

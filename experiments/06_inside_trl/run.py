@@ -1,7 +1,7 @@
 """Pruning with unbiased weights inside TRL's GRPOTrainer.
 
   pip install torch trl accelerate datasets  # beside this package
-  python experiments/06_inside_trl/run.py
+  python -m experiments.06_inside_trl.run
 
 Writes results.jsonl: the bias of the gradient over many draws from one batch,
 and the CPU seconds of a few steps with and without pruning.

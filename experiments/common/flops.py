@@ -1,8 +1,6 @@
-"""Operations of a transformer's parts: a product and its sum count as two."""
+"""FLOPs of a transformer's parts; a product and its sum count as two."""
 
 from dppo_jax.models.transformer import ModelConfig
-
-__all__ = ["attention", "head", "layer_weights", "linear"]
 
 
 def layer_weights(model: ModelConfig) -> int:

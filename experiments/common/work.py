@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import rollout
+from dppo_jax.algo import PackingSpec
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import PackingSpec
 
 
 class Work(NamedTuple):
