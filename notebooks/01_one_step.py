@@ -292,8 +292,8 @@ plt.show()
 # %% [markdown]
 # ## 8. Select: packing
 #
-# The stage `select` does 6 and 7 and lays what is left side by side in rows. Rows
-# come in micro-batches of one fixed shape. Only those in use are computed.
+# The stage `select` does 6 and 7 and lays what is left side by side in rows.
+# Rows come in micro-batches of one fixed shape. Only those in use are computed.
 
 # %%
 with jax.set_mesh(run.mesh):

@@ -22,13 +22,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dppo_jax import config, plan, sharding
-from dppo_jax.metrics import logs
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.planning import assumed, topology
-from dppo_jax.run import memory
+from dppo_jax.run import compile_cache, memory
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 GIB = 2**30
 
 # %% [markdown]

@@ -132,6 +132,6 @@ def _rows(sampled: Batch, lengths) -> Callable:
   @jax.jit
   def pack_all(rollout):
     ones = jnp.ones(rollout.lengths.shape)
-    return pack.pack(sampled.prompts, rollout, ones, ones, spec)[:2]
+    return pack(sampled.prompts, rollout, ones, ones, spec)[:2]
 
   return lambda key: pack_all(rollout)

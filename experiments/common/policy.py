@@ -79,7 +79,7 @@ def gradient_of(
   def gradient(u, start, end):
     q, g = jnp.divmod(u, sampled.lengths.shape[1])
     one = lambda x: x[q, g][None, None]
-    packed, num_micro, _ = pack.pack(
+    packed, num_micro, _ = pack(
       jax.tree.map(lambda x: x[q][None], prompts),
       sampled.replace(
         tokens=one(sampled.tokens),
