@@ -143,9 +143,9 @@ estimate = plan.run(big, hardware="v5e:16")
 # %%
 small = config.Config()
 config.use_method(small, "dppo")
-small.model.embed, small.model.mlp, small.model.head_dim = 256, 512, 64
+small.model.shape |= {"embed": 256, "mlp": 512, "head_dim": 64}
 small.model.dtype = "bfloat16"
-small.data.num_arithmetic, small.data.eval = 64, ""
+small.data.train, small.data.eval = "arithmetic:64", ""
 small.pack.row_length = 256  # the TPU kernel takes multiples of 128
 small.mesh.data, small.mesh.model = 2, 2
 if importlib.util.find_spec("libtpu"):

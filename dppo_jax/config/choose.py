@@ -125,3 +125,12 @@ def _make(
       f"{returns.__name__}"
     )
   return result
+
+
+def load_callbacks(config: Config) -> tuple[Callable, ...]:
+  """Loads the functions that `config.callbacks` names."""
+  named = config.callbacks
+  if isinstance(named, str):
+    named = [x for x in named.split(",") if x]
+  named = named if isinstance(named, list | tuple) else [named]
+  return tuple(user_code.load(x) if isinstance(x, str) else x for x in named)
