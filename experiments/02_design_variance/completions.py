@@ -24,7 +24,7 @@ DRAWS = 500
 
 
 def measure(sampled: Batch) -> list[dict]:
-  """Of every method at every budget that it can keep to."""
+  """Measures every method at every budget that it can keep to."""
   found = []
   for name, make in by_share(sampled).items():
     for budget in BUDGETS:

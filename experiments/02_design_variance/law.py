@@ -1,4 +1,4 @@
-"""What the law of pruning needs: how much of the variance a choice adds.
+"""Variance that a choice adds, as the cost model of pruning needs it.
 
 Of a choice of completions with probabilities `p` that are drawn independently,
 the added variance is `sum((1 / p - 1) |g|^2)`. In units of the full batch's own

@@ -100,7 +100,7 @@ def binomial(size: int, rates: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _advantages(advantage, size: int) -> np.ndarray:
-  """As `Pool.advantages`."""
+  """Computes `Pool.advantages`."""
   count = np.arange(size + 1)[:, None]
   rewards = (np.arange(size)[None] < count).astype(np.float32)
   found = np.asarray(advantage(jnp.asarray(rewards)), np.float64)

@@ -14,7 +14,7 @@ from .completions import BUDGETS, DRAWS
 
 
 def measure(sampled: Batch) -> list[dict]:
-  """Of every rule, at every budget of prompts that it can keep to."""
+  """Measures every rule at every budget of prompts that it can keep to."""
   run, ids = sampled.run, sampled.prompts.ids
   before, rewards = sample(run, sampled.params, sampled.prompts, draw=1)
   seen = (rewards, rewards, before.lengths)  # 1 for what is correct, else 0

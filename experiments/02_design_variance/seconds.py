@@ -1,4 +1,4 @@
-"""What an update costs at each choice: CPU seconds beside the full one's.
+"""CPU seconds of an update at each choice, over those of the full update.
 
 Of the same batch, every choice at a quarter of the tokens: chosen, packed and
 its gradient summed, by the functions that a run compiles. Turn by turn, so that

@@ -95,7 +95,7 @@ def _done(results: pathlib.Path) -> dict[str, set[str]]:
 
 
 def _device() -> str:
-  """What JAX finds here, asked in a process that lets go of it again."""
+  """Returns the devices here; a process of its own releases them again."""
   code = "import jax; d = jax.devices(); print(len(d), 'x', d[0].device_kind)"
   found = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=False

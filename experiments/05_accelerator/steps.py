@@ -105,9 +105,9 @@ def memory_rows(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _planned(model: str, work: works.Work) -> dict[str, float]:
-  """What --mode=plan says of an update of this shape, by part.
+  """Returns the memory of an update by part, as --mode=plan estimates it.
 
-  Nothing for a model that no hub has.
+  Empty for a model that is not on the hub.
   """
   hub = [x for x in assumed.known_models() if x.lower().endswith(model)]
   if not hub:
@@ -130,7 +130,7 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
 
 
 def _work(model: str) -> works.Work:
-  """As a run would compute it here: bfloat16 but on a CPU."""
+  """Returns the work with the dtype that a run would use here."""
   work = checks.for_platform(works.WORKS[model])
   is_cpu = jax.devices()[0].platform == "cpu"
   return works.with_model(

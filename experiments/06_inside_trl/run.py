@@ -151,7 +151,7 @@ def gradient(trainer: PrunedGRPOTrainer, batch) -> np.ndarray:
 
 
 def bias(folder: str, budget: float, is_weighted: bool) -> dict:
-  """How far the mean over many draws is from the gradient of the batch."""
+  """Compares the mean over many draws with the gradient of the batch."""
   made = trainer(folder)
   made.model.train()
   made.current_gradient_accumulation_steps = 1

@@ -1,4 +1,4 @@
-"""What a policy sampled, and the gradients that all bounds are made of.
+"""Samples of a policy, and the gradients that all bounds follow from.
 
 Letters are those of `dppo_jax.records`; a prompt's `H` completions are cut
 into groups of `GROUP`, and `K` groups come of all prompts.
@@ -23,7 +23,7 @@ PARTS = 8  # of a completion, whose gradients are taken one by one
 
 
 class Shares(NamedTuple):
-  """Of the seconds of a step; all of them together are 1."""
+  """Fractions of the seconds of a step, which sum to 1."""
 
   rollout: float
   update: float
@@ -83,7 +83,7 @@ def train_policy(task: str, steps: int, workdir: pathlib.Path) -> Run:
 
 
 def measured_shares(workdir: pathlib.Path) -> Shares:
-  """Of the run's steps after the first ten, by the clocks of its stages."""
+  """Returns the fractions of the run's steps after the first ten."""
   lines = runs.load(workdir).steps[10:]
   of = lambda name: sum(line.get(f"{name}/seconds", 0.0) for line in lines)
   total = sum(of(stage) for stage in runs.STAGES)
@@ -91,7 +91,7 @@ def measured_shares(workdir: pathlib.Path) -> Shares:
 
 
 def load(path: pathlib.Path) -> Logged:
-  """What `save` wrote."""
+  """Reads a file that `save` wrote."""
   with np.load(path) as file:
     log = Logged(**file)
   return log._replace(

@@ -51,7 +51,7 @@ def measure() -> list[dict]:
 
 
 def _tails(spread: float) -> list[dict]:
-  """What a batch's longest completions cost in slots."""
+  """Bounds the cost of a batch's longest completions in slots."""
   queue = np.random.default_rng(0).permutation(lengths(spread, COMPLETIONS))
   queue = np.ceil(queue).astype(int)
   found = []

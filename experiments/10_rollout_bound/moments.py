@@ -13,7 +13,7 @@ from .logged import PER_PROMPT, Logged
 
 
 class Objective(NamedTuple):
-  """What a completion's gradient is multiplied by.
+  """Factors on a completion's gradient.
 
   Attributes:
     advantage: rewards `[..., g]` to `[..., g]`.
@@ -46,7 +46,7 @@ OBJECTIVES = {
 
 
 class Moments(NamedTuple):
-  """Of groups under an objective.
+  """Second moments of groups under an objective.
 
   Attributes:
     products: `[K, G, G]`, of completions' gradients at advantage 1, with their

@@ -35,7 +35,7 @@ GROUPS = (16, 8, 4)
 
 
 def describe(log: logged.Logged) -> dict:
-  """What there is to know of the batch itself."""
+  """Describes the batch itself."""
   m = moments.moments(log, moments.OBJECTIVES["grpo"])
   return {
     "rule": "batch",

@@ -53,7 +53,7 @@ def batches(log: Logged) -> np.ndarray:
 
 
 def measure(log: Logged) -> list[dict]:
-  """Of batches of `PROMPTS` groups, with a slot for each completion or 1/8."""
+  """Measures batches of `PROMPTS` groups, with all slots or an eighth."""
   found = []
   lengths = batches(log)
   for share, told in ((1, "a slot each"), (8, "a slot for eight")):

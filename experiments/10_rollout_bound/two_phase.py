@@ -81,7 +81,7 @@ def draw(log: Logged, objective: Objective, m: Moments, size: int) -> Pilots:
 
 
 def _sums(pilots: Pilots, cell: np.ndarray, num: int) -> list[np.ndarray]:
-  """Of full, cross, own and cost over the pilots of each cell, `[num]`."""
+  """Sums full, cross, own and cost over the pilots of each cell, `[num]`."""
   add = lambda x: np.bincount(cell.ravel(), x.ravel(), num)
   return [add(getattr(pilots, x)) for x in ("full", "cross", "own", "cost")]
 

@@ -303,7 +303,7 @@ def random_params(work: works.Work) -> transformer.Params:
 
 
 def compile_function(function, *arguments) -> jax.stages.Compiled:
-  """As a run compiles its stages."""
+  """Compiles a function with the options of a run."""
   return programs.compile_program(
     jax.jit(function).lower(*arguments), jax.devices()[0].platform
   )

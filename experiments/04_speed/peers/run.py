@@ -84,7 +84,7 @@ class Bench:
       self.call("grpo", "order", MICRO["grpo"][0], out, total, seed)
 
   def versions(self) -> dict[str, str]:
-    """What is installed, of all that is compared."""
+    """Returns the installed versions of everything compared."""
     out = {}
     for system, needs in (PEERS | {"grpo": ("jax==",)}).items():
       freeze = [self.python(system), "-m", "pip", "freeze"]

@@ -48,7 +48,7 @@ def set_up(args) -> setup.Run:
 
 
 def order(args) -> None:
-  """Which problems each step draws."""
+  """Writes the problems that each step draws."""
   run = set_up(args)
   ids = [
     data.draw(run.train_set, run.root_key, step, work.PROMPTS).ids.tolist()
@@ -162,7 +162,7 @@ def decode(args) -> None:
 
 
 def first_prompts(run: setup.Run) -> PromptBatch:
-  """Those that are checked and decoded."""
+  """Returns the prompts that are checked and decoded."""
   ids = np.arange(work.PROMPTS, dtype=np.int32)
   return PromptBatch(ids, run.train_set.tokens[ids], run.train_set.lengths[ids])
 

@@ -135,7 +135,7 @@ def test_stopping_is_unbiased_with_leave_one_out_baselines():
 
 
 def test_stopping_with_a_weighted_baseline_is_unbiased_over_completions():
-  """Of a policy that chooses one of two, every group and stop enumerated."""
+  """Enumerates every group and stop of a policy with two choices."""
   p, stays = 0.3, np.array([0.5, 0.8])  # probability of 1; of living, by choice
   reward, score = np.array([0.2, 1.0]), np.array([-p, 1 - p])
   mean = 0.0
