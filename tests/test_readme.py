@@ -67,7 +67,7 @@ def test_every_command_of_a_readme_is_a_run_that_can_start(
 def test_programs_and_modules_that_a_readme_starts_exist():
   for page, words in COMMANDS:
     after = words[words.index("python") + 1 :] if "python" in words else []
-    if after[:1] == ["-m"] and after[1].startswith("dppo_jax"):
+    if after[:1] == ["-m"] and after[1].startswith(("dppo_jax", "experiments")):
       assert importlib.util.find_spec(after[1]), (page, after[1])
     elif after and after[0].endswith(".py"):
       known = (commands.ROOT / after[0]).exists()
