@@ -6,6 +6,7 @@ from dppo_jax.config.choose import (
   make_objective,
   read,
   use_method,
+  validate,
 )
 from dppo_jax.config.options import assign, default_args, flatten, walk
 from dppo_jax.config.schema import (
@@ -15,7 +16,6 @@ from dppo_jax.config.schema import (
   ModelConfig,
   ObjectiveConfig,
 )
-from dppo_jax.config.validate import validate
 
 __all__ = [
   "Config",
