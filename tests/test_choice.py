@@ -102,16 +102,11 @@ def test_functions_in_python():
   flat = options.flatten(c)
   assert flat["method.source"] == f"{__file__}:here"
   assert "objective.source" not in flat  # one of ours
-<<<<<<< HEAD
-  configs.use_method(c, "neyman", "gmpo")
-  assert (c.method.name, c.objective.name) == ("neyman", "gmpo")
-=======
   (tmp_path / "config.json").write_text(json.dumps(flat))
   again = configs.read(tmp_path / "config.json")
   assert again.method.factory.__code__.co_filename == __file__
   configs.use_method(c, "neyman", "cispo")
   assert (c.method.name, c.objective.name) == ("neyman", "cispo")
->>>>>>> main
 
 
 def test_callbacks_are_functions_or_references(file, tmp_path):
