@@ -65,7 +65,7 @@ def test_every_command_of_a_readme_is_valid(page, words, elsewhere):
 def test_programs_and_modules_of_the_commands_exist():
   for page, words in COMMANDS:
     after = words[words.index("python") + 1 :] if "python" in words else []
-    if after[:1] == ["-m"] and after[1].startswith("dppo_jax"):
+    if after[:1] == ["-m"] and after[1].startswith(("dppo_jax", "experiments")):
       assert importlib.util.find_spec(after[1]), (page, after[1])
     elif after and after[0].endswith(".py"):
       known = (commands.ROOT / after[0]).exists()

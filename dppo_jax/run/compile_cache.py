@@ -57,5 +57,7 @@ def quiet_libraries() -> None:
   # Importing absl first lets its own logger class find the caller's file.
   from absl import logging as absl_logging
 
-  absl_logging.get_absl_logger().addFilter(_is_for_users)  # once: it is the same
+  absl_logging.get_absl_logger().addFilter(
+    _is_for_users
+  )  # once: it is the same
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
