@@ -34,7 +34,7 @@ REJECTED = [
   ("model.remat=some", "config.model.remat", "layers, dots, none"),
   ("model.attention=splash", "config.model.attention", "tpu"),
   ("model.shape.heads=3", "config.model.shape.heads", "multiple of 2"),
-  ("model.path=none", "config.model.path", "'none' is not a directory"),
+  ("model.path=none", "config.model.path", "none has neither"),
   ("optimizer.schedule=wild", "config.optimizer.schedule", "constant, linear"),
   ("optimizer.clip_norm=nan", "config.optimizer.clip_norm", "at most"),
   ("reward.functions=fair", "config.reward.functions", "'fair'"),
@@ -146,5 +146,5 @@ def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
   with pytest.raises(UserError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
-  with pytest.raises(UserError, match="'none' is not a directory"):
+  with pytest.raises(UserError, match="none has neither"):
     setup_run(config)

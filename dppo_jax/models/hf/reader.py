@@ -132,7 +132,9 @@ def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
   path, files = pathlib.Path(path), [WEIGHTS]
   if not (path / WEIGHTS).is_file():
     if not (path / INDEX).is_file():
-      raise UserError(f"{path} has neither {WEIGHTS} nor {INDEX}")
+      raise UserError(
+        f"config.model.path {path} has neither {WEIGHTS} nor {INDEX}"
+      )
     files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
   tensors = {}
   for file in files:
