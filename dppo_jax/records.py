@@ -1,11 +1,11 @@
-"""What travels between stages, and the letters that name its shapes.
+"""Records passed between stages, and the letters that name their shapes.
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
 `P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
 of `L` positions each, `M` problems in a data set.
 
-A rollout has a fixed shape, so `Q` equals `N` and a pruned prompt is a row
-whose `kept.keep` is False: padding is an item that was not kept.
+A rollout has a fixed shape, so `Q` equals `N`, and the `kept.keep` of a pruned
+prompt is False.
 """
 
 from flax import struct
@@ -45,8 +45,8 @@ class PromptBatch:
 class Rollout:
   """Completions as they were sampled.
 
-  The sampler of this package fills in all; `algo.fill` and objectives do
-  without the last three, and then take every prompt to be kept.
+  `algo.fill` and objectives do not need the last three fields; without them
+  every prompt is assumed to be kept.
 
   Attributes:
     prompt_ids: `[Q]`.
@@ -55,9 +55,8 @@ class Rollout:
     lengths: `[Q, G]`, tokens in each completion, 0 for a pruned prompt.
     is_stopped: `[Q, G]`, True where a stop token ended the completion and
       False where the token limit did.
-    kept: `[Q]`, the selection of prompts this rollout was given.
-    slot_steps: decode slots times decode steps: how many tokens could have been
-      decoded.
+    kept: `[Q]`, the selection of prompts.
+    slot_steps: decode slots times decode steps.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -98,9 +97,8 @@ class Groups:
     rewards: `[Q, G]`.
     advantages: `[Q, G]`, from all G completions of each group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
-    is_needed: `[Q, G]`, True where a completion contributes to the gradient.
-      Without a KL penalty one of zero advantage does not and may be dropped
-      for free. None stands for every completion of a kept prompt.
+    is_needed: `[Q, G]`, True where a completion contributes to the gradient;
+      without a KL penalty one of zero advantage does not. None if unknown.
     scale: `[Q, G]`, factor on each token's loss before this choice: the
       objective's token share over the prompt's probability. None is 1.
     sum_sq_residual: `[Q, G]`, sum over tokens of (1 - p)^2 with p the sampling
@@ -145,12 +143,12 @@ class PackedBatch:
     positions: `[R, L]`, counted from 0 in each prompt with its completion.
     segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding. A completion is
       a segment, and so is a prompt that several share.
-    prefix_ids: `[R, L]`, the segment that a position attends to beside its
-      own: its prompt's, where that is shared; its own where it is not.
+    prefix_ids: `[R, L]`, the segment that a position attends to in addition to
+      its own: that of its prompt if it is shared, else its own.
     is_trained: `[R, L]`, True where the target is a token of a completion.
     advantages: `[R, L]`.
-    weights: `[R, L]`, the constant that multiplies each token's loss; 0 for a
-      token of a completion that was not chosen.
+    weights: `[R, L]`, constant factor on each token's loss; 0 for a token of a
+      completion that was not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
   """
 
@@ -171,7 +169,7 @@ class TokenStats:
 
   Attributes:
     logprobs: `[R, L]`, nats, of the target.
-    entropy: `[R, L]`, nats, of the whole distribution.
+    entropy: `[R, L]`, nats, of the distribution.
     logit_grad_sq: `[R, L]`, squared norm of the gradient of the target's
       log-probability with respect to the logits, 1 - 2 p + sum of p_v^2.
   """
@@ -187,11 +185,11 @@ class TrainState:
 
   Attributes:
     step: steps done.
-    draws: batches of prompts drawn; more than `step` where steps draw again.
+    draws: batches of prompts drawn; more than `step` if steps draw again.
     params: master weights.
-    opt_state: the optimizer's.
+    opt_state: state of the optimizer.
     history: per-problem memory of the method's prompt rule.
-    noise: a `gradient_noise.Noise`; None where the method measures none.
+    noise: a `gradient_noise.Noise`; None if the method measures none.
   """
 
   step: Int[Array, ""]

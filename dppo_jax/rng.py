@@ -1,8 +1,8 @@
-"""Where randomness comes from: a key is a coordinate, never a stream.
+"""Randomness as a coordinate, never a stream.
 
-Randomness is a function of (seed, step, stage) and, inside a stage, of the
-identity of the item it is for. It can be repeated after a restart, and what
-one item samples does not depend on which other items there are.
+A key is a function of (seed, step, stage) and, inside a stage, of the identity
+of its item. Draws repeat after a restart, and the draw of one item does not
+depend on the other items.
 """
 
 import enum

@@ -74,21 +74,7 @@ print("row 0 as tokens:", problems.tokens[0])
 
 # %%
 with jax.set_mesh(run.mesh):
-  params = sft.run(
-    run.initial_params(),
-    problems,
-    run.tokenizer,
-    run.stop_ids[0],
-    run.root_key,
-    model_config=run.model,
-    spec=run.packing,
-    steps=70,
-    sequences_per_step=64,
-    direct_share=0.5,
-    learning_rate=3e-3,
-    say=print,
-    bar=progress.Progress(),
-  )
+  params = sft.run(run, run.initial_params(), 70, print, progress.Progress())
 num_weights = sum(x.size for x in jax.tree.leaves(params))
 print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 
@@ -292,8 +278,8 @@ plt.show()
 # %% [markdown]
 # ## 8. Select: packing
 #
-# The stage `select` does 6 and 7 and lays what is left side by side in rows. Rows
-# come in micro-batches of one fixed shape. Only those in use are computed.
+# The stage `select` does 6 and 7 and packs what is left side by side in rows.
+# Rows come in micro-batches of one fixed shape. Only those in use are computed.
 
 # %%
 with jax.set_mesh(run.mesh):

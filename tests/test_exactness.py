@@ -36,12 +36,11 @@ OBJECTIVES = {
   "dapo": objectives.dapo(0.1, 0.15, **_ACTIVE, tokens_per_completion=3.0),
   "dr_grpo": objectives.dr_grpo(0.1, 0.15, **_ACTIVE),
   "gspo": objectives.gspo(0.1, 0.15, **_ACTIVE),
-  "gmpo": objectives.gmpo(0.1, 0.15, **_ACTIVE),
   "cispo": objectives.cispo(0.1, 0.15, **_ACTIVE, tokens_per_completion=3.0),
   "rloo": objectives.rloo(beta=0.3),
   "grpo without KL": objectives.grpo(0.1, 0.15),
 }
-LOSSES = ("gmpo", "cispo", "rloo")
+LOSSES = ("cispo", "rloo")
 WEIGHTED = {
   "dppo": methods.dppo(0.6, 0.7),
   "dppo, batch": methods.dppo(0.6, 0.7, "batch"),

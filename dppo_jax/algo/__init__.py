@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (re-exports)
 """Pure mathematics of arrays: it knows no model, no config and no files."""
 
 from dppo_jax.algo.advantages import (
@@ -21,7 +22,6 @@ from dppo_jax.algo.objectives import (
   cispo,
   dapo,
   dr_grpo,
-  gmpo,
   grpo,
   gspo,
   rloo,
@@ -34,36 +34,3 @@ from dppo_jax.algo.weights import (
   horvitz_thompson,
   invalid_probs,
 )
-
-__all__ = [
-  "OBJECTIVES",
-  "Objective",
-  "PackingSpec",
-  "bernoulli",
-  "cispo",
-  "count_tokens",
-  "dapo",
-  "diagnose",
-  "dr_grpo",
-  "drawn_probability",
-  "effective_sample_size",
-  "fill",
-  "gmpo",
-  "group_centred",
-  "group_normalized",
-  "grpo",
-  "gspo",
-  "horvitz_thompson",
-  "invalid_probs",
-  "is_zero_variance",
-  "leave_one_out",
-  "overlong_penalty",
-  "plan",
-  "rloo",
-  "row_bound",
-  "segment_sum",
-  "surrogate",
-  "systematic",
-  "to_grid",
-  "water_filling",
-]

@@ -1,7 +1,7 @@
-"""Sampling designs: inclusion probabilities, and draws that honour them.
+"""Sampling designs: inclusion probabilities, and draws that have them exactly.
 
-Probabilities live on a grid of `1 / GRID`, so that a draw in integers has them
-exactly: no rounding stands between the weight 1 / prob and an unbiased sum.
+Probabilities are multiples of `1 / GRID`, so that draws in integers have them
+without rounding and weights 1 / prob are exact.
 """
 
 import math
@@ -18,10 +18,10 @@ def water_filling(
   n: int | Int[Array, ""],
   min_prob: float = 0.0,
 ) -> Float[Array, "M"]:
-  """Probabilities that sum to `n`, in proportion to size as far as they can be.
+  """Probabilities that sum to `n`, proportional to size within their bounds.
 
-  They are `clip(scale * size, least, 1)` with the one scale that makes the sum
-  right. Where size is the norm of a term, no other probabilities within these
+  They are `clip(scale * size, least, 1)` with the scale that makes the sum
+  `n`. If size is the norm of a term, no other probabilities within these
   bounds have less variance in independent draws.
 
   >>> import jax.numpy as jnp
@@ -30,42 +30,37 @@ def water_filling(
   [1.   0.5  0.25 0.25 0.  ]
 
   Args:
-    size_measure: at least 0, in any unit. An item of size 0 is left out:
-      probability 0. All are certain if at most `n` have a size above 0. Where
-      some are infinite or NaN, only those are kept, all alike: what spoils a
-      sum must not vanish from it.
-    n: how many items to keep, up to `GRID`; 0 keeps none.
-    min_prob: in [0, 1], least probability of an item of size above 0; the
-      even share `n / count` where that is lower. Never below `1 / GRID`.
-  Returns:
-    Multiples of `1 / GRID`, as `to_grid` makes them.
+    size_measure: at least 0, in any unit. Items of size 0 have probability 0;
+      the others have 1 if they are at most `n`. If some are infinite or NaN,
+      only those are kept, all alike: they must not vanish from the sum.
+    n: number of items to keep, at most `GRID`.
+    min_prob: in [0, 1], least probability of an item of size above 0;
+      `n / count` if that is lower. Never below `1 / GRID`.
   Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
   """
   n = jnp.asarray(n, jnp.int32)
-  is_spoiled = ~jnp.isfinite(size_measure)
-  size_measure = jnp.where(
-    is_spoiled.any(), is_spoiled.astype(jnp.float32), size_measure
-  )
-  # Below 1: what is certain could not be lowered to the even share.
+  bad = ~jnp.isfinite(size_measure)
+  size_measure = jnp.where(bad.any(), bad.astype(jnp.float32), size_measure)
+  # Below 1, as `to_grid` does not lower what is certain.
   least = min(max(math.ceil(min_prob * GRID), 1), GRID - 1) / GRID
 
-  def filled(scale):
+  def filled(bits):
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     prob = jnp.clip(scale * size_measure, least, 1.0)
     return jnp.where((size_measure > 0) & (n > 0), prob, 0.0)
 
-  # Positive floats are ordered as their bits are: bisecting the bits finds the
-  # largest scale that fits, to the last bit, at any magnitude.
+  # Positive floats are ordered like their bits, so bisecting the bits finds the
+  # largest scale that fits exactly, at any magnitude.
   def halve(_, bounds):
     low, high = bounds
     middle = high - (high - low) // 2
-    scale = jax.lax.bitcast_convert_type(middle, jnp.float32)
-    fits = _excess(_units(filled(scale)), n) <= 0
+    fits = _excess(_units(filled(middle)), n) <= 0
     return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
   highest = jax.lax.bitcast_convert_type(jnp.finfo(jnp.float32).max, jnp.int32)
   low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), highest))
-  # Where even `least` is too much for all, this lowers them to the even share.
-  return to_grid(filled(jax.lax.bitcast_convert_type(low, jnp.float32)), n)
+  # If even `least` is too much for all, this lowers it to `n / count`.
+  return to_grid(filled(low), n)
 
 
 def to_grid(
@@ -73,10 +68,10 @@ def to_grid(
 ) -> Float[Array, "M"]:
   """Probabilities rounded to multiples of `1 / GRID` whose exact sum is `n`.
 
-  Items that are out (0) or certain (1) stay so and others stay between the
-  two; they are rounded by largest remainders, which moves each by less than
-  `1 / GRID` where the sum was `n` before. A sum that cannot be reached within
-  these bounds is approached.
+  Probabilities of 0 and 1 do not change and others stay between the two. They
+  are rounded by largest remainders, which moves each by less than `1 / GRID` if
+  the sum was `n`. A sum that cannot be reached within these bounds is
+  approached.
   """
   n = jnp.asarray(n, jnp.int32)
   is_free = (prob > 0) & (prob < 1)
@@ -86,8 +81,7 @@ def to_grid(
   remainder = prob * GRID - units.astype(jnp.float32)
   order = jnp.argsort(-sign.astype(jnp.float32) * remainder, stable=True)
 
-  def spare(units):
-    """How far each can still move."""
+  def spare(units):  # units by which each can still move
     free = jnp.where(sign > 0, GRID - units, units - 1)
     return jnp.where(is_free, free, 0)
 
@@ -111,9 +105,8 @@ def systematic(
 ) -> Bool[Array, "M"]:
   """Keeps exactly `n` items, each with exactly its probability.
 
-  Items whose probabilities sum to at most 1 along the list exclude one
-  another, so its order is a stratification: neighbours should be alike. Order
-  may depend on anything but the draw.
+  Neighbours whose probabilities sum to at most 1 exclude one another, so the
+  order is a stratification. It may depend on anything but the draw.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -124,8 +117,7 @@ def systematic(
   2 True False
 
   Args:
-    prob: on the grid, as `water_filling` and `to_grid` make it; the number
-      kept is its sum, that is `n`.
+    prob: multiples of `1 / GRID` whose sum is `n`.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
   del n  # the sum of `prob`; stated for readers of the call
@@ -136,10 +128,10 @@ def systematic(
 def systematic_at(
   offset: UInt32[Array, ""], prob: Float[Array, "M"]
 ) -> Bool[Array, "M"]:
-  """What a systematic draw keeps at one of its equally likely offsets.
+  """Items that a systematic draw keeps at one of its equally likely offsets.
 
   Each item covers `prob * GRID` consecutive marks of a ruler, one item after
-  the other; those that cover `offset + k * GRID` for some whole `k` are kept.
+  the other; those that cover `offset + k * GRID` for an integer `k` are kept.
 
   Args:
     offset: in `[0, GRID)`.
@@ -153,7 +145,7 @@ def systematic_at(
 def bernoulli(
   key: Key[Array, ""], prob: Float[Array, "*shape"]
 ) -> Bool[Array, "*shape"]:
-  """Keeps each item by itself with its probability, see `drawn_probability`.
+  """Keeps each item independently, see `drawn_probability`.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -182,14 +174,14 @@ def drawn_probability(prob: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:
-  """Whole multiples of `1 / GRID` in each probability."""
+  """Multiples of `1 / GRID` in each probability."""
   return jnp.floor(prob * GRID).astype(jnp.int32)
 
 
 def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
-  """`sum(units) - n * GRID`, which may pass 2**32, cut off at 2**30.
+  """`sum(units) - n * GRID`, clipped to 2**30, of up to 2**24 items.
 
-  In three limbs, the sums of which hold for up to `2**24` items.
+  In three limbs, as the sum may exceed 2**32.
   """
   high = (units >> 14).sum(dtype=jnp.int32)
   middle = ((units >> 7) & 127).sum(dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""What a choice of completions costs in precision, from the choice itself."""
+"""The precision that a choice of completions loses."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -14,34 +14,32 @@ def diagnose(
   size: Float[Array, "Q G"],
   is_needed: Bool[Array, "Q G"],
 ) -> dict[str, Float[Array, ""]]:
-  """Metrics that tell whether pruning is still worth its noise.
+  """Returns metrics of the noise that pruning adds.
 
   Args:
     chosen: `[Q, G]`, the choice of completions.
-    weight: 1 / probability, of prompt and completion, where kept; else 0.
-    size: norm of each completion's gradient before weighting, or a proxy of
-      it, up to a common factor.
+    weight: 1 / probability, of prompt and completion; 0 where not kept.
+    size: gradient norm of each completion before weighting, or a proxy, up to
+      a common factor.
     is_needed: False where a completion adds nothing to the gradient.
   Returns:
     weights/max, weights/mean: before tokens are chosen. The mean is 1 in
-      expectation where every completion could be kept.
+      expectation if every completion could be kept.
     completions/prob_min, completions/prob_mean: of the needed completions.
-    weights/ess: contributions' effective sample size.
-    weights/added_variance: variance that pruning adds, as a share of that of
-      the full batch, where completions are independent and point nowhere in
-      particular: sum w (w - 1) a^2 / sum w a^2 over the kept ones, whose two
-      expectations are sum (1/prob - 1) a^2 and sum a^2. A design that keeps
-      alike completions apart adds less; unweighted rules add bias on top.
-    completions/positive, completions/positive_kept: share of positive
-      advantages among the needed completions, and among those of them kept.
+    weights/ess: effective sample size of the contributions.
+    weights/added_variance: estimate of the variance that pruning adds, as a
+      fraction of that of the full batch, if draws and gradients are
+      independent: sum w (w - 1) a^2 / sum w a^2 over the kept ones, with the
+      expectations sum (1/prob - 1) a^2 and sum a^2. Stratified designs add
+      less; unweighted rules are biased too.
+    completions/positive, completions/positive_kept: fraction of positive
+      advantages among the needed completions, and among those kept.
   """
   kept = (weight > 0) & is_needed
   squares = jnp.where(kept, weight * size * size, 0.0)
-  share = lambda x, of: (
-    (x & of).sum(dtype=jnp.float32)
-    / jnp.maximum(of.sum(dtype=jnp.float32), 1.0)
-  )
-  num_needed = jnp.maximum(is_needed.sum(dtype=jnp.float32), 1.0)
+  count = lambda x: x.sum(dtype=jnp.float32)
+  share = lambda x, of: count(x & of) / jnp.maximum(count(of), 1.0)
+  num_needed = jnp.maximum(count(is_needed), 1.0)
   total = squares.sum()
   return {
     "weights/max": weight.max(),

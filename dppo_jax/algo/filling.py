@@ -50,12 +50,7 @@ def fill(
   num_rows: int,
   row_length: int,
 ) -> PackedBatch:
-  """Fills the rows `[R, L]` of a plan; padding has weight 0.
-
-  Args:
-    plan: made from `counts`.
-    advantages, weights: `[Q, G]`, the same for all tokens of a completion.
-  """
+  """Fills the rows `[R, L]` of a plan of `counts`; padding has weight 0."""
   chex.assert_equal_shape((rollout.lengths, advantages, weights, plan.row))
   layout = lay_out(plan, counts, num_rows, row_length)
   row_tokens = read_rows(
@@ -74,12 +69,11 @@ def assemble(
   weights: Float[Array, "Q G"],
   num_unplaced: Int[Array, ""],
 ) -> PackedBatch:
-  """Joins layout and tokens; a batch with unplaced completions gets a NaN."""
+  """Joins layout and tokens; a NaN marks a batch with unplaced completions."""
   next_token = layout.positions + 1 - prompt_lengths[layout.prompt]
   is_trained = layout.is_real & ~layout.is_prefix & (next_token >= 0)
   at_trained = lambda x: jnp.where(is_trained, x, 0.0)
   per_completion = lambda x: at_trained(x.reshape(-1)[layout.completion])
-  # If a sequence has no place, one NaN spoils the sum over the others.
   is_first = jnp.zeros(layout.is_real.shape, bool).at[0, 0].set(True)
   is_spoiled = is_first & (num_unplaced > 0)
   return PackedBatch(
@@ -103,12 +97,7 @@ def read_rows(
   logprobs: Float[Array, "q G T"],
   first: Int[Array, ""] | int = 0,
 ) -> RowTokens:
-  """Reads the tokens of the prompts `first`, `first + 1`, ...; 0 elsewhere.
-
-  Args:
-    prompt_lengths: of all prompts; the other arrays are of `q` of them.
-    first: number of the first of these.
-  """
+  """Reads the tokens of `q` of `Q` prompts, from `first` on; 0 elsewhere."""
   num_here, group_size, longest = completion_tokens.shape
   lengths = prompt_lengths[layout.prompt]
   is_here = layout.is_real
@@ -143,9 +132,9 @@ def lay_out(
   columns = jnp.arange(row_length, dtype=jnp.int32)
   prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
   own, prefix = counts.own.reshape(-1), counts.prefix[prompt]
-  # Segments are completions and, after them, the prefixes of prompts. Each
-  # marks the position it starts at; a position is of the last mark at or before
-  # it. Neighbours that share a prefix write the same mark at the same place.
+  # Segments are completions and then prefixes of prompts. Each marks the
+  # position where it starts; a position belongs to the last mark before it.
+  # Neighbours that share a prefix write the same mark at the same place.
   row = jnp.where(plan.row >= 0, plan.row, num_rows).reshape(-1)
   prefix_row = jnp.where(prefix > 0, row, num_rows)
   prefix_offset = plan.prefix_offset.reshape(-1)

@@ -1,23 +1,25 @@
 """The objectives of the papers, each a factory: see methods/README.md.
 
-With one update on a rollout every ratio is 1: the clips do nothing, and grpo,
-gspo and gmpo have one gradient, as have dapo and cispo. More updates come of
-`objective.mini_batches` and `objective.inner_updates`.
+With one update on a rollout every ratio is 1: the clips do nothing, and grpo
+and gspo have one gradient, as have dapo and cispo. More updates come from
+`objective.mini_batches` and `objective.inner_updates`. Factories return equal
+values for equal arguments, so that the same objective compiles once.
 """
 
 import functools
-import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dppo_jax.algo import token_losses, validation
+from dppo_jax.algo import validation
 from dppo_jax.algo.advantages import (
   group_centred,
   group_normalized,
   leave_one_out,
 )
-from dppo_jax.algo.policy_loss import Objective
+from dppo_jax.algo.policy_loss import IsClipped, Objective, TokenLoss, Tokens
+from dppo_jax.algo.validation import FINITE, POSITIVE, Limit
 from dppo_jax.algo.weights import horvitz_thompson
 from dppo_jax.records import Rollout
 
@@ -33,29 +35,28 @@ def grpo(
 ) -> Objective:
   """Mean over completions of the mean over each one's tokens.
 
+  The other factories state only their differences; their arguments of these
+  names mean the same.
+
   Args:
-    clip_low, clip_high: a ratio below `1 - clip_low` stops counting where the
-      advantage is negative, one above `1 + clip_high` where it is positive.
-    beta: coefficient of the KL penalty.
-    dual_clip: a ratio above it stops counting where the advantage is negative;
-      0 for no such limit.
-    sampler_cap: bound of the correction of a sampler that differs; 0 for none.
+    clip_low, clip_high: a ratio below `1 - clip_low` has no gradient at a
+      negative advantage, one above `1 + clip_high` none at a positive one.
+    beta, dual_clip, sampler_cap: as in `Objective`; all 0 by default.
   Raises:
-    ValueError: for a coefficient that makes no sense.
+    UserError: for a coefficient outside its range.
   Source: Shao et al. 2024, arXiv:2402.03300, equation 3; Ye et al. 2020,
     arXiv:1912.09729, equation 5, for the dual clip.
   Deviates:
-    1. beta is 0 unless asked for (0.04 there).
+    1. beta is 0.04 in the paper.
   """
-  check("clip_low", clip_low, lambda x: x > 0, "above 0")
-  check("clip_high", clip_high, lambda x: x > 0, "above 0")
-  check("beta", beta, lambda x: 0 <= x < math.inf, "at least 0 and finite")
-  check("dual_clip", dual_clip, lambda x: x == 0 or x > 1, "0 or above 1")
-  is_valid = lambda x: x == 0 or x >= 1
-  check("sampler_cap", sampler_cap, is_valid, "0 or at least 1")
+  check(POSITIVE, clip_low=clip_low, clip_high=clip_high)
+  check(FINITE, beta=beta)
+  check(Limit(lambda x: x == 0 or x > 1, "0 or above 1"), dual_clip=dual_clip)
+  at_least_1 = Limit(lambda x: x == 0 or x >= 1, "0 or at least 1")
+  check(at_least_1, sampler_cap=sampler_cap)
   return Objective(
     group_normalized,
-    token_losses.clipped_ratio(clip_low, clip_high),
+    _clipped_ratio(clip_low, clip_high),
     _one_over_length,
     beta,
     dual_clip=dual_clip,
@@ -71,39 +72,29 @@ def dapo(
   sampler_cap: float = 0.0,
   tokens_per_completion: float = 0.0,
 ) -> Objective:
-  """Mean over all tokens of the batch, whichever completion they are of.
+  """Mean over all tokens of the batch.
 
   Args:
-    tokens_per_completion: the loss is divided by so many tokens for each
-      completion of the unpruned batch. As a constant it leaves pruning exact.
-      0 takes the mean length of the completions at hand.
-  Raises:
-    ValueError: for a coefficient that makes no sense.
+    tokens_per_completion: constant number of tokens per completion of the
+      unpruned batch by which the loss is divided, which leaves pruning exact;
+      0 for the mean length of the completions at hand.
   Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
   Deviates:
-    1. The mean is over the tokens of the whole batch, as codes have it; the
+    1. The mean is over the tokens of the full batch, as in public code; the
        paper's formula is over those of each group.
-    2. The mean length at hand is the unpruned batch's, and pruning completions
-       exact, as long as every prompt is kept. Where prompts were pruned it is
-       estimated by the weighted mean of those kept, which makes the gradient a
-       ratio estimate, with a bias of order 1 / their number.
-    3. Drawing again for groups without variance is left to the method, the
-       penalty on length to the reward.
-    4. One update on a rollout unless `objective.mini_batches` asks for more:
-       16 in the paper, each on 512 of 8,192 completions. The mean length stays
-       the whole rollout's; codes take that of each mini-batch.
+    2. The mean length is that of the unpruned batch if every prompt is kept.
+       If prompts were pruned it is estimated by the weighted mean of those
+       kept: a ratio estimate, with a bias of order 1 / their number.
+    3. Dynamic sampling is a method's, the overlong penalty the reward's.
+    4. One update on a rollout unless `objective.mini_batches` is set: 16 in
+       the paper, each on 512 of 8,192 completions. The mean length is that of
+       the rollout; public code takes that of each mini-batch.
   """
-  check(
-    "tokens_per_completion",
-    tokens_per_completion,
-    lambda x: 0 <= x < math.inf,
-    "at least 0 and finite",
-  )
+  check(FINITE, tokens_per_completion=tokens_per_completion)
 
   def one_over_constant(rollout):
-    return jnp.full(
-      rollout.lengths.shape, 1.0 / tokens_per_completion, jnp.float32
-    )
+    value = 1.0 / tokens_per_completion
+    return jnp.full(rollout.lengths.shape, value, jnp.float32)
 
   share = one_over_constant if tokens_per_completion else _one_over_mean_length
   plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
@@ -117,13 +108,13 @@ def dr_grpo(
   dual_clip: float = 0.0,
   sampler_cap: float = 0.0,
 ) -> Objective:
-  """GRPO divided by constants only: by no deviation, and by no length.
+  """GRPO divided by constants only, not by deviation or length.
 
   Source: Liu et al. 2025, arXiv:2503.20783, section 3.2. The constant is the
     generation limit, as in the authors' code.
   """
   plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
-  return plain._replace(advantage=group_centred, token_share=_one_over_longest)
+  return plain._replace(advantage=group_centred, token_share=_one_over_limit)
 
 
 def gspo(
@@ -139,41 +130,11 @@ def gspo(
     4.3, whose gradient is that of the sequence form; the clips are of 5.1.
   Deviates:
     1. A token's log ratio is held within 20 nats before the mean is taken.
-    2. One update on a rollout unless `objective.mini_batches` asks for more:
-       4 in the paper. With one the clips do nothing.
+    2. One update on a rollout unless `objective.mini_batches` is set: 4 in the
+       paper.
   """
   plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
   return plain._replace(is_sequence_ratio=True)
-
-
-def gmpo(
-  clip_low: float = 0.4,
-  clip_high: float = 0.4,
-  beta: float = 0.0,
-  dual_clip: float = 0.0,
-  sampler_cap: float = 0.0,
-) -> Objective:
-  """GRPO with the geometric mean of token ratios that are clipped before it.
-
-  A completion's loss is `-A (prod_t r_t)^(1 / length)`, where the ratios `r_t`
-  of its tokens are held below `e^clip_high` for a positive `A`, above
-  `e^-clip_low` for a negative one. A token that is held has no gradient; the
-  others' is scaled by the mean, as in gspo's token form.
-
-  Args:
-    clip_low, clip_high: of log ratios, in nats.
-  Source: Zhao et al. 2025, arXiv:2507.20673, with the range (e^-0.4, e^0.4) of
-    its section 4; the form is that of the authors' code in verl.
-  Deviates:
-    1. A token's log ratio is held within 20 nats, whatever the clips.
-    2. `beta`, `dual_clip` and `sampler_cap` are additions, off by default.
-  """
-  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
-  return plain._replace(
-    token_loss=token_losses.ratio_alone,
-    is_sequence_ratio=True,
-    log_clip=(clip_low, clip_high),
-  )
 
 
 def cispo(
@@ -184,59 +145,85 @@ def cispo(
   sampler_cap: float = 0.0,
   tokens_per_completion: float = 0.0,
 ) -> Objective:
-  """A mean over all tokens of `-sg(clip(r)) A log p`: none loses its gradient.
+  """Mean over all tokens of `-sg(clip(r)) A log p`: all keep their gradient.
 
   Args:
-    clip_low: a ratio below `1 - clip_low` weighs as much as that; 1 or more
-      is no bound, as a ratio is never negative.
-    clip_high: a ratio above `1 + clip_high` weighs as much as that.
-    tokens_per_completion: as of `dapo`.
+    clip_low, clip_high: bounds `1 - clip_low` and `1 + clip_high` of the ratio
+      as a weight; a `clip_low` of 1 is no bound.
+    tokens_per_completion: as in `dapo`.
   Source: MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5; without a lower
     bound, as its experiments.
   Deviates:
-    1. The paper tunes its upper bound and does not say to what: 4, which lets
-       a weight reach 5, is a guess of ours.
+    1. The paper tunes its upper bound and does not give it: a weight of at
+       most 5 is our guess.
     2. The mean is that of `dapo`, over the batch; the paper's is over a group.
   """
   plain = dapo(
     clip_low, clip_high, beta, dual_clip, sampler_cap, tokens_per_completion
   )
-  return plain._replace(
-    token_loss=token_losses.clipped_weight(clip_low, clip_high)
-  )
+  return plain._replace(token_loss=_clipped_weight(clip_low, clip_high))
 
 
 def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
-  """REINFORCE with the mean of the others as the baseline of each.
+  """REINFORCE with the mean reward of the others as each baseline.
 
   A completion's loss is `-(R_i - mean of R_j, j != i) log p(completion)`, the
   sum over its tokens, divided by the number of completions alone: gradients
   are larger than those of grpo by about a completion's length.
 
-  Source: Ahmadian et al. 2024, arXiv:2402.14740, whose estimator is Kool et
-    al.'s of 2019.
+  Source: Ahmadian et al. 2024, arXiv:2402.14740, after Kool et al. 2019;
+    Williams 1992 for REINFORCE.
   Deviates:
     1. The KL penalty, if any, is the loss's; the paper's is in the reward.
     2. There is no ratio: with more than one update on a rollout, the later ones
-       are not corrected for the policy having moved.
+       are not corrected for the change of the policy.
   """
-  plain = grpo(beta=beta, sampler_cap=sampler_cap)
-  return plain._replace(
-    advantage=leave_one_out,
-    token_loss=token_losses.log_likelihood,
-    token_share=_one,
+  return grpo(beta=beta, sampler_cap=sampler_cap)._replace(
+    advantage=leave_one_out, token_loss=_log_likelihood, token_share=_one
   )
 
 
-OBJECTIVES = {
-  "grpo": grpo,
-  "dapo": dapo,
-  "dr_grpo": dr_grpo,
-  "gspo": gspo,
-  "gmpo": gmpo,
-  "cispo": cispo,
-  "rloo": rloo,
-}
+OBJECTIVES = {x.__name__: x for x in (grpo, dapo, dr_grpo, gspo, cispo, rloo)}
+
+
+@functools.cache
+def _clipped_ratio(low: float, high: float) -> TokenLoss:
+  """`-min(r A, clip(r, 1 - low, 1 + high) A)`, PPO's.
+
+  Exactly at a bound a token is not clipped and has its full gradient.
+
+  Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
+  """
+
+  def loss(ratio: Tokens, advantages: Tokens, logprobs: Tokens):
+    del logprobs
+    # By comparison: `jnp.clip` would halve the gradient at a bound.
+    is_bad = advantages < 0
+    bound = jnp.where(is_bad, 1 - low, 1 + high)
+    is_beyond = jnp.where(is_bad, ratio < bound, ratio > bound)
+    is_clipped = is_beyond & (advantages != 0)
+    return -jnp.where(is_clipped, bound, ratio) * advantages, is_clipped
+
+  return loss
+
+
+@functools.cache
+def _clipped_weight(low: float, high: float) -> TokenLoss:
+  """`-sg(clip(r, 1 - low, 1 + high)) A log p`."""
+
+  def loss(ratio: Tokens, advantages: Tokens, logprobs: Tokens):
+    ratio = jax.lax.stop_gradient(ratio)
+    weight = jnp.clip(ratio, max(1 - low, 0.0), 1 + high)
+    is_clipped = (weight != ratio) & (advantages != 0)
+    return -weight * advantages * logprobs, is_clipped
+
+  return loss
+
+
+def _log_likelihood(
+  ratio: Tokens, advantages: Tokens, logprobs: Tokens
+) -> tuple[Tokens, IsClipped]:
+  return -advantages * logprobs, jnp.zeros(ratio.shape, bool)
 
 
 def _one(rollout: Rollout) -> Float[Array, "Q G"]:
@@ -248,7 +235,7 @@ def _one_over_length(rollout: Rollout) -> Float[Array, "Q G"]:
 
 
 def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
-  """Estimated where prompts were pruned: each kept one stands for 1 / prob."""
+  """Estimates the mean if prompts were pruned, by weights 1 / prob."""
   lengths = rollout.lengths.astype(jnp.float32)
   weight = jnp.ones(lengths.shape[:1], jnp.float32)
   if rollout.kept is not None:
@@ -259,6 +246,6 @@ def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
   return jnp.broadcast_to(share, lengths.shape)
 
 
-def _one_over_longest(rollout: Rollout) -> Float[Array, "Q G"]:
+def _one_over_limit(rollout: Rollout) -> Float[Array, "Q G"]:
   limit = rollout.tokens.shape[2]
   return jnp.full(rollout.lengths.shape, 1.0 / limit, jnp.float32)

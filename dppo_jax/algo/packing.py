@@ -1,4 +1,4 @@
-"""Plans of sequences laid side by side in rows."""
+"""Plans of packed rows."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,8 @@ class PackingSpec(NamedTuple):
     rows_per_micro: rows in a micro-batch, over all devices.
     window: sequences among which the packer chooses.
     share_prefix: neighbours of one prompt share its positions.
-    spread_rows: assigns rows to devices in turn, so that a last micro-batch of
-      few rows is not on the first devices only; otherwise devices are filled
-      one after another.
+    spread_rows: assigns rows to devices in turn, so that the devices share a
+      last micro-batch of few rows; otherwise devices are filled in order.
   """
 
   row_length: int
@@ -27,7 +26,7 @@ class PackingSpec(NamedTuple):
   spread_rows: bool = False
 
   def num_rows(self, num_sequences: int, max_length: int) -> int:
-    """Number of rows that always suffices, in full micro-batches."""
+    """Returns a number of rows that always suffices, in full micro-batches."""
     bound = row_bound(num_sequences, max_length, self.row_length)
     return -(-bound // self.rows_per_micro) * self.rows_per_micro
 
@@ -37,13 +36,12 @@ class Plan(NamedTuple):
 
   Attributes:
     row: `[Q, G]`, -1 for a completion of length 0 or without a place.
-    offset: `[Q, G]`, the position in its row at which its own tokens start.
-    prefix_offset: `[Q, G]`, the position at which the prompt that it shares
-      starts; its `offset` where it shares none.
-    num_used: rows in use, at least 1 where some completion has no place.
-    num_unplaced: completions without a place, as they are longer than a row or
-      there were too few rows. The caller must reject such a plan; the loss of
-      its rows is NaN.
+    offset: `[Q, G]`, position in the row at which its own tokens start.
+    prefix_offset: `[Q, G]`, position at which its shared prompt starts;
+      `offset` if it shares none.
+    num_used: rows in use, at least 1 if a completion has no place.
+    num_unplaced: completions that are longer than a row or found no row. The
+      caller must reject such a plan; the loss of its rows is NaN.
   """
 
   row: Int[Array, "Q G"]
@@ -58,8 +56,8 @@ class TokenCounts(NamedTuple):
 
   Attributes:
     prefix: `[Q]`, positions that neighbours of one prompt share.
-    own: `[Q, G]`, positions of each completion, 0 where there is none. The last
-      token is a target only.
+    own: `[Q, G]`, positions of each completion, whose last token is a target
+      only.
   """
 
   prefix: Int[Array, "Q"]
@@ -74,7 +72,7 @@ def count_tokens(
   """Counts the positions of each completion, its prompt included or shared.
 
   A shared prompt leaves out its last token, which every completion reads
-  itself: each predicts a first token of its own from it.
+  itself to predict its first token.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
@@ -95,10 +93,10 @@ def count_tokens(
 
 
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
-  """Number of rows that always suffices for `plan`.
+  """Returns a number of rows that always suffices for `plan`.
 
-  A row is closed only when no sequence in the window fits, and one of these
-  opens the next: two neighbouring rows hold more than one row's tokens.
+  A row is closed if no sequence in the window fits, and one of these opens the
+  next, so two neighbouring rows hold more than one row's tokens.
 
   >>> from dppo_jax import algo
   >>> algo.row_bound(num_sequences=8, max_length=100, row_length=256)
@@ -116,12 +114,12 @@ def plan(
 ) -> Plan:
   """Places every completion that has tokens, greedily within a window.
 
-  A completion of the prompt that was placed last goes first, since it finds its
-  prefix there. Among these, or among the full window if there are none, the
-  one that fills the row furthest together with the best second one is taken;
-  ties go to the longest, then to the oldest. If none fits, the next row is
-  opened. Two completions of 4 and 2 tokens that share 2
-  (`p`), one of 4 that shares 3 (`q`), in rows of 9:
+  Completions of the prompt that was placed last, whose prefix is there, go
+  first. Among these, or else in the full window, the one that fills the row
+  furthest together with the best second one is taken; ties go to the longest,
+  then to the oldest. If none fits, the next row is opened. Completions of 4
+  and 2 tokens that share 2 (`p`) and one of 4 with a prefix of 3 (`q`), in
+  rows of 9:
 
     row 0   p p 1 1 1 1 2 2 .
     row 1   q q q 3 3 3 3 . .
@@ -141,10 +139,10 @@ def plan(
   Source: dense prompt packing, DPPO, arXiv:2603.04135, section 4.3; shared
   prompts, Prefix Grouper, arXiv:2506.05433.
   Deviates:
-    1. A window and a greedy fill are all that is known of DPPO's order.
-       Looking one sequence ahead is ours: it leaves half the gaps.
-    2. Prefix Grouper lays a group out as one sequence; here a group may be
-       divided among rows, each with a copy of the prompt.
+    1. DPPO states a window and a greedy fill. Looking one sequence ahead is
+       ours: it leaves half the gaps.
+    2. Prefix Grouper packs a group as one sequence; here it may be divided
+       among rows, each with a copy of the prompt.
   """
   group_size = counts.own.shape[1]
   longest = jnp.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
@@ -179,7 +177,7 @@ def plan(
 
 
 class _Queue(NamedTuple):
-  """Completions in the order in which they enter the window, by rank."""
+  """Completions by rank, in the order in which they enter the window."""
 
   item: Int[Array, "n"]
   size: Int[Array, "n"]
@@ -195,10 +193,9 @@ class _PlanState(NamedTuple):
     waiting: `[W]`, ranks in the window; the last rank is an empty place.
     upcoming: next rank to enter the window.
     row, offset, prefix_offset: `[Q * G]`, of the plan so far.
-    current: the row that is being filled.
-    used: its positions in use.
+    current, used: row that is being filled, and its positions in use.
     last_prompt: prompt of the completion placed last; -2 in an empty row.
-    prefix_at: the position at which that prompt starts.
+    prefix_at: position at which that prompt starts.
   """
 
   waiting: Int[Array, "W"]
@@ -215,28 +212,16 @@ class _PlanState(NamedTuple):
 def _empty_plan(queue: _Queue, window: int) -> _PlanState:
   num = len(queue.item) - 1
   ranks = jnp.arange(window, dtype=jnp.int32)
+  waiting = jnp.where(ranks < queue.num_real, ranks, num)
   zeros, zero = jnp.zeros((num,), jnp.int32), jnp.int32(0)
-  return _PlanState(
-    waiting=jnp.where(ranks < queue.num_real, ranks, num),
-    upcoming=jnp.int32(window),
-    row=zeros - 1,
-    offset=zeros,
-    prefix_offset=zeros,
-    current=zero,
-    used=zero,
-    last_prompt=jnp.int32(-2),
-    prefix_at=zero,
-  )
+  row = (zero, zero, jnp.int32(-2), zero)
+  return _PlanState(waiting, jnp.int32(window), zeros - 1, zeros, zeros, *row)
 
 
 def _choose(
   state: _PlanState, queue: _Queue, row_length: int
 ) -> tuple[Int[Array, ""], Int[Array, "W"], Bool[Array, ""]]:
-  """Picks the place of the window to pack next.
-
-  Returns:
-    The place, the positions that each place would take, and True if none fits.
-  """
+  """Returns the place to pack, the positions needed by each, if none fits."""
   num = len(queue.item) - 1
   size, prompt = queue.size[state.waiting], queue.prompt[state.waiting]
   prefix = queue.prefix[state.waiting]

@@ -1,4 +1,4 @@
-"""What an objective is, and its loss: a weighted sum that is never divided.
+"""The loss of an objective: a weighted sum that is never divided.
 
 An objective is a value; its normaliser is folded into one weight per token
 before the backward pass, so that the sum does not depend on packing,
@@ -15,8 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo.segments import segment_sum
-from dppo_jax.algo.token_losses import TokenLoss
 from dppo_jax.records import Rollout
+
+Tokens = Float[Array, "*rows L"]
+IsClipped = Bool[Array, "*rows L"]
+TokenLoss = Callable[[Tokens, Tokens, Tokens], tuple[Tokens, IsClipped]]
 
 
 class Objective(NamedTuple):
@@ -25,22 +28,22 @@ class Objective(NamedTuple):
   `grpo()._replace(token_loss=mine)` is an objective with a loss of one's own.
 
   Attributes:
-    advantage: `(rewards [Q, G], is_counted [Q, G] or None) -> [Q, G]`, the
-      statistics being those of the rewards that are counted.
+    advantage: `(rewards [Q, G], is_counted [Q, G] or None) -> [Q, G]`, with
+      statistics of the counted rewards.
     token_loss: `(ratio, advantages, logprobs) -> (loss, is_clipped)`, arrays
-      of one shape, each token by itself; see token_losses.py.
-    token_share: a rollout to what a token of each completion, `[Q, G]`,
-      counts for in the sum that is divided by the number of completions.
+      of one shape: the policy's probability over that before the step, of the
+      token or of its sequence; the advantage; the token's log-probability in
+      nats. Each token by itself, so that pruning stays exact; `is_clipped` is
+      only counted.
+    token_share: a rollout to the factor on the tokens of each completion,
+      `[Q, G]`, in the sum that is divided by the number of completions.
     beta: coefficient of the KL penalty against the reference policy.
-    is_sequence_ratio: one ratio for each sequence, the geometric mean of its
-      tokens', not one for each token.
-    dual_clip: a ratio is held at it where the advantage is negative; above 1,
-      or 0 for no such limit.
-    log_clip: `(low, high)`: a token's log ratio is held at `-low` or `high`,
-      where its advantage would gain nothing by more, before its sequence's
-      mean is taken; None for no such limit.
-    sampler_cap: the largest factor by which a token's weight may correct for a
-      sampler whose probabilities differ from the trainer's; 0 for none.
+    is_sequence_ratio: one ratio per sequence, the geometric mean of those of
+      its tokens.
+    dual_clip: upper limit of the ratio at negative advantages, above 1; 0 for
+      none.
+    sampler_cap: largest factor of the correction for a sampler whose
+      probabilities differ from the trainer's; 0 for no correction.
   """
 
   advantage: Callable[..., Float[Array, "Q G"]]
@@ -49,7 +52,6 @@ class Objective(NamedTuple):
   beta: float = 0.0
   is_sequence_ratio: bool = False
   dual_clip: float = 0.0
-  log_clip: tuple[float, float] | None = None
   sampler_cap: float = 0.0
 
 
@@ -66,11 +68,9 @@ def surrogate(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
   """Computes the loss summed over trained tokens, and sums that describe it.
 
-  A positive weight multiplies a token's loss, clipped or not: weighting the
-  term equals weighting the advantage. A token of weight 0 counts in no sum. If
-  each sequence has one ratio it is still part of that ratio; otherwise its
-  log-probabilities may be any finite numbers. Positions that are not trained
-  may hold anything. Two completions of two tokens and one, as plain arrays:
+  A positive weight multiplies a token's loss, clipped or not, which equals
+  weighting the advantage. A token of weight 0 counts in no sum, but is part of
+  its sequence's ratio. Positions that are not trained may hold any number.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
@@ -86,36 +86,31 @@ def surrogate(
   Args:
     logprobs: log-probabilities under the trained policy, in nats.
     old_logprobs: the same under the policy before the step; a constant.
-    advantages, weights: per token or, if every row is one sequence, per row. A
-      weight is the design's times the objective's normaliser.
-    segment_ids: one id per sequence, for a ratio per sequence; None if every
-      row is one sequence.
-    ref_logprobs: the same under the reference policy; needed if beta is not 0.
-    sampler_logprobs: the same under the sampler; None if the weights correct
-      for it already, or nothing should.
+    advantages, weights: per token or, without segment ids, per row. A weight is
+      the design's times the objective's normaliser.
+    segment_ids: id of each sequence; None if every row is one sequence.
+    ref_logprobs: the same under the reference policy, if beta is not 0.
+    sampler_logprobs: the same under the sampler; None for no correction, or if
+      the weights contain it.
   Returns:
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
     over trained tokens of nonzero weight.
-  Raises:
-    ValueError: for a KL penalty without a reference policy, or a token loss
-      that returns something else than a loss and whether it was clipped.
   """
   if segment_ids is None:
     segment_ids = jnp.ones(logprobs.shape, jnp.int32)
-    of_row = lambda x: (
-      jnp.broadcast_to(x[..., None], logprobs.shape)
-      if x.shape == logprobs.shape[:-1]
-      else x
-    )
-    advantages, weights = of_row(advantages), of_row(weights)
+    per_token = lambda x: x if x.ndim == logprobs.ndim else x[..., None]
+    advantages = jnp.broadcast_to(per_token(advantages), logprobs.shape)
+    weights = jnp.broadcast_to(per_token(weights), logprobs.shape)
   rows = (logprobs, old_logprobs, advantages, weights, is_trained, segment_ids)
   chex.assert_equal_shape(rows)  # else they would broadcast in silence
   is_counted = is_trained & (weights != 0)
   logprobs = jnp.where(is_trained, logprobs, 0.0)
   old_logprobs = jnp.where(is_trained, old_logprobs, 0.0)
-  ratio, is_held = _ratio(
-    objective, logprobs, old_logprobs, advantages, is_trained, segment_ids
-  )
+  ratio = _ratio(objective, logprobs, old_logprobs, is_trained, segment_ids)
+  is_held = jnp.zeros(ratio.shape, bool)
+  if objective.dual_clip:
+    is_held = (advantages < 0) & (ratio > objective.dual_clip)
+    ratio = jnp.where(is_held, objective.dual_clip, ratio)
   loss, is_clipped = _token_loss(objective, ratio, advantages, logprobs)
   is_clipped = is_clipped | is_held
   info = {
@@ -124,7 +119,12 @@ def surrogate(
     "kl": jnp.float32(0.0),
   }
   if objective.beta:
-    kl = _kl(objective, logprobs, ref_logprobs)
+    if ref_logprobs is None:
+      raise ValueError(
+        f"ref_logprobs is None but the objective's beta is {objective.beta}: "
+        "its KL penalty needs the reference policy's log-probabilities"
+      )
+    kl = kl_k3(logprobs, ref_logprobs)
     loss = loss + objective.beta * kl
     info["kl"] = jnp.where(is_counted, kl, 0.0).sum()
   if objective.sampler_cap and sampler_logprobs is not None:
@@ -134,54 +134,28 @@ def surrogate(
   return jnp.where(is_counted, loss * weights, 0.0).sum(), info
 
 
-def _kl(objective, logprobs, ref_logprobs):
-  if ref_logprobs is None:
-    raise ValueError(
-      f"ref_logprobs is None but the objective's beta is {objective.beta}: "
-      "its KL penalty needs the reference policy's log-probabilities"
-    )
-  return kl_k3(logprobs, ref_logprobs)
-
-
-def _ratio(
-  objective, logprobs, old_logprobs, advantages, is_trained, segment_ids
-):
-  """Ratios, of tokens or of sequences, and which are held at a limit."""
-  is_bad = advantages < 0
+def _ratio(objective, logprobs, old_logprobs, is_trained, segment_ids):
+  """Ratio of the policy to that before the step, of tokens or sequences."""
   log_ratio = _bounded(logprobs - old_logprobs)
-  is_held = jnp.zeros(log_ratio.shape, bool)
-  if objective.log_clip:
-    low, high = objective.log_clip
-    bound = jnp.where(is_bad, -low, high)
-    is_beyond = jnp.where(is_bad, log_ratio < bound, log_ratio > bound)
-    is_held = is_beyond & (advantages != 0)
-    log_ratio = jnp.where(is_held, bound, log_ratio)
   if objective.is_sequence_ratio:
     length = segment_sum(is_trained.astype(jnp.float32), segment_ids)
     mean = segment_sum(log_ratio, segment_ids) / jnp.maximum(length, 1.0)
-    # The sequence's value with the token's own gradient, if it has one.
+    # The sequence's value with the token's own gradient.
     own = logprobs - jax.lax.stop_gradient(logprobs)
-    if objective.log_clip:
-      own = jnp.where(is_held, 0.0, own)
     log_ratio = jax.lax.stop_gradient(mean) + own
-  ratio = jnp.exp(log_ratio)
-  if objective.dual_clip:
-    is_far = is_bad & (ratio > objective.dual_clip)
-    ratio = jnp.where(is_far, objective.dual_clip, ratio)
-    is_held = is_held | is_far
-  return ratio, is_held
+  return jnp.exp(log_ratio)
 
 
 def _token_loss(objective, ratio, advantages, logprobs):
   """The objective's loss of each token, which may be a user's function."""
-  made = objective.token_loss(ratio, advantages, logprobs)
-  shapes = [getattr(x, "shape", None) for x in made]
+  result = objective.token_loss(ratio, advantages, logprobs)
+  shapes = [getattr(x, "shape", None) for x in result]
   if shapes != [ratio.shape, ratio.shape]:
     raise ValueError(
       "an objective's token_loss must return (loss, is_clipped), both "
       f"{ratio.shape}, but it returned {shapes}"
     )
-  return made
+  return result
 
 
 def kl_k3(
@@ -202,9 +176,7 @@ def sampler_correction(
   sampler_logprobs: Float[Array, "*shape"],
   cap: float,
 ) -> Float[Array, "*shape"]:
-  """Corrects for a sampler whose probabilities differ from the trainer's.
-
-  The importance ratio, but at most `cap`: a constant factor of each token.
+  """Importance ratio of trainer to sampler, at most `cap`; a constant.
 
   Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training", fengyao.notion.site/off-policy-rl.

@@ -1,4 +1,4 @@
-"""Sums over the sequences that lie side by side in a row."""
+"""Sums over the sequences of packed rows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 def segment_sum(
   x: Float[Array, "*rows L"], segment_ids: Int[Array, "*rows L"]
 ) -> Float[Array, "*rows L"]:
-  """At each position the sum of `x` over its own sequence.
+  """Sum of `x` over the sequence of each position.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
@@ -17,8 +17,8 @@ def segment_sum(
   [3. 3. 4. 0.]
 
   Args:
-    segment_ids: 1, 2, ... along a row, at most `L` of them; 0 is padding,
-      which belongs to no sequence and gets 0.
+    segment_ids: 1, 2, ... along a row, at most `L` of them; the sum at
+      padding, 0, is 0.
   """
   row_length = x.shape[-1]
 

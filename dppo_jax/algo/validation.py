@@ -1,25 +1,55 @@
 """Validation of the arguments of methods and objectives."""
 
 from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from dppo_jax.errors import UserError
 
 
-def check(
-  name: str, value: Any, is_valid: Callable[[Any], bool], limit: str, where: str
-) -> None:
+class Limit(NamedTuple):
+  """Values that an argument may take, as a predicate and in words."""
+
+  is_valid: Callable[[Any], bool]
+  text: str
+
+
+# The first two also accept a function from the step to such a number.
+FRACTION = Limit(lambda x: callable(x) or 0 < x <= 1, "in (0, 1]")
+RATE = Limit(
+  lambda x: callable(x) or 0 <= x < 1,
+  "in [0, 1): a rate of 1 has no unbiased weight",
+)
+UNIT = Limit(lambda x: 0 <= x <= 1, "in [0, 1]")
+POSITIVE = Limit(lambda x: x > 0, "above 0")
+FINITE = Limit(lambda x: 0 <= x < math.inf, "at least 0 and finite")
+
+
+def integer(least: int) -> Limit:
+  """Returns the limit of integers from `least` on."""
+  is_valid = lambda x: x % 1 == 0 and x >= least
+  return Limit(is_valid, f"an integer of at least {least}")
+
+
+def one_of(*choices: str) -> Limit:
+  """Returns the limit of a choice of words."""
+  return Limit(lambda x: x in choices, f"one of {', '.join(choices)}")
+
+
+def check(limit: Limit, where: str = "config.method.args", **values: Any):
   """Raises UserError for a value outside its limit.
 
   Args:
-    name: name of the argument.
-    is_valid: predicate; a value that it cannot compare is invalid.
-    limit: the limit in words: "in (0, 1]".
-    where: section of the config in which the option is set.
+    where: section of the config in which the options are set.
+    **values: arguments by name; a value that the limit cannot compare is
+      invalid.
   """
-  try:
-    is_within = is_valid(value)
-  except (TypeError, ValueError):
-    is_within = False
-  if not is_within:
-    raise UserError(f"{name} is {value!r} but must be {limit}; see {where}")
+  for name, value in values.items():
+    try:
+      is_valid = limit.is_valid(value)
+    except (TypeError, ValueError):
+      is_valid = False
+    if not is_valid:
+      raise UserError(
+        f"{name} is {value!r} but must be {limit.text}; see {where}"
+      )

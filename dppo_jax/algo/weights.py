@@ -1,4 +1,4 @@
-"""Horvitz-Thompson weights: they keep the mean of what was kept unbiased."""
+"""Horvitz-Thompson weights, which keep weighted sums unbiased."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,10 +7,10 @@ from dppo_jax.records import Selection
 
 
 def horvitz_thompson(*choices: Selection) -> Float[Array, "..."]:
-  """1 / (probability of the prompt x of the completion given it), 0 elsewhere.
+  """1 / (probability of prompt x completion) where kept, 0 elsewhere.
 
-  With these weights and the denominators of the unpruned batch, the sum over
-  what was kept has the full batch's sum as its expectation.
+  With these weights and the denominators of the unpruned batch, the expected
+  sum over the kept items is the sum of the full batch.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo, records
@@ -21,11 +21,9 @@ def horvitz_thompson(*choices: Selection) -> Float[Array, "..."]:
    [4. 1.]]
 
   Args:
-    choices: one choice, of any shape, where all else was kept; or that of
-      prompts, `[Q]`, made before the rollout, and that of completions, `[Q,
-      G]`, made after it, whose probabilities may depend on the rewards.
-  Raises:
-    ValueError: for other shapes.
+    choices: one choice of any shape; or that of prompts, `[Q]`, made before
+      the rollout, and that of completions, `[Q, G]`, made after it, whose
+      probabilities may depend on the rewards.
   Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
     1992, chapter 9.
   """
@@ -44,10 +42,7 @@ def horvitz_thompson(*choices: Selection) -> Float[Array, "..."]:
 
 
 def invalid_probs(selection: Selection) -> Float[Array, ""]:
-  """How many items are kept at what is no probability: not in (0, 1], or NaN.
-
-  Their weights 1 / prob would bias every sum; a correct rule has none.
-  """
+  """Number of kept items whose probability is not in (0, 1]."""
   is_valid = (selection.prob > 0) & (selection.prob <= 1)
   return (selection.keep & ~is_valid).sum(dtype=jnp.float32)
 
@@ -55,11 +50,10 @@ def invalid_probs(selection: Selection) -> Float[Array, ""]:
 def effective_sample_size(
   weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
 ) -> Float[Array, ""]:
-  """How evenly the kept terms count: `(sum w a)^2 / sum (w a)^2`.
+  """Effective number of kept terms, `(sum w a)^2 / sum (w a)^2`.
 
-  From 0 to the number kept. It is that of contributions, not of weights:
-  probabilities proportional to `a` make `w a` constant, the best case, however
-  uneven `w` itself is.
+  It is that of contributions, not of weights: probabilities proportional to `a`
+  make `w a` constant, the best case, however uneven `w` itself is.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (re-exports)
 """The methods, each a value that says how it differs from a simpler one.
 
 README.md beside this file has the table of them, when to take which, and how to
@@ -41,36 +42,3 @@ METHODS = {
   "pods": pods,
   "neyman": neyman,
 }
-
-__all__ = [
-  "METHODS",
-  "AutoBudget",
-  "CompletionRule",
-  "DynamicSampling",
-  "Method",
-  "PromptRule",
-  "TokenRule",
-  "cppo",
-  "d1s",
-  "d2s",
-  "d3s",
-  "dppo",
-  "drop_by_history",
-  "drop_small_advantage",
-  "drop_zero_variance_streaks",
-  "every_completion",
-  "every_prompt",
-  "greso",
-  "grpo",
-  "max_variance",
-  "neyman",
-  "neyman_completions",
-  "neyman_prompts",
-  "neyman_tokens",
-  "pods",
-  "relative_seconds",
-  "top_abs_advantage",
-  "top_entropy",
-  "unweighted",
-  "unweighted_prompts",
-]

@@ -2,45 +2,36 @@
 
 import jax.numpy as jnp
 
-from dppo_jax.methods import ranking
+from dppo_jax.algo.validation import FRACTION, check
+from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  CompletionRule,
-  Method,
-  Rate,
-  at_step,
-  check_fraction,
-  unweighted,
-)
 
 
-def cppo(keep: float = 0.5, scope: str = "group") -> Method:
+def cppo(keep: float = 0.5, scope: str = "group") -> method.Method:
   """GRPO on the completions of the largest |advantage|.
 
   Args:
-    keep: share of the completions kept, 1 - P in the paper.
-    scope: the largest of each "group", or of the "batch".
-  Raises:
-    ValueError: for a value outside these.
+    keep, scope: as in `top_abs_advantage`; `keep` is 1 - P in the paper.
   Source: CPPO, arXiv:2503.22342, equations 8 to 10.
   Deviates:
     1. The authors' code takes the largest of the batch: `scope`.
     2. Dynamic completion allocation is a larger `data.prompts_per_step`:
        1 / keep times as many prompts train on as many completions.
-    3. One update on a rollout and no KL penalty, as the objective's defaults
-       here are; the paper has 2 and 0.04.
+    3. One update on a rollout and no KL penalty, which are the objective's
+       defaults; the paper has 2 and 0.04.
     4. Ties are broken at random; two-valued rewards make them everywhere.
   """
   rule = top_abs_advantage(keep, scope)
-  return grpo()._replace(completions=unweighted(rule))
+  return grpo()._replace(completions=method.unweighted(rule))
 
 
-def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
+def top_abs_advantage(
+  keep: method.Rate, scope: str = "group"
+) -> method.CompletionRule:
   """Keeps the largest |advantage|, ties at random.
 
-  The probabilities are those of the tie-break: 1 for those above the least
-  size that is kept, 0 below it. No weights can make this unbiased, as some
-  completions are never kept; see `unweighted`.
+  The probabilities are those of the tie-break: 1 above the least size that is
+  kept, 0 below it. No weights can make this unbiased; see `unweighted`.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -53,20 +44,15 @@ def top_abs_advantage(keep: Rate, scope: str = "group") -> CompletionRule:
   [ True False False False]
 
   Args:
-    keep: share of the completions, in (0, 1], rounded down but at least one;
-      or a function from the step to such a share.
-    scope: of each "group", or of the "batch".
-  Raises:
-    ValueError: for a value outside these.
-  Source: CPPO, arXiv:2503.22342, equations 8 to 10; "batch" is the authors'
-    code.
+    keep: fraction of the completions, in (0, 1], rounded down but at least
+      one; or a function from the step to it.
+    scope: largest of each "group" or of the "batch".
   """
-  if not callable(keep):
-    check_fraction("keep", keep)
+  check(FRACTION, keep=keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
-    num = ranking.floor_count(at_step(keep, step), num_drawn)
+    num = ranking.floor_count(method.at_step(keep, step), num_drawn)
     num = jnp.maximum(num, 1)
     place, tie = ranking.rank(uniform, jnp.abs(advantages), is_drawn)
     is_top = is_drawn & (place >= num_drawn - num)

@@ -5,43 +5,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from dppo_jax.algo.segments import segment_sum
+from dppo_jax.algo.validation import FRACTION, check, one_of
+from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  Method,
-  Rate,
-  TokenRule,
-  at_step,
-  check_choice,
-  check_fraction,
-  check_whole,
-  require_stats,
-  trainable,
-  unweighted,
-)
 from dppo_jax.methods.pods import max_variance
 from dppo_jax.methods.ranking import round_count
 from dppo_jax.records import Selection
 from dppo_jax.rng import as_step_rng
 
 
-def d1s(keep: float = 0.25, scope: str = "group") -> Method:
+def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
   """GRPO on the subset of largest advantage variance.
 
-  Within a group that is the subset of PODS; the advantages stay those of the
-  whole group.
+  Within a group that is the subset of PODS; advantages are those of the full
+  group.
 
   Args:
-    keep: share of the completions kept.
-    scope: the subset of each "group", or of the "batch" (D1S-Cross).
-  Raises:
-    ValueError: for a value outside these.
+    keep, scope: as in `max_variance`; the scope "batch" is D1S-Cross.
   Source: D3S, arXiv:2509.22115.
   Deviates:
-    1. At least two are kept; ties are broken at random, and of subsets of the
-       same variance the most balanced is taken.
+    1. As `pods`.
   """
-  rule = max_variance(keep, scope)
-  return grpo()._replace(completions=unweighted(rule))
+  return grpo()._replace(
+    completions=method.unweighted(max_variance(keep, scope))
+  )
 
 
 def d2s(
@@ -49,22 +36,18 @@ def d2s(
   keep_tokens: float = 0.2,
   scope: str = "batch",
   token_scope: str = "batch",
-) -> Method:
+) -> method.Method:
   """D1S, and of what it keeps the tokens of large |advantage| x entropy.
 
   Args:
-    keep, scope: as of `d1s`.
-    keep_tokens: share of the tokens kept.
-    token_scope: the largest of the "batch", or of each "completion".
-  Raises:
-    ValueError: for a value outside these.
+    keep, scope: as in `max_variance`.
+    keep_tokens, token_scope: as in `top_entropy`.
   Source: D3S, arXiv:2509.22115.
   Deviates:
     1. The batch's subset is taken from all completions, not from the groups'.
-    2. A completion's loss is the mean over its kept tokens. So it is under
-       dapo, whose tokens otherwise count alike.
+    2. A completion's loss is the mean over its kept tokens, under dapo too.
   """
-  check_fraction("keep_tokens", keep_tokens)
+  check(FRACTION, keep_tokens=keep_tokens)
   return d1s(keep, scope)._replace(tokens=top_entropy(keep_tokens, token_scope))
 
 
@@ -77,90 +60,77 @@ def d3s(
   token_scope: str = "batch",
   *,
   total_steps: int | None = None,
-) -> Method:
-  """D2S that relaxes from its first shares to its last over the run.
+) -> method.Method:
+  """D2S with fractions that change linearly over the run.
 
   Args:
-    keep, keep_tokens, scope, token_scope: as of `d2s`, at the start.
-    final_keep, final_keep_tokens: shares at the end.
-    total_steps: of the run; None changes nothing over the run. The config
-      passes config.steps.
-  Raises:
-    ValueError: for a value outside these.
+    keep, keep_tokens, scope, token_scope: as in `d2s`, at the start.
+    final_keep, final_keep_tokens: fractions at the end.
+    total_steps: of the run; None keeps the first fractions. The config passes
+      config.steps.
   Source: D3S, arXiv:2509.22115.
   Deviates:
-    1. The shares are ours; the paper's were not found.
+    1. The fractions are ours; the paper's were not found.
     2. As `d2s`.
   """
-  shares = {
-    "keep": keep,
-    "keep_tokens": keep_tokens,
-    "final_keep": final_keep,
-    "final_keep_tokens": final_keep_tokens,
-  }
-  for name, share in shares.items():
-    check_fraction(name, share)
-  completions = max_variance(_linear(keep, final_keep, total_steps), scope)
-  keep_tokens_at = _linear(keep_tokens, final_keep_tokens, total_steps)
+  check(FRACTION, keep=keep, keep_tokens=keep_tokens)
+  check(FRACTION, final_keep=final_keep, final_keep_tokens=final_keep_tokens)
+  completion_rate = _linear(keep, final_keep, total_steps)
+  token_rate = _linear(keep_tokens, final_keep_tokens, total_steps)
   return grpo()._replace(
-    completions=unweighted(completions),
-    tokens=top_entropy(keep_tokens_at, token_scope),
+    completions=method.unweighted(max_variance(completion_rate, scope)),
+    tokens=top_entropy(token_rate, token_scope),
     has_schedule=keep != final_keep or keep_tokens != final_keep_tokens,
   )
 
 
-def top_entropy(keep: Rate, scope: str = "batch") -> TokenRule:
+def top_entropy(keep: method.Rate, scope: str = "batch") -> method.TokenRule:
   """Keeps the tokens of largest |advantage| x entropy; biased.
 
-  The probability it reports is the share kept of the token's completion: a
-  mean over a completion's tokens becomes the mean over those kept.
+  The probability it reports is the fraction of the token's completion that is
+  kept, which makes a mean over a completion's tokens one over those kept.
 
   Args:
-    keep: share of the trainable tokens to keep, in (0, 1], or a function from
-      the step to it; rounded to a number of tokens, at least one.
-    scope: what a token competes with: all others of the "batch", or those of
-      its "completion".
-  Raises:
-    ValueError: for a value outside these.
-  Source: D3S, arXiv:2509.22115, token level; the share may follow its
-    schedule.
+    keep: fraction of the trainable tokens, in (0, 1], or a function from the
+      step to it; rounded to a number of tokens, at least one.
+    scope: largest of the "batch" or of each "completion".
+  Source: D3S, arXiv:2509.22115, token level.
   Deviates:
-    1. Ranks over all tokens of the kept samples, as the formula reads; a share
-       of each response, as the text can be read, is `scope="completion"`.
+    1. Ranks over all tokens of the kept samples, as the formula reads; a
+       fraction of each response, as the text can be read, is
+       `scope="completion"`.
     2. Divides by the number of a completion's tokens kept; the paper does not
        say.
     3. Entropy is that of the policy that sampled.
   """
-  if not callable(keep):
-    check_fraction("keep", keep)
-  check_choice("scope", scope, ("batch", "completion"))
+  check(FRACTION, keep=keep)
+  check(one_of("batch", "completion"), scope=scope)
 
   def select(rng, batch, stats):
     rng = as_step_rng(rng)
-    require_stats(stats)
-    share = at_step(keep, rng.step)
-    can_train = trainable(batch)
+    fraction = method.at_step(keep, rng.step)
+    can_train = method.trainable(batch)
     row_length = can_train.shape[-1]
     count = segment_sum(can_train.astype(jnp.float32), batch.segment_ids)
     if scope == "batch":
       group = jnp.zeros(can_train.shape, jnp.int32)
-      quota = round_count(share, can_train.sum(dtype=jnp.int32))
+      quota = round_count(fraction, can_train.sum(dtype=jnp.int32))
     else:
       rows = jnp.arange(can_train.size // row_length, dtype=jnp.int32)
       first = (rows * (row_length + 1)).reshape(*can_train.shape[:-1], 1)
       group = first + batch.segment_ids
-      quota = round_count(share, count.astype(jnp.int32))
+      quota = round_count(fraction, count.astype(jnp.int32))
     score = jnp.abs(batch.advantages) * stats.entropy
-    # What is no number is kept, to spoil the update, which then is skipped.
+    # NaN and infinite values are kept, so that the update is skipped.
     is_finite = jnp.isfinite(batch.advantages * batch.weights)
     score = jnp.where(is_finite, score, jnp.inf)
     score = jnp.where(can_train, score, -jnp.inf)
     kept = can_train & (_rank_in_group(rng.key, group, score) < quota)
     num_kept = segment_sum(kept.astype(jnp.float32), batch.segment_ids)
-    share_kept = num_kept / jnp.maximum(count, 1.0)
-    return Selection(kept, jnp.where(can_train, share_kept, 0.0))
+    prob = num_kept / jnp.maximum(count, 1.0)
+    return Selection(kept, jnp.where(can_train, prob, 0.0))
 
-  return TokenRule(needs_stats=True, select=select)
+  return method.TokenRule(needs_stats=True, select=select)
 
 
 def _rank_in_group(
@@ -168,7 +138,7 @@ def _rank_in_group(
   group: Int[Array, "*rows L"],
   score: Float[Array, "*rows L"],
 ) -> Int[Array, "*rows L"]:
-  """Each token's rank in its group, 0 for the largest score; ties at random."""
+  """Ranks each token in its group, 0 for the largest score; ties at random."""
   tie_break = jax.random.bits(key, (score.size,))
   group = group.reshape(-1)
   order = jnp.lexsort((tie_break, -score.reshape(-1), group))
@@ -178,15 +148,13 @@ def _rank_in_group(
   return jnp.zeros_like(rank).at[order].set(rank).reshape(score.shape)
 
 
-def _linear(first: float, last: float, total_steps: int | None) -> Rate:
-  """From `first`, at step 0, to `last`, at the last of `total_steps`."""
-  if total_steps is not None:
-    check_whole("total_steps", total_steps, least=0)
+def _linear(first: float, last: float, total_steps: int | None) -> method.Rate:
+  """Interpolates from `first`, at step 0, to `last`, at the last step."""
   if first == last or total_steps is None:
     return first
 
-  def share(step):
+  def rate(step):
     progress = step.astype(jnp.float32) / max(total_steps - 1, 1)
     return first + (last - first) * jnp.minimum(progress, 1.0)
 
-  return share
+  return rate

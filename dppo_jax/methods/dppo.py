@@ -1,4 +1,4 @@
-"""DPPO: drops prompts and completions at random, and weights what is kept."""
+"""DPPO: drops prompts and completions at random, and weights those kept."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,22 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax.algo import designs
 from dppo_jax.algo.advantages import group_normalized
-from dppo_jax.methods import ranking
-from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  Method,
-  PromptRule,
-  Rate,
-  at_step,
+from dppo_jax.algo.validation import (
+  FRACTION,
+  RATE,
+  Limit,
   check,
-  check_choice,
-  check_fraction,
-  check_rate,
-  check_whole,
-  uniform_for_ids,
+  integer,
+  one_of,
 )
+from dppo_jax.methods import method, ranking
+from dppo_jax.methods.grpo import grpo
 from dppo_jax.records import Selection
 
 
@@ -38,56 +32,55 @@ def dppo(
   prune_until: float = 1.0,
   *,
   total_steps: int | None = None,
-) -> Method:
+) -> method.Method:
   """GRPO on fewer prompts and completions, with the same expected gradient.
 
   Args:
-    prompt_rate: share dropped of the prompts whose last visit taught little.
-    completion_rate: share dropped of the completions whose |advantage| is
-      below the mean.
-    scope: that mean is of the "group" or of the "batch".
-    prompt_scope: a prompt's score is compared with the mean of the "batch" of
-      candidates, or of "all" problems.
-    score: of a prompt's visit: "advantage", the mean |advantage|, or
-      "variance", that of its rewards.
-    smoothing: weight of the older scores, in [0, 1).
-    max_age: steps after which a score prunes no more; 0 is never.
-    prune_until: share of the run after which nothing is pruned, in (0, 1].
+    prompt_rate, prompt_scope, score, smoothing, max_age: as `rate`, `scope`
+      and so on in `drop_by_history`.
+    completion_rate, scope: as in `drop_small_advantage`.
+    prune_until: fraction of the run after which nothing is pruned, in (0, 1].
     total_steps: of the run; None prunes to its end. The config passes
       config.steps.
-  Raises:
-    ValueError: for a value outside these.
   Source: DPPO, arXiv:2603.04135; prune_until from InfoBatch, arXiv:2303.04947.
   Deviates:
     1. Draws at random with known probabilities, as the paper's proof needs.
-       Its algorithm 1 is said to drop a fixed share, the lowest first, which
-       no weight makes unbiased: that reading was not taken.
+       Its algorithm 1 is said to drop a fixed fraction, the lowest first,
+       which no weight makes unbiased: that reading was not taken.
     2. Divides by the counts of the unpruned batch, which is what the paper's
-       factor C / (1 - P) amounts to where C is the share really kept. The
-       other reading, C as the expected share and a mean over what was kept,
+       factor C / (1 - P) amounts to if C is the fraction really kept. The
+       other reading, C as the expected fraction and a mean over what was kept,
        is a ratio estimator with a bias of order 1 / kept: it was not taken.
     3. Pruned prompts wait for their next epoch and are not replaced.
     4. Rates, threshold and score are our reading: the text was not at hand.
   """
-  check_rate("prompt_rate", prompt_rate)
-  check_rate("completion_rate", completion_rate)
+  check(RATE, prompt_rate=prompt_rate, completion_rate=completion_rate)
+  check(FRACTION, prune_until=prune_until)
+
+  def rate(value: float) -> method.Rate:
+    if prune_until == 1 or total_steps is None:
+      return value
+    last = prune_until * total_steps
+    return lambda step: jnp.where(step < last, jnp.float32(value), 0.0)
+
   prompts = drop_by_history(
-    _until(prompt_rate, prune_until, total_steps),
+    rate(prompt_rate),
     score=score,
     smoothing=smoothing,
     max_age=max_age,
     scope=prompt_scope,
   )
-  completions = drop_small_advantage(
-    _until(completion_rate, prune_until, total_steps), scope=scope
-  )
   return grpo()._replace(
-    prompts=prompts, completions=completions, has_schedule=prune_until < 1
+    prompts=prompts,
+    completions=drop_small_advantage(rate(completion_rate), scope),
+    has_schedule=prune_until < 1,
   )
 
 
-def drop_small_advantage(rate: Rate, scope: str = "group") -> CompletionRule:
-  """Drops with probability `rate` where |advantage| is below the mean.
+def drop_small_advantage(
+  rate: method.Rate, scope: str = "group"
+) -> method.CompletionRule:
+  """Drops with probability `rate` if |advantage| is below the mean.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -101,23 +94,20 @@ def drop_small_advantage(rate: Rate, scope: str = "group") -> CompletionRule:
    [1.  1.  1.  1. ]]
 
   Args:
-    rate: share of the eligible completions to drop, in [0, 1); or a function
-      from the step to such a share.
-    scope: the mean is of each "group", or of the "batch".
-  Raises:
-    ValueError: for a value outside these.
+    rate: fraction of the eligible completions to drop, in [0, 1), or a
+      function from the step to it.
+    scope: mean of each "group" or of the "batch".
   Source: DPPO, arXiv:2603.04135, section 4.2.
   Deviates:
     1. The threshold's scope is our reading.
   """
-  if not callable(rate):
-    check_rate("rate", rate)
+  check(RATE, rate=rate)
 
   def choose(step, uniform, advantages, is_drawn):
-    drop = at_step(rate, step)
+    drop = method.at_step(rate, step)
     size = jnp.where(is_drawn, jnp.abs(advantages), 0.0)
     mean = size.sum() / jnp.maximum(is_drawn.sum(dtype=jnp.float32), 1.0)
-    is_small = is_drawn & (size < mean * (1 - ROUNDING))
+    is_small = is_drawn & (size < mean * (1 - method.ROUNDING))
     prob = jnp.where(is_small, jnp.float32(1 - drop), 1.0)
     prob = designs.drawn_probability(prob)
     return Selection(uniform < prob, prob)
@@ -126,11 +116,11 @@ def drop_small_advantage(rate: Rate, scope: str = "group") -> CompletionRule:
 
 
 class ScoreHistory(NamedTuple):
-  """What each problem's visits taught.
+  """Scores of each problem's visits.
 
   Attributes:
-    score: `[M]`, inf where never visited.
-    last_step: `[M]`, the step of the last visit.
+    score: `[M]`, inf if never visited.
+    last_step: `[M]`, step of the last visit.
   """
 
   score: Float[Array, "M"]
@@ -138,7 +128,7 @@ class ScoreHistory(NamedTuple):
 
 
 def drop_by_history(
-  rate: Rate,
+  rate: method.Rate,
   advantage: Callable[
     [Float[Array, "Q G"]], Float[Array, "Q G"]
   ] = group_normalized,
@@ -146,36 +136,31 @@ def drop_by_history(
   max_age: int = 0,
   smoothing: float = 0.0,
   scope: str = "batch",
-) -> PromptRule:
-  """Drops with probability `rate` where the last visit taught less than usual.
+) -> method.PromptRule:
+  """Drops with probability `rate` if the last visit's score is below the mean.
 
-  A prompt is eligible where its score is below the mean score of those that
-  were ever visited. A prompt never visited is always kept.
+  The mean is over prompts that were visited. Others are always kept.
 
   Args:
-    rate: share of the eligible prompts to drop, in [0, 1), or a function of
-      the step that returns it.
+    rate: fraction of the eligible prompts to drop, in [0, 1), or a function
+      from the step to it.
     advantage: rewards to advantages, as the method computes them.
     score: of a visit, "advantage" for the group's mean |advantage| or
       "variance" for the variance of its rewards.
     max_age: steps after which a score counts as never observed; 0 for never.
-    smoothing: in [0, 1), the old score's share in the new one.
-    scope: the mean score is that of the "batch" of candidates or of "all"
-      problems.
-  Raises:
-    ValueError: for a value outside these.
+    smoothing: in [0, 1), weight of the old score in the new one.
+    scope: mean score of the "batch" of candidates or of "all" problems.
   Source: DPPO, arXiv:2603.04135, section 4.2; InfoBatch, arXiv:2303.04947, for
     the soft threshold at the mean.
   Deviates:
     1. The score, its mean as threshold and the constant rate are a reading;
        ageing, smoothing and the choice of scope are ours.
   """
-  if not callable(rate):
-    check_rate("rate", rate)
-  check_choice("score", score, ("advantage", "variance"))
-  check_choice("scope", scope, ("batch", "all"))
-  check("smoothing", smoothing, lambda x: 0 <= x < 1, "in [0, 1)")
-  check_whole("max_age", max_age, least=0)
+  check(RATE, rate=rate)
+  check(one_of("advantage", "variance"), score=score)
+  check(one_of("batch", "all"), scope=scope)
+  check(Limit(lambda x: 0 <= x < 1, "in [0, 1)"), smoothing=smoothing)
+  check(integer(0), max_age=max_age)
 
   def init(num_prompts: int) -> ScoreHistory:
     return ScoreHistory(
@@ -191,12 +176,10 @@ def drop_by_history(
     total = jnp.where(is_known, history.score, 0.0)[pool].sum()
     count = is_known[pool].sum(dtype=jnp.float32)
     mean = total / jnp.maximum(count, 1.0)
-    last_score = history.score[ids]
-    is_eligible = is_known[ids] & (last_score < mean * (1 - ROUNDING))
-    share = jnp.asarray(at_step(rate, rng.step), jnp.float32)
-    prob = jnp.where(is_eligible, 1 - share, 1.0)
-    prob = designs.drawn_probability(prob)
-    return Selection(uniform_for_ids(rng.key, ids) < prob, prob)
+    is_low = history.score[ids] < mean * (1 - method.ROUNDING)
+    drop = jnp.asarray(method.at_step(rate, rng.step), jnp.float32)
+    prob = jnp.where(is_known[ids] & is_low, 1 - drop, 1.0)
+    return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
     del correct, lengths
@@ -212,16 +195,4 @@ def drop_by_history(
       history.last_step.at[ids].set(step, mode="drop"),
     )
 
-  return PromptRule(init, select, observe)
-
-
-def _until(rate: float, share: float, total_steps: int | None) -> Rate:
-  """`rate`, and 0 once `share` of the steps is behind."""
-  check_fraction("prune_until", share)
-  if total_steps is not None:
-    check_whole("total_steps", total_steps, least=0)
-  if share == 1 or total_steps is None:
-    return rate
-  return lambda step: jnp.where(
-    step < share * total_steps, jnp.float32(rate), 0.0
-  )
+  return method.PromptRule(init, select, observe)

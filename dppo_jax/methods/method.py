@@ -1,26 +1,24 @@
 """The parts of a method, as pure functions, and the simplest choice of each.
 
 A completion rule is `rule(rng, groups) -> Selection [Q, G]`. It sees full
-groups, before anything is dropped. The probability it reports is that of the
-draw it makes, so that the weight 1 / prob is unbiased; a rule that cannot is
-wrapped in `unweighted`. Completions of length 0 belong to prompts that were not
-rolled out: they are not counted, and keeping them means nothing. `rng` is a
-`StepRng`; rules also take a bare key if none of their rates is a schedule.
+groups, before anything is dropped, and reports the probability of the draw it
+makes, so that the weight 1 / prob is unbiased. A rule that cannot is wrapped in
+`unweighted`. Completions of length 0 belong to prompts that were not rolled
+out: they are not counted, and keeping them has no effect. `rng` is a `StepRng`,
+or a bare key if none of the rule's rates is a schedule.
 
 A prompt rule sees only what was observed before this step. Its choice is
-therefore independent of the rollouts to come, and the weight 1 / prob leaves
-the expected gradient that of the full batch.
+therefore independent of the rollouts, and weights 1 / prob are unbiased too.
 """
 
 from collections.abc import Callable
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dppo_jax.algo import validation
+from dppo_jax.algo import designs
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.records import Groups, PackedBatch, Selection, TokenStats
 from dppo_jax.rng import StepRng, keys_for_ids
@@ -35,16 +33,16 @@ ROUNDING = 1e-5
 
 
 class PromptRule(NamedTuple):
-  """A way to choose prompts before the rollout, as pure functions.
+  """A choice of prompts before the rollout.
 
   Attributes:
-    init: `num_prompts -> history`, what is remembered of `M` problems.
+    init: `num_prompts -> history`, the memory of `M` problems.
     select: `(rng, history, ids [N]) -> Selection [N]`; `rng.step` counts the
       same steps as `observe`.
     observe: `(history, step, ids [Q], rewards [Q, G], correct [Q, G],
       lengths [Q, G]) -> history`. Rewards may be shaped; `correct`, in [0, 1],
-      is what the verifier says; lengths are in tokens. An id of `M` or more is
-      a prompt that was not rolled out and changes nothing.
+      is the verifier's. An id of `M` or more is a prompt that was not rolled
+      out and changes nothing.
   """
 
   init: Callable[..., History]
@@ -53,15 +51,14 @@ class PromptRule(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-  """A way to choose tokens of the packed completions, as a pure function.
+  """A choice of tokens among those of the kept completions.
 
-  The model still reads a token that is not chosen, as context of those after
-  it; what it saves is its share of the logits and of their gradient. Only
-  tokens of completions that were kept can be chosen.
+  The model still reads a token that is not chosen, as context; its part of the
+  logits and of their gradient is saved.
 
   Attributes:
-    needs_stats: whether `select` reads `TokenStats`, which cost a forward
-      pass; otherwise it may be given None for them.
+    needs_stats: True if `select` reads `TokenStats`, which cost a forward
+      pass; otherwise `stats` may be None.
     select: `(rng, batch, stats) -> Selection [*rows, L]`; positions that
       cannot be trained have probability 0.
   """
@@ -73,7 +70,7 @@ class TokenRule(NamedTuple):
 
 
 class Method(NamedTuple):
-  """A way to spend rollouts and updates, as pure functions.
+  """A way to spend rollouts and updates.
 
   Attributes:
     prompts: chooses prompts before the rollout, from history.
@@ -82,7 +79,7 @@ class Method(NamedTuple):
     describe: `(groups, chosen) -> dict` of scalars to log about a choice of
       completions; None logs nothing.
     has_statistics_after: recomputes advantages from the completions chosen,
-      which makes the gradient another one than the full batch's.
+      which biases the gradient.
     trains_zero_advantage: packs completions of zero advantage too. The
       gradient is the same; the update costs as much as if none were dropped.
     dynamic_sampling: draws more prompts until enough groups have rewards that
@@ -108,25 +105,20 @@ class Method(NamedTuple):
 
 def every_prompt() -> PromptRule:
   """Returns a rule that keeps every prompt and remembers nothing."""
-
-  def select(rng, history, ids):
-    return Selection(jnp.ones(ids.shape, bool), jnp.ones(ids.shape))
-
   return PromptRule(
     init=lambda num_prompts: (),
-    select=select,
+    select=lambda rng, history, ids: _all(ids.shape),
     observe=lambda history, step, ids, rewards, correct, lengths: history,
   )
 
 
 def every_completion() -> CompletionRule:
   """Returns a rule that keeps every completion."""
+  return lambda rng, groups: _all(groups.advantages.shape)
 
-  def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
-    shape = groups.advantages.shape
-    return Selection(jnp.ones(shape, bool), jnp.ones(shape, jnp.float32))
 
-  return rule
+def _all(shape: tuple[int, ...]) -> Selection:
+  return Selection(jnp.ones(shape, bool), jnp.ones(shape, jnp.float32))
 
 
 def unweighted_prompts(rule: PromptRule) -> PromptRule:
@@ -160,11 +152,7 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
 def at_step(
   rate: Rate, step: int | Int[Array, ""] | None
 ) -> float | Float[Array, ""]:
-  """Evaluates a constant or scheduled rate at `step`.
-
-  Raises:
-    ValueError: if the rate is a schedule and `step` is None.
-  """
+  """Evaluates a constant or scheduled rate at `step`."""
   if not callable(rate):
     return rate
   if step is None:
@@ -180,49 +168,14 @@ def trainable(batch: PackedBatch) -> Bool[Array, "*rows L"]:
   return batch.is_trained & (batch.weights != 0)
 
 
-def require_stats(stats: TokenStats | None) -> None:
-  """Raises ValueError if a token rule lacks the statistics it reads."""
-  if stats is None:
-    raise ValueError(
-      "stats is None but the rule's needs_stats is True: score the batch first"
-    )
-
-
 def uniform_for_ids(key: jax.Array, ids: Int[Array, "N"]) -> Float[Array, "N"]:
   """Returns a number in [0, 1) per prompt, independent of other prompts."""
   return jax.vmap(jax.random.uniform)(keys_for_ids(key, ids))
 
 
-check = functools.partial(validation.check, where="config.method.args")
-
-
-def check_fraction(name: str, value: float) -> None:
-  """Raises UserError unless the value is in (0, 1]."""
-  check(name, value, lambda x: 0 < x <= 1, "in (0, 1]")
-
-
-def check_rate(name: str, value: float) -> None:
-  """Raises UserError unless the value is in [0, 1)."""
-  check(
-    name,
-    value,
-    lambda x: 0 <= x < 1,
-    "in [0, 1): a rate of 1 has no unbiased weight",
-  )
-
-
-def check_finite(name: str, value: float) -> None:
-  """Raises UserError unless the value is finite and at least 0."""
-  is_valid = lambda x: 0 <= x < float("inf")
-  check(name, value, is_valid, "at least 0 and finite")
-
-
-def check_whole(name: str, value: int, least: int) -> None:
-  """Raises UserError unless the value is an integer of at least `least`."""
-  is_valid = lambda x: x % 1 == 0 and x >= least
-  check(name, value, is_valid, f"an integer of at least {least}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-  """Raises UserError unless the value is one of the choices."""
-  check(name, value, lambda x: x in choices, f"one of {', '.join(choices)}")
+def draw_prompts(
+  key: jax.Array, ids: Int[Array, "N"], prob: Float[Array, "N"]
+) -> Selection:
+  """Keeps each prompt independently, with about the given probability."""
+  prob = designs.drawn_probability(prob)
+  return Selection(uniform_for_ids(key, ids) < prob, prob)

@@ -3,26 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax.methods import ranking
+from dppo_jax.algo.validation import FRACTION, check
+from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  Method,
-  Rate,
-  at_step,
-  check_fraction,
-  unweighted,
-)
 
 
-def pods(keep: float = 0.25) -> Method:
+def pods(keep: float = 0.25) -> method.Method:
   """GRPO on each group's subset of largest reward variance, as if it were all.
 
   Args:
-    keep: share of the completions kept, m / n in the paper.
-  Raises:
-    ValueError: for a share outside (0, 1].
+    keep: as in `max_variance`; m / n in the paper.
   Source: PODS, arXiv:2504.13818.
   Deviates:
     1. At least two are kept; ties are broken at random, and of subsets of the
@@ -30,33 +20,31 @@ def pods(keep: float = 0.25) -> Method:
   """
   rule = max_variance(keep, "group")
   return grpo()._replace(
-    completions=unweighted(rule), has_statistics_after=True
+    completions=method.unweighted(rule), has_statistics_after=True
   )
 
 
-def max_variance(keep: Rate, scope: str = "group") -> CompletionRule:
+def max_variance(
+  keep: method.Rate, scope: str = "group"
+) -> method.CompletionRule:
   """Keeps the subset whose advantages have the largest variance.
 
-  That is some number of the highest together with the lowest. Where several
-  numbers do equally well, up to rounding, the most balanced is taken, and of
-  two the one with more of the lowest. Ties are broken at random, and as in
-  `top_abs_advantage` the probabilities are those of the tie-break. Within a
-  group the rewards have the same subset.
+  It consists of some of the highest and some of the lowest. Of equally good
+  subsets, up to rounding, the most balanced is taken, and then the one with
+  more of the lowest. Ties are broken at random; probabilities are those of the
+  tie-break. In a group, rewards have the same subset.
 
   Args:
-    keep: share of the completions, in (0, 1], rounded down but at least two;
-      or a function from the step to such a share.
-    scope: of each "group", or of the "batch".
-  Raises:
-    ValueError: for a value outside these.
+    keep: fraction of the completions, in (0, 1], rounded down but at least
+      two; or a function from the step to it.
+    scope: subset of each "group" or of the "batch".
   Source: PODS, arXiv:2504.13818; D3S, arXiv:2509.22115, for the batch.
   """
-  if not callable(keep):
-    check_fraction("keep", keep)
+  check(FRACTION, keep=keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
-    num = ranking.floor_count(at_step(keep, step), num_drawn)
+    num = ranking.floor_count(method.at_step(keep, step), num_drawn)
     num = jnp.minimum(jnp.maximum(num, 2), num_drawn)
     # Centred first: sums of squares would otherwise swallow the differences.
     total = jnp.where(is_drawn, advantages, 0.0).sum()
@@ -64,10 +52,8 @@ def max_variance(keep: Rate, scope: str = "group") -> CompletionRule:
     x = jnp.where(is_drawn, advantages - mean, 0.0)
     place, tie = ranking.rank(uniform, x, is_drawn)
     num_high = _num_highest(x, is_drawn, num)
-    is_low = place < num - num_high
-    is_high = place >= num_drawn - num_high
-    is_end = is_drawn & (is_low | is_high)
-    return ranking.random_in_ties(is_end, tie, is_drawn)
+    is_end = (place < num - num_high) | (place >= num_drawn - num_high)
+    return ranking.random_in_ties(is_drawn & is_end, tie, is_drawn)
 
   return ranking.in_scope(scope, choose)
 
@@ -75,7 +61,7 @@ def max_variance(keep: Rate, scope: str = "group") -> CompletionRule:
 def _num_highest(
   x: Float[Array, "n"], is_drawn: Bool[Array, "n"], num: Int[Array, ""]
 ) -> Int[Array, ""]:
-  """How many of the `num` of largest variance are from the top."""
+  """Number of the highest in the subset of `num` with the largest variance."""
   num_drawn = is_drawn.sum(dtype=jnp.int32)
   ascending = jnp.sort(jnp.where(is_drawn, x, jnp.inf))
   ascending = jnp.where(jnp.isinf(ascending), 0.0, ascending)
@@ -90,6 +76,6 @@ def _num_highest(
   variance -= jnp.square(total(ascending))  # times num squared
   variance = jnp.where(high <= num, variance, -jnp.inf)
   best = variance.max()
-  is_best = variance >= best - ROUNDING * jnp.abs(best)
+  is_best = variance >= best - method.ROUNDING * jnp.abs(best)
   imbalance = jnp.where(is_best, jnp.abs(2 * high - num), x.shape[0] + 1)
   return jnp.argmin(imbalance).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What completion rules share: order, ties, and draws of a fixed number."""
+"""Order, ties and draws of a fixed number, for completion rules."""
 
 from collections.abc import Callable
 
@@ -7,19 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dppo_jax.algo import designs
-from dppo_jax.methods.method import ROUNDING, CompletionRule, check_choice
+from dppo_jax.algo.validation import check, one_of
+from dppo_jax.methods.method import ROUNDING, CompletionRule
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng, as_step_rng
 
 
 def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:
-  """`choose` applied to each "group" by itself, or to the "batch" as one.
+  """Applies `choose` to each "group" by itself, or to the "batch" as one.
 
   Args:
     choose: `(step, uniform [n], advantages [n], is_drawn [n]) -> Selection
-      [n]`, where `uniform` are random numbers in [0, 1).
+      [n]`, with random numbers in [0, 1).
   """
-  check_choice("scope", scope, ("group", "batch"))
+  check(one_of("group", "batch"), scope=scope)
 
   def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
     rng = as_step_rng(rng)
@@ -35,11 +36,10 @@ def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:
 
 
 def finite_advantages(groups: Groups) -> Float[Array, "Q G"]:
-  """Advantages to rank by; what is infinite or NaN counts as far above all.
+  """Returns advantages to rank by: those that are not finite are the largest.
 
-  One reward that is no number spoils the advantages of its group. These, and
-  first of all that of the reward itself, must be kept: the update is then
-  skipped and counted, where otherwise nobody would hear of the reward.
+  An infinite or NaN reward spoils the advantages of its group. Its completion
+  must be kept, so that the update is skipped and counted.
   """
   advantages = groups.advantages
   is_finite = jnp.isfinite(advantages)
@@ -54,10 +54,10 @@ def rank(
   x: Float[Array, "n"],
   is_candidate: Bool[Array, "n"],
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
-  """Ranks of the candidates, 0 for the least, and the numbers of their ties.
+  """Returns ranks of the candidates, 0 for the least, and ids of their ties.
 
-  Neighbours in size that differ by rounding only are tied; `uniform` orders
-  them. Items that are no candidates come last.
+  Neighbours that differ by rounding only are tied; `uniform` orders them. Items
+  that are no candidates come last.
   """
   x = jnp.where(is_candidate, x, 0.0)
   order = jnp.argsort(x)
@@ -72,7 +72,7 @@ def rank(
 def random_in_ties(
   keep: Bool[Array, "n"], tie: Int[Array, "n"], is_candidate: Bool[Array, "n"]
 ) -> Selection:
-  """A choice that is random only within ties, with its probabilities."""
+  """Returns a choice that is random only within ties, with probabilities."""
   count = lambda x: (
     jnp.zeros(x.shape, jnp.float32).at[tie].add(x.astype(jnp.float32))
   )
@@ -90,11 +90,9 @@ def fixed_size(
   """Draws exactly `num` completions systematically, in proportion to size.
 
   Args:
-    size: 0 for what cannot be kept; where fewer than `num` are above 0, all
-      of those are kept.
-    min_prob: least probability, as in `designs.water_filling`.
-    strata: `[Q, G]` each, the most significant last: neighbours in this order
-      exclude one another. What they leave open is ordered at random.
+    size, num, min_prob: as in `designs.water_filling`.
+    strata: keys `[Q, G]` of the order, the most significant last; ties are
+      ordered at random. Neighbours exclude one another.
   """
   order_key, key = jax.random.split(key)
   by = (jax.random.uniform(order_key, size.shape), *strata)
@@ -109,7 +107,7 @@ def fixed_size(
 def floor_count(
   share: float | Float[Array, ""], count: Int[Array, ""]
 ) -> Int[Array, ""]:
-  """`share * count` rounded down, save where only float32 made it less."""
+  """Rounds `share * count` down, except where only float32 made it less."""
   exact = jnp.float32(share) * count.astype(jnp.float32)
   return jnp.floor(exact * (1 + 1e-6)).astype(jnp.int32)
 
@@ -117,6 +115,6 @@ def floor_count(
 def round_count(
   share: float | Float[Array, ""], count: Int[Array, "*shape"]
 ) -> Int[Array, "*shape"]:
-  """`share` of each count, rounded, but at least 1 where there is any."""
+  """Rounds `share * count`, but to at least 1 if the count is above 0."""
   exact = jnp.float32(share) * count.astype(jnp.float32)
   return jnp.clip(jnp.round(exact).astype(jnp.int32), 1, count)

@@ -246,3 +246,19 @@ def test_bernoulli_keeps_each_by_itself():
   assert (np.abs(keep.mean(axis=0) - prob) <= error).all()
   both = keep[:, 1].all(axis=1).mean()
   assert abs(both - 0.175) <= 5 * np.sqrt(0.175 * 0.825 / num)
+
+
+@pytest.mark.parametrize(
+  "prob", [0.0, 1e-6, 2.0**-23, 0.3, 0.5, 0.7, 1 - 2.0**-24, 1.0]
+)
+def test_the_drawn_probability_is_exact(prob):
+  """By enumeration of the equally likely values of `uniform`."""
+  values = np.arange(2**23, dtype=np.float32) / np.float32(2**23)
+  exact = np.mean(values < np.float32(prob), dtype=np.float64)
+  assert designs.drawn_probability(jnp.float32(prob)) == exact
+
+
+def test_uniform_numbers_are_multiples_of_2_to_the_minus_23():
+  multiples = 2.0**23 * jax.random.uniform(jax.random.key(0), (10_000,))
+  np.testing.assert_array_equal(multiples, np.round(multiples))
+  assert len(np.unique(multiples % 2)) == 2

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.algo import objectives, packing, policy_loss
+from dppo_jax.algo import filling, objectives, packing, policy_loss
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
 ROW = 32
 PROMPTS, GROUP = 10, 4
 plan = jax.jit(packing.plan, static_argnums=(1, 2, 3))
-fill = jax.jit(packing.fill, static_argnums=(6, 7))
+fill = jax.jit(filling.fill, static_argnums=(6, 7))
 
 
 def _plan(counts, window, num_rows=PROMPTS * GROUP):

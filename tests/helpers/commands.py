@@ -1,4 +1,4 @@
-"""Configs and runs, as the command line makes them."""
+"""Configs and processes of command lines."""
 
 import os
 import pathlib

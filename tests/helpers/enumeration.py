@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 from unittest import mock
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax.algo import designs
+from dppo_jax.methods import method
 
 
 def _offsets(prob):
@@ -63,9 +63,7 @@ class Draws:
         patch(jax.random, "uniform", uniform)
         patch(designs, "systematic", systematic)
         of_ids = lambda key, ids: uniform(key, ids.shape)
-        for name in ("dppo", "greso", "neyman.rules"):
-          module = importlib.import_module(f"dppo_jax.methods.{name}")
-          patch(module, "uniform_for_ids", of_ids)
+        patch(method, "uniform_for_ids", of_ids)
         return *draws(*args), probs
 
     self._at = jax.jit(at)

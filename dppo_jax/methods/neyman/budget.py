@@ -10,15 +10,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax.methods.method import check_finite, check_fraction
+from dppo_jax.algo.validation import FINITE, FRACTION, check
 from dppo_jax.records import Groups, StepCosts
 
 NUM_BUDGETS = 17  # on the grid, evenly in their logarithms
 # Ratio of the variance that a choice of completions adds to the formula of
 # `added_variance`. A batch varies twice as much as the sum of its completions,
-# which have much in common within a group, and a systematic draw adds 0.4 to
-# 0.7 of what independent ones would. Measured in
-# experiments/02_design_variance.
+# which are alike within a group, and a systematic draw adds 0.4 to 0.7 of what
+# independent ones would. Measured in experiments/02_design_variance.
 DESIGN_EFFECT = 0.3
 # Fraction of the least time that may be spent on keeping more. Times are flat
 # around their minimum, where a few percent more halve the variance added.
@@ -43,23 +42,19 @@ class AutoBudget(NamedTuple):
 
   def check(self) -> None:
     """Raises UserError for a field outside its range."""
-    check_fraction("min_keep", self.min_keep)
-    check_finite("update_cost", self.update_cost)
+    check(FRACTION, min_keep=self.min_keep, max_keep=self.max_keep)
+    check(FINITE, update_cost=self.update_cost)
 
   def size(
     self, groups: Groups, size: Float[Array, "Q G"]
   ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
     """Chooses how many of the needed completions to train on.
 
-    The update's time is proportional to its number of micro-batches.
-
     Args:
       size: `[Q, G]`, gradient norm of each completion up to a common factor;
         0 where it is not needed.
     Returns:
       The number, and metrics about it.
-    Raises:
-      ValueError: if neither `groups.costs` nor `update_cost` is known.
     """
     size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
@@ -78,14 +73,13 @@ class AutoBudget(NamedTuple):
       noise_fraction = jnp.maximum(noise_fraction, MIN_NOISE_FRACTION)
     times = relative_seconds(other + update, added, noise_fraction)
     best = largest_near_optimal(times)
-    metrics = {
+    return counts[best].astype(jnp.int32), {
       "budget/completions": _ratio(counts[best], num_needed),
       "budget/added_variance": added[best],
-      # 1 while seconds are unknown, that is all 0.
+      # 1 while all seconds are 0, that is unknown.
       "budget/predicted_speedup": _ratio(times[-1], times[best], 1.0),
       "budget/update_cost": _ratio(update[-1], other),
     }
-    return counts[best].astype(jnp.int32), metrics
 
   def _seconds(
     self,
@@ -108,7 +102,7 @@ class AutoBudget(NamedTuple):
         "pass costs, or set update_cost or a fixed budget"
       )
     micros = tokens / jnp.maximum(costs.micro_tokens, 1.0)
-    # Whole micro-batches, of a number that is known within a fifth.
+    # The number of micro-batches is rounded up and known within a fifth.
     error = jnp.linspace(0.8, 1.2, 5)
     micros = jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
     # Before any timing is available, assume that the update costs as much as
@@ -164,7 +158,7 @@ def proportional(
       these certain.
   """
   falling = -jnp.sort(-size)
-  # With the `f` largest certain, the rest divide what is left of the budget.
+  # With the `f` largest certain, the others divide the remaining budget.
   rest = jnp.cumsum(falling[::-1])[::-1]
   certain = jnp.arange(len(size), dtype=jnp.float32)
   left = budgets[:, None] - certain[None]
@@ -187,13 +181,12 @@ def added_variance(
   """
   is_lost = (squares[None] > 0) & (prob <= 0)
   added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
-  total = squares.sum()
-  fraction = added.sum(axis=1) / jnp.where(total > 0, total, 1.0)
+  fraction = _ratio(added.sum(axis=1), squares.sum())
   return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
 
 
 def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:
-  """Index of the largest budget whose time is within SLACK of the least.
+  """Returns the index of the largest budget within SLACK of the least time.
 
   Args:
     times: predicted seconds, in rising order of the budget.
@@ -203,7 +196,5 @@ def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:
   return len(times) - 1 - jnp.argmax(is_near)
 
 
-def _ratio(
-  x: Float[Array, ""], y: Float[Array, ""], otherwise: float = 0.0
-) -> Float[Array, ""]:
+def _ratio(x, y, otherwise: float = 0.0):
   return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), otherwise)

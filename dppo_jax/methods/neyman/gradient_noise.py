@@ -1,11 +1,11 @@
 """Gradient noise scale, estimated from an occasional extra backward pass.
 
 If each prompt's part of a gradient is multiplied by a random sign, the expected
-squared norm of the sum is the sum of the squared norms of the parts: the
-difference from the squared norm of the gradient itself is due to the products
-of different prompts, that is to what they have in common. Parts of a batch that
-cut through groups, such as micro-batches, cannot be used instead: completions
-of one group have much in common, and half a group's advantages do not sum to 0.
+squared norm of the sum is the sum of the squared norms of the parts. Its
+difference from the squared norm of the gradient is due to products of different
+prompts, that is to their common direction. Parts that cut through groups, such
+as micro-batches, cannot be used: completions of a group are not independent,
+and half a group's advantages do not sum to 0.
 
 Source: the definitions of McCandlish et al. 2018, arXiv:1812.06162, section 2.2
 and appendix A; the signs are ours.
@@ -53,8 +53,8 @@ def add_measurement(
   Args:
     total: squared norm of the gradient.
     signed: squared norm of the gradient with random signs.
-    num_prompts: prompts that the gradient is a sum of; with one there is
-      nothing to compare, and everything counts as noise.
+    num_prompts: prompts that the gradient is a sum of; with one, everything
+      counts as noise.
   """
   signal = (total - signed) / (1 - 1 / max(num_prompts, 2))
   signal = jnp.where(num_prompts > 1, signal, 0.0)
@@ -63,15 +63,14 @@ def add_measurement(
 
 
 def noise_fraction(noise: Noise) -> Float[Array, ""]:
-  """Computes the noise's part of the gradient's squared norm; 1 if unknown.
+  """Returns the noise's part of the gradient's squared norm; 1 if unknown.
 
   This is `r / (1 + r)` with `r` the gradient noise scale over the batch size.
   """
   signal = jnp.maximum(noise.signal, 0.0)
   total = signal + jnp.maximum(noise.noise, 0.0)
-  return jnp.where(
-    total > 0, 1 - signal / jnp.where(total > 0, total, 1.0), 1.0
-  )
+  is_known = total > 0
+  return jnp.where(is_known, 1 - signal / jnp.where(is_known, total, 1.0), 1.0)
 
 
 def describe(noise: Noise, num_prompts: int) -> dict[str, Float[Array, ""]]:

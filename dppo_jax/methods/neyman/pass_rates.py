@@ -1,4 +1,4 @@
-"""What is known of each problem's pass rate, and of what a rollout costs.
+"""Posterior of each problem's pass rate, and the predicted cost of a rollout.
 
 Right and wrong completions are counted and slowly forgotten. Added to those of
 a prior, the counts are the parameters of a Beta distribution.
@@ -17,11 +17,11 @@ class PassCounts(NamedTuple):
   """Counts of each problem's completions, without those of the prior.
 
   Attributes:
-    right: `[M]`, completions that were right; partly right ones in part.
-    wrong: `[M]`, the others.
+    right: `[M]`, sum of the completions' correctness, each in [0, 1].
+    wrong: `[M]`, number of completions less `right`.
     tokens: `[M]`, tokens in all of them.
-    last_step: `[M]`, the step up to which the counts have decayed.
-    group_size: completions in a group.
+    last_step: `[M]`, step up to which the counts have decayed.
+    group_size: completions in a group; 8 until one is observed.
   """
 
   right: Float[Array, "M"]
@@ -32,7 +32,7 @@ class PassCounts(NamedTuple):
 
 
 def init(num_prompts: int) -> PassCounts:
-  """Nothing counted; groups are taken to be of 8 until one is observed."""
+  """Returns counts of 0."""
   zeros = jnp.zeros((num_prompts,), jnp.float32)
   last_step = jnp.zeros((num_prompts,), jnp.int32)
   return PassCounts(zeros, zeros, zeros, last_step, jnp.int32(8))
@@ -44,21 +44,20 @@ def decayed(
   ids: Int[Array, "Q"],
   forgetting: float,
 ) -> PassCounts:
-  """The counts of `ids`, `[Q]`, as they have decayed by `step`.
+  """Returns the counts of `ids`, `[Q]`, decayed up to `step`.
 
   Args:
-    forgetting: factor on every count, per epoch, that is while as many
-      prompts were drawn, `Q` a step, as there are problems.
+    forgetting: factor on every count per epoch, that is while as many prompts
+      were drawn, `Q` a step, as there are problems.
   """
   own = jax.tree.map(lambda x: x[ids] if x.ndim else x, counts)
   steps = (step - own.last_step).astype(jnp.float32)
-  kept = forgetting ** (steps * (len(ids) / len(counts.right)))
-  return PassCounts(
-    right=own.right * kept,
-    wrong=own.wrong * kept,
-    tokens=own.tokens * kept,
+  factor = forgetting ** (steps * (len(ids) / len(counts.right)))
+  return own._replace(
+    right=own.right * factor,
+    wrong=own.wrong * factor,
+    tokens=own.tokens * factor,
     last_step=jnp.full_like(ids, step),
-    group_size=own.group_size,
   )
 
 
@@ -70,11 +69,10 @@ def update(
   lengths: Int[Array, "Q G"],
   forgetting: float,
 ) -> PassCounts:
-  """The counts after some groups; an id of `M` or more changes none.
+  """Adds some groups to the counts; an id of `M` or more changes none.
 
   Args:
-    correct: clipped to [0, 1], the part of each completion that is right. One
-      that is infinite or NaN is not counted.
+    correct: correctness, clipped to [0, 1]; infinite or NaN is not counted.
     lengths: tokens of each.
   """
   old = decayed(counts, step, ids, forgetting)
@@ -89,16 +87,14 @@ def update(
     last_step=old.last_step,
     group_size=jnp.int32(correct.shape[1]),
   )
-  put = lambda all, some: (
-    all.at[ids].set(some, mode="drop") if all.ndim else some
-  )
+  put = lambda x, y: x.at[ids].set(y, mode="drop") if x.ndim else y
   return jax.tree.map(put, counts, new)
 
 
 def expected_tokens(
   counts: PassCounts, ids: Int[Array, "N"]
 ) -> Float[Array, "N"]:
-  """Tokens of a completion: what the problem's own took, else what all did."""
+  """Returns the mean length of the problem's completions, or that of all."""
   num = counts.right + counts.wrong
   usual = counts.tokens.sum() / jnp.maximum(num.sum(), MIN_COUNT)
   own = counts.tokens[ids] / jnp.maximum(num[ids], MIN_COUNT)
@@ -111,12 +107,12 @@ def second_moment(
   group_size: Int[Array, ""],
   kappa: float,
 ) -> Float[Array, "N"]:
-  """Expected squared norm of a group's gradient, in units of `s^2 / G`.
+  """Returns the expected squared norm of a group's gradient, over `s^2 / G`.
 
   With advantages divided by their deviation, the noise `s` of the completions'
-  scores adds `s^2 / G` wherever the group is mixed, and the difference `d`
-  of the mean scores of right and wrong ones adds `ph (1 - ph) |d|^2`, where
-  `ph` is the share that is right.
+  scores adds `s^2 / G` if the group is mixed, and the difference `d` of the
+  mean scores of right and wrong ones adds `ph (1 - ph) |d|^2`, where `ph` is
+  the fraction that is right.
 
   Args:
     right, wrong: parameters of the Beta distribution, prior included.
@@ -131,7 +127,7 @@ def second_moment(
 def prob_mixed(
   right: Float[Array, "N"], wrong: Float[Array, "N"], group_size: Int[Array, ""]
 ) -> Float[Array, "N"]:
-  """Chance that a group is neither all right nor all wrong.
+  """Returns the probability that a group is neither all right nor all wrong.
 
   That is `1 - E[p^G] - E[(1 - p)^G]` for a pass rate `p` from Beta(right,
   wrong), where `E[p^G]` is the product over `j < G` of
@@ -140,15 +136,12 @@ def prob_mixed(
   total = right + wrong
   less, more = jnp.minimum(right, wrong), jnp.maximum(right, wrong)
 
-  def another(j, logs):
-    drawn = total + j.astype(jnp.float32)
-    likely, unlikely = logs
-    return likely + jnp.log1p(-less / drawn), unlikely + jnp.log1p(
-      -more / drawn
-    )
+  def add_one(j, logs):
+    num = total + j.astype(jnp.float32)
+    return logs[0] + jnp.log1p(-less / num), logs[1] + jnp.log1p(-more / num)
 
-  # Where mixed groups are rare, one of the two is near 1: only its distance
-  # from 1 is computed, which nothing cancels.
+  # The likelier of the two is near 1 if mixed groups are rare: its distance
+  # from 1 is computed without cancellation.
   logs = (jnp.zeros_like(total), jnp.zeros_like(total))
-  likely, unlikely = jax.lax.fori_loop(0, group_size, another, logs)
+  likely, unlikely = jax.lax.fori_loop(0, group_size, add_one, logs)
   return -jnp.expm1(likely) - jnp.exp(unlikely)

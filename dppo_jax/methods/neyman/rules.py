@@ -2,25 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from dppo_jax.algo import designs
-from dppo_jax.methods.grpo import grpo
-from dppo_jax.methods.method import (
-  ROUNDING,
-  CompletionRule,
-  Method,
-  PromptRule,
-  TokenRule,
+from dppo_jax.algo.validation import (
+  FINITE,
+  FRACTION,
+  UNIT,
+  Limit,
   check,
-  check_choice,
-  check_finite,
-  check_fraction,
-  every_prompt,
-  require_stats,
-  trainable,
-  uniform_for_ids,
+  one_of,
 )
+from dppo_jax.methods import method
+from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.neyman import pass_rates
 from dppo_jax.methods.neyman.budget import AutoBudget
 from dppo_jax.methods.ranking import fixed_size, round_count
@@ -30,7 +24,6 @@ from dppo_jax.rng import StepRng, as_step_rng
 # Least size of a needed completion, relative to the largest.
 LEAST_SIZE = 1e-6
 NOISE_EVERY = 128  # steps between measurements, for automatic budgets
-PROXIES = ("residual", "length", "none")
 # (batch, stats) -> a token's size, apart from |advantage| x weight.
 TOKEN_SIZES = {
   "residual": lambda batch, stats: -jnp.expm1(batch.old_logprobs),
@@ -48,7 +41,7 @@ def neyman(
   min_prob: float = 0.05,
   min_keep: float = 0.03,
   update_cost: float = 0.0,
-) -> Method:
+) -> method.Method:
   """GRPO on fewer completions, at the least variance for their number.
 
   Probabilities are proportional to the expected contribution to the gradient,
@@ -57,21 +50,14 @@ def neyman(
   combine them with `Method._replace`.
 
   Args:
-    prompt_budget: fraction of the prompts rolled out, in (0, 1].
-    completion_budget: fraction of the completions trained on, in (0, 1], of
-      all that were drawn; every completion with nonzero advantage if these are
-      fewer. "auto" minimises the predicted time to a target each step, from
-      measured step times and gradient noise.
-    token_budget: fraction of their tokens trained on, in (0, 1].
-    min_prob: least probability of a completion or token, in [0, 1], which
-      bounds the weights.
-    min_keep: least fraction of the completions with nonzero advantage that an
-      automatic budget keeps, in (0, 1].
-    update_cost: for the automatic budget, seconds of an update on all these
-      completions over the other seconds of a step. 0 uses measured times; then
-      no two runs are bit-identical.
-  Raises:
-    UserError: for a value outside its range.
+    prompt_budget: fraction of the prompts rolled out, as in `neyman_prompts`.
+    completion_budget: fraction of the completions trained on, as in
+      `neyman_completions`. "auto" minimises the predicted time to a target each
+      step, from measured step times and gradient noise.
+    token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
+    min_prob: least probability of a completion or token, in [0, 1].
+    min_keep, update_cost: of the automatic budget, as in `AutoBudget`. With
+      measured times no two runs are bit-identical.
   Source: ours, after Neyman 1934 and Deville and Tille 1998; the automatic
     budget after McCandlish et al. 2018, arXiv:1812.06162.
   Deviates:
@@ -81,25 +67,24 @@ def neyman(
   is_auto = completion_budget == "auto"
   budget = AutoBudget(min_keep, update_cost) if is_auto else completion_budget
   if not is_auto:
-    is_fraction = lambda x: 0 < float(x) <= 1
-    check("completion_budget", budget, is_fraction, 'in (0, 1], or "auto"')
+    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
+    check(limit, completion_budget=budget)
     budget = float(budget)  # text, if it is from the command line
-  completions = neyman_completions(budget, min_prob, proxy="residual")
-  tokens = neyman_tokens(token_budget, min_prob)
-  check_fraction("prompt_budget", prompt_budget)
+  check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
   is_full = prompt_budget == 1
-  method = grpo()._replace(
-    prompts=every_prompt() if is_full else neyman_prompts(prompt_budget),
-    completions=completions,
+  tokens = neyman_tokens(token_budget, min_prob)
+  rules = grpo()._replace(
+    prompts=method.every_prompt() if is_full else neyman_prompts(prompt_budget),
+    completions=neyman_completions(budget, min_prob, proxy="residual"),
     tokens=None if token_budget == 1 else tokens,
   )
   if not is_auto:
-    return method
+    return rules
 
   def describe(groups: Groups, chosen: Selection) -> dict[str, jax.Array]:
     return budget.size(groups, gradient_size(groups, proxy="residual"))[1]
 
-  return method._replace(
+  return rules._replace(
     describe=describe, reads_costs=True, noise_every=NOISE_EVERY
   )
 
@@ -111,7 +96,7 @@ def neyman_prompts(
   forgetting: float = 0.5,
   prior: tuple[float, float] = (0.2, 0.2),
   is_cost_aware: bool = True,
-) -> PromptRule:
+) -> method.PromptRule:
   """Keeps a fixed number of prompts, by their expected gradient per token.
 
   A Beta posterior of each problem's pass rate gives the second moment of the
@@ -121,19 +106,15 @@ def neyman_prompts(
   anything is observed it is uniform.
 
   Args:
-    budget: fraction of the candidates to keep, in (0, 1]: `round(budget * N)`
-      and at least one are kept.
-    min_prob: least probability, in (0, 1]; the budget's where that is lower.
-    kappa: `G |d|^2 / (4 s^2)`, where `d` is the difference of the mean scores
-      (gradients of log-probability) of right and wrong completions and `s`
-      the norm of the noise of one; 0 if a score is all noise.
+    budget: fraction of the candidates to keep, in (0, 1], rounded to a number,
+      at least one.
+    min_prob: least probability, in (0, 1]; the budget's if that is lower.
+    kappa: `G |d|^2 / (4 s^2)`, at least 0, as in `pass_rates.second_moment`.
     forgetting: factor on the counts, per epoch, in (0, 1].
     prior: right and wrong completions of the Beta prior; below 1 it expects
       most groups to be all right or all wrong.
     is_cost_aware: uses the expected number of tokens of each problem;
-      otherwise all problems are assumed to cost the same.
-  Raises:
-    UserError: for a value outside its range.
+      otherwise all are assumed to cost the same.
   Source: Neyman 1934, optimal allocation; the rest is ours.
   Deviates:
     1. The default of `kappa` is a guess, neither fitted nor published. Those
@@ -143,23 +124,21 @@ def neyman_prompts(
     2. Probabilities are rounded to `designs.GRID`; among tied prompts a random
        order decides which is rounded up.
   """
-  check_fraction("budget", budget)
-  check_fraction("min_prob", min_prob)
-  check_finite("kappa", kappa)
-  check_fraction("forgetting", forgetting)
+  check(FRACTION, budget=budget, min_prob=min_prob, forgetting=forgetting)
+  check(FINITE, kappa=kappa)
   is_valid = lambda x: len(x) == 2 and 0 < min(x) <= max(x) < float("inf")
-  check("prior", prior, is_valid, "two finite numbers above 0")
+  check(Limit(is_valid, "two finite numbers above 0"), prior=prior)
 
   def select(rng, history, ids):
     counts = pass_rates.decayed(history, rng.step, ids, forgetting)
     right, wrong = counts.right + prior[0], counts.wrong + prior[1]
     moment = pass_rates.second_moment(right, wrong, counts.group_size, kappa)
-    moment = jnp.maximum(moment, ROUNDING)
+    moment = jnp.maximum(moment, method.ROUNDING)
     tokens = pass_rates.expected_tokens(history, ids)
     size = jnp.sqrt(moment / tokens if is_cost_aware else moment)
     # Ties are ordered at random, so that nothing depends on the caller's order.
     order_key, draw_key = jax.random.split(rng.key)
-    tie_break = uniform_for_ids(order_key, ids)
+    tie_break = method.uniform_for_ids(order_key, ids)
     order = jnp.lexsort((tie_break, right / (right + wrong)))
     number = max(round(budget * len(ids)), 1)
     prob = designs.water_filling(size[order], number, min_prob)
@@ -171,7 +150,7 @@ def neyman_prompts(
     del rewards
     return pass_rates.update(history, step, ids, correct, lengths, forgetting)
 
-  return PromptRule(pass_rates.init, select, observe)
+  return method.PromptRule(pass_rates.init, select, observe)
 
 
 def gradient_size(
@@ -193,18 +172,14 @@ def gradient_size(
   size = jnp.abs(groups.advantages) * norm
   if groups.scale is not None:
     size = size * groups.scale
-  is_needed = _is_needed(groups)
+  is_needed = groups.is_needed
+  if is_needed is None:
+    is_needed = groups.advantages != 0
+  is_needed = is_needed & (groups.lengths > 0)
   size = jnp.where(is_needed, size, 0.0)
   # Under a KL penalty zero advantages are needed too, with some probability.
   size = size / jnp.where(size.max() > 0, size.max(), 1.0)
   return jnp.where(is_needed, jnp.maximum(size, LEAST_SIZE), 0.0)
-
-
-def _is_needed(groups: Groups) -> Bool[Array, "Q G"]:
-  is_needed = groups.is_needed
-  if is_needed is None:
-    is_needed = groups.advantages != 0
-  return is_needed & (groups.lengths > 0)
 
 
 def neyman_completions(
@@ -212,14 +187,13 @@ def neyman_completions(
   min_prob: float = 0.05,
   coherence: float = 0.0,
   proxy: str = "length",
-) -> CompletionRule:
+) -> method.CompletionRule:
   """Keeps a fixed number of completions, in proportion to gradient size.
 
   Keeps exactly `round(budget * drawn)` completions, or every needed one with
-  probability 1 if these are fewer. A completion that is not needed is not
-  kept; if `is_needed` is None, these are those of zero advantage. The draw is
-  systematic along (prompt, sign of the advantage, size), so that similar
-  completions exclude one another; weights 1 / prob are unbiased.
+  probability 1 if these are fewer. If `groups.is_needed` is None, those of
+  nonzero advantage are needed. The draw is systematic along (prompt, sign of
+  the advantage, size), so that similar completions exclude one another.
 
   >>> import jax
   >>> import jax.numpy as jnp
@@ -243,17 +217,15 @@ def neyman_completions(
       `sqrt(coherence * L^2 + L)`, the norm of a sum of `L` such tokens;
       "residual" replaces the second term by the sum of (1 - p)^2; "none" is L,
       so that only |advantage| counts if a token's scale is 1/L.
-  Raises:
-    UserError: for a value outside its range.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
   if isinstance(budget, AutoBudget):
     budget.check()
   else:
-    check_fraction("budget", budget)
-  check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
-  check_finite("coherence", coherence)
-  check_choice("proxy", proxy, PROXIES)
+    check(FRACTION, budget=budget)
+  check(UNIT, min_prob=min_prob)
+  check(FINITE, coherence=coherence)
+  check(one_of("residual", "length", "none"), proxy=proxy)
 
   def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
     rng = as_step_rng(rng)
@@ -272,41 +244,35 @@ def neyman_completions(
 
 def neyman_tokens(
   budget: float, min_prob: float = 0.05, size: str = "residual"
-) -> TokenRule:
+) -> method.TokenRule:
   """Keeps a fixed number of tokens, in proportion to their possible gradient.
 
-  A token's size is |advantage| x weight x one of `logit_grad`, the norm of the
-  gradient of its log-probability with respect to the logits; `residual`, 1 - p,
-  a lower bound of it that is known from the rollout; `entropy`. The draw is
-  systematic along the rows, so that neighbours exclude each other.
+  The draw is systematic along the rows, so that neighbours exclude each other.
 
   Args:
     budget: fraction of the trainable tokens to keep, in (0, 1]; rounded to a
       number of tokens, at least one.
     min_prob: least probability of a trainable token, in [0, 1], which bounds
-      its weight; `budget` where that is lower.
-    size: a key of `TOKEN_SIZES`; all but "residual" take another forward pass.
-  Raises:
-    UserError: for a value outside its range.
+      its weight; `budget` if that is lower.
+    size: factor on |advantage| x weight: `logit_grad`, the norm of the gradient
+      of the token's log-probability with respect to the logits; `residual`,
+      1 - p, a lower bound of it; `entropy`. All but "residual", which is known
+      from the rollout, take another forward pass.
   Source: Neyman 1934, optimal allocation; D3S, arXiv:2509.22115, for
     choosing tokens after completions.
   """
-  check_fraction("token_budget", budget)
-  check("min_prob", min_prob, lambda x: 0 <= x <= 1, "in [0, 1]")
-  check_choice("size", size, tuple(TOKEN_SIZES))
-
-  needs_stats = size != "residual"
+  check(FRACTION, budget=budget)
+  check(UNIT, min_prob=min_prob)
+  check(one_of(*TOKEN_SIZES), size=size)
 
   def select(rng, batch, stats):
     rng = as_step_rng(rng)
-    if needs_stats:
-      require_stats(stats)
-    can_train = trainable(batch)
+    can_train = method.trainable(batch)
     measure = jnp.maximum(TOKEN_SIZES[size](batch, stats), 0.0)
     measure *= jnp.abs(batch.advantages * batch.weights)
     measure = jnp.where(can_train, measure, 0.0)
-    # A size of 0 need not be a gradient of 0: there may be a KL penalty, or
-    # the policy may have changed. A probability of 0 would be a bias.
+    # A size of 0 may have a gradient, from a KL penalty or after an update of
+    # the policy: a probability of 0 would be a bias.
     largest = measure.max()
     least = jnp.where(largest > 0, largest / designs.GRID, 1.0)
     measure = jnp.where(can_train, jnp.maximum(measure, least), 0.0)
@@ -317,4 +283,4 @@ def neyman_tokens(
       keep.reshape(can_train.shape), prob.reshape(can_train.shape)
     )
 
-  return TokenRule(needs_stats, select)
+  return method.TokenRule(size != "residual", select)
