@@ -46,9 +46,7 @@ class Group(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Prints the comparison, and writes it with `--to`."""
-  parser = argparse.ArgumentParser(
-    prog="python -m dppo_jax.analysis.compare", description=__doc__
-  )
+  parser = argparse.ArgumentParser(description=__doc__)
   add = parser.add_argument
   add("runs", nargs="+", metavar="RUN", help="a workdir")
   add("--to", type=pathlib.Path, help="directory for compare.md, compare.png")

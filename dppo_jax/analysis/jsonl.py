@@ -14,9 +14,6 @@ def read(path: pathlib.Path) -> list[dict]:
   """Returns the objects of a file, or none if there is no such file.
 
   A last line without a newline, as a kill leaves it, is ignored.
-
-  Raises:
-    UserError: if a line is not JSON.
   """
   # Bytes, since a cut may go through a character. Not `splitlines`, since a
   # completion may contain any of the characters that it splits at.

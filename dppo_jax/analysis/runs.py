@@ -9,10 +9,8 @@ import numpy as np
 from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
 
-STAGES = (
-  "data rollout reward update_history dynamic_sampling select score update "
-  "noise"
-).split()
+STAGES = ("data", "rollout", "reward", "update_history", "dynamic_sampling")
+STAGES += ("select", "score", "update", "noise")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +59,7 @@ class Run:
 
 
 def load(workdir: str | pathlib.Path, clock: str = "step/seconds") -> Run:
-  """Reads the run in `workdir`, finished or not.
-
-  Raises:
-    UserError: if there is no run, or its files are damaged.
-  """
+  """Reads the run in `workdir`, finished or not."""
   path = pathlib.Path(workdir)
   try:
     config = json.loads((path / "config.json").read_text("utf-8"))

@@ -30,10 +30,7 @@ def mean(values: Sequence[float]) -> Interval:
 
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
-  """Returns the mean of `a` minus that of `b`, paired by seed.
-
-  If no seeds match, the difference of the means has no interval.
-  """
+  """Returns the mean of `a` minus that of `b`, paired by seed."""
   if seeds := a.keys() & b.keys():
     return mean([a[seed] - b[seed] for seed in seeds])
   return mean([np.mean([*a.values()]) - np.mean([*b.values()])])

@@ -34,13 +34,12 @@ class Task:
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
-    """Times a part; the times of parts of one name add up."""
+    """Times a part of the task."""
     start = time.monotonic()
     count = f" {len(self._seconds)}/{self.num_parts}" if self.num_parts else ""
     self._show(f"{self.name}{count}: {name}")
     yield
-    spent = time.monotonic() - start
-    self._seconds[name] = self._seconds.get(name, 0.0) + spent
+    self._seconds[name] = time.monotonic() - start
 
   def summary(self, seconds: float) -> str:
     """A line with the seconds of the task and of its long parts."""
@@ -73,7 +72,6 @@ class Progress(contextlib.nullcontext):
   """Shows tasks and steps on standard error, and lines on standard output."""
 
   def __init__(self, is_silent: bool = False):
-    """Shows nothing at all if `is_silent`."""
     super().__init__(self)
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     self._has_bar, self._is_silent = is_terminal and not is_silent, is_silent

@@ -14,15 +14,11 @@ def of_step(
 ) -> list[dict]:
   """Chooses completions of one group, half of them pruned if possible.
 
-  Prefers a group with advantages, of which some completions were pruned.
-
   Args:
     samples: one for each sampled completion, group by group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
     advantages, weights: `[Q, G]`; a completion of weight 0 was pruned.
-
-  Returns:
-    At most `limit` of the samples with `advantage`, `kept` and `weight`.
+    limit: most samples; each has `advantage`, `kept` and `weight` added.
   """
   rows, size = np.flatnonzero(lengths.max(axis=1)), lengths.shape[1]
   groups = [samples[i : i + size] for i in range(0, len(samples), size)]

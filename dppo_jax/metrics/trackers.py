@@ -80,10 +80,7 @@ def parse(names: str) -> list[str]:
 def openers(
   workdir: pathlib.Path, config: Values, *, writers: str
 ) -> dict[str, Callable[[int], TensorBoard | Wandb]]:
-  """Returns functions that open each tracker in `writers`, by name.
-
-  They take the step that the run resumes from; -1 for a new run.
-  """
+  """Functions of the first step (-1 for a new run) that open each tracker."""
   names = parse(writers)
   if "wandb" in names and not importlib.util.find_spec("wandb"):
     raise UserError("config.log.writers has wandb: pip install wandb first")

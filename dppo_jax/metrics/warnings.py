@@ -88,13 +88,10 @@ CHECKS = (
 
 
 class Health:
-  """Applies the checks to the metrics of a run as they are written.
-
-  Args:
-    num_updates: updates per rollout.
-  """
+  """Applies the checks to the metrics of a run as they are written."""
 
   def __init__(self, num_updates: int):
+    """Takes the number of updates per rollout."""
     # After its first update the policy differs from the sampler's on purpose.
     off_policy = "sampler_mismatch" if num_updates > 1 else ""
     self._checks = [x for x in CHECKS if x.name != off_policy]
@@ -102,12 +99,9 @@ class Health:
     self._next_message: dict[str, int] = {}
 
   def check(self, step: int, line: Line) -> tuple[dict[str, float], list[str]]:
-    """Returns the metrics of the checks that fail, and messages to print.
-
-    Lines of evaluations are ignored.
-    """
+    """Returns the metrics of the checks that fail, and messages to print."""
     metrics, messages = {}, []
-    if "step/seconds" not in line:
+    if "step/seconds" not in line:  # of an evaluation
       return metrics, messages
     self._lines.append(line)
     for check in self._checks:
