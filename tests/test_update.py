@@ -16,6 +16,7 @@ from dppo_jax.metrics import warnings as health
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update
+from dppo_jax.step.optimizer import make_optimizer
 
 pytestmark = pytest.mark.slow
 

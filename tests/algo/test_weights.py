@@ -42,7 +42,7 @@ def test_what_is_not_kept_weighs_nothing_even_at_probability_zero():
   np.testing.assert_allclose(got, [[8.0, 0.0]])
 
 
-def test_selections_of_other_shapes_are_refused():
+def test_selections_of_other_shapes_are_rejected():
   prompts, completions = (
     Selection(jnp.ones(shape, bool), jnp.ones(shape))
     for shape in ((2,), (2, 3))
@@ -78,18 +78,3 @@ def test_effective_sample_size():
   np.testing.assert_allclose(lopsided, 16 / 10)
   nothing = weights.effective_sample_size(jnp.zeros(3), jnp.ones(3))
   assert nothing == 0
-
-
-def test_one_choice_needs_no_other():
-  """Weights of completions where every prompt was kept, or of anything."""
-  _, completions = (
-    Selection(jnp.ones(shape, bool), jnp.full(shape, 0.5))
-    for shape in ((2,), (2, 3))
-  )
-  every = Selection(jnp.ones(2, bool), jnp.ones(2))
-  np.testing.assert_array_equal(
-    weights.horvitz_thompson(completions),
-    weights.horvitz_thompson(every, completions),
-  )
-  some = Selection(jnp.array([True, False, True]), jnp.array([0.5, 0.5, 1.0]))
-  np.testing.assert_array_equal(weights.horvitz_thompson(some), [2, 0, 1])

@@ -1,12 +1,11 @@
 """One table of all completion rules and the laws that every one obeys."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from prompts import EVERY, WITHOUT_CLOCK
+from prompts import EVERY
 import pytest
 
 from dppo_jax import methods
@@ -123,26 +122,6 @@ def test_small_advantages_are_those_below_their_groups_mean():
   np.testing.assert_array_equal(prob[2], 1)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_step_may_be_a_python_int(name):
-  options = inspect.signature(METHODS[name]).parameters
-  scheduled = {"total_steps": 10} if "total_steps" in options else {}
-  method = METHODS[name](**scheduled, **WITHOUT_CLOCK.get(name, {}))
-  groups = Groups(
-    jnp.array(REWARDS),
-    advantages.group_normalized(jnp.array(REWARDS)),
-    jnp.array(LENGTHS),
-  )
-  ids, history = jnp.arange(5, dtype=jnp.int32), method.prompts.init(9)
-  for rule in (
-    method.completions,
-    lambda rng, _: method.prompts.select(rng, history, ids),
-  ):
-    one = rule(StepRng(jax.random.key(0), 3), groups)
-    other = rule(StepRng(jax.random.key(0), jnp.int32(3)), groups)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 SPOILED = {
   **EVERY,
   "dppo batch": methods.dppo(0.5, 0.9, "batch"),
@@ -176,20 +155,3 @@ def test_a_reward_that_is_no_number_reaches_the_gradient(name, reward):
 
   keys = jax.random.split(jax.random.key(0), 200)
   assert not np.isfinite(jax.lax.map(draw, keys)).any()
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_key_alone_will_do(name):
-  """As the StepRng of that key at step 0, unless a share needs its step."""
-  rewards = jnp.array(REWARDS)
-  groups = Groups(
-    rewards, advantages.group_normalized(rewards), jnp.array(LENGTHS)
-  )
-  key = jax.random.key(3)
-  if name == "max_variance batch":
-    with pytest.raises(ValueError, match=r"give the rule a StepRng"):
-      RULES[name](key, groups)
-    return
-  want = jax.jit(RULES[name])(StepRng(key, jnp.int32(0)), groups)
-  got = jax.jit(RULES[name])(key, groups)
-  jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -40,19 +40,6 @@ def test_the_batchs_mean_is_over_prompts_that_were_rolled_out():
   np.testing.assert_allclose(prob[1], [0.4] * 4, rtol=1e-6)
 
 
-def test_a_rate_may_change_with_the_step():
-  fixed = methods.drop_small_advantage(0.5)
-  schedule = lambda step: jnp.where(step < 3, jnp.float32(0.5), 0.0)
-  moving = methods.drop_small_advantage(schedule)
-  groups = groups_of(normalized(BINARY))
-  for early, late in zip(
-    choose(moving, groups, step=2), choose(fixed, groups), strict=True
-  ):
-    np.testing.assert_array_equal(early, late)
-  keep, prob = choose(moving, groups, step=3)
-  assert keep.all() and (prob == 1).all()
-
-
 @given(VALUES, st.integers(1, 6))
 def test_a_groups_largest_are_kept(values, num):
   rule = methods.top_abs_advantage

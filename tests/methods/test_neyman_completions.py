@@ -154,8 +154,3 @@ def test_a_draw_of_equal_sizes_keeps_a_fixed_number_with_equal_chances():
     np.testing.assert_allclose(prob, share, atol=1 / designs.GRID)
     # No stratification: how many a prompt keeps is not fixed by its share.
     assert len(set(keep[:, 0].sum(axis=1))) > 3
-
-
-def test_the_smallest_budget_keeps_one():
-  keep, prob = choose(_uniform(0.001), SCORED)
-  assert keep.sum() == 1 and prob[keep] > 0

@@ -136,14 +136,6 @@ def test_a_share_of_one_keeps_every_token(rule):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_nothing_to_train_on_chooses_nothing(name):
-  batch, stats = _batch()
-  batch = batch.replace(weights=jnp.zeros(SEGMENTS.shape))
-  keep, prob = _choose(name, batch, stats)
-  assert not keep.any() and not prob.any()
-
-
-@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("where", ["advantages", "weights"])
 def test_a_completion_that_is_no_number_keeps_a_token(name, where):
   """Its NaN spoils the update, which is skipped and counted; every time."""
