@@ -167,3 +167,33 @@ def test_simulated_devices_share_the_memory(monkeypatch):
     check()
   monkeypatch.setattr(memory, "free_memory", lambda: 4.1 * largest)
   check()
+
+
+@pytest.mark.parametrize(
+  ("line", "folder", "names", "limit", "free"),
+  [
+    ("0::/app", "app", ("max", "current"), "4000", 1000),
+    ("0::/app", "", ("max", "current"), "4000", 1000),  # of a parent
+    ("0::/app", "app", ("max", "current"), "max", 1_024_000),
+    (
+      "5:cpu,memory:/app",
+      "memory/app",
+      ("limit_in_bytes", "usage_in_bytes"),
+      "4000",
+      1000,
+    ),
+  ],
+)
+def test_memory_limits_of_containers_count(
+  tmp_path, line, folder, names, limit, free
+):
+  group = tmp_path / "sys/fs/cgroup" / folder
+  for path, text in {
+    tmp_path / "proc/meminfo": "MemAvailable:   900 kB\nSwapFree:  100 kB\n",
+    tmp_path / "proc/self/cgroup": f"1:name=systemd:/\n{line}\n",
+    group / f"memory.{names[0]}": f"{limit}\n",
+    group / f"memory.{names[1]}": "3000\n",
+  }.items():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  assert memory.free_memory(tmp_path) == free

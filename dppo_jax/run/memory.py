@@ -210,11 +210,29 @@ def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def free_memory() -> float:
-  """Bytes of this machine that are free; infinite if not on Linux."""
+def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
+  """Bytes that this process can still allocate; infinite if not on Linux.
+
+  Args:
+    root: directory that holds proc and sys.
+  """
   try:
-    text = pathlib.Path("/proc/meminfo").read_text()
+    text = (root / "proc/meminfo").read_text()
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
   except OSError:
     return math.inf
   sizes = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M)
-  return 1024.0 * sum(map(int, sizes))
+  left = [1024.0 * sum(map(int, sizes))]
+  for line in lines:  # limits of containers, in control groups v1 and v2
+    _, controllers, path = line.split(":", 2)
+    top, names = root / "sys/fs/cgroup", ("max", "current")
+    if "memory" in controllers.split(","):
+      top, names = top / "memory", ("limit_in_bytes", "usage_in_bytes")
+    group = top / path.lstrip("/")
+    for folder in (group, *group.parents):
+      try:
+        limit, used = ((folder / f"memory.{x}").read_text() for x in names)
+        left.append(int(limit) - int(used))
+      except (OSError, ValueError):  # not here, or without a limit
+        continue
+  return min(left)
