@@ -29,7 +29,7 @@ from dppo_jax.run import (
 )
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import programs
+from dppo_jax.step import abstract_values, programs
 
 
 def run(
@@ -104,7 +104,7 @@ def _read_weights(
     origin = model.path or model.hub_id or "random, without a checkpoint"
     step, params = 0, run.initial_params()
   else:
-    like = programs.abstract_params(run)
+    like = abstract_values.abstract_params(run)
     step, params, warnings = trained_weights.restore(workdir, step, like)
     origin = f"step {step} of {workdir}"
     for line in warnings:

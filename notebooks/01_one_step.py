@@ -25,7 +25,7 @@ from dppo_jax.metrics import progress
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import compile_cache, setup
-from dppo_jax.step import grade, programs, sft, update
+from dppo_jax.step import abstract_values, grade, sft, update
 from dppo_jax.step.train_step import TrainStep
 
 compile_cache.quiet_libraries()
@@ -89,7 +89,7 @@ grader = run.make_grader()
 grader.__enter__()  # starts its processes, if the rewards need any
 with jax.set_mesh(run.mesh):
   train_step = TrainStep(run, grader)
-  state = programs.init_train_state(run, params)
+  state = abstract_values.init_train_state(run, params)
 
 stages = train_step.programs
 print("stages:", *stages)

@@ -15,7 +15,7 @@ from dppo_jax.models import transformer
 from dppo_jax.planning import assumed, topology
 from dppo_jax.run import memory
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import programs
+from dppo_jax.step import abstract_values
 
 
 def small(**options) -> configs.Config:
@@ -58,7 +58,7 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
   parts = memory.estimate(assumed.workload(run))
   params = run.initial_params()
   assert parts["update"]["weights"] == held(params)
-  state = programs.abstract_train_state(run)
+  state = abstract_values.abstract_train_state(run)
   moments = sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(state.opt_state)
@@ -66,10 +66,10 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
   )
   assert parts["update"]["optimizer"] == moments
   places = jax.tree.map(
-    lambda x: x.sharding, programs.abstract_inference_params(run)
+    lambda x: x.sharding, abstract_values.abstract_inference_params(run)
   )
   cast = functools.partial(
-    transformer.to_inference_params, config=programs.inference_model(run)
+    transformer.to_inference_params, config=abstract_values.inference_model(run)
   )
   with jax.set_mesh(run.mesh):
     inference_params = jax.jit(cast, out_shardings=places)(params)

@@ -16,7 +16,7 @@ import pytest
 
 from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
-from dppo_jax.step import programs, train_step
+from dppo_jax.step import abstract_values, train_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -133,7 +133,7 @@ class _Folder:
     """The weights of a step, on one device."""
     run = setup.setup_run(self.config(steps=step))
     with checkpoint.Checkpoints(self.workdir, read_only=True) as found:
-      return found.restore_params(step, programs.abstract_params(run))
+      return found.restore_params(step, abstract_values.abstract_params(run))
 
 
 @pytest.fixture(scope="module")

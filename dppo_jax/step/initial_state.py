@@ -9,7 +9,7 @@ from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, runtime_checks
 from dppo_jax.run.setup import Run
-from dppo_jax.step import programs, sft
+from dppo_jax.step import abstract_values, sft
 
 
 def first_state(run: Run, writer: metrics.Writer) -> TrainState:
@@ -18,10 +18,10 @@ def first_state(run: Run, writer: metrics.Writer) -> TrainState:
   Raises:
     UserError: for weights that are not finite.
   """
-  abstract = programs.abstract_train_state(run)
+  abstract = abstract_values.abstract_train_state(run)
   params = _first_params(run, abstract.params, writer)
   init = jax.jit(
-    functools.partial(programs.init_train_state, run),
+    functools.partial(abstract_values.init_train_state, run),
     out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     donate_argnums=0,
   )
@@ -43,7 +43,7 @@ def resumed_state(
   Raises:
     UserError: for weights that are not finite.
   """
-  state = checkpoints.restore(step, programs.abstract_train_state(run))
+  state = checkpoints.restore(step, abstract_values.abstract_train_state(run))
   runtime_checks.check_params(
     state.params,
     f"delete the checkpoint of step {step} to resume from the one before",
@@ -58,7 +58,7 @@ def reference_params(
   if not run.objective.beta:
     return None
   checkpoints.wait()
-  return checkpoints.restore_params(0, programs.abstract_params(run))
+  return checkpoints.restore_params(0, abstract_values.abstract_params(run))
 
 
 def _first_params(

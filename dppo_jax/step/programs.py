@@ -22,14 +22,10 @@ from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values, collect, select, tokens, update
 from dppo_jax.step.abstract_values import (
-  abstract_inference_params as abstract_inference_params,
+  abstract_params,
+  inference_model,
+  optimizer,
 )
-from dppo_jax.step.abstract_values import abstract_params as abstract_params
-from dppo_jax.step.abstract_values import (
-  abstract_train_state as abstract_train_state,
-)
-from dppo_jax.step.abstract_values import inference_model, optimizer
-from dppo_jax.step.abstract_values import init_train_state as init_train_state
 from dppo_jax.step.measure_noise import measure_noise
 
 

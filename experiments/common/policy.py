@@ -17,7 +17,7 @@ from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import Run
-from dppo_jax.step import grade, pack, programs, update
+from dppo_jax.step import abstract_values, grade, pack, programs, update
 
 
 def restore(
@@ -26,7 +26,7 @@ def restore(
   """Returns the weights of a checkpoint, and the first prompts of the run."""
   with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
     params = checkpoints.restore_params(
-      step, programs.abstract_train_state(run).params
+      step, abstract_values.abstract_train_state(run).params
     )
   prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
   return params, jax.tree.map(jnp.asarray, prompts)

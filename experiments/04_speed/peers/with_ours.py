@@ -14,7 +14,7 @@ from dppo_jax.metrics import writer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import setup
-from dppo_jax.step import programs, update
+from dppo_jax.step import abstract_values, programs, update
 
 from . import clock, work
 
@@ -108,9 +108,9 @@ def check(args) -> None:
   config = programs.update_config(run)
   with jax.set_mesh(run.mesh):
     compiled = programs.compile_programs(programs.programs(run), run.mesh)
-    abstract = programs.abstract_train_state(run)
+    abstract = abstract_values.abstract_train_state(run)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    start = functools.partial(programs.init_train_state, run)
+    start = functools.partial(abstract_values.init_train_state, run)
     state = jax.jit(start, out_shardings=shardings)(run.initial_params())
     rng = rng_at(run.root_key, 0, Stage.COMPLETIONS)
     batch, num_micro, *_ = compiled["select"](
