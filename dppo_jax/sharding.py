@@ -1,4 +1,4 @@
-"""Where arrays live: one mesh, one table from logical axes to mesh axes.
+"""The device mesh, and one table from logical axes to mesh axes.
 
 Replicas each hold all parameters and exchange only gradients, once in a
 micro-batch, since the network between them (slices of a pod) is slow. Within a
