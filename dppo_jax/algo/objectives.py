@@ -56,7 +56,7 @@ def grpo(
   check(at_least_1, sampler_cap=sampler_cap)
   return Objective(
     group_normalized,
-    _clipped_ratio(clip_low, clip_high),
+    _clipped_ratio_loss(clip_low, clip_high),
     _one_over_length,
     beta,
     dual_clip=dual_clip,
@@ -161,7 +161,7 @@ def cispo(
   plain = dapo(
     clip_low, clip_high, beta, dual_clip, sampler_cap, tokens_per_completion
   )
-  return plain._replace(token_loss=_clipped_weight(clip_low, clip_high))
+  return plain._replace(token_loss=_clipped_weight_loss(clip_low, clip_high))
 
 
 def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
@@ -187,7 +187,7 @@ OBJECTIVES = {x.__name__: x for x in (grpo, dapo, dr_grpo, gspo, cispo, rloo)}
 
 
 @functools.cache
-def _clipped_ratio(low: float, high: float) -> TokenLoss:
+def _clipped_ratio_loss(low: float, high: float) -> TokenLoss:
   """`-min(r A, clip(r, 1 - low, 1 + high) A)`, PPO's.
 
   Exactly at a bound a token is not clipped and has its full gradient.
@@ -208,7 +208,7 @@ def _clipped_ratio(low: float, high: float) -> TokenLoss:
 
 
 @functools.cache
-def _clipped_weight(low: float, high: float) -> TokenLoss:
+def _clipped_weight_loss(low: float, high: float) -> TokenLoss:
   """`-sg(clip(r, 1 - low, 1 + high)) A log p`."""
 
   def loss(ratio: Tokens, advantages: Tokens, logprobs: Tokens):

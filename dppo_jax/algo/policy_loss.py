@@ -1,6 +1,7 @@
 """The loss of an objective: a weighted sum that is never divided.
 
-An objective is a value; its normaliser is folded into one weight per token
+The formulas of the objectives' token losses are in objectives.py. An objective
+is a value; its normaliser is folded into one weight per token
 before the backward pass, so that the sum does not depend on packing,
 micro-batches or devices. One division, by the number of completions in the
 unpruned batch, happens in `update.apply_gradient`.
@@ -147,7 +148,7 @@ def _ratio(objective, logprobs, old_logprobs, is_trained, segment_ids):
 
 
 def _token_loss(objective, ratio, advantages, logprobs):
-  """The objective's loss of each token, which may be a user's function."""
+  """Calls `objective.token_loss`, which may be a user's function."""
   result = objective.token_loss(ratio, advantages, logprobs)
   shapes = [getattr(x, "shape", None) for x in result]
   if shapes != [ratio.shape, ratio.shape]:

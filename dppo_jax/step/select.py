@@ -90,7 +90,7 @@ def select(
     rewards += overlong_penalty(rollout.lengths, limit, overlong_tokens)
   advantages = objective.advantage(rewards)  # from all G, before any is dropped
   groups = make_groups(rollout, rewards, advantages, objective, costs)
-  chosen = method.completions(rng, groups)
+  chosen = method.completions(rng, groups)  # drops completions
   is_drawn = rollout.lengths > 0
   if method.has_statistics_after:
     advantages = objective.advantage(rewards, chosen.keep & is_drawn)

@@ -100,7 +100,11 @@ class TrainStep:
   """Compiles the stages of a run's step; its methods run them.
 
   `collect`, `select`, `score` and `update` are called in this order. Each
-  blocks until its results are ready and adds its seconds to the clock.
+  blocks until its results are ready and adds its seconds to the clock. The
+  functions behind `programs` are declared in programs.py: "roll_out" is
+  `rollout.generate.roll_out`, "select" is `select.select`, "score" is
+  `tokens.score` (only if tokens are chosen or a rollout has several updates),
+  "update" is `update.update`.
 
   Args:
     task: shows what is being compiled.
