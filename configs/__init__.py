@@ -1,1 +1,1 @@
-"""Runs worth starting from, a file each; `dppo_jax.configs` once installed."""
+"""Configs to start from; installed as `dppo_jax.configs`."""

@@ -8,10 +8,10 @@ Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub, and without data files TFDS prepares `gsm8k`. A file needs the columns
 `problem` or `question`, and `answer`.
 
-Hardware: one GPU of 40 GB or more, or a TPU slice; by sums of what it holds 10
-GiB of state, gradients and rollout copy, and 5 GiB of cache. **Nobody has run
-it at this size**: hours and accuracy are unknown. The code path is tested with
-tiny checkpoints on GSM8K's own rows.
+Hardware: one GPU of 40 GB or more, or a TPU slice; by calculation 10 GiB of
+state, gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at
+this size**: hours and accuracy are unknown. The code path is tested with tiny
+checkpoints on GSM8K's own rows.
 """
 
 from dppo_jax.config import Config, use_method
@@ -43,5 +43,5 @@ def get_config(method: str = "dppo") -> Config:
   config.optimizer.warmup_steps = 5
   config.eval.every = 25
   config.checkpoint.every = 25
-  config.mesh.data = -1  # every device there is
+  config.mesh.data = -1  # all devices
   return config

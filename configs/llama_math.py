@@ -7,9 +7,9 @@ r"""Llama-3.2-1B-Instruct on MATH, competition problems.
 Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub, which asks for a login that has accepted Meta's licence.
 
-Hardware: one GPU of 80 GB, or a TPU slice; by sums of what it holds 21 GiB of
-state, gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at
-this size**: hours and accuracy are unknown. The code path is tested with tiny
+Hardware: one GPU of 80 GB, or a TPU slice; by calculation 21 GiB of state,
+gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at this
+size**: hours and accuracy are unknown. The code path is tested with tiny
 checkpoints.
 """
 
@@ -41,5 +41,5 @@ def get_config(method: str = "dppo") -> Config:
   config.optimizer.warmup_steps = 10
   config.eval.every = 25
   config.checkpoint.every = 25
-  config.mesh.data = -1  # every device there is
+  config.mesh.data = -1  # all devices
   return config

@@ -8,12 +8,12 @@ Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub. Experts, heads and vocabulary are divided over four devices, everything
 else over the rest.
 
-Hardware: one machine of eight GPUs of 141 GB. By sums, a device holds 57 GiB of
-state and gradients, 14 GiB of the rollout's copy and 4 GiB of cache. **Nobody
-has run it at this size**: hours and accuracy are unknown, and so is whether XLA
-on a GPU leaves out the experts that a token does not go through. On TPUs and
-CPUs they are left out (dppo_jax/models/grouped.py). The code path is tested
-with tiny checkpoints, on meshes too.
+Hardware: one machine of eight GPUs of 141 GB. By calculation, a device holds 57
+GiB of state and gradients, 14 GiB of the rollout's copy and 4 GiB of cache.
+**Nobody has run it at this size**: hours and accuracy are unknown, and so is
+whether XLA on a GPU skips the experts that a token does not use. On TPUs and
+CPUs they are skipped (dppo_jax/models/grouped.py). The code path is tested with
+tiny checkpoints, also on meshes.
 """
 
 from dppo_jax.config import Config, use_method
@@ -45,6 +45,6 @@ def get_config(method: str = "dppo") -> Config:
   config.optimizer.warmup_steps = 10
   config.eval.every = 25
   config.checkpoint.every = 25
-  config.mesh.data = -1  # every device there is
-  config.mesh.model = 4  # as many as there are key and value heads
+  config.mesh.data = -1  # all devices
+  config.mesh.model = 4  # the number of key and value heads
   return config

@@ -5,12 +5,12 @@ r"""Qwen2.5-Math-1.5B on MATH, competition problems.
     --config.data.eval=math500.jsonl
 
 Without --config.model.path the checkpoint is fetched from the Hugging Face
-hub. Files need the columns `problem` and `answer`; MATH itself is not at any
-source that this program may fetch by itself, so both have to be given.
+hub. Files need the columns `problem` and `answer`. MATH cannot be downloaded by
+this program, so both files have to be given.
 
-Hardware: one GPU of 80 GB, or a TPU slice; by sums of what it holds 26 GiB of
-state, gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at
-this size**: hours and accuracy are unknown. The code path is tested with tiny
+Hardware: one GPU of 80 GB, or a TPU slice; by calculation 26 GiB of state,
+gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at this
+size**: hours and accuracy are unknown. The code path is tested with tiny
 checkpoints on MATH's own rows.
 """
 
@@ -43,5 +43,5 @@ def get_config(method: str = "dppo") -> Config:
   config.optimizer.warmup_steps = 10
   config.eval.every = 25
   config.checkpoint.every = 25
-  config.mesh.data = -1  # every device there is
+  config.mesh.data = -1  # all devices
   return config

@@ -13,6 +13,7 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import rewards
+from dppo_jax.analysis import tables
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
@@ -20,6 +21,7 @@ from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.run import (
+  checkpoint,
   compile_cache,
   distributed,
   runtime_checks,
@@ -27,7 +29,7 @@ from dppo_jax.run import (
 )
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import programs
+from dppo_jax.step import abstract_values, programs
 
 
 def run(
@@ -43,7 +45,6 @@ def run(
   Raises:
     UserError: for a config, data or checkpoint that cannot work.
   """
-  compile_cache.quiet_libraries()
   compile_cache.enable_compilation_cache()
   start = time.monotonic()
   resume.check_processes(config, workdir)
@@ -60,12 +61,14 @@ def run(
       with bar.task("reading weights"):
         step, params, weights = _read_weights(run, workdir, step, bar)
       bar.say(progress.wrapped(f"weights: {weights}"))
-      roll_outs = _compile(run, params, bar)
+      to_compile = {"greedy": programs.evaluation_program(run, 0)}
+      if samples := config.eval.samples:
+        to_compile["sampled"] = programs.evaluation_program(run, samples)
+      with bar.task("compiling") as task:
+        compiled = programs.compile_programs(to_compile, run.mesh, task)
+      roll_outs = {x: functools.partial(f, params) for x, f in compiled.items()}
+      directory = pathlib.Path(_make_directory(workdir, step))
       is_writer = distributed.is_first()
-      directory = _fresh_directory(workdir, step)
-      with distributed.sharing_errors():
-        if is_writer:
-          directory.mkdir(parents=True)
       path = directory / "completions.jsonl" if is_writer else os.devnull
       with open(path, "w", encoding="utf-8") as file:
         sets = {
@@ -89,20 +92,19 @@ def run(
         "sets": sets,
       }
       path = page.write(directory, results)
-      bar.say(f"\n{page.terminal_table(sets)}\n\nresults: {path}")
+      bar.say(f"\n{page.table(sets, tables.aligned)}\n\nresults: {path}")
 
 
 def _read_weights(
   run: Run, workdir: pathlib.Path, step: int | None, bar: progress.Progress
 ) -> tuple[int, transformer.Params, str]:
   """Returns the step, the weights and their origin as text."""
-  folders = workdir.glob("checkpoints/*")
-  if step is None and not any(x.name.isdigit() for x in folders):
+  if step is None and not checkpoint.complete_steps(workdir):
     model = run.config.model
     origin = model.path or model.hub_id or "random, without a checkpoint"
     step, params = 0, run.initial_params()
   else:
-    like = programs.abstract_params(run)
+    like = abstract_values.abstract_params(run)
     step, params, warnings = trained_weights.restore(workdir, step, like)
     origin = f"step {step} of {workdir}"
     for line in warnings:
@@ -112,27 +114,14 @@ def _read_weights(
   return step, params, origin
 
 
-def _compile(
-  run: Run, params: transformer.Params, bar: progress.Progress
-) -> dict[str, Callable]:
-  """Returns the functions that roll out prompts, by the name of a decoding."""
-  decodings = {"greedy": 0}
-  if run.config.eval.samples:
-    decodings["sampled"] = run.config.eval.samples
-  to_compile = {
-    name: programs.evaluation_program(run, samples)
-    for name, samples in decodings.items()
-  }
-  with bar.task("compiling") as task:
-    compiled = programs.compile_programs(to_compile, run.mesh, task)
-  return {name: functools.partial(x, params) for name, x in compiled.items()}
-
-
-def _fresh_directory(workdir: pathlib.Path, step: int) -> pathlib.Path:
-  """Returns `step-K`, or `step-K.1` and so on if earlier results exist."""
+@distributed.on_first_process
+def _make_directory(workdir: pathlib.Path, step: int) -> str:
+  """Creates `step-K`, or `step-K.1` and so on if earlier results exist."""
   parent = workdir / "evaluation"
   names = (f"step-{step}.{i}" if i else f"step-{step}" for i in range(10**6))
-  return next(parent / x for x in names if not (parent / x).exists())
+  path = next(parent / x for x in names if not (parent / x).exists())
+  path.mkdir(parents=True)
+  return str(path)
 
 
 def _evaluate_set(
@@ -150,19 +139,19 @@ def _evaluate_set(
     start = time.monotonic()
     with bar.steps(f"{name}, {decoding}: problem", len(problems)) as steps:
 
-      def write(part, decoding=decoding, steps=steps):
+      def write(done, samples, decoding=decoding, steps=steps):
         with distributed.sharing_errors():
-          for sample in part.samples:
+          for sample in samples:
             line = {"set": name, "decoding": decoding} | sample
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
           file.flush()
-        steps.advance(steps.done + len(part.correct))
+        steps.advance(done)
 
       completions = eval_sets.evaluate(run, name, roll_out, grader, write)
-    has_answer = [x["extracted"] is not None for x in completions.samples]
+    unboxed = [x["extracted"] is None for x in completions.samples]
     described[decoding] = completions.metrics() | {
-      "completions": len(completions.samples),
-      "unboxed": 1 - sum(has_answer) / len(has_answer),
+      "completions": len(unboxed),
+      "unboxed": sum(unboxed) / len(unboxed),
       "seconds": time.monotonic() - start,
     }
     if decoding == "greedy":

@@ -1,20 +1,21 @@
 """--mode=export: the weights of a run as a checkpoint for transformers."""
 
+import contextlib
 import json
 import pathlib
 import tempfile
 
-import huggingface_hub
 import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
+from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, transformer
-from dppo_jax.run import compile_cache, setup, trained_weights
+from dppo_jax.run import setup, trained_weights
 
 
 def run(
@@ -24,11 +25,11 @@ def run(
   step: int | None = None,
   dtype: str | None = None,
 ) -> None:
-  """Writes the weights of a checkpoint to the directory `to`.
+  """Writes the weights of a checkpoint, complete or not at all.
 
-  The directory appears complete or not at all. It also gets config.json, the
-  tokenizer, the generation settings and a model card: those of the checkpoint
-  that training began with or, if the model was randomly initialised, new ones.
+  The directory also gets config.json, the tokenizer, the generation settings
+  and a model card. All but the card are copies of the files that training began
+  with; if the model was randomly initialised, they are new.
 
   Args:
     config: of the run.
@@ -36,27 +37,20 @@ def run(
     to: directory that does not exist or is empty.
     step: checkpoint step; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
-      began with, or float32 without one. The weights of a run are float32.
+      began with, or float32 without one.
   Raises:
     UserError: if there are no such weights, or `to` is not empty.
   """
-  compile_cache.quiet_libraries()
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
-  path = setup.model_path(config.model)
-  if path:
-    hf.check(path)
+  path, tokenizer, model, *_ = setup.read_inputs(config)
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
-  tokenizer = setup.make_tokenizer(config, path)
-  model = setup.describe_model(config.model, path, tokenizer.vocab_size)
   table = transformer.parameter_table(model)
   like = {name: np.empty(p.shape, np.float32) for name, p in table.items()}
   step, params, warnings = trained_weights.restore(
     workdir, step, transformer.unflatten(like)
   )
-  for line in warnings:
-    print(progress.wrapped(line), flush=True)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   generation, settings = {"eos_token_id": list(stop_ids)}, {}
   if not path:
@@ -80,10 +74,12 @@ def run(
     )
     if not path:
       tokenizer.save(folder)
-    _card(config, workdir, step, tokenizer, to.name).save(folder / "README.md")
+    card = _card(config, workdir, step, tokenizer, to.name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
   done = f"wrote the weights of {workdir} after step {step} to {to}, in {dtype}"
-  print(progress.wrapped(done), flush=True)
+  for line in [*warnings, done]:
+    print(progress.wrapped(line), flush=True)
 
 
 def _card(
@@ -92,38 +88,35 @@ def _card(
   step: int,
   tokenizer: data.Tokenizer,
   name: str,
-) -> huggingface_hub.ModelCard:
+) -> str:
   """Returns the model card: origin, results, code to load it, all options."""
-  model, method = config.model, config.method.name
-  metadata = huggingface_hub.ModelCardData(
-    library_name="transformers",
-    pipeline_tag="text-generation",
-    base_model=None if model.path else model.hub_id or None,
-    tags=["dppo_jax", "reinforcement-learning", method, config.objective.name],
-  )
-  # The prompt's text and whether the tokenizer adds special tokens to it.
-  prompt, problem, special = "{problem}", "3+9-5=", False
-  if isinstance(tokenizer, data.PretrainedTokenizer):
-    prompt = tokenizer.prompt("{problem}")
-    text = tokenizer.prompt(problem)
-    special = tokenizer.encode_prompt(problem) != tokenizer.encode(text)
+  model, method, objective = config.model, config.method, config.objective
+  tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
+  base = f"\nbase_model: {model.hub_id}" if model.hub_id else ""
+  prompt, problem = "{problem}", "3+9-5="
+  with contextlib.suppress(UserError):  # the template may need other columns
+    prompt = make_prompt(config.data.template, prompt, {"problem": prompt})
+  ids = tokenizer.encode(tokenizer.prompt(problem))
+  adds_special = tokenizer.encode_prompt(problem) != ids
   results = "No results."
   files = workdir.glob(f"evaluation/step-{step}*/results.json")
   for file in sorted(files, key=lambda x: x.stat().st_mtime):
     evaluation = json.loads(file.read_text(encoding="utf-8"))
     if evaluation["step"] == step:  # step-1* matches step-10 too
-      results = page.estimates_table(evaluation["sets"])
-  return huggingface_hub.ModelCard(f"""---
-{metadata.to_yaml()}
+      results = page.table(evaluation["sets"])
+  return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: {json.dumps(tags)}{base}
 ---
 
 # {name}
 
-Trained with dppo_jax for {step} steps by the method `{method}` and the
-objective `{config.objective.name}`, from
+Trained with dppo_jax for {step} steps by the method `{method.name}` and the
+objective `{objective.name}`, from
 `{model.path or model.hub_id or "random weights"}`, on `{config.data.train}`.
-Nothing but the results below was measured. The licence and the limits of the
-model that training began with hold for this one.
+The licence and the limits of the model that training began with hold for this
+one. Nothing but the results below was measured.
 
 ## Results
 
@@ -137,8 +130,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 path = {name!r}  # this directory
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path)
-prompt = {prompt!r}.replace("{{problem}}", {problem!r})  # as in training
-inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens={special})
+prompt = {tokenizer.prompt(prompt)!r}.replace("{{problem}}", {problem!r})
+inputs = tokenizer(
+  prompt, return_tensors="pt", add_special_tokens={adds_special}
+)
 max_tokens = {config.rollout.max_tokens}  # as in training
 outputs = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
 answer = outputs[0, inputs["input_ids"].shape[1] :]
@@ -150,4 +145,4 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 ```json
 {json.dumps(flatten(config), indent=2)}
 ```
-""")
+"""

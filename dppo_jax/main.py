@@ -21,23 +21,17 @@ def main(argv: list[str]) -> None:
 
   config, workdir, flags = cli.parse(argv)
   configs.validate(config)
-  if workdir.exists() and not workdir.is_dir():
+  if workdir.is_file():
     raise UserError(f"--workdir={workdir} is a file, not a directory")
   distributed.initialize(
     flags.coordinator, flags.num_processes, flags.process_id
   )
   if distributed.count() > 1 and flags.mode not in ("train", "evaluate"):
-    raise UserError(
-      f"--mode={flags.mode} runs in one process, not in "
-      f"{distributed.count()}: add --num_processes=1"
-    )
+    raise UserError(f"--mode={flags.mode} needs --num_processes=1")
   if flags.mode == "train":
-    is_silent = not distributed.is_first()
-    with (
-      progress.Progress(is_silent) as bar,
-      bar.task("loading libraries", True),
-    ):
-      from dppo_jax import train
+    with progress.Progress(is_silent=not distributed.is_first()) as bar:
+      with bar.task("loading libraries", True):
+        from dppo_jax import train
 
     train.run(config, workdir)
   elif flags.mode == "evaluate":
@@ -51,27 +45,8 @@ def main(argv: list[str]) -> None:
   else:
     from dppo_jax import plan
 
-    plan.run(
-      config,
-      hardware=flags.hardware or "",
-      topology=flags.topology or "",
-      stages=flags.stages or "",
-    )
-
-
-def _exit_if_disconnected(error: Exception) -> None:
-  """Exits at once if another process has ended; JAX would wait for it."""
-  from dppo_jax.run import distributed
-
-  if distributed.has_lost_another(error):
-    reason = str(error).strip().partition("\n")[0]
-    print(
-      f"error: another process has ended or cannot be reached ({reason}): see "
-      "its last output; re-run the command to resume",
-      file=sys.stderr,
-      flush=True,
-    )
-    os._exit(1)
+    names = ("hardware", "topology", "stages")
+    plan.run(config, **{name: getattr(flags, name) or "" for name in names})
 
 
 def run() -> None:
@@ -86,8 +61,18 @@ def run() -> None:
       raise
     sys.exit(f"error: {error}")
   except Exception as error:
-    _exit_if_disconnected(error)
-    raise
+    from dppo_jax.run import distributed
+
+    if not distributed.has_lost_another(error):
+      raise
+    reason = str(error).strip().partition("\n")[0]
+    print(
+      f"error: another process has ended or cannot be reached ({reason}): see "
+      "its last output; re-run the command to resume",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(1)  # at once: JAX would wait for the other process
 
 
 if __name__ == "__main__":

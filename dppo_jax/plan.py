@@ -17,14 +17,6 @@ from dppo_jax.planning import topology as targets
 from dppo_jax.run import compile_cache, memory
 from dppo_jax.run.memory import gib
 
-# State that is an argument of a stage; the rest of it is in memory meanwhile.
-_ARGUMENTS = {
-  "to_inference_params": ("weights",),
-  "score": ("weights",),
-  "evaluate": ("weights",),
-  "update": ("weights", "optimizer", "reference"),
-}
-
 
 def run(
   config: configs.Config,
@@ -35,8 +27,6 @@ def run(
 ) -> dict[str, Any]:
   """Prints the memory that a run takes and returns the numbers.
 
-  No weights, data, tokenizer or accelerator are needed.
-
   Args:
     hardware: devices such as `h200:8,v5p:16` to estimate memory for.
     topology: devices such as `v5e:4x4` or `h200:8` to compile all stages for.
@@ -44,7 +34,7 @@ def run(
   """
   jax.config.update("jax_platforms", "cpu")  # accelerators are not touched
   compile_cache.quiet_libraries()
-  places = [targets.parse(x) for x in hardware.split(",") if x.strip()]
+  places = [targets.parse(x) for x in hardware.split(",") if x]
   target = targets.parse(topology, "--topology") if topology else None
   if not places and not target:
     raise UserError(
@@ -52,39 +42,37 @@ def run(
     )
   values = {"estimated": {}, "compiled": {}}
   with progress.Progress() as bar:
-    for place in [*([target] if target else []), *places]:
+    for place in filter(None, [target, *places]):
       mesh = assumed.abstract_mesh(config.mesh, place.num)
-      workload = assumed.workload(
-        assumed.assumed_run(config, mesh, place.platform)
-      )
+      planned = assumed.assumed_run(config, mesh, place.platform)
+      workload = assumed.workload(planned)
       values["estimated"][place.name] = memory.estimate(workload)
       bar.say(_estimated(workload, place))
     if target:
-      names = [x.strip() for x in stages.split(",") if x.strip()]
+      names = [x for x in stages.split(",") if x]
       values["compiled"] = _compile(config, target, names, bar)
   return values
 
 
 def _estimated(workload: memory.Workload, hardware: targets.Hardware) -> str:
   """The estimate as a table, and whether it fits."""
-  stages = memory.estimate(workload)
+  stages, model = memory.estimate(workload), workload.model
   purposes = dict.fromkeys(x for parts in stages.values() for x in parts)
-  cell = lambda parts, name: gib(parts[name]) if parts.get(name) else ""
+  cell = lambda size: gib(size) if size else ""
   rows = [
-    [name, *(cell(parts, name) for parts in stages.values())]
+    [name, *(cell(parts.get(name)) for parts in stages.values())]
     for name in purposes
   ]
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
-  model = workload.model
-  title = (
-    f"{model.family}, {transformer.num_parameters(model):,} parameters, "
+  return (
+    f"\n{model.family}, {transformer.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, attention={model.attention}\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
-    f"{sharding.describe(workload.mesh)}"
+    f"{sharding.describe(workload.mesh)}\n\n"
+    f"{tables.aligned(['', *sums], rows)}\n\n"
+    f"{_verdict(workload, sums, hardware.memory)}"
   )
-  table = tables.aligned(["", *sums], rows)
-  return f"\n{title}\n\n{table}\n\n{_verdict(workload, sums, hardware.memory)}"
 
 
 def _verdict(
@@ -111,8 +99,7 @@ def _compile(
     stages = list(targets.compile_stages(run, task, names))
   rows, lines, sums = [], [], {}
   for stage in stages:
-    other = resident(workload, stage.name)
-    sizes = (stage.held, stage.temporary, other)
+    sizes = (stage.held, stage.temporary, resident(workload, stage.name))
     sums[stage.name] = sum(sizes)
     cells = map(gib, (*sizes, sum(sizes)))
     rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
@@ -136,7 +123,13 @@ def _compile(
 
 
 def resident(workload: memory.Workload, stage: str) -> float:
-  """Bytes of the train state that are in memory beside a stage's arguments."""
+  """Bytes of the train state in memory that are not arguments of a stage."""
+  arguments = {
+    "to_inference_params": {"weights"},
+    "score": {"weights"},
+    "evaluate": {"weights"},
+    "update": {"weights", "optimizer", "reference"},
+  }.get(stage, set())
   parts = memory.estimate(workload)["update"]
-  state = {"weights", "optimizer", "reference"} - set(_ARGUMENTS.get(stage, ()))
+  state = {"weights", "optimizer", "reference"} - arguments
   return sum(parts.get(name, 0.0) for name in state)

@@ -1,4 +1,4 @@
-"""Records passed between stages, and the letters that name their shapes.
+"""Records that travel between stages, and the letters that name their shapes.
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
 `P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows

@@ -1,11 +1,10 @@
-"""Where arrays live: one mesh, one table from logical axes to mesh axes.
+"""The device mesh, and one table from logical axes to mesh axes.
 
-The mesh has three axes. A replica holds all parameters: replicas are slices of
-a pod, between which the network is slow, and meet once in a micro-batch, when
-gradients are added up. Within a replica the data axis divides what is computed
-on, and every weight by its width, which is gathered where it is used; the model
-axis divides the weights for good: heads, experts, feed-forward parts and
-vocabulary.
+Replicas each hold all parameters and exchange only gradients, once in a
+micro-batch, since the network between them (slices of a pod) is slow. Within a
+replica, the data axis divides the batch, and every weight by its width, which
+is gathered where it is used. The model axis divides heads, experts,
+feed-forward parts and vocabulary.
 """
 
 import collections
@@ -18,13 +17,15 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from dppo_jax.errors import UserError
+
 MESH_AXES = ("replica", "data", "model")
 AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
-# Logical axis -> mesh axes that divide it; none is replicated.
+# Logical axis -> mesh axes that divide it; without any, it is replicated.
 RULES: Mapping[str | None, tuple[str, ...]] = {
   "batch": ("replica", "data"),  # prompts, decode slots, packed rows
-  "replica": ("replica",),  # likewise, but those of a replica stay together
+  "replica": ("replica",),  # batches that stay together in a replica
   "embed": ("data",),  # a weight's input width
   "heads": ("model",),
   "kv_heads": ("model",),
@@ -43,51 +44,41 @@ def make_mesh(
   replicas: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """A mesh of `replicas x data x model` devices.
+  """Returns a mesh of `replicas x data x model` devices.
 
   Args:
-    data: -1 takes what the others leave.
-    devices: to choose from; None is all that JAX finds.
-  Raises:
-    ValueError: where there are fewer devices than the mesh needs.
+    data: size of the data axis; -1 for all devices that the others leave.
+    devices: devices to choose from; None for all.
   """
   devices = list(jax.devices() if devices is None else devices)
   shape = sizes(len(devices), data, model, replicas)
-  return Mesh(
-    _arrange(devices[: math.prod(shape)], shape),
-    MESH_AXES,
-    axis_types=AXIS_TYPES,
-  )
+  devices = _arrange(devices[: math.prod(shape)], shape)
+  return Mesh(devices, MESH_AXES, axis_types=AXIS_TYPES)
 
 
 def sizes(
   num_devices: int, data: int, model: int, replicas: int
 ) -> tuple[int, int, int]:
-  """The axes of a mesh of so many devices; `data=-1` takes what is left.
-
-  Raises:
-    ValueError: where there are fewer devices than the mesh needs.
-  """
+  """Returns the axes of a mesh of `num_devices`; see `make_mesh`."""
   if data == -1:
     data = max(1, num_devices // (model * replicas))
   shape = (replicas, data, model)
   size = math.prod(shape)
   if size > num_devices:
-    named = shape if replicas > 1 else shape[1:]
-    raise ValueError(
-      f"a mesh of {' x '.join(map(str, named))} needs {size} devices but "
-      f"there are {num_devices}: lower config.mesh.data, config.mesh.model or "
-      "config.mesh.replicas; a CPU stands for several devices where "
-      f"JAX_NUM_CPU_DEVICES={size} is in the environment"
+    raise UserError(
+      f"a mesh of {replicas} x {data} x {model} needs {size} devices but there "
+      f"are {num_devices}: lower config.mesh.data, config.mesh.model or "
+      "config.mesh.replicas, or let a CPU act as several devices with "
+      f"JAX_NUM_CPU_DEVICES={size} in the environment"
     )
   return shape
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-  """The devices in this shape, neighbours in it near each other.
+  """Arranges devices in this shape, with neighbours close to each other.
 
-  Slices, of a pod or of a cluster, divide replicas before they divide data, and
-  never a model, as far as the numbers allow.
+  If possible, slices of a pod or a cluster divide replicas, then data, and
+  never a model.
   """
   sizes = collections.Counter(getattr(x, "slice_index", 0) for x in devices)
   replicas, data, model = shape
@@ -96,47 +87,40 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
   options = {"allow_split_physical_axes": True}
   if len(sizes) == 1 or len(set(sizes.values())) > 1 or data % rest:
     return mesh_utils.create_device_mesh(shape, devices, **options)
+  on_slice, of_slices = (replicas // across, data // rest), (across, rest)
   return mesh_utils.create_hybrid_device_mesh(
-    (replicas // across, data // rest, model),
-    (across, rest, 1),
-    devices,
-    **options,
+    (*on_slice, model), (*of_slices, 1), devices, **options
   )
 
 
 def describe(mesh: Mesh) -> str:
-  """Its shape, such as `8 x 2`; replicas come first where there are any."""
+  """Returns the shape of a mesh, such as `8 x 2`."""
   sizes = [mesh.shape[axis] for axis in MESH_AXES]
   return " x ".join(map(str, sizes if sizes[0] > 1 else sizes[1:]))
 
 
 def num_shards(mesh: Mesh, axis: str) -> int:
-  """Into how many parts `mesh` divides a logical axis."""
+  """Returns the number of parts into which `mesh` divides a logical axis."""
   return math.prod(mesh.shape[name] for name in RULES[axis])
 
 
 def num_shards_here(axis: str) -> int:
-  """Into how many parts the mesh that is set divides a logical axis.
-
-  1 without a mesh. Axes that a shard_map around has divided do not count.
-  """
+  """Returns the parts of the current mesh, inside any enclosing shard_map."""
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    return 1
   names = set(RULES[axis]) - set(mesh.manual_axes)
-  return math.prod(mesh.shape[name] for name in names)
+  return math.prod(mesh.shape.get(name, 1) for name in names)
 
 
 def weight_sharding(
   mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
 ) -> NamedSharding:
-  """The sharding of a weight; one of too few `kv_heads` has all everywhere."""
+  """Returns a weight's sharding; too few `kv_heads` are replicated."""
   parts = lambda axis: num_shards(mesh, axis)
   return sharding(mesh, *_divisible(shape, axes, parts))
 
 
 def constrain_weight(x: jax.Array, *axes: str | None) -> jax.Array:
-  """As `constrain`, of a weight."""
+  """Divides a weight on the current mesh as in `weight_sharding`."""
   return constrain(x, *_divisible(x.shape, axes, num_shards_here))
 
 
@@ -145,52 +129,39 @@ def _divisible(
   axes: Sequence[str | None],
   parts: Callable[[str | None], int],
 ) -> Iterator[str | None]:
-  """The axes, without that of kv_heads that are too few for its parts."""
+  """Yields the axes, None for `kv_heads` that do not divide evenly."""
   for size, axis in zip(shape, axes, strict=True):
-    is_whole = axis == "kv_heads" and size % parts(axis)
-    yield None if is_whole else axis
+    is_uneven = axis == "kv_heads" and size % parts(axis)
+    yield None if is_uneven else axis
 
 
 def num_kv_heads(kv_heads: int) -> int:
-  """How many heads of keys and values are computed under the mesh that is set.
-
-  Each is there so often that the mesh divides them evenly: a device has those
-  that its query heads read, and no others.
-
-  >>> from dppo_jax import sharding
-  >>> sharding.num_kv_heads(2)  # without a mesh
-  2
-  """
+  """Returns the heads of keys and values, repeated to divide evenly."""
   return math.lcm(kv_heads, num_shards_here("kv_heads"))
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-  """The partition of an array whose dimensions are these logical axes."""
-  return _partition([RULES[axis] for axis in axes])
+  """Returns the partition of an array with these logical axes."""
+  return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
-  """The sharding on `mesh` of an array with these logical axes."""
+  """Returns the sharding on `mesh` of an array with these logical axes."""
   return NamedSharding(mesh, spec(axes))
 
 
 def unclaimed_spec(*axes: str | None) -> PartitionSpec:
-  """The partition by those mesh axes that no shard_map around has divided.
-
-  Inside a `jax.shard_map` over some axes of the mesh, those are manual and
-  arrays are one shard of them already.
-  """
+  """Returns the partition by mesh axes that no enclosing shard_map divides."""
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  return _partition(
-    [[name for name in RULES[axis] if name not in manual] for axis in axes]
-  )
+  free = lambda axis: tuple(x for x in RULES[axis] if x not in manual)
+  return PartitionSpec(*map(free, axes))
 
 
 def gather_width(x: jax.Array, *axes: str | None) -> jax.Array:
-  """A weight, whole in its axis `embed`, inside a shard_map over the batch.
+  """Gathers a weight's axis `embed`, inside a shard_map over the batch.
 
-  Its other axes stay divided. To a collective over axes that are manual the
-  compiler hands arrays that are whole in all others: hence all are manual here.
+  Its other axes stay divided: for a collective over manual axes the compiler
+  would gather them too, so all axes become manual here.
   """
   gather = functools.partial(
     jax.lax.all_gather,
@@ -212,7 +183,7 @@ def gather_width(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-  """`x`, laid out by its logical axes; as it is where no mesh is set."""
+  """Lays out `x` by its logical axes, if a mesh is set."""
   if jax.sharding.get_abstract_mesh().empty:
     return x
   return jax.lax.with_sharding_constraint(x, unclaimed_spec(*axes))
@@ -225,16 +196,5 @@ def round_up(size: int, multiple: int) -> int:
 
 def largest_divisor(size: int, limit: int) -> int:
   """Returns the largest divisor of `size` up to `limit`, at least 1."""
-  return next(
-    d for d in range(min(size, max(limit, 1)), 0, -1) if size % d == 0
-  )
-
-
-def _partition(dimensions: Sequence[Sequence[str]]) -> PartitionSpec:
-  """Mesh axes of each dimension: a name, a tuple of several, or None."""
-  return PartitionSpec(
-    *(
-      tuple(names) if len(names) > 1 else (names[0] if names else None)
-      for names in dimensions
-    )
-  )
+  limit = min(size, max(limit, 1))
+  return next(d for d in range(limit, 0, -1) if size % d == 0)

@@ -7,7 +7,6 @@ log-probabilities, tokens) and update.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -24,7 +23,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress, report, samples, trackers
 from dppo_jax.metrics import warnings as health
-from dppo_jax.metrics import writer as metrics
+from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
 from dppo_jax.run import (
@@ -36,12 +35,8 @@ from dppo_jax.run import (
 )
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
+from dppo_jax.step import initial_state
 from dppo_jax.step.grade import with_texts
-from dppo_jax.step.initial_state import (
-  first_state,
-  reference_params,
-  resumed_state,
-)
 from dppo_jax.step.train_step import StepInfo, TrainStep
 
 # `(step, info, state) -> metrics`, called after each step; may return None.
@@ -56,9 +51,10 @@ def run(
   """Trains in `workdir`, resuming from its latest checkpoint if there is one.
 
   Args:
-    callbacks: called after each step with the number of steps done, the results
-      of the step and the train state. Every process calls them. Metrics that
-      they return are logged with those of the step.
+    callbacks: called after each step, in addition to those of the config, with
+      the number of steps done, the results of the step and the train state.
+      Every process calls them. Metrics that they return are logged with those
+      of the step.
   Raises:
     UserError: for a config, data or checkpoint that cannot work, or if the
       gradient stays non-finite.
@@ -68,117 +64,87 @@ def run(
   with signals.stop_signals(lambda: resume.describe_stop(workdir)) as stop:
     resume.check_processes(config, workdir)
     if not resume.is_done(config, workdir):
-      _run(config, workdir, tuple(callbacks), stop)
+      callbacks = (*callbacks, *configs.load_callbacks(config))
+      _run(config, workdir, callbacks, stop)
 
 
 def _run(
   config: configs.Config,
   workdir: pathlib.Path,
-  callbacks: tuple[Callback, ...],
+  callbacks: Sequence[Callback],
   stop: signals.StopRequest,
 ) -> None:
-  with progress.Progress(is_silent=not distributed.is_first()) as bar:
+  """Opens all that a run needs, trains, and writes the report."""
+  with contextlib.ExitStack() as stack:
+    bar = stack.enter_context(
+      progress.Progress(is_silent=not distributed.is_first())
+    )
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = setup_run(config)
-    with (
-      resume.held(
-        workdir / "config.json",
-        config,
-        resume.fingerprints(config, run.train_set),
-      ),
-      jax.set_mesh(run.mesh),
-      run.make_grader() as grader,
+    prints = resume.fingerprints(config, run.train_set)
+    stack.enter_context(resume.held(workdir / "config.json", config, prints))
+    stack.enter_context(jax.set_mesh(run.mesh))
+    grader = stack.enter_context(run.make_grader())
+    checkpoints = stack.enter_context(
       checkpoint.Checkpoints(
         workdir, config.checkpoint.keep, every=config.checkpoint.every
-      ) as checkpoints,
-    ):
-      # Before the writer, which drops lines after the latest intact checkpoint.
-      damaged = checkpoints.recover()
-      with _open_writer(config, workdir, checkpoints, bar) as writer:
-        for line in damaged:
-          writer.say(line)
-        _train_and_report(
-          run, grader, checkpoints, writer, workdir, callbacks, stop
-        )
-
-
-def _train_and_report(
-  run: Run,
-  grader: rewards.Grader,
-  checkpoints: checkpoint.Checkpoints,
-  writer: metrics.Writer,
-  workdir: pathlib.Path,
-  callbacks: tuple[Callback, ...],
-  stop: signals.StopRequest,
-) -> None:
-  """Runs the training from its first line to its report; logs failures."""
-  try:
-    writer.say(run.description())
-    with writer.bar.task("starting to grade"), distributed.sharing_errors():
-      grader.self_check(run.train_set.columns)
-    page = report.LiveReport(workdir, writer)
-    _train(run, grader, checkpoints, writer, page, callbacks, stop)
-    with writer.bar.task("writing the report"), distributed.sharing_errors():
-      if distributed.is_first():
-        writer.say(f"report: {page.write(run.config.steps)}")
-  except Exception:
-    writer.log(traceback.format_exc())
-    raise
+      )
+    )
+    # Before the writer, which drops lines after the latest intact checkpoint.
+    warnings = checkpoints.recover()
+    writer = stack.enter_context(_open_writer(run, workdir, checkpoints, bar))
+    try:
+      for line in (*warnings, run.description()):
+        writer.say(line)
+      with bar.task("starting to grade"), distributed.sharing_errors():
+        grader.self_check(run.train_set.columns)
+      page = report.LiveReport(workdir, writer)
+      session = _Session(run, grader, checkpoints, writer, page, stop)
+      _train(session, tuple(callbacks))
+      with bar.task("writing the report"), distributed.sharing_errors():
+        if distributed.is_first():
+          writer.say(f"report: {page.write(config.steps)}")
+    except Exception:
+      writer.log(traceback.format_exc())
+      raise
 
 
 def _open_writer(
-  config: configs.Config,
+  run: Run,
   workdir: pathlib.Path,
   checkpoints: checkpoint.Checkpoints,
   bar: progress.Progress,
-) -> metrics.Writer | metrics.Silent:
+) -> Writer | Silent:
   """Opens the run's logs; only the first process writes."""
-  latest = checkpoints.latest_step()
+  latest, config = checkpoints.latest_step(), run.config
   with distributed.sharing_errors():
     if not distributed.is_first():
-      return metrics.Silent(bar)
-    return metrics.Writer(
-      workdir,
-      latest,
-      bar,
-      health.Health(config.objective.num_updates),
-      trackers.openers(
-        workdir, flatten(config), **dataclasses.asdict(config.log)
-      ),
+      return Silent(bar)
+    watch = health.Health(config.objective.num_updates)
+    openers = trackers.openers(
+      workdir, flatten(config), writers=config.log.writers
     )
+    return Writer(workdir, latest, bar, watch, openers)
 
 
-def _train(
-  run: Run,
-  grader: rewards.Grader,
-  checkpoints: checkpoint.Checkpoints,
-  writer: metrics.Writer,
-  page: report.LiveReport,
-  callbacks: tuple[Callback, ...],
-  stop: signals.StopRequest,
-) -> None:
-  with writer.bar.task("compiling") as task:
-    train_step = TrainStep(run, grader, task)
-  evaluate = functools.partial(_evaluate, run, train_step, grader, writer)
-  state = _begin(run, checkpoints, writer, evaluate)
-  reference = reference_params(run, checkpoints)
-  first, config = int(state.step), run.config
+def _train(session: "_Session", callbacks: tuple[Callback, ...]) -> None:
+  """Trains to the last step; `session` keeps the logs and checkpoints."""
+  run, config = session.run, session.run.config
+  with session.writer.bar.task("compiling") as task:
+    train_step = session.train_step = TrainStep(run, session.grader, task)
+  state = session.begin()
+  reference = initial_state.reference_params(run, session.checkpoints)
   # The first draw shuffles the epoch, which compiles; no later one does.
   data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
-
+  first = int(state.step)
   with (
     compile_cache.Compilations() as compilations,
-    stop.after_step(),
+    session.stop.after_step(),
     _frozen_heap(),
-    writer.bar.steps("step", config.steps, first) as bar,
+    session.writer.bar.steps("step", config.steps, first) as bar,
   ):
-    log = _Log(run, grader, writer, bar, compilations, callbacks)
-    hooks = (
-      log,
-      _check,
-      _Evaluation(config, writer, page, evaluate),
-      _Saving(config, writer, checkpoints, stop),
-    )
+    log = functools.partial(session.log, callbacks, compilations, bar)
+    hooks = (log, session.check, session.evaluate_if_due, session.save_if_due)
     for step in range(first, config.steps):
       rng = rng_at(run.root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
@@ -203,63 +169,127 @@ def _frozen_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-def _begin(
-  run: Run,
-  checkpoints: checkpoint.Checkpoints,
-  writer: metrics.Writer,
-  evaluate: Callable[[TrainState], None],
-) -> TrainState:
-  """Makes, evaluates and saves a first state, or restores the latest one."""
-  latest = checkpoints.latest_step()
-  if latest is not None:
-    writer.say(f"resuming after step {latest}")
-    with writer.bar.task("reading the checkpoint"):
-      return resumed_state(run, checkpoints, latest)
-  state = first_state(run, writer)
-  evaluate(state)
-  with distributed.sharing_errors():
-    writer.sync()
-  checkpoints.save(0, state)
-  return state
+class _Session:
+  """A run with its open files; most methods are hooks after a step."""
 
+  train_step: TrainStep
 
-class _Log:
-  """Writes the metrics and samples of a step, and calls the callbacks."""
+  def __init__(
+    self,
+    run: Run,
+    grader: rewards.Grader,
+    checkpoints: checkpoint.Checkpoints,
+    writer: Writer | Silent,
+    page: report.LiveReport,
+    stop: signals.StopRequest,
+  ):
+    self.run, self.grader, self.checkpoints = run, grader, checkpoints
+    self.writer, self.page, self.stop = writer, page, stop
 
-  def __init__(self, run, grader, writer, bar, compilations, callbacks):
-    self._run, self._grader, self._writer = run, grader, writer
-    self._bar, self._compilations = bar, compilations
-    self._callbacks = callbacks
+  def begin(self) -> TrainState:
+    """Makes, evaluates and saves a first state, or restores the latest one."""
+    latest = self.checkpoints.latest_step()
+    if latest is not None:
+      self.writer.say(f"resuming after step {latest}")
+      with self.writer.bar.task("reading the checkpoint"):
+        return initial_state.resumed_state(self.run, self.checkpoints, latest)
+    state = initial_state.first_state(self.run, self.writer)
+    self.evaluate(state)
+    self._save(0, state)
+    return state
 
-  def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
-    values = info.metrics(self._grader.specs)
+  def log(
+    self,
+    callbacks: tuple[Callback, ...],
+    compilations: compile_cache.Compilations,
+    bar,
+    done: int,
+    state: TrainState,
+    info: StepInfo,
+  ) -> None:
+    """Writes the metrics and samples of a step, and calls the callbacks."""
+    values = info.metrics(self.grader.specs)
     values = {name: float(x) for name, x in values.items()}
-    values["update/compiles"] = self._compilations.since_last()
-    for callback in self._callbacks:
+    values["update/compiles"] = compilations.since_last()
+    for callback in callbacks:
       values |= _checked_metrics(callback, callback(done, info, state))
-    summary = info.summary
+    x = info.summary
     lines = with_texts(
       samples.of_step(
-        info.experience.samples,
-        summary.lengths,
-        summary.advantages,
-        summary.weights,
+        info.experience.samples, x.lengths, x.advantages, x.weights
       )
     )
-    warnings = itertools.chain(*distributed.gather(self._grader.pop_warnings()))
+    warnings = distributed.gather(self.grader.pop_warnings())
     with distributed.sharing_errors():
-      self._writer.write(done, values)
-      self._writer.write_samples(done, "train", lines)
-      for line in dict.fromkeys(warnings):
-        self._writer.say(line)
-    self._bar.advance(done, *_note(values))
+      self.writer.write(done, values)
+      self.writer.write_samples(done, "train", lines)
+      for line in dict.fromkeys(itertools.chain(*warnings)):
+        self.writer.say(line)
+    bar.advance(done, *_note(values))
+
+  def check(self, done: int, state: TrainState, info: StepInfo) -> None:
+    """Stops a run that diverged."""
+    runtime_checks.check_update(
+      done,
+      info.update.num_nonfinite_params,
+      info.update.num_skipped_in_a_row,
+      f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
+      f"{info.select.diagnostics['weights/max']:.1f}",
+    )
+
+  def evaluate_if_due(
+    self, done: int, state: TrainState, info: StepInfo
+  ) -> None:
+    """Evaluates every `config.eval.every` steps and after the last one."""
+    every = self.run.config.eval.every
+    if done == self.run.config.steps or (every and done % every == 0):
+      self.evaluate(state)
+      with distributed.sharing_errors():
+        if distributed.is_first():
+          self.page.refresh(done)
+
+  def save_if_due(self, done: int, state: TrainState, info: StepInfo) -> None:
+    """Saves where due, and stops the run if a signal asked for it."""
+    is_last = done == self.run.config.steps
+    stops = any(distributed.gather(self.stop.is_requested))
+    if is_last or stops or self.checkpoints.is_due(done):
+      self._save(done, state)
+    if stops and not is_last:
+      raise KeyboardInterrupt
+
+  def _save(self, step: int, state: TrainState) -> None:
+    with distributed.sharing_errors():
+      self.writer.sync()
+    self.checkpoints.save(step, state)
+
+  def evaluate(self, state: TrainState) -> None:
+    """Writes the accuracy on every evaluation set, and some answers."""
+    step, values, sets = int(state.step), {}, self.run.eval_sets
+    for number, name in enumerate(sets):
+      with self.writer.bar.task(f"evaluating on {name}"):
+        roll_out = functools.partial(self.train_step.evaluate, state.params)
+        completions = eval_sets.evaluate(self.run, name, roll_out, self.grader)
+      # Metrics of the first set do not depend on its name.
+      stage = f"eval/{name}" if number else "eval"
+      new = completions.metrics()
+      values |= {f"{stage}/{x}": value for x, value in new.items()}
+      with distributed.sharing_errors():
+        self.writer.write_samples(step, stage, completions.samples[:8])
+        self.writer.say(
+          f"step {step}: {name if len(sets) > 1 else 'held-out'} accuracy "
+          f"{new['accuracy']:.3f} ± {new['stderr']:.3f} "
+          f"({new['tokens']:.1f} tokens a completion)"
+        )
+    with distributed.sharing_errors():
+      if values:
+        self.writer.write(step, values)
 
 
 def _checked_metrics(callback: Callback, returned: object) -> dict[str, float]:
   """Returns a callback's metrics; raises UserError if they are not numbers."""
   values = {} if returned is None else returned
   is_number = lambda x: (
-    isinstance(x, numbers.Real) or (hasattr(x, "ndim") and x.ndim == 0)
+    isinstance(x, numbers.Real) or (getattr(x, "ndim", None) == 0)
   )
   if not isinstance(values, dict) or not all(map(is_number, values.values())):
     name = getattr(callback, "__name__", callback)
@@ -270,86 +300,8 @@ def _checked_metrics(callback: Callback, returned: object) -> dict[str, float]:
   return {str(name): float(x) for name, x in values.items()}
 
 
-def _check(done: int, state: TrainState, info: StepInfo) -> None:
-  """Stops a run that diverged."""
-  u = info.update
-  runtime_checks.check_update(
-    done,
-    u.num_nonfinite_params,
-    u.num_skipped_in_a_row,
-    f"norm {u.grad_norm}, loss {u.loss}, largest weight "
-    f"{info.select.diagnostics['weights/max']:.1f}",
-  )
-
-
-class _Evaluation:
-  """Evaluates and refreshes the report where due."""
-
-  def __init__(self, config, writer, page, evaluate):
-    self._config, self._writer = config, writer
-    self._page, self._evaluate = page, evaluate
-
-  def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
-    every = self._config.eval.every
-    if done == self._config.steps or (every and done % every == 0):
-      self._evaluate(state)
-      with distributed.sharing_errors():
-        if distributed.is_first():
-          self._page.refresh(done)
-
-
-class _Saving:
-  """Saves where due, and stops the run if a signal asked for it."""
-
-  def __init__(self, config, writer, checkpoints, stop):
-    self._config, self._writer = config, writer
-    self._checkpoints, self._stop = checkpoints, stop
-
-  def __call__(self, done: int, state: TrainState, info: StepInfo) -> None:
-    is_last = done == self._config.steps
-    stops = any(distributed.gather(self._stop.is_requested))
-    if is_last or stops or self._checkpoints.is_due(done):
-      with distributed.sharing_errors():
-        self._writer.sync()
-      self._checkpoints.save(done, state)
-    if stops and not is_last:
-      raise KeyboardInterrupt
-
-
-def _evaluate(
-  run: Run,
-  train_step: TrainStep,
-  grader: rewards.Grader,
-  writer: metrics.Writer,
-  state: TrainState,
-) -> None:
-  """Writes the accuracy on every evaluation set, and some answers."""
-  step, values = int(state.step), {}
-  for number, name in enumerate(run.eval_sets):
-    with writer.bar.task(f"evaluating on {name}"):
-      completions = eval_sets.evaluate(
-        run, name, functools.partial(train_step.evaluate, state.params), grader
-      )
-    # Metrics of the first set do not depend on its name.
-    stage = f"eval/{name}" if number else "eval"
-    new = {f"{stage}/{x}": value for x, value in completions.metrics().items()}
-    values |= new
-    with distributed.sharing_errors():
-      writer.write_samples(step, stage, completions.samples[:8])
-      writer.say(
-        f"step {step}: {f'{name} ' if len(run.eval_sets) > 1 else 'held-out '}"
-        f"accuracy {new[f'{stage}/accuracy']:.3f}"
-        f" ± {new[f'{stage}/stderr']:.3f}"
-        f" ({new[f'{stage}/tokens']:.1f} tokens a completion)"
-      )
-  with distributed.sharing_errors():
-    if values:
-      writer.write(step, values)
-
-
 def _note(values: dict[str, float]) -> Iterator[str]:
   """Yields the most important numbers of a step, in a few words each."""
-  trained = values["completions/trained"] / max(values["completions/drawn"], 1)
   yield f"sampled accuracy {values['reward/accuracy']:.2f}"
   if "budget/completions" in values:
     yield (
@@ -357,7 +309,8 @@ def _note(values: dict[str, float]) -> Iterator[str]:
       f"advantage, predicted {values['budget/predicted_speedup']:.1f}x faster"
     )
   else:
-    yield f"trained {trained:.0%}"
+    drawn = max(values["completions/drawn"], 1)
+    yield f"trained {values['completions/trained'] / drawn:.0%}"
   yield f"{values['step/seconds']:.2f} s/step"
   if values["update/skipped"]:
     yield f"{values['update/skipped']:.0f} updates skipped"

@@ -1,6 +1,6 @@
 """Draws the flow of a step for the README: what is pruned, and what for.
 
-python experiments/flow.py
+python -m experiments.flow
 """
 
 import pathlib

@@ -25,7 +25,7 @@ from dppo_jax.metrics import progress
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import compile_cache, setup
-from dppo_jax.step import grade, programs, sft, update
+from dppo_jax.step import abstract_values, grade, sft, update
 from dppo_jax.step.train_step import TrainStep
 
 compile_cache.quiet_libraries()
@@ -74,21 +74,7 @@ print("row 0 as tokens:", problems.tokens[0])
 
 # %%
 with jax.set_mesh(run.mesh):
-  params = sft.run(
-    run.initial_params(),
-    problems,
-    run.tokenizer,
-    run.stop_ids[0],
-    run.root_key,
-    model_config=run.model,
-    spec=run.packing,
-    steps=70,
-    sequences_per_step=64,
-    direct_share=0.5,
-    learning_rate=3e-3,
-    say=print,
-    bar=progress.Progress(),
-  )
+  params = sft.run(run, run.initial_params(), 70, print, progress.Progress())
 num_weights = sum(x.size for x in jax.tree.leaves(params))
 print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 
@@ -103,7 +89,7 @@ grader = run.make_grader()
 grader.__enter__()  # starts its processes, if the rewards need any
 with jax.set_mesh(run.mesh):
   train_step = TrainStep(run, grader)
-  state = programs.init_train_state(run, params)
+  state = abstract_values.init_train_state(run, params)
 
 stages = train_step.programs
 print("stages:", *stages)
@@ -292,8 +278,8 @@ plt.show()
 # %% [markdown]
 # ## 8. Select: packing
 #
-# The stage `select` does 6 and 7 and lays what is left side by side in rows. Rows
-# come in micro-batches of one fixed shape. Only those in use are computed.
+# The stage `select` does 6 and 7 and packs what is left side by side in rows.
+# Rows come in micro-batches of one fixed shape. Only those in use are computed.
 
 # %%
 with jax.set_mesh(run.mesh):

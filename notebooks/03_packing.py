@@ -15,7 +15,7 @@ from matplotlib import colors
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dppo_jax.algo import packing
+from dppo_jax.algo import filling, packing
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
@@ -142,7 +142,7 @@ def pack(share_prefix, weights=weights):
   kept = rollout.replace(lengths=jnp.where(weights > 0, lengths, 0))
   counts = packing.count_tokens(prompts.lengths, kept.lengths, share_prefix)
   plan = packing.plan(counts, L, num_rows, window=12)
-  rows = packing.fill(
+  rows = filling.fill(
     plan, counts, prompts, kept, advantages, weights, num_rows, L
   )
   return plan, jax.tree.map(lambda x: x[: plan.num_used], rows)
@@ -382,8 +382,8 @@ print(f"no packer needs fewer than {-(-least // 160)}")
 # %% [markdown]
 # ## Where this is in the code
 #
-# - [`algo/packing.py`](../dppo_jax/algo/packing.py): `count_tokens`, `plan`,
-#   `fill`.
+# - [`algo/packing.py`](../dppo_jax/algo/packing.py): `count_tokens`, `plan`;
+#   [`algo/filling.py`](../dppo_jax/algo/filling.py): `fill`.
 # - [`models/attention`](../dppo_jax/models/attention): the mask, in blocks or
 #   in a kernel.
 # - `config.pack`: `row_length`, `rows_per_micro`.

@@ -22,13 +22,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dppo_jax import config, plan, sharding
-from dppo_jax.metrics import logs
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.planning import assumed, topology
-from dppo_jax.run import memory
+from dppo_jax.run import compile_cache, memory
 
-logs.quiet_libraries()
+compile_cache.quiet_libraries()
 GIB = 2**30
 
 # %% [markdown]
@@ -144,9 +143,9 @@ estimate = plan.run(big, hardware="v5e:16")
 # %%
 small = config.Config()
 config.use_method(small, "dppo")
-small.model.embed, small.model.mlp, small.model.head_dim = 256, 512, 64
+small.model.shape |= {"embed": 256, "mlp": 512, "head_dim": 64}
 small.model.dtype = "bfloat16"
-small.data.num_arithmetic, small.data.eval = 64, ""
+small.data.train, small.data.eval = "arithmetic:64", ""
 small.pack.row_length = 256  # the TPU kernel takes multiples of 128
 small.mesh.data, small.mesh.model = 2, 2
 if importlib.util.find_spec("libtpu"):

@@ -51,10 +51,6 @@ def test_missing_checkpoint_is_rejected_by_name(tmp_path, three):
     assert checkpoints.find() == 4 and checkpoints.find(0) == 0
     with pytest.raises(UserError, match=r"of step 3 in .* 0, 2, 4"):
       checkpoints.find(3)
-  (tmp_path / "run").mkdir()
-  (tmp_path / "run/checkpoints").touch()
-  with pytest.raises(UserError, match="checkpoints is a file"):
-    checkpoint.Checkpoints(tmp_path / "run")
 
 
 # Damage ---------------------------------------------------------------------
@@ -89,7 +85,6 @@ DAMAGE = {
   "no weights": lambda x: shutil.rmtree(x / "params"),
   "empty": _empty,
   "no checksums": lambda x: (x / "rest/sha256.json").unlink(),
-  "no checksum": lambda x: (x / "rest/sha256.json").write_text("{}"),
   "no manifest": lambda x: (x / "rest/manifest.ocdbt").unlink(),
 }
 
@@ -152,16 +147,6 @@ def test_what_a_kill_before_pruning_left_is_deleted_later(copy, is_over):
   assert checkpoint.complete_steps(copy) == [0, 4]
 
 
-def test_deleted_directory_is_noticed(copy):
-  with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
-    checkpoints.save(5, _state(5))
-    checkpoints.wait()
-    shutil.rmtree(copy)
-    with pytest.raises(UserError, match="was deleted or moved while the run"):
-      checkpoints.save(6, _state(6))
-  assert not copy.exists()
-
-
 _WRITE = """
 import pathlib, resource, sys
 import jax.numpy as jnp
@@ -197,7 +182,7 @@ def test_full_disk_ends_with_a_clear_message(tmp_path, when):
   )
   message = (
     f"cannot write a checkpoint in {tmp_path}/checkpoints: File too large. Fix "
-    "this and re-run the same command to resume (latest checkpoint: 0)\n"
+    "this and re-run the same command to resume from the latest checkpoint\n"
   )
   # A library may have more to say, as its threads end.
   assert done.stderr.endswith(message) and "handle" not in done.stderr

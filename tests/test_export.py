@@ -6,8 +6,6 @@ import re
 
 import commands
 import huggingface_hub
-import hypothesis
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +44,6 @@ SETTINGS = {
 
 
 def assert_equal(actual, expected):
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
   jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
@@ -91,14 +88,10 @@ def our_tokens(path, num_tokens=12) -> list[list[int]]:
   params, model = hf.load(path)
   tokenizer = data.PretrainedTokenizer(path)
   prompts = [tokenizer.encode_prompt(problem) for problem in PROBLEMS]
-  tokens = np.zeros((len(prompts), 8), np.int32)
-  for row, prompt in zip(tokens, prompts, strict=True):
-    row[: len(prompt)] = prompt
-  batch = PromptBatch(
-    np.arange(len(prompts), dtype=np.int32),
-    tokens,
-    np.array([len(prompt) for prompt in prompts], np.int32),
-  )
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  tokens = np.array([x + [0] * (8 - len(x)) for x in prompts], np.int32)
+  ids = np.arange(len(prompts), dtype=np.int32)
+  batch = PromptBatch(ids, tokens, lengths)
   sample = functools.partial(
     rollout.sample,
     model_config=model,
@@ -154,9 +147,9 @@ def test_an_export_keeps_the_files_and_the_dtype_of_its_source(tmp_path):
   write_source(source, dtype="bfloat16", rms_norm_eps=1e-5)
   (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
   (source / "LICENSE").write_text("as you like")
-  params = trained(source)
+  params, workdir = trained(source), tmp_path / "run"
   options = {"model__path": source, "rollout__stop_ids": "(1,3)"}
-  export.run(run_of(tmp_path / "run", params, **options), tmp_path / "run", out)
+  export.run(run_of(workdir, params, **options), workdir, out)
   for name in ("tokenizer.json", "chat_template.jinja", "LICENSE"):
     assert (out / name).read_bytes() == (source / name).read_bytes()
   generation = json.loads((out / "generation_config.json").read_text())
@@ -171,51 +164,33 @@ def test_an_export_keeps_the_files_and_the_dtype_of_its_source(tmp_path):
   assert_equal(hf.load(out)[0], rounded)
 
 
-@pytest.fixture(scope="module")
-def pair_of_tokenizers(tmp_path_factory):
-  path = tmp_path_factory.mktemp("tokenizer")
+def test_the_arithmetic_tokenizer_is_the_same_in_transformers(tmp_path):
   ours = data.CharacterTokenizer()
-  ours.save(path)
-  (path / "generation_config.json").write_text('{"eos_token_id": [1]}')
-  alone = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-  assert alone.decode([4, 1, 5, 0]) == ours.decode([4, 1, 5, 0]) == "01"
-  return ours, data.PretrainedTokenizer(str(path))
-
-
-@hypothesis.given(
-  symbols=st.lists(st.sampled_from(data.CharacterTokenizer.SYMBOLS[2:])),
-  ids=st.lists(st.integers(0, len(data.CharacterTokenizer.SYMBOLS) - 1)),
-)
-def test_the_arithmetic_tokenizer_is_the_same_in_transformers(
-  pair_of_tokenizers, symbols, ids
-):
-  ours, theirs = pair_of_tokenizers
-  text = "".join(symbols)
-  assert theirs.encode(text) == ours.encode(text)
-  assert theirs.encode_prompt(text) == ours.encode_prompt(text)
-  assert theirs.decode(ids) == ours.decode(ids)
+  ours.save(tmp_path)
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1]}')
+  theirs = data.PretrainedTokenizer(str(tmp_path))
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    ids = rng.integers(len(ours.SYMBOLS), size=20).tolist()
+    text = ours.decode(ids)
+    assert theirs.decode(ids) == text
+    assert theirs.encode(text) == ours.encode(text)
+    assert theirs.encode_prompt(text) == ours.encode_prompt(text)
   for name in ("vocab_size", "pad_id", "stop_ids"):
     assert getattr(theirs, name) == getattr(ours, name)
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-def test_an_export_holds_the_weights_of_the_run(begun, tmp_path, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_randomly_initialised_model_gets_all_settings(begun, tmp_path, dtype):
   c, workdir, params = begun
   export.run(c, workdir, tmp_path / "out", dtype=dtype)
-  expected = jax.tree.map(
-    lambda p: p.astype(dtype or jnp.float32).astype(jnp.float32), params
-  )
-  assert_equal(hf.load(tmp_path / "out")[0], expected)
-
-
-def test_a_randomly_initialised_model_gets_all_settings(begun, tmp_path):
-  c, workdir, _ = begun
-  export.run(c, workdir, tmp_path / "out")
+  rounded = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), params)
+  assert_equal(hf.load(tmp_path / "out")[0], rounded)
   settings = json.loads((tmp_path / "out/config.json").read_text())
   expected = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "torch_dtype": "float32",
+    "torch_dtype": dtype,
     "tie_word_embeddings": True,
     "max_position_embeddings": 24,
     "eos_token_id": 1,
@@ -227,45 +202,26 @@ def test_a_randomly_initialised_model_gets_all_settings(begun, tmp_path):
   assert generation == {"eos_token_id": [1], "pad_token_id": 0}
 
 
-def eval_samples(workdir, step):
+def eval_completions(workdir, step):
   lines = (workdir / "samples.jsonl").read_text().splitlines()
-  return {
-    x["problem"]: x["completion"]
-    for x in map(json.loads, lines)
-    if x["split"] == "eval" and x["step"] == step
-  }
+  samples = [json.loads(line) for line in lines]
+  is_wanted = lambda x: (x["split"], x["step"]) == ("eval", step)
+  return [x["completion"] for x in samples if is_wanted(x)]
 
 
 def test_from_a_run_to_an_export_to_another_run(tmp_path):
-  """Both runs and transformers give the same completions."""
   first, out, second = (tmp_path / x for x in ("first", "out", "second"))
   options = SETTINGS | {"sft__steps": 20}
-  train = lambda workdir, options: commands.main(
-    "arithmetic:grpo", f"--workdir={workdir}", **options
-  )
-  processes = [
-    train(first, options),
+  model = {"model__path": out, "steps": 0}
+  for process in (
+    commands.main("arithmetic:grpo", f"--workdir={first}", **options),
     commands.command("--mode=export", f"--workdir={first}", f"--to={out}"),
-    train(second, SETTINGS | {"model__path": out}),
-  ]
-  for process in processes:
+    commands.main("arithmetic:grpo", f"--workdir={second}", **SETTINGS | model),
+  ):
     assert process.returncode == 0, process.stderr
-  stdout = " ".join(processes[1].stdout.split())  # it is wrapped
-  assert f"after step 1 to {out}, in float32" in stdout
-  completions = eval_samples(first, 1)
-  assert len(completions) == 2 and any(completions.values())
-  assert eval_samples(second, 0) == completions
-
-  pytest.importorskip("torch")
-  import transformers
-
-  tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-  model = transformers.AutoModelForCausalLM.from_pretrained(out)
-  for problem, completion in completions.items():
-    inputs = tokenizer(problem, return_tensors="pt")
-    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=8)
-    answer = tokens[0, inputs["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer, skip_special_tokens=True) == completion
+  completions = eval_completions(first, 1)
+  assert len(completions) == 2 and any(completions)
+  assert eval_completions(second, 0) == completions
 
 
 @pytest.mark.parametrize("template", ["", "Q: {{ messages[0].content }}\nA:"])
@@ -341,25 +297,13 @@ def test_only_a_new_or_an_empty_directory_is_written(begun, tmp_path):
   assert [x.name for x in out.parent.iterdir()] == ["out"]
 
 
-def test_an_export_is_complete_or_not_there(begun, tmp_path, monkeypatch):
-  c, workdir, _ = begun
-
-  def fail(*unused, **also_unused):
-    raise OSError("No space left on device")
-
-  monkeypatch.setattr(data.CharacterTokenizer, "save", fail)
-  with pytest.raises(OSError, match="No space left"):
-    export.run(c, workdir, tmp_path / "out")
-  assert [x.name for x in tmp_path.iterdir()] == ["run"]
-
-
 def test_weights_that_are_not_there_raise(begun, tmp_path):
   c, workdir, _ = begun
-  with pytest.raises(ValueError, match=r"no checkpoint 3 .* there are 0"):
+  with pytest.raises(UserError, match="no checkpoint of step 3"):
     export.run(c, workdir, tmp_path / "out", step=3)
   with pytest.raises(UserError, match=r"has no checkpoints: set --workdir"):
     export.run(c, tmp_path / "none", tmp_path / "out")
-  c.model.shape.embed = 32
+  c.model.shape["embed"] = 32
   with pytest.raises(UserError, match=r"another model.* omit --config"):
     export.run(c, workdir, tmp_path / "out")
   assert not (tmp_path / "out").exists()

@@ -92,14 +92,13 @@ def test_objects_do_not_differ_by_their_address(run):
   assert prints[0] == prints[1] != workdir.fingerprints(c, train_set)
 
 
-@pytest.mark.parametrize("cut", [None, 40, 0])
+@pytest.mark.parametrize("cut", [None, 40])
 def test_checkpoints_without_a_config_are_rejected(run, tmp_path, cut):
   config, prints = run()
   path = _begin(tmp_path, config, prints)
   content = path.read_bytes()
   path.unlink() if cut is None else path.write_bytes(content[:cut])
-  what = "no" if cut is None else "a damaged"
-  match = rf"run has checkpoints but {what} config.json .* restore it"
+  match = "run has checkpoints but its config.json .* restore it"
   with pytest.raises(UserError, match=match):
     workdir.write(path, config, prints)
   path.write_bytes(content)

@@ -17,7 +17,7 @@ from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.models import hf, moe, transformer
 from dppo_jax.rng import rng_at
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import programs
+from dppo_jax.step import abstract_values, programs
 from dppo_jax.step.pack import pack
 from dppo_jax.step.train_step import TrainStep
 
@@ -72,11 +72,14 @@ def _config(mesh, method, **overrides):
 def _three_steps(mesh, method="dppo", **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   run = setup_run(_config(mesh, method, **overrides))
+  if method == "neyman":
+    measured = run.method._replace(noise_every=1)
+    run = run._replace(method=measured)
   with jax.set_mesh(run.mesh):
     step = TrainStep(run, _Grader())
-    abstract = programs.abstract_train_state(run)
+    abstract = abstract_values.abstract_train_state(run)
     state = jax.jit(
-      lambda p: programs.init_train_state(run, p),
+      lambda p: abstract_values.init_train_state(run, p),
       out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )(run.initial_params())
     reference = jax.tree.map(lambda x: x.copy(), state.params)
@@ -120,9 +123,9 @@ def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
     (state.history, reference.history),
   ):
     chex.assert_trees_all_close(got, wanted, rtol=1e-7, atol=2e-4)
-  # How noisy gradients are is the same on any mesh.
-  assert reference.noise.noise > 0
-  chex.assert_trees_all_close(state.noise, reference.noise, rtol=1e-3)
+  if method == "neyman":
+    assert reference.noise.noise > 0
+    chex.assert_trees_all_close(state.noise, reference.noise, rtol=1e-3)
   start = setup_run(_config((1, 1, 1), method)).initial_params()
   moved = np.abs(np.asarray(start["embed"]) - state.params["embed"]).max()
   assert moved > 5e-3  # so that agreement says something
@@ -196,7 +199,7 @@ def test_replicas_exchange_gradients_and_nothing_else():
       sizes[found[2]] += sum(
         math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
       )
-  params = programs.abstract_params(run)
+  params = abstract_values.abstract_params(run)
   share = lambda x: math.prod(x.sharding.shard_shape(x.shape))
   shares = sum(map(share, jax.tree.leaves(params)))
   assert sizes.keys() == {"all-reduce"}

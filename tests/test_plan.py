@@ -24,11 +24,11 @@ SHIPPED = {
 
 @pytest.fixture
 def no_network(monkeypatch):
-  def refuse(*args, **kwargs):
+  def fail(*args, **kwargs):
     raise AssertionError("plan mode used the network")
 
-  monkeypatch.setattr(socket, "getaddrinfo", refuse)
-  monkeypatch.setattr(hf, "fetch", refuse)
+  monkeypatch.setattr(socket, "getaddrinfo", fail)
+  monkeypatch.setattr(hf, "fetch", fail)
 
 
 @pytest.mark.parametrize("name, slice_name", SHIPPED.items())
@@ -116,9 +116,7 @@ def test_collectives_and_kernels_are_read_from_a_program():
 )
 def test_stages_are_compiled_for_a_topology(module, name, capsys):
   pytest.importorskip(module)
-  config = commands.config(
-    "arithmetic", mesh__data=4, eval__prompts=4, objective__noise_every=0
-  )
+  config = commands.config("arithmetic", mesh__data=4, eval__prompts=4)
   stages = "to_inference_params,update_history"
   compiled = plan.run(config, topology=name, stages=stages)["compiled"]
   assert compiled.keys() == set(stages.split(","))
@@ -126,12 +124,6 @@ def test_stages_are_compiled_for_a_topology(module, name, capsys):
   assert "Compiled for" in capsys.readouterr().out
   with pytest.raises(UserError, match="--stages has 'train'"):
     plan.run(config, topology=name, stages="train")
-
-
-def test_an_unknown_topology_is_rejected():
-  pytest.importorskip("libtpu")
-  with pytest.raises(UserError, match="--topology=v5e:3x5: no compiler"):
-    topology.devices(topology.parse("v5e:3x5"))
 
 
 @pytest.mark.slow
@@ -158,7 +150,6 @@ def test_experts_and_an_untied_head_compile_for_tpus(tmp_path):
     rollout__max_tokens=128,
     rollout__num_slots=16,
     pack__row_length=512,
-    objective__noise_every=0,
   )
   stages = plan.run(config, topology="v5e:2x2", stages="update,roll_out")
   assert not any(x["error"] for x in stages["compiled"].values())
@@ -177,7 +168,7 @@ def test_the_head_is_gathered_once_and_not_for_every_chunk_of_logits():
 
   def loss(hidden, head, targets, is_needed):
     arrays = (hidden, head, targets, is_needed)
-    return lm_head.token_logprobs(*arrays, 0.7, logit_chunk=128).sum()
+    return lm_head.logprobs_and_entropy(*arrays, 0.7, 128)[0].sum()
 
   gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(by_row, by_width))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -1,7 +1,6 @@
 """Options that cannot work are rejected before anything is loaded."""
 
 import commands
-import numpy as np
 import pytest
 import sources
 
@@ -10,7 +9,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.run.setup import setup_run
 
 SETTINGS = {
-  "data__num_arithmetic": 64,
+  "data__train": "arithmetic:64",
   "sft__steps": 0,
   "data__prompts_per_step": 16,
   "pack__rows_per_micro": 4,
@@ -25,34 +24,26 @@ def arithmetic(method: str = "dppo", **overrides) -> configs.Config:
 
 # Overrides, after a method if it is not dppo; the option and the limit that the
 # error names.
-REFUSALS = [
+REJECTED = [
   ("rollout.group_size=1", "config.rollout.group_size", "at least 2"),
   ("steps=-1", "config.steps", "at least 0"),
-  ("seed=9999999999", "config.seed", "at most 4294967295"),
   ("rollout.temperature=0", "config.rollout.temperature", "at least 0.01"),
-  ("rollout.top_p=0", "config.rollout.top_p", "above 0"),
   ("rollout.top_k=99", "config.rollout.top_k", "24 tokens"),
   ("rollout.stop_ids=(24,)", "config.rollout.stop_ids", "24"),
   ("rollout.dtype=float16", "config.rollout.dtype", "float32, bfloat16"),
-  ("model.dtype=float16", "config.model.dtype", "float32, bfloat16"),
   ("model.remat=some", "config.model.remat", "layers, dots, none"),
-  ("model.attention=flash", "config.model.attention", "auto, xla, splash"),
   ("model.attention=splash", "config.model.attention", "tpu"),
   ("model.shape.heads=3", "config.model.shape.heads", "multiple of 2"),
-  ("model.shape.layers=0", "config.model.shape.layers", "positive"),
-  ("model.path=none", "config.model.path", "no directory 'none'"),
+  ("model.path=none", "config.model.path", "none has neither"),
   ("optimizer.schedule=wild", "config.optimizer.schedule", "constant, linear"),
-  ("optimizer.learning_rate=inf", "config.optimizer.learning_rate", "at most"),
   ("optimizer.clip_norm=nan", "config.optimizer.clip_norm", "at most"),
   ("reward.functions=fair", "config.reward.functions", "'fair'"),
   ("reward.overlong_tokens=99", "config.reward.overlong_tokens", "at most"),
-  ("reward.num_workers=9999", "config.reward.num_workers", "at most 1024"),
   ("sft.from_run=none", "config.sft.from_run", "no checkpoint"),
   ("pack.row_length=40", "config.pack.row_length", "40"),
   ("pack.row_length=90", "config.pack.row_length", "multiple of 8"),
   ("data.prompts_per_step=64", "config.data.prompts_per_step", "56 usable"),
   ("data.train=none.jsonl", "config.data.train", "none.jsonl"),
-  ("data.train=problems.tsv", "config.data.train", "problems.tsv"),
   ("data.max_prompt_tokens=2", "config.data.max_prompt_tokens", "0 used"),
   ("data.template_args.a=False", "config.data.template_args", "arithmetic"),
   ("objective.mini_batches=3", "config.objective.mini_batches", "multiple"),
@@ -63,9 +54,7 @@ REFUSALS = [
   ("method.args.prompt_rate=1.5", "config.method.args", "1.5"),
   ("method.args.scope=all", "config.method.args", "group, batch"),
   ("objective.args.beta=-1", "config.objective.args", "at least 0"),
-  ("objective.args.sampler_cap=0.5", "config.objective.args", "at least 1"),
   ("greso method.args.max_draws=0", "config.method.args", "max_draws"),
-  ("greso method.args.dynamic_sampling=some", "config.method.args", "plain"),
   ("greso method.args.is_weighted=True", "config.method.args", "exact or none"),
   (
     "greso method.args.dynamic_sampling=exact objective.args.beta=0.1",
@@ -77,19 +66,17 @@ REFUSALS = [
     "config.objective.args.tokens_per_completion",
     "exact dynamic sampling",
   ),
-  ("neyman method.args.token_budget=2", "config.method.args", "token_budget"),
   ("cppo method.args.keep=0", "config.method.args", "keep"),
-  ("d2s method.args.keep_tokens=0", "config.method.args", "keep_tokens"),
 ]
 
 
-@pytest.mark.parametrize("overrides, option, limit", REFUSALS)
-def test_a_run_is_refused_with_option_and_limit(overrides, option, limit):
+@pytest.mark.parametrize("overrides, option, limit", REJECTED)
+def test_run_is_rejected_with_option_and_limit(overrides, option, limit):
   words = overrides.split()
   method = "dppo" if "=" in words[0] else words.pop(0)
   values = dict(word.split("=") for word in words)
   values = {name.replace(".", "__"): x for name, x in values.items()}
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(UserError) as error:
     setup_run(arithmetic(method, **values))
   assert option in str(error.value) and limit in str(error.value)
   assert "\n" not in str(error.value)
@@ -99,7 +86,6 @@ def test_a_run_is_refused_with_option_and_limit(overrides, option, limit):
   "name, value, limit",
   [
     ("data.train", None, "text or a function"),
-    ("data.system", 3, "text"),
     ("steps", "ten", "a whole number"),
     ("steps", 3.5, "a whole number"),
     ("seed", True, "a whole number"),
@@ -107,7 +93,6 @@ def test_a_run_is_refused_with_option_and_limit(overrides, option, limit):
     ("rollout.shard_weights", 1, "true or false"),
     ("rollout.stop_ids", 3, "a tuple"),
     ("method.args", None, "a dict"),
-    ("data.template_args", {"a": {1}}, "a dict of text"),
     ("model.shape", {"layers": 1}, "kv_heads"),
   ],
 )
@@ -130,16 +115,8 @@ def test_every_number_has_bounds():
           configs.validate(config)
 
 
-def test_a_number_of_numpy_is_a_number():
-  config = configs.Config()
-  config.seed, config.optimizer.clip_norm = np.int64(3), np.float64(0.5)
-  configs.validate(config)
-  flat = configs.flatten(config)
-  assert (flat["seed"], flat["optimizer.clip_norm"]) == (3, 0.5)
-
-
 @pytest.mark.parametrize("kind", ["method", "objective"])
-def test_an_unknown_argument_is_refused_by_name(kind):
+def test_unknown_argument_is_rejected_by_name(kind):
   config = arithmetic()
   getattr(config, kind).args["luck"] = 1.0  # as a config file may do
   with pytest.raises(UserError, match=rf"config.{kind}.args.luck"):
@@ -166,8 +143,8 @@ def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
     data__train="none.jsonl",
     model__path="none",
   )
-  with pytest.raises(ValueError, match=r"reward.functions: .*'unfair'.*fair"):
+  with pytest.raises(UserError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
-  with pytest.raises(ValueError, match="no directory 'none'"):
+  with pytest.raises(UserError, match="none has neither"):
     setup_run(config)

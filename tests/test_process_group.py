@@ -59,24 +59,27 @@ def each(monkeypatch):
   return call
 
 
-@pytest.mark.parametrize("length", [0, 4070, 4086, 4088, 5000, 300_000])
+@pytest.mark.parametrize("length", [0, 4000, 5000, 300_000])
 def test_gather_returns_all_values_of_any_length(each, length):
   values = [{"text": "é" * length}, [1.5, None], True]
   assert each(3, lambda i: distributed.gather(values[i])) == [values] * 3
 
 
-def test_error_of_one_process_is_raised_in_all(each):
+@pytest.mark.parametrize(
+  "kind, others", [(UserError, UserError), (KeyError, RuntimeError)]
+)
+def test_error_of_one_process_is_raised_in_all(each, kind, others):
   def work(index):
     with distributed.sharing_errors():
       if index == 1:
-        raise KeyError("no such column")
+        raise kind("no such column")
     return "done"
 
   first, second, third = each(3, work)
-  assert isinstance(second, KeyError)
+  assert isinstance(second, kind)
   for error in (first, third):
-    assert isinstance(error, UserError)
-    assert str(error) == "process 1: 'no such column'"
+    assert isinstance(error, others)
+    assert str(error).startswith("process 1: ") and "column" in str(error)
   assert each(2, lambda i: work(0)) == ["done"] * 2
 
 
@@ -130,19 +133,12 @@ class _Device:
     # Two processes do.
     ([(0, (0, 4)), (1, (0, 4))], [0, 0, 1, 1]),
     ([(0, (0, 3)), (1, (0, 3)), (2, (3, 4)), (3, (3, 4))], [0, 0, 1, 2]),
-    # All do.
-    ([(i, (0, 4)) for i in range(4)], [0, 1, 2, 3]),
   ],
 )
 def test_each_row_has_one_owner_that_can_read_it(each, readers, expected):
   num = 1 + max(i for i, _ in readers)
   found = each(num, lambda i: distributed.owners(_rows(readers, 4)).tolist())
   assert found == [expected] * num
-
-
-def test_numpy_rows_are_divided(each):
-  found = each(2, lambda i: distributed.owners(np.zeros((5, 2))).tolist())
-  assert found == [[0, 0, 0, 1, 1]] * 2
 
 
 def test_different_flags_are_rejected_by_name(each, tmp_path):
@@ -191,7 +187,7 @@ import sys
 from dppo_jax.errors import UserError
 from dppo_jax.run import distributed
 
-distributed._QUIET_SECONDS, distributed._CONNECT_SECONDS = 1, int(sys.argv[1])
+distributed._CONNECT_SECONDS = int(sys.argv[1])
 try:
   distributed.initialize(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
 except UserError as error:
@@ -225,9 +221,9 @@ def _join(ids, seconds=60, devices=(1, 1)):
 @pytest.mark.parametrize("index", [0, 1])
 def test_process_whose_others_never_come_ends_with_a_line(index):
   codes, (error,) = _join([index], seconds=3)
-  waits, ends = error.splitlines()
-  assert re.fullmatch("waiting for all 2 processes at --coord.*", waits)
-  assert re.fullmatch("error: all 2 processes at .* did not connect .*", ends)
+  assert re.fullmatch(
+    "error: all 2 processes at .* did not connect .*\n", error
+  )
   assert codes == [1]
 
 
@@ -243,7 +239,7 @@ def test_different_numbers_of_devices_are_rejected_by_name():
 def started(monkeypatch):
   """Options of each start of JAX's processes, which does nothing."""
   starts = []
-  start = lambda **options: starts.append(options)
+  start = lambda *flags, **options: starts.append(flags)
   monkeypatch.setattr(jax.distributed, "initialize", start)
   monkeypatch.setattr(jax.config, "update", lambda *unused: None)
   monkeypatch.setattr(jax, "devices", lambda: [])
@@ -253,8 +249,8 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
   "given, problem",
   [
-    (("localhost:1", None, 0), "--num_processes missing"),
-    ((None, 2, None), "--coordinator and --process_id missing"),
+    (("localhost:1", None, 0), "are required together"),
+    ((None, 2, None), "are required together"),
     (("localhost", 2, 0), "--coordinator=localhost is not HOST:PORT"),
     (("localhost:1", 2, 2), "--process_id=2 is not in 0..1"),
     (("localhost:1", 0, 0), "--num_processes=0"),
@@ -276,37 +272,23 @@ def test_single_process_starts_nothing(started):
 
 
 @pytest.mark.parametrize(
-  "env, chips, expected",
+  "platforms, chips, is_started",
   [
-    ({}, ["/dev/vfio/0"], [{}]),
-    ({}, [], []),
-    ({"JAX_PLATFORMS": "cpu"}, ["/dev/accel0"], []),
-    # Nobody to ask who the others are, and nobody who has said so.
-    ({"TPU_SKIP_MDS_QUERY": "1"}, ["/dev/accel0"], []),
-    (
-      {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "a,b"},
-      ["/dev/accel0"],
-      [{}],
-    ),
+    ("", ["/dev/vfio/0"], True),
+    ("", [], False),
+    ("cpu", ["/dev/accel0"], False),
   ],
 )
 def test_hosts_of_a_tpu_slice_find_each_other(
-  started, monkeypatch, env, chips, expected
+  started, monkeypatch, platforms, chips, is_started
 ):
-  for name in ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES"):
-    monkeypatch.delenv(name, raising=False)
-  for name, value in env.items():
-    monkeypatch.setenv(name, value)
+  monkeypatch.setenv("JAX_PLATFORMS", platforms)
   monkeypatch.setattr(distributed.glob, "glob", lambda pattern: chips)
   monkeypatch.setattr(
     distributed.importlib.util, "find_spec", lambda name: True
   )
   distributed.initialize()
-  without_timeouts = [
-    {k: v for k, v in options.items() if "timeout" not in k}
-    for options in started
-  ]
-  assert without_timeouts == expected
+  assert started == [(None, None, None)] * is_started
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "tpu_pod.sh"])
@@ -365,10 +347,10 @@ def test_divided_grading_equals_the_full_one(each, lengths):
     graded = grading.grade(rollout, problems, tokenizer, _Letters())
     return graded, grading.with_texts(graded.samples)
 
-  ((whole, samples),) = each(1, grade)
+  ((full, samples),) = each(1, grade)
   assert all("completion" in line for line in samples)
   for graded, with_texts in each(2, grade):
-    np.testing.assert_array_equal(graded.rewards, whole.rewards)
-    np.testing.assert_array_equal(graded.correct, whole.correct)
-    assert graded.counts == whole.counts
+    np.testing.assert_array_equal(graded.rewards, full.rewards)
+    np.testing.assert_array_equal(graded.correct, full.correct)
+    assert graded.counts == full.counts
     assert with_texts == samples

@@ -1,4 +1,4 @@
-"""Several processes are one program: they do together what one does alone."""
+"""Several processes together have the results of one process."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ import pytest
 
 from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
-from dppo_jax.step import programs, train_step
+from dppo_jax.step import abstract_values, train_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -100,7 +100,7 @@ class _Folder:
 
   def together(self, steps: int, data: int, model: int = 1, **env: str):
     """Trains in two processes of two devices; exit codes and outputs."""
-    program = commands.ROOT / "tests/one_process.py"
+    program = commands.ROOT / "tests/helpers/one_process.py"
     paths = [str(commands.ROOT), os.environ.get("PYTHONPATH", "")]
     before = dict(os.environ)
     os.environ.update(env, PYTHONPATH=os.pathsep.join(paths))
@@ -133,7 +133,7 @@ class _Folder:
     """The weights of a step, on one device."""
     run = setup.setup_run(self.config(steps=step))
     with checkpoint.Checkpoints(self.workdir, read_only=True) as found:
-      return found.restore_params(step, programs.abstract_params(run))
+      return found.restore_params(step, abstract_values.abstract_params(run))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def dense(tmp_path_factory, quick_compiler):
 
 
 def _assert_same_weights(alone: _Folder, shared: _Folder, step: int):
-  """As far as sums in another order are the same."""
+  """Up to the order of sums."""
   first, one, other = alone.params(0), alone.params(step), shared.params(step)
   flat = lambda tree: np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
   first, one, other = map(flat, (first, one, other))
@@ -165,7 +165,7 @@ def _assert_same_weights(alone: _Folder, shared: _Folder, step: int):
 
 
 def _kept(line: dict) -> dict:
-  """What does not depend on the machine, or on how many devices there are."""
+  """Values that depend neither on the machine nor on the device count."""
   differs = ("seconds", "compiles", "pack/", "slot_util", "micro_batches")
   return {
     name: value
@@ -179,7 +179,7 @@ def test_two_processes_sample_what_one_does(dense):
   assert dense.shared.seen() == dense.alone.seen()
 
 
-def test_two_processes_learn_what_one_does(dense):
+def test_two_processes_train_as_one_does(dense):
   _assert_same_weights(dense.alone, dense.shared, step=4)
 
 
@@ -206,7 +206,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(dense):
   assert second.strip() in ("", "stopping; a second signal exits at once")
 
 
-def test_the_same_command_goes_on_and_only_the_first_process_speaks(dense):
+def test_same_command_resumes_and_only_the_first_process_prints(dense):
   codes, (first, second) = dense.done
   assert codes == [0, 0]
   assert "resuming after step 2" in first
@@ -219,7 +219,7 @@ def test_experts_on_two_devices_of_each_of_two_processes(
 ):
   """Each process holds half of the prompts; both its devices hold them.
 
-  What the share of completions sets itself to goes by the first one's clock.
+  The automatic budget uses the measurements of the first process.
   """
   describe = one_process.with_experts(setup.describe_model)
   monkeypatch.setattr(setup, "describe_model", describe)

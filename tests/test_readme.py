@@ -1,4 +1,4 @@
-"""What the READMEs tell a reader to type is understood and works."""
+"""Commands, code, options and links of the READMEs work."""
 
 import importlib.util
 import pathlib
@@ -24,7 +24,7 @@ BLOCKS = [
 
 
 def _name(x) -> str:
-  """Of a parameter: the page's path, the command, or the block's first line."""
+  """Returns a page's path, a command, or the first line of a block."""
   if isinstance(x, pathlib.Path):
     return str(x.relative_to(commands.ROOT))
   return " ".join(x) if isinstance(x, list) else x.partition("\n")[0]
@@ -32,7 +32,7 @@ def _name(x) -> str:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-  """Works in an empty directory; what is registered is forgotten."""
+  """Changes to an empty directory; restores METHODS and OBJECTIVES later."""
   monkeypatch.chdir(tmp_path)
   for module, name in ((methods, "METHODS"), (objectives, "OBJECTIVES")):
     monkeypatch.setattr(module, name, dict(getattr(module, name)))
@@ -40,7 +40,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def _clone(folder: pathlib.Path, page: pathlib.Path) -> None:
-  """Makes it look like a clone in which a reader wrote the page's files."""
+  """Fills a folder with the repository and the files of a page."""
   for name in ("configs", "dppo_jax", "experiments"):
     (folder / name).symlink_to(commands.ROOT / name)
   for name, text in pages.files(page).items():
@@ -49,25 +49,23 @@ def _clone(folder: pathlib.Path, page: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("page, words", MAIN, ids=_name)
-def test_every_command_of_a_readme_is_a_run_that_can_start(
-  page, words, elsewhere
-):
+def test_every_command_of_a_readme_is_valid(page, words, elsewhere):
   _clone(elsewhere, page)
   words = words[words.index("dppo_jax.main") + 1 :]
   if "--help" in words:
     return
   if not any(re.match(r"--config=\S+\.py", w) for w in words):
-    # The config of some run: here one of the default task.
+    # The config of a run, replaced by that of the default task.
     assert any(re.match(r"--(config|workdir)=", w) for w in words)
     words = [w for w in words if not w.startswith("--config=")]
     words.insert(0, "--config=configs/arithmetic.py")
   configs.validate(commands.parse(words))
 
 
-def test_programs_and_modules_that_a_readme_starts_exist():
+def test_programs_and_modules_of_the_commands_exist():
   for page, words in COMMANDS:
     after = words[words.index("python") + 1 :] if "python" in words else []
-    if after[:1] == ["-m"] and after[1].startswith("dppo_jax"):
+    if after[:1] == ["-m"] and after[1].startswith(("dppo_jax", "experiments")):
       assert importlib.util.find_spec(after[1]), (page, after[1])
     elif after and after[0].endswith(".py"):
       known = (commands.ROOT / after[0]).exists()
@@ -77,17 +75,15 @@ def test_programs_and_modules_that_a_readme_starts_exist():
 @pytest.mark.parametrize("page, text", BLOCKS, ids=_name)
 def test_every_block_of_python_runs_by_itself(page, text, elsewhere):
   (elsewhere / "block.py").write_text(text)
-  made = runpy.run_path(str(elsewhere / "block.py"), run_name="__main__")
-  if "history" in made:  # mean rewards of a training loop
-    first, *_, last = made["history"]
+  variables = runpy.run_path(str(elsewhere / "block.py"), run_name="__main__")
+  if "history" in variables:  # mean rewards of a training loop
+    first, *_, last = variables["history"]
     assert last > first + 0.5
 
 
 def test_every_option_that_a_readme_names_exists():
-  """`--config.a.b` anywhere in the text, of one of the methods."""
   known = {name for name, _, _ in configs.walk(configs.Config())}
   known |= {name.partition(".")[0] for name in known}  # sections
-  known |= {name.partition(".")[0] for name in known}
   known |= {f"model.shape.{name}" for name in configs.Config().model.shape}
   for section, factories in (
     ("method", methods.METHODS),
@@ -99,14 +95,20 @@ def test_every_option_that_a_readme_names_exists():
   named = set()
   for page in PAGES:
     here = set(re.findall(r"--config\.([a-z][\w.]+\w)", pages.prose(page)))
-    # Any name may be an argument of a chat template.
-    here = {x for x in here if not x.startswith("data.template_args.")}
-    assert not here - known, f"{page}: {here - known}"
-    named |= here
+    named |= {x for x in here if not x.startswith("data.template_args.")}
   assert len(named) > 12
+  assert not named - known
 
 
-def test_what_the_readmes_link_to_exists():
+def test_configs_page_lists_every_option():
+  text = (commands.ROOT / "configs/README.md").read_text()
+  for name, _, metadata in configs.walk(configs.Config()):
+    section, _, option = name.rpartition(".")
+    row = rf"^\| {f'`{section}`' if section else '.none.'} \|.*`{option}`"
+    assert not metadata or re.search(row, text, re.MULTILINE), name
+
+
+def test_targets_of_links_exist():
   for page in PAGES:
     text = pages.prose(page)
     targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", text)

@@ -5,7 +5,6 @@ a box, so that some completions are right, some are boxed and some are neither.
 """
 
 import copy
-import dataclasses
 import gzip
 import itertools
 import json
@@ -19,7 +18,6 @@ import sources
 
 from dppo_jax import evaluate, train
 from dppo_jax.data import PretrainedTokenizer
-from dppo_jax.run.setup import setup_run
 
 torch = pytest.importorskip("torch")
 import checkpoints  # noqa: E402
@@ -49,14 +47,6 @@ SMALL = {
   "optimizer__learning_rate": 1e-2,
   "eval__prompts": 8,
 }
-PROMISED = (
-  "reward/mean reward/accuracy prompts/drawn prompts/kept completions/kept "
-  "groups/zero_std tokens/generated tokens/trained pack/fill "
-  "weights/max weights/ess rollout/seconds rollout/slot_utilisation "
-  "reward/seconds reward/timeouts update/seconds update/micro_batches "
-  "update/compiles update/grad_norm update/policy_ratio_max update/clip_share "
-  "update/skipped step/seconds"
-).split()
 
 
 def rows(name, num=64):
@@ -116,25 +106,19 @@ def math_home(tmp_path_factory):
   return home
 
 
-def math_config(home, source):
-  """In float32, two updates each, on completions without signal too."""
-  return commands.config(
+@pytest.fixture(scope="module")
+def math(math_home):
+  """In float32, with two updates per rollout."""
+  config = commands.config(
     "qwen_math",
-    model__path=home / "ck",
+    model__path=math_home / "ck",
     model__dtype="float32",
-    data__train=source,
-    data__eval=home / "eval.jsonl",
+    data__train=sources.write_jsonl(math_home / "a.jsonl", rows("math_train")),
+    data__eval=math_home / "eval.jsonl",
     objective__inner_updates=2,
-    objective__train_zero_advantage=True,
     mesh__data=1,
     **SMALL,
   )
-
-
-@pytest.fixture(scope="module")
-def math(math_home):
-  source = sources.write_jsonl(math_home / "a.jsonl", rows("math_train"))
-  config = math_config(math_home, source)
   train.run(config, math_home / "run")
   return config
 
@@ -147,17 +131,16 @@ def metrics(workdir):
   return [x for x in lines if not is_eval(x)], [x for x in lines if is_eval(x)]
 
 
-def check_promises(workdir):
-  """What every run on real input leaves behind."""
+def check_run(workdir):
+  """Checks the report and the metrics of a run."""
   assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
   report = (workdir / "report.md").read_text()
-  assert "| steps | 5 of 5 |" in report
+  assert "step 5 of 5" in report
   assert "report.png" in report
   steps, evals = metrics(workdir)
   assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
   assert [line["step"] for line in evals] == [0, 5]
   for line in steps:
-    assert not set(PROMISED) - line.keys()
     assert all(np.isfinite(value) for value in line.values())
     assert line["update/skipped"] == line["reward/timeouts"] == 0
     assert 0 < line["pack/fill"] <= 1
@@ -171,9 +154,9 @@ def check_promises(workdir):
   assert any(line["completions/kept"] < 32 for line in steps)
 
 
-def test_the_command_line_trains_on_gsm8k(gsm8k):
+def test_command_line_trains_on_gsm8k(gsm8k):
   workdir, done = gsm8k
-  check_promises(workdir)
+  check_run(workdir)
   assert done.stderr == ""
   assert "bfloat16" in done.stdout
   steps, _ = metrics(workdir)
@@ -182,25 +165,15 @@ def test_the_command_line_trains_on_gsm8k(gsm8k):
   assert steps[-1]["update/kl"] > 1e-3
 
 
-def test_the_command_line_says_how_many_prompts_were_too_long(gsm8k):
-  _, done = gsm8k
-  words = next(x for x in done.stdout.splitlines() if x.startswith("train:"))
-  words = words.split()
-  read, used = int(words[1]), int(words[3])
-  too_long = int(words[words.index("over") - 1])
-  assert read == 64
-  assert 0 < too_long == read - used
-
-
-def test_a_run_trains_on_math(math_home, math):
-  check_promises(math_home / "run")
+def test_run_trains_on_math(math_home, math):
+  check_run(math_home / "run")
   steps, _ = metrics(math_home / "run")
   for line in steps:
     assert line["tokens/trained"] > 0
     assert line["update/policy_ratio_max"] > 1.001  # moved between updates
 
 
-def test_a_run_on_math_is_evaluated_on_two_sets(math_home, math):
+def test_run_on_math_is_evaluated_on_two_sets(math_home, math):
   gsm8k = sources.write_jsonl(math_home / "b.jsonl", rows("gsm8k_test"))
   math500 = DATA / "math500.jsonl"
   c = copy.deepcopy(math)
@@ -218,27 +191,3 @@ def test_a_run_on_math_is_evaluated_on_two_sets(math_home, math):
   assert sets["math500"]["completions"]["sampled"]["unboxed"] < 1
   lines = (directory / "completions.jsonl").read_text().splitlines()
   assert len(lines) == 4 * sum(x["problems"] for x in sets.values())
-
-
-def test_a_checkpoint_is_evaluated_without_a_run(math_home, math, tmp_path):
-  c = copy.deepcopy(math)
-  c.data.train, c.data.eval_limit = "none.jsonl", 2
-  evaluate.run(c, tmp_path)
-  file = tmp_path / "evaluation/step-0/results.json"
-  assert json.loads(file.read_text())["weights"] == str(math_home / "ck")
-  assert [x.name for x in tmp_path.iterdir()] == ["evaluation"]
-
-
-def test_a_run_does_not_depend_on_the_form_of_its_source(math_home, math):
-  """The problems are all that it knows of the source, and they are equal."""
-  problems = rows("math_train")
-  parquet = sources.write_parquet(math_home / "a.parquet", problems)
-  directory = sources.write_tfds(math_home, problems)
-  expected = setup_run(math).train_set
-  for source in (parquet, f"tfds:{directory}"):
-    got = setup_run(math_config(math_home, source)).train_set
-    for field in dataclasses.fields(expected):
-      want = getattr(expected, field.name)
-      # Rows without an id go by their source's name.
-      if field.name != "names":
-        np.testing.assert_equal(getattr(got, field.name), want, field.name)

@@ -66,15 +66,11 @@ def test_non_finite_weights_are_named(value):
   runtime_checks.check_params(params, "fix it")
   layers = jax.tree.map(lambda x: x, params["layers"])
   layers["mlp_norm"] = layers["mlp_norm"].at[0, 0].set(value)
-  with pytest.raises(
-    (UserError, FloatingPointError), match=r"mlp_norm.*fix it"
-  ):
+  with pytest.raises(UserError, match=r"mlp_norm.*fix it"):
     runtime_checks.check_params(params | {"layers": layers}, "fix it")
 
 
 def test_weights_that_an_update_destroyed_end_the_run():
   runtime_checks.check_update(3, 0.0, 0, "")
-  with pytest.raises(
-    (UserError, FloatingPointError), match=r"step 3 .* 7 weig"
-  ):
+  with pytest.raises(UserError, match=r"step 3 .* 7 weig"):
     runtime_checks.check_update(3, 7.0, 0, "")

@@ -15,7 +15,7 @@ from dppo_jax.analysis import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import collect, programs
+from dppo_jax.step import abstract_values, collect
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
@@ -63,7 +63,7 @@ def _metrics(workdir):
 
 def _final_state(workdir, c):
   with checkpoint.Checkpoints(workdir, 2) as checkpoints:
-    abstract = programs.abstract_train_state(setup_run(c))
+    abstract = abstract_values.abstract_train_state(setup_run(c))
     return jax.device_get(checkpoints.restore(c.steps, abstract))
 
 
@@ -335,7 +335,7 @@ def test_a_run_starts_from_weights_of_another(
   c = _config(steps=0, **{"sft.from_run": f"{uninterrupted}{named}"})
   train.run(c, tmp_path)
   with checkpoint.Checkpoints(tmp_path, 2) as mine:
-    abstract = programs.abstract_train_state(setup_run(c))
+    abstract = abstract_values.abstract_train_state(setup_run(c))
     params = mine.restore_params(0, abstract.params)
   with checkpoint.Checkpoints(uninterrupted, 2) as other:
     chex.assert_trees_all_equal(
@@ -345,5 +345,5 @@ def test_a_run_starts_from_weights_of_another(
 
 def test_weights_that_another_run_did_not_keep_are_refused(uninterrupted):
   c = _config(**{"sft.from_run": f"{uninterrupted}@3"})
-  with pytest.raises(ValueError, match="of step 3: there are 0, 2, 4"):
+  with pytest.raises(ValueError, match="of step 3; available: 0, 2, 4"):
     setup_run(c)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+from typing import TextIO
 
 from dppo_jax.errors import UserError
 
@@ -13,65 +14,49 @@ def read(path: pathlib.Path) -> list[dict]:
   """Returns the objects of a file, or none if there is no such file.
 
   A last line without a newline, as a kill leaves it, is ignored.
-
-  Raises:
-    UserError: if a line is not a JSON object.
   """
   # Bytes, since a cut may go through a character. Not `splitlines`, since a
   # completion may contain any of the characters that it splits at.
   content = path.read_bytes() if path.exists() else b""
-  parsed = []
-  for number, line in enumerate(content.split(b"\n")[:-1], 1):
+  lines = []
+  for number, text in enumerate(content.split(b"\n")[:-1], 1):
     try:
-      if line:
-        parsed.append(dict(json.loads(line.decode()).items()))
-    except (ValueError, AttributeError) as error:
+      lines.append(json.loads(text.decode()))
+    except ValueError as error:
       raise UserError(
         f"{path}, line {number}, is damaged ({error}): delete that line"
       ) from error
-  return parsed
+  return lines
 
 
-def keep_until(path: pathlib.Path, step: int) -> list[str]:
-  """Removes lines after a step and a truncated last line; raises as `read`.
+def keep_until(path: pathlib.Path, step: int) -> None:
+  """Removes lines after a step and a truncated last line; raises as `read`."""
+  replace(path, [line(x) for x in read(path) if x["step"] <= step])
 
-  Args:
-    step: step of the checkpoint to resume from; -1 for a new run.
 
-  Returns:
-    A message for either, if there was anything to remove.
-  """
-  lines = read(path)
-  kept = [line for line in lines if line.get("step", 0) <= step]
-  removed = []
-  if len(kept) < len(lines):
-    removed.append(f"{len(lines) - len(kept)} lines after step {step}")
-  if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-    removed.append("a truncated last line")
-  if removed or not path.exists():
-    replace(path, (json.dumps(x, ensure_ascii=False) + "\n" for x in kept))
-  return [f"{path}: removed {text}" for text in removed]
+def line(content: dict) -> str:
+  """Returns a line of a file."""
+  return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def open_text(path: pathlib.Path, mode: str) -> TextIO:
+  """Opens a file that escapes the lone surrogates of invalid text."""
+  return path.open(mode, encoding="utf-8", errors="backslashreplace")
 
 
 def replace(path: pathlib.Path, text: Iterable[str]) -> None:
   """Writes a text file atomically; raises as `writing` does."""
   unfinished = path.with_suffix(".tmp")
   with writing(path):
-    try:
-      with unfinished.open(
-        "w", encoding="utf-8", errors="backslashreplace"
-      ) as file:
-        file.write("".join(text))
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut may leave an empty file
-      os.replace(unfinished, path)
-    except OSError:
-      unfinished.unlink(missing_ok=True)
-      raise
+    with open_text(unfinished, "w") as file:
+      file.writelines(text)
+      file.flush()
+      os.fsync(file.fileno())  # or a power cut may leave an empty file
+    os.replace(unfinished, path)
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike) -> Iterator[None]:
+def writing(path: pathlib.Path) -> Iterator[None]:
   """Turns an OSError into a UserError that names the file."""
   try:
     yield

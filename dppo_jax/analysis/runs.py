@@ -9,10 +9,8 @@ import numpy as np
 from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
 
-# Stages of a step.
-STAGES = (
-  "data rollout reward update_history dynamic_sampling select score update"
-).split()
+STAGES = ("data", "rollout", "reward", "update_history", "dynamic_sampling")
+STAGES += ("select", "score", "update", "noise")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +33,6 @@ class Run:
   def seed(self) -> int:
     return self.config["seed"]
 
-  @property
-  def done(self) -> int:
-    """Number of steps done."""
-    return self.steps[-1]["step"] if self.steps else 0
-
   def total(self, metric: str) -> float:
     """Sum of a metric over the steps."""
     return float(sum(line.get(metric, 0.0) for line in self.steps))
@@ -58,28 +51,20 @@ class Run:
     Accuracy is linear between evaluations.
     """
     x, y = self.curve(metric)
-    above = np.flatnonzero(y >= target)
-    if not above.size:
+    if not (y >= target).any():
       return None
-    near = slice(max(above[0] - 1, 0), above[0] + 1)
+    first = int(np.argmax(y >= target))
+    near = slice(max(first - 1, 0), first + 1)
     return float(np.interp(target, y[near], x[near]))
 
 
 def load(workdir: str | pathlib.Path, clock: str = "step/seconds") -> Run:
-  """Reads the run in `workdir`, finished or not.
-
-  Raises:
-    UserError: if there is no run, or its files are damaged.
-  """
+  """Reads the run in `workdir`, finished or not."""
   path = pathlib.Path(workdir)
   try:
     config = json.loads((path / "config.json").read_text("utf-8"))
-    config["method.name"], config["seed"]
-    config.pop("fingerprints", None)
-  except OSError:
-    raise UserError(f"{path} is not a run: it has no config.json") from None
-  except (ValueError, LookupError, TypeError) as error:
-    raise UserError(f"{path}/config.json is damaged: {error!r}") from None
+  except (OSError, ValueError) as error:
+    raise UserError(f"{path} is not a run: config.json: {error}") from error
   lines = jsonl.read(path / "metrics.jsonl")
   steps = [line for line in lines if clock in line]
   evals = [line for line in lines if "eval/accuracy" in line]

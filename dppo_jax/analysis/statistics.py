@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+Curve = tuple[np.ndarray, np.ndarray]
+
 
 class Interval(NamedTuple):
   """A value and the bounds of its interval, NaN if it is of one seed."""
@@ -18,27 +20,18 @@ class Interval(NamedTuple):
   high: float
 
 
-def t_quantile(freedom: float, level: float = 0.95) -> float:
-  """Returns t such that Student's distribution has `level` in (-t, t)."""
-  return float(special.stdtrit(freedom, (1 + level) / 2))
-
-
 def mean(values: Sequence[float]) -> Interval:
   """Returns the mean of one value per seed."""
   x, error = np.asarray(values, float), np.nan
   if len(x) > 1:
-    error = t_quantile(len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
-  value = float(x.mean())
-  return Interval(value, float(value - error), float(value + error))
+    quantile = special.stdtrit(len(x) - 1, 0.975)  # of Student's distribution
+    error = quantile * x.std(ddof=1) / np.sqrt(len(x))
+  return Interval(*(float(x.mean() + e) for e in (0, -error, error)))
 
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
-  """Returns the mean of `a` minus that of `b`, paired by seed.
-
-  If no seeds match, the difference of the means has no interval.
-  """
-  seeds = a.keys() & b.keys()
-  if seeds:
+  """Returns the mean of `a` minus that of `b`, paired by seed."""
+  if seeds := a.keys() & b.keys():
     return mean([a[seed] - b[seed] for seed in seeds])
   return mean([np.mean([*a.values()]) - np.mean([*b.values()])])
 
@@ -49,13 +42,8 @@ def ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
   return Interval(*(float(np.exp(x)) for x in difference(*logs)))
 
 
-def band(
-  curves: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, Interval]:
-  """Averages curves up to the end of the shortest; returns x and intervals.
-
-  Curves are linear between their points.
-  """
+def band(curves: Sequence[Curve]) -> tuple[np.ndarray, Interval]:
+  """Averages linear curves up to the end of the shortest; returns x and y."""
   end = min(x[-1] for x, _ in curves)
   x = np.unique(np.concatenate([x for x, _ in curves]))
   x = np.unique([*x[x < end], end])

@@ -1,5 +1,6 @@
 """The style of all pictures: colours, fonts, axes."""
 
+import functools
 import os
 import pathlib
 
@@ -21,11 +22,7 @@ _RC = {
   "legend.frameon": False,
   "text.color": INK,
 }
-
-
-def rc():
-  """Returns the context in which a figure is made and drawn."""
-  return rc_context(_RC)
+rc = functools.partial(rc_context, _RC)  # to make and draw a figure in
 
 
 def figure(height: float) -> figures.Figure:

@@ -1,6 +1,13 @@
 """Options of a run: definitions, checks, files and command line."""
 
-from dppo_jax.config.choose import make_method, make_objective, read, use_method
+from dppo_jax.config.choose import (
+  load_callbacks,
+  make_method,
+  make_objective,
+  read,
+  use_method,
+  validate,
+)
 from dppo_jax.config.options import assign, default_args, flatten, walk
 from dppo_jax.config.schema import (
   Config,
@@ -9,7 +16,6 @@ from dppo_jax.config.schema import (
   ModelConfig,
   ObjectiveConfig,
 )
-from dppo_jax.config.validate import validate
 
 __all__ = [
   "Config",
@@ -20,6 +26,7 @@ __all__ = [
   "assign",
   "default_args",
   "flatten",
+  "load_callbacks",
   "make_method",
   "make_objective",
   "read",

@@ -1,17 +1,19 @@
-"""Methods and objectives by name, and configs by file."""
+"""Checked options, and the functions that they name."""
 
 from collections.abc import Callable
 import inspect
 import json
+from numbers import Integral
 import os
 import pathlib
 from typing import Any
 
-from dppo_jax import algo, methods, user_code
+from dppo_jax import algo, methods, rewards, user_code
 from dppo_jax.algo import objectives
-from dppo_jax.config.options import assign, default_args, walk
-from dppo_jax.config.schema import Config, MethodConfig, ObjectiveConfig
+from dppo_jax.config.options import assign, check_option, default_args, walk
+from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
 from dppo_jax.errors import UserError
+from dppo_jax.metrics import trackers
 
 # A name, a reference to a user's function, or the function.
 Choice = str | Callable
@@ -23,12 +25,10 @@ def use_method(
   """Sets the method and optionally the objective, with default arguments.
 
   Args:
-    choice: a method, or a method and an objective: "dppo", "dppo,gspo". Each is
-      a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`. From Python it may also
-      be a function that returns a `methods.Method` or an `algo.Objective` and
-      has a default for every argument.
-    objective: alternative place for the objective, for functions and for paths
-      that contain a comma.
+    choice: "METHOD" or "METHOD,OBJECTIVE", each of them a name,
+      `FILE.py:FUNCTION` or `MODULE:FUNCTION`; or a function that returns a
+      `methods.Method` and has a default for every argument.
+    objective: the objective, if it is not part of `choice`.
   Raises:
     UserError: for an unknown name, or a function that cannot be loaded.
   """
@@ -50,12 +50,7 @@ def _factory(known: dict[str, Callable], kind: str, choice: Choice) -> Callable:
       f"the {kind} is {choice!r} but must be one of {', '.join(known)}, "
       "FILE.py:FUNCTION or MODULE:FUNCTION"
     )
-  try:
-    factory = user_code.load(choice) if isinstance(choice, str) else choice
-  except ValueError as error:
-    raise UserError(f"the {kind}: {error}") from error
-  if not inspect.isfunction(factory):
-    raise UserError(f"the {kind} is {choice!r} but must be a function")
+  factory = _function(f"the {kind}", choice)
   for name, default in default_args(factory).items():
     if default is inspect.Parameter.empty:
       raise UserError(
@@ -65,23 +60,41 @@ def _factory(known: dict[str, Callable], kind: str, choice: Choice) -> Callable:
   return factory
 
 
-def read(path: str | os.PathLike) -> Config:
-  """Returns the config in a run's config.json.
+def _function(label: str, choice: Choice) -> Callable:
+  """Returns a function or the one that a reference names."""
+  try:
+    choice = user_code.load(choice) if isinstance(choice, str) else choice
+  except UserError as error:
+    raise UserError(f"{label}: {error}") from error
+  if not inspect.isfunction(choice):
+    raise UserError(f"{label} is {choice!r} but must be a function")
+  return choice
 
-  Raises:
-    UserError: if the file is not a config, or names an unknown option.
+
+def load_callbacks(config: Config) -> tuple[Callable, ...]:
+  """Returns the functions that `config.callbacks` names.
+
+  From Python the option may also be a function, or a list of functions.
   """
-  path = pathlib.Path(path)
+  callbacks = config.callbacks
+  if isinstance(callbacks, str):
+    callbacks = filter(None, map(str.strip, callbacks.split(",")))
+  elif callable(callbacks):
+    callbacks = [callbacks]
+  return tuple(_function("config.callbacks", x) for x in callbacks)
+
+
+def read(path: str | os.PathLike) -> Config:
+  """Returns the config in a run's config.json; raises UserError."""
   config = Config()
   try:
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     saved.pop("fingerprints", None)  # of data and code
-    names = [saved.pop(f"{kind}.name") for kind in ("method", "objective")]
-    use_method(
-      config,
-      saved.pop("method.source", names[0]),
-      saved.pop("objective.source", names[1]),
-    )
+    choices = []
+    for kind in ("method", "objective"):
+      name = saved.pop(f"{kind}.name")
+      choices.append(saved.pop(f"{kind}.source", name))
+    use_method(config, *choices)
     defaults = {name: value for name, value, _ in walk(config)}
     for name, value in saved.items():
       is_tuple = isinstance(defaults[name], tuple)
@@ -97,9 +110,8 @@ def read(path: str | os.PathLike) -> Config:
 
 def make_method(config: Config) -> methods.Method:
   """Returns the config's method."""
-  known = {"total_steps": config.steps}
-  if "total_steps" not in inspect.signature(config.method.factory).parameters:
-    known = {}
+  parameters = inspect.signature(config.method.factory).parameters
+  known = {"total_steps": config.steps} if "total_steps" in parameters else {}
   return _make(config.method, methods.Method, "method", **known)
 
 
@@ -111,13 +123,12 @@ def make_objective(config: Config) -> algo.Objective:
 def _make(
   chosen: MethodConfig | ObjectiveConfig, returns: type, kind: str, **known
 ) -> Any:
-  known_names = default_args(chosen.factory)
-  for name in chosen.args:
-    if name not in known_names:
-      raise UserError(
-        f"config.{kind}.args.{name} is set but the arguments of {chosen.name} "
-        f"are {', '.join(known_names) or 'none'}"
-      )
+  names = default_args(chosen.factory)
+  for name in chosen.args.keys() - names:
+    raise UserError(
+      f"config.{kind}.args.{name} is set but the arguments of {chosen.name} "
+      f"are {', '.join(names) or 'none'}"
+    )
   result = chosen.factory(**chosen.args, **known)
   if not isinstance(result, returns):
     raise UserError(
@@ -125,3 +136,47 @@ def _make(
       f"{returns.__name__}"
     )
   return result
+
+
+def validate(config: Config) -> None:
+  """Raises UserError for values out of range and options that conflict."""
+  for name, value, metadata in walk(config):
+    if metadata:  # not a factory
+      check_option(name, value, metadata)
+  make_method(config)
+  make_objective(config)
+  load_callbacks(config)
+  rewards.parse(config.reward.functions)
+  trackers.parse(config.log.writers)
+  shape = config.model.shape
+  if shape.keys() != TINY.keys():
+    raise UserError(
+      f"config.model.shape has {', '.join(shape)} but must have "
+      f"{', '.join(TINY)}"
+    )
+  # In reverse, so that kv_heads is checked before it divides heads.
+  for name, size in sorted(shape.items(), reverse=True):
+    divisor = {"heads": shape["kv_heads"], "head_dim": 2}.get(name, 1)
+    _check_multiple(f"model.shape.{name}", size, divisor)
+  _check_multiple("pack.row_length", config.pack.row_length, 8)
+  parts, prompts = config.objective.mini_batches, config.data.prompts_per_step
+  label = "config.objective.mini_batches, "
+  _check_multiple("data.prompts_per_step", prompts, parts, label)
+  ramp, limit = config.reward.overlong_tokens, config.rollout.max_tokens
+  if ramp > limit:
+    raise UserError(
+      f"config.reward.overlong_tokens is {ramp} but must be at most "
+      f"config.rollout.max_tokens, {limit}"
+    )
+  if config.mesh.data == 0:
+    raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
+
+
+def _check_multiple(
+  name: str, value: Any, divisor: int, label: str = ""
+) -> None:
+  if not isinstance(value, Integral) or value < 1 or value % divisor:
+    raise UserError(
+      f"config.{name} is {value!r} but must be a positive multiple of {label}"
+      f"{divisor}"
+    )

@@ -1,16 +1,15 @@
 """Command line: flags, the config they name, and --help."""
 
-from collections.abc import Iterable
+import argparse
 import dataclasses
 import difflib
 import inspect
 import pathlib
 import re
-import sys
 import textwrap
 from typing import NamedTuple
 
-from absl import flags
+from absl import flags as absl_flags
 from ml_collections import config_flags
 
 from dppo_jax import methods, user_code
@@ -20,54 +19,7 @@ from dppo_jax.config.options import default_args, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.errors import UserError
 
-MODES = ("train", "evaluate", "export", "plan")
-# Name: meaning and modes.
-_FLAGS = {
-  "config": (
-    "Config file, as FILE.py, FILE.py:METHOD or FILE.py:METHOD,OBJECTIVE; or "
-    "the config.json of a run (default: that of --workdir).",
-    MODES,
-  ),
-  "mode": ("train | evaluate | export | plan (default: train).", MODES),
-  "workdir": (
-    "Directory of the run (default: runs/CONFIG-METHOD-seedSEED). Re-running a "
-    "command resumes from the latest checkpoint.",
-    MODES,
-  ),
-  "step": (
-    "Checkpoint step to evaluate or export (default: latest).",
-    ("evaluate", "export"),
-  ),
-  "to": ("Directory to export to.", ("export",)),
-  "dtype": (
-    "Dtype of exported weights: float32, bfloat16 or float16 (default: that of "
-    "the initial checkpoint, else float32).",
-    ("export",),
-  ),
-  "hardware": (
-    "Comma-separated devices to estimate memory for, as in h200:8,v5p:16.",
-    ("plan",),
-  ),
-  "topology": (
-    "Devices to compile all stages for, without the hardware, as in v5e:4x4 or "
-    "h200:8.",
-    ("plan",),
-  ),
-  "stages": (
-    "Comma-separated stages to compile, as in update,roll_out (default: all).",
-    ("plan",),
-  ),
-  "coordinator": (
-    "HOST:PORT of process 0 if several processes form one run; not needed on "
-    "TPU pods and in Slurm.",
-    ("train", "evaluate"),
-  ),
-  "num_processes": ("Number of processes.", MODES),
-  "process_id": ("Index of this process, from 0.", ("train", "evaluate")),
-}
-_CHOICES = {"mode": MODES, "dtype": ("float32", "bfloat16", "float16")}
-_INTEGERS = ("step", "num_processes", "process_id")
-_HEAD = """\
+_EXAMPLES = """\
 Trains language models by group-based policy optimisation with unbiased pruning.
 
   python -m dppo_jax.main --config=configs/arithmetic.py
@@ -77,75 +29,61 @@ Trains language models by group-based policy optimisation with unbiased pruning.
   python -m dppo_jax.main --mode=export --workdir=RUN --to=DIR
   python -m dppo_jax.main --mode=plan --config=FILE.py --hardware=h200:1
 """
+_MODES = ("train", "evaluate", "export", "plan")
+_DTYPES = ("float32", "bfloat16", "float16")
+# Name, type or choices, modes that have the flag (empty: all), help.
+_FLAGS = (
+  ("config", str, "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
+  ("mode", _MODES, "", "default: train"),
+  ("workdir", str, "", "directory of the run; if it has a checkpoint, resume"),
+  ("step", int, "evaluate export", "step of a checkpoint (default: latest)"),
+  ("to", str, "export", "directory to export to"),
+  ("dtype", _DTYPES, "export", "dtype of the weights (default: initial dtype)"),
+  ("hardware", str, "plan", "devices to fit memory to, as in h200:8,v5p:16"),
+  ("topology", str, "plan", "absent devices to compile for, as in v5e:4x4"),
+  ("stages", str, "plan", "stages to compile, as in update,roll_out"),
+  ("coordinator", str, "train evaluate", "HOST:PORT of process 0 of several"),
+  ("num_processes", int, "", "number of processes"),
+  ("process_id", int, "train evaluate", "index of this process, from 0"),
+)
 
 
 class Command(NamedTuple):
-  """Parsed command line.
-
-  Attributes:
-    config: the named config with its overrides, not yet validated.
-    workdir: --workdir or its default.
-    flags: all flags but those of options, as attributes.
-  """
+  """Config with its overrides, not yet validated; directory; other flags."""
 
   config: Config
   workdir: pathlib.Path
-  flags: flags.FlagValues
+  flags: argparse.Namespace
 
 
 def parse(argv: list[str]) -> Command:
-  """Parses a command line; prints the help and exits if asked to.
-
-  Raises:
-    UserError: for an unknown flag, a malformed value or an unusable config.
-  """
-  if {"--help", "-h"} & set(argv):
-    print(help_text())
-    sys.exit()
-  values = flags.FlagValues()
-  values.set_gnu_getopt()  # flags may follow `--config.steps 3`
-  for name, (meaning, _) in _FLAGS.items():
-    if name in _CHOICES:
-      flags.DEFINE_enum(name, None, _CHOICES[name], meaning, values)
-    elif name in _INTEGERS:
-      flags.DEFINE_integer(name, None, meaning, flag_values=values)
-    else:
-      flags.DEFINE_string(name, None, meaning, values)
-  flags.DEFINE_bool("debug", False, "", values)
+  """Parses a command line; raises UserError for a mistake in it."""
   try:
-    words = values(argv, known_only=True)[1:]
-  except flags.Error as error:
+    flags, words = _parser().parse_known_args(argv[1:])
+  except argparse.ArgumentError as error:
     raise UserError(str(error)) from error
-  values.mode = values.mode or "train"
-  for name, (_, modes) in _FLAGS.items():
-    if values[name].present and values.mode not in modes:
-      raise UserError(f"--{name} is for --mode={' or '.join(modes)}")
-  if values.mode == "export" and not values.to:
+  for name, _, modes, _ in _FLAGS:
+    if modes and getattr(flags, name) is not None and flags.mode not in modes:
+      raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
+  if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  path, _, choice = (values.config or "").partition(":")
-  path = pathlib.Path(path or pathlib.Path(values.workdir or "", "config.json"))
-  if not values.config and not (values.workdir and path.is_file()):
+  path, _, choice = (flags.config or "").partition(":")
+  path = pathlib.Path(path or pathlib.Path(flags.workdir or "", "config.json"))
+  if not flags.config and not (flags.workdir and path.is_file()):
     raise UserError("--config is missing, as in --config=configs/arithmetic.py")
-  config = override(load(path, choice), words)
-  workdir = values.workdir or _default_workdir(config, path)
-  return Command(config, pathlib.Path(workdir), values)
-
-
-def _default_workdir(config: Config, path: pathlib.Path) -> str | pathlib.Path:
-  if path.suffix == ".json":
-    return path.parent
+  config = _override(_load(path, choice), words)
   name = config.method.name
   if config.objective.name != "grpo":
     name += f"-{config.objective.name}"
-  return f"runs/{path.stem}-{name}-seed{config.seed}"
+  is_run = path.suffix == ".json"
+  folder = (
+    path.parent if is_run else f"runs/{path.stem}-{name}-seed{config.seed}"
+  )
+  return Command(config, pathlib.Path(flags.workdir or folder), flags)
 
 
-def load(path: pathlib.Path, choice: str = "") -> Config:
-  """Returns the config of a file: FILE.py, or the config.json of a run.
-
-  Args:
-    choice: argument of the file's get_config(), such as "dppo,gspo".
-  """
+def _load(path: pathlib.Path, choice: str) -> Config:
+  """Returns the config of FILE.py, or of a run's config.json."""
   if not path.is_file():
     raise UserError(f"--config: there is no file {str(path)!r}")
   if path.suffix == ".json":
@@ -164,64 +102,67 @@ def load(path: pathlib.Path, choice: str = "") -> Config:
   return config
 
 
-def override(config: Config, words: list[str]) -> Config:
-  """Returns the config with some options set.
-
-  Args:
-    words: flags `--config.NAME=VALUE`.
-  Raises:
-    UserError: for an unknown option, or a value of another type.
-  """
-  known = {f"--{name}" for name in _FLAGS}
+def _override(config: Config, words: list[str]) -> Config:
+  """Returns the config with options set by flags `--config.NAME=VALUE`."""
+  known = [f"--{name}" for name, *_ in _FLAGS]
   for name, value, metadata in walk(config):
     if metadata:  # factories are named with the config file
-      known.add(f"--config.{name}")
+      known.append(f"--config.{name}")
     if isinstance(value, dict):
-      known |= {f"--config.{name}.{key}" for key in value}
+      known += [f"--config.{name}.{key}" for key in value]
   for word in words:
     name = word.partition("=")[0]
-    free = re.fullmatch(r"--config\.data\.template_args\.(\w+)", name)
-    if free:  # a dict that takes any key, whose value may be any literal
-      config.data.template_args.setdefault(free[1], object())
+    if match := re.fullmatch(r"--config\.data\.template_args\.(\w+)", name):
+      # A dict that takes any key, with any literal as its value.
+      config.data.template_args.setdefault(match[1], object())
     elif name.startswith("-") and name not in known:
       close = difflib.get_close_matches(name, known, 1)
       hint = f"did you mean {close[0]}?" if close else "see --help"
       raise UserError(f"there is no option {name}: {hint}")
-  values = flags.FlagValues()
+  values = absl_flags.FlagValues()
   try:
     holder = config_flags.DEFINE_config_dataclass(
       "config", config, flag_values=values, sys_argv=["", *words]
     )
-    rest = values(["", *words])[1:]
-  except (flags.Error, ValueError) as error:
+    surplus = values(["", *words])[1:]
+  except (absl_flags.Error, ValueError) as error:
     raise UserError(str(error)) from error
-  if rest:
-    raise UserError(f"unexpected argument {rest[0]!r}: flags start with --")
+  if surplus:
+    raise UserError(f"unexpected argument {surplus[0]!r}: flags start with --")
   return holder.value
 
 
-def help_text() -> str:
-  """Returns the text of --help: flags, methods, objectives and options."""
-  listed = {}
-  for name, (meaning, modes) in _FLAGS.items():
-    only = "" if len(modes) > 2 else f"[{', '.join(modes)}] "
-    listed[f"--{name}"] = only + meaning
-  listed["--debug"] = "Show the tracebacks of user errors."
+def _parser() -> argparse.ArgumentParser:
+  """Returns the parser of all flags but options, which --help shows too."""
   sections = [
-    _HEAD + "\nflags\n" + _columns(listed),
-    "methods: --config=FILE.py:METHOD, or MINE.py:FUNCTION as the METHOD\n"
-    + _columns(_factories(methods.METHODS)),
-    "objectives: --config=FILE.py:METHOD,OBJECTIVE\n"
-    + _columns(_factories(objectives.OBJECTIVES)),
+    _table("methods: --config=FILE.py:METHOD", _factories(methods.METHODS)),
+    _table(
+      "objectives: --config=FILE.py:METHOD,OBJECTIVE",
+      _factories(objectives.OBJECTIVES),
+    ),
+    _table("--config.OPTION", _options(Config)),
   ]
-  fields = dataclasses.fields(Config)
-  for field in fields:
+  for field in dataclasses.fields(Config):
     if dataclasses.is_dataclass(field.type):
       title = f"--config.{field.name}.OPTION: {inspect.getdoc(field.type)}"
-      options = _options(dataclasses.fields(field.type))
-      sections.append(f"{title}\n{options}")
-  sections.append("--config.OPTION\n" + _options(fields))
-  return "\n\n".join(sections)
+      sections.append(_table(title, _options(field.type)))
+  parser = argparse.ArgumentParser(
+    usage="python -m dppo_jax.main --config=FILE.py [--FLAG=VALUE ...]",
+    description=_EXAMPLES,
+    epilog="\n\n".join(sections),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+    exit_on_error=False,
+  )
+  for name, kind, modes, text in _FLAGS:
+    note = f" [{', '.join(modes.split())}]" if modes else ""
+    values = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+    parser.add_argument(f"--{name}", help=text + note, **values)
+  parser.set_defaults(mode="train")
+  parser.add_argument(
+    "--debug", action="store_true", help="show the tracebacks of user errors"
+  )
+  return parser
 
 
 def _factories(factories: dict) -> dict[str, str]:
@@ -229,33 +170,31 @@ def _factories(factories: dict) -> dict[str, str]:
   lines = {}
   for name, factory in factories.items():
     args = ", ".join(f"{k}={v}" for k, v in default_args(factory).items())
-    text = f"{inspect.getdoc(factory).splitlines()[0]} [{args}]"
-    lines[name] = text.removesuffix(" []")
+    summary = inspect.getdoc(factory).splitlines()[0]
+    lines[name] = f"{summary} [{args}]".removesuffix(" []")
   return lines
 
 
-def _options(fields: Iterable[dataclasses.Field]) -> str:
-  """Formats meaning, default and choices of each option."""
+def _options(section: type) -> dict[str, str]:
+  """Returns meaning, default and choices of each option of a section."""
   lines = {}
-  for field in fields:
-    if not field.metadata:
-      continue
+  for field in filter(lambda x: x.metadata, dataclasses.fields(section)):
     text = field.metadata["meaning"]
     if field.default not in ("", (), dataclasses.MISSING):
       text += f" [{field.default}]"
     if choices := field.metadata["choices"]:
       text += f" ({' | '.join(filter(None, choices))})"
     lines[field.name] = text
-  return _columns(lines)
+  return lines
 
 
-def _columns(items: dict[str, str]) -> str:
-  """Formats names and texts as two columns."""
+def _table(title: str, items: dict[str, str]) -> str:
+  """Formats a title, and names and texts as two columns."""
   column = 4 + max(map(len, items))
-  lines = []
+  lines = [title]
   for name, text in items.items():
-    head = f"  {name}".ljust(column)
+    head, indent = f"  {name}".ljust(column), " " * column
     lines += textwrap.wrap(
-      text, 79, initial_indent=head, subsequent_indent=" " * column
+      text, 79, initial_indent=head, subsequent_indent=indent
     )
   return "\n".join(lines)

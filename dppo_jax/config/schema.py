@@ -2,6 +2,7 @@
 
 A config file returns a `Config` and sets what differs from these defaults.
 Configs stop at `run/setup.py`: the stages of a step take plain arguments.
+`adjustable` options may have another value when a run resumes.
 """
 
 # Without `from __future__ import annotations`: config_flags reads the types.
@@ -10,43 +11,32 @@ from dataclasses import dataclass, field
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.config.options import default_args, option
+from dppo_jax.config.options import adjustable, default_args, option
 from dppo_jax.data import sources
 from dppo_jax.models import attention, transformer
 
 # Sizes of the randomly initialised model.
 TINY = dict(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=192)
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(slots=True)
 class ModelConfig:
   """Checkpoint, or a small random model, to start from."""
 
-  path: str = option(
-    "", "directory with config.json, *.safetensors and tokenizer files"
-  )
-  hub_id: str = option("", "Hugging Face model to download if path is empty")
-  shape: dict = option(
-    TINY, "sizes of the random Qwen3 model used if path and hub_id are empty"
-  )
-  dtype: str = option(
-    "float32",
-    "dtype of the computation; master weights are float32",
-    choices=("float32", "bfloat16"),
-  )
-  remat: str = option(
+  path: str = option("", "directory of a Hugging Face checkpoint")
+  hub_id: str = option("", "Hugging Face model to download without path")
+  shape: dict = option(TINY, "sizes of the random model without path, hub_id")
+  dtype: str = option("float32", "dtype of the computation", choices=DTYPES)
+  remat: str = adjustable(
     "layers",
-    "rematerialisation: layers recomputes everything, dots keeps matmul "
-    "outputs, none keeps everything and takes most memory",
+    "recomputed in the backward pass: layers, all but matmuls (dots), or none",
     choices=tuple(transformer.REMAT),
-    may_change=True,
   )
-  attention: str = option(
+  attention: str = adjustable(
     "auto",
-    "attention kernel: xla runs everywhere, splash on TPU, triton on NVIDIA "
-    "GPUs; auto is splash where it is supported, else xla",
+    "kernel: splash on TPU, triton on NVIDIA GPUs, xla anywhere",
     choices=attention.CHOICES,
-    may_change=True,
   )
 
 
@@ -56,44 +46,35 @@ class DataConfig:
 
   train: str = option(
     "arithmetic",
-    "source of training problems: arithmetic[:NUM[:MAX_OPERATIONS]], a file, "
-    "tfds:NAME[:SPLIT], "
-    "FILE.py:FUNCTION or MODULE:FUNCTION",
+    "source to train on: arithmetic[:NUM[:MAX_OPERATIONS]], a file, "
+    "tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION",
     is_code=True,
   )
-  eval: str = option(
-    "arithmetic",
-    "source of evaluation problems, or NAME=SOURCE,NAME=SOURCE; may be empty",
-    is_code=True,
-    may_change=True,
+  eval: str = adjustable(
+    "arithmetic", "source to evaluate on, or NAME=SOURCE,...", is_code=True
   )
   train_limit: int = option(0, "training rows to read; 0 reads all")
-  eval_limit: int = option(
-    256, "rows to read per evaluation source; 0 reads all", may_change=True
+  eval_limit: int = adjustable(
+    256, "rows to read per evaluation source; 0: all"
   )
   problem_key: str = option(
-    sources.PROBLEM_KEY,
-    "columns of the problem (text or messages); the first non-empty one counts",
+    sources.PROBLEM_KEY, "columns of the problem, in order of preference"
   )
   answer_key: str = option(
-    sources.ANSWER_KEY,
-    "columns of the answer; only text after the last #### counts, if any",
+    sources.ANSWER_KEY, "columns of the answer, in order of preference"
   )
-  prompts_per_step: int = option(
-    16, "N, prompts drawn in a step, before pruning", least=1
-  )
+  prompts_per_step: int = option(16, "N, prompts drawn in a step", least=1)
   max_prompt_tokens: int = option(
-    512, "longest prompt; longer ones are left out and counted", least=1
+    512, "longest prompt in tokens; longer ones are left out", least=1
   )
   template: str = option(
     "",
-    "prompt: text with columns in braces, as in 'system: Be brief.\\nuser: "
-    "{problem}' or 'Q: {problem}'; or FILE.py:FUNCTION or MODULE:FUNCTION of a "
-    "row that returns text or messages; empty is the problem",
+    "prompt, as in 'Q: {problem}' or 'system: Be brief.\\nuser: {problem}', or "
+    "a function of a row: FILE.py:FUNCTION or MODULE:FUNCTION",
     is_code=True,
   )
   template_args: dict = option(
-    {}, "arguments of the chat template, e.g. enable_thinking=False for Qwen3"
+    {}, "arguments of the chat template, as in enable_thinking=False"
   )
 
 
@@ -103,43 +84,26 @@ class RolloutConfig:
 
   group_size: int = option(8, "G, completions per prompt", least=2)
   max_tokens: int = option(
-    64, "T, longest completion in tokens, stop token included", least=1
+    64, "T, tokens of the longest completion, stop token included", least=1
   )
-  num_slots: int = option(
-    64,
-    "completions decoded in parallel on each device",
-    least=1,
-    may_change=True,
+  num_slots: int = adjustable(
+    64, "completions decoded in parallel on each device", least=1
   )
   dtype: str = option(
-    "",
-    "dtype of the sampler (default: model.dtype); a different one makes it "
-    "slightly off-policy, as update/policy_ratio_max shows",
-    choices=("", "float32", "bfloat16"),
+    "", "dtype of the sampler (default: model.dtype)", choices=("", *DTYPES)
   )
-  shard_weights: bool = option(
-    False,
-    "divide the sampler's weights over mesh.data and gather each layer when it "
-    "is used, for models that do not fit otherwise",
-    may_change=True,
+  shard_weights: bool = adjustable(
+    False, "divide the sampler's weights over mesh.data; saves memory, slower"
   )
   temperature: float = option(
-    1.0, "sampling temperature, also of the trainer's logits", least=0.01
+    1.0, "temperature of the sampler and of the trainer's logits", least=0.01
   )
-  top_k: int = option(
-    0,
-    "sample from the k most likely tokens; 0 samples from all. The trainer "
-    "does not truncate, so the sampler becomes off-policy",
-  )
+  top_k: int = option(0, "most likely tokens to sample from; 0: all, on-policy")
   top_p: float = option(
-    1.0,
-    "sample from the most likely tokens with this total probability; "
-    "off-policy below 1",
-    above=0,
-    most=1,
+    1.0, "probability of the tokens to sample from; 1: all", above=0, most=1
   )
   stop_ids: tuple = option(
-    (), "ids of stop tokens; empty uses those of the checkpoint or tokenizer"
+    (), "ids of stop tokens (default: those of the checkpoint or tokenizer)"
   )
 
 
@@ -155,27 +119,15 @@ class RewardConfig:
   )
   on_error: str = option(
     "zero",
-    "effect of an exception in a user's function: zero reward, or stop the run",
+    "effect of an exception in a user's function",
     choices=("zero", "stop"),
   )
   overlong_tokens: int = option(
-    0,
-    "length of DAPO's soft overlong penalty in tokens before "
-    "rollout.max_tokens; 0 disables it",
+    0, "length of DAPO's soft overlong penalty in tokens; 0 disables it"
   )
-  num_workers: int = option(
-    2,
-    "grading processes; exact needs none",
-    least=1,
-    most=1024,
-    may_change=True,
-  )
-  timeout_seconds: float = option(
-    5.0,
-    "time limit of a function call in seconds",
-    above=0,
-    most=86_400,
-    may_change=True,
+  num_workers: int = adjustable(2, "grading processes", least=1, most=1024)
+  timeout_seconds: float = adjustable(
+    5.0, "time limit of a function call in seconds", above=0, most=86_400
   )
 
 
@@ -197,11 +149,9 @@ class ObjectiveConfig:
 
   factory: Callable = objectives.grpo
   args: dict = option(default_args(objectives.grpo), "arguments of the loss")
-  inner_updates: int = option(
-    1, "mu, passes of the optimizer over one rollout", least=1
-  )
+  inner_updates: int = option(1, "mu, passes over one rollout", least=1)
   mini_batches: int = option(
-    1, "parts of a rollout's prompts; each pass makes one update each", least=1
+    1, "updates in each pass, on other prompts", least=1
   )
 
   @property
@@ -221,8 +171,8 @@ class PackConfig:
   row_length: int = option(
     128, "L, tokens per row; a multiple of 8, at least P + T - 1", least=8
   )
-  rows_per_micro: int = option(
-    16, "rows per micro-batch on each device", least=1, may_change=True
+  rows_per_micro: int = adjustable(
+    16, "rows per micro-batch on each device", least=1
   )
 
 
@@ -236,9 +186,7 @@ class OptimizerConfig:
     "learning rate after the warm-up",
     choices=("constant", "linear", "cosine"),
   )
-  warmup_steps: int = option(
-    0, "updates over which the learning rate rises from 0"
-  )
+  warmup_steps: int = option(0, "updates of the linear warm-up")
   weight_decay: float = option(0.0, "weight decay")
   clip_norm: float = option(
     1.0, "largest gradient norm; 1e9 disables clipping", above=0, most=1e15
@@ -251,9 +199,7 @@ class SftConfig:
 
   steps: int = option(0, "number of updates; 0 disables it")
   from_run: str = option(
-    "",
-    "run whose initial weights are used instead, or RUN@STEP for the weights "
-    "of a later checkpoint",
+    "", "RUN or RUN@STEP to start from its initial or a later checkpoint"
   )
 
   @property
@@ -266,69 +212,41 @@ class SftConfig:
 class EvalConfig:
   """Accuracy on evaluation problems."""
 
-  every: int = option(
-    0, "steps between evaluations; 0 is only first and last", may_change=True
+  every: int = adjustable(0, "steps between evaluations; 0: first and last")
+  samples: int = adjustable(
+    0, "n, samples of a problem for avg, maj, pass@k; 0: greedy", most=1000
   )
-  samples: int = option(
-    0,
-    "k, completions per problem for avg@k, maj@k and pass@k; 0 decodes "
-    "greedily, which --mode=evaluate always does too",
-    most=1000,
-    may_change=True,
-  )
-  top_p: float = option(
-    0.0, "top_p of samples; 0 is rollout.top_p", most=1, may_change=True
-  )
-  prompts: int = option(64, "problems per batch", least=1, may_change=True)
+  top_p: float = adjustable(0.0, "top_p of samples; 0 is rollout.top_p", most=1)
+  prompts: int = adjustable(64, "problems per batch", least=1)
 
 
 @dataclass(slots=True)
 class CheckpointConfig:
   """Checkpoints of the train state."""
 
-  every: int = option(
-    0, "steps between checkpoints; 0 is only first and last", may_change=True
-  )
-  keep: int = option(
-    2,
-    "latest checkpoints to keep; step 0 always stays",
-    least=1,
-    may_change=True,
-  )
+  every: int = adjustable(0, "steps between checkpoints; 0: first and last")
+  keep: int = adjustable(2, "latest checkpoints to keep; step 0 stays", least=1)
 
 
 @dataclass(slots=True)
 class LogConfig:
   """Metrics in addition to metrics.jsonl and the report."""
 
-  writers: str = option(
-    "tensorboard", "tensorboard, wandb, trackio or empty", may_change=True
-  )
+  writers: str = adjustable("tensorboard", "tensorboard, wandb, or both, or ''")
 
 
 @dataclass(slots=True)
 class MeshConfig:
   """Devices."""
 
-  data: int = option(
-    1,
-    "devices that divide prompts, slots, rows and the train state; -1 is all "
-    "that are left",
-    least=-1,
-    may_change=True,
+  data: int = adjustable(
+    1, "devices that divide batch and train state; -1: all", least=-1
   )
-  model: int = option(
-    1,
-    "devices that divide heads, feed-forward layers and the vocabulary",
-    least=1,
-    may_change=True,
+  model: int = adjustable(
+    1, "devices that divide heads, features and vocabulary", least=1
   )
-  replicas: int = option(
-    1,
-    "groups of data x model devices, such as the slices of a pod; each holds "
-    "the full state, and all divide prompts, slots and rows",
-    least=1,
-    may_change=True,
+  replicas: int = adjustable(
+    1, "groups of data x model devices that divide the batch alone", least=1
   )
 
 
@@ -337,13 +255,12 @@ class Config:
   """All options of a run."""
 
   seed: int = option(0, "seed of all randomness", most=2**32 - 1)
-  steps: int = option(100, "training steps", may_change=True)
-  callbacks: str = option(
+  steps: int = adjustable(100, "training steps")
+  callbacks: str = adjustable(
     "",
     "functions called after each step: FILE.py:FUNCTION or MODULE:FUNCTION, "
     "separated by commas",
     is_code=True,
-    may_change=True,
   )
   model: ModelConfig = field(default_factory=ModelConfig)
   data: DataConfig = field(default_factory=DataConfig)

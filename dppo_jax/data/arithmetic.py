@@ -51,17 +51,13 @@ def make(seed: int, count: int, max_operations: int) -> list[Row]:
   up for them. Consecutive problems have about the same mix, so the first n are
   a fair sample of difficulty.
   """
-  source = f"arithmetic:{count}:{max_operations}"
-  if not 1 <= max_operations <= MAX_OPERATIONS:
-    raise UserError(
-      f"config.data.train: {source} has {max_operations} operations, not "
-      f"1..{MAX_OPERATIONS}"
-    )
   sizes = [_VALUES * _CONTINUATIONS ** (i + 1) for i in range(max_operations)]
-  if not 2 <= count <= sum(sizes):
+  is_possible = 2 <= count <= sum(sizes)
+  if not (1 <= max_operations <= MAX_OPERATIONS and is_possible):
     raise UserError(
-      f"config.data.train: {source} has {count} problems, not 2..{sum(sizes)}, "
-      f"the distinct problems of at most {max_operations} operations"
+      f"config.data.train is arithmetic:{count}:{max_operations} but must have "
+      f"1 to {MAX_OPERATIONS} operations, and 2 to {sum(sizes)} problems, the "
+      "number of distinct ones"
     )
   generator = random.Random(seed)
   ranked, missing = [], count
@@ -92,4 +88,4 @@ def _decode(operations: int, number: int) -> dict[str, str]:
     value = result
   answer = str(value)
   solution += boxed(answer)
-  return {"problem": problem + "=", "answer": answer, "solution": solution}
+  return dict(problem=problem + "=", answer=answer, solution=solution)

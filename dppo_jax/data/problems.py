@@ -53,7 +53,7 @@ class ProblemSet:
 
   @classmethod
   def of_shape(cls, num: int, width: int) -> Self:
-    """Stands in for `num` unread problems of `width` prompt tokens."""
+    """Returns a stand-in for `num` unread problems of `width` prompt tokens."""
     return cls(
       *[("",) * num] * 4,
       columns={},
@@ -66,17 +66,10 @@ class ProblemSet:
   def __len__(self) -> int:
     return len(self.names)
 
-  @property
-  def direct_solutions(self) -> tuple[str, ...]:
-    """Solutions that state the boxed answer without the work."""
-    return tuple(arithmetic.boxed(answer) for answer in self.answers)
-
   def columns_at(self, ids: Iterable[int]) -> dict[str, list[Any]]:
     """Returns the columns of the problems numbered `ids`, in their order."""
-    ids = [int(i) for i in ids]
-    return {
-      name: [values[i] for i in ids] for name, values in self.columns.items()
-    }
+    ids = list(map(int, ids))
+    return {name: [x[i] for i in ids] for name, x in self.columns.items()}
 
 
 def load(
@@ -100,7 +93,7 @@ def load(
 
   Args:
     seed: seed of the arithmetic problems; for the others see `config.data`.
-    trains: read `train`; otherwise the first result is None.
+    trains: False to skip `train` and return None in its place.
   """
 
   def read(label: str, source: sources.Source, limit: int) -> ProblemSet:
@@ -111,17 +104,16 @@ def load(
       rows = sources.read(source, problem_key, answer_key, limit)
     return prepare(label, rows, tokenizer, max_prompt_tokens, template)
 
-  squeeze = lambda text: "".join(text.split())  # copies differ in white space
   train_set = read("train", train, train_limit) if trains else None
-  known = set(map(squeeze, train_set.problems if train_set else ()))
-  named, eval_sets = sources.parse_named(eval), {}
+  named = sources.parse_named(eval)
+  eval_sets = {}
   for name, source in named.items():
+    is_held_out = source == "arithmetic" and arithmetic.is_source(train)
     label = f"eval {name}" if len(named) > 1 else "eval"
-    if source == "arithmetic" and arithmetic.is_source(train):
-      eval_sets[name] = read(label, train, eval_limit)
-    else:
-      eval_sets[name] = read(label, source, eval_limit)
+    eval_sets[name] = read(label, train if is_held_out else source, eval_limit)
   width = max((x.tokens.shape[1] for x in eval_sets.values()), default=0)
+  squeeze = lambda text: "".join(text.split())  # copies differ in white space
+  known = set(map(squeeze, train_set.problems if train_set else ()))
   for name, problems in eval_sets.items():
     padding = ((0, 0), (0, width - problems.tokens.shape[1]))
     tokens = np.pad(problems.tokens, padding, constant_values=tokenizer.pad_id)
@@ -129,8 +121,9 @@ def load(
     if train_set:
       shared = sum(squeeze(x) in known for x in problems.problems)
       report += f"; {shared} also in train"
-    changes = {"tokens": tokens, "report": report}
-    eval_sets[name] = dataclasses.replace(problems, **changes)
+    eval_sets[name] = dataclasses.replace(
+      problems, tokens=tokens, report=report
+    )
   return train_set, eval_sets
 
 
@@ -150,27 +143,29 @@ def prepare(
   rows = list(rows)
   names = dict.fromkeys(name for row in rows for name in row.columns)
   left_out: collections.Counter[str] = collections.Counter()
-  first_text, seen, used, tokens = "", set(), [], []
+  seen, used, tokens = set(), [], []
   for row in rows:
     problem = text_of(row.problem)
     if not (problem.strip() and row.answer.strip()):
       left_out["without problem or answer (text or a number)"] += 1
-    elif (row.id, problem) in seen:
+      continue
+    if (row.id, problem) in seen:
       left_out["with id and problem of an earlier row"] += 1
-    else:
-      seen.add((row.id, problem))
-      columns = {**dict.fromkeys(names), **row.columns, "problem": problem}
-      try:
-        prompt = make_prompt(template, row.problem, columns)
-        ids = tokenizer.encode_prompt(prompt)
-      except UserError as error:
-        raise UserError(f"{row.id}: {error}") from error
-      if len(ids) > max_prompt_tokens:
-        left_out[f"over {max_prompt_tokens} prompt tokens"] += 1
-        continue
-      first_text = first_text or tokenizer.prompt(prompt)
-      used.append(row)
-      tokens.append(ids)
+      continue
+    seen.add((row.id, problem))
+    columns = {**dict.fromkeys(names), **row.columns, "problem": problem}
+    try:
+      prompt = make_prompt(template, row.problem, columns)
+      ids = tokenizer.encode_prompt(prompt)
+    except UserError as error:
+      raise UserError(f"{row.id}: {error}") from error
+    if len(ids) > max_prompt_tokens:
+      left_out[f"over {max_prompt_tokens} prompt tokens"] += 1
+      continue
+    if not used:
+      first_text = tokenizer.prompt(prompt)
+    used.append(row)
+    tokens.append(ids)
   report = f"{label}: {len(rows):,} read, {len(used):,} used"
   if left_out:
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
@@ -214,10 +209,8 @@ def make_prompt(
   """Applies a template to a row.
 
   Args:
-    template: `config.data.template`. Empty keeps the row's own prompt. Text has
-      column names in braces; if it starts with `system:` or `user:`, each line
-      that starts with a role begins a message. A function, or a reference to
-      one, takes a dict of the columns and returns text or messages.
+    template: `config.data.template`; see data/README.md.
+    prompt: the row's own prompt, which an empty template keeps.
     columns: the row's, and the text of the problem as `problem`.
   """
   if not template:
@@ -229,12 +222,12 @@ def make_prompt(
       is_name = isinstance(template, str)
       function = user_code.load(template) if is_name else template
       result = function(dict(columns))
+  except UserError as error:
+    raise UserError(f"config.data.template: {error}") from error
   except Exception as error:  # of the user's code or format
-    is_known = isinstance(error, UserError)
-    reason = error if is_known else user_code.one_line(error)
     raise UserError(
-      f"config.data.template: {reason}; the columns are {', '.join(columns)}, "
-      "and literal braces are written {{ and }}"
+      f"config.data.template: {user_code.one_line(error)}; the columns are "
+      f"{', '.join(columns)}, and literal braces are written {{{{ and }}}}"
     ) from error
   prompt = result if isinstance(result, str) else parse_messages(result)
   if not prompt or not text_of(prompt).strip():
@@ -295,7 +288,7 @@ def tokenize_solutions(
   Index 0 has the worked solutions, index 1 the direct ones, which state the
   boxed answer. A direct solution replaces a missing worked one.
   """
-  direct = problems.direct_solutions
+  direct = [arithmetic.boxed(answer) for answer in problems.answers]
   worked = [x or y for x, y in zip(problems.solutions, direct, strict=True)]
   ids = [[*tokenizer.encode(text), stop_id] for text in (*worked, *direct)]
   tokens, lengths = _pad(ids, 0)

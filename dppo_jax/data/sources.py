@@ -1,8 +1,6 @@
 """Rows of problems, read from a file, a TFDS data set or a Python function.
 
-A source is a .jsonl file (perhaps with .gz), a .parquet file,
-`tfds:NAME[:SPLIT]`, or a function that is called without arguments and returns
-an iterable of dicts.
+README.md lists the kinds of sources and the columns that count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,8 +50,12 @@ def parse_named(sources: Source) -> dict[str, Source]:
 
   A single source without a name is named after its file, data set or function.
   """
+  if not sources:
+    return {}
   if not isinstance(sources, str) or not re.match(r"[\w.+-]+=", sources):
-    return {_short_name(sources): sources} if sources else {}
+    name = getattr(sources, "__name__", sources)
+    path = name.removeprefix("tfds:").split(":")[0]
+    return {os.path.basename(path).partition(".")[0] or "eval": sources}
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
     match = re.fullmatch(r"([\w.+-]+)=(.+)", part)
@@ -61,15 +63,6 @@ def parse_named(sources: Source) -> dict[str, Source]:
       raise UserError(f"config.data.eval: {part!r} is not NEW_NAME=SOURCE")
     named[match[1]] = match[2]
   return named
-
-
-def _short_name(source: Source) -> str:
-  """Returns `math500` for `data/math500.jsonl`, `gsm8k` for `tfds:gsm8k`."""
-  if not isinstance(source, str):
-    source = getattr(source, "__name__", "eval")
-  path = source.removeprefix("tfds:").split(":")[0].rstrip("/")
-  name = os.path.basename(path).partition(".")[0]
-  return re.sub(r"[^\w+-]", "_", name) or "eval"
 
 
 def read(
@@ -84,8 +77,8 @@ def read(
   (GSM8K's format). In columns, bytes become text and arrays become lists.
 
   Args:
-    problem_key, answer_key: column names, separated by commas, of which the
-      first with a value counts. `a.b` is key b of the dict in column a.
+    problem_key, answer_key: column names, of which the first with a value
+      counts. `a.b` is key b of the dict in column a.
   """
   name = getattr(source, "__name__", str(source))
   read_records, number = _reader(source), -1
@@ -103,6 +96,12 @@ def read(
 def first_line(error: Exception) -> str:
   """Returns the type of the error and the first line of its message."""
   return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _to_columns(record: Record) -> Record:
+  if not isinstance(record, Mapping):
+    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
+  return {str(name): _to_python(value) for name, value in record.items()}
 
 
 def _make_row(
@@ -132,16 +131,14 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
       raise UserError(f"there is no file {source!r}: {_HINT}")
     is_parquet = source.endswith(".parquet")
     return lambda: (_read_parquet if is_parquet else _read_jsonl)(source)
-  if not user_code.is_reference(source):
-    raise UserError(
-      f"{source!r} is none of arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
-      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION and "
-      f"PACKAGE.MODULE:FUNCTION: {_HINT}"
-    )
   try:
     return user_code.load(source)
-  except ValueError as error:
-    raise UserError(f"{error}: {_HINT}") from error
+  except UserError as error:
+    raise UserError(
+      f"{error}; a source is arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
+      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or "
+      f"MODULE:FUNCTION: {_HINT}"
+    ) from error
 
 
 def _read_jsonl(path: str) -> Iterator[Record]:
@@ -169,12 +166,6 @@ def _read_tfds(source: str) -> Iterator[Record]:
   return (rows[i] for i in range(len(rows)))
 
 
-def _to_columns(record: Record) -> Record:
-  if not isinstance(record, Mapping):
-    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
-  return {str(name): _to_python(value) for name, value in record.items()}
-
-
 def _to_python(value: Any) -> Any:
   """Converts bytes to text, and NumPy's and Decimal values to Python's."""
   if isinstance(value, bytes):
@@ -195,11 +186,11 @@ def _find(columns: Record, keys: str) -> Any:
   """Returns the first value in one of the columns, or None."""
   for key in keys.split(","):
     outer, _, inner = key.partition(".")
-    value, nested = columns.get(key), columns.get(outer)
-    if value is None and isinstance(nested, Mapping):
-      value = nested.get(inner)
-    if value is not None:
-      return value
+    nested = columns.get(outer)
+    inside = nested.get(inner) if isinstance(nested, Mapping) else None
+    for value in (columns.get(key), inside):
+      if value is not None:
+        return value
   return None
 
 

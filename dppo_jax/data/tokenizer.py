@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 import functools
 import json
 import os
+import pathlib
 import re
 from typing import Any, Protocol
 
@@ -14,7 +15,10 @@ _NO_TEMPLATE = "no chat template"
 
 
 class Tokenizer(Protocol):
-  """The interface of a tokenizer.
+  """Interface of a tokenizer.
+
+  `encode` and `decode` leave out special tokens. `prompt` returns the text that
+  the model reads before its answer, and `encode_prompt` the ids of that text.
 
   Attributes:
     vocab_size: number of ids; an embedding may have more rows.
@@ -28,17 +32,10 @@ class Tokenizer(Protocol):
   pad_id: int
   template_note: str
 
-  def encode(self, text: str) -> list[int]:
-    """Returns the ids of `text` alone, without special tokens."""
-
-  def prompt(self, prompt: Prompt) -> str:
-    """Returns the text that the model reads, up to where the answer begins."""
-
-  def encode_prompt(self, prompt: Prompt) -> list[int]:
-    """Returns the ids of that text."""
-
-  def decode(self, ids: Sequence[int]) -> str:
-    """Returns the text of `ids`, without special tokens."""
+  def encode(self, text: str) -> list[int]: ...
+  def decode(self, ids: Sequence[int]) -> str: ...
+  def prompt(self, prompt: Prompt) -> str: ...
+  def encode_prompt(self, prompt: Prompt) -> list[int]: ...
 
 
 class CharacterTokenizer:
@@ -56,14 +53,13 @@ class CharacterTokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`; raises UserError for other characters."""
-    symbols = self._pattern.findall(text)
-    for symbol in symbols:
-      if symbol not in self._ids:
-        raise UserError(
-          f"character {symbol!r} of {text!r} is unknown to the arithmetic "
-          "tokenizer: set config.model.path or config.model.hub_id"
-        )
-    return [self._ids[symbol] for symbol in symbols]
+    try:
+      return [self._ids[symbol] for symbol in self._pattern.findall(text)]
+    except KeyError as error:
+      raise UserError(
+        f"character {error} of {text!r} is unknown to the tokenizer of the "
+        "arithmetic task: set config.model.path or config.model.hub_id"
+      ) from error
 
   def prompt(self, prompt: Prompt) -> str:
     return text_of(prompt, with_system=True)
@@ -81,7 +77,7 @@ class CharacterTokenizer:
 
     pad, eos, *_ = self.SYMBOLS
     ids = {symbol: i for i, symbol in enumerate(self.SYMBOLS)}
-    # The unknown token is not in the vocabulary, so unknown text is an error.
+    # The unknown token is not in the vocabulary, so unknown text raises.
     words = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
     pattern = tokenizers.Regex(self._pattern.pattern)
     words.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
@@ -95,9 +91,8 @@ class CharacterTokenizer:
       "clean_up_tokenization_spaces": False,
       "model_input_names": ["input_ids", "attention_mask"],
     }
-    config_path = os.path.join(path, "tokenizer_config.json")
-    with open(config_path, "w", encoding="utf-8") as file:
-      json.dump(settings, file, indent=2)
+    file = pathlib.Path(path, "tokenizer_config.json")
+    file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 class PretrainedTokenizer:
@@ -108,39 +103,32 @@ class PretrainedTokenizer:
 
     Args:
       path: directory of the checkpoint.
-      template_args: arguments of the chat template, such as `enable_thinking`;
-        `chat_template` replaces the checkpoint's template.
+      template_args: arguments of the template; `chat_template` replaces it.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, name)) for name in names):
-      raise UserError(
-        f"no tokenizer in config.model.path {path!r}: it has none of "
-        f"{', '.join(names)}"
-      )
+      raise UserError(f"config.model.path {path!r} has no {' or '.join(names)}")
     # Without it, transformers warns on import that there is no PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes a second, which the arithmetic task can spare
 
     self._path = path
     self._template_args = dict(template_args or {})
+    load = transformers.AutoTokenizer.from_pretrained
     try:
-      self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-        path, trust_remote_code=False
-      )
+      self._tokenizer = load(path, trust_remote_code=False)
     except Exception as error:  # of many types
       raise UserError(
         f"the tokenizer in config.model.path {path!r} cannot be read: "
-        f"{first_line(error)}; its files may be damaged or need code "
-        "of their own, which is never run"
+        f"{first_line(error)}; its files may be damaged or need code of their "
+        "own, which is never run"
       ) from error
     self.vocab_size = len(self._tokenizer)
     self.pad_id = self._tokenizer.pad_token_id or 0
     self._has_template = bool(
-      self._tokenizer.chat_template or self._template_args.get("chat_template")
+      self._tokenizer.chat_template or "chat_template" in self._template_args
     )
     self.template_note = "" if self._has_template else _NO_TEMPLATE
-    if template_args and not self._has_template:
-      self.template_note += ", so config.data.template_args is ignored"
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
@@ -152,12 +140,7 @@ class PretrainedTokenizer:
     return self.encode(self.prompt(prompt), not self._has_template)
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-    try:
-      return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except Exception as error:  # Rust's: no token for a character
-      raise UserError(
-        f"the tokenizer of {self._path!r} has no tokens for {text!r}: {error}"
-      ) from error
+    return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
   def decode(self, ids: Sequence[int]) -> str:
     ids = [int(i) for i in ids]
@@ -189,9 +172,9 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
 
   If it has none, those of config.json and of the tokenizer (`eos_id`) count.
   """
-  ids = _read_eos_ids(os.path.join(path, "generation_config.json"))
+  ids = _read_eos_ids(path, "generation_config.json")
   if not ids:
-    ids = _read_eos_ids(os.path.join(path, "config.json"))
+    ids = _read_eos_ids(path, "config.json")
     ids += [] if eos_id is None else [eos_id]
   if not ids:
     raise UserError(
@@ -201,12 +184,11 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
   return tuple(dict.fromkeys(ids))
 
 
-def _read_eos_ids(file: str) -> list[int]:
-  if not os.path.exists(file):
-    return []
+def _read_eos_ids(path: str, name: str) -> list[int]:
+  file = pathlib.Path(path, name)
   try:
-    with open(file, encoding="utf-8") as opened:
-      ids = json.load(opened).get("eos_token_id")
+    text = file.read_text(encoding="utf-8") if file.exists() else "{}"
+    ids = json.loads(text).get("eos_token_id")
   except (ValueError, AttributeError) as error:
     raise UserError(f"{file} is damaged, not a JSON object: {error}") from error
   return [] if ids is None else ids if isinstance(ids, list) else [ids]

@@ -1,13 +1,12 @@
 """Results of an evaluation as `results.json` and a Markdown page."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 import json
 import pathlib
 from typing import Any
 
 from dppo_jax.analysis import tables
 
-_HEAD = ("set", "problems", "estimate", "value", "95% interval")
 _EXPLANATION = """\
 Each value has its 95% confidence interval over problems: the range to expect
 for other problems of the same kind.
@@ -22,7 +21,7 @@ for other problems of the same kind.
 
 
 def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
-  """Writes the results to `directory` and returns the path of the page.
+  """Writes the results to a directory and returns the path of the page.
 
   Args:
     directory: an existing directory.
@@ -32,48 +31,47 @@ def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
   text = json.dumps(results, indent=2, ensure_ascii=False)
   (directory / "results.json").write_text(text + "\n", encoding="utf-8")
   path = directory / "results.md"
-  path.write_text("\n\n".join(_page(results)) + "\n", encoding="utf-8")
+  path.write_text(_page(results), encoding="utf-8")
   return path
 
 
-def estimates_table(sets: Mapping[str, Any]) -> str:
-  """Returns all estimates of all sets as a Markdown table."""
-  return tables.markdown(_HEAD, _rows(sets))
+def table(
+  sets: Mapping[str, Any], render: Callable[..., str] = tables.markdown
+) -> str:
+  """Returns all estimates of all sets as a table."""
+  rows = []
+  for name, results in sets.items():
+    for estimate, x in results["estimates"].items():
+      value, interval = (
+        f"{x['value']:.3f}",
+        f"{x['low']:.3f} to {x['high']:.3f}",
+      )
+      rows.append((name, f"{results['problems']:,}", estimate, value, interval))
+  head = ("set", "problems", "estimate", "value", "95% interval")
+  return render(head, rows)
 
 
-def terminal_table(sets: Mapping[str, Any]) -> str:
-  """Returns the same table as lines of at most 80 columns."""
-  return tables.aligned(_HEAD, _rows(sets))
-
-
-def _rows(sets: Mapping[str, Any]) -> list[tuple[str, ...]]:
-  return [
-    (
-      name,
-      f"{results['problems']:,}",
-      estimate,
-      f"{x['value']:.3f}",
-      f"{x['low']:.3f} to {x['high']:.3f}",
-    )
-    for name, results in sets.items()
-    for estimate, x in results["estimates"].items()
-  ]
-
-
-def _page(results: Mapping[str, Any]) -> Iterator[str]:
-  yield f"# Evaluation of {results['title']}"
-  yield f"Weights: {results['weights']}. Samples: {results['sampling']}."
-  yield estimates_table(results["sets"])
-  yield _EXPLANATION
-  yield "## Completions"
-  yield "\n".join(
+def _page(results: Mapping[str, Any]) -> str:
+  completions = "\n".join(
     f"- {name}, {decoding}: {x['completions']:,} completions of "
     f"{x['tokens']:.1f} tokens on average, {1 - x['stopped']:.1%} cut off, "
     f"{x['unboxed']:.1%} without a boxed answer, in {x['seconds']:,.1f} s"
     for name, of_set in results["sets"].items()
     for decoding, x in of_set["completions"].items()
   )
-  yield (
-    f"The evaluation took {results['seconds']:,.0f} s, compilation included. "
-    "Every completion is in [completions.jsonl](completions.jsonl)."
-  )
+  return f"""\
+# Evaluation of {results["title"]}
+
+Weights: {results["weights"]}. Samples: {results["sampling"]}.
+
+{table(results["sets"])}
+
+{_EXPLANATION}
+
+## Completions
+
+{completions}
+
+The evaluation took {results["seconds"]:,.0f} s, compilation included. Every
+completion is in [completions.jsonl](completions.jsonl).
+"""

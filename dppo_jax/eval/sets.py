@@ -31,7 +31,7 @@ class Completions(NamedTuple):
     correct: the verifier's verdicts, from 0 to 1.
     lengths: tokens.
     is_stopped: False if the token limit cut the completion off.
-    samples: one record per completion, problem by problem: its text, id,
+    samples: a record of each completion, problem by problem: its text, id,
       index among the samples of the problem, boxed answer and grade.
   """
 
@@ -67,36 +67,31 @@ def evaluate(
   name: str,
   roll_out: Callable[[PromptBatch, StepRng], Rollout],
   grader: rewards.Grader,
-  on_batch: Callable[[Completions], None] | None = None,
+  on_batch: Callable[[int, list[dict]], None] = lambda done, samples: None,
 ) -> Completions:
   """Samples and grades completions of every problem of an evaluation set.
 
   Args:
     run: the sets and all they share.
     name: name of the set, a key of run.eval_sets.
-    roll_out: a function that `evaluation_program` compiled, with its weights.
+    roll_out: a program of `evaluation_program`, with its weights.
     grader: its first function is the verifier.
-    on_batch: called with the completions of each batch of problems, in order.
+    on_batch: called after each batch of problems with the number of problems
+      done and the samples of the batch.
   """
   problems = run.eval_sets[name]
   rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
   num_shards = sharding.num_shards(run.mesh, "batch")
   num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
-  parts = []
+  arrays, samples = [], []
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
-    part = Completions(
-      graded.correct,
-      rollout.lengths,
-      rollout.is_stopped,
-      _records(rollout, problems, with_texts(graded.samples)),
-    )
-    if on_batch:
-      on_batch(part)
-    parts.append(part)
-  *arrays, samples = zip(*parts, strict=True)
-  samples = list(itertools.chain.from_iterable(samples))
-  return Completions(*map(np.concatenate, arrays), samples)
+    arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
+    new = _records(rollout, problems, with_texts(graded.samples))
+    samples += new
+    on_batch(len(samples) // rollout.lengths.shape[1], new)
+  columns = map(np.concatenate, zip(*arrays, strict=True))
+  return Completions(*columns, samples)
 
 
 def canonical_answer(answer: str | None) -> str | None:
@@ -133,33 +128,30 @@ def _rollouts(
   rng: StepRng,
   num_prompts: int,
 ) -> Iterator[Rollout]:
-  """Yields rollouts of every problem once; the next one decodes meanwhile."""
-  pending = []
-  for start in range(0, len(problems), num_prompts):
-    # The last batch is filled up with copies of the last problem.
+  """Yields rollouts of every problem once, while the next one decodes."""
+
+  def begin(start: int) -> Rollout:
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
-    ids = np.minimum(ids, len(problems) - 1)
-    prompts = PromptBatch(
-      ids=ids, tokens=problems.tokens[ids], lengths=problems.lengths[ids]
+    ids = np.minimum(ids, len(problems) - 1)  # repeats the last problem
+    return roll_out(
+      PromptBatch(
+        ids=ids, tokens=problems.tokens[ids], lengths=problems.lengths[ids]
+      ),
+      rng,
     )
-    num_real = min(num_prompts, len(problems) - start)
-    pending.append((roll_out(prompts, rng), num_real))
-    if len(pending) > 1:
-      yield _first_rows(*pending.pop(0))
-  yield _first_rows(*pending.pop(0))
 
-
-def _first_rows(rollout: Rollout, num: int) -> Rollout:
-  cut = lambda x: x[:num] if x.ndim else x
-  return jax.tree.map(cut, distributed.to_host(rollout))
+  starts = range(0, len(problems), num_prompts)
+  rollouts = itertools.pairwise(itertools.chain(map(begin, starts), [None]))
+  for start, (rollout, _) in zip(starts, rollouts, strict=True):
+    num = len(problems) - start
+    cut = lambda x, num=num: x[:num] if x.ndim else x
+    yield jax.tree.map(cut, distributed.to_host(rollout))
 
 
 def _records(
   rollout: Rollout, problems: data.ProblemSet, samples: list[dict]
 ) -> list[dict]:
   """Adds to each graded sample what only an evaluation reports."""
-  num, width = rollout.lengths.shape
-  places = itertools.product(range(num), range(width))
   return [
     {
       "id": problems.names[rollout.prompt_ids[row]],
@@ -168,5 +160,7 @@ def _records(
       "stopped": bool(rollout.is_stopped[row, column]),
     }
     | sample
-    for (row, column), sample in zip(places, samples, strict=True)
+    for (row, column), sample in zip(
+      np.ndindex(rollout.lengths.shape), samples, strict=True
+    )
   ]

@@ -1,1 +1,1 @@
-"""What a run writes: metrics, samples, progress, logs, a report."""
+"""Logs of a run: metrics, samples, progress, warnings and the report."""

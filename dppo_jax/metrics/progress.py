@@ -13,7 +13,8 @@ import time
 
 import tqdm
 
-_INTERVAL = 10.0  # seconds between printed lines about steps
+Show = Callable[[str], None]
+
 _LONG = 1.0  # seconds: shorter tasks are not reported
 
 
@@ -25,41 +26,32 @@ _Bar.set_lock(threading.RLock())  # tqdm's own is a semaphore of processes
 
 
 class Task:
-  """A timed task, perhaps with parts that run side by side."""
+  """A task with timed parts, which may overlap."""
 
-  def __init__(
-    self, name: str, show: Callable[[str], None] = lambda text: None
-  ):
-    self.name, self.num_parts = name, 0
-    self._show, self._start = show, time.monotonic()
+  def __init__(self, name: str, show: Show = lambda text: None):
+    self.name, self.num_parts, self._show = name, 0, show
     self._seconds: dict[str, float] = {}
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
-    """Times a part; the times of parts of one name add up."""
+    """Times a part of the task."""
     start = time.monotonic()
     count = f" {len(self._seconds)}/{self.num_parts}" if self.num_parts else ""
     self._show(f"{self.name}{count}: {name}")
     yield
-    spent = time.monotonic() - start
-    self._seconds[name] = self._seconds.get(name, 0.0) + spent
+    self._seconds[name] = time.monotonic() - start
 
-  @property
-  def seconds(self) -> float:
-    return time.monotonic() - self._start
-
-  def summary(self) -> str:
-    """The time that the task took, and its long parts, the longest first."""
-    ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {x:.1f} s" for name, x in ranked if x >= _LONG)
-    took = f"{self.name} took {self.seconds:.1f} s"
-    return f"{took} ({parts})" if parts else took
+  def summary(self, seconds: float) -> str:
+    """A line with the seconds of the task and of its long parts."""
+    long = {k: x for k, x in self._seconds.items() if x >= _LONG}
+    parts = {f"{self.name} took": seconds} | long
+    return ", ".join(f"{name} {x:.1f} s" for name, x in parts.items())
 
 
 class Steps:
-  """Steps with a bar, or with a line every ten seconds or more."""
+  """Shows steps in a bar, or in a line every ten seconds or more."""
 
-  def __init__(self, bar: _Bar, say: Callable[[str], None] | None):
+  def __init__(self, bar: _Bar, say: Show | None):
     self._bar, self._say, self._first = bar, say, bar.n
     self._start, self._next_line = time.monotonic(), 0.0
 
@@ -70,46 +62,37 @@ class Steps:
     bar.update(done - bar.n)
     if self._say and now >= self._next_line:
       elapsed = now - self._start
-      self._next_line = now + max(_INTERVAL, elapsed / 60)
+      self._next_line = now + max(10.0, elapsed / 60)
       left = elapsed / max(done - self._first, 1) * (bar.total - done)
       left = bar.format_interval(left)
       self._say(f"{bar.desc} {done} of {bar.total}: {text}, {left} left")
 
 
-class Progress:
+class Progress(contextlib.nullcontext):
   """Shows tasks and steps on standard error, and lines on standard output."""
 
   def __init__(self, is_silent: bool = False):
-    """Shows nothing at all if `is_silent`."""
-    self._is_silent = is_silent
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    is_terminal &= os.environ.get("TERM") != "dumb"
-    self._has_bar = is_terminal and not is_silent
+    super().__init__(self)
+    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    self._has_bar, self._is_silent = is_terminal and not is_silent, is_silent
     self._steps: _Bar | None = None
-
-  def __enter__(self) -> "Progress":
-    return self
-
-  def __exit__(self, *unused) -> None:
-    pass
 
   @contextlib.contextmanager
   def task(self, name: str, is_brief: bool = False) -> Iterator[Task]:
-    """Times a task; prints a line if it took a second, unless `is_brief`.
-
-    Tasks between steps are brief.
-    """
+    """Times a task; prints a line if it took a second, unless `is_brief`."""
     if self._steps:
       self._steps.set_postfix_str(name)
       yield Task(name)
       return
+    start = time.monotonic()
     with self._bar(bar_format="{desc}") as bar:
       width = (bar.format_dict["ncols"] or 80) - 1
       task = Task(name, lambda text: bar.set_description_str(text[:width]))
-      bar.set_description_str(name[:width])
+      bar.set_description_str(name)
       yield task
-    if task.seconds >= _LONG and not is_brief:
-      self.say(wrapped(task.summary()))
+    seconds = time.monotonic() - start
+    if seconds >= _LONG and not is_brief:
+      self.say(wrapped(task.summary(seconds)))
 
   @contextlib.contextmanager
   def steps(self, name: str, total: int, first: int = 0) -> Iterator[Steps]:
@@ -117,39 +100,24 @@ class Progress:
     layout = "{desc} {n}/{total} [{bar}] {remaining} left{postfix}"
     with self._bar(total=total, initial=first, bar_format=layout) as bar:
       bar.set_description_str(name)
-      bar.total, self._steps = total, bar
-      try:
-        yield Steps(bar, None if self._has_bar else self.say)
-      finally:
-        self._steps = None
+      self._steps = bar
+      yield Steps(bar, None if self._has_bar else self.say)
+    self._steps = None
 
   def say(self, text: str) -> None:
     """Prints lines on standard output, above the bar."""
-    if self._is_silent or sys.stdout is None:
-      return
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
+    if not self._is_silent:
+      encoding = sys.stdout.encoding or "utf-8"
       _Bar.write(text.encode(encoding, "replace").decode(encoding), sys.stdout)
       sys.stdout.flush()
-    except BrokenPipeError:  # its reader has ended, as `| head` does
-      null = os.open(os.devnull, os.O_WRONLY)
-      os.dup2(null, sys.stdout.fileno())
-      os.close(null)
 
   def _bar(self, **options) -> _Bar:
-    return _Bar(
-      file=sys.stderr,
-      disable=not self._has_bar,
-      leave=False,
-      dynamic_ncols=True,
-      ascii=".#",
-      **options,
-    )
+    options |= {"leave": False, "dynamic_ncols": True, "ascii": ".#"}
+    return _Bar(file=sys.stderr, disable=not self._has_bar, **options)
 
 
 def wrapped(text: str) -> str:
   """Breaks lines at 79 characters, but never inside a word or a path."""
   options = {"break_on_hyphens": False, "break_long_words": False}
-  lines = text.splitlines()
   fill = lambda x: textwrap.fill(x, 79, subsequent_indent="  ", **options)
-  return "\n".join(map(fill, lines))
+  return "\n".join(map(fill, text.splitlines()))

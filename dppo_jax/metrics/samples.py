@@ -14,35 +14,27 @@ def of_step(
 ) -> list[dict]:
   """Chooses completions of one group, half of them pruned if possible.
 
-  Prefers a group with advantages, of which some completions were pruned.
-
   Args:
     samples: one for each sampled completion, group by group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
     advantages, weights: `[Q, G]`; a completion of weight 0 was pruned.
-
-  Returns:
-    At most `limit` of the samples with `advantage`, `kept` and `weight`.
+    limit: most samples; each has `advantage`, `kept` and `weight` added.
   """
-  rows = np.flatnonzero(lengths.max(axis=1))
-  size = lengths.shape[1]
+  rows, size = np.flatnonzero(lengths.max(axis=1)), lengths.shape[1]
   groups = [samples[i : i + size] for i in range(0, len(samples), size)]
   if len(groups) > len(rows):  # dynamic sampling drops groups of equal rewards
     groups = [x for x in groups if len({line["reward"] for line in x}) > 1]
-  if not groups or not len(rows):
-    outcome = {"advantage": 0.0, "kept": False, "weight": 0.0}
-    return [line | outcome for line in samples[:limit]]
   outcomes = [*zip(groups, advantages[rows], weights[rows], strict=False)]
+  if not outcomes:
+    nothing = np.zeros(len(samples))
+    outcomes = [(samples, nothing, nothing)]
   rank = lambda x: (x[1].any(), (x[2] > 0).any() and not (x[2] > 0).all())
   group, advantage, weight = max(outcomes, key=rank)
   kept, pruned = np.flatnonzero(weight > 0), np.flatnonzero(weight == 0)
   kept = kept[: max(limit // 2, limit - len(pruned))]
   return [
     group[i]
-    | {
-      "advantage": float(advantage[i]),
-      "kept": bool(weight[i] > 0),
-      "weight": float(weight[i]),
-    }
+    | {"advantage": float(advantage[i]), "weight": float(weight[i])}
+    | {"kept": bool(weight[i])}
     for i in sorted([*kept, *pruned[: limit - len(kept)]])
   ]

@@ -1,8 +1,7 @@
 """Warnings about a run, from the metrics of its last steps.
 
-`CHECKS` is the table. While a check fails, each step has the metric
-`warnings/NAME`, which the report counts, and a message is printed at most every
-100 steps.
+While a check of the table `CHECKS` fails, each step has the metric
+`warnings/NAME`, and a message is printed at most every 100 steps.
 """
 
 import collections
@@ -11,95 +10,79 @@ from typing import NamedTuple
 
 Line = Mapping[str, float]
 
-_MIN_DISTANCE = 100  # steps between two messages of one check
-
 
 class Check(NamedTuple):
   """Fails if `value` of the metrics of the last `steps` exceeds `limit`."""
 
   name: str
-  steps: int
-  limit: float
   value: Callable[[Sequence[Line]], float]
-  message: str  # problem and advice; {value} stands for the value
+  message: str  # problem and advice
+  limit: float = 0
+  steps: int = 10
 
 
-def _sum(lines: Sequence[Line], *names: str, default: float = 0.0) -> float:
-  return sum(line.get(name, default) for line in lines for name in names)
+def _sum(lines: Sequence[Line], names: str, default: float = 0.0) -> float:
+  return sum(x.get(name, default) for x in lines for name in names.split())
 
 
-_FAILURES = [
-  f"reward/{x}" for x in ("timeouts", "crashes", "errors", "nonfinite")
-]
+_FAILURES = "reward/timeouts reward/crashes reward/errors reward/nonfinite"
 CHECKS = (
   Check(
     "skipped_update",
-    1,
-    0,
     lambda x: _sum(x, "update/skipped_in_a_row"),
     "the gradient was not finite and the update was skipped, {value:.0f} in a "
     "row; ten end the run. Lower config.optimizer.learning_rate.",
+    steps=1,
   ),
   Check(
     "no_reward",
-    5,
-    0,
-    lambda x: not _sum(x, "reward/mean", "reward/std", default=1),
-    "no completion of the last 5 steps earned a reward. See samples.jsonl: if "
+    lambda x: not _sum(x, "reward/mean reward/std", default=1),
+    "no completion of the last 10 steps earned a reward. See samples.jsonl: if "
     "answers are right, change config.reward.functions; if they are noise, "
     "start again with a lower config.optimizer.learning_rate.",
   ),
   Check(
     "nothing_trained",
-    5,
-    0,
     lambda x: not _sum(x, "completions/trained", default=1),
-    "no token was trained on in the last 5 steps: rewards are equal within "
+    "no token was trained on in the last 10 steps: rewards are equal within "
     "groups, or everything was pruned. Use other problems, a larger "
-    "config.rollout.group_size, higher rates in config.method.args, or, if "
-    "rewards fell to 0, a lower config.optimizer.learning_rate from the start.",
+    "config.rollout.group_size, or higher rates in config.method.args.",
   ),
   Check(
     "zero_variance",
-    20,
-    0.9,
     lambda x: _sum(x, "groups/zero_std") / max(_sum(x, "prompts/kept"), 1),
     "{value:.0%} of groups have equal rewards and no gradient. Use other "
     "problems, a larger config.rollout.group_size, or greso, which skips them.",
+    limit=0.9,
   ),
   Check(
     "sampler_mismatch",
-    10,
-    2,
     lambda x: _sum(x, "update/policy_ratio_max") / len(x),
-    "trainer and sampler have the same weights but disagree on the probability "
-    "of a token by a factor of {value:.1f}. Set config.rollout.dtype=float32, "
-    "config.rollout.top_k=0 and config.rollout.top_p=1, or "
-    "config.objective.args.sampler_cap=2.",
+    "trainer and sampler disagree on the probability of a token by a factor of "
+    "{value:.1f}. Set config.rollout.dtype=float32, config.rollout.top_k=0 and "
+    "config.rollout.top_p=1, or config.objective.args.sampler_cap=2.",
+    limit=2,
   ),
   Check(
     "large_weights",
-    5,
-    100,
     lambda x: _sum(x, "weights/max") / len(x),
     "a completion has weight {value:.0f}: its gradient is mostly noise. Set "
     "rates closer to 1 in config.method.args.",
+    limit=100,
   ),
   Check(
     "cut_off",
-    10,
-    0.5,
     lambda x: 1 - _sum(x, "completions/stopped", default=1) / len(x),
     "{value:.0%} of completions are cut off, most before their answer. Raise "
     "config.rollout.max_tokens, or see config.rollout.stop_ids.",
+    limit=0.5,
   ),
   Check(
     "reward_failures",
-    10,
-    0.01,
-    lambda x: _sum(x, *_FAILURES) / max(_sum(x, "completions/drawn"), 1),
+    lambda x: _sum(x, _FAILURES) / max(_sum(x, "completions/drawn"), 1),
     "{value:.1%} of rewards failed and count as 0. See log.txt for a traceback "
     "or raise config.reward.timeout_seconds.",
+    limit=0.01,
   ),
 )
 
@@ -110,31 +93,24 @@ class Health:
   def __init__(self, num_updates: int):
     """Takes the number of updates per rollout."""
     # After its first update the policy differs from the sampler's on purpose.
-    on_policy = num_updates == 1
-    self._checks = [
-      x for x in CHECKS if on_policy or x.name != "sampler_mismatch"
-    ]
-    self._lines = collections.deque(maxlen=max(x.steps for x in CHECKS))
+    off_policy = "sampler_mismatch" if num_updates > 1 else ""
+    self._checks = [x for x in CHECKS if x.name != off_policy]
+    self._lines = collections.deque(maxlen=10)
     self._next_message: dict[str, int] = {}
 
   def check(self, step: int, line: Line) -> tuple[dict[str, float], list[str]]:
-    """Returns the metrics of the checks that fail, and messages to print.
-
-    Args:
-      line: metrics of a step; those of an evaluation are ignored.
-    """
+    """Returns the metrics of the checks that fail, and messages to print."""
     metrics, messages = {}, []
-    if "step/seconds" not in line:
+    if "step/seconds" not in line:  # of an evaluation
       return metrics, messages
     self._lines.append(line)
     for check in self._checks:
       lines = [*self._lines][-check.steps :]
       value = check.value(lines)
-      if len(lines) < check.steps or value <= check.limit:
-        continue
-      metrics[f"warnings/{check.name}"] = 1.0
-      if step >= self._next_message.get(check.name, step):
-        self._next_message[check.name] = step + _MIN_DISTANCE
-        message = check.message.format(value=value)
-        messages.append(f"warning, step {step}: {message}")
+      if len(lines) == check.steps and value > check.limit:
+        metrics[f"warnings/{check.name}"] = 1.0
+        if step >= self._next_message.get(check.name, step):
+          self._next_message[check.name] = step + 100
+          text = check.message.format(value=value)
+          messages.append(f"warning, step {step}: {text}")
     return metrics, messages

@@ -1,12 +1,7 @@
 """Products of groups of rows, each group with its own matrix.
 
-`product` computes `jax.lax.ragged_dot`, with an implementation per platform
-that does no more than the necessary work.
+Each platform has an implementation that does only the necessary work.
 """
-
-from collections.abc import Callable
-import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +20,7 @@ def product(
   weights: Float[Array, "X E F"],
   sizes: Int[Array, "X"],
 ) -> Float[Array, "M F"]:
-  """The first `sizes[0]` rows times `weights[0]`, those after them times ...
+  """Returns the rows of each group times its matrix, as `jax.lax.ragged_dot`.
 
   Rows beyond all groups are undefined, in the product and in the gradient. On a
   CPU `ragged_dot` is a dense product of all rows with every matrix (jax 0.10.2
@@ -45,7 +40,7 @@ def _forward(rows, weights, sizes):
 def _backward(saved, grad):
   rows, weights, sizes = saved
   to_weights = {"cpu": _outer_by_blocks, "default": _outer_by_transpose}
-  if len(rows) % 128 == 0 and _kernel():
+  if len(rows) % 128 == 0:
     to_weights["tpu"] = _outer_by_kernel
   return (
     product(grad, weights.swapaxes(1, 2), sizes),
@@ -95,8 +90,7 @@ def _outer_by_blocks(rows, grad, sizes):
 def _blocks(num_rows: int, sizes: Int[Array, "X"]):
   """Returns the rows of a block, the number of blocks, and their places.
 
-  The latter is a function of a block's number that returns its group, its first
-  row and the end of the group's rows.
+  A place is the block's group, its first row and the end of the group's rows.
   """
   size = sharding.round_up(max(num_rows // len(sizes), 1), 8)
   size = min(size, _LARGEST_BLOCK)
@@ -112,30 +106,16 @@ def _blocks(num_rows: int, sizes: Int[Array, "X"]):
 
 
 def _outer_by_transpose(rows, grad, sizes):
-  shape = (len(sizes), rows.shape[1], grad.shape[1])
+  weights = jnp.zeros((len(sizes), rows.shape[1], grad.shape[1]), rows.dtype)
   multiply = lambda weights: jax.lax.ragged_dot(rows, weights, sizes)
-  like = jax.ShapeDtypeStruct(shape, rows.dtype)
-  return jax.linear_transpose(multiply, like)(grad)[0]
-
-
-@functools.cache
-def _kernel() -> Callable | None:
-  """Imports the TPU kernel on first use, since importing is slow."""
-  try:
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-  except ImportError:  # it is experimental, and may move
-    warnings.warn(
-      "this jax has no megablox.gmm.tgmm: on TPUs the gradient of a mixture of "
-      "experts costs as many times what it should as a device has experts",
-      stacklevel=2,
-    )
-    return None
-  return tgmm
+  return jax.linear_transpose(multiply, weights)(grad)[0]
 
 
 def _outer_by_kernel(rows, grad, sizes, interpret=False):
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # slow
+
   largest = sharding.largest_divisor(len(rows) // 128, _TILE[0] // 128)
   inner, outer = rows.shape[1], grad.shape[1]
   tile = (128 * largest, min(_TILE[1], inner), min(_TILE[2], outer))
   with jax.numpy_dtype_promotion("standard"):  # the kernel adds bool to int
-    return _kernel()(rows.T, grad, sizes, rows.dtype, tile, interpret=interpret)
+    return tgmm(rows.T, grad, sizes, rows.dtype, tile, interpret=interpret)

@@ -2,15 +2,14 @@
 
 A cache has slots, one sequence each. Its positions are split into parts, each a
 separate array, so that attention skips the parts that no slot has reached yet.
-Its layers are divided into a few groups that a compiled step unrolls. Only this
-file indexes a cache or names its axes.
+Its layers are divided into a few groups that a compiled step unrolls.
 """
 
 from collections.abc import Callable, Sequence
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +17,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.models.attention import MASKED
+from dppo_jax.models.attention.blockwise import MASKED
 
-# Layers that a compiled step unrolls; each takes time to compile. A model of at
-# most so many layers is not scanned, so that its weights and caches are read in
-# place.
+# Layers that a compiled step unrolls; each takes time to compile.
 _MAX_GROUPS = 4
 
 # Smallest padded length of a prompt; a cache's first part is at least as large.
 _SHORTEST = 128
-
-
-class Dims(Protocol):
-  """Dimensions of a model that determine its cache."""
-
-  layers: int
-  kv_heads: int
-  head_dim: int
-  dtype: str
 
 
 class KVPart(NamedTuple):
@@ -54,7 +42,7 @@ KVCache = tuple[tuple[KVPart, ...], ...]
 
 
 class LayerCache(NamedTuple):
-  """View of one layer of a cache: row `layer` of each part of its group."""
+  """One layer of a cache: row `layer` of each part of its group."""
 
   parts: tuple[KVPart, ...]
   layer: Int[Array, ""]
@@ -64,11 +52,9 @@ def part_sizes(capacity: int) -> list[int]:
   """Returns the positions of each part of a cache of at least `capacity`.
 
   Each part has as many as all before it together; the last has the remainder.
-  Multiples of 32 suit matrix products and vector units.
   """
-  ends = _doublings(
-    max(_SHORTEST, layers.block_size(capacity)), sharding.round_up(capacity, 32)
-  )
+  first = max(_SHORTEST, layers.block_size(capacity))
+  ends = _doublings(first, sharding.round_up(capacity, 32))
   return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
@@ -83,8 +69,12 @@ def prompt_paddings(longest: int) -> list[int]:
   return _doublings(_SHORTEST, longest)
 
 
-def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
-  """Returns an empty cache of `num_slots` slots, in parts of `sizes`."""
+def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
+  """Returns an empty cache of `num_slots` slots, in parts of `sizes`.
+
+  Args:
+    model: a `ModelConfig`.
+  """
   groups = num_groups(model.layers)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)
@@ -98,38 +88,18 @@ def init(model: Dims, num_slots: int, sizes: Sequence[int]) -> KVCache:
   return (parts,) * groups
 
 
-def num_positions(cache: KVCache) -> int:
-  """Returns the number of positions of a slot."""
-  return sum(_sizes(cache[0]))
-
-
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
-  """Returns `cache` with the slots of `new` at `start`, `start + 1`, ...
-
-  Args:
-    new: cache with as many parts or fewer; further parts do not change.
-  """
-
-  def put(to, x):
-    return jax.lax.dynamic_update_slice_in_dim(to, x, start, 1)
-
+  """Returns `cache` with the slots of `new`, of as many parts or fewer."""
+  put = lambda to, x: jax.lax.dynamic_update_slice_in_dim(to, x, start, 1)
   return tuple(
     (*jax.tree.map(put, parts[: len(x)], x), *parts[len(x) :])
     for parts, x in zip(cache, new, strict=True)
   )
 
 
-def copy_slot(
-  cache: KVCache,
-  slot: Int[Array, ""],
-  source: KVCache,
-  source_slot: Int[Array, ""],
-) -> KVCache:
-  """Copies a slot of `source`, which may have fewer parts, to `slot`."""
-
-  def take(x):
-    return jax.lax.dynamic_slice_in_dim(x, source_slot, 1, 1)
-
+def copy_slot(cache: KVCache, slot, source: KVCache, place) -> KVCache:
+  """Copies slot `place` of `source`, which may have fewer parts, to `slot`."""
+  take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
   return put_slots(cache, jax.tree.map(take, source), slot)
 
 
@@ -148,16 +118,6 @@ def num_groups(num_layers: int) -> int:
   return sharding.largest_divisor(num_layers, _MAX_GROUPS)
 
 
-def group_layers(
-  stacked: PyTree[Array], num_layers: int
-) -> tuple[PyTree[Array], ...]:
-  """Splits the stacked weights of all layers into those of each group."""
-  groups = num_groups(num_layers)
-  return tuple(
-    jax.tree.map(lambda x, i=i: x[i::groups], stacked) for i in range(groups)
-  )
-
-
 def scan_layers(
   layer: Callable[[Array, Any, LayerCache], tuple[Array, LayerCache]],
   x: Float[Array, "..."],
@@ -169,7 +129,7 @@ def scan_layers(
 
   Args:
     layer: `(x, weights, cache) -> (x, cache)` of one layer.
-    weights: of `group_layers`.
+    weights: stacked weights of each group of layers.
     inline: the layer's operations are copied for each group, not called.
   """
   layer = jax.jit(layer, inline=inline)  # traced once for all groups
@@ -190,26 +150,16 @@ def scan_layers(
 def write_prompts(
   cache: LayerCache, k: Float[Array, "B L K D"], v: Float[Array, "B L K D"]
 ) -> LayerCache:
-  """Writes the keys and values of a prompt into each slot, from position 0.
-
-  All positions are written, those at or beyond `L` with zeros.
-  """
-  sizes = _sizes(cache.parts)
-  ends = list(itertools.accumulate(sizes))[:-1]
-
-  def in_parts(x):
-    padding = sum(sizes) - x.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    return jnp.split(x, ends, 1)
-
+  """Writes a prompt into each slot, and zeros at and beyond position `L`."""
+  *ends, end = itertools.accumulate(sizes(cache.parts))
+  padding = (0, 0), (0, end - k.shape[1]), (0, 0), (0, 0)
+  k, v = (jnp.split(jnp.pad(x, padding), ends, 1) for x in (k, v))
   parts = [
     KVPart(
       part.keys.at[cache.layer].set(keys.transpose(0, 2, 3, 1)),
       part.values.at[cache.layer].set(values.transpose(0, 2, 1, 3)),
     )
-    for part, keys, values in zip(
-      cache.parts, in_parts(k), in_parts(v), strict=True
-    )
+    for part, keys, values in zip(cache.parts, k, v, strict=True)
   ]
   return cache._replace(parts=tuple(parts))
 
@@ -228,35 +178,24 @@ def write_tokens(
       are written, their compiler copies the caches of all layers to another
       layout at every read.
   """
-  if rewrites:
-    return _rewrite(cache, k, v, positions)
+  layer, parts, start = cache.layer, [], 0
   slots = jnp.arange(k.shape[0], dtype=jnp.int32)
   # Each part drops the positions that lie before or beyond it.
   drop = {"mode": "drop", "wrap_negative_indices": False}
-  parts, start = [], 0
   for keys, values in cache.parts:
     at = positions - start
-    parts.append(
-      KVPart(
-        keys.at[cache.layer, slots, :, :, at].set(k, **drop),
-        values.at[cache.layer, slots, :, at].set(v, **drop),
+    if rewrites:
+      index = jnp.arange(keys.shape[-1], dtype=jnp.int32)
+      is_new = (index == at[:, None])[:, None]
+      new_keys = jnp.where(is_new[:, :, None], k[..., None], keys[layer])
+      new_values = jnp.where(is_new[..., None], v[:, :, None], values[layer])
+      part = keys.at[layer].set(new_keys), values.at[layer].set(new_values)
+    else:
+      part = (
+        keys.at[layer, slots, :, :, at].set(k, **drop),
+        values.at[layer, slots, :, at].set(v, **drop),
       )
-    )
-    start += keys.shape[-1]
-  return cache._replace(parts=tuple(parts))
-
-
-def _rewrite(cache: LayerCache, k, v, positions) -> LayerCache:
-  """`write_tokens` by a select at every position."""
-  layer, parts, start = cache.layer, [], 0
-  for keys, values in cache.parts:
-    index = jnp.arange(start, start + keys.shape[-1], dtype=jnp.int32)
-    is_new = (index == positions[:, None])[:, None]
-    new_keys = jnp.where(is_new[:, :, None], k[..., None], keys[layer])
-    new_values = jnp.where(is_new[..., None], v[:, :, None], values[layer])
-    parts.append(
-      KVPart(keys.at[layer].set(new_keys), values.at[layer].set(new_values))
-    )
+    parts.append(KVPart(*part))
     start += keys.shape[-1]
   return cache._replace(parts=tuple(parts))
 
@@ -266,33 +205,26 @@ def attend(
 ) -> Float[Array, "B H D"]:
   """Attends with one query per slot to positions `0..positions[slot]`.
 
-  Parts that no slot has reached are not read. The number of parts read does
-  not change a slot's result (on a CPU, bit for bit): a fully masked part adds
-  zeros.
+  Parts that no slot has reached are not read. Reading them would not change the
+  result (on a CPU, bit for bit): a fully masked part adds zeros.
   """
-  # Each part is a separate array: XLA's CPU backend would copy a slice of an
-  # array before multiplying it.
   parts, layer = cache
   batch, heads, dim = q.shape
   kv_heads = parts[0].keys.shape[2]
   q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-  ends = list(itertools.accumulate(_sizes(parts)))
+  ends = list(itertools.accumulate(sizes(parts)))
+
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def part_logits(part, end):
-    logits = jnp.einsum(
-      "bhgd,bhds->bhgs", q, part.keys[layer], preferred_element_type=jnp.float32
-    ) * (dim**-0.5)
+    logits = einsum("bhgd,bhds->bhgs", q, part.keys[layer]) * dim**-0.5
     index = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
     is_seen = index <= positions[:, None]
     return jnp.where(is_seen[:, None, None], logits, MASKED)
 
   def weighted_values(probs, part):
-    return jnp.einsum(
-      "bhgs,bhsd->bhgd",
-      probs.astype(part.values.dtype),
-      part.values[layer],
-      preferred_element_type=jnp.float32,
-    )
+    probs = probs.astype(part.values.dtype)
+    return einsum("bhgs,bhsd->bhgd", probs, part.values[layer])
 
   def read(num_parts):
     here = parts[:num_parts]
@@ -310,14 +242,11 @@ def attend(
   return out.reshape(batch, heads, dim).astype(q.dtype)
 
 
-def _sizes(parts: Sequence[KVPart]) -> list[int]:
+def sizes(parts: Sequence[KVPart]) -> list[int]:
+  """Returns the positions of each part."""
   return [part.keys.shape[-1] for part in parts]
 
 
 def _doublings(least: int, most: int) -> list[int]:
   """Returns `least` and its doublings below `most`, then `most`."""
-  sizes = [most]
-  while least < most:
-    sizes.insert(-1, least)
-    least *= 2
-  return sizes
+  return [least, *_doublings(2 * least, most)] if least < most else [most]

@@ -24,7 +24,7 @@ class RopeScaling(NamedTuple):
 def rms_norm(
   x: Float[Array, "*B E"], scale: Float[Array, "E"], eps: float
 ) -> Float[Array, "*B E"]:
-  """`x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
+  """Returns `x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
 
   The backward pass is written by hand for XLA's CPU backend: there, sums
   written as matrix products are up to ten times faster than reductions.
@@ -59,8 +59,7 @@ def linear(
 ) -> Float[Array, "..."]:
   """Returns `x` times `weight`, `[*B, *F]`, as a product of two matrices.
 
-  The gradients of such a product are such products again. For a product over
-  several axes XLA would transpose a copy of an operand first.
+  For a product over several axes XLA would first transpose a copy.
   """
   out = x.reshape(-1, x.shape[-1]) @ weight.reshape(x.shape[-1], -1)
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
@@ -80,7 +79,10 @@ def cos_sin_table(
   exponent = jnp.arange(half, dtype=jnp.float32) / half
   frequency = theta**-exponent
   if scaling is not None:
-    frequency = scale_frequencies(frequency, scaling)
+    rotations = scaling.original_length * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+    frequency = frequency * (kept + (1 - kept) / scaling.factor)
   positions = jnp.arange(num_positions, dtype=jnp.float32)
   angle = positions[:, None, None] * frequency
   return jnp.cos(angle), jnp.sin(angle)
@@ -97,20 +99,9 @@ def apply_rope(
   return rotated.astype(x.dtype)
 
 
-def scale_frequencies(
-  frequency: Float[Array, "D/2"], scaling: RopeScaling
-) -> Float[Array, "D/2"]:
-  """Divides low frequencies by `factor`, with a ramp up to high ones."""
-  rotations = scaling.original_length * frequency / (2 * math.pi)
-  low, high = scaling.low_freq_factor, scaling.high_freq_factor
-  kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
-  return frequency * (kept + (1 - kept) / scaling.factor)
-
-
 def block_size(length: int) -> int:
-  """Returns the number of tokens of a row that are processed at once.
+  """Returns the tokens of a row to process at once, about an eighth.
 
-  About an eighth of the row, in multiples of 64 and at most 512: smaller
-  blocks skip more padding, larger ones launch fewer operations.
+  Smaller blocks skip more padding, larger ones launch fewer operations.
   """
   return min(length, 512, sharding.round_up(-(-length // 8), 64))

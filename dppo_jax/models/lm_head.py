@@ -1,9 +1,7 @@
 """Log-probabilities of targets without ever holding `[tokens, vocab]`.
 
 Only needed tokens get logits: each row moves its needed tokens to the front,
-and as many columns are computed as the fullest row needs. On a mesh each shard
-of the batch does so with its own rows: the head is gathered once and its
-gradient summed once, not for every chunk of columns.
+and as many columns are computed as the fullest row needs.
 """
 
 from collections.abc import Callable
@@ -29,68 +27,45 @@ def logprobs_and_entropy(
   temperature: float,
   logit_chunk: int,
 ) -> tuple[Float[Array, "B L"], Float[Array, "B L"]]:
-  """Returns `token_logprobs` and the entropy of each distribution, in nats.
+  """Returns each target's log-probability and its distribution's entropy.
 
-  The entropy is for logging; its gradient is zero.
-  """
-  arrays = (hidden, head, targets, is_needed)
-  return _by_shard(_logprobs_and_entropy, arrays, temperature, logit_chunk)
-
-
-def token_logprobs(
-  hidden: Float[Array, "B L E"],
-  head: Float[Array, "V E"],
-  targets: Int[Array, "B L"],
-  is_needed: Bool[Array, "B L"],
-  temperature: float,
-  logit_chunk: int,
-) -> Float[Array, "B L"]:
-  """Log-probability of each target under softmax(logits / t), in nats.
-
-  Logits are float32. If `logit_chunk` covers all tokens, the backward pass
-  reuses those of the forward pass; else it computes them again.
+  Both are in nats, of softmax(logits / temperature) in float32. The entropy is
+  for logging; its gradient is zero. If `logit_chunk` covers all tokens, the
+  backward pass reuses the logits; else it computes them again.
 
   Args:
     is_needed: tokens to evaluate; the others get 0 and no gradient.
-    temperature: that of the sampler, so that both mean one distribution.
     logit_chunk: tokens whose logits exist at once; at least one column of rows.
   """
   arguments = (hidden, head, targets, is_needed, temperature, logit_chunk)
-  return logprobs_and_entropy(*arguments)[0]
+  return _by_shard(_logprobs_and_entropy, *arguments)
 
 
-def token_stats(
-  hidden: Float[Array, "B L E"],
-  head: Float[Array, "V E"],
-  targets: Int[Array, "B L"],
-  is_needed: Bool[Array, "B L"],
-  temperature: float,
-  logit_chunk: int,
-) -> TokenStats:
-  """Returns log-probabilities and further statistics, without a gradient."""
-  arrays = (hidden, head, targets, is_needed)
-  return _by_shard(_token_stats, arrays, temperature, logit_chunk)
+def token_stats(*arguments) -> TokenStats:
+  """Returns log-probabilities and further statistics, without a gradient.
+
+  The arguments are those of `logprobs_and_entropy`.
+  """
+  return _by_shard(_token_stats, *arguments)
 
 
 def _by_shard(
-  function: Callable, arrays: tuple, temperature: float, logit_chunk: int
+  function: Callable, hidden, head, targets, is_needed, temperature, logit_chunk
 ) -> Any:
   """Applies `function` to the rows of each shard and the full head.
 
-  The vocabulary may stay divided. The head's width is gathered here, so that
-  each device gets its own slice of the head's gradient; replicas exchange
-  nothing else.
+  The vocabulary may stay divided. The head's width is gathered here, once for
+  all chunks, so that each device gets its own slice of the head's gradient.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = set(sharding.RULES["batch"]) - set(mesh.manual_axes)
-  if mesh.empty or not axes or sharding.num_shards(mesh, "batch") == 1:
+  num_shards = sharding.num_shards_here("batch")
+  if num_shards == 1:
+    arrays = (hidden, head, targets, is_needed)
     return function(*arrays, temperature, logit_chunk)
-  chunk = max(logit_chunk // sharding.num_shards(mesh, "batch"), 1)
+  chunk = max(logit_chunk // num_shards, 1)
   by_row = sharding.unclaimed_spec("batch")
-  hidden, head, *more = arrays
   # The barrier is for the gradient of an untied head: the TPU compiler tries
   # to move its sum over devices out of the loop, and fails (jax 0.10.2).
-  arrays = (hidden, jax.lax.optimization_barrier(head), *more)
+  head = jax.lax.optimization_barrier(head)
 
   def on_shard(hidden, head, *more):
     head = sharding.gather_width(head, "vocab", "embed")
@@ -100,9 +75,9 @@ def _by_shard(
     on_shard,
     in_specs=(by_row, sharding.spec((None, "embed")), by_row, by_row),
     out_specs=by_row,
-    axis_names=axes,
+    axis_names=set(sharding.RULES["batch"]),
     check_vma=False,
-  )(*arrays)
+  )(hidden, head, targets, is_needed)
 
 
 def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):
@@ -115,19 +90,14 @@ def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):
     logprobs = _at_target(logits, columns.take(targets, i)) - lse
     entropy = lse - (probs * logits).sum(-1)
     logit_grad_sq = 1 - 2 * jnp.exp(logprobs) + (probs * probs).sum(-1)
-    new = TokenStats(
-      logprobs, jnp.maximum(entropy, 0), jnp.maximum(logit_grad_sq, 0)
-    )
+    at_least_0 = (jnp.maximum(x, 0) for x in (entropy, logit_grad_sq))
+    new = TokenStats(logprobs, *at_least_0)
     return jax.tree.map(lambda x, y: columns.put(x, y, i), stats, new)
 
-  empty = TokenStats(*(jnp.zeros(targets.shape, jnp.float32) for _ in range(3)))
+  empty = jnp.zeros(targets.shape, jnp.float32)
+  empty = TokenStats(empty, empty, empty)
   stats = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
   return jax.tree.map(columns.restore, stats)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _logprobs_and_entropy(*arguments):
-  return _forward(*arguments)[0]
 
 
 def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
@@ -178,12 +148,8 @@ def _backward(temperature, logit_chunk, saved, grads):
     dlogits = (is_target.astype(probs.dtype) - probs) * grad
     dlogits = dlogits.astype(hidden.dtype)
     # [E, V], since XLA's CPU backend copies no operand for this product.
-    dhead = dhead + jnp.einsum(
-      "te,tv->ev",
-      x.reshape(-1, x.shape[-1]),
-      dlogits.reshape(-1, dlogits.shape[-1]),
-      preferred_element_type=jnp.float32,
-    )
+    rows = x.reshape(-1, x.shape[-1]), dlogits.reshape(-1, len(head))
+    dhead = dhead + _einsum("te,tv->ev", *rows)
     new = jnp.einsum("blv,ve->ble", dlogits, head)
     return dhead, columns.put(dhidden, new, i)
 
@@ -192,14 +158,17 @@ def _backward(temperature, logit_chunk, saved, grads):
   return columns.restore(dhidden), dhead.T.astype(head.dtype), None, None
 
 
+_logprobs_and_entropy = jax.custom_vjp(
+  lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(4, 5)
+)
 _logprobs_and_entropy.defvjp(_forward, _backward)
 
 
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def _logits(hidden, head, temperature):
-  logits = jnp.einsum(
-    "ble,ve->blv", hidden, head, preferred_element_type=jnp.float32
-  )
-  return logits / temperature
+  return _einsum("ble,ve->blv", hidden, head) / temperature
 
 
 def _at_target(logits, targets):
@@ -210,8 +179,7 @@ class _ColumnChunks:
   """The needed tokens of `[B, L]`, in chunks of `c` columns.
 
   Each row's needed tokens are sorted to its front. Chunks are columns of all
-  rows rather than runs of tokens, so that rows stay on their devices. Narrow
-  chunks leave out more columns that no row needs.
+  rows rather than runs of tokens, so that rows stay on their devices.
   """
 
   def __init__(self, is_needed: Bool[Array, "B L"], logit_chunk: int):
@@ -225,19 +193,19 @@ class _ColumnChunks:
     self.num_chunks = (fullest + self.width - 1) // self.width
 
   def take(self, x: Array, i: Array) -> Array:
-    """Chunk `i` of `x [B, L, ...]`, which is in the order of tokens."""
+    """Returns chunk `i` of `x [B, L, ...]`, which has the tokens' order."""
     return _pick(x, self.slice(self.order, i))
 
   def slice(self, x: Array, i: Array) -> Array:
-    """Chunk `i` of an `x` that is in the order of columns."""
+    """Returns chunk `i` of an `x` in the order of columns."""
     return jax.lax.dynamic_slice_in_dim(x, i * self.width, self.width, axis=1)
 
   def put(self, x: Array, new: Array, i: Array) -> Array:
-    """`x`, in the order of columns, with chunk `i` replaced by `new`."""
+    """Replaces chunk `i` of an `x` in the order of columns."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self.width, axis=1)
 
   def restore(self, x: Array) -> Array:
-    """`x` from the order of columns back to that of tokens."""
+    """Returns an `x` in the order of columns in that of tokens."""
     back = jnp.argsort(self.order, axis=1).astype(jnp.int32)
     needed = self.is_needed.reshape(*self.is_needed.shape, *(1,) * (x.ndim - 2))
     return jnp.where(needed, _pick(x, back), jnp.zeros((), x.dtype))

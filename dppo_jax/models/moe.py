@@ -12,43 +12,26 @@ from dppo_jax.models import grouped
 
 
 class Experts(NamedTuple):
-  """Shape of a mixture of experts.
+  """Shape of a mixture of experts."""
 
-  Attributes:
-    num: experts of a layer.
-    per_token: experts that each token goes through.
-    mlp: width of an expert.
-    is_normalized: probabilities of the chosen experts are scaled to sum to 1.
-  """
-
-  num: int
-  per_token: int
-  mlp: int
-  is_normalized: bool
+  num: int  # experts of a layer
+  per_token: int  # experts that each token goes through
+  mlp: int  # width of an expert
+  is_normalized: bool  # probabilities of the chosen experts sum to 1
 
 
 class Routing(NamedTuple):
-  """Experts that the router chose.
+  """Experts that the router chose."""
 
-  Attributes:
-    chosen: `[B, *L, K]`, numbers of each token's experts.
-    entropy: `[B, *L]`, entropy of the router's distribution, nats.
-  """
-
-  chosen: Int[Array, "B *L K"]
-  entropy: Float[Array, "B *L"]
+  chosen: Int[Array, "B *L K"]  # numbers of each token's experts
+  entropy: Float[Array, "B *L"]  # of the router's distribution, nats
 
 
 class Load(NamedTuple):
-  """Sums over the tokens of a batch, of one layer or stacked layers.
+  """Sums over the tokens of a batch, of one layer or stacked layers."""
 
-  Attributes:
-    tokens: `[X]`, number of tokens of each expert.
-    entropy: entropy of the router's distributions, nats.
-  """
-
-  tokens: Float[Array, "*layers X"]
-  entropy: Float[Array, "*layers"]
+  tokens: Float[Array, "*layers X"]  # of each expert
+  entropy: Float[Array, "*layers"]  # of the router's distributions, nats
 
 
 # Of the weights: router, gate, up and down.
@@ -71,10 +54,10 @@ def mixture(
   """Returns the sum of each token's experts, weighted by the router.
 
   Experts have no capacity limit: a token's experts do not depend on the other
-  tokens of the batch. On a mesh, each shard of the batch routes its own tokens
-  and each device of the model axis computes its own experts; their outputs are
-  summed and tokens never move. The width of the weights is gathered inside, so
-  that each device gets its own slice of their gradients.
+  tokens. On a mesh, each shard of the batch routes its own tokens and each
+  device of the model axis computes its own experts; tokens never move. The
+  width of the weights is gathered inside, so that each device gets its own
+  slice of their gradients.
   """
   run = functools.partial(_mixture, experts=experts, axis=None)
   numbers = jnp.arange(experts.num, dtype=jnp.int32)
@@ -85,22 +68,17 @@ def mixture(
     # A rollout's shards already hold the full width of the weights.
     is_full = not set(sharding.RULES["embed"]) <= axis_names
 
-    def on_device(x, *weights_and_numbers):
-      *weights, numbers = weights_and_numbers
+    def on_device(x, *args):
+      *weights, numbers = args
       if not is_full:
-        weights = [
-          sharding.gather_width(w, *axes)
-          for w, axes in zip(weights, _AXES, strict=True)
-        ]
+        pairs = zip(weights, _AXES, strict=True)
+        weights = [sharding.gather_width(w, *axes) for w, axes in pairs]
       return _mixture(x, *weights, numbers, experts=experts, axis=by_expert[0])
 
+    by_weight = (sharding.unclaimed_spec(*axes) for axes in _AXES)
     run = jax.shard_map(
       on_device,
-      in_specs=(
-        by_token,
-        *(sharding.unclaimed_spec(*axes) for axes in _AXES),
-        by_expert,
-      ),
+      in_specs=(by_token, *by_weight, by_expert),
       out_specs=(by_token, by_token),
       axis_names=axis_names,
       check_vma=False,
@@ -129,11 +107,7 @@ def route(
 def load(
   routing: Routing, is_real: Bool[Array, "B *L"], experts: Experts
 ) -> Load:
-  """Returns the load of one layer's experts.
-
-  Args:
-    is_real: False for padding, which is not counted.
-  """
+  """Returns the load of one layer's experts; `is_real` is False for padding."""
   number = jnp.where(is_real[..., None], routing.chosen, experts.num)
   every = jnp.arange(experts.num, dtype=number.dtype)
   counts = (number.reshape(-1, 1) == every).sum(0, dtype=jnp.float32)
@@ -142,23 +116,15 @@ def load(
 
 
 def zero_load(experts: Experts, num_layers: int) -> Load:
-  """Returns the load of no tokens, which sums over batches start from."""
-  return Load(
-    jnp.zeros((num_layers, experts.num), jnp.float32),
-    jnp.zeros(num_layers, jnp.float32),
-  )
+  """Returns the load of no tokens."""
+  zeros = jnp.zeros((num_layers, experts.num), jnp.float32)
+  return Load(zeros, zeros[:, 0])
 
 
 def describe(
   load: Load, num_tokens: Float[Array, ""]
 ) -> dict[str, Float[Array, ""]]:
-  """Returns metrics of how evenly tokens are spread over experts.
-
-  Args:
-    load: load of all layers.
-    num_tokens: tokens in the load.
-  """
-  every = jnp.maximum(num_tokens, 1.0)
+  """Returns metrics of how evenly `num_tokens` are spread over experts."""
   mean = load.tokens.mean(axis=1, keepdims=True)
   ratio = load.tokens / jnp.maximum(mean, 1.0)  # 1 everywhere is an even load
   return {
@@ -166,14 +132,14 @@ def describe(
     "moe/load_max_mean": ratio.max(axis=1).mean(),
     "moe/load_cv": ratio.std(axis=1).mean(),
     "moe/unused": (load.tokens == 0).mean(dtype=jnp.float32),
-    "moe/router_entropy": load.entropy.mean() / every,
+    "moe/router_entropy": load.entropy.mean() / jnp.maximum(num_tokens, 1.0),
   }
 
 
 def _mixture(
   x, router, gate, up, down, numbers, *, experts: Experts, axis: str | None
 ):
-  """`mixture` of the experts that this device holds, which `axis` divides.
+  """Computes `mixture` for this device's experts, which `axis` divides.
 
   Their numbers are an argument because inside the rollout's shard_map a TPU
   program cannot query its device index.
@@ -206,7 +172,5 @@ def _mixture(
   out = (out * prob[..., None]).sum(axis=1)
   if axis:
     out = jax.lax.psum(out, axis)
-  routing = jax.tree.map(
-    lambda y: y.reshape(*x.shape[:-1], *y.shape[1:]), routing
-  )
-  return out.reshape(x.shape), routing
+  unmerge = lambda y: y.reshape(*x.shape[:-1], *y.shape[1:])
+  return out.reshape(x.shape), jax.tree.map(unmerge, routing)

@@ -6,6 +6,7 @@ Initialisation, sharding, counting, import and export are maps over
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -60,23 +61,22 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   """Declares every weight of the model by its `/`-separated name."""
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
+  norm = lambda size: Param((size,), (None,), fill=1.0)
+  to_heads = lambda num, axis: Param(
+    (c.embed, num, c.head_dim), ("embed", axis, None), inward
+  )
+  kv = to_heads(c.kv_heads, "kv_heads")
   per_layer = {
-    "attention_norm": Param((c.embed,), (None,), fill=1.0),
-    "q": Param(
-      (c.embed, c.heads, c.head_dim), ("embed", "heads", None), inward
-    ),
-    "k": Param(
-      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-    ),
-    "v": Param(
-      (c.embed, c.kv_heads, c.head_dim), ("embed", "kv_heads", None), inward
-    ),
+    "attention_norm": norm(c.embed),
+    "q": to_heads(c.heads, "heads"),
+    "k": kv,
+    "v": kv,
     "o": Param(
       (c.heads, c.head_dim, c.embed),
       ("heads", None, "embed"),
       outward * (c.heads * c.head_dim) ** -0.5,
     ),
-    "mlp_norm": Param((c.embed,), (None,), fill=1.0),
+    "mlp_norm": norm(c.embed),
   }
   if c.experts:
     x, mlp = c.experts.num, c.experts.mlp
@@ -93,31 +93,25 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
       (c.mlp, c.embed), ("mlp", "embed"), outward * c.mlp**-0.5
     )
   if c.has_qkv_bias:
+    bias = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
     per_layer["q_bias"] = Param((c.heads, c.head_dim), ("heads", None))
-    per_layer["k_bias"] = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
-    per_layer["v_bias"] = Param((c.kv_heads, c.head_dim), ("kv_heads", None))
+    per_layer["k_bias"] = per_layer["v_bias"] = bias
   if c.has_qk_norm:
-    per_layer["q_norm"] = Param((c.head_dim,), (None,), fill=1.0)
-    per_layer["k_norm"] = Param((c.head_dim,), (None,), fill=1.0)
+    per_layer["q_norm"] = per_layer["k_norm"] = norm(c.head_dim)
   table = {"embed": Param((c.vocab, c.embed), ("vocab", "embed"), inward)}
   for name, p in per_layer.items():
     table[f"layers/{name}"] = p._replace(
       shape=(c.layers, *p.shape), axes=("layer", *p.axes)
     )
-  table["final_norm"] = Param((c.embed,), (None,), fill=1.0)
+  table["final_norm"] = norm(c.embed)
   if not c.is_tied:
     table["head"] = Param((c.vocab, c.embed), ("vocab", "embed"), inward)
   return table
 
 
-def unflatten(flat: dict[str, jax.Array]) -> Params:
-  """Returns the parameter tree of `/`-separated names."""
-  return traverse_util.unflatten_dict(flat, sep="/")
-
-
-def flatten(params: Params) -> dict[str, jax.Array]:
-  """Inverts `unflatten`."""
-  return traverse_util.flatten_dict(params, sep="/")
+# Between parameter trees and dicts with `/`-separated names.
+flatten = functools.partial(traverse_util.flatten_dict, sep="/")
+unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -127,31 +121,25 @@ def num_parameters(config: ModelConfig) -> int:
 
 def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Returns the sharding of each weight on `mesh`."""
-  return unflatten(
-    {
-      name: sharding.weight_sharding(mesh, p.shape, p.axes)
-      for name, p in parameter_table(config).items()
-    }
-  )
+  table = parameter_table(config).items()
+  place = sharding.weight_sharding
+  return unflatten({name: place(mesh, p.shape, p.axes) for name, p in table})
 
 
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Returns the sharding of each weight of `to_inference_params`.
 
-  Unlike in `shardings`, weights are replicated over the data axis, so that a
-  rollout gathers none; with `config.gathers_layers`, layers stay divided.
+  Weights are replicated over the data axis; with `config.gathers_layers`,
+  layers stay divided.
   """
-  return _map_inference_axes(
-    lambda axes: sharding.sharding(mesh, *axes), config
-  )
+  place = lambda axes: sharding.sharding(mesh, *axes)
+  return _map_inference_axes(place, config)
 
 
 def inference_specs(config: ModelConfig) -> Params:
   """Returns the shard_map specs of the weights of `to_inference_params`."""
-  among_shards = lambda axis: axis if axis == "embed" else None
-  return _map_inference_axes(
-    lambda axes: sharding.spec(tuple(map(among_shards, axes))), config
-  )
+  width = lambda axes: tuple(a if a == "embed" else None for a in axes)
+  return _map_inference_axes(lambda a: sharding.spec(width(a)), config)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -171,17 +159,15 @@ def cast(params: Params, config: ModelConfig) -> Params:
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
   """Returns weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Heads of keys and values are repeated as the mesh needs them. A mesh gathers
-  one layer of each group at a time, since all layers at once would need twice
-  the memory.
+  Heads of keys and values are repeated as the mesh needs them. One layer of
+  each group is gathered at a time: all at once would need twice the memory.
   """
   axes = unflatten(_inference_axes(config))
+  num_groups = kv_cache.num_groups(config.layers)
 
   def place(weights, axes):
-    return {
-      name: sharding.constrain(w, *axes[name][-w.ndim :])
-      for name, w in weights.items()
-    }
+    put = lambda name, w: sharding.constrain(w, *axes[name][-w.ndim :])
+    return {name: put(name, w) for name, w in weights.items()}
 
   def layer(number):
     take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
@@ -191,60 +177,44 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
   groups = jax.lax.map(
     lambda numbers: tuple(layer(number) for number in numbers),
-    kv_cache.group_layers(jnp.arange(config.layers), config.layers),
+    tuple(jnp.arange(i, config.layers, num_groups) for i in range(num_groups)),
   )
   outer = {name: w for name, w in params.items() if name != "layers"}
   return {**place(cast(outer, config), axes), "layers": groups}
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
-  """Divides a layer's weights, and so their gradients, as in `shardings`.
-
-  Weights are gathered when a product needs them, and each device sums the
-  gradient of its own slice.
-  """
-  table = parameter_table(config)
-  return {
-    name: sharding.constrain_weight(w, *table[f"layers/{name}"].axes[1:])
-    for name, w in weights.items()
-  }
+  """Divides a layer's weights, and so their gradients, as in `shardings`."""
+  table, place = parameter_table(config), sharding.constrain_weight
+  axes = {name: table[f"layers/{name}"].axes[1:] for name in weights}
+  return {name: place(w, *axes[name]) for name, w in weights.items()}
 
 
 def gathers_layers(config: ModelConfig) -> bool:
-  """True inside a shard_map whose shards hold slices of the layers' weights.
-
-  Such shards must run in lockstep.
-  """
+  """True in a shard_map over slices of the weights, which need lockstep."""
   manual = jax.sharding.get_abstract_mesh().manual_axes
   return config.gathers_layers and set(sharding.RULES["embed"]) <= set(manual)
 
 
 def gather_layer(weights: Params, config: ModelConfig) -> Params:
-  """Gathers the width of a layer's weights of `to_inference_params`.
-
-  Within a rollout's shard_map, all shards must be at this layer.
-  """
+  """Gathers the width of a layer's weights of `to_inference_params`."""
   if not gathers_layers(config):
     return weights
   axes = unflatten(_inference_axes(config))["layers"]
-
-  return {
+  widths = {
     name: sharding.gather_width(w, *axes[name][-w.ndim :])
-    if "embed" in axes[name]
-    else w
     for name, w in weights.items()
+    if "embed" in axes[name]
   }
+  return weights | widths
 
 
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   """Returns the logical axes of each weight of `to_inference_params`."""
-
-  def axes(name, p):
-    if config.gathers_layers and name.startswith("layers/"):
-      return p.axes
-    return tuple(None if axis == "embed" else axis for axis in p.axes)
-
-  return {name: axes(name, p) for name, p in parameter_table(config).items()}
+  axes = {name: p.axes for name, p in parameter_table(config).items()}
+  full = lambda axes: tuple(None if a == "embed" else a for a in axes)
+  is_kept = lambda name: config.gathers_layers and name.startswith("layers/")
+  return {k: v if is_kept(k) else full(v) for k, v in axes.items()}
 
 
 def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
@@ -256,10 +226,7 @@ def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
 
 
 def repeat_kv_heads(weights: Params, config: ModelConfig) -> Params:
-  """Returns key and value weights with as many heads as the mesh needs.
-
-  Weights that already have enough heads are left out.
-  """
+  """Returns the key and value weights that need more heads on the mesh."""
   wanted = sharding.num_kv_heads(config.kv_heads)
   return {
     name: jnp.repeat(w, wanted // w.shape[-2], axis=-2)

@@ -14,15 +14,11 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models import attention, kv_cache, layers, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
-from dppo_jax.models.parameters import (
+from dppo_jax.models.parameters import (  # noqa: F401, for callers
   ModelConfig,
-  Param,
   Params,
-  cast,
   flatten,
-  gathers_layers,
   inference_shardings,
-  inference_specs,
   init,
   num_parameters,
   parameter_table,
@@ -31,62 +27,24 @@ from dppo_jax.models.parameters import (
   unflatten,
 )
 
-__all__ = [
-  "REMAT",
-  "ModelConfig",
-  "Param",
-  "Params",
-  "cast",
-  "decode",
-  "flatten",
-  "forward",
-  "forward_and_load",
-  "gathers_layers",
-  "head",
-  "inference_shardings",
-  "inference_specs",
-  "init",
-  "logits",
-  "num_parameters",
-  "parameter_table",
-  "prefill",
-  "shardings",
-  "to_inference_params",
-  "unflatten",
-]
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 # Rematerialisation: `layers` recomputes each layer in the backward pass, `dots`
 # keeps the outputs of products with weights, `none` recomputes nothing.
 REMAT = {
   "layers": jax.checkpoint,
-  "dots": functools.partial(
-    jax.checkpoint,
-    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  ),
+  "dots": functools.partial(jax.checkpoint, policy=_DOTS),
   "none": lambda layer: layer,
 }
 
-# Layers in one iteration of `forward`'s scan: their activations await the
-# backward pass in place, instead of being copied into one array of all layers.
-# Each takes time to compile.
+# Layers in one iteration of `forward`'s scan, whose activations are not copied
+# into one array of all layers. Each takes time to compile.
 _UNROLL = 4
 
-# Cosines and sines of each token's rotary angles.
-Rotation = tuple[Float[Array, "B *L 1 D/2"], Float[Array, "B *L 1 D/2"]]
 
-
-def forward(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B L"],
-  positions: Int[Array, "B L"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B L E"]:
+def forward(*args) -> Float[Array, "B L E"]:
   """Returns the hidden states of `forward_and_load`."""
-  return forward_and_load(
-    params, config, tokens, positions, segment_ids, prefix_ids
-  )[0]
+  return forward_and_load(*args)[0]
 
 
 def forward_and_load(
@@ -100,16 +58,14 @@ def forward_and_load(
   """Runs the model on packed rows.
 
   Args:
-    tokens: packed rows.
     positions: position of each token in its sequence.
     segment_ids: a token attends to the past of its segment; 0 is padding.
-    prefix_ids: segment that a token attends to in addition to its own; None
-      for no other.
+    prefix_ids: segment that a token attends to in addition to its own, if any.
   Returns:
-    The hidden states after the last layer and the final norm, and the tokens
-    of each expert in every layer; None for a dense model.
+    Hidden states after the final norm, and the tokens of each expert in every
+    layer; None for a dense model.
   """
-  params = cast(params, config)
+  params = parameters.cast(params, config)
 
   def attend(q, k, v, cache):
     ids = segment_ids, prefix_ids
@@ -120,17 +76,13 @@ def forward_and_load(
   @REMAT[config.remat]
   def run(x, p):
     x, _, routing = _layer(x, p, None, config, rotation, attend)
-    if routing is None:
-      return x, None
-    return x, moe.load(routing, segment_ids > 0, config.experts)
+    is_real = segment_ids > 0
+    return x, routing and moe.load(routing, is_real, config.experts)
 
   place = functools.partial(parameters.place_layer, config=config)
-  x, loads = jax.lax.scan(
-    lambda x, p: run(x, place(p)),
-    _embed(params, tokens),
-    params["layers"],
-    unroll=_UNROLL,
-  )
+  layer = lambda x, p: run(x, place(p))
+  x = _embed(params, tokens)
+  x, loads = jax.lax.scan(layer, x, params["layers"], unroll=_UNROLL)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
 
@@ -147,7 +99,6 @@ def prefill(
 
   Args:
     params: weights of `to_inference_params`.
-    lengths: tokens of each prompt, at most `L`.
     sizes: positions of each part of the cache, `L` or more in total.
   """
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -157,14 +108,11 @@ def prefill(
     out = attention.attend_prompts(q, k, v, lengths, config.attention)
     return out, kv_cache.write_prompts(cache, k, v)
 
+  rotation = _rotation(config, positions, tokens.shape[1])
+  cache = kv_cache.init(config, len(tokens), sizes)
+  has_shard_map = config.attention in attention.KERNELS
   return _layers_with_cache(
-    params,
-    config,
-    tokens,
-    _rotation(config, positions, tokens.shape[1]),
-    attend,
-    kv_cache.init(config, len(tokens), sizes),
-    has_shard_map=config.attention in attention.KERNELS,
+    params, config, tokens, rotation, attend, cache, has_shard_map
   )[1]
 
 
@@ -189,7 +137,7 @@ def decode(
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions), cache
 
-  rotation = _rotation(config, positions, kv_cache.num_positions(cache))
+  rotation = _rotation(config, positions, sum(kv_cache.sizes(cache[0])))
   x, cache = _layers_with_cache(params, config, tokens, rotation, attend, cache)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
@@ -211,9 +159,7 @@ def logits(
   )
 
 
-def _embed(
-  params: Params, tokens: Int[Array, "B *L"]
-) -> Float[Array, "B *L E"]:
+def _embed(params, tokens: Int[Array, "B *L"]) -> Float[Array, "B *L E"]:
   """Returns the embedded tokens, divided by rows."""
   # Each device looks up its part of the width, for all rows of its replica.
   by_replica = ("replica",) + (None,) * (tokens.ndim - 1)
@@ -224,14 +170,12 @@ def _embed(
 
 def _rotation(
   config: ModelConfig, positions: Int[Array, "B *L"], num_positions: int
-) -> Rotation:
+) -> tuple[Float[Array, "B *L 1 D/2"], ...]:
   """Returns cosines and sines of the tokens' rotary angles."""
-  table = layers.cos_sin_table(
-    num_positions, config.head_dim, config.rope_theta, config.rope_scaling
-  )
+  options = config.head_dim, config.rope_theta, config.rope_scaling
+  table = layers.cos_sin_table(num_positions, *options)
   # A lookup, since XLA would compute cosines again for each head and layer.
-  cos, sin = (x[positions] for x in table)
-  return cos, sin
+  return tuple(x[positions] for x in table)
 
 
 def _layer(
@@ -239,15 +183,13 @@ def _layer(
   p: Params,
   cache: Any,
   config: ModelConfig,
-  rotation: Rotation,
+  rotation: tuple[Float[Array, "B *L 1 D/2"], ...],
   attend: Callable,
 ) -> tuple[Float[Array, "B *L E"], Any, moe.Routing | None]:
-  """Returns the tokens after one layer, its cache, and where the tokens went.
+  """Returns the tokens after one layer, its cache, and their experts.
 
-  Args:
-    p: weights of the layer.
-    attend: `(q, k, v, cache) -> (out, cache)`; training, prefill and decoding
-      differ only in it.
+  Training, prefill and decoding differ only in `attend(q, k, v, cache)`, which
+  returns `(out, cache)`.
   """
   batch_axes = ("batch",) + (None,) * (x.ndim - 1)
   h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
@@ -264,24 +206,20 @@ def _layer(
   x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
   x = sharding.constrain(x, *batch_axes)
   h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
-  out, routing = _feed_forward(h, p, config)
+  if config.experts:
+    names = ("router", "experts_gate", "experts_up", "experts_down")
+    weights = (p[name] for name in names)
+    out, routing = moe.mixture(h, *weights, config.experts)
+  else:
+    h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
+    out, routing = layers.linear(h, p["down"]), None
   return sharding.constrain(x + out, *batch_axes), cache, routing
 
 
 def _layers_with_cache(
-  params: Params,
-  config: ModelConfig,
-  tokens: Int[Array, "B *L"],
-  rotation: Rotation,
-  attend: Callable,
-  cache: KVCache,
-  has_shard_map: bool = False,
+  params, config, tokens, rotation, attend, cache, has_shard_map=False
 ) -> tuple[Float[Array, "B *L E"], KVCache]:
-  """Returns the tokens after all layers, and the cache.
-
-  Args:
-    has_shard_map: `attend` has one.
-  """
+  """Returns the tokens after all layers, and the cache."""
 
   def run(x, p, cache):
     p = parameters.gather_layer(p, config)
@@ -294,14 +232,3 @@ def _layers_with_cache(
   has_shard_map |= config.experts is not None
   x = _embed(params, tokens)
   return kv_cache.scan_layers(run, x, params["layers"], cache, has_shard_map)
-
-
-def _feed_forward(
-  h: Float[Array, "B *L E"], p: Params, config: ModelConfig
-) -> tuple[Float[Array, "B *L E"], moe.Routing | None]:
-  if config.experts:
-    names = ("router", "experts_gate", "experts_up", "experts_down")
-    weights = (p[name] for name in names)
-    return moe.mixture(h, *weights, config.experts)
-  h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
-  return layers.linear(h, p["down"]), None

@@ -10,10 +10,9 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import attention, hf
 from dppo_jax.models.hf import families
 from dppo_jax.models.transformer import ModelConfig
-from dppo_jax.run import memory, preflight, setup
+from dppo_jax.run import memory, setup
 
 _NUM_PROBLEMS = 8192  # if the config takes all problems of a source
 
@@ -50,39 +49,23 @@ def assumed_run(
   Raises:
     UserError: if the run itself would reject the config.
   """
-  model = _model(config.model)
-  if model is None and data.arithmetic.is_source(config.data.train):
-    return setup.setup_run(config, mesh, platform)
-  configs.validate(config)
-  preflight.check_dynamic_sampling(config)
-  preflight.check_prompts(mesh, config)
-  if model is None:
-    vocab = data.CharacterTokenizer().vocab_size
-    model = setup.describe_model(config.model, "", vocab)
-  backend = attention.choose_backend(
-    config.model.attention,
-    platform,
-    config.pack.row_length,
-    config.rollout.group_size,
-    share_prefix=True,
+  c = config
+  is_random = not (c.model.path or c.model.hub_id)
+  if is_random and data.arithmetic.is_source(c.data.train):
+    return setup.setup_run(c, mesh, platform)
+  problems = data.ProblemSet.of_shape(
+    c.data.train_limit or _NUM_PROBLEMS,
+    sharding.round_up(c.data.max_prompt_tokens, 8),
   )
-  model = dataclasses.replace(model, attention=backend)
-  preflight.check_weights(mesh, model)
-  width = sharding.round_up(config.data.max_prompt_tokens, 8)
-  preflight.check_lengths(config, width)
-  num_problems = config.data.train_limit or _NUM_PROBLEMS
-  problems = data.ProblemSet.of_shape(num_problems, width)
-  return setup.assemble(
-    config,
-    mesh,
-    model,
-    platform=platform,
+  eval_sets = {"eval": problems} if c.data.eval else {}
+  inputs = setup.Inputs(
+    path="",
     tokenizer=None,
-    stop_ids=tuple(config.rollout.stop_ids) or (0,),
-    train_set=problems,
-    eval_sets={"eval": problems} if config.data.eval else {},
-    initial_params=None,
+    model=_model(c.model),
+    stop_ids=(0,),
+    problems=lambda: (problems, eval_sets),
   )
+  return setup.setup_run(c, mesh, platform, inputs=inputs)
 
 
 def workload(run: setup.Run) -> memory.Workload:
@@ -91,12 +74,11 @@ def workload(run: setup.Run) -> memory.Workload:
   return memory.Workload(run.config, run.model, run.mesh, run.platform, width)
 
 
-def _model(options: configs.Model) -> ModelConfig | None:
-  """Architecture of the checkpoint; None for a randomly initialised model."""
-  if options.path:
-    return hf.read_config(options.path, options.dtype, options.remat)
-  if not options.hub_id:
-    return None
+def _model(options: configs.ModelConfig) -> ModelConfig:
+  """Architecture of a model from its config.json, without its weights."""
+  if options.path or not options.hub_id:
+    vocab = data.CharacterTokenizer().vocab_size
+    return setup.describe_model(options, options.path, vocab)
   models = known_models()
   if options.hub_id not in models:
     raise UserError(

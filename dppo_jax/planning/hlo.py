@@ -17,13 +17,11 @@ _COLLECTIVE = re.compile(
 
 
 class Collective(NamedTuple):
-  """Collectives of one kind at one depth.
+  """Collectives of one kind, such as all-gather, at one depth.
 
   Attributes:
-    kind: HLO opcode, such as all-gather.
     depth: loops around them in the source, such as micro-batches, layers or
       decode steps; -1 if unknown.
-    count: instructions.
     bytes: size of their results on one device, each loop counted once.
   """
 

@@ -1,7 +1,6 @@
 """Accelerators by name, and stages compiled for them without a device.
 
-A compiler needs only descriptions of devices: `libtpu` contains those of TPUs,
-and XLA reads those of GPUs as text.
+`libtpu` contains descriptions of TPUs, and XLA reads those of GPUs as text.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,9 +19,9 @@ from dppo_jax.planning import hlo
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
-# Platform, and GiB of memory of one device. Sources: cloud.google.com/tpu/docs;
-# NVIDIA's driver. Stages can be compiled for a GPU that has a KIND.txtpb here:
-# XLA has more of these files in xla/backends/gpu/target_config/specs.
+# Platform and GiB of one device. Sources: cloud.google.com/tpu/docs; NVIDIA's
+# driver. To compile for a GPU, add its KIND.txtpb, a file of XLA's
+# xla/backends/gpu/target_config/specs.
 CHIPS = {
   "v4": ("tpu", 32),
   "v5e": ("tpu", 16),
@@ -32,7 +31,6 @@ CHIPS = {
   "h100": ("gpu", 80),
   "h200": ("gpu", 140),
 }
-_SIZE = re.compile(r"[1-9]\d*(x[1-9]\d*){0,2}")
 # JAX, the compiler and the driver take the rest.
 _USABLE = {"tpu": 0.984, "gpu": 0.95}
 # Keeps libtpu from asking this machine for its TPU, or claiming it.
@@ -63,14 +61,14 @@ class Hardware(NamedTuple):
 
 def parse(text: str, flag: str = "--hardware") -> Hardware:
   """Parses KIND:NUMBER or KIND:SHAPE, such as h200:8 or v5e:4x4."""
-  kind, _, size = text.strip().partition(":")
-  if kind not in CHIPS or not re.fullmatch(_SIZE, size or "1"):
+  kind, _, size = text.partition(":")
+  size = size or "1"
+  if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", size):
     raise UserError(
       f"{flag} is {text!r} but must be KIND:NUMBER or KIND:SHAPE, such as "
       f"h200:8 or v5e:4x4, with KIND one of {', '.join(CHIPS)}"
     )
-  num = math.prod(int(side) for side in (size or "1").split("x"))
-  return Hardware(text.strip(), kind, num)
+  return Hardware(text, kind, math.prod(map(int, size.split("x"))))
 
 
 def devices(hardware: Hardware) -> Sequence[Any]:
@@ -90,8 +88,8 @@ def devices(hardware: Hardware) -> Sequence[Any]:
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
       f"--topology={hardware.name}: no compiler for it ({reason}). Use a name "
-      "such as v5e:4x4, v5p:2x2x1 or h200:8, and install its compiler with "
-      "`pip install 'dppo_jax[tpu]'` or 'dppo_jax[cuda]'; no device is needed"
+      "such as v5e:4x4 or h200:8, and install its compiler with "
+      "`pip install 'dppo_jax[tpu]'` or 'dppo_jax[cuda]'"
     ) from None
 
 
@@ -100,10 +98,8 @@ class Stage(NamedTuple):
 
   Attributes:
     held: arguments and results, donated ones once.
-    temporary: memory in use only while the stage runs; infinite if the compiler
-      found that it exceeds the device.
+    temporary: other memory of the stage; infinite if it exceeds the device.
     seconds: compile time.
-    kernels: calls of each custom kernel.
     error: the compiler's message if the stage does not fit.
   """
 
@@ -119,12 +115,7 @@ class Stage(NamedTuple):
 def compile_stages(
   run: Run, task: progress.Task, names: Collection[str] = ()
 ) -> Iterator[Stage]:
-  """Compiles the stages of a run for the devices of its mesh, one by one.
-
-  Args:
-    task: shows the progress.
-    names: stages to compile; none means all.
-  """
+  """Compiles the named stages (default: all) for the devices of the mesh."""
   mesh = run.mesh.abstract_mesh  # so that nothing is computed
   with task.part("tracing"), jax.sharding.use_abstract_mesh(mesh):
     table = programs.programs(run)
@@ -145,16 +136,16 @@ def _compile(name: str, program: programs.Program) -> Stage:
   try:
     compiled = program.lower().compile()
   except jax.errors.JaxRuntimeError as error:
-    message = re.search(r"Used .* hbm", str(error))
-    if not message:
+    if not (message := re.search(r"Used .* hbm", str(error))):
       raise
     seconds = time.monotonic() - start
     return Stage(name, 0, math.inf, seconds, {}, (), message[0])
   sizes, text = compiled.memory_analysis(), compiled.as_text()
-  held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
   return Stage(
     name,
-    held - sizes.alias_size_in_bytes,
+    sizes.argument_size_in_bytes
+    + sizes.output_size_in_bytes
+    - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
     time.monotonic() - start,
     hlo.kernels(text),

@@ -7,11 +7,11 @@ it gets the completions of one prompt and returns a number for each, or None for
 data's other columns; all of them if it has `**kwargs`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import inspect
-from math import isfinite, nan
+from math import isfinite
 import os
-import sys
 from typing import NamedTuple
 
 from dppo_jax import user_code
@@ -77,13 +77,8 @@ class RewardSpec(NamedTuple):
   reference: str
   weight: float = 1.0
 
-  @property
-  def is_ours(self) -> bool:
-    return self.reference in OURS
 
-
-Item = str | Callable | tuple[Callable, float] | RewardSpec
-Items = str | Callable | Sequence[Item]
+Items = str | Callable | Sequence[str | Callable]
 
 
 def parse(functions: Items) -> tuple[RewardSpec, ...]:
@@ -93,8 +88,7 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
     functions: comma-separated items, each a built-in function,
       `FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`, optionally followed by
       `:WEIGHT` (1.0): "math,boxed:0.5,my_rewards.py:brevity:0.1". From Python
-      also a sequence of items, importable functions and pairs (function,
-      weight).
+      also a function of the top level of a module or file, or a sequence.
   Raises:
     UserError: for an invalid or repeated item, or a file that does not exist.
   """
@@ -117,47 +111,27 @@ def _error(reason: str) -> UserError:
   return UserError(f"config.reward.functions: {reason}")
 
 
-def _spec(item: Item) -> RewardSpec:
-  if isinstance(item, RewardSpec):
-    return item
-  function, weight = item if isinstance(item, tuple | list) else (item, 1.0)
-  text = function if isinstance(function, str) else _reference(function)
-  name, *rest = text.strip().split(":")
-  reference = name
+def _spec(item: str | Callable) -> RewardSpec:
+  text = item if isinstance(item, str) else user_code.reference_of(item)
+  reference, *rest = text.strip().split(":")
+  name = reference
   if name not in OURS:
-    if name.endswith(".py"):
-      name = os.path.abspath(name)
-      if not os.path.isfile(name):
-        raise _error(f"{item!r}: there is no file {name}")
-    reference = ":".join([name, *rest[:1]])
+    if reference.endswith(".py"):
+      reference = os.path.abspath(reference)
+      if not os.path.isfile(reference):
+        raise _error(f"{text!r}: there is no file {reference}")
     name, *rest = rest or [""]
+    reference = f"{reference}:{name}"
   if len(rest) > 1 or not (name in OURS or user_code.is_reference(reference)):
     raise _error(
-      f"{item!r} is none of {', '.join(OURS)}, FILE.py:FUNCTION and "
+      f"{text!r} is none of {', '.join(OURS)}, FILE.py:FUNCTION and "
       "PACKAGE.MODULE:FUNCTION, with or without :WEIGHT"
     )
-  weight = rest[0] if rest else weight
-  try:
-    number = float(weight)
-  except (TypeError, ValueError):
-    number = nan
-  if not isfinite(number):
-    raise _error(f"{text!r}: the weight {weight!r} is not a finite number")
-  return RewardSpec(name, reference, number)
-
-
-def _reference(function: Callable) -> str:
-  for name, ours in OURS.items():
-    if function is ours:
-      return name
-  name = getattr(function, "__qualname__", repr(function))
-  module = sys.modules.get(getattr(function, "__module__", None))
-  if not callable(function) or getattr(module, name, None) is not function:
-    raise _error(
-      f"a worker process cannot import {name}: define it at the top level of a "
-      "module or of a file"
-    )
-  return user_code.reference_of(function)
+  weight = rest[0] if rest else "1"
+  with contextlib.suppress(ValueError):
+    if isfinite(float(weight)):
+      return RewardSpec(name, reference, float(weight))
+  raise _error(f"{text!r}: the weight {weight!r} is not a finite number")
 
 
 def arguments(function: RewardFn) -> dict[str, bool]:
@@ -166,18 +140,13 @@ def arguments(function: RewardFn) -> dict[str, bool]:
     parameters = inspect.signature(function).parameters.values()
   except ValueError:  # no signature, as in C
     return {"**": False}
-  named = [
-    p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-  ]
-  takes = {p.name: p.default is p.empty for p in named}
-  if any(p.kind is p.VAR_KEYWORD for p in parameters):
-    takes["**"] = False
-  return takes
-
-
-def select(takes: Mapping[str, bool], names: Iterable[str]) -> list[str]:
-  """Returns the names that a function takes."""
-  return [name for name in names if name in takes or "**" in takes]
+  return {
+    "**" if p.kind is p.VAR_KEYWORD else p.name: (
+      p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    )
+    for p in parameters
+    if p.kind is not p.VAR_POSITIONAL
+  }
 
 
 # The result for one completion: a number, a Verdict's outcome, or None.
@@ -186,8 +155,10 @@ Mark = float | str | None
 
 def call(function: RewardFn, batch: Mapping[str, Sequence]) -> list[Mark]:
   """Calls a function; raises if it does not return a number per completion."""
-  names = select(arguments(function), batch)
-  values = function(**{name: batch[name] for name in names})
+  takes = arguments(function)
+  values = function(
+    **{x: y for x, y in batch.items() if x in takes or "**" in takes}
+  )
   # Numbers of numpy and torch have no common type.
   marks = [
     getattr(x, "outcome", None if x is None else float(x)) for x in values

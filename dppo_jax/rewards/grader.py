@@ -8,25 +8,17 @@ raises, hangs, dies or fills the memory loses its reward.
 """
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
-import itertools
+import functools
 import queue
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from dppo_jax.errors import UserError
-from dppo_jax.rewards.functions import (
-  OURS,
-  Items,
-  Mark,
-  RewardSpec,
-  call,
-  parse,
-)
+from dppo_jax.rewards.functions import OURS, Items, RewardSpec, call, parse
 from dppo_jax.rewards.math_answers import last_boxed, outcome_by_text
-from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rewards.pool import Fault, Worker
 
 Columns = Mapping[str, Sequence[Any]]
@@ -84,18 +76,19 @@ class Grader:
       on_error: "zero", or "stop" to raise if a user's function has a fault.
     """
     self.specs = parse(functions)
+    self._stops = on_error == "stop"
     references = [x.reference for x in self.specs]
     references = [x for x in references if x not in IN_PROCESS]
-    self._stops = on_error == "stop"
+    num_workers = max(num_workers, 1)
     self._workers = [
       Worker(references, timeout_seconds)
-      for _ in range(max(num_workers, 1) if references else 0)
+      for _ in range(num_workers * bool(references))
     ]
     self._idle = queue.SimpleQueue()
     for worker in self._workers:
       self._idle.put(worker)
     # A thread per worker waits for its answers.
-    self._threads = futures.ThreadPoolExecutor(max(len(self._workers), 1))
+    self._threads = futures.ThreadPoolExecutor(num_workers)
     self._warnings: dict[str, str] = {}  # by function; empty once popped
 
   def __enter__(self) -> Self:
@@ -114,22 +107,23 @@ class Grader:
     Args:
       columns: columns of the data, checked for what the functions require.
     Raises:
-      UserError: if a function cannot be loaded or does not go with the columns.
+      UserError: if a function cannot be loaded or requires another column.
       RuntimeError: if `math` gives a wrong result.
     """
     for worker in self._workers[:1]:
       worker.start()
       if columns is not None:
-        worker.check_columns(["prompts", "completions", "answers", *columns])
-    for spec in self.specs:
-      for gold, answer, outcome in KNOWN_PAIRS * (spec.reference == "math"):
-        mark = self._mark_math(spec, rf"\boxed{{{answer}}}", gold)
-        if mark != [outcome]:
-          raise RuntimeError(
-            f"the self-check of reward 'math' fails: {answer!r} is {mark[0]!r} "
-            f"for the gold answer {gold!r}; reinstall math-verify as setup.py "
-            "pins it, or raise config.reward.timeout_seconds"
-          )
+        _check_columns(worker.takes, columns)
+    math = [spec for spec in self.specs if spec.reference == "math"]
+    for gold, answer, outcome in KNOWN_PAIRS if math else ():
+      pair = {"completions": [rf"\boxed{{{answer}}}"], "answers": [gold]}
+      (mark,) = self._marks(math[0], pair)
+      if mark != outcome:
+        raise RuntimeError(
+          f"the self-check of reward 'math' fails: {answer!r} is {mark!r} for "
+          f"the gold answer {gold!r}; reinstall math-verify as setup.py pins "
+          "it, or raise config.reward.timeout_seconds"
+        )
 
   def grade(
     self,
@@ -154,49 +148,33 @@ class Grader:
       ValueError: if lengths differ.
       UserError: if no process can start, or a function stops the run.
     """
-    batch = {**(columns or {}), "prompts": prompts, "answers": answers}
-    batch["completions"] = completions
-    lengths = {name: len(values) for name, values in batch.items()}
-    if len({*lengths.values()}) > 1 or len(completions) % group_size:
-      raise ValueError(
-        f"lengths differ, or no groups of {group_size}: {lengths}"
-      )
+    batch = {
+      **(columns or {}),
+      "prompts": prompts,
+      "completions": completions,
+      "answers": answers,
+    }
+    sizes = {name: len(values) for name, values in batch.items()}
+    if len({*sizes.values()}) > 1 or len(completions) % group_size:
+      raise ValueError(f"lengths differ, or no groups of {group_size}: {sizes}")
     specs = self.specs[:1] if verifier_only else self.specs
-    # All calls are under way before the first is waited for.
-    calls = [self._mark(spec, batch, group_size) for spec in specs]
-    counts, values = collections.Counter(), {}
-    for spec, marks in zip(specs, calls, strict=True):
-      values[spec.name] = self._values(spec, [*marks], counts)
+    # Starts all calls before it waits for the first.
+    calls = {}
+    for spec in specs:
+      size = 1 if spec.reference == "math" else group_size
+      starts = range(0, len(completions), size)
+      groups = [_slice(batch, i, i + size) for i in starts]
+      marks = functools.partial(self._marks, spec)
+      calls[spec] = self._threads.map(marks, groups)
+    counts = collections.Counter()
+    values = {
+      spec.name: self._values(spec, [x for y in groups for x in y], counts)
+      for spec, groups in calls.items()
+    }
     total = sum(spec.weight * values[spec.name] for spec in specs)
-    rewards, num_overflows = _finite(total)  # a weight may be large
-    counts["nonfinite"] += num_overflows
+    rewards = _finite(total, counts).astype(np.float32)  # a weight may be large
     values = {name: x.astype(np.float32) for name, x in values.items()}
-    correct = np.clip(values[specs[0].name], 0, 1)
-    return Graded(rewards.astype(np.float32), correct, counts, values)
-
-  def same_answers(
-    self, firsts: Sequence[str], seconds: Sequence[str]
-  ) -> list[bool]:
-    """Compares pairs of boxed answers, for a vote.
-
-    If `math` is among the functions it decides, with either answer as the gold
-    one; otherwise normalised texts are compared. Symmetric, but not transitive:
-    10 is 10%, which is 0.1. A comparison that takes too long is False.
-    """
-    spec = next((x for x in self.specs if x.reference == "math"), None)
-    pairs = [tuple(sorted(pair)) for pair in zip(firsts, seconds, strict=True)]
-
-    def is_same(pair: tuple[str, str]) -> bool:
-      if spec is None or normalize(pair[0]) == normalize(pair[1]):
-        return normalize(pair[0]) == normalize(pair[1])
-      return any(
-        self._mark_math(spec, rf"\boxed{{{answer}}}", gold) == ["right"]
-        for gold, answer in (pair, pair[::-1])
-      )
-
-    unique = [*dict.fromkeys(pairs)]
-    same = dict(zip(unique, self._threads.map(is_same, unique), strict=True))
-    return [same[pair] for pair in pairs]
+    return Graded(rewards, values[specs[0].name].clip(0, 1), counts, values)
 
   def pop_warnings(self) -> list[str]:
     """Returns and clears the first fault message of each reward function."""
@@ -205,46 +183,32 @@ class Grader:
     return warnings
 
   def _values(
-    self, spec: RewardSpec, marks: list[Mark], counts: collections.Counter
+    self, spec: RewardSpec, marks: list, counts: collections.Counter
   ) -> np.ndarray:
     """Returns the marks as finite numbers and adds to the counts."""
-    words = [x for x in marks if isinstance(x, str)]
     is_verifier = spec is self.specs[0]
+    words = [x for x in marks if isinstance(x, str)]
     counts.update(x for x in words if is_verifier or x in FAULTS)
-    number = lambda x: float(x == "right" if isinstance(x, str) else x or 0)
-    raw = np.array([number(x) for x in marks])
-    values, num_nonfinite = _finite(raw)
-    counts["nonfinite"] += num_nonfinite
-    if num_nonfinite:
-      bad = raw[values != raw][0]
+    raw = [x == "right" if isinstance(x, str) else x or 0 for x in marks]
+    raw = np.array(raw, np.float64)
+    values = _finite(raw, counts)
+    for bad in raw[values != raw][:1]:
       self._record_fault(spec, "nonfinite", f"returned {bad}")
     return values
 
-  def _mark(
-    self, spec: RewardSpec, batch: Columns, group_size: int
-  ) -> Iterable[Mark]:
-    """Begins to call a function; returns an iterator over the marks."""
+  def _marks(self, spec: RewardSpec, group: Columns) -> list:
+    """Calls a function on a group, which is one completion for `math`."""
     if spec.reference in IN_PROCESS:
-      return call(OURS[spec.reference], batch)
-    if spec.reference == "math":  # looks at one completion at a time
-      pairs = batch["completions"], batch["answers"]
-      parts = self._threads.map(lambda *x: self._mark_math(spec, *x), *pairs)
-    else:
-      begins = range(0, len(batch["completions"]), group_size)
-      groups = [_slice(batch, i, i + group_size) for i in begins]
-      parts = self._threads.map(lambda group: self._call(spec, group), groups)
-    return itertools.chain.from_iterable(parts)
+      return call(OURS[spec.reference], group)
+    if spec.reference == "math":
+      (text,), (gold,) = group["completions"], group["answers"]
+      if outcome := outcome_by_text(text, gold):  # saves most calls
+        return [outcome]
+      box = rf"\boxed{{{last_boxed(text)}}}"
+      group = {"completions": [box], "answers": [gold]}
+    return self._call(spec, group)
 
-  def _mark_math(
-    self, spec: RewardSpec, completion: str, answer: str
-  ) -> list[Mark]:
-    outcome = outcome_by_text(completion, answer)  # saves most of the calls
-    if outcome:
-      return [outcome]
-    box = rf"\boxed{{{last_boxed(completion)}}}"
-    return self._call(spec, {"completions": [box], "answers": [answer]})
-
-  def _call(self, spec: RewardSpec, batch: Columns) -> list[Mark]:
+  def _call(self, spec: RewardSpec, batch: Columns) -> list:
     """Calls a function in a worker, at once or, if that fails, one by one."""
     num = len(batch["completions"])
     worker = self._idle.get()
@@ -263,7 +227,7 @@ class Grader:
     self, spec: RewardSpec, kind: str, fault: str, num: int = 1
   ) -> None:
     """Keeps a function's first fault as a warning, or raises it."""
-    if spec.is_ours and kind != "errors":
+    if spec.reference in OURS and kind != "errors":
       return
     line, _, details = fault.partition("\n")
     target = "a completion" if num == 1 else f"{num} completions of a prompt"
@@ -272,10 +236,9 @@ class Grader:
       text = f"{text}; config.reward.on_error is 'stop'\n{details}"
       raise UserError(text.strip())
     text += "; each is tried alone and" if num > 1 else "; it"
-    text += f" earns 0 if it fails, counted as reward/{kind}"
-    self._warnings.setdefault(
-      spec.name, f"{text}; config.reward.on_error=stop ends the run instead"
-    )
+    text += f" earns 0 if it fails, counted as reward/{kind}; "
+    text += "config.reward.on_error=stop ends the run instead"
+    self._warnings.setdefault(spec.name, text)
 
 
 def check(functions: Items) -> None:
@@ -284,11 +247,26 @@ def check(functions: Items) -> None:
     grader.self_check()
 
 
-def _finite(values: np.ndarray) -> tuple[np.ndarray, int]:
-  """Returns values with 0 for those float32 cannot hold, and their number."""
+def _check_columns(
+  takes: Mapping[str, Mapping[str, bool]], columns: Columns
+) -> None:
+  """Raises UserError if a function requires a column that the data lacks."""
+  names = {"prompts", "completions", "answers", *columns}
+  for reference, arguments in takes.items():
+    for name, is_required in arguments.items():
+      if is_required and name not in names:
+        raise UserError(
+          f"config.reward.functions: {reference} requires {name!r}, but the "
+          f"data has no such column: it has {', '.join(sorted(names))}"
+        )
+
+
+def _finite(values: np.ndarray, counts: collections.Counter) -> np.ndarray:
+  """Counts values that float32 cannot hold and replaces them by 0."""
   with np.errstate(over="ignore"):
     is_finite = np.isfinite(values.astype(np.float32))
-  return np.where(is_finite, values, 0.0), int((~is_finite).sum())
+  counts["nonfinite"] += int((~is_finite).sum())
+  return np.where(is_finite, values, 0.0)
 
 
 def _slice(batch: Columns, begin: int, end: int) -> Columns:

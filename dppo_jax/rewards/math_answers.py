@@ -102,10 +102,8 @@ def _compare_parsed(gold: str, answer: str) -> str:
   if not golds or not answers:
     return "unparsed"
   is_equal = _are_equal_numbers(golds[0], answers[0])
-  if is_equal is not None:
-    return "right" if is_equal else "wrong"
-  # Not symmetric: the gold answer comes first.
-  is_equal = math_verify.verify(golds, answers, timeout_seconds=None)
+  if is_equal is None:  # not symmetric: the gold answer comes first
+    is_equal = math_verify.verify(golds, answers, timeout_seconds=None)
   return "right" if is_equal else "wrong"
 
 
@@ -114,7 +112,7 @@ def _are_equal_numbers(gold: object, answer: object) -> bool | None:
 
   Takes milliseconds for sums of roots that math-verify simplifies in minutes.
   """
-  first, second = _exact_or_to_80_digits(gold), _exact_or_to_80_digits(answer)
+  first, second = _number(gold), _number(answer)
   if first is None or second is None:
     return None
   if first.is_Rational and second.is_Rational:
@@ -125,7 +123,8 @@ def _are_equal_numbers(gold: object, answer: object) -> bool | None:
   return False if error > abs(first) * Fraction(1, 10**9) else None
 
 
-def _exact_or_to_80_digits(form: object) -> object | None:
+def _number(form: object) -> object | None:
+  """Returns a real closed form, exact or to 80 digits; None for others."""
   import sympy
   from sympy.concrete.expr_with_limits import ExprWithLimits
 
@@ -138,11 +137,11 @@ def _exact_or_to_80_digits(form: object) -> object | None:
       return None
     if not form.is_Rational:
       form = form.evalf(80, maxn=400, strict=True)
+    return form if form.is_Rational or form.is_Float else None
   except MemoryError:
     raise
   except Exception:  # it seems to be 0, or sympy cannot evaluate it
     return None
-  return form if form.is_Rational or form.is_Float else None
 
 
 @functools.lru_cache(maxsize=64)  # a group shares its gold answer

@@ -51,8 +51,7 @@ _TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal) ?\{"
 # Applied in this order. Each takes linear time: it repeats what is bounded, or
 # what no other match can begin in.
 _BEFORE_CHARS = [
-  (r"√\s?(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
-  (r"√\s?\(([^()]*)\)", r"\\sqrt{\1}"),
+  (r"√\s?(?:(\d+(?:\.\d+)?)|\(([^()]*)\))", r"\\sqrt{\1\2}"),
   ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}"),
 ]
 _AFTER_CHARS = [
@@ -62,7 +61,6 @@ _AFTER_CHARS = [
   (r",?\\!", ""),
   (r"\\degree(?![a-zA-Z])", r"^\\circ"),
   (r"\\displaystyle(?![a-zA-Z]) ?", ""),
-  (r"\\textcolor ?\{[^{}]{0,40}\} ?\{([^{}]*)\}", r"\1"),
   (r"\\(?:text)?color ?\{[^{}]{0,40}\} ?", ""),
   (r"\\mathrm ?\{ ?([ei]) ?\}", r"\1"),  # no units
   # 1 000, but neither 1 2 nor 1 100/300 nor \frac 1 200.
@@ -118,12 +116,10 @@ def _is_group(text: str) -> bool:
 
 
 _WORDS = (
-  "mm|cm|dm|km|inch(?:es)?|in|ft|foot|feet|yards?|yd|miles?|mi|met(?:er|re)s?|"
-  "mg|kg|grams?|kilograms?|lbs?|pounds?|oz|ounces?|tons?|"
-  "seconds?|secs?|minutes?|mins?|hours?|hrs?|days?|weeks?|months?|years?|"
-  "ml|lit(?:er|re)s?|gallons?|quarts?|cups?|mph|kmh|km/h|m/s|"
-  "degrees?|deg|radians?|rad|units?|cents?|dollars?|euros?|USD|points?|"
-  "square|cubic|sq\\.?|cu\\.?|per"
+  "[mcdk]m|in|inch(?:es)?|ft|foot|feet|yards?|miles?|met(?:er|re)s?|[mk]g|"
+  "grams?|lbs?|pounds?|ounces?|seconds?|minutes?|hours?|days?|weeks?|months?|"
+  "years?|lit(?:er|re)s?|gallons?|mph|km/h|m/s|degrees?|radians?|units?|"
+  "cents?|dollars?|points?|square|cubic|sq\\.?|cu\\.?|per"
 )
 _POWER = r"(?: ?\^ ?(?:\d|\{-?\d\}))?"
 _AND = r"[,\s]*(?:and|or)\b"
@@ -131,11 +127,9 @@ _UNITS = [
   # A text between a value and the end, or the end of one of several values.
   rf"(?<=[\d}})%a-zA-Z]) ?(?:\\[ ,;:] ?|\\q?quad ?)*{_TEXT}(?!{_AND})"
   rf"[^{{}}]*\}}{_POWER}(?= ?(?:$|[,;)\]]|\\right|\\\}}|{_TEXT}{_AND}))",
-  # Words that are units, and °C.
+  # Words that are units.
   rf"(?<=[\d}}]) ?(?:{_WORDS})(?: (?:{_WORDS}))*{_POWER}$",
-  r"(?<=\\circ) ?[CF]$|(?<=\\circ\}) ?[CF]$",
 ]
-_LETTER = rf"(?:m|g|s|h|l|L){_POWER}$"
 
 
 def without_units(answer: str) -> str:
@@ -149,26 +143,25 @@ def without_letter_unit(answer: str, other: str) -> str:
   """Writes 5 m as 5 if the other answer has no letters; 2s may be 2 times s."""
   if re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", other)):
     return answer
-  return re.sub(rf"(?<=\d) ?{_LETTER}", "", answer)
+  return re.sub(rf"(?<=\d) ?[mgshlL]{_POWER}$", "", answer)
 
 
 def is_readable(answer: str) -> bool:
   r"""Returns False for `5\text{ h }30` and `1 2`, which parsers misread."""
-  has_text = re.search(rf"[\d}})] ?(?:\\[ ,;:] ?)*{_TEXT}(?!{_AND})", answer)
-  is_row = re.fullmatch(r"-?[\d.]+(?:(?: |\\[,;: ] ?)[\d.]+)+", answer)
-  return not has_text and not is_row
+  has_text = rf"[\d}})] ?(?:\\[ ,;:] ?)*{_TEXT}(?!{_AND})"
+  is_row = r"^-?[\d.]+(?:(?: |\\[,;: ] ?)[\d.]+)+$"
+  return not re.search(f"{has_text}|{is_row}", answer)
 
 
 def in_radians(answer: str) -> str:
   r"""Writes degrees in functions, such as `\sin 30^\circ`, as radians."""
   functions = r"\\(?:sin|cos|tan|cot|sec|csc)(?! ?\^ ?\{ ?-)"
   degrees = r"(\d+(?:\.\d+)?) ?\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})"
-  return "".join(
-    re.sub(degrees, r"\\frac{\1\\pi}{180}", part)
-    if re.search(functions, part)
-    else part
-    for part in re.split(r"([=,;])", answer)
-  )
+  parts = re.split(r"([=,;])", answer)
+  for i, part in enumerate(parts):
+    if re.search(functions, part):
+      parts[i] = re.sub(degrees, r"\\frac{\1\\pi}{180}", part)
+  return "".join(parts)
 
 
 def percent(answer: str) -> str | None:
@@ -181,18 +174,17 @@ def percent(answer: str) -> str | None:
 
 def differ_in_kind(first: str, second: str) -> bool:
   """Tells a set from a tuple and 9 a.m. from 9 p.m., as the parser does not."""
-  kinds = {_brackets(first), _brackets(second)}
-  halves = {half[1].lower() for half in _NOON.finditer(f"{first} & {second}")}
-  return kinds == {"set", "tuple"} or len(halves) > 1
-
-
-_NOON = re.compile(r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b", re.I)
+  noon = r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b"
+  halves = {x.lower() for x in re.findall(noon, f"{first} & {second}", re.I)}
+  return {_brackets(first), _brackets(second)} == {"set", "tuple"} or (
+    len(halves) > 1
+  )
 
 
 def _brackets(answer: str) -> str | None:
   r"""Returns `set` for `\{1,2\}`, `tuple` for `(1,2)`, None for `1,2`."""
   value = re.split(r"=|\\in(?![a-zA-Z])", answer)[-1]
   value = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", value).strip()
-  if value.startswith(r"\{") and value.endswith(r"\}"):
+  if re.fullmatch(r"\\\{.*\\\}", value, re.DOTALL):
     return "set"
   return "tuple" if re.fullmatch(r"\(.*,.*\)", value, re.DOTALL) else None

@@ -44,21 +44,19 @@ pool.serve(**options)"""
 class Fault(Exception):
   """A call that returned no values: (kind, text).
 
-  The kind is `timeouts`, `crashes` or `errors`; the text a verb phrase about
-  the function, perhaps followed by the lines of a traceback.
+  The kind is `timeouts`, `crashes` or `errors`. The text is a verb phrase about
+  the function, with the lines of a traceback for `errors`.
   """
 
 
 class Worker:
-  """A process that executes one call at a time.
+  """A process that executes one call at a time; `start` starts it.
 
   Attributes:
-    takes: arguments of each function, as `functions.arguments` returns them, by
-      its reference; known after `start`.
+    takes: `functions.arguments` of each function by reference, once started.
   """
 
   def __init__(self, references: Sequence[str], timeout_seconds: float):
-    """Starts nothing."""
     self.takes: dict[str, dict[str, bool]] = {}
     self._references = references
     self._timeout_seconds = timeout_seconds
@@ -76,10 +74,8 @@ class Worker:
     """
     is_fresh = self._process is None
     self.start()
-    names = {"completions", *functions.select(self.takes[reference], batch)}
-    request = {"reference": reference, "batch": {x: batch[x] for x in names}}
     try:
-      _send(self._pipe, request)
+      _send(self._pipe, {"reference": reference, "batch": batch})
       reply = self._receive(self._timeout_seconds)
     except TimeoutError:
       self.stop()
@@ -89,12 +85,13 @@ class Worker:
       status = self.stop()
       if not is_fresh:  # it may have died before this call
         return self.call(reference, batch)
-      if status == errno.ENOMEM:
-        raise Fault("crashes", "filled the memory of its process") from None
       cause = f"signal {-status}" if status < 0 else f"exit status {status}"
-      raise Fault("crashes", f"ended its process ({cause})") from None
+      text = f"ended its process ({cause})"
+      if status == errno.ENOMEM:
+        text = "filled the memory of its process"
+      raise Fault("crashes", text) from None
     if "error" in reply:
-      raise Fault("errors", f"{reply['error']}\n{reply['traceback']}")
+      raise Fault("errors", reply["error"])
     return reply["marks"]
 
   def start(self) -> None:
@@ -127,19 +124,10 @@ class Worker:
       )
     if "error" in reply:
       self.stop()
-      cause = RuntimeError(reply["traceback"])
-      raise UserError(f"config.reward.functions: {reply['error']}") from cause
+      line, _, details = reply["error"].partition("\n")
+      cause = RuntimeError(details)
+      raise UserError(f"config.reward.functions: {line}") from cause
     self.takes = reply["takes"]
-
-  def check_columns(self, names: Sequence[str]) -> None:
-    """Raises UserError if a function requires another column of the data."""
-    for reference, takes in self.takes.items():
-      missing = [x for x in takes if takes[x] and x not in names]
-      if missing:
-        raise UserError(
-          f"config.reward.functions: {reference} requires {missing[0]!r}, but "
-          f"the data has no such column: it has {', '.join(sorted(names))}"
-        )
 
   def _launch(self) -> None:
     self._log = tempfile.TemporaryFile()
@@ -227,9 +215,9 @@ def _reply(loaded: dict, reference: str, batch: dict) -> dict:
     return _explain(error, f"raised {user_code.one_line(error)}")
 
 
-def _explain(error: BaseException, text: str) -> dict:
+def _explain(error: BaseException, line: str) -> dict:
   lines = "".join(traceback.format_exception(error))
-  return {"error": text[:MAX_CHARS], "traceback": lines[-MAX_CHARS:]}
+  return {"error": f"{line[:MAX_CHARS]}\n{lines[-MAX_CHARS:]}"}
 
 
 def _send(pipe: connection.Connection, message: dict) -> None:

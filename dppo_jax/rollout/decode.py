@@ -18,21 +18,13 @@ _FEWEST_ON_ACCELERATORS = 16
 
 
 class Slots(NamedTuple):
-  """Unfinished completions, one in each slot.
+  """Unfinished completions, one in each slot."""
 
-  Attributes:
-    item: `[B]`, number of the completion; the number of completions if idle.
-    token: `[B]`, newest token, which the model has not read yet.
-    position: `[B]`, that token's position.
-    count: `[B]`, tokens sampled so far.
-    cache: keys and values of the tokens that the model has read.
-  """
-
-  item: Int[Array, "B"]
-  token: Int[Array, "B"]
-  position: Int[Array, "B"]
-  count: Int[Array, "B"]
-  cache: kv_cache.KVCache
+  item: Int[Array, "B"]  # number of the completion; that of all if idle
+  token: Int[Array, "B"]  # newest token, which the model has not read yet
+  position: Int[Array, "B"]  # of this token
+  count: Int[Array, "B"]  # tokens sampled so far
+  cache: kv_cache.KVCache  # of the tokens that the model has read
 
 
 class DecodeOutput(NamedTuple):
@@ -45,58 +37,38 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-  """State of the decode loop, on one shard of the batch.
-
-  Attributes:
-    uniform: `[QG, T]`, the random number of each token.
-    num_wanted: `[1]`, completions of kept prompts.
-    num_taken: `[1]`, those that have been given a slot.
-    num_done: `[1]`, those that are complete.
-    slot_steps: `[1]`, slots times steps so far.
-  """
+  """State of the decode loop, on one shard of the batch."""
 
   slots: Slots
   output: DecodeOutput
-  uniform: Float[Array, "QG T"]
-  num_wanted: Int[Array, "1"]
-  num_taken: Int[Array, "1"]
+  uniform: Float[Array, "QG T"]  # random number of each token
+  num_wanted: Int[Array, "1"]  # completions of kept prompts
+  num_taken: Int[Array, "1"]  # completions that have been given a slot
   num_done: Int[Array, "1"]
-  slot_steps: Int[Array, "1"]
+  slot_steps: Int[Array, "1"]  # slots times steps so far
 
 
 class Queue(NamedTuple):
-  """Prompts whose completions wait for a slot.
+  """Prompts whose completions wait for a slot."""
 
-  Attributes:
-    prompts: all prompts of the shard.
-    order: `[Q]`, numbers of the prompts, kept ones first.
-    cache: keys and values of the prompts, in this order.
-    group_size: completions of each prompt.
-  """
-
-  prompts: PromptBatch
-  order: Int[Array, "Q"]
-  cache: kv_cache.KVCache
+  prompts: PromptBatch  # of the shard
+  order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
+  cache: kv_cache.KVCache  # of the prompts, in this order
   group_size: int
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
-  """Returns the number of slots of each stage of the decode loop, descending.
+  """Returns the slots of each stage of the decode loop, descending.
 
-  Each stage is compiled; none changes a token. On a CPU, a step takes longer
-  the more slots there are: with stages of 2/3, 1/3 and 1/9 of the slots, a
-  rollout takes as long as with twice as many stages. On accelerators, a step
-  is bound by reading weights and compilation is slow: each stage has a quarter
-  of the slots of the one before.
+  Each stage is compiled; none changes a token. On a CPU, the time of a step
+  grows with the slots; twice as many stages would not make a rollout faster. On
+  accelerators, a step is bound by reading weights, and compilation is slow.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.slot_schedule(64, "cpu")
   [64, 42, 21, 7]
   >>> decode.slot_schedule(64, "tpu")
   [64, 16]
-
-  Args:
-    platform: of the devices: cpu, gpu or tpu.
   """
   if platform == "cpu":
     sizes = [num_slots * ninths // 9 for ninths in (6, 3, 1)]
@@ -114,31 +86,19 @@ def init_decode_state(
   num_slots: int,
   part_sizes: list[int],
 ) -> DecodeState:
-  """Returns idle slots and empty completions.
-
-  Args:
-    uniform: random number of each token.
-    num_wanted: completions to sample.
-    part_sizes: positions of each part of the cache.
-  """
-  num_items = len(uniform)
-  zeros = jnp.zeros((num_slots,), jnp.int32)
+  """Returns idle slots and empty completions."""
+  num_items, zeros = len(uniform), jnp.zeros(num_slots, jnp.int32)
+  cache = kv_cache.init(model_config, num_slots, part_sizes)
   return DecodeState(
-    Slots(
-      item=jnp.full((num_slots,), num_items, jnp.int32),
-      token=zeros,
-      position=zeros,
-      count=zeros,
-      cache=kv_cache.init(model_config, num_slots, part_sizes),
-    ),
+    Slots(zeros + num_items, zeros, zeros, zeros, cache),
     DecodeOutput(
-      tokens=jnp.zeros(uniform.shape, jnp.int32),
-      logprobs=jnp.zeros(uniform.shape, jnp.float32),
-      lengths=jnp.zeros((num_items,), jnp.int32),
-      is_stopped=jnp.zeros((num_items,), bool),
+      tokens=jnp.zeros_like(uniform, jnp.int32),
+      logprobs=jnp.zeros_like(uniform),
+      lengths=jnp.zeros(num_items, jnp.int32),
+      is_stopped=jnp.zeros(num_items, bool),
     ),
-    uniform=uniform,
-    num_wanted=num_wanted[None],
+    uniform,
+    num_wanted[None],
     num_taken=zeros[:1],
     num_done=zeros[:1],
     slot_steps=zeros[:1],
@@ -147,16 +107,15 @@ def init_decode_state(
 
 def refill(state: DecodeState, queue: Queue) -> DecodeState:
   """Gives the next completions to the idle slots."""
-  num_items = state.uniform.shape[0]
+  is_idle = lambda slots: slots.item == len(state.uniform)
 
   def can_refill(carry):
     slots, num_taken = carry
-    is_idle = slots.item == num_items
-    return (num_taken < state.num_wanted)[0] & is_idle.any()
+    return (num_taken < state.num_wanted)[0] & is_idle(slots).any()
 
   def refill_one(carry):
     slots, num_taken = carry
-    slot = jnp.argmax(slots.item == num_items)
+    slot = jnp.argmax(is_idle(slots))
     place = num_taken[0] // queue.group_size
     member = num_taken[0] % queue.group_size
     prompt = queue.order[place]
@@ -180,13 +139,11 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
 
 def compact_slots(state: DecodeState, size: int) -> DecodeState:
   """Keeps `size` of the slots, the busy ones among them."""
-  slots, idle = state.slots, state.uniform.shape[0]
-  chosen = jnp.argsort(slots.item == idle, stable=True)[:size]
-  slots = Slots(
-    *(x[chosen] for x in slots[:-1]),
-    cache=kv_cache.take_slots(slots.cache, chosen),
-  )
-  return state._replace(slots=slots)
+  *slots, cache = state.slots
+  is_idle = state.slots.item == len(state.uniform)
+  chosen = jnp.argsort(is_idle, stable=True)[:size]
+  cache = kv_cache.take_slots(cache, chosen)
+  return state._replace(slots=Slots(*(x[chosen] for x in slots), cache))
 
 
 def decode_until(
@@ -197,20 +154,18 @@ def decode_until(
 ) -> DecodeState:
   """Repeats `step` until at most `limit` completions are unfinished.
 
-  Args:
-    lockstep: shards that hold slices of the weights loop until all are done.
+  With `lockstep`, shards that hold slices of the weights end together.
   """
-  is_unfinished = lambda state: (state.num_wanted - state.num_done > limit)[0]
-  if not lockstep:
-    return jax.lax.while_loop(is_unfinished, step, state)
-  keep_going = lambda state: max_over_weight_shards(is_unfinished(state), True)
 
-  def step_and_compare(carry):
-    state = step(carry[0])
-    return state, keep_going(state)
+  def with_condition(state):
+    is_unfinished = (state.num_wanted - state.num_done > limit)[0]
+    return state, max_over_weight_shards(is_unfinished, lockstep)
 
-  start = (state, keep_going(state))
-  return jax.lax.while_loop(lambda carry: carry[1], step_and_compare, start)[0]
+  return jax.lax.while_loop(
+    lambda carry: carry[1],
+    lambda carry: with_condition(step(carry[0])),
+    with_condition(state),
+  )[0]
 
 
 def decode_step(
@@ -219,30 +174,19 @@ def decode_step(
   sampling: Sampling,
   state: DecodeState,
 ) -> DecodeState:
-  """Samples one more token in every slot, on one shard.
-
-  Args:
-    params: weights of `transformer.to_inference_params`.
-  """
+  """Samples one more token in every slot, on one shard."""
   slots, output = state.slots, state.output
   num_items = state.uniform.shape[0]
   hidden, cache = transformer.decode(
     params, model_config, slots.token, slots.position, slots.cache
   )
-  # Gathered over the model axis before sampling: a collective inside the loop
-  # may wait only for devices of this shard, since other shards take more steps
-  # or fewer.
-  logits = sharding.constrain(
-    transformer.logits(params, model_config, hidden), "batch", None
-  )
+  # Gathered over the model axis, before sampling: other shards of the batch may
+  # take fewer steps, so that no collective may wait for them.
+  logits = transformer.logits(params, model_config, hidden)
+  logits = sharding.constrain(logits, "batch", None)
   at = (slots.item, slots.count)
-  token, logprob = sample_token(
-    logits,
-    state.uniform[at],
-    sampling.temperature,
-    sampling.top_k,
-    sampling.top_p,
-  )
+  options = sampling.temperature, sampling.top_k, sampling.top_p
+  token, logprob = sample_token(logits, state.uniform[at], *options)
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   is_stop = (token[:, None] == stop_ids).any(-1)
   is_live = slots.item < num_items

@@ -3,8 +3,8 @@
 Every prompt is prefilled once. Completions then take turns in a fixed number of
 decode slots: as soon as a sequence stops, its slot takes the next completion
 inside the same compiled loop, starting from a copy of its prompt's cache. When
-fewer completions are left than slots, the busy slots are moved together and
-the loop continues with fewer slots.
+few completions are left, the busy slots are moved together and the loop
+continues with fewer slots.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
@@ -38,12 +38,10 @@ def sample(
 ) -> Rollout:
   """Samples `group_size` completions of each kept prompt.
 
-  A completion's randomness comes from its prompt's id, its number in the group
-  and the token's index: its tokens depend neither on its slot and neighbours,
-  nor on the other kept prompts, nor on the number of devices.
-
-  Under a mesh, kept prompts are divided evenly over the shards of the batch,
-  and each shard decodes its prompts independently of the others.
+  A token's random number comes from the prompt's id, the completion's number in
+  the group and the token's index. Tokens thus do not depend on slots, on the
+  other prompts or on the number of devices. On a mesh, each shard of the batch
+  decodes as many kept prompts, independently of the others.
 
   Args:
     rng: randomness, consumed; a key is enough.
@@ -51,8 +49,7 @@ def sample(
     prefill_batch: prompts that each shard prefills at once; None chooses by
       their width.
     kept: prompts to roll out; None for all.
-    platform: of the devices: cpu, gpu or tpu. It determines the number of
-      compiled stages and changes no token.
+    platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -86,21 +83,16 @@ def roll_out(
   prefill_batch: int | None = None,
   platform: str = "cpu",
 ) -> Rollout:
-  """`sample` from weights that are already laid out for decoding.
-
-  Args:
-    params: weights of `transformer.to_inference_params`.
-    group_size, num_slots, ...: as in `sample`.
-  """
+  """Samples from weights of `to_inference_params`; see `sample`."""
   num_shards = sharding.num_shards_here("batch")
   most_slots = prompts.ids.shape[0] // num_shards * group_size
   run = functools.partial(
     _roll_out_shard,
-    model_config=model_config,
-    sampling=sampling,
-    group_size=group_size,
-    schedule=decode.slot_schedule(min(num_slots, most_slots), platform),
-    prefill_batch=prefill_batch or batch_size(prompts.tokens.shape[1]),
+    model_config,
+    sampling,
+    group_size,
+    decode.slot_schedule(min(num_slots, most_slots), platform),
+    prefill_batch or batch_size(prompts.tokens.shape[1]),
   )
   keep = kept.keep
   if num_shards == 1:
@@ -109,21 +101,18 @@ def roll_out(
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
     by_prompt = sharding.spec(("batch",))
-    output, slot_steps = jax.shard_map(
+    by_weight = parameters.inference_specs(model_config)
+    run = jax.shard_map(
       run,
-      in_specs=(
-        transformer.inference_specs(model_config),
-        by_prompt,
-        by_prompt,
-        jax.P(),
-      ),
+      in_specs=(by_weight, by_prompt, by_prompt, jax.P()),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
-    )(params, *jax.tree.map(lambda x: x[order], (prompts, keep)), rng.key)
-  output = jax.tree.map(
-    lambda x: x.reshape(len(keep), -1, *x.shape[1:]), output
-  )
+    )
+    in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
+    output, slot_steps = run(params, *in_order, rng.key)
+  by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
+  output = jax.tree.map(by_group, output)
   if num_shards > 1:
     output = jax.tree.map(lambda x: x[place], output)
   return Rollout(
@@ -137,36 +126,31 @@ def roll_out(
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   """Returns each prompt's new place: every shard gets as many kept ones."""
-  num = keep.shape[0]
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
-  return rank % num_shards * (num // num_shards) + rank // num_shards
+  return rank % num_shards * (len(keep) // num_shards) + rank // num_shards
 
 
 def _roll_out_shard(
-  params: transformer.Params,
-  prompts: PromptBatch,
-  keep: Bool[Array, "Q"],
-  key: jax.Array,
-  *,
   model_config: transformer.ModelConfig,
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
   prefill_batch: int,
+  *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1"]]:
   """Returns the completions of one shard's prompts, and its slot steps."""
+  params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   longest = prompts.tokens.shape[1] + sampling.max_tokens - 1
   part_sizes = kv_cache.part_sizes(longest)
   num_kept = keep.sum(dtype=jnp.int32)
   prompt_cache = prefill_prompts(
-    *(params, model_config, prompts),
-    *(order, num_kept, prefill_batch, part_sizes),
+    params, model_config, prompts, order, num_kept, prefill_batch, part_sizes
   )
   queue = decode.Queue(prompts, order, prompt_cache, group_size)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
-  lockstep = transformer.gathers_layers(model_config)
+  lockstep = parameters.gathers_layers(model_config)
   step = functools.partial(decode.decode_step, params, model_config, sampling)
   step_and_refill = lambda state: decode.refill(step(state), queue)
 

@@ -7,16 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch
 from dppo_jax.rollout.decode import max_over_weight_shards
 
 
 def batch_size(prompt_length: int) -> int:
-  """Returns how many prompts prefill together on a device.
-
-  They are at most 32, and at most 8,192 tokens unless one prompt is longer.
-  """
+  """Returns the prompts that a device prefills together, up to 8,192 tokens."""
   return max(1, min(32, 8192 // prompt_length))
 
 
@@ -29,7 +26,7 @@ def prefill_prompts(
   prefill_batch: int,
   part_sizes: list[int],
 ) -> kv_cache.KVCache:
-  """Returns the caches of the kept prompts in this order; others stay zero.
+  """Returns the caches of the kept prompts, zeros for the others, in `order`.
 
   Args:
     order: numbers of the prompts, kept ones first.
@@ -40,15 +37,12 @@ def prefill_prompts(
   chunk = sharding.largest_divisor(num_prompts, prefill_batch)
   part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
-  lockstep = transformer.gathers_layers(model_config)
+  lockstep = parameters.gathers_layers(model_config)
 
   def prefill_padded(padded, rows):
+    tokens, lengths = prompts.tokens[rows, :padded], prompts.lengths[rows]
     return transformer.prefill(
-      params,
-      model_config,
-      prompts.tokens[rows, :padded],
-      prompts.lengths[rows],
-      part_sizes,
+      params, model_config, tokens, lengths, part_sizes
     )
 
   def prefill_chunk(i, cache):

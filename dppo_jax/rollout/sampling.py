@@ -12,21 +12,13 @@ _BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
 class Sampling(NamedTuple):
-  """Options of sampling.
+  """Options of sampling."""
 
-  Attributes:
-    max_tokens: largest number of tokens of a completion, stop token included.
-    stop_ids: tokens that end a completion, as its last token.
-    temperature: 0 takes the most likely token, with a log-probability of 0.
-    top_k: number of most likely tokens to sample from; 0 for all tokens.
-    top_p: probability of the most likely tokens to sample from.
-  """
-
-  max_tokens: int
-  stop_ids: tuple[int, ...]
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
+  max_tokens: int  # of a completion, its stop token included
+  stop_ids: tuple[int, ...]  # tokens that end a completion, as its last token
+  temperature: float = 1.0  # 0: the most likely token, with log-probability 0
+  top_k: int = 0  # number of most likely tokens to sample from; 0 for all
+  top_p: float = 1.0  # probability of the most likely tokens to sample from
 
 
 def sample_token(
@@ -36,10 +28,9 @@ def sample_token(
   top_k: int = 0,
   top_p: float = 1.0,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """Samples a token for each row of logits, and returns its log-probability.
+  """Returns a token for each row of logits and its log-probability.
 
-  The log-probability is that of the sampled distribution, after temperature and
-  truncation.
+  The log-probability is that after temperature and truncation.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import rollout
@@ -52,13 +43,11 @@ def sample_token(
     uniform: one random number in [0, 1) for each token.
     top_k, top_p: as in `Sampling`; of tokens tied at the k-th place, those with
       lower ids are kept.
-  Raises:
-    UserError: if top_k exceeds the vocabulary.
   """
   if top_k > logits.shape[1]:
     raise UserError(
-      f"top_k is {top_k} but the vocabulary has {logits.shape[1]} tokens; see "
-      "config.rollout.top_k"
+      f"config.rollout.top_k={top_k} exceeds the {logits.shape[1]} tokens of "
+      "the vocabulary"
     )
   if temperature == 0:
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)

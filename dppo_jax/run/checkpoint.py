@@ -69,8 +69,6 @@ class Checkpoints:
     self._keep, self._every = keep, every
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
     self.skipped: list[str] = []
-    if self._folder.exists() and not self._folder.is_dir():
-      raise UserError(f"{self._folder} is a file: checkpoints belong there")
     kept = [policies.LatestN(keep), policies.CustomSteps([0])]
     self._manager = ocp.CheckpointManager(
       self._folder.absolute(),
@@ -98,11 +96,7 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def find(self, step: int | None = None) -> int:
-    """Returns `step` or, for None, the latest step with intact weights.
-
-    Raises:
-      UserError: if there is no such checkpoint.
-    """
+    """Returns `step` or, for None, the latest step with intact weights."""
     steps = sorted(self._manager.all_steps())
     if steps and step is None:
       damaged = self._damaged_steps(("params",))
@@ -124,16 +118,12 @@ class Checkpoints:
     """Sets damaged latest checkpoints aside; returns a warning for each.
 
     Also completes the deletion of old checkpoints that a kill prevented.
-
-    Raises:
-      UserError: if there are checkpoints and all of them are damaged.
     """
-    damaged = self._damaged_steps()
     warnings = [
       f"warning: the checkpoint of step {step} is damaged ({corruption}) and "
       f"was moved to {self._set_aside(step)}, which may be deleted; resuming "
       "from the one before"
-      for step, corruption in damaged.items()
+      for step, corruption in self._damaged_steps().items()
     ]
     self.prune()
     self._manager.reload()
@@ -151,12 +141,7 @@ class Checkpoints:
     return self._every > 0 and step % self._every == 0
 
   def save(self, step: int, state: TrainState) -> None:
-    """Writes `state` in the background.
-
-    Raises:
-      UserError: if this checkpoint, or the one before, cannot be written.
-    """
-    self._check_folder()
+    """Writes `state` in the background; raises if the previous write failed."""
     args = ocp.args.Composite(
       params=_Save(state.params), rest=_Save(state.replace(params=None))
     )
@@ -164,43 +149,48 @@ class Checkpoints:
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
-    """Returns when all checkpoints are on disk; raises as `save` does."""
     with self._explaining_errors():
       self._manager.wait_until_finished()
 
   def restore(self, step: int, like: TrainState) -> TrainState:
-    """Returns the state of `step`, placed as `like`, which may be abstract.
-
-    Raises:
-      UserError: if its files are damaged.
-    """
-    self._check(step)
+    """Returns the state of `step`, placed as `like`, which may be abstract."""
+    self.check(step)
     args = ocp.args.Composite(rest=_Restore(like.replace(params=None)))
     rest = self._manager.restore(step, args=args).rest
     return rest.replace(params=self.restore_params(step, like.params))
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
     """Returns the weights of `step` alone; otherwise as `restore`."""
-    self._check(step, ("params",))
+    self.check(step, ("params",))
     args = ocp.args.Composite(params=_Restore(like))
     return self._manager.restore(step, args=args).params
 
-  def _check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
+  def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
+    """Raises UserError if the files of `step` are damaged."""
     if corruption := self.corruption(step, items):
       raise UserError(
         f"the checkpoint of step {step} in {self._folder} is damaged "
         f"({corruption}): restore a copy of it, or use another step"
       )
 
+  def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
+    """Describes what is wrong with the files of `step`; "" if nothing is."""
+    find = distributed.on_first_process(find_corruption)
+    for item in items:
+      if (step, item) not in self._intact:
+        if corruption := find(self._folder / str(step) / item):
+          return f"{item}: {corruption}"
+        self._intact.add((step, item))
+    return ""
+
   def _damaged_steps(self, items: tuple[str, ...] = _ITEMS) -> dict[int, str]:
     """Corruption of each step that is later than the latest intact one."""
-    steps = sorted(self._manager.all_steps(), reverse=True)
     damaged = {}
-    for step in steps:
+    for step in sorted(self._manager.all_steps(), reverse=True):
       if not (corruption := self.corruption(step, items)):
         return damaged
       damaged[step] = corruption
-    if steps:
+    if damaged:
       listed = "; ".join(f"{step}: {text}" for step, text in damaged.items())
       raise UserError(
         f"every checkpoint in {self._folder} is damaged ({listed}): restore a "
@@ -208,56 +198,28 @@ class Checkpoints:
       )
     return damaged
 
-  def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
-    """Describes what is wrong with the files of `step`; "" if nothing is."""
-    check = distributed.on_first_process(find_corruption)
-    for item in items:
-      if (step, item) not in self._intact:
-        if corruption := check(self._folder / str(step) / item):
-          return f"{item}: {corruption}"
-        self._intact.add((step, item))
-    return ""
-
   @distributed.on_first_process
   def _set_aside(self, step: int) -> str:
-    """Moves a damaged checkpoint out of the directory that orbax reads."""
     place = self._workdir / f"damaged-{step}"
     shutil.rmtree(place, ignore_errors=True)
     (self._folder / str(step)).rename(place)
     return str(place)
 
-  @distributed.on_first_process
-  def _check_folder(self) -> None:
-    if (
-      not self._folder.is_dir()
-    ):  # orbax would make it, and the run would go on
-      raise UserError(
-        f"{self._folder} was deleted or moved while the run was using it: put "
-        "it back, or re-run the same command to start again"
-      )
-
   @contextlib.contextmanager
   def _explaining_errors(self) -> Iterator[None]:
-    """Turns an error of the file system into one line."""
+    """Turns an error of the file system, such as a full disk, into one line."""
     try:
       yield
     except Exception as error:
-      if not (reason := _reason(error)):
+      # TensorStore: "...: No space left on device [os_error_code=..."
+      match = re.search(r"([^:]+) \[os_error_code", str(error))
+      if not match and not isinstance(error, OSError):
         raise
-      latest = max(complete_steps(self._workdir), default="none")
+      reason = match[1].strip() if match else error.strerror or error
       raise UserError(
         f"cannot write a checkpoint in {self._folder}: {reason}. Fix this and "
-        f"re-run the same command to resume (latest checkpoint: {latest})"
+        "re-run the same command to resume from the latest checkpoint"
       ) from error
-
-
-def _reason(error: BaseException) -> str:
-  """The operating system's own words; "" if the error is not the system's."""
-  if isinstance(error, OSError):
-    return error.strerror or str(error)
-  # TensorStore: "Failed to ...: No space left on device [os_error_code=...".
-  match = re.search(r"([^:]+) \[os_error_code", str(error))
-  return match[1].strip() if match else ""
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
@@ -303,12 +265,8 @@ def _checksums(directory: pathlib.Path) -> dict[str, str]:
 
 def split_step(source: str) -> tuple[pathlib.Path, int]:
   """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
-  match = re.fullmatch(r"(.+)@(\d+)", source)
-  return (
-    (pathlib.Path(match[1]), int(match[2]))
-    if match
-    else (pathlib.Path(source), 0)
-  )
+  run, step = re.fullmatch(r"(.+?)(?:@(\d+))?", source).groups("0")
+  return pathlib.Path(run), int(step)
 
 
 def abstract(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -2,7 +2,7 @@
 
 All processes take the same steps with the same keys. Each reads what its own
 devices hold and shares the results, such as rewards, with `gather`. Process 0
-alone writes files and prints. With one process, nothing here costs anything.
+alone writes files and prints.
 """
 
 import collections
@@ -26,11 +26,7 @@ import numpy as np
 
 from dppo_jax.errors import UserError
 
-_HEADER = 8  # bytes that hold the length of a message
-_MIN_WIDTH = 4096  # bytes of the shortest message that is sent
-_QUIET_SECONDS = 10  # before a line says what a process waits for
 _CONNECT_SECONDS = 300  # in which all processes have to connect
-_SHUTDOWN_SECONDS = 60  # in which the others exit after one has
 
 
 def initialize(
@@ -45,52 +41,43 @@ def initialize(
 
   Args:
     coordinator: `HOST:PORT` of process 0, as the others reach it.
-    num_processes: number of processes.
     process_id: id of this process, from 0.
-  Raises:
-    UserError: if arguments are missing or wrong, if the others cannot be found,
-      or if processes have different numbers of devices.
   """
-  flags = {
-    "coordinator": coordinator,
-    "num_processes": num_processes,
-    "process_id": process_id,
-  }
-  missing = [f"--{name}" for name, value in flags.items() if value is None]
+  flags = (coordinator, num_processes, process_id)
   if num_processes == 1 or jax.distributed.is_initialized():
     return
-  if len(missing) == len(flags):
-    if not _is_on_tpu_slice():
-      return
-    options, others = {}, "the other hosts of this TPU slice"
-  elif missing:
-    raise UserError(
-      f"{' and '.join(missing)} missing: --coordinator, --num_processes and "
-      "--process_id are given together or, on TPU slices, not at all"
-    )
-  else:
-    _check_flags(coordinator, num_processes, process_id)
-    options = {"coordinator_address": coordinator} | flags
-    del options["coordinator"]
-    # Under Slurm, JAX would hand each process a single GPU.
-    options["cluster_detection_method"] = "deactivate"
+  if flags != (None, None, None):
+    _check_flags(*flags)
     others = f"all {num_processes} processes at --coordinator={coordinator}"
+    # Under Slurm, JAX would give each process a single GPU.
+    options = {"cluster_detection_method": "deactivate"}
+  elif _has_tpu():
+    others, options = "the other hosts of this TPU slice", {}
+  else:
+    return
   # JAX's handler of SIGTERM would replace ours.
   jax.config.update("jax_enable_preemption_service", False)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  # While it waits, JAX ignores Ctrl-C; in the end it prints a C++ stack trace.
+  timer = threading.Timer(_CONNECT_SECONDS, _give_up, [others])
+  handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+  timer.start()
   try:
-    with _limited_wait(others):
-      jax.distributed.initialize(
-        **options,
-        initialization_timeout=2 * _CONNECT_SECONDS,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-      )
-  except Exception as error:  # of the network, of JAX or of a cluster's files
+    jax.distributed.initialize(
+      *flags,
+      initialization_timeout=2 * _CONNECT_SECONDS,
+      shutdown_timeout_seconds=60,  # for the others to exit
+      **options,
+    )
+  except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
       f"cannot connect {others} ({reason}): check --coordinator and its port, "
       "or pass --num_processes=1 to run a single process"
     ) from error
+  finally:
+    timer.cancel()
+    signal.signal(signal.SIGINT, handler)
   counts = collections.Counter(x.process_index for x in jax.devices())
   if len(set(counts.values())) > 1:
     listed = ", ".join(f"{n} in process {i}" for i, n in counts.items())
@@ -99,7 +86,23 @@ def initialize(
     )
 
 
-def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
+def _give_up(others: str) -> None:
+  print(
+    f"error: {others} did not connect within {_CONNECT_SECONDS} s: check the "
+    "address, and that each process id is used exactly once",
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(1)
+
+
+def _check_flags(
+  coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+  if None in (coordinator, num_processes, process_id):
+    raise UserError(
+      "--coordinator, --num_processes and --process_id are required together"
+    )
   if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
     raise UserError(
       f"--coordinator={coordinator} is not HOST:PORT, such as 10.0.0.1:8476"
@@ -111,49 +114,10 @@ def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
     )
 
 
-@contextlib.contextmanager
-def _limited_wait(others: str) -> Iterator[None]:
-  """Exits with one line if the body, a wait inside JAX, takes too long.
-
-  JAX would abort with a C++ stack trace, and would not notice Ctrl-C.
-  """
-
-  def give_up() -> None:
-    say(
-      f"error: {others} did not connect within {_CONNECT_SECONDS} s: check the "
-      "address, and that each process id is used exactly once"
-    )
-    os._exit(1)
-
-  say = functools.partial(print, file=sys.stderr, flush=True)
-  timers = [
-    threading.Timer(_QUIET_SECONDS, say, [f"waiting for {others}"]),
-    threading.Timer(_CONNECT_SECONDS, give_up),
-  ]
-  handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-  try:
-    for timer in timers:
-      timer.start()
-    yield
-  finally:
-    for timer in timers:
-      timer.cancel()
-    signal.signal(signal.SIGINT, handler)
-
-
-def _is_on_tpu_slice() -> bool:
-  """True if JAX can find the other hosts of this machine's TPU slice.
-
-  Source: jax/_src/clusters/cloud_tpu_cluster.py of JAX 0.10.2.
-  """
+def _has_tpu() -> bool:
   has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
   is_used = "tpu" in (os.environ.get("JAX_PLATFORMS") or "tpu")
-  if not (has_chips and is_used and importlib.util.find_spec("libtpu")):
-    return False
-  # Kubernetes names the hosts; elsewhere a metadata server may know them.
-  names = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
-  has_server = "TPU_SKIP_MDS_QUERY" not in os.environ
-  return has_server or bool(names & os.environ.keys())
+  return bool(has_chips and is_used and importlib.util.find_spec("libtpu"))
 
 
 def count() -> int:
@@ -172,38 +136,28 @@ def is_first() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-  """Returns the value of each process to all of them, which wait for it.
-
-  Args:
-    value: JSON.
-  """
+  """Returns the value (JSON) of each process to all of them."""
   if count() == 1:
     return [value]
-  data = json.dumps(value).encode()
-  message = len(data).to_bytes(_HEADER, "little") + data
-  width = _MIN_WIDTH
-  while True:
-    padded = np.zeros(width, np.uint8)
-    part = np.frombuffer(message[:width], np.uint8)
-    padded[: len(part)] = part
-    messages = [x.tobytes() for x in multihost_utils.process_allgather(padded)]
-    ends = [_HEADER + int.from_bytes(x[:_HEADER], "little") for x in messages]
-    if max(ends) <= width:
-      break
-    # A power of two, since each width is compiled.
-    width = 1 << (max(ends) - 1).bit_length()
-  return [json.loads(x[_HEADER:n]) for x, n in zip(messages, ends, strict=True)]
+  data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(len(data)))
+  # A power of two, since each width is compiled.
+  width = 1 << max(12, int(max(sizes) - 1).bit_length())
+  padded = np.pad(data, (0, width - len(data)))
+  messages = multihost_utils.process_allgather(padded)
+  return [
+    json.loads(x[:size].tobytes())
+    for x, size in zip(messages, sizes, strict=True)
+  ]
 
 
 @contextlib.contextmanager
 def sharing_errors() -> Iterator[None]:
   """Raises the error of one process in all of them, which wait for each other.
 
-  Otherwise the others would wait for the process that failed. The body must not
-  wait for another process, which may fail before it gets there.
-
-  Raises:
-    UserError: if another process failed; the message names it and its error.
+  Other processes raise a UserError for a UserError, else a RuntimeError, that
+  names the process. The body must not wait for another process, which may fail
+  before it gets there.
   """
   if count() == 1:
     yield
@@ -213,19 +167,20 @@ def sharing_errors() -> Iterator[None]:
     yield
   except Exception as raised:
     error = raised
-  texts = gather(error and (str(error) or repr(error)))
+  is_users = isinstance(error, UserError)
+  errors = gather(error and [is_users, str(error) or repr(error)])
   if error:
     raise error
-  for number, text in enumerate(texts):
-    if text is not None:
-      raise UserError(f"process {number}: {text}")
+  for number, other in enumerate(errors):
+    if other:
+      kind = UserError if other[0] else RuntimeError
+      raise kind(f"process {number}: {other[1]}")
 
 
 def on_first_process(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes process 0 alone call `function`; all get its result or its error.
+  """Makes process 0 alone call `function`; all get its result (JSON) or error.
 
-  Args:
-    function: returns JSON, such as None; all processes have to call it.
+  All processes have to call it.
   """
 
   @functools.wraps(function)
@@ -248,9 +203,7 @@ def has_lost_another(error: Exception) -> bool:
 
 def to_host(tree: PyTree) -> PyTree:
   """NumPy arrays; 0 in place of values that only other processes hold."""
-  if count() == 1:
-    return jax.device_get(tree)
-  return jax.tree.map(_to_host, tree)
+  return jax.device_get(tree) if count() == 1 else jax.tree.map(_to_host, tree)
 
 
 def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -263,21 +216,17 @@ def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def owners(x: jax.Array | np.ndarray) -> Int[np.ndarray, "N"]:
-  """Process in charge of each row of `x`, one that can read the row.
+  """A process that can read each row of `x`.
 
-  Rows that several processes can read, as all can read NumPy's, are divided
-  among them.
+  Rows that several processes can read, such as NumPy's, are divided among them.
   """
   num_rows = x.shape[0]
   rows = np.zeros(num_rows, np.int32)
-  if count() == 1:
-    return rows
   readers = {(0, num_rows): set(range(count()))}
-  if not isinstance(x, np.ndarray):
-    readers = {}
+  if count() > 1 and not isinstance(x, np.ndarray):
+    readers = collections.defaultdict(set)
     for device, place in x.sharding.devices_indices_map(x.shape).items():
-      part = place[0].indices(num_rows)[:2]
-      readers.setdefault(part, set()).add(device.process_index)
+      readers[place[0].indices(num_rows)[:2]].add(device.process_index)
   for (begin, end), processes in readers.items():
     nth = np.arange(end - begin) * len(processes) // max(end - begin, 1)
     rows[begin:end] = np.array(sorted(processes))[nth]

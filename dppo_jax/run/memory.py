@@ -5,7 +5,6 @@ needs while it runs is the sum of its largest arrays. The TPU compiler's figures
 for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
 """
 
-from collections.abc import Iterator
 import copy
 import dataclasses
 import math
@@ -26,25 +25,18 @@ from dppo_jax.rollout.prefill import batch_size
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
 
-_FIXED = ("weights", "optimizer", "reference", "gradients")
 _HALVED = (
   "rollout.num_slots",
   "rollout.max_tokens",
   "data.prompts_per_step",
   "pack.rows_per_micro",
 )
-_LEAST = {"model.remat": "layers", "rollout.shard_weights": True}
 
 Parts = dict[str, float]  # bytes by purpose
 
 
 class Workload(NamedTuple):
-  """The facts that memory depends on.
-
-  Attributes:
-    platform: cpu, gpu or tpu.
-    prompt_length: tokens of the longest prompt.
-  """
+  """The facts that memory depends on, such as the longest prompt in tokens."""
 
   config: configs.Config
   model: transformer.ModelConfig
@@ -55,12 +47,6 @@ class Workload(NamedTuple):
   @property
   def rollout_dtype(self) -> str:
     return self.config.rollout.dtype or self.model.dtype
-
-  @property
-  def num_prompts(self) -> int:
-    """Prompts of a step on one shard of the batch."""
-    num_shards = sharding.num_shards(self.mesh, "batch")
-    return -(-self.config.data.prompts_per_step // num_shards)
 
 
 def estimate(workload: Workload) -> dict[str, Parts]:
@@ -95,7 +81,9 @@ def _weights(workload: Workload, is_copy: bool = False) -> float:
 
 def _roll_out(workload: Workload) -> Parts:
   r, model = workload.config.rollout, workload.model
-  num_prompts, width = workload.num_prompts, workload.prompt_length
+  num_shards = sharding.num_shards(workload.mesh, "batch")
+  num_prompts = -(-workload.config.data.prompts_per_step // num_shards)
+  width = workload.prompt_length
   slots = min(r.num_slots, num_prompts * r.group_size)
   # Two stages of the decode loop overlap, each with its own slots.
   schedule = [*decode.slot_schedule(slots, workload.platform), 0]
@@ -170,107 +158,81 @@ def shortage(workload: Workload, sums: dict[str, float], limit: float) -> str:
   """A line for each stage whose sum exceeds the limit, with what would help."""
   return "\n".join(
     f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
-    + _advice(workload, stage, limit)
+    + _advice(workload, stage)
     for stage, size in sums.items()
     if size > limit
   )
 
 
-def _advice(workload: Workload, stage: str, limit: float) -> str:
+def _advice(workload: Workload, stage: str) -> str:
   """Options that lower the memory of a stage; only those that still can."""
-  more = "use more devices (config.mesh.data, config.mesh.model)"
-  parts = estimate(workload).get(stage, {})
-  fixed = {name: parts[name] for name in _FIXED if name in parts}
-  if (size := sum(fixed.values())) > limit:
-    return f"{' and '.join(fixed)} alone take {gib(size)} GiB, so {more}"
-  helpful = []
-  for name in (*_HALVED, *_LEAST):
-    config = copy.deepcopy(workload.config)
+  c = workload.config
+  smaller = {"rollout.shard_weights": True, "model.remat": "layers"}
+  for name in _HALVED:
     section, _, field = name.partition(".")
-    options = getattr(config, section)
-    value = getattr(options, field)
-    smaller = max(1, value // 2) if name in _HALVED else _LEAST[name]
-    setattr(options, field, smaller)
+    smaller[name] = max(1, getattr(getattr(c, section), field) // 2)
+  size = lambda x: sum(estimate(x).get(stage, {}).values())
+  advice = "use more devices (config.mesh.data, config.mesh.model)"
+  for name, value in smaller.items():
+    config = copy.deepcopy(c)
+    configs.assign(config, name, value)
     model = dataclasses.replace(workload.model, remat=config.model.remat)
-    changed = estimate(workload._replace(config=config, model=model))
-    if sum(changed.get(stage, {}).values()) < 0.99 * sum(parts.values()):
-      helpful.append(f"config.{name}={smaller}")
-  return f"try {', '.join(helpful)}, or {more}" if helpful else more
+    changed = workload._replace(config=config, model=model)
+    if size(changed) < 0.99 * size(workload):
+      advice = f"config.{name}={value}, {advice}"
+  return f"try {advice}"
 
 
 def check(
   mesh: jax.sharding.Mesh,
   model: transformer.ModelConfig,
   config: configs.Config,
-  trains: bool,
 ) -> None:
   """Raises UserError if training needs far more memory than there is."""
-  if not trains:
-    return
-  index = jax.process_index()
-  devices = [x for x in mesh.devices.flat if x.process_index == index]
-  available = _available(devices)
+  devices = mesh.local_devices
+  if devices[0].platform == "cpu":
+    available = free_memory() / len(devices)  # which they share
+  else:
+    stats = devices[0].memory_stats() or {}
+    available = stats.get("bytes_limit", math.inf)
   # Prompts have not been read yet: the longest that the options allow.
   longest = config.pack.row_length - config.rollout.max_tokens + 1
   longest = max(1, min(config.data.max_prompt_tokens, longest))
-  platform = mesh.devices.flat[0].platform
-  workload = Workload(config, model, mesh, platform, longest)
+  workload = Workload(config, model, mesh, devices[0].platform, longest)
   stages = estimate(workload)
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   if max(sums.values()) > _MARGIN * available:
-    message = shortage(workload, sums, available)
-    raise UserError(f"not enough memory: {message.replace(chr(10), '; ')}")
+    message = shortage(workload, sums, available).replace("\n", "; ")
+    raise UserError(f"not enough memory: {message}")
 
 
 def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def _available(devices: list[jax.Device]) -> float:
-  """Bytes that each device of this process can use; infinite if unknown."""
-  if devices and devices[0].platform == "cpu":
-    return free_memory() / len(devices)  # which they share
-  stats = (devices[0].memory_stats() if devices else None) or {}
-  return stats.get("bytes_limit", math.inf)
-
-
 def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
-  """Bytes that this process can still allocate; infinite if unknown.
+  """Bytes that this process can still allocate; infinite if not on Linux.
 
   Args:
     root: directory that holds proc and sys.
   """
   try:
-    text = (root / "proc/meminfo").read_text("ascii")
-  except OSError:  # not Linux
-    return math.inf
-  sizes = dict(re.findall(r"^(MemAvailable|SwapFree): +(\d+)", text, re.M))
-  if "MemAvailable" not in sizes:
-    return math.inf
-  free = 1024.0 * sum(map(int, sizes.values()))
-  return min([free, *_left_in_control_groups(root)])
-
-
-def _left_in_control_groups(root: pathlib.Path) -> Iterator[float]:
-  """Bytes left in each control group (v1 or v2) that limits this process."""
-  try:
+    text = (root / "proc/meminfo").read_text()
     lines = (root / "proc/self/cgroup").read_text().splitlines()
   except OSError:
-    return
-  for line in lines:
+    return math.inf
+  sizes = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M)
+  left = [1024.0 * sum(map(int, sizes))]
+  for line in lines:  # limits of containers, in control groups v1 and v2
     _, controllers, path = line.split(":", 2)
-    top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+    top, names = root / "sys/fs/cgroup", ("max", "current")
     if "memory" in controllers.split(","):
-      top /= "memory"
-      names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+      top, names = top / "memory", ("limit_in_bytes", "usage_in_bytes")
     group = top / path.lstrip("/")
     for folder in (group, *group.parents):
       try:
-        limit, used = ((folder / name).read_text().strip() for name in names)
-        stat = (folder / "memory.stat").read_text()
-      except OSError:  # not here, or without a limit
+        limit, used = ((folder / f"memory.{x}").read_text() for x in names)
+        left.append(int(limit) - int(used))
+      except (OSError, ValueError):  # not here, or without a limit
         continue
-      # The kernel drops cached files before it denies memory.
-      cached = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
-      if limit.isdigit():
-        yield int(limit) - int(used) + max(map(int, cached), default=0)
+  return min(left)

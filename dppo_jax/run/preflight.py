@@ -1,7 +1,10 @@
 """Validates combinations of options before any array is allocated.
 
-The range of a single option is checked by `config.validate`.
+Each function raises UserError. The range of a single option is checked by
+`config.validate`.
 """
+
+from collections.abc import Sequence
 
 import jax
 
@@ -13,7 +16,7 @@ from dppo_jax.run import checkpoint, distributed
 
 
 def check_lengths(config: configs.Config, prompt_length: int) -> None:
-  """Raises UserError if a sequence may be longer than a row."""
+  """Checks that the longest sequence fits a row."""
   longest = prompt_length + config.rollout.max_tokens - 1
   if longest > config.pack.row_length:
     raise UserError(
@@ -24,36 +27,25 @@ def check_lengths(config: configs.Config, prompt_length: int) -> None:
     )
 
 
-def check_train_set(config: configs.Config, train_set: data.ProblemSet) -> None:
-  """Raises UserError if problems are too long, too few or lack solutions."""
-  d = config.data
-  check_lengths(config, train_set.tokens.shape[1])
-  if len(train_set) < d.prompts_per_step:
-    raise UserError(
-      f"config.data.prompts_per_step is {d.prompts_per_step} but {d.train} has "
-      f"{len(train_set)} usable problems"
-    )
-  if config.sft.needs_solutions and not any(train_set.solutions):
-    raise UserError(
-      f"config.sft.steps is {config.sft.steps} but no problem of {d.train} "
-      "has a solution to imitate: add a column 'solution', or set "
-      "config.sft.steps to 0"
-    )
-
-
 def check_ids(
+  config: configs.Config,
   model: transformer.ModelConfig,
   stop_ids: tuple[int, ...],
-  problem_sets: list[data.ProblemSet],
+  problem_sets: Sequence[data.ProblemSet | None],
 ) -> None:
-  """Raises UserError for token ids outside the model's vocabulary."""
+  """Checks that the model's vocabulary contains all token ids."""
+  if config.rollout.top_k > model.vocab:
+    raise UserError(
+      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
+      f"{model.vocab} tokens"
+    )
   for stop_id in stop_ids:
     if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
       raise UserError(
         f"the stop id {stop_id!r} is not below the model's vocabulary size "
         f"{model.vocab}: set config.rollout.stop_ids"
       )
-  largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
+  largest = max((int(x.tokens.max()) for x in problem_sets if x), default=0)
   if largest >= model.vocab:
     raise UserError(
       f"a prompt has token {largest} but the model's vocabulary size is "
@@ -62,7 +54,7 @@ def check_ids(
 
 
 def check_dynamic_sampling(config: configs.Config) -> None:
-  """Raises UserError if skipped groups would count in exact sampling."""
+  """Checks that the groups that exact sampling skips would not have counted."""
   sampling = configs.make_method(config).dynamic_sampling
   if not (sampling and sampling.is_exact):
     return
@@ -72,20 +64,20 @@ def check_dynamic_sampling(config: configs.Config) -> None:
   }.items():
     if value:
       raise UserError(
-        f"{name} is {value} but exact dynamic sampling skips groups of equal "
-        "rewards, which would then have a gradient: set it to 0, or "
+        f"{name} is {value} but exact dynamic sampling skips groups with equal "
+        "rewards, which would have counted: set it to 0, or "
         "config.method.args.dynamic_sampling to plain or none"
       )
   if config.objective.args.get("tokens_per_completion") == 0:
     raise UserError(
-      "config.objective.args.tokens_per_completion is 0 but the groups that "
-      "exact dynamic sampling gathers are not of average length: set it to "
-      "the usual length of a completion"
+      "config.objective.args.tokens_per_completion is 0 but exact dynamic "
+      "sampling does not know the mean length of the groups it skips: set it "
+      "to the typical length of a completion"
     )
 
 
 def check_from_run(from_run: str) -> None:
-  """Raises UserError if the checkpoint to start from does not exist."""
+  """Checks that the checkpoint to start from exists."""
   workdir, step = checkpoint.split_step(from_run)
   steps = checkpoint.complete_steps(workdir)
   if step not in steps:
@@ -96,24 +88,22 @@ def check_from_run(from_run: str) -> None:
 
 
 def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
-  """Raises UserError if prompts cannot be divided over the mesh."""
+  """Checks that the prompts of a step can be divided over the mesh."""
   prompts = config.data.prompts_per_step
   num_shards = sharding.num_shards(mesh, "batch")
   if prompts % num_shards:
-    replicas = " x config.mesh.replicas" if config.mesh.replicas > 1 else ""
     raise UserError(
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
-      f"the {num_shards} devices of config.mesh.data{replicas}"
+      f"the {num_shards} devices of config.mesh.data x config.mesh.replicas"
     )
 
 
 def check_processes(mesh: jax.sharding.Mesh) -> None:
-  """Raises UserError if a process has no device in the mesh."""
+  """Checks that every process has a device in the mesh."""
   present = {device.process_index for device in mesh.devices.flat}
-  absent = set(range(distributed.count())) - present
-  if absent:
+  if absent := set(range(distributed.count())) - present:
     raise UserError(
-      f"a mesh of {mesh.size} devices has none of process "
+      f"the mesh of {mesh.size} devices has none of process "
       f"{', '.join(map(str, sorted(absent)))}: config.mesh.data=-1 uses all"
     )
 
@@ -121,9 +111,9 @@ def check_processes(mesh: jax.sharding.Mesh) -> None:
 def check_weights(
   mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
-  """Raises UserError if a weight cannot be divided over the mesh.
+  """Checks that the weights can be divided over the mesh.
 
-  There may be fewer heads of keys and values than devices: they are repeated.
+  There may be fewer key-value heads than devices: they are repeated.
   """
   for name, param in transformer.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):

@@ -10,31 +10,22 @@ MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
 
 def check_selection(num_unplaced: float, num_invalid_probs: float) -> None:
-  """Raises if a batch does not correspond to its weights.
-
-  Args:
-    num_unplaced: completions without a place in the packed rows.
-    num_invalid_probs: kept items with a probability outside (0, 1].
-  """
+  """Raises if completions have no row, or items no probability in (0, 1]."""
   if num_unplaced > 0:
     raise RuntimeError(
       f"{num_unplaced:.0f} completions have no place in the packed rows: "
       "packing.row_bound is wrong; please report this"
     )
-  _check_probs(num_invalid_probs, "prompts or completions")
+  check_tokens(num_invalid_probs, "prompts or completions")
 
 
-def check_tokens(num_invalid_probs: float) -> None:
+def check_tokens(num_invalid_probs: float, items: str = "tokens") -> None:
   """Raises if tokens were kept with a probability outside (0, 1]."""
-  _check_probs(num_invalid_probs, "tokens")
-
-
-def _check_probs(num_invalid: float, items: str) -> None:
-  if num_invalid > 0:
+  if num_invalid_probs > 0:
     raise UserError(
-      f"{num_invalid:.0f} {items} were kept with a probability outside (0, 1]: "
-      "the rules of config.method must report the probabilities with which "
-      "they draw"
+      f"{num_invalid_probs:.0f} {items} were kept with a probability outside "
+      "(0, 1]: the rules of config.method must report the probabilities with "
+      "which they draw"
     )
 
 
@@ -44,31 +35,25 @@ def check_update(
   num_skipped_in_a_row: float,
   details: str,
 ) -> None:
-  """Stops a run that diverged, before it saves its weights.
+  """Raises UserError for a run that diverged, before it saves its weights.
 
   Args:
-    step: step of the update.
     num_nonfinite_params: weights that are infinite or NaN.
     num_skipped_in_a_row: updates with a non-finite gradient up to this one.
     details: numbers that describe the update.
-  Raises:
-    UserError: for non-finite weights, or MAX_SKIPPED non-finite gradients in a
-      row.
   """
   if num_nonfinite_params:
     raise UserError(
       f"the update of step {step} made {num_nonfinite_params:.0f} weights "
-      "infinite or NaN: they are not saved, the latest checkpoint is "
-      "unchanged. Start another run with a lower "
+      "infinite or NaN: they are not saved. Start another run with a lower "
       "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP takes the "
       "weights of a checkpoint"
     )
   if num_skipped_in_a_row >= MAX_SKIPPED:
     raise UserError(
       f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
-      f"({details}): they changed nothing. Lower "
-      "config.optimizer.learning_rate, or compute in float32 with "
-      "config.model.dtype"
+      f"({details}): lower config.optimizer.learning_rate, or compute in "
+      "float32 with config.model.dtype"
     )
 
 

@@ -1,4 +1,4 @@
-"""A run before its first step: everything it shares, checked and gathered."""
+"""A run before its first step: everything its stages share, checked."""
 
 from collections.abc import Callable
 import dataclasses
@@ -11,27 +11,24 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
-from dppo_jax.config.options import default_args
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
 from dppo_jax.models import attention, hf, transformer
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import memory, preflight
 
-_NO_EVAL = "eval: no problems"
+ProblemSets = tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]
 
 
 class Run(NamedTuple):
-  """What the stages of a step share.
+  """State shared by the stages of a step.
 
   Attributes:
-    mesh: the devices, which need not be those of this machine.
-    platform: of the devices: cpu, gpu or tpu.
-    root_key: where all randomness starts.
-    train_set: problems to train on; None where there is no training.
-    eval_sets: problems to evaluate on by the name of their set, if any.
-    initial_params: makes the weights to start from, placed on the mesh.
-    packing: the shape of packed rows.
+    mesh: devices, not necessarily of this machine.
+    platform: cpu, gpu or tpu.
+    train_set: problems to train on; None without training.
+    eval_sets: problems to evaluate on, by the name of their set.
+    initial_params: returns the initial weights, placed on the mesh.
   """
 
   config: configs.Config
@@ -50,66 +47,74 @@ class Run(NamedTuple):
 
   @property
   def num_updates(self) -> int:
-    """Optimizer steps in the full run."""
+    """Optimizer updates in the full run."""
     return self.config.steps * self.config.objective.num_updates
 
   def make_grader(self) -> rewards.Grader:
-    """The grader that the config asks for, not yet started."""
+    """Returns the grader of the config, not yet started."""
     r = self.config.reward
     return rewards.Grader(
       r.functions, r.num_workers, r.timeout_seconds, r.on_error
     )
 
   def description(self) -> str:
-    """The batch arithmetic of a step, and what was read."""
-    c, packing = self.config, self.packing
+    """Model, problems and batch sizes of the run, as text."""
+    c, m, p = self.config, self.model, self.packing
     prompts, group_size = c.data.prompts_per_step, c.rollout.group_size
-    prompt_length = self.train_set.tokens.shape[1]
-    longest = prompt_length + c.rollout.max_tokens - 1
+    longest = self.train_set.tokens.shape[1] + c.rollout.max_tokens - 1
     parts = c.objective.mini_batches
-    num_rows = packing.num_rows(prompts // parts * group_size, longest)
-    each = f" in each of {parts} mini-batches" if parts > 1 else ""
-    epoch = len(self.train_set) // prompts
-    fill = functools.partial(
-      textwrap.fill, width=79, subsequent_indent="  ", break_on_hyphens=False
-    )
-    return "\n".join(
-      fill(line)
-      for about in [
-        f"model: {self.model.family}, {self.model.layers} layers of width "
-        f"{self.model.embed}, {transformer.num_parameters(self.model):,} "
-        f"parameters, {self.model.dtype}; "
-        f"mesh {sharding.describe(self.mesh)}",
+    num_rows = p.num_rows(prompts // parts * group_size, longest)
+    epoch, left_over = divmod(len(self.train_set), prompts)
+    reports = [x.report for x in self.eval_sets.values()]
+    text = "\n".join(
+      [
+        f"model: {m.family}, {m.layers} layers of width {m.embed}, "
+        f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
+        f"{sharding.describe(self.mesh)}",
         self.train_set.report,
-        *([x.report for x in self.eval_sets.values()] or [_NO_EVAL]),
+        *(reports or ["eval: no problems"]),
         self.train_set.first_prompt,
-        f"step: {prompts} prompts x {group_size} completions = "
-        f"{prompts * group_size} sequences of at most {longest} tokens "
-        f"(prompt {prompt_length}, completion {c.rollout.max_tokens}), decoded "
-        f"in {c.rollout.num_slots} slots a device",
-        f"update: micro-batches of {packing.rows_per_micro} rows x "
-        f"{packing.row_length} = "
-        f"{packing.rows_per_micro * packing.row_length:,} tokens, at most "
-        f"{num_rows // packing.rows_per_micro} of them{each}, "
-        f"{c.objective.num_updates} update(s) on each rollout",
-        f"epoch: {epoch} steps; {len(self.train_set) - epoch * prompts} "
-        "prompts sit out, others each time",
+        f"step: {prompts} prompts x {group_size} sequences of at most "
+        f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
+        f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
+        f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
+        f"mini-batches, {c.objective.num_updates} update(s) per rollout",
+        f"epoch: {epoch} steps; {left_over} prompts are left over (different "
+        "ones each epoch)",
         f"method: {_call(c.method)}, objective {_call(c.objective)}, "
         f"{c.steps} steps",
       ]
-      for line in about.splitlines()
     )
+    fill = functools.partial(
+      textwrap.fill, width=79, subsequent_indent="  ", break_on_hyphens=False
+    )
+    return "\n".join(map(fill, text.splitlines()))
 
 
 def _call(choice: configs.MethodConfig | configs.ObjectiveConfig) -> str:
   """Its name, with the arguments that are not at their defaults."""
-  defaults = default_args(choice.factory)
-  args = [
+  defaults = configs.default_args(choice.factory)
+  args = ", ".join(
     f"{name}={value}"
     for name, value in choice.args.items()
     if value != defaults.get(name)
-  ]
-  return f"{choice.name}({', '.join(args)})" if args else choice.name
+  )
+  return f"{choice.name}({args})" if args else choice.name
+
+
+class Inputs(NamedTuple):
+  """Model and problems of a run.
+
+  Attributes:
+    path: directory of the checkpoint; empty for a randomly initialised model.
+    problems: reads the problems to train on and those to evaluate on.
+  """
+
+  path: str
+  tokenizer: data.Tokenizer | None
+  model: transformer.ModelConfig
+  stop_ids: tuple[int, ...]
+  problems: Callable[[], ProblemSets]
 
 
 def setup_run(
@@ -117,21 +122,19 @@ def setup_run(
   mesh: jax.sharding.Mesh | None = None,
   platform: str | None = None,
   trains: bool = True,
+  inputs: Inputs | None = None,
 ) -> Run:
-  """Checks the config and gathers what a run needs.
+  """Checks the config and gathers everything that a run needs.
 
   Args:
-    mesh: where it is to run; None makes the config's of this machine's
-      devices. One of other devices serves to plan a run.
-    platform: cpu, gpu or tpu; None is that of the mesh's devices.
-    trains: False where there is to be no training: then problems to train on
-      are neither read nor needed.
-  Raises:
-    UserError: for whatever cannot work, naming value, limit and option.
+    mesh: devices, for a plan; None means the config's mesh on this machine.
+    platform: cpu, gpu or tpu; None means that of the mesh's devices.
+    trains: True to read and check the problems to train on.
+    inputs: shapes in place of the files that the config names, for a plan.
   """
   configs.validate(config)
   preflight.check_dynamic_sampling(config)
-  is_here = mesh is None  # where to run, not where to plan to
+  is_here = mesh is None
   if is_here:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     preflight.check_processes(mesh)
@@ -139,13 +142,9 @@ def setup_run(
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     preflight.check_prompts(mesh, config)
-    if config.sft.from_run:
+    if config.sft.from_run and not inputs:
       preflight.check_from_run(config.sft.from_run)
-  root_key = jax.random.key(config.seed)
-  path = model_path(config.model)
-  if path:
-    hf.check(path)
-  tokenizer = make_tokenizer(config, path)
+  inputs = inputs or read_inputs(config, trains)
   backend = attention.choose_backend(
     config.model.attention,
     platform,
@@ -153,138 +152,117 @@ def setup_run(
     config.rollout.group_size,
     share_prefix=True,
   )
-  model = describe_model(config.model, path, tokenizer.vocab_size, backend)
+  model = dataclasses.replace(inputs.model, attention=backend)
   preflight.check_weights(mesh, model)
-  if is_here:
-    memory.check(mesh, model, config, trains)
-  train_set, eval_sets = _problems(config, tokenizer, trains)
-  stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
-  if config.rollout.top_k > model.vocab:
-    raise UserError(
-      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
-      f"{model.vocab} tokens"
-    )
-  problem_sets = [train_set, *eval_sets.values()]
-  preflight.check_ids(model, stop_ids, [x for x in problem_sets if x])
-  if train_set and config.sft.needs_solutions:
-    # For what it refuses: here it costs seconds, and later a start.
+  if is_here and trains:
+    memory.check(mesh, model, config)
+  train_set, eval_sets = inputs.problems()
+  stop_ids = tuple(config.rollout.stop_ids) or inputs.stop_ids
+  preflight.check_ids(config, model, stop_ids, [train_set, *eval_sets.values()])
+  if train_set:
+    preflight.check_lengths(config, train_set.tokens.shape[1])
+  if train_set and inputs.tokenizer and config.sft.needs_solutions:
+    # For its errors, which would otherwise come after the compilation.
     data.problems.tokenize_solutions(
-      train_set, tokenizer, stop_ids[0], config.pack.row_length
+      train_set, inputs.tokenizer, stop_ids[0], config.pack.row_length
     )
-  shardings = transformer.shardings(model, mesh)
-
-  def initial_params() -> transformer.Params:
-    if path:
-      return hf.load(path, shardings=shardings)[0]
-    init = functools.partial(transformer.init, model)
-    key = rng_at(root_key, 0, Stage.INIT).key
-    return jax.jit(init, out_shardings=shardings)(key)
-
-  return assemble(
-    config,
-    mesh,
-    model,
-    platform=platform,
-    tokenizer=tokenizer,
-    stop_ids=stop_ids,
-    train_set=train_set,
-    eval_sets=eval_sets,
-    initial_params=initial_params,
-  )
-
-
-def assemble(
-  config: configs.Config,
-  mesh: jax.sharding.Mesh,
-  model: transformer.ModelConfig,
-  **found,
-) -> Run:
-  """A run of what has been read and checked.
-
-  Args:
-    found: platform, tokenizer, stop_ids, train_set, eval_sets and
-      initial_params.
-  """
+  root_key = jax.random.key(config.seed)
   method = configs.make_method(config)
   return Run(
     config=config,
     mesh=mesh,
-    root_key=jax.random.key(config.seed),
+    platform=platform,
+    root_key=root_key,
     method=method,
     objective=configs.make_objective(config),
+    tokenizer=inputs.tokenizer,
+    stop_ids=stop_ids,
+    train_set=train_set,
+    eval_sets=eval_sets,
     model=model,
+    initial_params=functools.partial(
+      _initial_params, inputs.path, model, mesh, root_key
+    ),
     packing=packing.PackingSpec(
       config.pack.row_length,
       config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
       # Tokens are drawn along the rows, in an order that no mesh changes.
       spread_rows=method.tokens is None,
     ),
-    **found,
   )
 
 
-def model_path(options: configs.ModelConfig) -> str:
-  """Directory of the checkpoint to start from, fetched if it has to be.
+def _initial_params(
+  path: str,
+  model: transformer.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  root_key: jax.Array,
+) -> transformer.Params:
+  shardings = transformer.shardings(model, mesh)
+  if path:
+    return hf.load(path, shardings=shardings)[0]
+  init = functools.partial(transformer.init, model)
+  key = rng_at(root_key, 0, Stage.INIT).key
+  return jax.jit(init, out_shardings=shardings)(key)
 
-  Empty where the model is made on the spot.
-  """
-  if options.hub_id and not options.path:
-    return hf.fetch(options.hub_id)
-  return options.path
 
-
-def make_tokenizer(config: configs.Config, path: str) -> data.Tokenizer:
-  """The tokenizer of the checkpoint in `path`; of arithmetic where empty."""
-  if not path:
-    if config.data.template_args:
-      raise UserError(
-        f"config.data.template_args is {config.data.template_args} but the "
-        "arithmetic tokenizer, used without config.model.path, has no chat "
-        "template"
-      )
-    return data.CharacterTokenizer()
-  return data.PretrainedTokenizer(path, config.data.template_args)
+def read_inputs(config: configs.Config, trains: bool = True) -> Inputs:
+  """Reads model and tokenizer; fetches the model if it is not on disk."""
+  path, args = config.model.path, config.data.template_args
+  if config.model.hub_id and not path:
+    path = hf.fetch(config.model.hub_id)
+  if path:
+    hf.check(path)
+    tokenizer = data.PretrainedTokenizer(path, args)
+  elif args:
+    raise UserError(
+      f"config.data.template_args is {args} but the arithmetic tokenizer, used "
+      "without config.model.path, has no template"
+    )
+  else:
+    tokenizer = data.CharacterTokenizer()
+  return Inputs(
+    path,
+    tokenizer,
+    describe_model(config.model, path, tokenizer.vocab_size),
+    tokenizer.stop_ids,
+    functools.partial(_read_problems, config, tokenizer, trains),
+  )
 
 
 def describe_model(
-  options: configs.ModelConfig,
-  path: str,
-  vocab_size: int,
-  backend: str = "auto",
+  options: configs.ModelConfig, path: str, vocab_size: int
 ) -> transformer.ModelConfig:
   """The checkpoint's architecture or, without one, Qwen3 of `options.shape`."""
   if path:
-    model = hf.read_config(path, options.dtype, options.remat)
-    return dataclasses.replace(model, attention=backend)
+    return hf.read_config(path, options.dtype, options.remat)
   return transformer.ModelConfig(
     vocab=sharding.round_up(vocab_size, 8),
     has_qk_norm=True,
     dtype=options.dtype,
     remat=options.remat,
-    attention=backend,
     **options.shape,
   )
 
 
-def _problems(
+def _read_problems(
   config: configs.Config, tokenizer: data.Tokenizer, trains: bool
-) -> tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]:
-  d = config.data
-  if trains and not d.train:
+) -> ProblemSets:
+  c, options = config, dataclasses.asdict(config.data)
+  prompts = options.pop("prompts_per_step")
+  del options["template_args"]
+  if trains and not c.data.train:
     raise UserError("config.data.train is empty: set a source to train on")
-  train_set, eval_sets = data.load(
-    tokenizer,
-    config.seed,
-    train=d.train,
-    eval=d.eval,
-    train_limit=d.train_limit,
-    eval_limit=d.eval_limit,
-    problem_key=d.problem_key,
-    answer_key=d.answer_key,
-    max_prompt_tokens=d.max_prompt_tokens,
-    template=d.template,
-    trains=trains,
-  )
-  if train_set:
-    preflight.check_train_set(config, train_set)
+  train_set, eval_sets = data.load(tokenizer, c.seed, trains=trains, **options)
+  if trains and len(train_set) < prompts:
+    raise UserError(
+      f"config.data.prompts_per_step is {prompts} but {c.data.train} has "
+      f"{len(train_set)} usable problems"
+    )
+  if trains and c.sft.needs_solutions and not any(train_set.solutions):
+    raise UserError(
+      f"config.sft.steps is {c.sft.steps} but no problem of {c.data.train} has "
+      "a solution to imitate: add a column 'solution', or set "
+      "config.sft.steps to 0"
+    )
   return train_set, eval_sets

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 import contextlib
 import os
 import signal
-import sys
 import threading
 
 from dppo_jax.run import distributed
@@ -29,7 +28,10 @@ class StopRequest:
     finally:
       self._is_deferred = False
 
-  def receive(self) -> None:
+  def receive(self, number, frame) -> None:
+    if frame is not None and frame.f_code.co_name in _SWALLOWING:
+      signal.setitimer(signal.ITIMER_REAL, 0.02)  # then SIGALRM tries again
+      return
     self.is_requested = True
     if not self._is_deferred:
       raise KeyboardInterrupt
@@ -39,28 +41,18 @@ class StopRequest:
 def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
   """Turns the first SIGTERM or Ctrl-C into a KeyboardInterrupt.
 
-  A second signal exits at once, with the status of a process that the signal
-  killed. It cannot wait for Python, which handles a signal only when a compiled
-  program returns, so a thread reads the signals as well. In a notebook, whose
-  variables would be lost, a second interrupt is Python's. A signal that is
-  ignored stays ignored, as Ctrl-C is in a background job of a shell script.
+  A second signal exits at once. Python's handlers run only when a compiled
+  program returns, so a thread reads the signals as well. Ignored signals stay
+  ignored, as Ctrl-C is in a background job of a shell script.
 
   Args:
     describe: returns the line that process 0 prints if the body is stopped.
   """
   request = StopRequest()
-
-  def handle(number, frame) -> None:
-    if frame is not None and frame.f_code.co_name in _SWALLOWING:
-      signal.setitimer(signal.ITIMER_REAL, 0.02)  # then SIGALRM tries again
-      return
-    signal.signal(number, previous[number])
-    request.receive()
-
   reads, writes = os.pipe()
   os.set_blocking(writes, False)
   previous = {
-    number: signal.signal(number, handle)
+    number: signal.signal(number, request.receive)
     for number in (*SIGNALS, signal.SIGALRM)
     if signal.getsignal(number) is not signal.SIG_IGN
   }
@@ -85,11 +77,11 @@ def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
 
 def _watch(reads: int) -> None:
   """Exits at the second signal; reads their numbers until a 0."""
-  count = 0
+  is_stopping = False
   while number := os.read(reads, 1)[0]:
-    count += number in SIGNALS
-    if count == 1 and number in SIGNALS:
-      os.write(2, b"\nstopping; a second signal exits at once\n")
-    if count == 2 and "ipykernel" not in sys.modules:
+    if is_stopping and number in SIGNALS:
       os.write(2, b"\nexiting at once, at a second signal\n")
       os._exit(128 + number)
+    elif number in SIGNALS:
+      os.write(2, b"\nstopping; a second signal exits at once\n")
+      is_stopping = True

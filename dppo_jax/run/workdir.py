@@ -12,12 +12,10 @@ import inspect
 import json
 import os
 import pathlib
-from typing import Any
 
 from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.analysis import jsonl
-from dppo_jax.config.options import flatten, walk
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, distributed
@@ -31,13 +29,12 @@ def may_change(config: configs.Config) -> set[str]:
   They are marked in `config/`, except for what depends on the method.
   """
   free = {
-    name for name, _, metadata in walk(config) if metadata.get("may_change")
+    x for x, _, metadata in configs.walk(config) if metadata.get("may_change")
   }
   method = configs.make_method(config)
   if config.optimizer.schedule != "constant" or method.has_schedule:
     free.discard("steps")  # the learning rate, or pruning, depends on it
-  if method.tokens:  # tokens are drawn along the rows
-    # The number of rows depends on them.
+  if method.tokens:  # tokens are drawn along the rows, which depend on these
     free -= {"pack.rows_per_micro", "mesh.data", "mesh.replicas"}
   return free
 
@@ -47,19 +44,23 @@ def check(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> None:
-  """Raises unless `config` may resume the run of `path`, if that has begun.
+  """Raises UserError, naming what changed, unless `config` may resume a run.
 
   Args:
-    path: config.json of the run.
-    config: options of this process.
+    path: config.json of the run; anything may resume a run without checkpoints.
     prints: result of `fingerprints`, if known.
-  Raises:
-    UserError: names the options, data or code that changed.
   """
   if not checkpoint.complete_steps(path.parent):
     return
-  old, new = _saved(path), flatten(config)
-  old_prints = old.pop(PRINTS, {})
+  try:
+    old = json.loads(path.read_bytes())
+    old_prints = old.pop(PRINTS, {})
+  except (OSError, ValueError) as error:
+    raise UserError(
+      f"{path.parent} has checkpoints but its config.json cannot be read "
+      f"({error}): restore it, or choose another --workdir"
+    ) from error
+  new = configs.flatten(config)
   changed = [
     f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
     for name in sorted((old.keys() | new.keys()) - may_change(config))
@@ -79,19 +80,6 @@ def check(
       )
 
 
-def _saved(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    saved = json.loads(path.read_bytes())
-    return saved | {PRINTS: dict(saved.get(PRINTS, {}))}
-  except (OSError, ValueError, TypeError, AttributeError) as error:
-    state = "no" if isinstance(error, FileNotFoundError) else "a damaged"
-    raise UserError(
-      f"{path.parent} has checkpoints but {state} config.json ({error}), so "
-      "their options are unknown: restore it, or choose another --workdir and "
-      f"start from their weights with --config.sft.from_run={path.parent}@STEP"
-    ) from error
-
-
 def write(
   path: pathlib.Path,
   config: configs.Config,
@@ -100,16 +88,16 @@ def write(
   """Writes config and fingerprints, unless `check` raises."""
   check(path, config, prints)
   path.parent.mkdir(parents=True, exist_ok=True)
-  content = flatten(config) | ({PRINTS: dict(prints)} if prints else {})
+  content = configs.flatten(config) | ({PRINTS: prints} if prints else {})
   jsonl.replace(path, [json.dumps(content, indent=2), "\n"])
 
 
 def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
   """Raises UserError unless all processes have the same config and workdir."""
-  here = {f"config.{name}": value for name, value in flatten(config).items()}
+  options = configs.flatten(config)
+  here = {f"config.{name}": value for name, value in options.items()}
   here["--workdir"] = str(workdir.absolute())
-  everywhere = distributed.gather(here)
-  first, here = everywhere[0], everywhere[distributed.index()]
+  first = distributed.gather(here)[0]
   with distributed.sharing_errors():
     for name in first.keys() | here.keys():
       if first.get(name) != here.get(name):
@@ -125,11 +113,7 @@ def held(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-  """Writes the config, and keeps other runs out of the directory meanwhile.
-
-  Raises:
-    UserError: if another run is in progress there, or as `check` does.
-  """
+  """Writes the config, and keeps other runs out of the directory meanwhile."""
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
@@ -154,9 +138,8 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   latest = max(checkpoint.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
-  with checkpoint.Checkpoints(
-    workdir, config.checkpoint.keep, read_only=True
-  ) as checkpoints:
+  keep = config.checkpoint.keep
+  with checkpoint.Checkpoints(workdir, keep, read_only=True) as checkpoints:
     check(workdir / "config.json", config)
     if checkpoints.corruption(latest):
       return False
@@ -166,9 +149,7 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
     if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
       report.write(workdir)
     print(
-      f"already done: {latest} of {config.steps} steps\n"
-      f"report: {page}\n"
-      "what to do next:\n"
+      f"already done: {latest} of {config.steps} steps; report: {page}\n"
       f"  --config.steps={2 * max(latest, 1)} to train longer\n"
       "  --mode=evaluate to evaluate the weights on any problems\n"
       "  --mode=export --to=DIR to write them for transformers\n"
@@ -182,30 +163,23 @@ def describe_stop(workdir: pathlib.Path) -> str:
   """The last line of a run that a signal stopped."""
   if steps := checkpoint.complete_steps(workdir):
     return f"stopped after step {max(steps)}; re-run the same command to resume"
-  return (
-    "stopped before the first step; nothing was saved; re-run the same command "
-    "to start again"
-  )
+  return "stopped before the first step; nothing was saved"
 
 
 def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
-  """A fingerprint of the content of each option that names data or code.
-
-  Problems count as a step sees them: with the prompts as tokens, which depend
-  on tokenizer and template. A user's function counts as its file.
-  """
+  """Hashes of problems, prompt tokens and files of user code, by option."""
   texts = (
     *(train_set.names, train_set.problems, train_set.answers),
     *(train_set.solutions, train_set.columns),
   )
+  plain = lambda x: type(x).__name__  # the text may hold an address
   # One at a time: the columns of a large source take as much memory as text.
   prints = {
-    "data.train": _digest(
-      *(json.dumps(x, default=_plain, sort_keys=True).encode() for x in texts),
+    "data.train": _hash(
+      *(json.dumps(x, default=plain, sort_keys=True).encode() for x in texts),
       train_set.tokens.tobytes(),
-      train_set.lengths.tobytes(),
     )
   }
   references = [x.reference for x in rewards.parse(config.reward.functions)]
@@ -216,15 +190,10 @@ def fingerprints(
       files[name] = [inspect.getsourcefile(factory) or ""]
   for name, paths in files.items():
     if paths := [path for path in paths if os.path.isfile(path)]:
-      prints[name] = _digest(*(pathlib.Path(x).read_bytes() for x in paths))
+      prints[name] = _hash(*(pathlib.Path(x).read_bytes() for x in paths))
   return prints
 
 
-def _plain(value: Any) -> Any:
-  """Stands for what JSON lacks; never by a text that holds an address."""
-  return value.tolist() if hasattr(value, "tolist") else type(value).__name__
-
-
-def _digest(*parts: bytes) -> str:
+def _hash(*parts: bytes) -> str:
   digests = (hashlib.sha256(part).digest() for part in parts)
   return hashlib.sha256(b"".join(digests)).hexdigest()[:32]

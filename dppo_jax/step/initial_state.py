@@ -1,29 +1,27 @@
 """The train state that a run begins or resumes with."""
 
-import dataclasses
 import functools
 
 import jax
 
-from dppo_jax import data
 from dppo_jax.metrics import writer as metrics
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, runtime_checks
 from dppo_jax.run.setup import Run
-from dppo_jax.step import programs, sft
+from dppo_jax.step import abstract_values, sft
 
 
 def first_state(run: Run, writer: metrics.Writer) -> TrainState:
   """Returns the state of a new run, after supervised fine-tuning if any.
 
   Raises:
-    FloatingPointError: for weights that are not finite.
+    UserError: for weights that are not finite.
   """
-  abstract = programs.abstract_train_state(run)
+  abstract = abstract_values.abstract_train_state(run)
   params = _first_params(run, abstract.params, writer)
   init = jax.jit(
-    functools.partial(programs.init_train_state, run),
+    functools.partial(abstract_values.init_train_state, run),
     out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     donate_argnums=0,
   )
@@ -43,9 +41,9 @@ def resumed_state(
   """Returns the state of a checkpoint.
 
   Raises:
-    FloatingPointError: for weights that are not finite.
+    UserError: for weights that are not finite.
   """
-  state = checkpoints.restore(step, programs.abstract_train_state(run))
+  state = checkpoints.restore(step, abstract_values.abstract_train_state(run))
   runtime_checks.check_params(
     state.params,
     f"delete the checkpoint of step {step} to resume from the one before",
@@ -60,7 +58,7 @@ def reference_params(
   if not run.objective.beta:
     return None
   checkpoints.wait()
-  return checkpoints.restore_params(0, programs.abstract_params(run))
+  return checkpoints.restore_params(0, abstract_values.abstract_params(run))
 
 
 def _first_params(
@@ -71,8 +69,7 @@ def _first_params(
   Args:
     abstract: shapes and shardings of the weights.
   """
-  options = dataclasses.asdict(run.config.sft)
-  from_run = options.pop("from_run")
+  from_run, steps = run.config.sft.from_run, run.config.sft.steps
   if from_run:
     workdir, step = checkpoint.split_step(from_run)
     writer.say(f"starting from the weights of {workdir} after step {step}")
@@ -80,23 +77,8 @@ def _first_params(
       return other.restore_params(step, abstract)
   model = run.config.model
   is_stored = model.path or model.hub_id
-  source = "reading" if is_stored else "initialising"
-  with writer.bar.task(f"{source} weights"):
+  with writer.bar.task(f"{'reading' if is_stored else 'initialising'} weights"):
     params = jax.block_until_ready(run.initial_params())
-  if not options["steps"]:
-    return params
-  return sft.run(
-    params,
-    run.train_set,
-    run.tokenizer,
-    run.stop_ids[0],
-    run.root_key,
-    model_config=run.model,
-    spec=run.packing,
-    direct_share=sft.ARITHMETIC_DIRECT_SHARE
-    if data.arithmetic.is_source(run.config.data.train)
-    else 0.0,
-    say=writer.say,
-    bar=writer.bar,
-    **options,
+  return (
+    sft.run(run, params, steps, writer.say, writer.bar) if steps else params
   )

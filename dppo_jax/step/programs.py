@@ -6,38 +6,27 @@ results. A table of abstract values gives each name its shape and sharding.
 
 from collections.abc import Callable
 from concurrent import futures
-import dataclasses
 import functools
 import os
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
-import optax
 
 from dppo_jax import rollout, sharding
-from dppo_jax.data import ProblemSet
 from dppo_jax.methods import dynamic_sampling
-from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import checkpoint, distributed
+from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
-from dppo_jax.step import collect, select, tokens, update
+from dppo_jax.step import abstract_values, collect, select, tokens, update
+from dppo_jax.step.abstract_values import (
+  abstract_params,
+  inference_model,
+  optimizer,
+)
 from dppo_jax.step.measure_noise import measure_noise
-from dppo_jax.step.optimizer import make_optimizer
-
-Params = transformer.Params
-# Mesh axes of the results of stages; others are replicated.
-_PLACES = {
-  "kept": ("batch",),
-  "rollout": ("batch",),
-  "buffer": ("batch",),
-  "batch": (None, "batch", None),
-}
 
 
 class Declaration(NamedTuple):
@@ -160,28 +149,27 @@ def declare(run: Run) -> dict[str, Declaration]:
 
 def programs(run: Run) -> dict[str, Program]:
   """Returns a program for each stage that the run needs."""
-  stages, values = declare(run), _abstract_inputs(run)
+  stages, values = declare(run), abstract_values.inputs(run)
   table = {}
   for name, stage in stages.items():
     if name == "add_groups":
       groups = [values[x] for x in ("prompts", "rollout", "rewards")]
       init = functools.partial(dynamic_sampling.init_buffer, *groups)
-      values["buffer"] = _place(run, "buffer", jax.eval_shape(init))
-      places = _shardings(values["buffer"])
+      values["buffer"] = abstract_values.place(
+        run, "buffer", jax.eval_shape(init)
+      )
+      places = abstract_values.shardings_of(values["buffer"])
       table["init_buffer"] = Program(init, (), places)
     args, out = stage.args.split(), stage.out.split()
     if not all(x in values for x in out):
       found = jax.eval_shape(stage.function, *(values[x] for x in args))
       results = found if len(out) > 1 else (found,)
       for x, value in zip(out, results, strict=True):
-        values.setdefault(x, _place(run, x, value))
+        values.setdefault(x, abstract_values.place(run, x, value))
       if name == "roll_out":
-        values["rewards"] = jax.ShapeDtypeStruct(
-          values["rollout"].lengths.shape,
-          jnp.float32,
-          sharding=sharding.sharding(run.mesh, "batch"),
-        )
-    places = tuple(_shardings(values[x]) for x in out)
+        rewards = jax.ShapeDtypeStruct(results[0].lengths.shape, jnp.float32)
+        values["rewards"] = abstract_values.place(run, "rewards", rewards)
+    places = tuple(abstract_values.shardings_of(values[x]) for x in out)
     table[name] = Program(
       stage.function,
       tuple(values[x] for x in args),
@@ -193,55 +181,6 @@ def programs(run: Run) -> dict[str, Program]:
   return table
 
 
-def _abstract_inputs(run: Run) -> dict[str, PyTree]:
-  """Abstract values that stages take and none of them makes."""
-  c, state = run.config, abstract_train_state(run)
-  replicated = functools.partial(_place, run, "")
-  prompts = _abstract_prompts(run, run.train_set, c.data.prompts_per_step)
-  scalar = lambda dtype: replicated(jax.ShapeDtypeStruct((), dtype))
-  number = scalar(jnp.float32)
-  return {
-    "state": state,
-    "params": state.params,
-    "history": state.history,
-    "step": state.step,
-    "draws": state.draws,
-    "noise": state.noise,
-    "reference": state.params if run.objective.beta else None,
-    "inference_params": abstract_inference_params(run),
-    "rng": replicated(
-      jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT))
-    ),
-    "prompts": prompts,
-    "ids": prompts.ids,
-    "limit": scalar(jnp.int32),
-    "denominator": number,
-    "costs": StepCosts(*[number] * 4) if run.method.reads_costs else None,
-  }
-
-
-def _place(run: Run, name: str, tree: PyTree) -> PyTree:
-  """Adds the sharding of a named value; its scalars are replicated."""
-  place = sharding.sharding(run.mesh, *_PLACES.get(name, ()))
-  replicated = sharding.sharding(run.mesh)
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=place if x.ndim else replicated
-    ),
-    tree,
-  )
-
-
-def _shardings(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def optimizer(run: Run) -> optax.GradientTransformation:
-  """Returns the optimizer that the config describes."""
-  options = dataclasses.asdict(run.config.optimizer)
-  return make_optimizer(total_steps=run.num_updates, **options)
-
-
 def update_config(run: Run) -> update.UpdateConfig:
   """Returns the constants of the run's update."""
   c = run.config
@@ -251,68 +190,6 @@ def update_config(run: Run) -> update.UpdateConfig:
     temperature=c.rollout.temperature,
     inner_updates=c.objective.inner_updates,
     mini_batches=c.objective.mini_batches,
-  )
-
-
-def init_train_state(run: Run, params: Params) -> TrainState:
-  """Returns the state before the first step."""
-  return TrainState(
-    step=jnp.int32(0),
-    draws=jnp.int32(0),
-    params=params,
-    opt_state=optimizer(run).init(params),
-    history=run.method.prompts.init(len(run.train_set)),
-    noise=gradient_noise.init() if run.method.noise_every else None,
-  )
-
-
-def abstract_params(run: Run) -> Params:
-  """Returns shapes, dtypes and shardings of the master weights."""
-  table = transformer.parameter_table(run.model)
-  params = transformer.unflatten(
-    {
-      name: jax.ShapeDtypeStruct(p.shape, jnp.float32)
-      for name, p in table.items()
-    }
-  )
-  shardings = transformer.shardings(run.model, run.mesh)
-  return checkpoint.abstract(params, shardings)
-
-
-def abstract_inference_params(run: Run) -> Params:
-  """Returns shapes, dtypes and shardings of the weights that rollouts read."""
-  model = inference_model(run)
-  cast = functools.partial(transformer.to_inference_params, config=model)
-  return checkpoint.abstract(
-    jax.eval_shape(cast, abstract_params(run)),
-    transformer.inference_shardings(model, run.mesh),
-  )
-
-
-def abstract_train_state(run: Run) -> TrainState:
-  """Returns shapes, dtypes and shardings of the train state."""
-  params = abstract_params(run)
-  state = jax.eval_shape(functools.partial(init_train_state, run), params)
-  replicated = sharding.sharding(run.mesh)
-  shardings = transformer.shardings(run.model, run.mesh)
-  opt_state = optax.tree_utils.tree_map_params(
-    optimizer(run),
-    lambda _, place: place,
-    state.opt_state,
-    shardings,
-    transform_non_params=lambda _: replicated,
-  )
-  alike = lambda tree: jax.tree.map(lambda _: replicated, tree)
-  return checkpoint.abstract(
-    state,
-    TrainState(
-      replicated,
-      replicated,
-      shardings,
-      opt_state,
-      alike(state.history),
-      alike(state.noise),
-    ),
   )
 
 
@@ -344,8 +221,8 @@ def evaluation_program(run: Run, samples: int) -> Program:
     lambda params, prompts, rng: function(params, model, prompts, rng),
     (
       abstract_params(run),
-      _abstract_prompts(run, problems, size),
-      _place(run, "", rng),
+      abstract_values.abstract_prompts(run, problems, size),
+      abstract_values.place(run, "", rng),
     ),
     sharding.sharding(run.mesh),
   )
@@ -355,27 +232,6 @@ def _sampling(run: Run) -> rollout.Sampling:
   r = run.config.rollout
   return rollout.Sampling(
     r.max_tokens, run.stop_ids, r.temperature, r.top_k, r.top_p
-  )
-
-
-def inference_model(run: Run) -> transformer.ModelConfig:
-  """Returns the architecture with the sampler's dtype and sharding."""
-  options = run.config.rollout
-  return dataclasses.replace(
-    run.model,
-    dtype=options.dtype or run.model.dtype,
-    gathers_layers=options.shard_weights,
-  )
-
-
-def _abstract_prompts(run: Run, problems: ProblemSet, num: int) -> PromptBatch:
-  array = lambda *shape: jax.ShapeDtypeStruct(
-    shape, jnp.int32, sharding=sharding.sharding(run.mesh, "batch")
-  )
-  return PromptBatch(
-    ids=array(num),
-    tokens=array(num, problems.tokens.shape[1]),
-    lengths=array(num),
   )
 
 

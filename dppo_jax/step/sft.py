@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on worked solutions, for starting from nothing.
+"""Supervised fine-tuning on worked solutions, before the first rollout.
 
 Maximum likelihood is the surrogate with every advantage 1 and the ratio at 1,
 so a supervised step is an update on rows whose completions are solutions.
@@ -12,120 +12,115 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dppo_jax import data
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
-from dppo_jax.data import problems as data
-from dppo_jax.data.tokenizer import Tokenizer
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import distributed, runtime_checks
-from dppo_jax.step import update
+from dppo_jax.run.setup import Run
+from dppo_jax.step import abstract_values, update
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
 
+SEQUENCES_PER_STEP = 64
+LEARNING_RATE = 3e-3
 # Fraction of arithmetic solutions that are the answer alone, so that guessing
 # is the likelier start.
 ARITHMETIC_DIRECT_SHARE = 0.55
 
 
 def run(
+  run: Run,
   params: transformer.Params,
-  problems: data.ProblemSet,
-  tokenizer: Tokenizer,
-  stop_id: int,
-  root_key: jax.Array,
-  *,
-  model_config: transformer.ModelConfig,
-  spec: PackingSpec,
   steps: int,
-  sequences_per_step: int = 64,
-  direct_share: float = 0.0,
-  learning_rate: float = 3e-3,
   say: Callable[[str], None],
   bar: progress.Progress,
 ) -> transformer.Params:
-  """Weights that imitate the problems' solutions.
+  """Fine-tunes weights on the solutions of the training problems.
 
   Args:
-    params: donated.
-    stop_id: ends every solution.
-    direct_share: share of sequences that state the boxed answer alone.
+    params: initial weights, donated.
     say: receives a line now and then.
-    bar: shows the steps as they go.
+    bar: shows the steps.
   Raises:
-    ValueError: where a solution fits no row.
-    FloatingPointError: where the gradient stays non-finite.
+    UserError: if a solution fits no row, or the gradient stays non-finite.
   """
   optimizer = make_optimizer(
-    learning_rate, steps, "cosine", warmup_steps=min(50, steps // 4)
+    LEARNING_RATE, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
-  tokens, lengths = data.tokenize_solutions(
-    problems, tokenizer, stop_id, spec.row_length
-  )
-  data_key = rng_at(root_key, 0, Stage.DATA).key
-  num_sequences = min(sequences_per_step, len(problems))
-
-  def draw(i: int) -> tuple[PromptBatch, np.ndarray, np.ndarray]:
-    rng = rng_at(root_key, i, Stage.SFT)
-    prompts = data.draw(problems, data_key, i, num_sequences)
-    is_direct = np.asarray(
-      jax.random.uniform(rng.key, prompts.ids.shape) < direct_share, int
-    )
-    chosen = (is_direct, prompts.ids)
-    return prompts, tokens[chosen], lengths[chosen]
-
+  config = update.UpdateConfig(run.model, objectives.grpo())
   state, places = _first_state(params, optimizer)
+  draw = _sampler(run)
   with bar.task("compiling the supervised step"):
-    step = functools.partial(
-      sft_step,
-      spec=spec,
-      config=update.UpdateConfig(
-        model=model_config, objective=objectives.grpo()
+    step = jax.jit(
+      functools.partial(
+        sft_step, spec=run.packing, config=config, optimizer=optimizer
       ),
-      optimizer=optimizer,
+      donate_argnums=0,
+      out_shardings=(places, None),
     )
-    step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
     step = step.lower(state, *draw(0)).compile()
-  distributed.gather(None)  # as compile_programs does
+  distributed.gather(None)  # see compile_programs
   with bar.steps("supervised step", steps) as shown:
     for done in range(1, steps + 1):
       state, info = step(state, *draw(done - 1))
-      # Now and then: to read a metric is to wait for it.
+      # Reading a metric waits for it.
       if done % max(1, steps // 100) == 0:
         note = f"{-float(info.logprob):.3f} nats per token"
         shown.advance(done, note)
       if done % max(1, steps // 5) == 0:
-        if info.num_skipped_in_a_row >= runtime_checks.MAX_SKIPPED:
-          raise FloatingPointError(
-            f"the gradient of supervised step {done} and of those before it "
-            "was not finite: lower config.sft.steps"
-          )
+        runtime_checks.check_update(
+          done,
+          info.num_nonfinite_params,
+          info.num_skipped_in_a_row,
+          "supervised fine-tuning",
+        )
         say(f"supervised step {done} of {steps}: {note}")
   return state.params
+
+
+def _sampler(
+  run: Run,
+) -> Callable[[int], tuple[PromptBatch, np.ndarray, np.ndarray]]:
+  """Returns a function from a step to its prompts, solutions and lengths."""
+  problems = run.train_set
+  tokens, lengths = data.problems.tokenize_solutions(
+    problems, run.tokenizer, run.stop_ids[0], run.packing.row_length
+  )
+  data_key = rng_at(run.root_key, 0, Stage.DATA).key
+  num = min(SEQUENCES_PER_STEP, len(problems))
+  is_arithmetic = data.arithmetic.is_source(run.config.data.train)
+  direct_share = ARITHMETIC_DIRECT_SHARE if is_arithmetic else 0.0
+
+  def draw(step: int) -> tuple[PromptBatch, np.ndarray, np.ndarray]:
+    prompts = data.draw(problems, data_key, step, num)
+    rng = rng_at(run.root_key, step, Stage.SFT)
+    uniform = np.asarray(jax.random.uniform(rng.key, prompts.ids.shape))
+    chosen = ((uniform < direct_share).astype(int), prompts.ids)
+    return prompts, tokens[chosen], lengths[chosen]
+
+  return draw
 
 
 def _first_state(
   params: transformer.Params, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, TrainState]:
-  """What the first step starts from, and where each array of it lies.
-
-  What the optimizer keeps of a weight lies where the weight does; None is any
-  place.
-  """
-  places = jax.tree.map(lambda x: x.sharding, params)
-  opt_places = optax.tree_utils.tree_map_params(
+  """Returns the first state, and the sharding of each array of it."""
+  shardings = abstract_values.shardings_of(params)
+  opt_shardings = optax.tree_utils.tree_map_params(
     optimizer,
     lambda _, place: place,
     jax.eval_shape(optimizer.init, params),
-    places,
+    shardings,
     transform_non_params=lambda _: None,
   )
-  opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
+  opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
   return (
     TrainState(jnp.int32(0), jnp.int32(0), params, opt_state, history=()),
-    TrainState(None, None, places, opt_places, history=()),
+    TrainState(None, None, shardings, opt_shardings, history=()),
   )
 
 
@@ -137,9 +132,9 @@ def sft_step(
   *,
   spec: PackingSpec,
   config: update.UpdateConfig,
-  optimizer,
-):
-  """One supervised update on solutions `[N, T]` of `[N]` prompts."""
+  optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, update.UpdateInfo]:
+  """Takes one supervised step on solutions `[N, T]` of `[N]` prompts."""
   tokens, lengths = tokens[:, None], lengths[:, None]
   solutions = Rollout(
     prompt_ids=prompts.ids,
@@ -152,12 +147,7 @@ def sft_step(
   )
   ones = jnp.ones(lengths.shape, jnp.float32)
   batch, num_used, _ = pack(prompts, solutions, ones, ones, spec)
+  num_tokens = lengths.sum().astype(jnp.float32)
   return update.update(
-    state,
-    None,
-    batch,
-    num_used,
-    lengths.sum().astype(jnp.float32),
-    config=config,
-    optimizer=optimizer,
+    state, None, batch, num_used, num_tokens, config=config, optimizer=optimizer
   )

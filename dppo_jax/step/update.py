@@ -120,7 +120,7 @@ def logprobs(
 ) -> Float[Array, "R L"]:
   """Computes log-probabilities of the needed targets in nats; 0 elsewhere."""
   arguments, _ = _head_args(params, config, rows, is_needed)
-  return lm_head.token_logprobs(*arguments)
+  return lm_head.logprobs_and_entropy(*arguments)[0]
 
 
 def score(

@@ -1,36 +1,30 @@
 """Runs the default task with several methods and seeds, one after the other.
 
-  python experiments/01_first_run/run.py [--seeds=3] [--variants=dppo,grpo]
+  python -m experiments.01_first_run.run [--seeds=3] [--variants=dppo,grpo]
 
 Seconds are CPU seconds of the steps, on all cores together: other work on the
-machine disturbs them less than those of a clock on the wall. Each run is a
-process of its own under the one command of the README; one that is done already
-is not repeated. Results go to results.jsonl and figure.png beside this file.
+machine disturbs them less than wall time. Each run is a process of its own; a
+finished run is not repeated. Results go to results.jsonl and figure.png in this
+folder.
 """
 
 import argparse
-import json
 import pathlib
-import platform
 import statistics
 import subprocess
-import sys
 
-import jax
 from matplotlib import figure as figures
 
-from dppo_jax.analysis import jsonl, runs
+from dppo_jax.analysis import runs, tables
+
+from ..common import processes, results
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 VARIANTS = {
-  "dppo": ["--config=configs/arithmetic.py:dppo"],
-  "grpo": ["--config=configs/arithmetic.py:grpo"],
-  "neyman": ["--config=configs/arithmetic.py:neyman"],
-  "grpo-zeros": [
-    "--config=configs/arithmetic.py:grpo",
-    "--config.objective.train_zero_advantage=True",
-  ],
+  "dppo": "dppo",
+  "grpo": "grpo",
+  "neyman": "neyman",
+  "grpo-zeros": "experiments/common/baselines.py:grpo_all_tokens",
 }
 MARKS = (0.6, 0.7, 0.8)  # accuracies whose first crossing is reported
 COLOURS = {
@@ -42,24 +36,16 @@ COLOURS = {
 
 
 def train(variant: str, seed: int, workdir: pathlib.Path) -> dict:
-  """One run; what it measured."""
-  subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "dppo_jax.main",
-      *VARIANTS[variant],
-      f"--config.seed={seed}",
-      f"--workdir={workdir}",
-    ],
-    cwd=ROOT,
-    check=True,
-  )
+  """Trains one run and returns its measurements."""
+  config = f"configs/arithmetic.py:{VARIANTS[variant]}"
+  command = processes.train_command(config, workdir, f"--config.seed={seed}")
+  subprocess.run(command, cwd=processes.ROOT, check=True)
   run = runs.load(workdir, clock="step/cpu_seconds")
   steps = run.steps
   seconds, accuracy = run.curve()
-  total = lambda name: sum(line[name] for line in steps)
+  total = run.total
   median = lambda name: statistics.median(line[name] for line in steps)
+  mean = lambda name: statistics.mean(line[name] for line in steps)
   return {
     "variant": variant,
     "seed": seed,
@@ -76,22 +62,18 @@ def train(variant: str, seed: int, workdir: pathlib.Path) -> dict:
     "completions_trained": (
       total("completions/trained") / total("completions/drawn")
     ),
-    "pack_fill": statistics.mean(line["pack/fill"] for line in steps),
-    "slots_busy": statistics.mean(
-      line["rollout/slot_utilisation"] for line in steps
-    ),
-    "jax": jax.__version__,
-    "machine": platform.processor() or platform.machine(),
+    "pack_fill": mean("pack/fill"),
+    "slots_busy": mean("rollout/slot_utilisation"),
+    **results.facts(),
   }
 
 
-def draw(results: list[dict]) -> None:
+def draw(rows: list[dict]) -> None:
   """Accuracy against training seconds, a line for each run."""
   figure = figures.Figure(figsize=(7, 4), layout="constrained")
   axis = figure.subplots()
   for variant, colour in COLOURS.items():
-    runs = [r for r in results if r["variant"] == variant]
-    for i, run in enumerate(runs):
+    for i, run in enumerate(r for r in rows if r["variant"] == variant):
       axis.plot(
         run["seconds"],
         run["accuracy"],
@@ -105,52 +87,41 @@ def draw(results: list[dict]) -> None:
     ylim=(0, 1),
   )
   axis.set_xlim(left=0)
-  axis.grid(alpha=0.25)
   axis.legend(loc="lower right")
-  axis.spines[["top", "right"]].set_visible(False)
+  results.tidy(axis)
   figure.savefig(HERE / "figure.png", dpi=120)
 
 
-def table(results: list[dict]) -> str:
-  """Medians over seeds, smallest and largest in brackets."""
+def table(rows: list[dict]) -> str:
+  """Returns medians over seeds, with the least and the largest in brackets."""
 
-  def shown(values, digits):
-    if any(v is None for v in values):
+  def cell(values: list, digits: int) -> str:
+    if None in values:
       return "not reached by all"
-    low, mid, high = min(values), statistics.median(values), max(values)
-    return f"{mid:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+    return results.median_range(values, digits)
 
-  variants = list(dict.fromkeys(r["variant"] for r in results))
-  rows = {
+  to_mark = lambda mark: lambda r: r["seconds_to"][mark]
+  columns = {
     "first accuracy": (lambda r: r["accuracy"][0], 3),
     "final accuracy": (lambda r: r["accuracy"][-1], 3),
-    **{
-      f"seconds to {mark:.0%}": (
-        lambda r, m=f"{mark:.0%}": r["seconds_to"][m],
-        2,
-      )
-      for mark in MARKS
-    },
+    **{f"seconds to {x:.0%}": (to_mark(f"{x:.0%}"), 2) for x in MARKS},
     "seconds a step": (lambda r: r["step_seconds"], 3),
-    "on the wall": (lambda r: r["step_wall_seconds"], 3),
-    "of which rollout": (lambda r: r["rollout_seconds"], 3),
-    "of which update": (lambda r: r["update_seconds"], 3),
+    "wall seconds": (lambda r: r["step_wall_seconds"], 3),
+    "of these, rollout": (lambda r: r["rollout_seconds"], 3),
+    "of these, update": (lambda r: r["update_seconds"], 3),
     "tokens generated": (lambda r: r["tokens_generated"], 0),
     "tokens trained": (lambda r: r["tokens_trained"], 0),
     "pack/fill": (lambda r: r["pack_fill"], 3),
     "slots busy": (lambda r: r["slots_busy"], 3),
   }
+  runs_of = {r["variant"]: [] for r in rows}
+  for row in rows:
+    runs_of[row["variant"]].append(row)
   lines = [
-    "| | " + " | ".join(variants) + " |",
-    "|---|" + "---|" * len(variants),
+    [name, *(cell([*map(value, x)], digits) for x in runs_of.values())]
+    for name, (value, digits) in columns.items()
   ]
-  for name, (value, digits) in rows.items():
-    cells = [
-      shown([value(r) for r in results if r["variant"] == variant], digits)
-      for variant in variants
-    ]
-    lines.append(f"| {name} | " + " | ".join(cells) + " |")
-  return "\n".join(lines)
+  return tables.markdown(["", *runs_of], lines)
 
 
 def main() -> None:
@@ -161,16 +132,13 @@ def main() -> None:
   )
   parser.add_argument("--workdir", default="runs/01_first_run")
   args = parser.parse_args()
-  path = HERE / "results.jsonl"
-  path.write_text("")
+  rows, root = [], pathlib.Path(args.workdir).absolute()
   for seed in range(args.seeds):
-    for variant in args.variants.split(","):  # so that drift hits all alike
-      workdir = pathlib.Path(args.workdir).absolute() / f"{variant}-{seed}"
-      with path.open("a") as file:
-        file.write(json.dumps(train(variant, seed, workdir)) + "\n")
-  results = jsonl.read(path)
-  draw(results)
-  print(table(results))
+    for variant in args.variants.split(","):  # so that drift affects all
+      rows.append(train(variant, seed, root / f"{variant}-{seed}"))
+      results.write(HERE / "results.jsonl", rows)
+  draw(rows)
+  print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many completions to sample of a prompt, from what a visit before saw.
+"""Numbers of completions to sample of each prompt, from an earlier visit.
 
 Each is `(rates [Q], total, least, most) -> [Q]` whole numbers that sum to
 `total`, as far as the bounds let them.

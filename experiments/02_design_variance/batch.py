@@ -1,24 +1,22 @@
-"""The batch that is measured: a fine-tuned model's samples and gradients.
+"""Samples and gradients of a fine-tuned model.
 
 Letters are those of `dppo_jax.records`; `U` = Q * G counts the completions.
 """
 
-import functools
 import pathlib
 from typing import NamedTuple
 
-import errors
 import jax
-from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import data, rollout, train
+from dppo_jax import train
 from dppo_jax.records import Groups, PromptBatch, Rollout
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import grade, programs, select, update
+from dppo_jax.step import select
+
+from ..common import policy
+from . import errors
 
 
 class Batch(NamedTuple):
@@ -49,14 +47,8 @@ class Batch(NamedTuple):
 
   @property
   def groups(self) -> Groups:
-    advantages = self.advantages
-    return Groups(
-      self.rewards,
-      advantages,
-      self.rollout.lengths,
-      advantages != 0,
-      self.run.objective.token_share(self.rollout),
-      select.sum_sq_residual(self.rollout),
+    return select.make_groups(
+      self.rollout, self.rewards, self.advantages, self.run.objective
     )
 
   @property
@@ -67,10 +59,10 @@ class Batch(NamedTuple):
 
   @property
   def variance(self) -> float:
-    """What the choice of these prompts and completions already has.
+    """Variance of the full batch's gradient.
 
-    The sum over prompts of the squared distance of a prompt's gradient from
-    the mean over prompts.
+    That is the sum over prompts of the squared distance of a prompt's gradient
+    from the mean over prompts.
     """
     num, group = self.rewards.shape
     apart = np.zeros((num, num, group))
@@ -80,87 +72,34 @@ class Batch(NamedTuple):
 
 
 def prepare(config, workdir: pathlib.Path, num_prompts: int) -> Batch:
-  """The model after its fine-tuning, and a batch of 16 completions a prompt."""
+  """Fine-tunes the model and samples 16 completions of each prompt."""
   config.steps = 0
   config.rollout.group_size = 16
   train.run(config, workdir)
   run = setup_run(config)
-  with checkpoint.Checkpoints(workdir, keep=1) as checkpoints:
-    params = checkpoints.restore_params(
-      0, programs.abstract_train_state(run).params
-    )
-  prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
-  prompts = jax.tree.map(jnp.asarray, prompts)
-  sampled, rewards = sample(run, params, prompts, draw=0)
+  params, prompts = policy.restore(run, workdir, 0, num_prompts)
+  sampled, rewards = policy.sample(run, params, prompts, draw=0)
   scores = score_gradients(run, params, prompts, sampled)
   exact = scores.astype(np.float64)
   return Batch(run, params, prompts, sampled, rewards, scores, exact @ exact.T)
 
 
-def sample(
-  run: Run, params: dict, prompts: PromptBatch, draw: int
-) -> tuple[Rollout, jax.Array]:
-  """Completions of the prompts and their rewards, `[Q, G]`.
-
-  Args:
-    draw: tells one set of completions from another.
-  """
-  r = run.config.rollout
-  make = functools.partial(
-    rollout.sample,
-    model_config=run.model,
-    group_size=r.group_size,
-    max_tokens=r.max_tokens,
-    temperature=r.temperature,
-    num_slots=r.num_slots,
-    stop_ids=run.stop_ids,
-  )
-  rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
-  sampled = jax.jit(make)(params, prompts=prompts, rng=rng)
-  with run.make_grader() as grader:
-    graded = grade.grade(sampled, run.train_set, run.tokenizer, grader)
-  return sampled, jnp.asarray(graded.rewards)
-
-
 def score_gradients(
   run: Run, params: dict, prompts: PromptBatch, sampled: Rollout
 ) -> np.ndarray:
-  """`[U, parameters]`: gradients at advantage 1, one row each."""
-  config, share = update_config(run), run.objective.token_share(sampled)
-  longest = prompts.tokens.shape[1] + sampled.tokens.shape[2] - 1
-  spec = select.PackingSpec(longest, rows_per_micro=1, window=1)
-
-  def gradient(u):
-    q, g = jnp.divmod(u, sampled.lengths.shape[1])
-    one = lambda x: x[q, g][None, None]
-    packed, used, _ = select.pack(
-      jax.tree.map(lambda x: x[q][None], prompts),
-      sampled.replace(
-        tokens=one(sampled.tokens),
-        logprobs=one(sampled.logprobs),
-        lengths=one(sampled.lengths),
-      ),
-      jnp.ones((1, 1)),
-      one(share),
-      spec,
-    )
-    sums = update.sum_gradients(packed, used, params, None, config)
-    return flatten_util.ravel_pytree(sums.grad)[0]
-
-  everyone = jnp.arange(sampled.lengths.size)
-  every = jax.jit(lambda: jax.lax.map(gradient, everyone, batch_size=32))
+  """Returns gradients at advantage 1, `[U, parameters]`."""
+  scale = run.objective.token_share(sampled)
+  of = policy.gradient_of(run, params, prompts, sampled, scale)
+  end = sampled.tokens.shape[2]
+  all_completions = jnp.arange(sampled.lengths.size)
+  every = jax.jit(
+    lambda: jax.lax.map(lambda u: of(u, 0, end), all_completions, batch_size=32)
+  )
   return np.asarray(every())
 
 
-def update_config(run: Run) -> update.UpdateConfig:
-  """Of an update on the policy that sampled."""
-  return update.UpdateConfig(
-    run.model, run.objective, run.config.rollout.temperature
-  )
-
-
 def describe(sampled: Batch) -> dict[str, float]:
-  """The share of groups that have a signal, and what lengths tell of norms."""
+  """Returns the fraction of groups with a signal, and a fit of norms."""
   live = np.asarray(sampled.advantages != 0).any(axis=1).mean()
   square = errors.squared_norm(sampled.factors, sampled.products)
   return {
@@ -171,7 +110,7 @@ def describe(sampled: Batch) -> dict[str, float]:
 
 
 def _fit_length(sampled: Batch) -> dict[str, float]:
-  """Least squares of squared gradient norms on L^2 and L, per token share.
+  """Fits squared gradient norms by L^2 and L, per token share.
 
   A completion's gradient is its token share times a sum over L tokens, of
   which a part adds up, `c0 L`, and a part does not, `c1 sqrt(L)`.

@@ -6,9 +6,6 @@ is a quadratic form in their inner products, and thousands of draws cost little.
 
 from collections.abc import Callable
 
-from baselines import uniform
-from batch import Batch
-import errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +15,16 @@ from dppo_jax.algo import horvitz_thompson
 from dppo_jax.records import Selection
 from dppo_jax.rng import StepRng
 
+from ..common.baselines import uniform
+from . import errors
+from .batch import Batch
+
 BUDGETS = (0.75, 0.5, 0.25, 0.125)
 DRAWS = 500
 
 
 def measure(sampled: Batch) -> list[dict]:
-  """Of every method at every budget that it can keep to."""
+  """Measures every method at every budget that it can keep to."""
   found = []
   for name, make in by_share(sampled).items():
     for budget in BUDGETS:
@@ -65,7 +66,9 @@ def at_budget(
 def by_share(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
   """Name to a method of a share; a share of what, `at_budget` finds out."""
   choose = lambda rule: methods.grpo()._replace(completions=rule)
-  neyman = lambda proxy: lambda share: methods.neyman(1.0, share, proxy=proxy)
+  neyman = lambda proxy: (
+    lambda share: choose(methods.neyman_completions(share, proxy=proxy))
+  )
   return {
     "uniform": lambda share: choose(uniform(share)),
     "dppo": lambda share: methods.dppo(0.0, 1 - share),

@@ -1,4 +1,4 @@
-"""How far random estimates land from what they estimate."""
+"""Bias and variance of random estimates."""
 
 import numpy as np
 

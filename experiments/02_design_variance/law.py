@@ -1,4 +1,4 @@
-"""What the law of pruning needs: how much of the variance a choice adds.
+"""Variance that a choice adds, as the cost model of pruning needs it.
 
 Of a choice of completions with probabilities `p` that are drawn independently,
 the added variance is `sum((1 / p - 1) |g|^2)`. In units of the full batch's own
@@ -7,14 +7,16 @@ the squared gradients of the completions over V. A run knows no gradients, but a
 size that stands for them; here is how far the formula gets with either.
 """
 
-from batch import Batch
-import completions
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import methods
+from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.rng import StepRng
+
+from . import completions
+from .batch import Batch
 
 SHARES = (0.75, 0.5, 0.25, 0.125, 0.0625)  # of what has an advantage
 
@@ -22,7 +24,7 @@ SHARES = (0.75, 0.5, 0.25, 0.125, 0.0625)  # of what has an advantage
 def measure(sampled: Batch) -> list[dict]:
   """`rho`, and the formula beside the measured variance of the real draw."""
   squares = sampled.factors**2 * np.diag(sampled.products)
-  size = _proxy(sampled)
+  size = np.asarray(gradient_size(sampled.groups), np.float64).reshape(-1)
   is_live = sampled.factors != 0
   live_share = is_live.mean()
   facts = {"rho": squares.sum() / sampled.variance}
@@ -51,14 +53,6 @@ def measure(sampled: Batch) -> list[dict]:
     last["predicted_true"] = last["rho"] * last["formula_true"]
     last["predicted_proxy"] = last["rho"] * last["formula_proxy"]
   return found
-
-
-def _proxy(sampled: Batch) -> np.ndarray:
-  """`[U]`, what neyman takes for the length of a completion's gradient."""
-  groups = sampled.groups
-  size = jnp.abs(groups.advantages) * groups.scale
-  size *= jnp.sqrt(groups.sum_sq_residual)
-  return np.asarray(size, np.float64).reshape(-1)
 
 
 def _prompt_squares(sampled: Batch) -> float:

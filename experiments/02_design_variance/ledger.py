@@ -81,7 +81,7 @@ RULES = _parse(LINES)
 def find(
   rows: list[dict], batch: str, rule: Rule, budget: float
 ) -> dict | None:
-  """What was measured of a rule; None where it cannot keep to the budget."""
+  """Returns a rule's row; None where it cannot keep to the budget."""
   for row in rows:
     same = (row["batch"], row["level"]) == (batch, rule.level)
     if same and row["method"] == rule.method and row["budget"] == budget:
@@ -108,7 +108,7 @@ def at_length(rows: list[dict], row: dict, rule: Rule) -> float:
 
 
 def seconds(rows: list[dict], batch: str, rule: Rule) -> float | None:
-  """Of an update at a quarter of the tokens, as a share of the full one's."""
+  """Returns seconds of an update at a quarter of the tokens over the full."""
   names = [f"{rule.level}: {rule.method}"]
   if (rule.level, rule.method) == ("prompts", "uniform"):
     names = ["rollouts: prompts by chance"]

@@ -2,10 +2,11 @@
 
 import pathlib
 
-import ledger
-from ledger import BIASED, BUDGETS, EXACT, OTHER, TABLE
 from matplotlib import figure as figures
 from matplotlib import lines
+
+from . import ledger
+from .ledger import BIASED, BUDGETS, EXACT, OTHER, TABLE
 
 # Shape says what a rule promises; colour says it again.
 MARKS = {

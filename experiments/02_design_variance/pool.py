@@ -9,11 +9,13 @@ every expectation are known exactly.
 import functools
 from typing import NamedTuple
 
-from batch import Batch, sample, score_gradients
 import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax.records import Rollout
+
+from ..common.policy import sample
+from .batch import Batch, score_gradients
 
 GROUP = 16  # completions of a prompt in the full batch
 
@@ -98,7 +100,7 @@ def binomial(size: int, rates: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _advantages(advantage, size: int) -> np.ndarray:
-  """As `Pool.advantages`."""
+  """Computes `Pool.advantages`."""
   count = np.arange(size + 1)[:, None]
   rewards = (np.arange(size)[None] < count).astype(np.float32)
   found = np.asarray(advantage(jnp.asarray(rewards)), np.float64)

@@ -11,13 +11,12 @@ chance is that sample alone. All four choices are unbiased.
             sum (1 / q_t - 1) (|g_t + ... + g_L|^2 - |g_{t+1} + ... + g_L|^2)
 """
 
-from batch import Batch, update_config
 import jax
-from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax.step import select, update
+from ..common import policy
+from .batch import Batch
 
 BUDGETS = (0.5, 0.25, 0.125)
 SAMPLE = 96  # completions whose tokens are looked at
@@ -59,36 +58,19 @@ def measure(sampled: Batch) -> list[dict]:
 def token_products(sampled: Batch, picked: np.ndarray) -> list[np.ndarray]:
   """`[L, L]` for each: products of its tokens' gradients at advantage 1."""
   run, rollout = sampled.run, sampled.rollout
-  config, share = update_config(run), run.objective.token_share(rollout)
-  longest = sampled.prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  spec = select.PackingSpec(longest, rows_per_micro=1, window=1)
+  gradient = policy.gradient_of(
+    run,
+    sampled.params,
+    sampled.prompts,
+    rollout,
+    run.objective.token_share(rollout),
+  )
+  every = jnp.arange(rollout.tokens.shape[2])
 
   @jax.jit
   def products(u):
-    q, g = jnp.divmod(u, rollout.lengths.shape[1])
-    one = lambda x: x[q, g][None, None]
-    packed, used, _ = select.pack(
-      jax.tree.map(lambda x: x[q][None], sampled.prompts),
-      rollout.replace(
-        tokens=one(rollout.tokens),
-        logprobs=one(rollout.logprobs),
-        lengths=one(rollout.lengths),
-      ),
-      jnp.ones((1, 1)),
-      one(share),
-      spec,
-    )
-    place = jnp.cumsum(packed.is_trained.reshape(-1)) - 1
-    place = place.reshape(packed.weights.shape)
-
-    def gradient(t):
-      weights = jnp.where(place == t, packed.weights, 0.0)
-      rows = packed.replace(weights=weights)
-      sums = update.sum_gradients(rows, used, sampled.params, None, config)
-      return flatten_util.ravel_pytree(sums.grad)[0]
-
-    every = jnp.arange(rollout.tokens.shape[2], dtype=place.dtype)
-    scores = jax.lax.map(gradient, every, batch_size=32)
+    one = lambda t: gradient(u, t, t + 1)
+    scores = jax.lax.map(one, every, batch_size=32)
     return scores @ scores.T
 
   lengths = sampled.live_tokens

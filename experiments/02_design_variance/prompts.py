@@ -1,8 +1,5 @@
 """The choice of prompts, from what one earlier visit to each taught."""
 
-from batch import Batch, sample
-from completions import BUDGETS, DRAWS
-import errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +7,14 @@ import numpy as np
 from dppo_jax import methods
 from dppo_jax.rng import StepRng
 
+from ..common.policy import sample
+from . import errors
+from .batch import Batch
+from .completions import BUDGETS, DRAWS
+
 
 def measure(sampled: Batch) -> list[dict]:
-  """Of every rule, at every budget of prompts that it can keep to."""
+  """Measures every rule at every budget of prompts that it can keep to."""
   run, ids = sampled.run, sampled.prompts.ids
   before, rewards = sample(run, sampled.params, sampled.prompts, draw=1)
   seen = (rewards, rewards, before.lengths)  # 1 for what is correct, else 0

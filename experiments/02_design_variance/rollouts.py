@@ -1,4 +1,4 @@
-"""How many completions to sample, and of which prompts, at equal tokens.
+"""Errors of rules that choose the number of completions, at equal tokens.
 
 Each rule of sampling.py draws completions from the pool (pool.py) with
 replacement, and its estimate is a sum of their gradients. Errors are against
@@ -6,18 +6,18 @@ the mean gradient of the full batch, 16 completions of each prompt; where a
 rule changes the objective on purpose, also against what it changes it to.
 """
 
-from batch import Batch
-import errors
 import numpy as np
-import pool as pools
-import sampling
-from sampling import Drawn
+
+from . import errors, sampling
+from . import pool as pools
+from .batch import Batch
+from .sampling import Drawn
 
 BUDGETS = (0.5, 0.25, 0.125)  # of the tokens generated
 
 
 def measure(sampled: Batch) -> list[dict]:
-  """Of every rule at every budget that it can keep to.
+  """Measures every rule at every budget that it can keep to.
 
   Variance is what a rule has beyond the full batch, whose completions are
   drawn too; in units of the full batch's own, that of its prompts included.

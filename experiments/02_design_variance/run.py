@@ -1,6 +1,6 @@
-"""How far from the full batch's gradient does each way of pruning land?
+"""Measures the bias and variance of the gradient under each pruning rule.
 
-  python experiments/02_design_variance/run.py
+  python -m experiments.02_design_variance.run
 
 For the default task and that of experiment 03: warms up the model, samples one
 large batch from it, takes the gradient of every completion, and draws each
@@ -12,31 +12,27 @@ made of them.
 """
 
 import argparse
-import json
 import pathlib
-import platform
-import runpy
 
-import batch
-import completions
 import jax
-import law
-import ledger
-import picture
-import prefixes
-import prompts
-import rollouts
-import seconds
-import tokens
 
 from dppo_jax.analysis import jsonl
 
+from ..common import results, tasks
+from . import (
+  batch,
+  completions,
+  law,
+  ledger,
+  picture,
+  prefixes,
+  prompts,
+  rollouts,
+  seconds,
+  tokens,
+)
+
 HERE = pathlib.Path(__file__).parent
-RINGS = HERE.parent / "03_comparison"
-CONFIGS = {
-  "arithmetic": HERE.parents[1] / "configs" / "arithmetic.py",
-  "rings": RINGS / "config.py",
-}
 STAGES = {
   "batch": lambda sampled: [batch.describe(sampled)],
   "law": law.measure,
@@ -50,32 +46,24 @@ STAGES = {
 
 
 def measure(name: str, workdir: pathlib.Path, num_prompts: int) -> None:
-  """What no earlier run has left in `workdir`, a file for each stage."""
+  """Runs the stages that have no file in `workdir` yet."""
   files = {level: workdir / f"{level}.jsonl" for level in STAGES}
   if all(file.exists() for file in files.values()):
     return
-  if name == "rings":
-    write = runpy.run_path(str(RINGS / "problems.py"))["write"]
-    write(RINGS / "data", 0, 1536, 512)
-  config = runpy.run_path(str(CONFIGS[name]))["get_config"]("grpo")
+  config = tasks.grpo_config(name)
   sampled = batch.prepare(config, workdir / "model", num_prompts)
-  facts = {
-    "batch": name,
-    "jax": jax.__version__,
-    "machine": platform.processor() or platform.machine(),
-  }
+  facts = {"batch": name, **results.facts()}
   for level, stage in STAGES.items():
     if files[level].exists():
       continue
     print(f"{name}: {level}", flush=True)
     rows = [{"level": level, **row, **facts} for row in stage(sampled)]
-    lines = [json.dumps(row, default=float) + "\n" for row in rows]
-    files[level].write_text("".join(lines))
+    results.write(files[level], rows)
     jax.clear_caches()  # or the programs of all stages pile up
 
 
 def collect(workdir: pathlib.Path, names: list[str]) -> list[dict]:
-  """The rows of all stages that are done."""
+  """Returns the rows of all stages that are done."""
   files = [workdir / n / f"{level}.jsonl" for n in names for level in STAGES]
   return [row for file in files if file.exists() for row in jsonl.read(file)]
 
@@ -91,8 +79,7 @@ def main() -> None:
   for name in names:
     measure(name, workdir / name, args.prompts)
   rows = collect(workdir, names)
-  results = "".join(json.dumps(row) + "\n" for row in rows)
-  (HERE / "results.jsonl").write_text(results)
+  results.write(HERE / "results.jsonl", rows)
   (HERE / "table.md").write_text(ledger.pages(rows))
   picture.draw(rows, HERE / "figure.png")
 

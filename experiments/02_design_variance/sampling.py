@@ -7,10 +7,11 @@ completions in the order in which they are sampled.
 
 from typing import NamedTuple
 
-import allocations
 import numpy as np
-import pool as pools
-from pool import GROUP, Pool
+
+from . import allocations
+from . import pool as pools
+from .pool import GROUP, Pool
 
 DRAWS = 500
 MOST = 32  # completions of a prompt

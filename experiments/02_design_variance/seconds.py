@@ -1,4 +1,4 @@
-"""What an update costs at each choice: CPU seconds beside the full one's.
+"""CPU seconds of an update at each choice, over those of the full update.
 
 Of the same batch, every choice at a quarter of the tokens: chosen, packed and
 its gradient summed, by the functions that a run compiles. Turn by turn, so that
@@ -8,18 +8,16 @@ whatever else the machine does hits all alike; the median of the turns.
 from collections.abc import Callable
 import time
 
-from batch import Batch, update_config
-import completions
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pool as pools
-import prefixes
-import sampling
-import tokens
 
 from dppo_jax import methods
-from dppo_jax.step import select, update
+from dppo_jax.step import pack, programs, update
+
+from . import completions, prefixes, sampling, tokens
+from . import pool as pools
+from .batch import Batch
 
 BUDGET = 0.25
 TURNS = 5
@@ -27,7 +25,7 @@ TURNS = 5
 
 def measure(sampled: Batch) -> list[dict]:
   """Seconds of an update of each rule, absolute and as shares of the full."""
-  config = update_config(sampled.run)
+  config = programs.update_config(sampled.run)
 
   @jax.jit
   def gradient(packed, used):
@@ -78,7 +76,7 @@ def _makers(sampled: Batch) -> dict[str, Callable]:
 def _method(sampled: Batch, method: methods.Method) -> Callable:
   """Chooses completions, packs them, and chooses tokens."""
   pick, choose = tokens.choices(sampled, method)
-  config = update_config(sampled.run)
+  config = programs.update_config(sampled.run)
   needs_stats = method.tokens and method.tokens.needs_stats
   score = jax.jit(
     lambda packed, used: update.score(sampled.params, config, packed, used)
@@ -132,9 +130,8 @@ def _rows(sampled: Batch, lengths) -> Callable:
   )
 
   @jax.jit
-  def pack(rollout):
+  def pack_all(rollout):
     ones = jnp.ones(rollout.lengths.shape)
-    packed, used, _ = select.pack(sampled.prompts, rollout, ones, ones, spec)
-    return packed, used
+    return pack(sampled.prompts, rollout, ones, ones, spec)[:2]
 
-  return lambda key: pack(rollout)
+  return lambda key: pack_all(rollout)

@@ -1,8 +1,5 @@
-"""The choice of tokens: whole gradients, of a few draws of each method."""
+"""Errors of the choice of tokens, from the gradients of a few draws."""
 
-from batch import Batch, update_config
-import completions
-import errors
 import jax
 from jax import flatten_util
 import jax.numpy as jnp
@@ -10,8 +7,12 @@ import numpy as np
 
 from dppo_jax import methods
 from dppo_jax.rng import StepRng
+from dppo_jax.step import programs, update
 from dppo_jax.step import select as selection
-from dppo_jax.step import update
+from dppo_jax.step import tokens as token_selection
+
+from . import completions, errors
+from .batch import Batch
 
 BUDGETS = (0.5, 0.25, 0.125)
 DRAWS = 8
@@ -20,7 +21,7 @@ DRAWS = 8
 def measure(sampled: Batch) -> list[dict]:
   """Squared bias and variance, in units of the full batch's own variance."""
   exact = sampled.factors @ sampled.scores
-  config = update_config(sampled.run)
+  config = programs.update_config(sampled.run)
   # Compiled once: whatever is chosen, the rows have the same shape.
   score = jax.jit(
     lambda packed, used: update.score(sampled.params, config, packed, used)
@@ -43,7 +44,7 @@ def measure(sampled: Batch) -> list[dict]:
       stats = score(packed, used) if needs_stats else None
       packed, info = choose(key, packed, stats)
       estimates.append(np.asarray(gradient(packed, used), np.float64))
-      tokens.append(float(info["tokens/trained"]))
+      tokens.append(float(info.num_tokens))
     error = errors.describe(np.stack(estimates), exact, sampled.variance)
     share = np.mean(tokens) / sampled.live_tokens.sum()
     found.append({"budget": budget, "method": name, **error, "tokens": share})
@@ -93,12 +94,11 @@ def choices(sampled: Batch, method: methods.Method):
       method=method,
       objective=objective,
       spec=sampled.run.packing,
-      train_zero_advantage=False,
     )[:2]
 
   @jax.jit
   def choose(key, packed, stats):
-    return selection.choose_tokens(
+    return token_selection.choose_tokens(
       at(key),
       packed,
       stats,

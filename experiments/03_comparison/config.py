@@ -1,9 +1,10 @@
 """Rings of small operations on one CPU core: most groups have zero variance.
 
-  cd experiments/03_comparison && python problems.py --out=data && cd ../..
+  python -m experiments.common.rings experiments/03_comparison/data
   python -m dppo_jax.main --config=experiments/03_comparison/config.py:grpo
 
-Supervised fine-tuning imitates solutions that err (see problems.py); half the
+Supervised fine-tuning imitates solutions that err (see
+experiments/common/rings.py); half the
 problems or more are then always or never solved by all 16 completions, and stay
 so while GRPO takes the held-out accuracy from about 0.5 to above 0.9. Seed 0
 learns well; about every third seed does not learn to copy in so few steps.

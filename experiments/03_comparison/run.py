@@ -1,36 +1,29 @@
 """Trains every method on one task, seed by seed, and draws the comparison.
 
-  python experiments/03_comparison/run.py [--seeds=5] [--cores=0,1]
+  python -m experiments.03_comparison.run [--seeds=5] [--cores=0,1]
 
-Each run is a process of its own on a core of its own, as many at a time as
-there are cores; all start from the same fine-tuned weights, as runs on a public
-model would. A run that is done is not repeated. Results go to results.jsonl,
-table.md and figure.png beside this file.
+Each run is a process on a core of its own; all start from the same fine-tuned
+weights, as runs on a public model would. A finished run is not repeated.
+Results go to results.jsonl, table.md and figure.png in this folder.
 """
 
 import argparse
-from concurrent import futures
-import json
-import os
 import pathlib
-import platform
-import queue
-import runpy
-import shutil
 import statistics
-import subprocess
-import sys
 
-import jax
 from matplotlib import figure as figures
-import summary
+
+from dppo_jax.analysis import statistics as intervals
+from dppo_jax.analysis import tables
+
+from ..common import processes, results, rings
+from . import summary
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 CONFIG = "experiments/03_comparison/config.py"
 # Stated before any was run; see README.md.
 VARIANTS = {
-  "grpo, all tokens": ("grpo", "--config.objective.train_zero_advantage=True"),
+  "grpo, all tokens": ("experiments/common/baselines.py:grpo_all_tokens",),
   "grpo": ("grpo",),
   "grpo, half the prompts": ("grpo", "--config.data.prompts_per_step=16"),
   "grpo, groups of 4": ("grpo", "--config.rollout.group_size=4"),
@@ -39,7 +32,6 @@ VARIANTS = {
   "neyman": ("neyman",),
   "neyman, an eighth": (
     "neyman",
-    "--config.method.args.prompt_budget=1.0",
     "--config.method.args.completion_budget=0.125",
   ),
   "neyman, groups of 4": ("neyman", "--config.rollout.group_size=4"),
@@ -59,90 +51,40 @@ COLOURS = {
   "neyman, 2 mini-batches": "#e07a5f",
   "neyman, 4 mini-batches": "#d98e04",
 }
-# The first makes the same weights as grpo, up to rounding: only its time is of
-# use.
+# The first has the weights of grpo, up to rounding: only its time counts.
 ONLY_SEEDS = {
   "grpo, all tokens": (0, 1),
   "neyman, 2 mini-batches": (0, 1, 2),
   "neyman, 4 mini-batches": (0, 1, 2),
 }
-# Student's t, 97.5%, by degrees of freedom.
-T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-
-
-def command(workdir: pathlib.Path, method: str, seed: int, *flags) -> list:
-  """One run of the main program."""
-  return [
-    sys.executable,
-    "-m",
-    "dppo_jax.main",
-    f"--config={CONFIG}:{method}",
-    f"--config.seed={seed}",
-    f"--workdir={workdir}",
-    *flags,
-  ]
-
-
-def execute(arguments: list, core: int, log: pathlib.Path) -> None:
-  """Runs on one core, its output in a file."""
-  with log.open("w") as file:
-    subprocess.run(
-      arguments,
-      cwd=ROOT,
-      check=True,
-      stdout=file,
-      stderr=subprocess.STDOUT,
-      preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-      env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
 
 
 def train_all(root: pathlib.Path, seeds: int, cores: list[int]) -> list[dict]:
-  """Every variant under every seed, a seed at a time so that drift hits all."""
-  free = queue.Queue()
-  for core in cores:
-    free.put(core)
-
-  def on_a_core(name: str, arguments: list) -> None:
-    core = free.get()
-    try:
-      if not (root / name / "report.md").exists():
-        shutil.rmtree(root / name, ignore_errors=True)
-        execute(arguments, core, root / f"{name}.log")
-      print(f"{name}: done", flush=True)
-    finally:
-      free.put(core)
-
-  warm = root / "warm"
-  on_a_core("warm", command(warm, "grpo", 0, "--config.steps=0"))
-  with futures.ThreadPoolExecutor(len(cores)) as pool:
-    runs = {
-      (variant, seed): pool.submit(
-        on_a_core,
-        _name(variant, seed),
-        command(
-          root / _name(variant, seed),
-          method,
-          seed,
-          f"--config.sft.from_run={warm}",
-          *flags,
-        ),
-      )
-      for seed in range(seeds)
-      for variant, (method, *flags) in VARIANTS.items()
-      if seed in ONLY_SEEDS.get(variant, range(seeds))
-    }
-  for run in runs.values():
+  """Trains every variant, a seed at a time so that drift affects all."""
+  runs = processes.Runs(root, cores)
+  runs.start("warm", f"{CONFIG}:grpo", "--config.steps=0").result()
+  queued = {
+    (variant, seed): runs.start(
+      _name(variant, seed),
+      f"{CONFIG}:{method}",
+      f"--config.seed={seed}",
+      f"--config.sft.from_run={root / 'warm'}",
+      *flags,
+    )
+    for seed in range(seeds)
+    for variant, (method, *flags) in VARIANTS.items()
+    if seed in ONLY_SEEDS.get(variant, range(seeds))
+  }
+  for run in queued.values():
     run.result()
   return [
     {
       "variant": variant,
       "seed": seed,
       **summary.summary(root / _name(variant, seed), "step/cpu_seconds"),
-      "jax": jax.__version__,
-      "machine": platform.processor() or platform.machine(),
+      **results.facts(),
     }
-    for variant, seed in runs
+    for variant, seed in queued
   ]
 
 
@@ -151,72 +93,67 @@ def _name(variant: str, seed: int) -> str:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-  """Mean, and half the width of its 95% interval."""
-  error = statistics.stdev(values) / len(values) ** 0.5
-  return statistics.mean(values), T[len(values) - 1] * error
+  """Returns the mean and half the width of its 95% interval."""
+  mean = intervals.mean(values)
+  return mean.value, mean.high - mean.value
 
 
 def paired(
-  results: list[dict], variant: str, value, base: str = "grpo"
+  rows: list[dict], variant: str, value, base: str = "grpo"
 ) -> list[float]:
-  """Ratios of the base's value to the variant's, seed by seed."""
+  """Returns ratios of the base's value to the variant's, by seed."""
   of = lambda name: {
-    r["seed"]: value(r)
-    for r in results
-    if r["variant"] == name and r["is_timed"]
+    r["seed"]: value(r) for r in rows if r["variant"] == name and r["is_timed"]
   }
-  whole, other = of(base), of(variant)
+  full, other = of(base), of(variant)
   return [
-    whole[seed] / other[seed]
-    for seed in whole
-    if whole[seed] is not None and other.get(seed) is not None
+    full[seed] / other[seed]
+    for seed in full
+    if full[seed] is not None and other.get(seed) is not None
   ]
 
 
-def difference(results: list[dict], variant: str) -> str:
-  """Final accuracy less that of grpo, seed by seed, with its 95% interval."""
+def difference(rows: list[dict], variant: str) -> str:
+  """Formats final accuracy minus that of grpo, paired by seed."""
   of = lambda name: {
-    r["seed"]: r["accuracy"][-1] for r in results if r["variant"] == name
+    r["seed"]: r["accuracy"][-1] for r in rows if r["variant"] == name
   }
-  whole, other = of("grpo"), of(variant)
-  mean, half = interval([other[seed] - whole[seed] for seed in other])
+  full, other = of("grpo"), of(variant)
+  mean, half = interval([other[seed] - full[seed] for seed in other])
   return f"{mean:+.3f} ± {half:.3f}"
 
 
-def whole_run(result: dict) -> float:
-  """Seconds of all steps."""
+def full_run(result: dict) -> float:
+  """Returns the seconds of all steps."""
   return result["seconds"][-1]
 
 
 def to_last_mark(result: dict) -> float | None:
-  """Seconds to the highest mark, if it was reached."""
+  """Returns the seconds to the highest mark, if it was reached."""
   return result["seconds_to"][f"{summary.MARKS[-1]:.0%}"]
 
 
 def mean_curve(runs: list[dict], name: str) -> list[float]:
-  """Evaluation by evaluation, the mean over runs."""
+  """Returns the mean over runs at each evaluation."""
   columns = zip(*(run[name] for run in runs), strict=True)
   return [statistics.mean(column) for column in columns]
 
 
-def told_interval(values: list[float]) -> str:
+def format_interval(values: list[float]) -> str:
   if len(values) < 2:
     return f"{values[0]:.3f}"
   mean, half = interval(values)
   return f"{mean:.3f} ± {half:.3f}"
 
 
-def told_ratios(ratios: list[float]) -> str:
-  if not ratios:
-    return "–"
-  median, least, most = statistics.median(ratios), min(ratios), max(ratios)
-  return f"{median:.2f} ({least:.2f}..{most:.2f})"
+def format_ratios(ratios: list[float]) -> str:
+  return results.median_range(ratios) if ratios else "–"
 
 
-def table(results: list[dict]) -> str:
-  """Means with 95% intervals; of times medians and ranges, over those timed.
+def table(rows: list[dict]) -> str:
+  """Returns means with 95% intervals, and medians with ranges of times.
 
-  A time to a mark is over the runs that reached it, and says how many did.
+  A time to a mark is over the runs that reached it.
   """
   head = [
     "",
@@ -232,17 +169,17 @@ def table(results: list[dict]) -> str:
     "trained, M",
     "largest weight",
   ]
-  lines = [head, ["---"] * len(head)]
+  lines = []
   for variant in VARIANTS:
-    runs = [r for r in results if r["variant"] == variant]
+    runs = [r for r in rows if r["variant"] == variant]
     timed = [r for r in runs if r["is_timed"]]
     cells = [
       variant,
-      told_interval([r["accuracy"][-1] for r in runs]),
-      difference(results, variant),
+      format_interval([r["accuracy"][-1] for r in runs]),
+      difference(rows, variant),
       f"{statistics.median(r['step_seconds'] for r in timed):.3f}",
       *(
-        told_ratios(paired(results, variant, whole_run, base))
+        format_ratios(paired(rows, variant, full_run, base))
         for base in ("grpo", "grpo, all tokens")
       ),
     ]
@@ -253,22 +190,22 @@ def table(results: list[dict]) -> str:
       if len(reached) < len(times):
         cell += f" ({len(reached)} of {len(times)})"
       cells.append(cell)
-    cells.append(told_ratios(paired(results, variant, to_last_mark)))
+    cells.append(format_ratios(paired(rows, variant, to_last_mark)))
     drawn = statistics.mean(r["prompts_drawn"] for r in runs)
     cells.append(f"{drawn:.0f}")
     for name in ("tokens_generated", "tokens_trained"):
       cells.append(f"{statistics.mean(r[name] for r in runs) / 1e6:.2f}")
     cells.append(f"{max(r['weights_max'] for r in runs):.1f}")
     lines.append(cells)
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  return tables.markdown(head, lines)
 
 
-def draw(results: list[dict]) -> None:
-  """Accuracy against seconds, and final accuracy against the speed-up."""
+def draw(rows: list[dict]) -> None:
+  """Draws accuracy against seconds, and final accuracy against speed-up."""
   figure = figures.Figure(figsize=(11, 4.5), layout="constrained")
   curves, plane = figure.subplots(1, 2)
   for variant, colour in COLOURS.items():
-    runs = [r for r in results if r["variant"] == variant]
+    runs = [r for r in rows if r["variant"] == variant]
     timed = [r for r in runs if r["is_timed"]]
     curves.plot(
       mean_curve(timed, "seconds"),
@@ -276,7 +213,7 @@ def draw(results: list[dict]) -> None:
       color=colour,
       label=variant,
     )
-    ratios = paired(results, variant, whole_run)
+    ratios = paired(rows, variant, full_run)
     if len(runs) > 1 and ratios:
       mean, half = interval([r["accuracy"][-1] for r in runs])
       faster = statistics.median(ratios)
@@ -288,8 +225,7 @@ def draw(results: list[dict]) -> None:
   )
   plane.axvline(1, color="#9aa5b1", linewidth=1)
   for axis in (curves, plane):
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    results.tidy(axis)
   figure.legend(
     *curves.get_legend_handles_labels(),
     loc="outside lower center",
@@ -308,26 +244,20 @@ def main() -> None:
   parser.add_argument(
     "--disturbed",
     default="",
-    help="seeds whose times do not count, as 0,1: other work went on",
+    help="seeds whose times other work disturbed, as 0,1",
   )
   args = parser.parse_args()
-  root = pathlib.Path(args.workdir).absolute()
-  root.mkdir(parents=True, exist_ok=True)
-  runpy.run_path(str(HERE / "problems.py"))["write"](
-    HERE / "data", 0, 1536, 512
-  )
+  if args.seeds < 2:
+    parser.error(f"--seeds is {args.seeds} but must be at least 2")
+  rings.write(HERE / "data")
   cores = [int(core) for core in args.cores.split(",")]
-  if not 2 <= args.seeds <= max(T) + 1:
-    parser.error(f"--seeds is {args.seeds} but must be in 2..{max(T) + 1}")
-  results = train_all(root, args.seeds, cores)
-  for result in results:
-    result["is_timed"] = str(result["seed"]) not in args.disturbed.split(",")
-  (HERE / "results.jsonl").write_text(
-    "".join(json.dumps(r) + "\n" for r in results)
-  )
-  draw(results)
-  (HERE / "table.md").write_text(table(results) + "\n")
-  print(table(results))
+  rows = train_all(pathlib.Path(args.workdir).absolute(), args.seeds, cores)
+  for row in rows:
+    row["is_timed"] = str(row["seed"]) not in args.disturbed.split(",")
+  results.write(HERE / "results.jsonl", rows)
+  draw(rows)
+  (HERE / "table.md").write_text(table(rows) + "\n")
+  print(table(rows))
 
 
 if __name__ == "__main__":

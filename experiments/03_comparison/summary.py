@@ -1,4 +1,4 @@
-"""What a run measured, for comparing runs."""
+"""Measurements of a run."""
 
 import pathlib
 import statistics
@@ -9,16 +9,16 @@ MARKS = (0.6, 0.7, 0.8)  # accuracies whose first crossing is reported
 
 
 def summary(workdir: pathlib.Path, clock: str) -> dict:
-  """What the run in `workdir` measured, for comparing runs.
+  """Returns the measurements of the run in `workdir`.
 
   Args:
-    clock: the metric that tells a step's seconds.
+    clock: metric of a step's seconds.
   Returns:
     accuracy, seconds: at each evaluation; seconds are those of the steps.
     seconds_to: of each of `MARKS`, None where it was not reached.
     stage_seconds: of each stage, in all steps.
-    The rest: medians over steps of `step_seconds`, totals of prompts and
-    tokens, means of what is busy or full.
+    All others: medians over steps of `step_seconds`, totals of prompts and
+    tokens, means of fractions.
   """
   run = runs.load(workdir, clock)
   steps, total = run.steps, run.total

@@ -1,12 +1,11 @@
 """Times every phase of a step against what the machine can do.
 
-  python experiments/04_speed/run.py [--work=small] [--cores=0] \
+  python -m experiments.04_speed.run [--work=small] [--cores=0] \
     [--parts=phases,pruning,sharing,selection,growth,memory]
 
 Seeds and shapes are fixed (work.py). Every figure is the median over
 repetitions, with the least and the most. Rows are appended to results.jsonl
-as they are measured; table.md and figure.png beside it are made from all rows
-there.
+as they are measured; table.md and figure.png are made from all rows there.
 """
 
 import argparse
@@ -38,10 +37,9 @@ def main() -> None:
   if args.cores:  # before JAX counts them
     cores = {int(core) for core in args.cores.split(",")}
     os.sched_setaffinity(0, cores)
-  import machine
-  import phases
-  import table
-  import work as works
+  from ..common import machine, phases
+  from ..common import work as works
+  from . import table
 
   if args.work not in works.WORKS:
     sys.exit(f"--work is {args.work!r} but must be one of {[*works.WORKS]}")

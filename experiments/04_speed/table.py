@@ -1,9 +1,12 @@
 """Results as tables and a picture."""
 
-import json
 import pathlib
 
 from matplotlib import figure as figures
+
+from dppo_jax.analysis import jsonl
+
+from ..common.results import tidy
 
 COLOURS = {
   "decode": "#2a6f97",
@@ -18,7 +21,7 @@ def line(row: dict) -> str:
   if "axis" in row:
     parts.append(f"{row['axis']} x{row['factor']}")
   if "seconds_median" in row:
-    parts.append(told_seconds(row))
+    parts.append(format_seconds(row))
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
   if row.get("flops"):
     parts.append(f"{share(row):.0%} of the matmul rate")
@@ -37,7 +40,7 @@ def line(row: dict) -> str:
   return " · ".join(parts)
 
 
-def told_seconds(row: dict) -> str:
+def format_seconds(row: dict) -> str:
   median, least, most = (
     row[f"seconds_{name}"] for name in ("median", "least", "most")
   )
@@ -45,7 +48,7 @@ def told_seconds(row: dict) -> str:
 
 
 def share(row: dict) -> float:
-  """Of the machine's matmul rate in the dtype of the computation."""
+  """Returns the fraction of the matmul rate in the computation's dtype."""
   return row["flops_per_second"] / row["yardstick"][f"{row['dtype']}_flops"]
 
 
@@ -54,8 +57,8 @@ def bandwidth(row: dict) -> float:
 
 
 def write(results: pathlib.Path) -> None:
-  """table.md beside `results`, and figure.png where growth was measured."""
-  rows = [json.loads(text) for text in results.read_text().splitlines()]
+  """Writes table.md, and figure.png if growth was measured."""
+  rows = jsonl.read(results)
   lines = []
   machine = lambda r: (
     f"{r['work']}, {r['dtype']}, attention {r['attention']}, remat "
@@ -85,7 +88,7 @@ def write(results: pathlib.Path) -> None:
 
 
 def draw(rows: list[dict], path: pathlib.Path) -> None:
-  """Seconds against size, both as multiples of the smallest."""
+  """Draws seconds against size, both as multiples of the smallest."""
   axes = list(dict.fromkeys(row["axis"] for row in rows))
   figure = figures.Figure(figsize=(3.2 * len(axes), 3.4), layout="constrained")
   for plot, axis in zip(
@@ -115,8 +118,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     plot.set_ylim(min(bottom, 0.5), max(top, 20))  # what is flat looks flat
     plot.set_xticks(factors, [str(f) for f in factors])
     plot.minorticks_off()
-    plot.grid(alpha=0.25)
-    plot.spines[["top", "right"]].set_visible(False)
+    tidy(plot)
   figure.axes[0].set_ylabel("seconds, times those of the smallest")
   figure.legend(
     *figure.axes[0].get_legend_handles_labels(),

@@ -1,4 +1,4 @@
-"""What the machine reaches, and whether what runs on it is right."""
+"""Limits of the machine, and checks of the results on it."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
-import phases
-import work as works
 
 from dppo_jax import sharding
 from dppo_jax.models import attention, transformer
 from dppo_jax.records import PackedBatch
 from dppo_jax.step import update
+
+from ..common import machine, phases
+from ..common import work as works
 
 Row = dict[str, Any]
 
@@ -102,7 +102,7 @@ def rollout_rows() -> Iterator[Row]:
 
 
 def _policy_gap(work: works.Work, dtype: str) -> Row:
-  """How far the trainer's log-probabilities are from the sampler's."""
+  """Compares the trainer's log-probabilities with the sampler's."""
   params, prompts = phases.random_params(work), works.make_prompts(work)
   rollout = jax.jit(works.sampler(work))(
     params, prompts, works.everything(work)
@@ -144,7 +144,7 @@ def for_platform(work: works.Work) -> works.Work:
 
 
 def _backends(work: works.Work) -> list[str]:
-  """Those that this platform may run, the one that `auto` takes first."""
+  """Returns the kernels of this platform, the default of `auto` first."""
   platform = jax.devices()[0].platform
   kernels = [x for x, where in attention.KERNELS.items() if where == platform]
   return list(dict.fromkeys([work.model.attention, *kernels, "xla"]))

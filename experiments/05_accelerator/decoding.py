@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
-import work as works
 
 from dppo_jax.models import kv_cache, transformer
+
+from ..common import machine
+from ..common import work as works
 
 STEPS = 64  # in one compiled loop
 

@@ -1,4 +1,4 @@
-"""What others have published, to stand beside our rows."""
+"""Published figures of other engines, for comparison."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Decoding(NamedTuple):
 
   @property
   def share_of_bandwidth(self) -> float:
-    """Of what a step cannot do without, over its median time."""
+    """Bytes that a step must read per second, over the bandwidth."""
     needed = self.weight_bytes + self.slots * self.context * self.cache_bytes
     return needed / (self.step_ms * 1e-3) / self.bandwidth
 

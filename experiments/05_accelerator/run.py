@@ -1,13 +1,13 @@
-"""One command for a new accelerator: is it right, how fast, what bounds it?
+"""Checks and times everything on a new accelerator.
 
-  python experiments/05_accelerator/run.py [--minutes=40] [--items=...] \
+  python -m experiments.05_accelerator.run [--minutes=40] [--items=...] \
     [--models=qwen3-0.6b,qwen3-1.7b,qwen3-4b] [--again]
 
 On whatever JAX finds: an NVIDIA GPU, a TPU or, for a try, a CPU. Each item runs
 in a process of its own, so that one that runs out of memory costs itself only.
 Rows are appended to results.jsonl as they are measured, and an item that has
-its rows there for this device is not measured again: the same command goes on
-where the time was up. table.md beside it is made from all rows there.
+rows there for this device is not measured again: re-run the command to
+continue. table.md is made from all rows there.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
-SPEED = HERE.parent / "04_speed"
 MODELS = "qwen3-0.6b,qwen3-1.7b,qwen3-4b"
 
 # Least to most costly to be without: an item is begun while there is time.
@@ -50,9 +49,8 @@ def main() -> None:
     else:
       _in_a_process(name, args, device)
   if left:
-    print(f"time is up, left are: {', '.join(left)}; the same command goes on")
-  _import_siblings()
-  import table
+    print(f"out of time; re-run for {', '.join(left)}")
+  from . import table
 
   table.write(args.results)
 
@@ -66,7 +64,7 @@ def _arguments() -> argparse.Namespace:
   parser.add_argument("--minutes", type=float, default=40)
   parser.add_argument("--items", default=",".join(ITEMS))
   parser.add_argument("--models", default=MODELS, help="keys of work.WORKS")
-  parser.add_argument("--again", action="store_true", help="measure all anew")
+  parser.add_argument("--again", action="store_true", help="measure all again")
   parser.add_argument("--one", help=argparse.SUPPRESS)
   parser.add_argument(
     "--results", type=pathlib.Path, default=HERE / "results.jsonl"
@@ -97,7 +95,7 @@ def _done(results: pathlib.Path) -> dict[str, set[str]]:
 
 
 def _device() -> str:
-  """What JAX finds here, asked in a process that lets go of it again."""
+  """Returns the devices here; a process of its own releases them again."""
   code = "import jax; d = jax.devices(); print(len(d), 'x', d[0].device_kind)"
   found = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=False
@@ -112,7 +110,11 @@ def _in_a_process(name: str, args: argparse.Namespace, device: str) -> None:
   print(f"== {name}", flush=True)
   start = time.monotonic()
   child = subprocess.run(
-    [sys.executable, __file__, f"--one={name}", f"--results={args.results}"],
+    [
+      *(sys.executable, "-m", __spec__.name),
+      *(f"--one={name}", f"--results={args.results.absolute()}"),
+    ],
+    cwd=HERE.parents[1],
     stderr=subprocess.PIPE,
     text=True,
     check=False,
@@ -120,31 +122,23 @@ def _in_a_process(name: str, args: argparse.Namespace, device: str) -> None:
   seconds = time.monotonic() - start
   if child.returncode:
     lines = child.stderr.strip().splitlines() or [f"exit {child.returncode}"]
-    told = next((x for x in lines if "RESOURCE_EXHAUSTED" in x), lines[-1])
+    message = next((x for x in lines if "RESOURCE_EXHAUSTED" in x), lines[-1])
     print(child.stderr[-2000:], flush=True)
-    row = {"item": name, "device": device, "name": "failed", "error": told}
+    row = {"item": name, "device": device, "name": "failed", "error": message}
     with args.results.open("a", encoding="utf-8") as file:
       file.write(json.dumps(row) + "\n")
   print(f"== {name}: {seconds:.0f} s", flush=True)
 
 
-def _import_siblings() -> None:
-  """Makes the modules of experiment 04 importable beside those here."""
-  sys.path[:0] = [str(HERE), str(SPEED)]
-
-
 def _run_one(item: str, *rest: str) -> None:
   *models, results = rest
-  _import_siblings()
   # A program compiled once need not be compiled again by the next item.
   os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(pathlib.Path.home() / ".cache" / "dppo_jax" / "accelerator"),
   )
-  import checks
-  import decoding
-  import machine
-  import steps
+  from ..common import machine
+  from . import checks, decoding, steps
 
   measure = {
     "machine": checks.machine_rows,

@@ -4,13 +4,9 @@ from collections.abc import Iterator
 import functools
 from typing import Any
 
-import checks
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
-import phases
-import work as works
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
@@ -18,6 +14,10 @@ from dppo_jax.planning import assumed
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import memory
+
+from ..common import machine, phases
+from ..common import work as works
+from . import checks
 
 
 def phase_rows(model: str) -> Iterator[dict[str, Any]]:
@@ -69,9 +69,9 @@ def step_rows(model: str) -> Iterator[dict[str, Any]]:
       "model": model,
       "attention": work.model.attention,
       "prompts": int(kept.keep.sum()),
-      "completions": int(info["completions/trained"]),
+      "completions": int(info.num_trained),
       "tokens_generated": int(rollout.lengths.sum()),
-      "tokens_trained": int(info["tokens/trained"]),
+      "tokens_trained": int(info.num_tokens),
       "slot_utilisation": float(rollout.lengths.sum() / rollout.slot_steps),
       "rollout_seconds": roll.median,
       "select_seconds": pick.median,
@@ -105,9 +105,9 @@ def memory_rows(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _planned(model: str, work: works.Work) -> dict[str, float]:
-  """What --mode=plan says of an update of this shape, by part.
+  """Returns the memory of an update by part, as --mode=plan estimates it.
 
-  Nothing for a model that no hub has.
+  Empty for a model that is not on the hub.
   """
   hub = [x for x in assumed.known_models() if x.lower().endswith(model)]
   if not hub:
@@ -130,7 +130,7 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
 
 
 def _work(model: str) -> works.Work:
-  """As a run would compute it here: bfloat16 but on a CPU."""
+  """Returns the work with the dtype that a run would use here."""
   work = checks.for_platform(works.WORKS[model])
   is_cpu = jax.devices()[0].platform == "cpu"
   return works.with_model(

@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-import published
+from . import published
 
 Row = dict[str, Any]
 GIB = 2**30

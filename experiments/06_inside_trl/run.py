@@ -1,7 +1,7 @@
 """Pruning with unbiased weights inside TRL's GRPOTrainer.
 
   pip install torch trl accelerate datasets  # beside this package
-  python experiments/06_inside_trl/run.py
+  python -m experiments.06_inside_trl.run
 
 Writes results.jsonl: the bias of the gradient over many draws from one batch,
 and the CPU seconds of a few steps with and without pruning.
@@ -151,7 +151,7 @@ def gradient(trainer: PrunedGRPOTrainer, batch) -> np.ndarray:
 
 
 def bias(folder: str, budget: float, is_weighted: bool) -> dict:
-  """How far the mean over many draws is from the gradient of the batch."""
+  """Compares the mean over many draws with the gradient of the batch."""
   made = trainer(folder)
   made.model.train()
   made.current_gradient_accumulation_steps = 1

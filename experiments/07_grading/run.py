@@ -1,11 +1,11 @@
 """Measures grading speed on honest answers and the cost of hostile ones.
 
-  python experiments/07_grading/run.py [--answers=FILE.jsonl] [--workers=1,2,4]
+  python -m experiments.07_grading.run [--answers=FILE.jsonl] [--workers=1,2,4]
 
 Honest answers are those of a data file (of its column `answer`), or made by
 rules: a quarter stands in the box as in the data, half of them in another
 notation, a quarter are those of another problem. Hostile ones are those of
-tests/hostile.py. Rows are appended to results.jsonl.
+tests/helpers/hostile.py. Rows are appended to results.jsonl.
 """
 
 import argparse
@@ -14,16 +14,13 @@ import os
 import pathlib
 import platform
 import random
-import sys
 import tempfile
 import time
 
 from dppo_jax.rewards import Grader
+from tests.helpers import hostile
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
-
-import hostile  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Compiles shipped configs for TPU slices without a TPU.
 
   pip install -e '.[tpu]'
-  python experiments/08_plan/run.py [CASE ...]
+  python -m experiments.08_plan.run [CASE ...]
 
 Appends a line to results.jsonl for each stage as soon as it is compiled; stages
 that have a line are not compiled again. `--table` only prints the table. On two
@@ -10,7 +10,6 @@ cores a config takes about ten minutes, most of them for the rollout.
 
 import argparse
 from collections.abc import Iterator
-import importlib.util
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
-from dppo_jax import plan, sharding
+from dppo_jax import plan, sharding, user_code
 from dppo_jax.analysis import tables
 from dppo_jax.metrics import progress
 from dppo_jax.planning import assumed, topology
@@ -124,10 +123,7 @@ def run(name: str, stages: list[str]) -> None:
 
 def configured(case: Case) -> configs.Config:
   path = HERE.parents[1] / "configs" / f"{case.config}.py"
-  spec = importlib.util.spec_from_file_location(case.config, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  config = module.get_config()
+  config = user_code.load(f"{path}:get_config")()
   for option, value in case.options.items():
     section, _, field = option.partition(".")
     setattr(getattr(config, section), field, value)

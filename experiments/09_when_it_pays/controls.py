@@ -1,56 +1,53 @@
-"""Methods of this experiment: fixed shares of what is needed, and a baseline.
+"""Methods of this experiment: fixed budgets and a baseline.
 
-A share is of the completions whose advantage is not zero, so that it means the
-same on every task.
+A `share` is a fraction of the completions with nonzero advantage, so that it
+means the same on every task.
 """
 
 import jax.numpy as jnp
 
 from dppo_jax import methods
 from dppo_jax.methods import ranking
-from dppo_jax.methods.neyman import time_law
-from dppo_jax.methods.neyman.budget import SelfSet
+from dppo_jax.methods.neyman import budget
+from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
 
-# Of `algo.time_law`, as it was when the predictions were made.
+# That of `methods.neyman.budget` when the predictions were made.
 DESIGN_EFFECT = 0.5
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 
 
 def baseline() -> methods.Method:
-  """GRPO, and what shares of its completions would add and cost."""
+  """Returns GRPO that logs what shares of its completions add and cost."""
 
-  def rule(rng: StepRng, groups: Groups) -> Selection:
-    everyone = methods.every_completion()(rng, groups)
-    size = jnp.abs(groups.advantages) * groups.scale
-    size = (size * jnp.sqrt(groups.sum_sq_residual)).reshape(-1)
-    size = jnp.where(groups.lengths.reshape(-1) > 0, size, 0.0)
-    counts = jnp.maximum(jnp.round(jnp.array(SHARES) * (size > 0).sum()), 1.0)
-    prob = time_law.proportional(size, counts)
-    added = DESIGN_EFFECT * time_law.added_variance(prob, size * size)
+  def describe(groups: Groups, chosen: Selection) -> dict:
+    del chosen
+    size = gradient_size(groups).reshape(-1)
+    num_needed = (size > 0).sum(dtype=jnp.float32)
+    counts = jnp.maximum(jnp.round(jnp.array(SHARES) * num_needed), 1.0)
+    prob = budget.proportional(size, counts)
+    added = DESIGN_EFFECT * budget.added_variance(prob, size * size)
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
     tokens = (prob @ lengths) / jnp.maximum(lengths.sum(), 1)
-    told = {"law/needed": (size > 0).sum(dtype=jnp.float32)}
+    metrics = {"law/needed": num_needed}
     for i, share in enumerate(SHARES):
-      told |= {
-        f"law/variance_{share}": added[i],
-        f"law/tokens_{share}": tokens[i],
-      }
-    return everyone.replace(told=told)
+      metrics[f"law/variance_{share}"] = added[i]
+      metrics[f"law/tokens_{share}"] = tokens[i]
+    return metrics
 
-  return methods.grpo()._replace(completions=rule)
+  return methods.grpo()._replace(describe=describe, noise_every=8)
 
 
 def fixed(share: float = 0.5) -> methods.Method:
-  """Neyman's choice of a fixed share."""
-  budget = SelfSet(least=share, most=share, update_cost=1.0)
-  rule = methods.neyman_completions(budget, proxy="residual")
+  """Returns Neyman's choice of a fixed share."""
+  fixed_budget = methods.AutoBudget(share, update_cost=1.0, max_keep=share)
+  rule = methods.neyman_completions(fixed_budget, proxy="residual")
   return methods.grpo()._replace(completions=rule)
 
 
-def chance(share: float = 0.5) -> methods.Method:
-  """As many, all equally likely."""
+def uniform(share: float = 0.5) -> methods.Method:
+  """Returns the choice of as many completions, all equally likely."""
 
   def rule(rng: StepRng, groups: Groups) -> Selection:
     is_needed = (groups.advantages != 0) & (groups.lengths > 0)

@@ -1,23 +1,20 @@
-"""Speed-ups foretold from the unpruned runs alone.
+"""Predictions of speed-ups from the unpruned runs alone.
 
-Steps go as `(1 + v f) ^ a`: `v` the share of variance that a choice adds, `f`
-the noise's share of the gradient. `a` is 1 at a learning rate that suits the
-noise, where neither more nor less of it would be faster. Elsewhere, as AdamW
-divides by a root mean square, noise `k` times as strong is the same walk at a
-learning rate divided by the root of `k` and `k` times as slow; where steps go
-as the rate to the power `-e`, that makes `a = 1 - e / 2`.
+Steps are proportional to `(1 + v f) ^ a`: `v` is the added variance as a
+fraction of the batch's own, `f` the noise fraction of the gradient. At the
+learning rate that is fastest for the noise, `a` is 1. Elsewhere, as AdamW
+divides by a root mean square, noise `k` times as strong has the effect of a
+learning rate divided by the root of `k`, and is `k` times as slow; where steps
+are proportional to the rate to the power `-e`, that makes `a = 1 - e / 2`.
 """
 
 import math
 
-import controls
-import speedup
-import tasks
-import training
+from . import controls, speedup, tasks, training
 
 
 def all_of(pool: training.Pool, cells: list[str], seeds: int) -> list[dict]:
-  """Of every variant of every cell, the baseline's facts with them."""
+  """Predicts every variant of every cell, with the facts of the baseline."""
   found = []
   for cell in cells:
     facts = _facts(pool, cell, seeds)
@@ -41,7 +38,7 @@ def all_of(pool: training.Pool, cells: list[str], seeds: int) -> list[dict]:
 
 
 def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
-  """What the unpruned runs say, on average over seeds and steps."""
+  """Returns means of the unpruned runs over seeds and steps."""
   every = lambda variant: [
     lines for seed in range(seeds) if (lines := pool.lines(cell, variant, seed))
   ]
@@ -49,25 +46,25 @@ def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
   steps = [
     line for lines in runs_of for line in lines if "step/seconds" in line
   ]
-  # What a measurement of the noise adds is nobody's cost.
+  # Measuring the noise costs time that runs without it do not spend.
   timed = [line for line in steps if not line["noise/measured"]]
   total = lambda name: sum(line[name] for line in timed)
   mean = lambda name, of=steps: sum(line[name] for line in of) / len(of)
-  whole = total("step/seconds")
+  full = total("step/seconds")
   twice = [speedup.curve(lines) for lines in every("grpo, twice the rate")]
   once = [speedup.curve(lines) for lines in runs_of]
   gain = speedup.ratio(
     speedup.mean_curve(once), speedup.mean_curve(twice), axis=0
   )
   facts = {
-    "update_share": total("update/seconds") / whole,
+    "update_share": total("update/seconds") / full,
     "rollout_share": (total("rollout/seconds") + total("reward/seconds"))
-    / whole,
+    / full,
     "micros": mean("update/micro_batches"),
-    "noise_share": mean("noise/share"),
+    "noise_share": mean("noise/fraction"),
     "noise_scale": tasks.CELLS[cell].prompts
-    * mean("noise/share")
-    / max(1 - mean("noise/share"), 1e-3),
+    * mean("noise/fraction")
+    / max(1 - mean("noise/fraction"), 1e-3),
     "zero_variance": mean("groups/zero_std") / tasks.CELLS[cell].prompts,
     "rate_elasticity": math.log2(gain),
     "exponent": 1 - math.log2(gain) / 2,
@@ -80,7 +77,7 @@ def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
 
 
 def _variant(facts: dict[str, float], variant: str) -> tuple[float, float]:
-  """Seconds of a step over the unpruned one's, and the variance it adds."""
+  """Predicts seconds of a step over the unpruned one's, and added variance."""
   share = float(variant.rpartition(" ")[2])
   # A last micro-batch is half empty, on average, and costs like the others.
   micros = facts["micros"]

@@ -1,4 +1,4 @@
-"""How much sooner one run gets where another gets, from their curves."""
+"""Speed-ups of one run over another, from their accuracy curves."""
 
 from collections.abc import Sequence
 import math
@@ -49,7 +49,7 @@ def undisturbed(runs: Sequence[list[dict] | None]) -> list[tuple | None]:
 
 
 def crossing(x: np.ndarray, y: np.ndarray, level: float) -> float | None:
-  """Where a curve that is made to rise first reaches a level."""
+  """Returns where the running maximum of a curve first reaches a level."""
   y = np.maximum.accumulate(y)
   if y[-1] < level:
     return None
@@ -80,6 +80,6 @@ def ratio(slow, fast, axis: int) -> float:
 
 
 def mean_curve(curves: Sequence[tuple]) -> tuple:
-  """Of runs that are evaluated at the same steps."""
+  """Averages curves of runs that are evaluated at the same steps."""
   num = min(len(c[0]) for c in curves)
   return tuple(np.mean([c[i][:num] for c in curves], axis=0) for i in range(3))

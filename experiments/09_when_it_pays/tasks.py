@@ -4,11 +4,13 @@
 """
 
 import pathlib
-import runpy
 from typing import NamedTuple
 
-HERE = pathlib.Path(__file__).parent
-RINGS = HERE.parent / "03_comparison"
+from ..common import rings
+from ..common.tasks import CONFIGS
+
+# More rings with a faulty skill, and skills that fail less often.
+MIXED = rings.Mix((0, 0, 1, 1, 1, 2, 2, 2, 3, 3), (0.2, 0.7))
 
 
 class Cell(NamedTuple):
@@ -51,7 +53,7 @@ CELLS = {
   "mixed rings, 32": _cell("mixed", 32, 96, 2e-4, 6),
   "mixed rings, 4": _cell("mixed", 4, 320, 7e-5, 16),
 }
-# Those on which the law is tested; the others serve the share that sets itself.
+# Cells that test the cost model; the others only test the automatic budget.
 LAW = (
   *("rings, 32", "rings, 4"),
   *("arithmetic, 32", "arithmetic, 4", "arithmetic, 256"),
@@ -59,25 +61,17 @@ LAW = (
 
 
 def config_of(task: str) -> str:
-  """The file that has the task's model."""
-  if task == "arithmetic":
-    return str(HERE.parents[1] / "configs" / "arithmetic.py")
-  return str(RINGS / "config.py")
+  """Returns the config file of the task's model."""
+  return str(CONFIGS["arithmetic" if task == "arithmetic" else "rings"])
 
 
 def prepare(task: str, folder: pathlib.Path) -> list[str]:
-  """Writes the task's problems if there are none; flags that name them."""
+  """Writes the task's problems if needed; returns the flags that name them."""
   if task == "arithmetic":
     return []
   data = folder / f"{task}-data"
   if not (data / "eval.jsonl").exists():
-    problems = runpy.run_path(str(RINGS / "problems.py"))
-    if task == "mixed":
-      # More rings with a faulty skill, and skills that fail less often.
-      scope = problems["make_row"].__globals__
-      scope["FAULTY_IN_RING"] = (0, 0, 1, 1, 1, 2, 2, 2, 3, 3)
-      scope["ERROR_RATES"] = (0.2, 0.7)
-    problems["write"](data, 0, 1536, 512)
+    rings.write(data, mix=MIXED if task == "mixed" else rings.DEFAULT_MIX)
   return [
     f"--config.data.train={data / 'train.jsonl'}",
     f"--config.data.eval={data / 'eval.jsonl'}",

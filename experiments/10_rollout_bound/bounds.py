@@ -104,7 +104,7 @@ def cauchy_schwarz(value: np.ndarray, cost: np.ndarray) -> float:
 
 
 def smaller_batch(fixed: float, r: float) -> float:
-  """What a smaller batch of the best size gains: the control at finite `r`."""
+  """Returns the gain of the best smaller batch: the control at finite `r`."""
   if np.isinf(r):
     return 1.0
   share = np.geomspace(1e-4, 1, 2001)

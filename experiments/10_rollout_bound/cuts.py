@@ -9,15 +9,16 @@ exactly, since two tokens are both trained as often as the later of them. It
 saves time in the update alone, and is compared with a choice of completions.
 """
 
-import bounds
-from bounds import Cells
-from logged import PARTS, Logged
-from moments import OBJECTIVES, live_tokens, moments
 import numpy as np
+
+from . import bounds
+from .bounds import Cells
+from .logged import PARTS, Logged
+from .moments import OBJECTIVES, live_tokens, moments
 
 
 def measure(log: Logged) -> list[dict]:
-  """Of the step, and of the update alone (`update r=...`)."""
+  """Measures gains of the step, and of the update alone (`update r=...`)."""
   is_live = live_tokens(log.rewards, log.lengths) > 0
   is_kept = is_live.ravel()[log.parts_of]
   log = log._replace(parts=log.parts[is_kept], parts_of=log.parts_of[is_kept])
@@ -116,7 +117,7 @@ def _gains(log, value, guess, is_cut: bool, first: int, update: float) -> dict:
 
 
 def _pools(cost: np.ndarray, value: np.ndarray) -> np.ndarray:
-  """Which pool each entry falls into; see `bounds.pool`."""
+  """Returns the pool of each entry; see `bounds.pool`."""
   pooled = bounds.pool(Cells(cost, value)).cost
   return np.searchsorted(
     pooled.cumsum() - 1e-12 * cost.sum(), cost.cumsum() - 0.5 * cost

@@ -1,39 +1,29 @@
-"""What a policy sampled, and the gradients that all bounds are made of.
+"""Samples of a policy, and the gradients that all bounds follow from.
 
 Letters are those of `dppo_jax.records`; a prompt's `H` completions are cut
 into groups of `GROUP`, and `K` groups come of all prompts.
 """
 
 import pathlib
-import runpy
 from typing import NamedTuple
 
 import jax
-from jax import flatten_util
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax import data, rollout, train
+from dppo_jax import train
 from dppo_jax.analysis import runs
-from dppo_jax.records import PromptBatch, Rollout
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import grade, programs, select, update
 
-HERE = pathlib.Path(__file__).parent
-RINGS = HERE.parent / "03_comparison"
-CONFIGS = {
-  "rings": RINGS / "config.py",
-  "arithmetic": HERE.parents[1] / "configs" / "arithmetic.py",
-}
+from ..common import policy, tasks
+
 GROUP = 16
 PER_PROMPT = 2 * GROUP
 PARTS = 8  # of a completion, whose gradients are taken one by one
 
 
 class Shares(NamedTuple):
-  """Of the seconds of a step; all of them together are 1."""
+  """Fractions of the seconds of a step, which sum to 1."""
 
   rollout: float
   update: float
@@ -81,11 +71,8 @@ class Logged(NamedTuple):
 
 
 def train_policy(task: str, steps: int, workdir: pathlib.Path) -> Run:
-  """A grpo run of so many steps; its checkpoint of step 0 stays."""
-  if task == "rings":
-    write = runpy.run_path(str(RINGS / "problems.py"))["write"]
-    write(RINGS / "data", 0, 1536, 512)
-  config = runpy.run_path(str(CONFIGS[task]))["get_config"]("grpo")
+  """Trains GRPO; the checkpoint of step 0 stays."""
+  config = tasks.grpo_config(task)
   config.steps = steps
   config.rollout.group_size = GROUP
   config.eval.every = steps
@@ -96,7 +83,7 @@ def train_policy(task: str, steps: int, workdir: pathlib.Path) -> Run:
 
 
 def measured_shares(workdir: pathlib.Path) -> Shares:
-  """Of the run's steps after the first ten, by the clocks of its stages."""
+  """Returns the fractions of the run's steps after the first ten."""
   lines = runs.load(workdir).steps[10:]
   of = lambda name: sum(line.get(f"{name}/seconds", 0.0) for line in lines)
   total = sum(of(stage) for stage in runs.STAGES)
@@ -104,7 +91,7 @@ def measured_shares(workdir: pathlib.Path) -> Shares:
 
 
 def load(path: pathlib.Path) -> Logged:
-  """What `save` wrote."""
+  """Reads a file that `save` wrote."""
   with np.load(path) as file:
     log = Logged(**file)
   return log._replace(
@@ -124,13 +111,11 @@ def collect(
   name: str, run: Run, workdir: pathlib.Path, step: int, num_prompts: int
 ) -> Logged:
   """Completions of the policy of `step`, and their gradients."""
-  with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
-    params = checkpoints.restore_params(
-      step, programs.abstract_train_state(run).params
-    )
-  prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
-  prompts = jax.tree.map(jnp.asarray, prompts)
-  sampled, rewards = _sample(run, params, prompts)
+  params, prompts = policy.restore(run, workdir, step, num_prompts)
+  # The steps of training used the draws up to config.steps.
+  draw = run.config.steps + 1
+  sampled, rewards = policy.sample(run, params, prompts, draw)
+  rewards = np.asarray(rewards, np.float64)
   products, projected, parts, parts_of = _gradients(
     run, params, prompts, sampled, rewards
   )
@@ -156,37 +141,10 @@ def collect(
   )
 
 
-def _sample(
-  run: Run, params: dict, prompts: PromptBatch
-) -> tuple[Rollout, np.ndarray]:
-  """`PER_PROMPT` completions of each prompt, and their rewards."""
-  r = run.config.rollout
-
-  @jax.jit
-  def make(params, prompts, rng):
-    return rollout.sample(
-      params,
-      run.model,
-      prompts,
-      rng,
-      group_size=PER_PROMPT,
-      max_tokens=r.max_tokens,
-      temperature=r.temperature,
-      num_slots=r.num_slots,
-      stop_ids=run.stop_ids,
-    )
-
-  # The steps of training took the numbers up to config.steps.
-  rng = rng_at(run.root_key, run.config.steps + 1, Stage.ROLLOUT)
-  sampled = make(params, prompts, rng)
-  with run.make_grader() as grader:
-    graded = grade.grade(sampled, run.train_set, run.tokenizer, grader)
-  return sampled, np.asarray(graded.rewards, np.float64)
-
-
 def _gradients(run, params, prompts, sampled, rewards):
   """Inner products within groups, projections, and those of parts."""
-  of = _gradient_of(run, params, prompts, sampled)
+  ones = jnp.ones(sampled.lengths.shape)
+  of = policy.gradient_of(run, params, prompts, sampled, ones)
   many = jax.jit(
     lambda us, start, end: jax.lax.map(
       lambda x: of(*x), (us, start, end), batch_size=32
@@ -194,12 +152,8 @@ def _gradients(run, params, prompts, sampled, rewards):
   )
   num, each = sampled.lengths.shape
   longest = jnp.full((each,), sampled.tokens.shape[2])
-  generator, products, projected, sketch = (
-    np.random.default_rng(0),
-    [],
-    [],
-    None,
-  )
+  generator, sketch = np.random.default_rng(0), None
+  products, projected = [], []
   for q in range(num):
     us = q * each + jnp.arange(each)
     scores = np.asarray(many(us, 0 * longest, longest), np.float32)
@@ -219,39 +173,7 @@ def _gradients(run, params, prompts, sampled, rewards):
     edges = np.arange(PARTS + 1) * lengths[block][:, None] // PARTS
     flat = lambda x: jnp.asarray(x.reshape(-1))
     us = flat(np.repeat(block, PARTS))
-    got = np.asarray(many(us, flat(edges[:, :-1]), flat(edges[:, 1:])))
-    got = got.astype(np.float64).reshape(len(block), PARTS, -1)
-    parts += list(got @ got.transpose(0, 2, 1))
+    scores = np.asarray(many(us, flat(edges[:, :-1]), flat(edges[:, 1:])))
+    scores = scores.astype(np.float64).reshape(len(block), PARTS, -1)
+    parts += list(scores @ scores.transpose(0, 2, 1))
   return np.stack(products), np.stack(projected), np.stack(parts), chosen
-
-
-def _gradient_of(run: Run, params, prompts: PromptBatch, sampled: Rollout):
-  """`(u, start, end)` to the gradient of those tokens' log-probabilities."""
-  config = update.UpdateConfig(
-    run.model, run.objective, run.config.rollout.temperature
-  )
-  longest = prompts.tokens.shape[1] + sampled.tokens.shape[2] - 1
-  spec = select.PackingSpec(longest, rows_per_micro=1, window=1)
-
-  def gradient(u, start, end):
-    q, g = jnp.divmod(u, sampled.lengths.shape[1])
-    one = lambda x: x[q, g][None, None]
-    packed, used, _ = select.pack(
-      jax.tree.map(lambda x: x[q][None], prompts),
-      sampled.replace(
-        tokens=one(sampled.tokens),
-        logprobs=one(sampled.logprobs),
-        lengths=one(sampled.lengths),
-      ),
-      jnp.ones((1, 1)),
-      jnp.ones((1, 1)),
-      spec,
-    )
-    # The n-th trained position is the n-th token.
-    number = packed.is_trained.cumsum(axis=-1) - 1
-    is_in = (number >= start) & (number < end)
-    packed = packed.replace(weights=jnp.where(is_in, packed.weights, 0.0))
-    sums = update.sum_gradients(packed, used, params, None, config)
-    return flatten_util.ravel_pytree(sums.grad)[0]
-
-  return gradient

@@ -7,10 +7,10 @@ nowhere in particular, 1 for their sum, 0 between.
 
 import statistics
 
-import bounds
-from bounds import Cells
 import numpy as np
-import slots
+
+from . import bounds, slots
+from .bounds import Cells
 
 SPREADS = (0.5, 1.0)  # standard deviations of the log
 POWERS = (-1, 0, 1)
@@ -51,7 +51,7 @@ def measure() -> list[dict]:
 
 
 def _tails(spread: float) -> list[dict]:
-  """What a batch's longest completions cost in slots."""
+  """Bounds the cost of a batch's longest completions in slots."""
   queue = np.random.default_rng(0).permutation(lengths(spread, COMPLETIONS))
   queue = np.ceil(queue).astype(int)
   found = []

@@ -7,12 +7,13 @@ objective multiplies each completion's by its advantage and its token share.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from logged import PER_PROMPT, Logged
 import numpy as np
+
+from .logged import PER_PROMPT, Logged
 
 
 class Objective(NamedTuple):
-  """What a completion's gradient is multiplied by.
+  """Factors on a completion's gradient.
 
   Attributes:
     advantage: rewards `[..., g]` to `[..., g]`.
@@ -45,7 +46,7 @@ OBJECTIVES = {
 
 
 class Moments(NamedTuple):
-  """Of groups under an objective.
+  """Second moments of groups under an objective.
 
   Attributes:
     products: `[K, G, G]`, of completions' gradients at advantage 1, with their

@@ -1,4 +1,4 @@
-"""What was found, as a table and as a picture."""
+"""Table and picture of the results."""
 
 import pathlib
 
@@ -28,7 +28,7 @@ MARKS = {
 
 
 def table(batch: str, results: list[dict]) -> str:
-  """All of one batch's rules, in groups of 16 and the best of other sizes."""
+  """Returns one batch's rules, in groups of 16 and of other sizes."""
   about = next(
     r for r in results if r["batch"] == batch and r["rule"] == "batch"
   )
@@ -123,7 +123,7 @@ def summary(batches: list[str], results: list[dict]) -> str:
 
 
 def _is_rule(name: str, rule: str) -> bool:
-  """Whether a rule's name is meant; that of stopping begins another."""
+  """Compares names; the name of stopping is the start of another."""
   return name == rule if rule == STOP else name.startswith(rule)
 
 

@@ -1,6 +1,6 @@
-"""What could be gained by pruning rollouts themselves, at the very most?
+"""Bounds the time that pruning rollouts could save.
 
-  python experiments/10_rollout_bound/run.py
+  python -m experiments.10_rollout_bound.run
 
 Trains grpo on experiment 03's task and on the default one, logs completions of
 the policy at the start and at the end with all their gradients, and computes
@@ -11,21 +11,22 @@ in the workdir and is not logged again.
 """
 
 import argparse
-import json
 import pathlib
-import platform
 
-import bounds
-import cuts
-import jax
-import logged
-import made
-import moments
 import numpy as np
-import report
-import slots
-import stopping
-import two_phase
+
+from ..common import results
+from . import (
+  bounds,
+  cuts,
+  logged,
+  made,
+  moments,
+  report,
+  slots,
+  stopping,
+  two_phase,
+)
 
 HERE = pathlib.Path(__file__).parent
 STEPS = {"rings": 72, "arithmetic": 100}
@@ -34,12 +35,11 @@ GROUPS = (16, 8, 4)
 
 
 def describe(log: logged.Logged) -> dict:
-  """What there is to know of the batch itself."""
+  """Describes the batch itself."""
   m = moments.moments(log, moments.OBJECTIVES["grpo"])
   return {
     "rule": "batch",
-    "jax": jax.__version__,
-    "machine": platform.processor() or platform.machine(),
+    **results.facts(),
     "accuracy": log.rewards.mean(),
     "live_groups": (np.ptp(log.rewards, axis=1) > 0).mean(),
     "rollout_share": log.shares.rollout,
@@ -102,7 +102,7 @@ def main() -> None:
   if args.prompts % slots.PROMPTS:
     parser.error(f"--prompts is {args.prompts}, no multiple of {slots.PROMPTS}")
   root = pathlib.Path(args.workdir).absolute()
-  results = []
+  rows = []
   for task, steps in STEPS.items():
     run = None
     for step in (0, steps):
@@ -112,13 +112,11 @@ def main() -> None:
         name = f"{task}, step {step}"
         log = logged.collect(name, run, root / task, step, args.prompts)
         logged.save(log, path)
-      results += measure(logged.load(path))
-      print(report.table(results[-1]["batch"], results), flush=True)
-  results += made.measure()
-  (HERE / "results.jsonl").write_text(
-    "".join(json.dumps(_rounded(r), default=float) + "\n" for r in results)
-  )
-  report.write(results, HERE)
+      rows += measure(logged.load(path))
+      print(report.table(rows[-1]["batch"], rows), flush=True)
+  rows += made.measure()
+  results.write(HERE / "results.jsonl", map(_rounded, rows))
+  report.write(rows, HERE)
 
 
 if __name__ == "__main__":

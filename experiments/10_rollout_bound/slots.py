@@ -1,12 +1,13 @@
 """Decode slots, simulated: how long a rollout takes, what its tail costs."""
 
-import bounds
-from bounds import Cells
-from logged import PER_PROMPT, Logged
-from moments import OBJECTIVES, live_tokens, moments
 import numpy as np
 
 from dppo_jax.rollout import decode
+
+from . import bounds
+from .bounds import Cells
+from .logged import PER_PROMPT, Logged
+from .moments import OBJECTIVES, live_tokens, moments
 
 PROMPTS = 32  # of a step
 
@@ -52,7 +53,7 @@ def batches(log: Logged) -> np.ndarray:
 
 
 def measure(log: Logged) -> list[dict]:
-  """Of batches of `PROMPTS` groups, with a slot for each completion or 1/8."""
+  """Measures batches of `PROMPTS` groups, with all slots or an eighth."""
   found = []
   lengths = batches(log)
   for share, told in ((1, "a slot each"), (8, "a slot for eight")):

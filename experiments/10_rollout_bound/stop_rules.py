@@ -7,10 +7,11 @@ that lived are trained on, by their residuals, as `neyman` does.
 
 import itertools
 
-import bounds
-from logged import Logged
-from moments import Moments, Objective, last_visit, live_tokens
 import numpy as np
+
+from . import bounds
+from .logged import Logged
+from .moments import Moments, Objective, last_visit, live_tokens
 
 STOPS = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the longest
 BINS = 4

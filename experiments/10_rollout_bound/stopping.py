@@ -6,12 +6,13 @@ one that lived to its end counts `1 / pi`. Advantages must be linear in the
 rewards: no estimate of a deviation from some of the rewards is unbiased.
 """
 
-import bounds
-from bounds import Cells
-from logged import Logged
-from moments import OBJECTIVES, folds, moments
 import numpy as np
-from stop_rules import costs, learned, quantile_bins
+
+from . import bounds
+from .bounds import Cells
+from .logged import Logged
+from .moments import OBJECTIVES, folds, moments
+from .stop_rules import costs, learned, quantile_bins
 
 _PROBS = np.geomspace(1.0, 0.003, 60)
 _PRICES = np.geomspace(0.01, 100.0, 41)

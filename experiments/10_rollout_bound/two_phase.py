@@ -10,10 +10,12 @@ about g / G of g_full's sum, so the best `a` is nearer to that.
 import math
 from typing import NamedTuple
 
-import bounds
-from bounds import Cells
-from logged import Logged
-from moments import (
+import numpy as np
+
+from . import bounds
+from .bounds import Cells
+from .logged import Logged
+from .moments import (
   OBJECTIVES,
   Moments,
   Objective,
@@ -22,7 +24,6 @@ from moments import (
   live_tokens,
   moments,
 )
-import numpy as np
 
 PILOTS = (2, 4, 8)
 DRAWS = 40  # of a group's pilots
@@ -80,7 +81,7 @@ def draw(log: Logged, objective: Objective, m: Moments, size: int) -> Pilots:
 
 
 def _sums(pilots: Pilots, cell: np.ndarray, num: int) -> list[np.ndarray]:
-  """Of full, cross, own and cost over the pilots of each cell, `[num]`."""
+  """Sums full, cross, own and cost over the pilots of each cell, `[num]`."""
   add = lambda x: np.bincount(cell.ravel(), x.ravel(), num)
   return [add(getattr(pilots, x)) for x in ("full", "cross", "own", "cost")]
 

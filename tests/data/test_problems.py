@@ -48,8 +48,6 @@ def test_skipped_rows_are_counted_and_the_first_copy_stays():
     "tag": (None, None, "x"),
   }
   assert problems.columns_at(np.array([2, 0, 2]))["level"] == [None, 5, None]
-  boxes = (r"\boxed{3}", r"\boxed{7}", r"\boxed{21}")
-  assert problems.direct_solutions == boxes
   first = "first prompt (4 tokens, no chat template): '1+2='"
   assert problems.first_prompt == first
   assert problems.report == (
@@ -71,17 +69,12 @@ def test_prompts_are_padded_on_the_right_to_a_multiple_of_8():
   assert prepare([row("a", "1+2=3+4=")]).tokens.shape == (1, 8)
 
 
-@pytest.mark.parametrize(
-  ("rows", "columns"),
-  [([], "none"), ([row(answer="", columns={"q": 1, "a": 2})], "q, a")],
-)
-def test_source_without_a_usable_row_gives_counts_and_columns(rows, columns):
+def test_source_without_a_usable_row_is_rejected():
   message = (
-    rf"^train: {len(rows)} read, 0 used.*; the columns are {columns}: check "
-    r"config\.data\.train, config\.data\.problem_key, "
+    r"^train: 1 read, 0 used.*; the columns are q, a: check config\.data"
   )
   with pytest.raises(UserError, match=message):
-    prepare(rows)
+    prepare([row(answer="", columns={"q": 1, "a": 2})])
 
 
 def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
@@ -101,12 +94,9 @@ def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
   assert {x.tokens.shape for x in eval_sets.values()} == {(1, 8)}
   report = "eval s2: 1 read, 1 used; 1 also in train"
   assert eval_sets["s2"].report == report
-  rows[0]["problem"] = "8+9="
-  write_jsonl(tmp_path / "3.jsonl", rows)
-  (tmp_path / "2.jsonl").write_text((tmp_path / "1.jsonl").read_text())
+  write_jsonl(tmp_path / "2.jsonl", ROWS[:1])
   none, eval_sets = load(trains=False)
   assert none is None
-  assert [len(x) for x in eval_sets.values()] == [1, 1, 2]
   assert {x.tokens.shape[1] for x in eval_sets.values()} == {48}
   assert eval_sets["s2"].report == "eval s2: 2 read, 2 used"
 
@@ -128,25 +118,19 @@ def test_solutions_end_with_a_stop_id_and_fit_a_row():
 # Templates ------------------------------------------------------------------
 
 
-def test_without_a_template_a_prompt_is_the_rows_own():
-  assert make_prompt("", "1+2=", {"problem": "x"}) == "1+2="
-  messages = [
-    {"role": "system", "content": ""},
-    {"role": "user", "content": "1+2="},
-  ]
-  assert make_prompt("", messages, {}) == messages
-  assert prepare([row(problem=messages[1:])]).problems == ("1+2=",)
+def test_prompt_without_a_template_is_the_problem():
+  messages = [{"role": "user", "content": "1+2="}]
+  for problem in ("1+2=", messages):
+    assert make_prompt("", problem, {"problem": "x"}) == problem
+    assert prepare([row(problem=problem)]).problems == ("1+2=",)
 
 
 def test_text_with_columns_becomes_the_prompt():
   columns = {"problem": "1+2=", "level": 5, "more": {"unit": "m"}, "none": None}
   template = "Q: {problem} ({level:03}, {more[unit]}{none}){{}}\nuser: x"
   assert make_prompt(template, "", columns) == "Q: 1+2= (005, m){}\nuser: x"
-  rows = [
-    row("a", "1+2=", columns={"question": "1+2=", "hint": "3"}),
-    row("b", "3+4=", columns={"question": "3+4="}),
-  ]
-  problems = prepare(rows, template="{problem}{question}{hint}")
+  rows = [row("a", "1+2=", columns={"hint": "3"}), row("b", "3+4=")]
+  problems = prepare(rows, template="{problem}{problem}{hint}")
   assert problems.lengths.tolist() == [len("1+2=1+2=3"), len("3+4=3+4=")]
   assert problems.problems == ("1+2=", "3+4=")
   assert problems.first_prompt.endswith(": '1+2=1+2=3'")
@@ -163,7 +147,7 @@ def test_text_that_starts_with_a_role_becomes_messages():
   ]
 
 
-def test_a_function_returns_text_or_messages(tmp_path):
+def test_function_returns_text_or_messages(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(
     "def text(row):\n"
@@ -182,19 +166,17 @@ def test_a_function_returns_text_or_messages(tmp_path):
 @pytest.mark.parametrize(
   ("template", "complaint"),
   [
-    ("Solve it.", "'Solve it.' is neither FILE.py:FUNCTION nor"),
+    ("Solve it.", "'Solve it.' is neither FILE.py:NAME nor"),
     ("absent.py:f", "there is no file absent.py"),
-    ("json:absent", "no function 'absent' in json"),
     ("{quest}", "KeyError: 'quest'; the columns are x, problem"),
     (r"{problem} \frac{1}{2}", "literal braces are written {{ and }}"),
-    ("{x:d}", "literal braces are written {{ and }}"),
     (lambda row: " ", "must give text or a list of messages .*, not ' '"),
     (lambda row: [{"role": "user"}], "must give text or a list .*, not"),
     (lambda row: row["z"], r"KeyError: 'z' \(.*test_problems.py, line"),
     ("y{problem}", "character 'y' of 'y1"),  # the tokenizer's
   ],
 )
-def test_a_template_that_cannot_work_is_named(template, complaint):
+def test_template_that_cannot_work_is_named(template, complaint):
   with pytest.raises(UserError, match=complaint) as error:
     prepare([row("id7", columns={"x": "y"})], template=template)
   assert str(error.value).startswith("id7: ")
@@ -214,16 +196,6 @@ def test_no_problem_is_drawn_twice_in_an_epoch(size, num_prompts):
     assert set(ids.ravel().tolist()) <= set(range(size))
 
 
-def test_prompts_left_over_differ_between_epochs():
-  problems = problem_set(7)
-  left_over = [
-    set(range(7)) - set(epoch(problems, 0, number, 5).ravel().tolist())
-    for number in range(8)
-  ]
-  assert all(len(ids) == 2 for ids in left_over)
-  assert not set.intersection(*left_over)
-
-
 def test_order_depends_on_seed_and_epoch():
   problems = problem_set(64)
   orders = [
@@ -236,16 +208,17 @@ def test_order_depends_on_seed_and_epoch():
   assert tuple(by_four) == orders[-1]
 
 
-def test_a_draw_does_not_depend_on_the_draws_before_it():
+def test_draw_depends_on_its_step_alone():
   problems, key = problem_set(50), jax.random.key(2)
   run = [data.draw(problems, key, step, 8).ids for step in range(20)]
-  for step in (19, 3, 11, 0):
+  for step in (19, 3, 0):
     _epoch_order.cache_clear()
-    resumed = data.draw(problem_set(50), jax.random.key(2), step, 8)
-    np.testing.assert_array_equal(resumed.ids, run[step])
+    np.testing.assert_array_equal(
+      data.draw(problems, key, step, 8).ids, run[step]
+    )
 
 
-def test_a_batch_holds_the_rows_that_its_ids_name():
+def test_batch_holds_the_rows_that_its_ids_name():
   problems = prepare([row(str(i), "1+" * i + "1=") for i in range(20)])
   batch = data.draw(problems, jax.random.key(0), 3, 6)
   assert batch.ids.dtype == batch.tokens.dtype == batch.lengths.dtype == "int32"

@@ -2,16 +2,8 @@
 
 import decimal
 import gzip
-import json
-import pathlib
-import re
-import tempfile
 
-from hypothesis import given
-from hypothesis import strategies as st
 from problems import ROWS, row
-import pyarrow
-import pyarrow.parquet
 import pytest
 from sources import write_jsonl, write_parquet, write_tfds
 import tensorflow_datasets as tfds
@@ -64,43 +56,21 @@ def test_limit_takes_the_first_rows_of_an_endless_function(tmp_path):
   ]
 
 
-def test_rows_without_an_id_are_named_after_source_and_number(tmp_path):
-  path = tmp_path / "rows.jsonl"
-  path.write_text('{"problem": "p"}\n\n{"id": 7}\n{"id": null}\n')
-  assert [r.id for r in read(str(path))] == [
-    "rows.jsonl/0",
-    "7",
-    "rows.jsonl/2",
-  ]
-
-
 @pytest.mark.parametrize(
   ("value", "answer"),
   [
     (" 1,5 ", "1,5"),
-    (18, "18"),
     (18.0, "18"),
     ([0.5], "0.5"),
     (["1", "2"], ""),
-    ([], ""),
     (True, ""),
-    ({"a": 1}, ""),
-    (decimal.Decimal("18.00"), "18"),
     (float("nan"), ""),
     (None, ""),
     ("a #### 2 #### 1,234\n", "1234"),
-    ("no tail ####", ""),
   ],
 )
-def test_answers_become_text(tmp_path, value, answer):
-  table = pyarrow.table({"answer": [value]})
-  pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-  records = [{"answer": value}]
-  kinds = [lambda: records, str(tmp_path / "rows.parquet")]
-  if not isinstance(value, decimal.Decimal):  # JSON has none
-    kinds.append(write_jsonl(tmp_path / "rows.jsonl", records))
-  for source in kinds:
-    assert read(source)[0].answer == answer
+def test_answers_become_text(value, answer):
+  assert read(lambda: [{"answer": value}])[0].answer == answer
 
 
 def test_columns_become_plain_python(tmp_path):
@@ -123,7 +93,7 @@ def test_columns_become_plain_python(tmp_path):
   assert row.answer == "-1"
 
 
-def test_the_first_column_with_a_value_counts():
+def test_first_column_with_a_value_counts():
   records = [
     {"problem": None, "question": "q", "final_answer": ["$2$"]},
     {"problem": "p", "question": "q", "answer": 0, "final_answer": 1},
@@ -152,17 +122,10 @@ def test_well_known_layouts_need_no_option(tmp_path, write):
   }
   work = "Half of 48 is <<48/2=24>>24.\n#### 1,024"
   gsm8k = {"question": "How many?", "answer": work}
-  olympiad_bench = {
-    "id": 1606,
-    "question": "Find $n$.",
-    "solution": ["One way.", "Another."],
-    "final_answer": ["$\\frac{1}{2}$"],
-  }
   suffix = "jsonl" if write is write_jsonl else "parquet"
   for record, *expected in (
     (verl, "9a9b6eb4", messages, "34", ""),
     (gsm8k, f"rows.{suffix}/0", "How many?", "1024", ""),
-    (olympiad_bench, "1606", "Find $n$.", "$\\frac{1}{2}$", ""),
   ):
     (row,) = read(write(tmp_path / f"rows.{suffix}", [record]))
     assert row == data.Row(*expected, record)
@@ -178,18 +141,14 @@ PYTHON = b"def rows():\n  yield {}\n  yield {}\n  "
   ("name", "contents", "complaint"),
   [
     ("r.jsonl", GOOD * 2 + b'{"a": ', "3: JSONDecodeError"),
-    ("r.jsonl", GOOD * 2 + b'{"a": "\xff"}', "3: UnicodeDecodeError"),
     ("r.jsonl", GOOD * 2 + b"[]", "3: TypeError: a row must be"),
-    ("r.jsonl", GOOD * 2 + b"[" * 9999, "3: (JSONDecode|Recursion)E"),
     ("r.jsonl.gz", gzip.compress(GOOD * 9, mtime=0)[:-9], "10: EOFError"),
-    ("r.jsonl.gz", GOOD, "1: .*BadGzipFile"),
     ("r.parquet", GOOD, "1: .*ArrowInvalid"),
     ("r.py", PYTHON + b"yield 1 / 0", "3: ZeroDivisionError.*line 4"),
     ("r.py", PYTHON + b"yield 'p'", "3: TypeError: a row must be"),
-    ("r.py", b"def rows(): pass", "1: TypeError: 'NoneType' object is not it"),
   ],
 )
-def test_a_malformed_record_is_named(tmp_path, name, contents, complaint):
+def test_malformed_record_is_named(tmp_path, name, contents, complaint):
   path = tmp_path / name
   path.write_bytes(contents)
   source = f"{path}:rows" if name == "r.py" else str(path)
@@ -202,14 +161,13 @@ def test_a_malformed_record_is_named(tmp_path, name, contents, complaint):
   ("source", "complaint"),
   [
     ("absent.jsonl", r"there is no file 'absent\.jsonl': set config\.data"),
-    ("rows.csv", r"none of arithmetic.*\*\.parquet, tfds:NAME"),
-    ("arithmetics", r"none of arithmetic"),
-    ("absent.py:rows", r"no file absent\.py: set config\.data"),
+    ("rows.csv", r"'rows.csv' .*a source is arithmetic.*\*\.parquet"),
+    ("absent.py:rows", r"no file absent\.py; .*: set config\.data"),
     ("tfds:no_such_set", r"tfds:no_such_set row 1: .*not found"),
     ("tfds:{tiny}:test", r"row 1: .*Unknown split 'test'"),
   ],
 )
-def test_a_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
+def test_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
   if "{tiny}" in source:
     source = source.format(tiny=write_tfds(tmp_path, ROWS))
   with pytest.raises(UserError, match=complaint):
@@ -226,8 +184,6 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
     ("arithmetic:64:2", {"arithmetic": "arithmetic:64:2"}),
     ("a/math500.jsonl.gz", {"math500": "a/math500.jsonl.gz"}),
     ("tfds:gsm8k:test", {"gsm8k": "tfds:gsm8k:test"}),
-    ("tfds:a/b=c/", {"b_c": "tfds:a/b=c/"}),
-    ("a,b=c.jsonl", {"a_b_c": "a,b=c.jsonl"}),
     ("m=a.jsonl, n=tfds:n:t", {"m": "a.jsonl", "n": "tfds:n:t"}),
   ],
 )
@@ -239,55 +195,3 @@ def test_evaluation_sets_have_names(text, named):
 def test_unnamed_and_repeated_sets_are_rejected(text):
   with pytest.raises(UserError, match=r"config\.data\.eval"):
     sources.parse_named(text)
-
-
-# Anything -------------------------------------------------------------------
-
-
-class ByteTokenizer:
-  template_note, pad_id = "", 0
-
-  def prompt(self, prompt):
-    return sources.text_of(prompt, with_system=True)
-
-  def encode_prompt(self, prompt):
-    return list(self.prompt(prompt).encode())
-
-
-ANYTHING = st.recursive(
-  st.none()
-  | st.booleans()
-  | st.integers()
-  | st.floats()
-  | st.text(max_size=5)
-  | st.just("1+2="),
-  lambda inner: (
-    st.lists(inner, max_size=2)
-    | st.dictionaries(st.sampled_from(["role", "content", "a"]), inner)
-  ),
-  max_leaves=4,
-)
-RECORD = st.dictionaries(
-  st.sampled_from(["problem", "prompt", "answer", "solution", "id", "x"]),
-  ANYTHING,
-)
-LINE = RECORD.map(lambda x: json.dumps(x).encode()) | st.binary(max_size=9)
-
-
-@given(st.lists(LINE, max_size=4))
-def test_every_row_is_used_or_counted_or_named(lines):
-  good = b'{"problem": "1+1=", "answer": 2}'
-  with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder) / "r.jsonl"
-    path.write_bytes(b"\n".join([good, *lines]))
-    try:
-      problems = data.prepare(
-        "train", sources.read(str(path)), ByteTokenizer(), 64
-      )
-    except UserError as error:
-      assert re.match(rf"{path} row \d+: ", str(error))
-      assert "\n" not in str(error)
-      return
-  num_read, used, *left_out = map(int, re.findall(r"\d+(?= )", problems.report))
-  left_out = [x for x in left_out if x != 64]
-  assert (used, num_read) == (len(problems), used + sum(left_out))

@@ -4,8 +4,6 @@ import gzip
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 import tokenizers
@@ -143,7 +141,7 @@ TALK = [
 ]
 
 
-def test_a_prompt_goes_through_the_template_and_begins_once(small):
+def test_prompt_goes_through_the_template_and_begins_once(small):
   path = small(chat_template=TEMPLATE)
   tokenizer = PretrainedTokenizer(path, {"loud": True})
   assert tokenizer.prompt("one") == "<s>user one assistant LOUD"
@@ -161,27 +159,23 @@ def test_without_template_a_prompt_is_plain_text_that_begins_once(small):
   prompt = tokenizer.encode_prompt(TALK[:2])
   assert prompt == [0, *tokenizer.encode("be one")]
   assert 0 not in tokenizer.encode("one brief")
-  note = PretrainedTokenizer(small(), {"loud": True}).template_note
-  assert note.endswith("so config.data.template_args is ignored")
 
 
-def test_a_chat_template_may_be_given_as_an_argument(small):
+def test_chat_template_may_be_given_as_an_argument(small):
   args = {"chat_template": "brief {{ messages[0].content }}"}
-  for config in ({}, {"chat_template": TEMPLATE}):
-    tokenizer = PretrainedTokenizer(small(**config), args)
-    assert tokenizer.template_note == ""
-    assert tokenizer.prompt("one") == "brief one"
+  tokenizer = PretrainedTokenizer(small(), args)
+  assert tokenizer.template_note == ""
+  assert tokenizer.prompt("one") == "brief one"
 
 
 @pytest.mark.parametrize(
   ("template", "args", "complaint"),
   [
     ("{{ raise_exception('no\nnot so') }}", {}, "rejects the prompt: .*no"),
-    ("{{ messages[0].missing.more }}", {}, "rejects the prompt"),
     (TEMPLATE, {"tools": 3}, "config.data.template_args"),
   ],
 )
-def test_a_template_that_fails_is_named(small, template, args, complaint):
+def test_template_that_fails_is_named(small, template, args, complaint):
   tokenizer = PretrainedTokenizer(small(chat_template=template), args)
   with pytest.raises(UserError, match=complaint) as error:
     tokenizer.encode_prompt("one")
@@ -191,14 +185,13 @@ def test_a_template_that_fails_is_named(small, template, args, complaint):
 # Files ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["MyTokenizer", None])
-def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path, name):
+def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path):
   path = pathlib.Path(small())
   file = path / "tokenizer_config.json"
   config = json.loads(file.read_text())
-  config["tokenizer_class"] = name
+  config["tokenizer_class"] = "MyTokenizer"
   config["auto_map"] = {"AutoTokenizer": ["mine.MyTokenizer", None]}
-  file.write_text(json.dumps({k: v for k, v in config.items() if v}))
+  file.write_text(json.dumps(config))
   (path / "mine.py").write_text(
     f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     "from transformers import PreTrainedTokenizerFast as MyTokenizer\n"
@@ -212,12 +205,11 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path, name):
   ("name", "text"),
   [
     ("tokenizer.json", '{"version": '),
-    ("tokenizer.json", "{}"),
     ("tokenizer_config.json", "no"),
     ("tokenizer.json", None),
   ],
 )
-def test_a_damaged_or_missing_tokenizer_is_named(small, name, text):
+def test_damaged_or_missing_tokenizer_is_named(small, name, text):
   path = pathlib.Path(small())
   (path / name).write_text(text) if text else (path / name).unlink()
   with pytest.raises(UserError, match=r"config\.model\.path") as error:
@@ -228,39 +220,16 @@ def test_a_damaged_or_missing_tokenizer_is_named(small, name, text):
 @pytest.mark.parametrize(
   ("generation", "model", "eos", "expected"),
   [
-    ({"eos_token_id": 7}, {"eos_token_id": 8}, 9, (7,)),
     ({"eos_token_id": [7, 6, 7]}, {"eos_token_id": 8}, 9, (7, 6)),
     ({"eos_token_id": 0}, None, 9, (0,)),
-    ({}, {"eos_token_id": [8, 5]}, 9, (8, 5, 9)),
-    ({"eos_token_id": None}, {"eos_token_id": 9}, 9, (9,)),
-    (None, {"eos_token_id": 8}, None, (8,)),
+    ({"eos_token_id": None}, {"eos_token_id": [8, 5]}, 9, (8, 5, 9)),
     (None, None, 0, (0,)),
   ],
 )
 def test_stop_ids(tmp_path, generation, model, eos, expected):
+  with pytest.raises(UserError, match=r"config\.rollout\.stop_ids"):
+    find_stop_ids(str(tmp_path), None)
   for name, config in (("generation_config", generation), ("config", model)):
     if config is not None:
       (tmp_path / f"{name}.json").write_text(json.dumps(config))
   assert find_stop_ids(str(tmp_path), eos) == expected
-
-
-def test_checkpoint_without_any_stop_id_names_the_option(small):
-  tokenizer = PretrainedTokenizer(small(eos_token=None))
-  with pytest.raises(UserError, match=r"config\.rollout\.stop_ids"):
-    _ = tokenizer.stop_ids
-
-
-def test_reading_a_tokenizer_prints_nothing(small):
-  code = (
-    "import sys; from dppo_jax.data.tokenizer import PretrainedTokenizer;"
-    "assert 'transformers' not in sys.modules;"
-    f"PretrainedTokenizer({small()!r})"
-  )
-  done = subprocess.run(
-    [sys.executable, "-W", "error", "-c", code],
-    capture_output=True,
-    check=True,
-    text=True,
-    cwd=pathlib.Path(__file__).parents[2],
-  )
-  assert (done.stdout, done.stderr) == ("", "")

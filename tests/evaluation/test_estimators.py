@@ -12,62 +12,46 @@ import pytest
 from dppo_jax.eval import estimators
 
 VALUES = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6)
+VOTES = st.tuples(
+  st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, *"abc"])
+)
 
 
 @given(VALUES, st.data())
-def test_best_of_is_the_mean_over_all_subsets(values, more):
-  size = more.draw(st.integers(1, len(values)))
-  found = estimators.best_of(np.array([values]), size)
+def test_best_of_is_the_mean_over_all_subsets(values, data):
+  size = data.draw(st.integers(1, len(values)))
+  best = estimators.best_of(np.array([values]), size)
   subsets = itertools.combinations(values, size)
-  np.testing.assert_allclose(found, np.mean([max(x) for x in subsets]))
+  np.testing.assert_allclose(best, np.mean([max(x) for x in subsets]))
 
 
-@pytest.mark.parametrize("num, size", [(8, 3), (64, 16), (1000, 500)])
+@pytest.mark.parametrize("num, size", [(8, 3), (1000, 500)])
 def test_best_of_right_and_wrong_is_the_closed_form_of_pass_at_k(num, size):
   for right in (0, 1, 3, num // 2, num - 1, num):
     values = np.arange(num)[None] < right
     expected = 1 - math.comb(num - right, size) / math.comb(num, size)
-    found = estimators.best_of(values.astype(np.float32), size)
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    best = estimators.best_of(values.astype(np.float32), size)
+    np.testing.assert_allclose(best, expected, atol=1e-12)
 
 
-def _expected_winner(values, answers) -> float:
-  """The mean over the tied answers of the mean value of their completions."""
-  counts = collections.Counter(x for x in answers if x is not None)
-  if not counts:
-    return 0.0
-  most = max(counts.values())
-  pairs = list(zip(values, answers, strict=True))
-  value = lambda x: np.mean([v for v, y in pairs if y == x])
-  return np.mean([value(x) for x, count in counts.items() if count == most])
-
-
-@given(
-  st.lists(
-    st.tuples(
-      st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, *"abc"])
-    ),
-    min_size=1,
-    max_size=8,
-  )
-)
+@given(st.lists(VOTES, min_size=1, max_size=8))
 def test_majority_is_the_plurality_with_fair_ties(pairs):
   values, answers = zip(*pairs, strict=True)
+  counts = collections.Counter(x for x in answers if x is not None)
+  means = [
+    np.mean([v for v, y in pairs if y == x])
+    for x, count in counts.items()
+    if count == max(counts.values())
+  ]
   majority = estimators.majority(np.array([values]), [answers])
-  np.testing.assert_allclose(majority, _expected_winner(values, answers))
-
-
-@pytest.mark.parametrize("size", [0, 4])
-def test_a_k_outside_of_the_samples_raises(size):
-  with pytest.raises(ValueError, match=rf"k is {size}, not in 1..3"):
-    estimators.best_of(np.ones((2, 3)), size)
+  np.testing.assert_allclose(majority, np.mean(means) if means else 0.0)
 
 
 def test_every_estimate_is_what_its_name_says():
   correct = np.array([[1, 1, 0, 0], [0, 0, 0, 1], [1] * 4, [0] * 4])
   answers = [["0", "0", "1", None], [*"1120"], [*"0000"], [*"1234"]]
-  found = estimators.estimates(correct, answers)
-  assert {name: x.value for name, x in found.items()} == pytest.approx(
+  estimates = estimators.estimates(correct, answers)
+  assert {name: x.value for name, x in estimates.items()} == pytest.approx(
     {
       "avg@4": 7 / 16,
       "maj@4": 0.5,
@@ -75,39 +59,31 @@ def test_every_estimate_is_what_its_name_says():
       "pass@4": 0.75,
     }
   )
-  for x in found.values():
+  for x in estimates.values():
     assert 0 <= x.low <= x.value <= x.high <= 1
   assert "maj@4" not in estimators.estimates(correct, [[None] * 4] * 4)
   assert list(estimators.estimates(correct[:, :1], [["1"]] * 4)) == ["avg@1"]
 
 
-def _coverage(make, mean, num_samples, runs=2000) -> float:
-  rng = np.random.default_rng(0)
-  found = [estimators.interval(make(rng), num_samples) for _ in range(runs)]
-  return float(np.mean([x.low <= mean <= x.high for x in found]))
-
-
-# A run of 2,000 has a standard error of 0.005: 0.02 is four of them.
-@pytest.mark.parametrize("mean", [0.1, 0.3, 0.5, 0.9])
-@pytest.mark.parametrize("num", [30, 500])
-def test_intervals_of_right_and_wrong_cover(num, mean):
-  make = lambda rng: (rng.random(num) < mean).astype(float)
-  covered = _coverage(make, mean, 1)
-  assert abs(covered - 0.95) < (0.03 if num == 30 else 0.02)
-
-
-@pytest.mark.parametrize("shape", [(0.3, 0.3), (2, 2), (0.1, 0.9), (0.3, 3)])
+# A run of 2,000 has a standard error of 0.005. Pass rates differ from problem
+# to problem by a beta distribution.
 @pytest.mark.parametrize(
-  "num, least, most", [(30, 0.92, 0.99), (300, 0.93, 0.97)]
+  "num, least, most", [(30, 0.92, 0.99), (400, 0.93, 0.97)]
 )
-def test_intervals_of_means_over_samples_cover(shape, num, least, most):
-  """Pass rates differ from problem to problem by a beta distribution."""
-  a, b = shape
-
-  def make(rng):
-    return rng.binomial(8, rng.beta(a, b, num)) / 8
-
-  assert least <= _coverage(make, a / (a + b), 8) <= most
+@pytest.mark.parametrize(
+  "a, b, samples",
+  [(0.1, 0.9, 1), (5, 5, 1), (0.9, 0.1, 1), (0.3, 0.3, 8), (2, 2, 8)],
+)
+def test_intervals_cover(num, least, most, a, b, samples):
+  rng = np.random.default_rng(0)
+  intervals = [
+    estimators.interval(
+      rng.binomial(samples, rng.beta(a, b, num)) / samples, samples
+    )
+    for _ in range(2000)
+  ]
+  mean = a / (a + b)
+  assert least <= np.mean([x.low <= mean <= x.high for x in intervals]) <= most
 
 
 def test_intervals_have_a_width_even_if_all_values_are_equal():
@@ -115,7 +91,7 @@ def test_intervals_have_a_width_even_if_all_values_are_equal():
   assert none.value == none.low == 0 and 0.10 < none.high < 0.13
   everything = estimators.interval(np.ones(30))
   assert everything.high == 1 and np.isclose(everything.low, 1 - none.high)
-  # However often each was tried: other problems may be another matter.
+  # More samples of the same problems do not stand for other problems.
   assert estimators.interval(np.zeros(30), num_samples=64) == none
   assert estimators.interval(np.ones(1)) == (1, 0, 1)
   equal = estimators.interval(np.full(30, 0.5), num_samples=8)

@@ -1,9 +1,7 @@
-"""Runs compared: laws of intervals and groups, the table and its files."""
+"""Comparison of runs: laws of intervals and groups, the table and its files."""
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ CONFIG = {
   "method.name": "grpo",
   "method.args": {},
   "objective.name": "grpo",
-  "objective.args": {},
-  "optimizer.learning_rate": 1e-4,
   "data.train": "arithmetic",
   "sft.steps": 10,
   "sft.from_run": "",
@@ -26,7 +22,7 @@ CONFIG = {
 }
 
 
-def _run(folder, method="grpo", seed=0, pace=1.0, top=0.9, **config):
+def _run(folder, method="grpo", seed=0, pace=1, top=0.9, done=20, **config):
   """A run that learns to `top` accuracy; a step takes 1 / pace seconds."""
   path = folder / f"{method}-{seed}-{len([*folder.iterdir()])}"
   path.mkdir()
@@ -34,7 +30,7 @@ def _run(folder, method="grpo", seed=0, pace=1.0, top=0.9, **config):
   (path / "config.json").write_text(json.dumps(config))
   noise = np.random.default_rng(seed).normal(0, 0.01, 99)
   lines = []
-  for step in range(config.get("done", config["steps"]) + 1):
+  for step in range(done + 1):
     if step:
       line = {"step/seconds": (1 + noise[step]) / pace, "tokens/trained": 100}
       lines.append({"step": step, **line})
@@ -48,19 +44,6 @@ def _run(folder, method="grpo", seed=0, pace=1.0, top=0.9, **config):
 
 def _groups(*paths):
   return compare.group([runs.load(path) for path in paths])
-
-
-def _table(*paths, target=0.8):
-  """The rows of the table, by label; cells by head."""
-  head, rows = compare.table(_groups(*paths), target)
-  return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-
-
-@pytest.mark.parametrize(
-  ("freedom", "t"), [(1, 12.706), (2, 4.303), (4, 2.776), (1e6, 1.960)]
-)
-def test_quantiles_are_students(freedom, t):
-  assert statistics.t_quantile(freedom) == pytest.approx(t, abs=2e-3)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
@@ -78,8 +61,8 @@ def test_intervals_of_differences_cover(shift):
 def test_common_variation_of_seeds_cancels():
   a = {0: 0.1, 1: 0.5, 2: 0.9}
   b = {seed: x - 0.01 - 0.001 * seed for seed, x in a.items()}
-  value, low, high = statistics.difference(a, b)
-  assert value == pytest.approx(0.011) and 0 < low < high
+  value, low, _ = statistics.difference(a, b)
+  assert value == pytest.approx(0.011) and low > 0
   for few in ({0: 0.0}, {7: 0.0}):  # one pair, or none
     assert np.isnan(statistics.difference(a, few).low)
 
@@ -98,19 +81,17 @@ def test_band_ends_with_the_shortest_curve():
   at, band = statistics.band([(x, x), (x[:3], x[:3] + 1)])
   assert at[-1] == 2
   np.testing.assert_allclose(band.value, at + 0.5)
-  half = statistics.t_quantile(1) * 0.5
-  np.testing.assert_allclose(band.high - band.value, half, rtol=1e-6)
+  np.testing.assert_allclose(band.high - band.value, 12.706 / 2, rtol=1e-3)
 
 
-def test_cost_to_a_target_is_linear_between_evaluations(tmp_path):
+@pytest.mark.parametrize(("target", "cost"), [(0.4, 5), (0.1, 0), (0.7, None)])
+def test_cost_to_a_target_is_linear_between_evaluations(tmp_path, target, cost):
   steps = [{"step": i, "step/seconds": 10.0} for i in (1, 2)]
   evals = [
     {"step": step, "eval/accuracy": y} for step, y in enumerate([0.2, 0.6, 0.5])
   ]
   run = runs.Run(tmp_path, CONFIG, steps, evals)
-  assert run.cost_to(0.4) == pytest.approx(5)
-  assert run.cost_to(0.1) == 0
-  assert run.cost_to(0.7) is None
+  assert run.cost_to(target) == (cost and pytest.approx(cost))
 
 
 def test_groups_are_configs_without_their_seed(tmp_path):
@@ -120,17 +101,14 @@ def test_groups_are_configs_without_their_seed(tmp_path):
   groups = _groups(
     first,
     _run(tmp_path, seed=1, steps=30, **{"log.writers": "wandb"}),
-    _run(tmp_path, "dppo", **started),
-    _run(tmp_path, "dppo", seed=1, **started),
+    *(_run(tmp_path, "dppo", seed=seed, **started) for seed in (0, 1)),
     _run(tmp_path, "cppo", **{"sft.steps": 11}),
   )
-  assert [[run.seed for run in group.runs] for group in groups] == [
-    [0, 1],
-    [0, 1],
-    [0],
+  assert [(x.label, len(x.runs)) for x in groups] == [
+    ("grpo sft.steps=10", 2),
+    ("dppo", 2),
+    ("cppo sft.steps=11", 1),
   ]
-  labels = [group.label for group in groups]
-  assert labels == ["grpo sft.steps=10", "dppo", "cppo sft.steps=11"]
 
 
 def test_labels_name_the_options_that_differ(tmp_path):
@@ -139,8 +117,6 @@ def test_labels_name_the_options_that_differ(tmp_path):
   labels = lambda *paths: [group.label for group in _groups(*paths)]
   expected = ["dppo rate=0.5", "dppo rate=0.7", "grpo"]
   assert labels(*dppo, _run(tmp_path)) == expected
-  other = _run(tmp_path, "cppo", **{"method.args": {"scope": "batch"}})
-  assert labels(dppo[0], other) == ["dppo", "cppo"]
   assert labels(dppo[0]) == ["dppo"]
 
 
@@ -155,56 +131,34 @@ def test_table_has_means_and_intervals(tmp_path):
   paths = [_run(tmp_path, seed=seed) for seed in range(3)]
   paths += [_run(tmp_path, "dppo", seed=seed, pace=2) for seed in range(3)]
   paths += [_run(tmp_path, "cppo", seed=0), _run(tmp_path, "cppo", 1, top=0.5)]
-  rows = _table(*paths)
-  assert rows["grpo"]["seeds"] == "3" and rows["grpo"]["speed-up"] == ""
-  assert re.fullmatch(r"0.89\d ± 0.0\d\d", rows["grpo"]["accuracy"])
-  assert rows["dppo"]["difference"] == "+0.000 ± 0.000"
-  assert rows["dppo"]["speed-up"] == "2.00 (2.00-2.00)"
-  assert rows["dppo"]["tokens/step"] == "100"
+  head, rows = compare.table(_groups(*paths), 0.8)
+  grpo, dppo, cppo = (dict(zip(head, row, strict=True)) for row in rows)
+  assert grpo["seeds"] == "3" and grpo["speed-up"] == ""
+  assert re.fullmatch(r"0.89\d ± 0.0\d\d", grpo["accuracy"])
+  assert dppo["difference"] == "+0.000 ± 0.000"
+  assert dppo["speed-up"] == "2.00 (2.00-2.00)"
+  assert dppo["tokens/step"] == "100"
   # One seed never reached the target: there is no ratio.
-  assert rows["cppo"]["s to 80%"].endswith("(1 runs)")
-  assert rows["cppo"]["speed-up"] == ""
+  assert cppo["s to 80%"].endswith("(1 runs)") and cppo["speed-up"] == ""
 
 
-def test_single_unfinished_run_is_shown(tmp_path, capsys):
-  assert compare.main([str(_run(tmp_path, done=7))]) == 0
-  line = capsys.readouterr().out.splitlines()[1]
-  assert line.startswith("grpo") and "±" not in line
-
-
-def test_files_of_a_comparison(tmp_path, capsys):
+def test_files_of_a_comparison_of_unfinished_runs(tmp_path, capsys):
   label = {"data.train": "/a/b/c|d.jsonl"}
-  paths = [_run(tmp_path), _run(tmp_path, "dppo", steps=10, **label)]
+  paths = [_run(tmp_path, done=7), _run(tmp_path, "dppo", done=9, **label)]
   folder = tmp_path / "to"
-  assert compare.main([*map(str, paths), f"--to={folder}", "--target=0.5"]) == 0
+  compare.main([*map(str, paths), f"--to={folder}", "--target=0.5"])
+  shown = capsys.readouterr().out
+  assert str(folder / "compare.md") in shown
+  assert shown.splitlines()[1].startswith("grpo")
   assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
   page = (folder / "compare.md").read_text()
   assert r"c\|d.jsonl | 1 |" in page and "s to 50%" in page
-  assert str(folder / "compare.md") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-  ("name", "text"),
-  [
-    ("config.json", "{"),
-    ("config.json", "[]"),
-    ("metrics.jsonl", '{"step": 21, "cut\n'),
-    ("", ""),
-  ],
-)
-def test_broken_run_is_named(tmp_path, capsys, name, text):
-  path = _run(tmp_path)
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", ""])
+def test_broken_or_missing_run_is_named(tmp_path, name):
+  path = _run(tmp_path) if name else tmp_path / "missing"
   if name:
-    (path / name).write_text(text)
-  else:
-    (path / "config.json").unlink()
-  assert compare.main([str(path)]) == 1
-  assert str(path) in capsys.readouterr().err
-
-
-def test_reading_runs_needs_neither_jax_nor_matplotlib():
-  code = (
-    "import sys, dppo_jax.analysis.compare; "
-    "sys.exit(bool({'jax', 'matplotlib'} & {*sys.modules}))"
-  )
-  subprocess.run([sys.executable, "-c", code], check=True)
+    (path / name).write_text('{"step": 2\n')
+  with pytest.raises(SystemExit, match=str(path)):
+    compare.main([str(path)])

@@ -1,9 +1,9 @@
-"""What a run writes: its own files, TensorBoard, Weights & Biases."""
+"""Files of a run, TensorBoard, Weights & Biases, and counted compilations."""
 
 import resource
 import shutil
 import sys
-import types
+from unittest import mock
 
 import events
 import jax
@@ -27,11 +27,11 @@ def _writer(workdir, names="", first_step=None):
 
 def _events(workdir) -> dict[str, list]:
   """`(step, value)` by tag, as TensorBoard reads them."""
-  found = {}
+  by_tag = {}
   for event in events.read(workdir / "events"):
     for value in event.summary.value:
-      found.setdefault(value.tag, []).append((event.step, value))
-  return found
+      by_tag.setdefault(value.tag, []).append((event.step, value))
+  return by_tag
 
 
 @pytest.fixture
@@ -72,8 +72,7 @@ def test_writer_keeps_metrics_and_messages(tmp_path, capsys):
   assert message in log and "Traceback: one\ntwo" in log
   shown = capsys.readouterr().out
   assert message in " ".join(shown.split())
-  lines = [x for x in shown.splitlines() if str(tmp_path) not in x]
-  assert max(len(x) for x in lines if path not in x) <= 79
+  assert max(len(x) for x in shown.splitlines() if path not in x) <= 79
 
 
 def test_full_disk_ends_the_run_with_a_message_and_it_resumes(tmp_path, limit):
@@ -89,19 +88,15 @@ def test_full_disk_ends_the_run_with_a_message_and_it_resumes(tmp_path, limit):
   assert [x["step"] for x in jsonl.read(path)] == [0, 1]
 
 
-@pytest.mark.parametrize("names", ["", "tensorboard"])
-def test_deleted_working_directory_ends_the_run_at_the_next_write(
-  tmp_path, names
-):
+def test_deleted_working_directory_ends_the_run_at_the_next_write(tmp_path):
   workdir = tmp_path / "run"
   workdir.mkdir()
-  with _writer(workdir, names) as out:
+  with _writer(workdir, "tensorboard") as out:
     out.write(1, {"reward/mean": 0.5})
     shutil.rmtree(workdir)
-    message = f"the working directory {workdir} no longer exists"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"metrics.* was deleted"):
       out.write(2, {"reward/mean": 0.5})
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"samples.* was deleted"):
       out.write_samples(2, "train", [])
     out.say("still reported")
   assert not workdir.exists()
@@ -111,96 +106,59 @@ def test_tensorboard_has_everything_at_a_checkpoint(tmp_path):
   with _writer(tmp_path, "tensorboard") as out:
     out.write(1, {"reward/mean": 0.5, "update/loss": float("nan")})
     out.sync()
-    found = _events(tmp_path)
-  assert found["reward/mean"][0][1].simple_value == 0.5
-  assert "update/loss" not in found
-  text = found["config/text_summary"][0][1].tensor.string_val[0].decode()
+    by_tag = _events(tmp_path)
+  assert by_tag["reward/mean"][0][1].simple_value == 0.5
+  assert "update/loss" not in by_tag
+  text = by_tag["config/text_summary"][0][1].tensor.string_val[0].decode()
   assert "seed: 3" in text
 
 
 def test_resumed_run_replaces_later_steps_in_tensorboard(tmp_path):
   for number, first_step in enumerate((None, 1, 2)):  # within a second
     with _writer(tmp_path, "tensorboard", first_step) as out:
-      for step in (1, 2, 3):
-        if step > (first_step or 0):
-          out.write(step, {"reward/mean": float(number)})
-  found = [(x, y.simple_value) for x, y in _events(tmp_path)["reward/mean"]]
-  assert found == [(1, 0.0), (2, 1.0), (3, 2.0)]
+      for step in range((first_step or 0) + 1, 4):
+        out.write(step, {"reward/mean": float(number)})
+  values = [(x, y.simple_value) for x, y in _events(tmp_path)["reward/mean"]]
+  assert values == [(1, 0.0), (2, 1.0), (3, 2.0)]
 
 
-@pytest.mark.parametrize("size", [1000, 10_000])
-def test_run_survives_a_full_disk_in_tensorboard(tmp_path, capfd, limit, size):
-  """No thread ends with a traceback, and nothing waits for one that ended."""
-  with _writer(tmp_path, "tensorboard") as out:
-    limit(size)
-    for file in out._files.values():
-      file.close()
-    out._files = dict.fromkeys(out._files, _Sink())  # on another disk
-    for step in range(300):
-      out.write(step, {f"reward/{i}": 0.5 for i in range(9)})
-  limit(resource.RLIM_INFINITY)
-  shown = capfd.readouterr()
-  text = " ".join(shown.out.split())
-  assert text.count("warning: tensorboard failed and is off") == 1
-  assert "File too large" in text and not shown.err
-
-
-class _Sink:
-  write = flush = close = lambda *unused: None
-
-
-class _Wandb(types.ModuleType):
-  """The functions of `wandb` that are used."""
-
-  def __init__(self):
-    super().__init__("wandb")
-    self.__spec__ = types.SimpleNamespace()
-    self.runs, self.lines, self.num_finished = [], [], 0
-
-  def init(self, *, id, name, config, resume):
-    self.runs.append((id, name, config, resume))
-    return self
-
-  def log(self, values, step):
-    self.lines.append((step, values))
-
-  def finish(self):
-    self.num_finished += 1
-
-
-def test_wandb_gets_metrics_and_a_resumed_run_keeps_its_id(
-  tmp_path, monkeypatch
-):
-  library = _Wandb()
+@pytest.fixture
+def wandb(monkeypatch):
+  library = mock.MagicMock(__spec__=object())
   monkeypatch.setitem(sys.modules, "wandb", library)
+  return library
+
+
+def test_wandb_gets_metrics_and_a_resumed_run_keeps_its_id(tmp_path, wandb):
   with _writer(tmp_path, "tensorboard, wandb") as out:
     out.write(1, {"reward/mean": 0.5})
     out.sync()
   for first_step in (1, None):
     with _writer(tmp_path, "wandb", first_step):
       pass
-  assert library.lines == [(1, {"reward/mean": 0.5})]
-  assert library.num_finished == 3
-  first, same, other = library.runs
-  assert first == same and first[0] == first[1] and first[2] == CONFIG
-  assert first[0].startswith(tmp_path.name) and other[0] != first[0]
+  wandb.init.return_value.log.assert_called_once_with(
+    {"reward/mean": 0.5}, step=1
+  )
+  assert wandb.init.return_value.finish.call_count == 3
+  first, same, other = (x.kwargs for x in wandb.init.call_args_list)
+  assert first == same and first["id"] == first["name"]
+  assert first["config"] == CONFIG and other["id"] != first["id"]
 
 
-@pytest.mark.parametrize("method", ["init", "log", "finish"])
-def test_tracker_that_fails_is_dropped(method, tmp_path, monkeypatch, capsys):
-  library = _Wandb()
-  monkeypatch.setitem(sys.modules, "wandb", library)
-  monkeypatch.setattr(library, method, lambda *unused, **more: 1 / 0)
+@pytest.mark.parametrize("method", ["", "log", "finish"])
+def test_tracker_that_fails_is_dropped(method, tmp_path, wandb, capsys):
+  act = getattr(wandb.init.return_value, method) if method else wandb.init
+  act.side_effect = ZeroDivisionError
   with _writer(tmp_path, "wandb") as out:
     for step in (1, 2):
       out.write(step, {"reward/mean": 0.5})
-  said = " ".join(capsys.readouterr().out.split())
-  assert said.count("wandb failed and is off from here on: ZeroDivision") == 1
+  shown = " ".join(capsys.readouterr().out.split())
+  assert shown.count("wandb failed and is off from here on: ZeroDivision") == 1
   assert len(jsonl.read(tmp_path / "metrics.jsonl")) == 2
 
 
 def test_unknown_and_missing_trackers_are_rejected(tmp_path, monkeypatch):
-  with pytest.raises(UserError, match="'mlflow' but may have tensorboard"):
+  with pytest.raises(UserError, match=r"'mlflow'.* but may have tensorboard"):
     trackers.parse("mlflow")
   assert trackers.parse("") == []
   monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)

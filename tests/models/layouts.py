@@ -16,7 +16,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from dppo_jax import config, sharding
 from dppo_jax.models import transformer
 from dppo_jax.planning import assumed
-from dppo_jax.step import programs
+from dppo_jax.step import abstract_values
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -38,8 +38,8 @@ def page(name: str) -> str:
   mesh = assumed.abstract_mesh(c.mesh, math.prod(axes))
   run = assumed.assumed_run(c, mesh, "tpu")
   with jax.sharding.use_abstract_mesh(mesh):
-    state = programs.abstract_train_state(run)
-    copy = programs.abstract_inference_params(run)
+    state = abstract_values.abstract_train_state(run)
+    copy = abstract_values.abstract_inference_params(run)
   first = {**copy, "layers": copy["layers"][0]}
   groups = len(copy["layers"])
   declared = {

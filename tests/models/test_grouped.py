@@ -1,7 +1,5 @@
 """Grouped products against a loop over groups, by each platform's way."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,18 +74,3 @@ def test_a_cpu_does_no_more_work_than_there_are_blocks():
   """Of 4 groups; a dense product would be 4 times the ideal."""
   _, num_blocks, _ = grouped._blocks(256, jnp.array([100, 90, 60, 6]))
   assert num_blocks == 2 + 2 + 1 + 1
-
-
-def test_a_jax_without_the_kernel_says_so_and_goes_on(monkeypatch):
-  grouped._kernel.cache_clear()
-  name = "jax.experimental.pallas.ops.tpu.megablox.gmm"
-  monkeypatch.setitem(sys.modules, name, None)
-  rows, weights, _ = _data()
-  loss = lambda w: grouped.product(rows, w, jnp.array([64] * 4)).sum()
-  with pytest.warns(UserWarning, match="no megablox"):
-    found = jax.grad(loss)(weights)
-  want = rows.reshape(4, 64, 5).sum(1)[..., None]
-  np.testing.assert_allclose(
-    found, np.broadcast_to(want, found.shape), atol=1e-4
-  )
-  grouped._kernel.cache_clear()

@@ -90,7 +90,7 @@ def test_a_prompt_written_at_once_is_its_tokens_written_one_by_one():
 
 
 def test_layers_use_their_own_weights_and_rows_in_order():
-  weights = kv_cache.group_layers(jnp.arange(6.0), 6)
+  weights = tuple(jnp.arange(6.0)[i::3] for i in range(3))
   cache = kv_cache.init(Model(), 1, SIZES)
 
   def layer(x, weight, cache):
@@ -107,20 +107,14 @@ def test_layers_use_their_own_weights_and_rows_in_order():
 def test_a_slot_is_copied_from_a_cache_of_fewer_parts():
   cache, source = _filled(4), _filled(3, SIZES[:2], seed=50)
   found = jax.jit(kv_cache.copy_slot)(cache, jnp.int32(2), source, jnp.int32(1))
+  taken = jax.jit(kv_cache.take_slots)(found, jnp.array([2, 0]))
+  _assert_equal(_slot(taken, 0), _slot(found, 2))
+  _assert_equal(_slot(taken, 1), _slot(cache, 0))
   for slot in (0, 1, 3):
     _assert_equal(_slot(found, slot), _slot(cache, slot))
   for group, before, other in zip(found, cache, source, strict=True):
     _assert_equal(_slot(group[:2], 2), _slot(other, 1))
     _assert_equal(_slot(group[2:], 2), _slot(before[2:], 2))
-
-
-def test_slots_are_put_and_taken():
-  cache, new = _filled(5), _filled(2, seed=50)
-  found = jax.jit(kv_cache.put_slots)(cache, new, jnp.int32(3))
-  order = jnp.array([4, 0, 3])
-  taken = jax.jit(kv_cache.take_slots)(found, order)
-  for i, (of, slot) in enumerate([(new, 1), (cache, 0), (new, 0)]):
-    _assert_equal(_slot(taken, i), _slot(of, slot))
 
 
 def test_rewriting_the_cache_equals_writing_tokens():

@@ -60,7 +60,7 @@ def laid_out(rows, length=48):
 
 
 def packed(a, b, c, d):
-  """Rows of two sequences; as many as there are rows of one."""
+  """Rows of two sequences; as many as rows of one."""
   return [[b, c], [d, a], [], []]
 
 
@@ -89,14 +89,6 @@ def reference_logits(model):
 def assert_close(found, expected):
   for f, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(f, e, rtol=0, atol=TOLERANCE)
-
-
-@pytest.fixture
-def write():
-  pytest.importorskip("torch")
-  import checkpoints
-
-  return checkpoints.write
 
 
 @pytest.fixture(
@@ -164,18 +156,17 @@ def test_decoding_agrees_with_transformers(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_files_become_float32_weights(write, tmp_path, dtype):
-  model = write(tmp_path, "Qwen2ForCausalLM", dtype=dtype)
+def test_half_precision_shards_become_float32_weights(tmp_path, dtype):
+  pytest.importorskip("torch")
+  import checkpoints
+
+  model = checkpoints.write(
+    tmp_path, "Qwen2ForCausalLM", dtype=dtype, max_shard_size="10KB"
+  )
+  assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
   params, config = hf.load(tmp_path)
   assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
   found = logits_of(params, config, [[x] for x in sequences()])
-  assert_close(found, reference_logits(model))
-
-
-def test_shards_agree_with_transformers(write, tmp_path):
-  model = write(tmp_path, is_tied=False, max_shard_size="20KB")
-  assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-  found = logits_of(*hf.load(tmp_path), [[x] for x in sequences()])
   assert_close(found, reference_logits(model))
 
 
@@ -197,22 +188,12 @@ def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
     np.testing.assert_array_equal(found, logits)
 
 
-def test_a_float32_file_stays_so_whatever_its_source(write, tmp_path):
+def test_a_bfloat16_file_is_what_transformers_rounds(tmp_path):
   torch = pytest.importorskip("torch")
+  import checkpoints
   import transformers
 
-  write(tmp_path / "a", dtype="bfloat16")
-  loaded = hf.load(tmp_path / "a")
-  hf.save(tmp_path / "b", *loaded, source=tmp_path / "a")
-  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-  assert model.dtype == torch.float32
-
-
-def test_a_bfloat16_file_is_what_transformers_rounds(write, tmp_path):
-  torch = pytest.importorskip("torch")
-  import transformers
-
-  model = write(tmp_path / "a", is_tied=False)
+  model = checkpoints.write(tmp_path / "a", is_tied=False)
   params, config = hf.load(tmp_path / "a")
   hf.save(tmp_path / "b", params, config, dtype="bfloat16")
   saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")

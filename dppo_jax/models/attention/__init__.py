@@ -1,9 +1,8 @@
 """Causal attention over packed rows and over prompts, by several backends.
 
-What a position may attend to follows from its segment and prefix ids, which
-`algo.packing.fill` makes for rows and `attend_prompts` for prompts; id 0 is
-padding. The mask is applied in `blockwise._logits`, or by a kernel in
-`kernels`; over the cache of decoding slots in `kv_cache.attend`.
+A position attends to what its segment and prefix ids allow; id 0 is padding.
+`algo.packing.fill` makes the ids of rows, `attend_prompts` those of prompts.
+Decoding slots attend over their cache in `kv_cache.attend`.
 """
 
 import functools
@@ -15,20 +14,7 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models.attention import blockwise, kernels
-from dppo_jax.models.attention.blockwise import MASKED
 from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
-
-__all__ = [
-  "BACKENDS",
-  "CHOICES",
-  "KERNELS",
-  "LANES",
-  "MASKED",
-  "MAX_BRANCHES",
-  "attend_prompts",
-  "attention",
-  "choose_backend",
-]
 
 # Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`.
 BACKENDS = {
@@ -40,17 +26,17 @@ BACKENDS = {
   "triton": kernels.triton,  # NVIDIA GPU
 }
 
-# Pallas kernel -> the platform it is written for, in JAX's words.
+# Pallas kernel -> the platform that it is written for.
 KERNELS = {"splash": "tpu", "triton": "gpu"}
 
-# What config.model.attention may be; `choose_backend` makes a key of BACKENDS.
+# Values of config.model.attention.
 CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
   name: str, platform: str, row_length: int, group_size: int, share_prefix: bool
 ) -> str:
-  """The key of `BACKENDS` that a run uses.
+  """Returns the key of `BACKENDS` that a run uses.
 
   Args:
     name: config.model.attention, one of `CHOICES`.
@@ -58,28 +44,19 @@ def choose_backend(
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
     share_prefix: the completions in a row share one copy of their prompt.
-  Raises:
-    UserError: for a kernel of another platform, or one that does not support
-      such rows.
   """
-  fits = row_length % LANES == 0 and (
-    group_size <= MAX_BRANCHES or not share_prefix
-  )
+  fits = row_length % LANES == 0
+  fits &= group_size <= MAX_BRANCHES or not share_prefix
   if name == "auto" and platform == "tpu" and fits:
     return "splash"
   if name in ("auto", "xla"):
     return "xla_by_row" if platform == "cpu" else "xla"
-  if platform != KERNELS[name]:
+  if platform != KERNELS[name] or not fits:
     raise UserError(
-      f"config.model.attention is {name!r}, which is for a "
-      f"{KERNELS[name]}, but JAX runs on a {platform}: set it to auto"
-    )
-  if not fits:
-    raise UserError(
-      f"config.model.attention is {name!r}, which takes rows of a multiple of "
-      f"{LANES} tokens and at most {MAX_BRANCHES} completions that share a "
-      f"prompt, but config.pack.row_length is {row_length} and "
-      f"config.rollout.group_size {group_size}: set it to auto"
+      f"config.model.attention={name} needs a {KERNELS[name]}, "
+      f"config.pack.row_length a multiple of {LANES} and "
+      f"config.rollout.group_size at most {MAX_BRANCHES}, not a {platform}, "
+      f"{row_length} and {group_size}: set it to auto"
     )
   return name
 
@@ -92,25 +69,20 @@ def attention(
   prefix_ids: Int[Array, "B L"] | None = None,
   backend: str = "xla",
 ) -> Float[Array, "B L H D"]:
-  """Causal attention within segments; `H` query heads share `K` of keys.
+  """Computes causal attention within segments.
 
-  A token sees those at or before it in its row that have its segment id or,
-  where there are prefix ids, its prefix id. Id 0 is padding, whose output means
-  nothing. Logits are float32 and exist for one pair of blocks at a time, in the
-  backward pass too.
+  A token sees those at or before it in its row that have its segment id or its
+  prefix id, if any. The output of padding is undefined. Logits are float32 and
+  exist for one pair of blocks at a time, in the backward pass too.
 
   Args:
     backend: a key of `BACKENDS`.
-  Raises:
-    ValueError: for a row length that the backend does not take, and under a
-      mesh for rows or heads that do not divide evenly over it.
   """
   run = BACKENDS[backend]
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
-    # how many blocks a row needs nor how to partition a kernel. Axes that are
-    # manual already, as those of a rollout's shards, were divided outside.
+    # how many blocks a row needs nor how to partition a kernel.
     by_head = sharding.unclaimed_spec("batch", None, "heads", None)
     by_row = sharding.unclaimed_spec("batch", None)
     run = jax.shard_map(
@@ -130,22 +102,15 @@ def attend_prompts(
   lengths: Int[Array, "B"],
   backend: str = "xla",
 ) -> Float[Array, "B L H D"]:
-  """Causal attention where each row is one sequence with padding after it.
+  """Computes causal attention of one sequence per row, padded at its end.
 
-  Output at or beyond a row's length means nothing. Rows may be of any length:
-  for a kernel they are padded to full blocks.
-
-  Args:
-    lengths: tokens of each sequence.
-    backend: a key of `BACKENDS`.
+  Rows may be of any length: for a kernel they are padded to full blocks.
   """
   length = q.shape[1]
   is_kernel = backend in KERNELS
   if is_kernel:
-    pad = sharding.round_up(length, LANES) - length
-    q, k, v = (
-      jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v)
-    )
+    pad = (0, 0), (0, -length % LANES), (0, 0), (0, 0)
+    q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
   is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
   ids = is_real.astype(jnp.int32)
   if is_kernel:

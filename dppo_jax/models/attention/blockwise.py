@@ -16,39 +16,25 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 
-MASKED = -1e30  # finite: the softmax of a wholly masked block is no NaN
+MASKED = -1e30  # finite: the softmax of a fully masked block is no NaN
 BLOCK = 64  # tokens; smaller blocks skip more, larger ones launch less
 
 
 class _Blocks(NamedTuple):
   """Pairs of blocks that attend: `N` blocks of `c` tokens of `R` rows.
 
-  A row has `n` blocks.
-
-  Attributes:
-    segment: segment of each token.
-    prefix: segment that a token sees in addition to its own.
-    start: index of the first token in its row.
-    seen: for each block the indices of the blocks of the same rows, beginning
-      with those that it sees in any of the rows.
-    num_seen: number of blocks that it sees.
+  A row has `n` blocks. `seen` holds, for each block, the indices of the blocks
+  of the same rows, beginning with the `num_seen` that it sees in any row.
   """
 
   segment: Int[Array, "N R c"]
   prefix: Int[Array, "N R c"]
-  start: Int[Array, "N"]
+  start: Int[Array, "N"]  # index of the first token in its row
   seen: Int[Array, "N n"]
   num_seen: Int[Array, "N"]
 
 
-def attention(
-  q: Float[Array, "B L H D"],
-  k: Float[Array, "B L K D"],
-  v: Float[Array, "B L K D"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
-  rows_at_once: int | None = 1,
-) -> Float[Array, "B L H D"]:
+def attention(q, k, v, segment_ids, prefix_ids=None, rows_at_once=1):
   """Computes `models.attention.attention`.
 
   Args:
@@ -84,30 +70,27 @@ def _blocks(
 ) -> _Blocks:
   """Finds the pairs of blocks that share a segment.
 
-  If they do, some id of the queries lies between the least and the greatest of
-  the keys. Where a row's ids do not ascend this may find too many pairs, never
-  too few.
+  They do only if some id of the queries lies between the least and the greatest
+  of the keys: where a row's ids do not ascend, there may be too many pairs.
   """
   by_row = lambda x: x.reshape(-1, per_row, *x.shape[1:])
   least, most = by_row(segment.min(-1)), by_row(segment.max(-1))
 
   def holds(ids):
     ids = by_row(ids)[:, :, None]
-    is_inside = (least[:, None, ..., None] <= ids) & (
-      ids <= most[:, None, ..., None]
-    )
+    is_inside = least[:, None, ..., None] <= ids
+    is_inside &= ids <= most[:, None, ..., None]
     return (is_inside & (ids > 0)).any((-2, -1))
 
   # Each block sees itself in any case, so that padding gets finite numbers.
   own = jnp.eye(per_row, dtype=bool)
   sees = jnp.tril(holds(segment) | holds(prefix) | own)
   seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
-  first = jnp.arange(0, segment.shape[0], per_row, dtype=jnp.int32)
-  index = jnp.arange(segment.shape[0], dtype=jnp.int32) % per_row
+  first = jnp.arange(0, len(segment), per_row, dtype=jnp.int32)
   return _Blocks(
     segment,
     prefix,
-    index * segment.shape[2],
+    _index(segment) % per_row * segment.shape[2],
     (seen + first[:, None, None]).reshape(-1, per_row),
     sees.sum(2, dtype=jnp.int32).reshape(-1),
   )
@@ -131,21 +114,15 @@ def _forward(q, k, v, blocks):
       rescale = jnp.exp(row_max - new_max)
       probs = jnp.exp(logits - new_max[..., None])
       new = _einsum("rhgqs,rhsd->rhgqd", probs.astype(v.dtype), v[j])
-      return (
-        out * rescale[..., None] + new,
-        new_max,
-        denom * rescale + probs.sum(-1),
-      )
+      out = out * rescale[..., None] + new
+      return out, new_max, denom * rescale + probs.sum(-1)
 
     zeros = jnp.zeros(q_i.shape[:-1], jnp.float32)
     carry = (jnp.zeros(q_i.shape, jnp.float32), zeros + MASKED, zeros)
-    out, row_max, denom = jax.lax.fori_loop(
-      0, blocks.num_seen[i], key_block, carry
-    )
-    return None, (
-      (out / denom[..., None]).astype(q.dtype),
-      row_max + jnp.log(denom),
-    )
+    carry = jax.lax.fori_loop(0, blocks.num_seen[i], key_block, carry)
+    out, row_max, denom = carry
+    out = (out / denom[..., None]).astype(q.dtype)
+    return None, (out, row_max + jnp.log(denom))
 
   _, (out, lse) = jax.lax.scan(query_block, None, (_index(q), q))
   return out, (q, k, v, blocks, out, lse)
@@ -172,26 +149,20 @@ def _backward(saved, grad):
       new_dq = _einsum("rhgqs,rhsd->rhgqd", dlogits, k[j])
       return dq + new_dq, dk.at[j].add(new_dk), dv.at[j].add(new_dv)
 
-    dq = jnp.zeros(q_i.shape, jnp.float32)
-    dq, *carry = jax.lax.fori_loop(
-      0, blocks.num_seen[i], key_block, (dq, *carry)
-    )
+    carry = jnp.zeros(q_i.shape, jnp.float32), *carry
+    dq, *carry = jax.lax.fori_loop(0, blocks.num_seen[i], key_block, carry)
     return tuple(carry), dq.astype(q.dtype)
 
   zeros = jnp.zeros(k.shape, jnp.float32)
-  (dk, dv), dq = jax.lax.scan(
-    query_block, (zeros, zeros), (_index(q), q, out, lse, grad)
-  )
+  xs = _index(q), q, out, lse, grad
+  (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), xs)
   return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-def _index(x: Array) -> Int[Array, "N"]:
-  return jnp.arange(x.shape[0], dtype=jnp.int32)
+_index = lambda x: jnp.arange(len(x), dtype=jnp.int32)
 
 
 def _logits(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
@@ -199,8 +170,7 @@ def _logits(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
   offset = jnp.arange(q_i.shape[-2], dtype=jnp.int32)
   is_past = (blocks.start[i] + offset)[:, None] >= blocks.start[j] + offset
   keys = blocks.segment[j][:, None]
-  is_seen = (blocks.segment[i][..., None] == keys) | (
-    blocks.prefix[i][..., None] == keys
-  )
+  is_seen = blocks.segment[i][..., None] == keys
+  is_seen |= blocks.prefix[i][..., None] == keys
   logits = _einsum("rhgqd,rhsd->rhgqs", q_i, k_j)
   return jnp.where((is_seen & is_past)[:, None, None], logits, MASKED)

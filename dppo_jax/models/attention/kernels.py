@@ -3,78 +3,47 @@
 Both support segments but no prefix that several segments share: here a segment
 is a prompt with all its completions, and further dimensions of queries and
 keys mask sibling completions. Their product is 0 where a key may be seen and
-very negative where it belongs to a sibling.
+very negative where it belongs to a sibling. With `interpret` a kernel is
+emulated on any platform, slowly.
 """
 
-import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_kernel as splash_kernel,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_mask as splash_mask,
-)
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import math
 
-from dppo_jax.errors import UserError
+import jax
+from jax.experimental.pallas.ops.tpu import splash_attention
+import jax.numpy as jnp
 
 MAX_BRANCHES = 64  # completions that may share a prompt within a row
 LANES = 128  # tokens of the smallest block; a row is a multiple of it
 _FAR = 2.0**15  # a power of two, so that its product is exact in any dtype
 
 
-def splash(
-  q: Float[Array, "B L H D"],
-  k: Float[Array, "B L K D"],
-  v: Float[Array, "B L K D"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
-  interpret: bool = False,
-) -> Float[Array, "B L H D"]:
-  """`models.attention.attention` by Pallas splash attention, for TPU.
-
-  Args:
-    interpret: emulates the kernel on any platform, slowly.
-  Raises:
-    UserError: for rows that are not a multiple of the block size.
-  """
+def splash(q, k, v, segment_ids, prefix_ids=None, interpret=False):
+  """Computes `models.attention.attention` on a TPU."""
   length, heads, dim = q.shape[1:]
-  block = _block(length, "splash", 512)
-  mask = splash_mask.CausalMask((length, length))
-  kernel = splash_kernel.make_splash_mha(
-    splash_mask.MultiHeadMask([mask] * heads),
-    block_sizes=splash_kernel.BlockSizes(*(block,) * 8),
+  block = _block(length, 512)
+  mask = splash_attention.CausalMask((length, length))
+  kernel = splash_attention.make_splash_mha(
+    splash_attention.MultiHeadMask([mask] * heads),
+    block_sizes=splash_attention.BlockSizes(*(block,) * 8),
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,
   )
   q = q * jnp.asarray(dim**-0.5, q.dtype)
   q, k, groups = _with_branches(q, k, segment_ids, prefix_ids)
-  ids = splash_kernel.SegmentIds(groups, groups)
+  ids = splash_attention.SegmentIds(groups, groups)
   heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
   return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
 
 
-def triton(
-  q: Float[Array, "B L H D"],
-  k: Float[Array, "B L K D"],
-  v: Float[Array, "B L K D"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
-  interpret: bool = False,
-) -> Float[Array, "B L H D"]:
-  """`models.attention.attention` by Pallas in Triton, for NVIDIA GPUs.
-
-  Args:
-    interpret: emulates the kernel on any platform, slowly.
-  Raises:
-    UserError: for rows that are not a multiple of the block size.
-  """
+def triton(q, k, v, segment_ids, prefix_ids=None, interpret=False):
+  """Computes `models.attention.attention` on an NVIDIA GPU."""
   # Imported where it is used: from jax 0.12 on it warns that it is deprecated.
   from jax.experimental.pallas.ops.gpu import attention as triton_kernel
 
   heads, dim = q.shape[2:]
-  block = _block(q.shape[1], "triton", 64)
+  block = _block(q.shape[1], 64)
   repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
   q, k, groups = _with_branches(q, repeat(k), segment_ids, prefix_ids)
   out = triton_kernel.mha(
@@ -90,28 +59,15 @@ def triton(
   return out[..., :dim]
 
 
-def _block(length: int, backend: str, largest: int) -> int:
+def _block(length: int, largest: int) -> int:
   """Returns the largest block size that divides a row."""
-  block = largest
-  while length % block and block > LANES:
-    block //= 2
-  if length % block:
-    raise UserError(
-      f"config.pack.row_length is {length} but must be a multiple of "
-      f"{block} for config.model.attention={backend!r}"
-    )
-  return block
+  if length % LANES:
+    raise ValueError(f"rows of {length} tokens are no multiple of {LANES}")
+  return math.gcd(length, largest)
 
 
-def _with_branches(
-  q: Float[Array, "B L H D"],
-  k: Float[Array, "B L H D"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None,
-) -> tuple[Array, Array, Array]:
-  """Queries and keys that mask sibling completions, and segments that do not.
-
-  Without prefixes there are no siblings, and all stays as it is.
+def _with_branches(q, k, segment_ids, prefix_ids):
+  """Returns queries and keys that mask siblings, and ids that do not.
 
   A prompt and its completions are neighbours in a row with consecutive ids.
   A query of completion `a` gets the unit vector of `a`; a key of completion `b`

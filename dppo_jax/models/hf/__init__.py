@@ -8,7 +8,7 @@ from dppo_jax.models.hf.reader import (
   read_config,
   stored_dtype,
 )
-from dppo_jax.models.hf.writer import save
+from dppo_jax.models.hf.saver import save
 
 __all__ = [
   "GENERATION",

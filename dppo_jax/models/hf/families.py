@@ -10,23 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import transformer
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.transformer import ModelConfig
 
+Shape = tuple[int, ...]
+
 
 class Family(NamedTuple):
-  """Properties of an architecture that its config.json does not set.
-
-  Attributes:
-    head_dim: default if config.json has none; None for embed / heads.
-  """
+  """Properties of an architecture that its config.json does not set."""
 
   model_type: str
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
-  head_dim: int | None = None
+  head_dim: int | None = None  # default; None for embed / heads
   has_experts: bool = False
 
 
@@ -70,32 +67,26 @@ ROPE_KEYS = {
   "original_length": "original_max_position_embeddings",
 }
 
-# Option -> its only supported value, which is also the default.
+# Option -> its supported values, the default among them.
 SUPPORTED = {
-  "hidden_act": "silu",
-  "is_causal": True,
-  "attention_dropout": 0.0,
-  "mlp_bias": False,
-  "partial_rotary_factor": 1.0,
-  "use_sliding_window": False,
-  "quantization_config": None,
-  "decoder_sparse_step": 1,  # every layer has experts
-  "mlp_only_layers": [],
+  "hidden_act": ("silu",),
+  "attention_dropout": (0.0,),
+  "mlp_bias": (False,),
+  "partial_rotary_factor": (1.0,),
+  "use_sliding_window": (False,),
+  "quantization_config": (),
+  "decoder_sparse_step": (1,),  # every layer has experts
+  "mlp_only_layers": ([],),
+  "rope_type": ("default", "llama3"),
 }
 
 
 class Tensor(NamedTuple):
-  """A weight's name in the file and the order of its axes there.
+  """A weight's name in the file and the order of its axes there."""
 
-  Attributes:
-    name: one `{}` for each leading axis along which our weight is stacked.
-    ours: our remaining axes, a letter each.
-    theirs: the file's axes; adjacent letters are merged into one axis.
-  """
-
-  name: str
-  ours: str
-  theirs: str
+  name: str  # one `{}` for each leading axis along which our weight is stacked
+  ours: str  # our remaining axes, a letter each
+  theirs: str  # the file's axes; adjacent letters are merged into one axis
 
 
 TENSORS = {
@@ -127,16 +118,14 @@ TENSORS = {
 }
 
 
-def parts(
-  name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], str]]:
-  """Yields `(index, tensor)` for each part of our weight `name`."""
+def parts(name: str, shape: Shape) -> Iterator[tuple[Shape, str]]:
+  """Yields the index and the tensor of each part of our weight `name`."""
   pattern = TENSORS[name].name
   for index in np.ndindex(shape[: pattern.count("{}")]):
     yield index, pattern.format(*index)
 
 
-def file_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def file_shape(name: str, shape: Shape) -> Shape:
   """Returns the shape in the file of each part of our weight `name`."""
   _, ours, theirs = TENSORS[name]
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
@@ -150,9 +139,7 @@ def to_file(name: str, part: np.ndarray) -> np.ndarray:
   return part.transpose(order).reshape(file_shape(name, part.shape))
 
 
-def from_file(
-  name: str, tensor: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
+def from_file(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
   """Inverts `to_file`; `shape` is that of the full weight."""
   _, ours, theirs = TENSORS[name]
   axes = theirs.replace(" ", "")
@@ -161,37 +148,25 @@ def from_file(
   return split.transpose([axes.index(a) for a in ours])
 
 
-def file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the shape of every tensor in a checkpoint of this model."""
-  return {
-    tensor: file_shape(name, p.shape)
-    for name, p in transformer.parameter_table(config).items()
-    for _, tensor in parts(name, p.shape)
-  }
-
-
 def from_settings(
   settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
-  """Returns the model that a config.json describes.
+  """Returns the model that a config.json of transformers 4 or 5 describes.
 
   Args:
-    settings: its content, in the style of transformers 4 or 5.
-    dtype: dtype of the computation.
-    remat: rematerialisation, a key of transformer.REMAT.
-
-  Raises:
-    UserError: if a key is missing or a value is not supported.
+    dtype, remat: as in `ModelConfig`.
   """
   settings = {k: v for k, v in settings.items() if v is not None}
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:
+    known = ", ".join(FAMILIES)
     raise UserError(
-      f"config.json has architecture {name!r}, which is not supported: use one "
-      f"of {', '.join(FAMILIES)}"
+      f"config.json has architecture {name!r}: use one of {known}"
     )
   family = FAMILIES[name]
-  rope = _rope(settings)
+  rope = {k: v for k, v in settings.items() if k == "rope_theta"}
+  rope |= settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+  rope.setdefault("rope_type", rope.get("type", "default"))
   _check_supported({**settings, **rope}, family)
   heads = _get(settings, "num_attention_heads")
   defaults = {
@@ -201,15 +176,17 @@ def from_settings(
   }
   experts = None
   if family.has_experts:
-    # transformers 5 writes num_local_experts.
     keys = {"norm_topk_prob": False, **settings}
-    if "num_local_experts" in settings:
+    if "num_local_experts" in settings:  # written by transformers 5
       keys.setdefault("num_experts", settings["num_local_experts"])
     experts = Experts(**{k: _get(keys, key) for k, key in EXPERT_KEYS.items()})
-  config = ModelConfig(
+  scaling = None
+  if rope["rope_type"] == "llama3":
+    scaling = RopeScaling(**{k: _get(rope, x) for k, x in ROPE_KEYS.items()})
+  return ModelConfig(
     **{k: _get({**defaults, **settings}, key) for k, key in KEYS.items()},
     rope_theta=_get(rope, "rope_theta"),
-    rope_scaling=_rope_scaling(rope),
+    rope_scaling=scaling,
     has_qkv_bias=family.has_qkv_bias,
     has_qk_norm=family.has_qk_norm,
     experts=experts,
@@ -217,8 +194,6 @@ def from_settings(
     dtype=dtype,
     remat=remat,
   )
-  _check_sizes(config)
-  return config
 
 
 def to_settings(config: ModelConfig) -> dict[str, Any]:
@@ -227,20 +202,17 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
   The style is that of transformers 4, which 5 reads as well. From the style of
   5, transformers 4 would silently take its default theta.
   """
-  scaling = config.rope_scaling
-  if scaling is not None:
-    scaling = {key: getattr(scaling, k) for k, key in ROPE_KEYS.items()}
-    scaling["rope_type"] = "llama3"
+  experts = config.experts._asdict() if config.experts else {}
+  scaling = None
+  if config.rope_scaling:
+    scaling = config.rope_scaling._asdict().items()
+    scaling = {ROPE_KEYS[k]: x for k, x in scaling} | {"rope_type": "llama3"}
   return {
     "architectures": [config.family],
     "model_type": FAMILIES[config.family].model_type,
     "hidden_act": "silu",
     **{key: getattr(config, k) for k, key in KEYS.items()},
-    **{
-      key: getattr(config.experts, k)
-      for k, key in EXPERT_KEYS.items()
-      if config.experts
-    },
+    **{EXPERT_KEYS[k]: x for k, x in experts.items()},
     "rope_theta": config.rope_theta,
     "rope_scaling": scaling,
   }
@@ -252,55 +224,16 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
   return settings[key]
 
 
-def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the rotary settings in the style of transformers 5."""
-  rope = {k: v for k, v in settings.items() if k == "rope_theta"}
-  rope |= settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-  rope.setdefault("rope_type", rope.get("type", "default"))
-  return rope
-
-
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-  if rope["rope_type"] == "default":
-    return None
-  return RopeScaling(**{k: _get(rope, key) for k, key in ROPE_KEYS.items()})
-
-
 def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
-  supported = {key: (value,) for key, value in SUPPORTED.items()}
-  supported["rope_type"] = ("default", "llama3")
+  supported = dict(SUPPORTED)
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
     supported["attention_bias"] = (False,)
+  if set(settings.get("layer_types", ())) - {"full_attention"}:
+    supported["layer_types"] = ()
   for key, values in supported.items():
     if key in settings and settings[key] not in values:
+      known = " or ".join(map(repr, values)) or "none"
       raise UserError(
         f"config.json sets {key} to {settings[key]!r}, which is not "
-        f"supported: only {' and '.join(map(repr, values))} is"
+        f"supported (use {known})"
       )
-  kinds = set(settings.get("layer_types", ())) - {"full_attention"}
-  if kinds:
-    raise UserError(
-      f"config.json has layer_types {sorted(kinds)}, which are not "
-      "supported: only 'full_attention' is"
-    )
-
-
-def _check_sizes(config: ModelConfig) -> None:
-  """Raises UserError for sizes with which `transformer` cannot compute."""
-  c = config
-  for field in ("vocab", "embed", "layers", "heads", "kv_heads", "mlp"):
-    size = getattr(c, field)
-    if type(size) is not int or size < 1:
-      raise UserError(
-        f"config.json sets {KEYS[field]} to {size!r}, but it must be a "
-        "positive integer"
-      )
-  if c.head_dim < 2 or c.head_dim % 2:
-    raise UserError(
-      f"config.json sets head_dim to {c.head_dim}, but it must be even"
-    )
-  if c.heads % c.kv_heads:
-    raise UserError(
-      f"config.json sets num_attention_heads to {c.heads}, which is not a "
-      f"multiple of num_key_value_heads, {c.kv_heads}"
-    )

@@ -1,6 +1,6 @@
 """Reading Hugging Face checkpoints: config.json and safetensors files."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 import json
 import pathlib
 from typing import Any
@@ -36,13 +36,11 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 def fetch(hub_id: str) -> str:
-  """Returns the directory of a hub's checkpoint, downloaded unless cached.
-
-  Raises:
-    UserError: if that fails, with the way to download the files by hand.
-  """
+  """Returns the directory of a hub's checkpoint, downloaded unless cached."""
   reason = None
   try:
     # First, since snapshot_download waits forever for a silent hub.
@@ -59,37 +57,21 @@ def fetch(hub_id: str) -> str:
     reason = reason or error
     first_line = str(reason).partition("\n")[0]
     raise UserError(
-      f"{hub_id!r} is not cached and cannot be downloaded "
-      f"({type(reason).__name__}: {first_line}): where the hub is reachable, "
-      f"run `hf download {hub_id} --local-dir DIR`; then pass "
-      "--config.model.path=DIR"
+      f"cannot fetch {hub_id} ({type(reason).__name__}: {first_line}): where "
+      f"the hub is reachable, run `hf download {hub_id} --local-dir DIR`; then "
+      "pass --config.model.path=DIR"
     ) from None
 
 
 def read_config(
   path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
-  """Returns the model that the checkpoint in directory `path` describes.
+  """Returns the model of the checkpoint in directory `path`.
 
   Args:
-    dtype: dtype of the computation.
-    remat: rematerialisation, a key of transformer.REMAT.
-
-  Raises:
-    UserError: if config.json is missing or describes no supported model.
+    dtype, remat: as in `ModelConfig`.
   """
-  path = pathlib.Path(path)
-  if not path.is_dir():
-    raise UserError(
-      f"{str(path)!r} is not a directory: set config.model.path to one with "
-      "config.json and *.safetensors, or set config.model.hub_id"
-    )
-  if not (path / "config.json").exists() and any(path.glob("*.gguf")):
-    raise UserError(
-      f"{path} holds GGUF files, which cannot be trained: set "
-      "config.model.path to the original safetensors checkpoint"
-    )
-  settings = read_json(path / "config.json")
+  settings = read_json(pathlib.Path(path, "config.json"))
   try:
     return families.from_settings(settings, dtype, remat)
   except UserError as error:
@@ -98,8 +80,7 @@ def read_config(
 
 def check(path: str) -> None:
   """Raises the errors of `load` without reading the weights."""
-  config = read_config(path)
-  _check_tensors(path, _open_tensors(pathlib.Path(path)), config)
+  _check_tensors(path, _open_tensors(path), read_config(path))
 
 
 def load(
@@ -113,16 +94,11 @@ def load(
   The host holds one stacked weight at a time, in addition to placed ones.
 
   Args:
-    dtype: dtype of the computation.
-    remat: rematerialisation, a key of transformer.REMAT.
+    dtype, remat: as in `ModelConfig`.
     shardings: sharding of each weight; None for the default device.
-
-  Raises:
-    UserError: if a file is missing or damaged, or if the tensors are not those
-      that config.json implies.
   """
   config = read_config(path, dtype, remat)
-  tensors = _open_tensors(pathlib.Path(path))
+  tensors = _open_tensors(path)
   _check_tensors(path, tensors, config)
   places = {} if shardings is None else transformer.flatten(shardings)
   flat = {}
@@ -135,66 +111,48 @@ def load(
         raise UserError(
           f"{path}: {tensor} has infinite or NaN values: download it again"
         )
-    flat[name] = _place(weight, places.get(name))
+    if shardings is None:
+      flat[name] = jax.device_put(weight)
+    else:  # device_put would compare the weight across processes
+      flat[name] = jax.make_array_from_callback(
+        p.shape, places[name], weight.__getitem__
+      )
   return transformer.unflatten(flat), config
 
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
   name = families.TENSORS["embed"].name
-  file = _open_tensors(pathlib.Path(path))[name]
+  file = _open_tensors(path)[name]
   return FLOATS[file.get_slice(name).get_dtype()]
 
 
-def _place(
-  weight: np.ndarray, sharding: jax.sharding.Sharding | None
-) -> jax.Array:
-  if sharding is None:
-    return jax.device_put(weight)
-  # device_put would compare the weight across processes.
-  return jax.make_array_from_callback(
-    weight.shape, sharding, weight.__getitem__
-  )
-
-
-def _open_tensors(path: pathlib.Path) -> dict[str, safetensors.safe_open]:
+def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
   """Returns the open file of each tensor."""
-  tensors = {}
-  for file in _weight_files(path):
-    try:
-      opened = safetensors.safe_open(file, framework="numpy")
-    except safetensors.SafetensorError as error:
+  path, files = pathlib.Path(path), [WEIGHTS]
+  if not (path / WEIGHTS).is_file():
+    if not (path / INDEX).is_file():
       raise UserError(
-        f"{file} is truncated, damaged or a git-lfs pointer ({error}): "
-        "download it again"
+        f"config.model.path {path} has neither {WEIGHTS} nor {INDEX}"
+      )
+    files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+  tensors = {}
+  for file in files:
+    try:
+      opened = safetensors.safe_open(path / file, framework="numpy")
+    except (OSError, safetensors.SafetensorError) as error:
+      raise UserError(
+        f"{path / file} is missing, truncated, damaged or a git-lfs pointer "
+        f"({error}): download it again"
       ) from None
     tensors |= dict.fromkeys(opened.keys(), opened)
   return tensors
-
-
-def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-  if (path / WEIGHTS).is_file():
-    return [path / WEIGHTS]
-  if not (path / INDEX).is_file():
-    hint = ""
-    if any(path.glob("*.bin")):
-      hint = ": convert its *.bin files with save_pretrained of transformers"
-    raise UserError(f"{path} has neither {WEIGHTS} nor {INDEX}{hint}")
-  weight_map = read_json(path / INDEX).get("weight_map")
-  if not isinstance(weight_map, dict):
-    raise UserError(f"{path / INDEX} has no weight_map: download it again")
-  files = [path / str(name) for name in sorted(set(weight_map.values()))]
-  for file in files:
-    if file.parent != path or not file.is_file():
-      raise UserError(f"{path} lacks {file.name}, which {INDEX} names")
-  return files
 
 
 def _check_tensors(
   path: str, tensors: Mapping[str, safetensors.safe_open], config: ModelConfig
 ) -> None:
   """Raises UserError unless the tensors are the model's."""
-  embed, head = (families.TENSORS[name].name for name in ("embed", "head"))
   shapes = {}
   for name, file in tensors.items():
     stored = file.get_slice(name)
@@ -204,9 +162,10 @@ def _check_tensors(
         f"use {', '.join(FLOATS)}"
       )
     shapes[name] = tuple(stored.get_shape())
-  if config.is_tied and head in shapes and embed in shapes:
-    get = lambda name: tensors[name].get_tensor(name)
-    if not np.array_equal(get(head), get(embed)):
+  embed, head = (families.TENSORS[name].name for name in ("embed", "head"))
+  if config.is_tied and shapes.keys() >= {embed, head}:
+    pair = (tensors[name].get_tensor(name) for name in (embed, head))
+    if not np.array_equal(*pair):
       raise UserError(
         f"{path}: {head} differs from {embed}, but config.json sets "
         "tie_word_embeddings"
@@ -214,45 +173,35 @@ def _check_tensors(
     del shapes[head]
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
-  check_shapes(path, shapes, families.file_shapes(config))
+  expected = {
+    tensor: families.file_shape(name, p.shape)
+    for name, p in transformer.parameter_table(config).items()
+    for _, tensor in families.parts(name, p.shape)
+  }
+  check_shapes(path, shapes, expected)
 
 
-def check_shapes(
-  where: str,
-  actual: Mapping[str, tuple[int, ...]],
-  expected: Mapping[str, tuple[int, ...]],
-) -> None:
+def check_shapes(where: str, actual: Shapes, expected: Shapes) -> None:
   """Raises UserError if names or shapes differ."""
-  if missing := expected.keys() - actual.keys():
-    raise UserError(f"{where} lacks {_some(missing)}")
-  if extra := actual.keys() - expected.keys():
-    raise UserError(f"{where} has {_some(extra)}, unknown to the model")
-  for name, shape in expected.items():
-    if actual[name] != shape:
-      raise UserError(
-        f"{where} has {name} in shape {actual[name]}, but the model's is "
-        f"{shape}"
-      )
-
-
-def _some(names: Collection[str]) -> str:
-  """Returns up to five names, and the number of the others."""
-  more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-  return ", ".join(sorted(names)[:5]) + more
+  names = expected.keys() | actual.keys()
+  wrong = sorted(x for x in names if actual.get(x) != expected.get(x))
+  if wrong:
+    more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
+    raise UserError(
+      f"{where}: {wrong[0]} is {actual.get(wrong[0], 'missing')}, but must be "
+      f"{expected.get(wrong[0], 'absent')}{more}"
+    )
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """Returns the content of a JSON file of the checkpoint."""
-  if not file.is_file():
-    raise UserError(
-      f"{file} does not exist: config.model.path must be a full checkpoint"
-    )
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
-  except ValueError as error:
+    if not isinstance(content, dict):
+      raise ValueError("not a JSON object")
+  except (OSError, ValueError) as error:
     raise UserError(
-      f"{file} is not JSON ({error}): download it again"
+      f"cannot read {file} ({error}): config.model.path must be the directory "
+      "of a full checkpoint with config.json and *.safetensors"
     ) from None
-  if not isinstance(content, dict):
-    raise UserError(f"{file} is not a JSON object: download it again")
   return content

@@ -1,18 +1,16 @@
 """Times the same GRPO steps in TRL, in tunix and here, on the same cores.
 
-  python experiments/04_speed/peers/run.py [--cores=0] [--steps=4] \
-    [--repeats=3]
+  python -m experiments.04_speed.peers.run [--cores=0] [--steps=4] [--repeats=3]
 
-First each system says what it makes of fixed sequences: where two of them
-differ in a log-probability or in the gradient's norm, nothing is timed. Every
-measurement is a process of its own. Results go to results-N.jsonl and
-table-N.md beside this file, N being the number of cores.
+Each system first scores fixed sequences: if two of them differ in a
+log-probability or in the gradient's norm, nothing is timed. Every measurement
+is a process of its own. Results go to results-N.jsonl and table-N.md in this
+folder, N being the number of cores.
 """
 
 import argparse
 from collections.abc import Callable, Iterable
 import json
-import os
 import pathlib
 import platform
 import statistics
@@ -20,12 +18,15 @@ import subprocess
 import sys
 import time
 
-import clock
 import numpy as np
-import work
+
+from dppo_jax.analysis import tables
+
+from ...common import processes, results
+from ...common.results import median_range
+from . import clock, work
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[2]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PEERS = {
   "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),
@@ -75,7 +76,7 @@ class Bench:
         torch = ["--no-deps", "--extra-index-url", TORCH_INDEX, needs[0]]
         subprocess.run([*install, *torch], check=True)
       subprocess.run([*install, *needs], check=True)
-    write = [self.python("trl"), str(HERE / "work.py"), str(self.work)]
+    write = [self.python("trl"), "-m", f"{__package__}.work", str(self.work)]
     self._run([*write, f"--steps={num_steps}"], self.root / "work.log", {})
     for seed in seeds:
       out = self.work / f"order-{seed}.json"
@@ -83,7 +84,7 @@ class Bench:
       self.call("grpo", "order", MICRO["grpo"][0], out, total, seed)
 
   def versions(self) -> dict[str, str]:
-    """What is installed, of all that is compared."""
+    """Returns the installed versions of everything compared."""
     out = {}
     for system, needs in (PEERS | {"grpo": ("jax==",)}).items():
       freeze = [self.python(system), "-m", "pip", "freeze"]
@@ -110,8 +111,7 @@ class Bench:
     """
     program = "ours" if system in OURS else system
     arguments = [
-      self.python(system),
-      str(HERE / f"with_{program}.py"),
+      *(self.python(system), "-m", f"{__package__}.with_{program}"),
       mode,
       f"--work={self.work}",
       f"--out={out}",
@@ -132,26 +132,17 @@ class Bench:
   def _run(
     self, arguments: list[str], log: pathlib.Path, env: dict[str, str]
   ) -> None:
-    env = {**os.environ, **env}
-    env["JAX_COMPILATION_CACHE_DIR"] = str(self.root / "programs")
-    env |= {f"{name}_NUM_THREADS": str(len(self.cores)) for name in THREADS}
-    env |= {
-      "PYTHONPATH": str(ROOT),
+    env = env | {
+      **{f"{name}_NUM_THREADS": str(len(self.cores)) for name in THREADS},
+      "JAX_COMPILATION_CACHE_DIR": str(self.root / "programs"),
       "JAX_PLATFORMS": "cpu",
       "HF_HUB_OFFLINE": "1",
       "TOKENIZERS_PARALLELISM": "false",
       clock.STARTED: str(time.monotonic()),
     }
-    with log.open("w") as file:
-      done = subprocess.run(
-        arguments,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-        env=env,
-        check=False,
-        preexec_fn=lambda: os.sched_setaffinity(0, self.cores),
-      )
-    if done.returncode:
+    try:
+      processes.execute(arguments, self.cores, log, env)
+    except subprocess.CalledProcessError:
       sys.exit(f"{' '.join(arguments)} failed: see {log}")
 
 
@@ -237,12 +228,6 @@ def paired(
   return [a / b for a, b in zip(of(peer), of(base), strict=True)]
 
 
-def shown(values: list[float], digits: int = 2) -> str:
-  """Median, least and most."""
-  mid, low, high = statistics.median(values), min(values), max(values)
-  return f"{mid:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
-
-
 def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
   """A column for each system."""
   systems = [*PEERS, *OURS]
@@ -250,14 +235,16 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
   runs = [run for run in runs if run["name"] == "timed"]
   of = lambda name: [run for run in runs if run["system"] == name]
   steps = lambda key, digits: (
-    lambda name: shown([x for run in of(name) for x in later(run, key)], digits)
+    lambda name: median_range(
+      [x for run in of(name) for x in later(run, key)], digits
+    )
   )
   ratios = lambda base, value: (
-    lambda name: shown(paired(runs, name, base, value))
+    lambda name: median_range(paired(runs, name, base, value))
   )
   by_step = lambda run: per_step(run, "seconds")
   by_token = lambda run: per_token(run, "seconds")
-  rest = lambda name: shown(
+  rest = lambda name: median_range(
     [
       line["seconds"] - line["rollout_seconds"]
       for run in of(name)
@@ -272,27 +259,25 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
     "of the seconds, the rest": rest,
     "tokens generated a step": steps("generated", 0),
     "tokens trained a step": steps("trained", 0),
-    "seconds for 1,000 tokens": lambda name: shown(
+    "seconds for 1,000 tokens": lambda name: median_range(
       [by_token(run) for run in of(name)]
     ),
     "times grpo's seconds a step": ratios("grpo", by_step),
     "times grpo's, by tokens": ratios("grpo", by_token),
     "times dppo's seconds a step": ratios("dppo", by_step),
     "times dppo's, by tokens": ratios("dppo", by_token),
-    "start to the end of step 1, s": lambda name: shown(
+    "start to the end of step 1, s": lambda name: median_range(
       [run["steps"][0]["seconds"] for run in of(name)], 1
     ),
     "the same with programs kept, s": lambda name: (
       f"{kept[name]['steps'][0]['seconds']:.1f}" if name in kept else ""
     ),
     "decoding alone, tokens a second": lambda name: (
-      shown(speeds[name], 0) if name in speeds else "as grpo"
+      median_range(speeds[name], 0) if name in speeds else "as grpo"
     ),
   }
-  head = ["", *systems]
-  lines = [head, ["---"] * len(head)]
-  lines += [[name, *map(cell, systems)] for name, cell in rows.items()]
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  lines = [[name, *map(cell, systems)] for name, cell in rows.items()]
+  return tables.markdown(["", *systems], lines)
 
 
 def time_all(
@@ -332,9 +317,7 @@ def report(about: dict, found: tuple) -> None:
   runs, speeds = found
   lines = [about, *runs, {"decoded a second": speeds}]
   cores = about["cores"]
-  (HERE / f"results-{cores}.jsonl").write_text(
-    "".join(json.dumps(line) + "\n" for line in lines)
-  )
+  results.write(HERE / f"results-{cores}.jsonl", lines)
   written = table(runs, speeds)
   (HERE / f"table-{cores}.md").write_text(written + "\n")
   print(written)

@@ -3,27 +3,26 @@
 import functools
 import json
 import pathlib
-import runpy
 import shutil
 import sys
 
-import clock
 import jax
 import numpy as np
-import work
 
-from dppo_jax import data, main, rollout
+from dppo_jax import data, main, rollout, user_code
 from dppo_jax.metrics import writer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import setup
-from dppo_jax.step import compiler, programs, update
+from dppo_jax.step import abstract_values, programs, update
+
+from . import clock, work
 
 CONFIG = pathlib.Path(__file__).parent / "config.py"
 
 
 def options(args) -> dict[str, object]:
-  """What is to be set beside the config file, by dotted name.
+  """Returns options that differ from the config file, by dotted name.
 
   `args.micro` is a micro-batch of a device: rows x tokens, as in 2x448.
   """
@@ -41,7 +40,7 @@ def options(args) -> dict[str, object]:
 
 def set_up(args) -> setup.Run:
   """The run that the main program would set up."""
-  config = runpy.run_path(str(CONFIG))["get_config"](args.method)
+  config = user_code.load(f"{CONFIG}:get_config")(args.method)
   for name, value in options(args).items():
     *sections, field = name.split(".")
     setattr(functools.reduce(getattr, sections, config), field, value)
@@ -49,7 +48,7 @@ def set_up(args) -> setup.Run:
 
 
 def order(args) -> None:
-  """Which problems each step draws."""
+  """Writes the problems that each step draws."""
   run = set_up(args)
   ids = [
     data.draw(run.train_set, run.root_key, step, work.PROMPTS).ids.tolist()
@@ -106,15 +105,17 @@ def check(args) -> None:
     slot_steps=np.int32(0),
   )
   rewards = np.array(found["rewards"], np.float32).reshape(shape)
-  config = update.UpdateConfig(model=run.model, objective=run.objective)
+  config = programs.update_config(run)
   with jax.set_mesh(run.mesh):
-    compiled = programs.compile_step(run)
-    abstract = programs.abstract_train_state(run)
+    compiled = programs.compile_programs(programs.programs(run), run.mesh)
+    abstract = abstract_values.abstract_train_state(run)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    start = functools.partial(programs.init_train_state, run)
+    start = functools.partial(abstract_values.init_train_state, run)
     state = jax.jit(start, out_shardings=shardings)(run.initial_params())
     rng = rng_at(run.root_key, 0, Stage.COMPLETIONS)
-    batch, num_micro, _ = compiled.select(rng, prompts, drawn, rewards)
+    batch, num_micro, *_ = compiled["select"](
+      rng, prompts, drawn, rewards, None
+    )
     score = lambda params, *rest: update.score(params, config, *rest)
     stats = jax.jit(score)(state.params, batch, num_micro)
     is_trained = np.asarray(batch.is_trained)
@@ -122,12 +123,12 @@ def check(args) -> None:
     logprobs = np.full(tokens.shape, np.nan)
     logprobs.ravel()[place] = np.asarray(stats.logprobs)[is_trained]
     count = np.float32(work.BATCH)
-    _, info = compiled.update(state, None, batch, num_micro, count)
+    _, info = compiled["update"](state, None, batch, num_micro, count)
   lengths = zip(prompts.tokens, prompts.lengths, strict=True)
   out = {
     "prompt_ids": [row[:n].tolist() for row, n in lengths],
     "logprobs": logprobs.tolist(),
-    "norm": float(info["update/grad_norm"]),
+    "norm": float(info.grad_norm),
   }
   args.out.write_text(json.dumps(out))
 
@@ -150,7 +151,8 @@ def decode(args) -> None:
       "prompts": first_prompts(run),
       "rng": rng_at(run.root_key, 0, Stage.ROLLOUT),
     }
-    sample = compiler.compile_program(jax.jit(make).lower(**arguments), "cpu")
+    lowered = jax.jit(make).lower(**arguments)
+    sample = programs.compile_program(lowered, "cpu")
 
     def generate():
       out = sample(**arguments)
@@ -160,7 +162,7 @@ def decode(args) -> None:
 
 
 def first_prompts(run: setup.Run) -> PromptBatch:
-  """Those that are checked and decoded."""
+  """Returns the prompts that are checked and decoded."""
   ids = np.arange(work.PROMPTS, dtype=np.int32)
   return PromptBatch(ids, run.train_set.tokens[ids], run.train_set.lengths[ids])
 

@@ -2,12 +2,12 @@
 
 import json
 
-import clock
 import datasets
 import torch
 import transformers
 import trl
-import work
+
+from . import clock, work
 
 
 def build(args, prompts: list[str], reward_fn, callbacks=()) -> trl.GRPOTrainer:

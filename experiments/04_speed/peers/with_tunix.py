@@ -2,7 +2,6 @@
 
 import json
 
-import clock
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from tunix.models.qwen3 import params
 from tunix.rl import common, rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
-import work
+
+from . import clock, work
 
 
 class Learner(grpo_learner.GRPOLearner):

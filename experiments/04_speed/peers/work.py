@@ -161,7 +161,7 @@ def padded(
 
 
 def main(description: str, *modes: Callable) -> None:
-  """What each system's program is: one of its modes, which writes a file."""
+  """Runs one mode of a system's program, which writes a file."""
   parser = argparse.ArgumentParser(description=description)
   by_name = {mode.__name__: mode for mode in modes}
   parser.add_argument("mode", choices=by_name)

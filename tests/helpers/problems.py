@@ -1,4 +1,4 @@
-"""Rows of problems, and sets of them, for the tests of the data."""
+"""Problems for the tests of the data."""
 
 from dppo_jax import data
 from dppo_jax.data import CharacterTokenizer

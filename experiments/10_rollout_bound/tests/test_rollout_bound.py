@@ -6,27 +6,18 @@ Nothing is sampled here: subsets, stops and cuts are enumerated.
 import importlib
 import itertools
 import statistics
-import sys
 
-import commands
 import numpy as np
 import pytest
 
 from dppo_jax.algo import advantages
 
-FOLDER = commands.ROOT / "experiments" / "10_rollout_bound"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
-
-
-@pytest.fixture
-def load(monkeypatch):
-  """Modules of the experiment, which are gone again after the test."""
-  monkeypatch.syspath_prepend(str(FOLDER))
-  for name in NAMES:
-    monkeypatch.delitem(sys.modules, name, raising=False)
-  yield importlib.import_module
-  for name in NAMES:
-    sys.modules.pop(name, None)
+_load = lambda name: importlib.import_module(
+  f"experiments.10_rollout_bound.{name}"
+)
+bounds, cuts, logged = map(_load, ("bounds", "cuts", "logged"))
+moments, slots, stop_rules = map(_load, ("moments", "slots", "stop_rules"))
+stopping, two_phase = map(_load, ("stopping", "two_phase"))
 
 
 def _lognormal(num: int) -> np.ndarray:
@@ -34,8 +25,7 @@ def _lognormal(num: int) -> np.ndarray:
   return np.exp([normal.inv_cdf((i + 0.5) / num) for i in range(num)])
 
 
-def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says(load):
-  bounds = load("bounds")
+def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says():
   equal = np.full(64, 1 / 64)
   assert bounds.cauchy_schwarz(equal, equal) == pytest.approx(1)
   assert bounds.gains(bounds.Cells(equal, equal))["r=inf"] == pytest.approx(1)
@@ -52,8 +42,7 @@ def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says(load):
     assert found[bounds.name(r)] == pytest.approx(gain * also, rel=2e-3)
 
 
-def test_no_probabilities_take_fewer_seconds_than_the_optimum(load):
-  bounds = load("bounds")
+def test_no_probabilities_take_fewer_seconds_than_the_optimum():
   generator = np.random.default_rng(0)
   cells = bounds.Cells(*generator.dirichlet(np.ones(5), 2), fixed=0.1)
   cells = cells._replace(cost=0.9 * cells.cost)
@@ -65,8 +54,7 @@ def test_no_probabilities_take_fewer_seconds_than_the_optimum(load):
   assert bounds.outcome(cells, np.ones(5)) == pytest.approx((1, 0))
 
 
-def test_the_pooled_optimum_never_rises_and_no_falling_law_beats_it(load):
-  bounds = load("bounds")
+def test_the_pooled_optimum_never_rises_and_no_falling_law_beats_it():
   cells = bounds.Cells(np.full(4, 0.25), np.array([0.3, 0.5, 0.2, 0.0]))
   pooled = bounds.pool(cells)
   assert pooled.cost.tolist() == [0.5, 0.25, 0.25]
@@ -79,8 +67,7 @@ def test_the_pooled_optimum_never_rises_and_no_falling_law_beats_it(load):
       assert took > least * 0.999
 
 
-def test_its_advantages_are_those_of_the_package(load):
-  moments = load("moments")
+def test_its_advantages_are_those_of_the_package():
   rewards = np.random.default_rng(0).integers(0, 2, (9, 5)).astype(float)
   for name in ("group_normalized", "leave_one_out"):
     ours = getattr(moments, name)(rewards)
@@ -90,11 +77,8 @@ def test_its_advantages_are_those_of_the_package(load):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("multiple", [0.0, 0.4, 1.0])
-def test_two_phases_are_unbiased_with_normalised_advantages(
-  load, size, multiple
-):
+def test_two_phases_are_unbiased_with_normalised_advantages(size, multiple):
   """All pilots of a group, both outcomes of each, probabilities of its own."""
-  two_phase, moments = load("two_phase"), load("moments")
   generator = np.random.default_rng(1)
   rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0])
   scores = generator.normal(size=(5, 3))
@@ -114,10 +98,9 @@ def test_two_phases_are_unbiased_with_normalised_advantages(
   np.testing.assert_allclose(always, full, atol=1e-12)
 
 
-def test_two_phases_that_always_go_on_cost_and_add_nothing(load):
-  log = _log(load)
-  two_phase, moments = load("two_phase"), load("moments")
-  bounds, objective = load("bounds"), moments.OBJECTIVES["grpo"]
+def test_two_phases_that_always_go_on_cost_and_add_nothing():
+  log = _log()
+  objective = moments.OBJECTIVES["grpo"]
   pilots = two_phase.draw(log, objective, moments.moments(log, objective), 2)
   value = pilots.full - 2 * pilots.cross + pilots.own
   cells = bounds.Cells(pilots.cost.ravel(), value.ravel(), pilots.fixed)
@@ -125,8 +108,7 @@ def test_two_phases_that_always_go_on_cost_and_add_nothing(load):
   assert bounds.outcome(cells, ones) == pytest.approx((1, 0), abs=1e-9)
 
 
-def test_a_choice_at_the_update_adds_nothing_where_updates_cost_nothing(load):
-  bounds, stopping = load("bounds"), load("stopping")
+def test_a_choice_at_the_update_adds_nothing_where_updates_cost_nothing():
   cost, value = np.random.default_rng(4).dirichlet(np.ones(6), 2)
   cell, free = np.arange(6) // 2, np.zeros(6)
   add = lambda x: np.bincount(cell, x)
@@ -141,21 +123,19 @@ def test_a_choice_at_the_update_adds_nothing_where_updates_cost_nothing(load):
   assert found["r=inf"] == pytest.approx(1)
 
 
-def test_stopping_is_unbiased_with_leave_one_out_baselines(load):
+def test_stopping_is_unbiased_with_leave_one_out_baselines():
   """All ways in which completions may stop, each with its probability."""
-  rules = load("stop_rules")
   rewards, prob = np.array([1.0, 0.0, 0.5, 1.0]), np.array([0.2, 0.9, 0.5, 1.0])
   mean = np.zeros(4)
   for lived in _zeros_and_ones(4):
     chance = np.where(lived == 1, prob, 1 - prob).prod()
-    mean += chance * rules.baselined(rewards, lived / prob, 0.3, True)
+    mean += chance * stop_rules.baselined(rewards, lived / prob, 0.3, True)
   expected = np.asarray(advantages.leave_one_out(rewards[None]))[0]
   np.testing.assert_allclose(mean, expected, atol=1e-6)
 
 
-def test_stopping_with_a_weighted_baseline_is_unbiased_over_completions(load):
-  """Of a policy that chooses one of two, every group and stop enumerated."""
-  rules = load("stop_rules")
+def test_stopping_with_a_weighted_baseline_is_unbiased_over_completions():
+  """Enumerates every group and stop of a policy with two choices."""
   p, stays = 0.3, np.array([0.5, 0.8])  # probability of 1; of living, by choice
   reward, score = np.array([0.2, 1.0]), np.array([-p, 1 - p])
   mean = 0.0
@@ -164,12 +144,12 @@ def test_stopping_with_a_weighted_baseline_is_unbiased_over_completions(load):
     likely = np.where(picks == 1, p, 1 - p).prod()
     for lived in _zeros_and_ones(3):
       chance = likely * np.where(lived == 1, prob, 1 - prob).prod()
-      factors = rules.baselined(reward[picks], lived / prob, 0.4, False)
+      factors = stop_rules.baselined(reward[picks], lived / prob, 0.4, False)
       mean += chance * factors @ score[picks] / 3
   assert mean == pytest.approx(p * (1 - p) * (reward[1] - reward[0]), abs=1e-12)
 
 
-def test_variance_of_a_random_cut_is_that_of_its_formula(load):
+def test_variance_of_a_random_cut_is_that_of_its_formula():
   """All cuts of one completion in four parts."""
   generator = np.random.default_rng(2)
   parts, lasts = generator.normal(size=(4, 3)), np.array([1.0, 0.7, 0.7, 0.2])
@@ -178,13 +158,13 @@ def test_variance_of_a_random_cut_is_that_of_its_formula(load):
   whole = parts.sum(axis=0)
   assert chance @ drawn == pytest.approx(whole)
   variance = chance @ (np.square(drawn - whole).sum(axis=1))
-  values = load("cuts").tail_values((parts @ parts.T)[None])[0]
+  values = cuts.tail_values((parts @ parts.T)[None])[0]
   formula = (1 / lasts - 1) @ values
   assert variance == pytest.approx(formula)
 
 
-def test_slots_are_simulated_as_the_schedule_says(load):
-  simulate = load("slots").simulate
+def test_slots_are_simulated_as_the_schedule_says():
+  simulate = slots.simulate
   lengths = np.array([3, 1, 2, 5])
   assert simulate(lengths, 4, "tpu") == (5, 20)
   assert simulate(lengths, 2, "tpu") == (8, 16)
@@ -197,9 +177,8 @@ def _zeros_and_ones(num: int) -> np.ndarray:
   return np.array(list(itertools.product((0, 1), repeat=num)))
 
 
-def _log(load):
+def _log():
   """Four groups of two prompts, of made gradients."""
-  logged = load("logged")
   generator = np.random.default_rng(3)
   num, group = 4, logged.GROUP
   scores = generator.normal(size=(num, group, 6))

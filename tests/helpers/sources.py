@@ -1,4 +1,4 @@
-"""Writes the same rows in each form that a source may have."""
+"""Writers of rows, one for each kind of source."""
 
 from collections.abc import Mapping, Sequence
 import gzip

@@ -1,4 +1,4 @@
-"""What the machine can do: the yardstick, measured in the same run."""
+"""Reference rates of the machine, measured in the same run."""
 
 from collections.abc import Callable
 import platform
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 class Seconds(NamedTuple):
-  """Of several repetitions."""
+  """Seconds of several repetitions."""
 
   median: float
   least: float

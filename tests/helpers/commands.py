@@ -1,4 +1,4 @@
-"""Configs and runs, as the command line makes them."""
+"""Configs and processes of command lines."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import sys
 
 from dppo_jax.config import Config, cli
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(file: str, **overrides) -> Config:

@@ -1,6 +1,6 @@
 """Kills a run repeatedly and compares its results to an undisturbed run.
 
-  python tests/kill.py --times=20 --seed=0 [--processes=2]
+  python tests/helpers/kill.py --times=20 --seed=0 [--processes=2]
 
 kills (SIGKILL) a small run at random moments and restarts it each time until it
 is done. Parameters, optimizer, prompt history, metrics, samples, TensorBoard
@@ -8,7 +8,7 @@ events and the list of checkpoints must then be bit-identical to those of an
 undisturbed run. Then the same with SIGTERM, and with the latest checkpoint cut,
 emptied or with one bit flipped after each kill. Ten minutes on two cores.
 
-  python tests/kill.py --places
+  python tests/helpers/kill.py --places
 
 kills once at each of a few chosen places, destroys the weights of a step and
 fills the disk, as the tests do.
@@ -87,13 +87,7 @@ def make_config(num_devices: int = 1) -> config.Config:
 
 
 def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
-  """Trains, and kills itself at `place` if given.
-
-  Args:
-    workdir: directory of the run.
-    place: key of PLACES.
-    pause: seconds to wait at each place, to be killed there from outside.
-  """
+  """Trains, and kills itself at `place` if given; else pauses at each place."""
   programs.compile_program = lambda lowered, platform: lowered.compile()
   for name, (module, function, number) in PLACES.items():
     last = number if name == place else 0
@@ -238,10 +232,10 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
   }
 
 
-def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
+def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Raises if the results of two runs differ."""
   compile_cache.quiet_libraries()
-  results, expected = outcome(workdir), outcome(whole)
+  results, expected = outcome(workdir), outcome(undisturbed)
   assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
   differing = [name for name in expected if results[name] != expected[name]]
   assert not differing, f"{workdir}: different {', '.join(differing)}"
@@ -250,7 +244,7 @@ def compare(workdir: pathlib.Path, whole: pathlib.Path) -> None:
 # Ways to disturb a run ------------------------------------------------------
 
 
-def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
+def kill_at_places(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Disturbs one run at each of `PLACES` and by each of `FAULTS`."""
   workdir = folder / "places"
   for place in PLACES:
@@ -262,24 +256,20 @@ def kill_at_places(folder: pathlib.Path, whole: pathlib.Path) -> None:
     assert status == -signal.SIGKILL, f"{place}: {status}"
     print(f"killed at {place}", flush=True)
   assert end(begin(run, workdir)) == 0
-  assert end(begin(compare, workdir, whole)) == 0
+  assert end(begin(compare, workdir, undisturbed)) == 0
   print("the same as undisturbed")
 
 
 def kill_at_random(
   folder: pathlib.Path,
-  whole: pathlib.Path,
+  undisturbed: pathlib.Path,
   chance: random.Random,
   number: int,
   times: int,
   damages: bool = False,
   count: int = 1,
-) -> int:
-  """Sends signal `number` several times, to as many runs as that takes.
-
-  Returns:
-    The number of runs, all of which had the results of the undisturbed one.
-  """
+) -> None:
+  """Sends signal `number` several times, to as many runs as that takes."""
   start = time.monotonic()
   assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
   seconds = time.monotonic() - start
@@ -300,25 +290,17 @@ def kill_at_random(
       signals += 1
       damaged += damages and damage(workdir, chance)
       print(".", end="", flush=True)
-    assert end(begin(compare, workdir, whole)) == 0
+    assert end(begin(compare, workdir, undisturbed)) == 0
     runs += 1
   name = signal.Signals(number).name
   print(f" {signals} of {name}, {damaged} damaged checkpoints, {runs} runs:")
   print("  all ended as the undisturbed one")
-  return runs
 
 
 def _wait(
   workdir: pathlib.Path, chance: random.Random, seconds: float, damages: bool
 ) -> None:
-  """Waits until the next signal.
-
-  Args:
-    workdir: directory of the run.
-    chance: source of randomness.
-    seconds: duration of an undisturbed run.
-    damages: True to wait for a checkpoint after that of step 0.
-  """
+  """Waits for a random part of a run, or for a checkpoint after step 0."""
   if not damages:
     # The start takes long, so half of the signals come later.
     time.sleep(chance.uniform(chance.choice([0.0, 0.5]), 1.0) * seconds)
@@ -369,10 +351,10 @@ def main() -> None:
   chance = random.Random(options.seed)
   with tempfile.TemporaryDirectory() as made:
     folder = pathlib.Path(made)
-    whole = folder / "whole"
-    assert not any(map(end, begin_run(options.processes, whole)))
+    undisturbed = folder / "undisturbed"
+    assert not any(map(end, begin_run(options.processes, undisturbed)))
     if options.places:
-      kill_at_places(folder, whole)
+      kill_at_places(folder, undisturbed)
       return
     for name, number, damages in (
       ("kill", signal.SIGKILL, False),
@@ -382,7 +364,7 @@ def main() -> None:
       if options.only in ("", name):
         kill_at_random(
           folder / name,
-          whole,
+          undisturbed,
           chance,
           number,
           options.times,

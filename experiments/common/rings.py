@@ -1,6 +1,6 @@
 r"""Writes rings of small operations: half the groups have zero variance.
 
-  python problems.py --out=DIR [--seed=0] [--train=1536] [--eval=512]
+  python -m experiments.common.rings DIR
 
 A problem is a ring of `STEPS` operations, a mark that says how many rounds to
 walk, and the digit to start from. The solution walks the ring: it copies each
@@ -12,12 +12,12 @@ round the box.
   solution   +38*70-24 4+37*79-23\boxed{3}
 
 Each operator with its operand, a skill, turns the digit by an amount of its own
-(modulo 10), which nothing but a table tells. A solution, from which fine-tuning
-learns, turns one too far as often as the skill's error rate says: never for the
-sound skills; for the faulty ones from seldom to nearly always. Its box holds
-what its mistakes led to; the answer is the truth. A model that imitates the
-solutions starts as right on each skill as they are, and only the reward can
-tell it which turn is the right one.
+(modulo 10), which follows from nothing but a table. Fine-tuning learns from
+solutions that turn one too far with the skill's error rate: never for the
+intact skills, from seldom to nearly always for the faulty ones. The box holds
+the result of these mistakes; the answer is the truth. A model that imitates the
+solutions starts with their error rates, and only the reward shows it which turn
+is right.
 """
 
 import argparse
@@ -32,9 +32,6 @@ ROUNDS = (2, 3, 4)
 MARKS = ("\\boxed{", " ", ",", "(", ")")  # rounds left
 SLIP = 1  # so that several mistakes seldom cancel modulo 10
 NUM_FAULTY = 14  # skills, of 30
-ERROR_RATES = (0.3, 0.94)  # of the faulty skills, evenly spaced
-# How many faulty skills a ring has; each entry is as likely.
-FAULTY_IN_RING = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3)
 
 
 class Skill(NamedTuple):
@@ -45,31 +42,53 @@ class Skill(NamedTuple):
   error_rate: float
 
 
-def make_skills(generator: random.Random) -> tuple[list[Skill], list[Skill]]:
-  """The sound skills, never wrong in a solution, and the faulty ones."""
+class Mix(NamedTuple):
+  """Faults of the solutions.
+
+  Attributes:
+    num_faulty: numbers of faulty skills in a ring, each equally likely.
+    error_rates: least and largest of the faulty skills, evenly spaced.
+  """
+
+  num_faulty: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3)
+  error_rates: tuple[float, float] = (0.3, 0.94)
+
+
+DEFAULT_MIX = Mix()
+
+
+def make_skills(
+  generator: random.Random, mix: Mix
+) -> tuple[list[Skill], list[Skill]]:
+  """Returns the intact skills, never wrong in a solution, and the faulty."""
   names = [
     f"{operator}{digit}" for operator in OPERATORS for digit in range(10)
   ]
   generator.shuffle(names)
-  lowest, highest = ERROR_RATES
+  lowest, highest = mix.error_rates
   rates = [
     lowest + (highest - lowest) * i / (NUM_FAULTY - 1)
     for i in range(NUM_FAULTY)
   ]
   rates += [0.0] * (len(names) - NUM_FAULTY)
-  skills = []
-  for name, rate in zip(names, rates, strict=True):
-    skills.append(Skill(name, generator.randrange(10), rate))
+  skills = [
+    Skill(name, generator.randrange(10), rate)
+    for name, rate in zip(names, rates, strict=True)
+  ]
   return skills[NUM_FAULTY:], skills[:NUM_FAULTY]
 
 
 def make_row(
-  generator: random.Random, sound: list[Skill], faulty: list[Skill], name: str
+  generator: random.Random,
+  intact: list[Skill],
+  faulty: list[Skill],
+  mix: Mix,
+  name: str,
 ) -> dict[str, str]:
-  """A problem, its answer and a solution that may go wrong."""
-  num_faulty = generator.choice(FAULTY_IN_RING)
+  """Returns a problem, its answer and a solution that may go wrong."""
+  num_faulty = generator.choice(mix.num_faulty)
   ring = generator.sample(faulty, num_faulty)
-  ring += generator.sample(sound, STEPS - num_faulty)
+  ring += generator.sample(intact, STEPS - num_faulty)
   generator.shuffle(ring)
   rounds = generator.choice(ROUNDS)
   truth = written = generator.randrange(10)
@@ -91,27 +110,25 @@ def make_row(
   }
 
 
-def write(folder: pathlib.Path, seed: int, train: int, held_out: int) -> None:
-  """Writes train.jsonl and eval.jsonl, of problems that share their skills."""
+def write(
+  folder: pathlib.Path,
+  seed: int = 0,
+  train: int = 1536,
+  held_out: int = 512,
+  mix: Mix = DEFAULT_MIX,
+) -> None:
+  """Writes train.jsonl and eval.jsonl, whose problems share their skills."""
   folder.mkdir(parents=True, exist_ok=True)
   generator = random.Random(seed)
-  sound, faulty = make_skills(generator)
+  intact, faulty = make_skills(generator, mix)
   for split, count in (("train", train), ("eval", held_out)):
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
       for i in range(count):
-        row = make_row(generator, sound, faulty, f"{split}/{i}")
+        row = make_row(generator, intact, faulty, mix, f"{split}/{i}")
         file.write(json.dumps(row) + "\n")
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--out", type=pathlib.Path, required=True)
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--train", type=int, default=1536, help="problems")
-  parser.add_argument("--eval", type=int, default=512, help="problems")
-  args = parser.parse_args()
-  write(args.out, args.seed, args.train, args.eval)
-
-
 if __name__ == "__main__":
-  main()
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("folder", type=pathlib.Path)
+  write(parser.parse_args().folder)

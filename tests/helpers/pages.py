@@ -1,4 +1,4 @@
-"""The repository's pages of documentation, and what they tell to type."""
+"""Pages of documentation, and the commands and files in them."""
 
 from collections.abc import Iterator
 import pathlib
@@ -8,19 +8,19 @@ import textwrap
 
 import commands
 
-# A fenced block, perhaps within a list, and what language it is in.
+# A fenced block, perhaps within a list, and its language.
 _BLOCK = re.compile(
   r"^( *)```([\w+-]*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE
 )
 
 
 def pages() -> list[pathlib.Path]:
-  """Every README.md, and what .github holds."""
-  found = [*commands.ROOT.glob("*.md"), *commands.ROOT.glob(".github/*.md")]
-  for folder in commands.ROOT.iterdir():  # not what is built or installed
+  """Every README.md and the pages in .github."""
+  paths = [*commands.ROOT.glob("*.md"), *commands.ROOT.glob(".github/*.md")]
+  for folder in commands.ROOT.iterdir():  # without installed packages
     if folder.is_dir() and folder.name[0] != "." and folder.name != "runs":
-      found += folder.rglob("README.md")
-  return sorted(found)
+      paths += folder.rglob("README.md")
+  return sorted(paths)
 
 
 def blocks(path: pathlib.Path, *languages: str) -> Iterator[str]:
@@ -36,11 +36,10 @@ def prose(path: pathlib.Path) -> str:
 
 def files(path: pathlib.Path) -> dict[str, str]:
   """Blocks of a page that are files: their first line is `# NAME.py`."""
-  found = {}
-  for text in blocks(path, "python"):
-    if name := re.match(r"# ([\w/]+\.py)\n", text):
-      found[name[1]] = text
-  return found
+  names = (
+    (re.match(r"# ([\w/]+\.py)\n", x), x) for x in blocks(path, "python")
+  )
+  return {match[1]: text for match, text in names if match}
 
 
 def shell_commands(path: pathlib.Path) -> Iterator[list[str]]:
@@ -60,7 +59,7 @@ def shell_commands(path: pathlib.Path) -> Iterator[list[str]]:
 
 
 def anchors(path: pathlib.Path) -> set[str]:
-  """What a link can name of a page: its headings, as GitHub writes them."""
+  """Anchors of a page's headings, as GitHub makes them."""
   headings = re.findall(r"^#+ +(.*)$", prose(path), re.MULTILINE)
   kept = [re.sub(r"[^\w\- ]", "", text.lower()) for text in headings]
   return {text.strip().replace(" ", "-") for text in kept}

@@ -1,28 +1,20 @@
-"""The arithmetic of the ledger of rules: its formulas, by enumeration."""
+"""Arithmetic of the ledger of rules: its formulas, by enumeration."""
 
 import importlib
 import itertools
 import json
-import sys
+import pathlib
 import types
 
-import commands
 import numpy as np
 import pytest
 
-FOLDER = commands.ROOT / "experiments" / "02_design_variance"
-
-
-@pytest.fixture(name="load")
-def _load(monkeypatch):
-  """Imports a file of the experiment, and forgets all of them afterwards."""
-  monkeypatch.syspath_prepend(str(FOLDER))
-  names = [path.stem for path in FOLDER.glob("*.py")]
-  for name in names:
-    monkeypatch.delitem(sys.modules, name, raising=False)
-  yield importlib.import_module
-  for name in names:
-    sys.modules.pop(name, None)
+_load = lambda name: importlib.import_module(
+  f"experiments.02_design_variance.{name}"
+)
+allocations, ledger = _load("allocations"), _load("ledger")
+pool, prefixes = _load("pool"), _load("prefixes")
+FOLDER = pathlib.Path(__file__).parents[1]
 
 
 def _centred(rewards):
@@ -30,8 +22,7 @@ def _centred(rewards):
   return (rewards - rewards.mean(axis=1, keepdims=True)) * rewards.shape[1]
 
 
-def test_the_mean_of_the_full_batch_is_that_over_all_groups(load, monkeypatch):
-  pool = load("pool")
+def test_the_mean_of_the_full_batch_is_that_over_all_groups(monkeypatch):
   monkeypatch.setattr(pool, "GROUP", 3)
   rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]])
   run = types.SimpleNamespace(
@@ -48,10 +39,7 @@ def test_the_mean_of_the_full_batch_is_that_over_all_groups(load, monkeypatch):
 
 
 @pytest.mark.parametrize("is_prefix", [False, True])
-def test_the_variance_of_a_choice_of_tokens_is_that_over_all_choices(
-  load, is_prefix
-):
-  prefixes = load("prefixes")
+def test_the_variance_of_a_choice_of_tokens_is_that_over_all_choices(is_prefix):
   gradients = np.random.default_rng(0).normal(size=(3, 5))
   prob = np.array([0.9, 0.5, 0.2])
   square = 0.0
@@ -68,15 +56,14 @@ def test_the_variance_of_a_choice_of_tokens_is_that_over_all_choices(
   assert added == pytest.approx(square)
 
 
-def test_pools_never_grow_and_keep_their_sum(load):
-  pool = load("prefixes")._pool
-  np.testing.assert_allclose(pool(np.array([1.0, 3, 2, 1, 4])), [2.2] * 5)
-  np.testing.assert_allclose(pool(np.array([5.0, 1, 3, 1])), [5, 2, 2, 1])
-  assert pool(np.zeros(0)).shape == (0,)
+def test_pools_never_grow_and_keep_their_sum():
+  pooled = prefixes._pool
+  np.testing.assert_allclose(pooled(np.array([1.0, 3, 2, 1, 4])), [2.2] * 5)
+  np.testing.assert_allclose(pooled(np.array([5.0, 1, 3, 1])), [5, 2, 2, 1])
+  assert pooled(np.zeros(0)).shape == (0,)
 
 
-def test_an_allocation_spends_its_total_within_bounds(load):
-  allocations = load("allocations")
+def test_an_allocation_spends_its_total_within_bounds():
   rates = np.array([0.0, 0.5, 0.9, 1.0])
   for name in ("even", "vip_like", "knapsack_like", "duet_like"):
     sizes = getattr(allocations, name)(rates, 32, 2, 16)
@@ -86,8 +73,7 @@ def test_an_allocation_spends_its_total_within_bounds(load):
   assert sizes[1] > sizes[2] > sizes[0] == sizes[3]
 
 
-def test_at_equal_length_only_noise_and_angle_are_left(load):
-  ledger = load("ledger")
+def test_at_equal_length_only_noise_and_angle_are_left():
   batch = {"batch": "b", "level": "batch", "squared_length": 10.0}
   full = {"batch": "b", "level": "rollouts", "method": "full", "variance": 0.5}
   row = {"batch": "b", "variance": 4.0, "scale": 2.0, "cosine": 1.0}
@@ -101,8 +87,7 @@ def test_at_equal_length_only_noise_and_angle_are_left(load):
   assert told("completions", cosine=0.9) == pytest.approx(3.0)
 
 
-def test_every_rule_of_the_ledger_was_measured_on_both_batches(load):
-  ledger = load("ledger")
+def test_every_rule_of_the_ledger_was_measured_on_both_batches():
   lines = (FOLDER / "results.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   told = {(r["batch"], r["level"], r["method"]) for r in rows if "method" in r}

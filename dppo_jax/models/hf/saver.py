@@ -7,6 +7,7 @@ import pathlib
 import shutil
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -17,11 +18,7 @@ from dppo_jax.models.hf import families, reader
 from dppo_jax.models.transformer import ModelConfig, Params
 
 DTYPES = tuple(reader.FLOATS.values())
-
-# Largest file, in bytes, as in the hub's tools: an interrupted transfer does
-# not start again with the full model.
-SHARD_BYTES = 5 * 10**9
-SHARD = "model-{}-of-{}.safetensors"
+SHARD_BYTES = 5 * 10**9  # size of the largest file, as in the hub's tools
 
 
 def save(
@@ -41,19 +38,13 @@ def save(
   addition to `params`.
 
   Args:
-    path: directory; created if it does not exist.
     params: weights, all addressable by this process.
-    config: the model.
     dtype: dtype of the files: float32, bfloat16 or float16.
     source: directory of the initial checkpoint, whose config.json, tokenizer,
       licence and generation settings are copied; "" for none.
     settings: further keys of config.json.
     generation: further keys of generation_config.json.
     shard_bytes: size of the largest file; a larger tensor has its own file.
-
-  Raises:
-    UserError: if params or source do not fit the model, if no config.json can
-      describe it, if dtype cannot hold a weight, or if path is source.
   """
   if dtype not in DTYPES:
     raise UserError(f"dtype is {dtype!r}: a file is {' or '.join(DTYPES)}")
@@ -72,8 +63,7 @@ def save(
   out.mkdir(parents=True, exist_ok=True)
   for pattern in reader.COMPANIONS if source else ():
     for file in pathlib.Path(source).glob(pattern):
-      if file.is_file():
-        shutil.copyfile(file, out / file.name)
+      shutil.copyfile(file, out / file.name)
   _write_json(out / "config.json", {**described, "torch_dtype": dtype})
   if generation:
     file = out / reader.GENERATION
@@ -114,58 +104,42 @@ def _write_weights(
   shard_bytes: int,
 ) -> None:
   """Writes one file, or several with an index, named as in transformers."""
-  for pattern in (reader.WEIGHTS, SHARD.format("*", "*"), reader.INDEX):
-    for stale in out.glob(pattern):
-      stale.unlink()
-  itemsize = np.dtype(dtype).itemsize
-  shards = _shards(flat, itemsize, shard_bytes)
-  weight_map = {}
-  for number, shard in enumerate(shards, 1):
-    file = out / reader.WEIGHTS
-    if len(shards) > 1:
-      file = out / SHARD.format(f"{number:05}", f"{len(shards):05}")
-    tensors = {
-      tensor: _stored(flat[name][index], name, tensor, dtype)
-      for tensor, (name, index) in shard.items()
-    }
-    weight_map |= dict.fromkeys(tensors, file.name)
-    try:
-      safetensors.numpy.save_file(tensors, file, {"format": "pt"})
-    except safetensors.SafetensorError as error:  # from the operating system
-      raise OSError(f"cannot write {file}: {error}") from None
-    # safetensors makes its file private, whatever the umask.
-    file.chmod((out / "config.json").stat().st_mode)
-  if len(shards) > 1:
-    total = sum(weight.size for weight in flat.values()) * itemsize
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(out / reader.INDEX, index)
-
-
-def _shards(
-  flat: Mapping[str, np.ndarray], itemsize: int, shard_bytes: int
-) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-  """Returns the tensors of each file: the weight and the part that each is."""
-  parts = [
+  for stale in out.glob("model*.safetensors*"):
+    stale.unlink()
+  parts = sorted(  # layer by layer
     (index, name, tensor)
     for name, weight in flat.items()
     for index, tensor in families.parts(name, weight.shape)
-  ]
-  parts.sort(key=lambda part: part[0])  # layer by layer
-  shards, used = [{}], 0
-  for index, name, tensor in parts:
-    size = flat[name][index].size * itemsize
-    if shards[-1] and used + size > shard_bytes:
-      shards.append({})
-      used = 0
-    shards[-1][tensor] = name, index
-    used += size
-  return shards
+  )
+  parts = {tensor: (name, index) for index, name, tensor in parts}
+  itemsize = np.dtype(dtype).itemsize
+  split = huggingface_hub.split_state_dict_into_shards_factory(
+    parts,
+    get_storage_size=lambda part: flat[part[0]][part[1]].size * itemsize,
+    filename_pattern="model{suffix}.safetensors",
+    max_shard_size=shard_bytes,
+  )
+  for name, names in split.filename_to_tensors.items():
+    tensors = {}
+    for tensor in names:
+      weight, index = parts[tensor]
+      part = families.to_file(weight, flat[weight][index])
+      tensors[tensor] = _stored(part, tensor, dtype)
+    try:
+      safetensors.numpy.save_file(tensors, out / name, {"format": "pt"})
+    except safetensors.SafetensorError as error:  # from the operating system
+      raise OSError(f"cannot write {out / name}: {error}") from None
+    # safetensors makes its file private, whatever the umask.
+    (out / name).chmod((out / "config.json").stat().st_mode)
+  if split.is_sharded:
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    _write_json(out / reader.INDEX, index)
 
 
-def _stored(part: np.ndarray, name: str, tensor: str, dtype: str) -> np.ndarray:
-  """Returns one tensor in the file's layout and dtype."""
+def _stored(part: np.ndarray, tensor: str, dtype: str) -> np.ndarray:
+  """Returns one tensor in the dtype of the file."""
   with np.errstate(over="ignore"):
-    stored = np.ascontiguousarray(families.to_file(name, part), dtype)
+    stored = np.ascontiguousarray(part, dtype)
   if not np.isfinite(stored).all():
     raise UserError(
       f"{tensor} is not finite in {dtype}: choose another dtype, or the "

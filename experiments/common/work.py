@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import rollout
+from dppo_jax.algo import PackingSpec
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import PackingSpec
 
 
 class Work(NamedTuple):
@@ -53,7 +53,7 @@ def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab, is_tied=True):
 
 
 def _real(model: transformer.ModelConfig, prompts: int, rows: int = 4) -> Work:
-  """Of a real model, for accelerators."""
+  """Returns the work of a real model, for accelerators."""
   return Work(
     model,
     PackingSpec(4096, rows, 64),
@@ -103,7 +103,7 @@ def with_model(work: Work, **changes) -> Work:
 
 
 def stop_ids(work: Work) -> tuple[int, ...]:
-  """As many tokens as make a completion of a random model stop on time.
+  """Returns enough stop tokens for completions of the mean length.
 
   Its scores are close to standard normal, so a token's chance to be one of
   these is about their share of the vocabulary.

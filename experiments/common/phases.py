@@ -1,32 +1,31 @@
 """Each phase of a step, and how its cost goes with what it is given."""
 
 from collections.abc import Iterator
-import dataclasses
 import functools
 import time
 from typing import Any, NamedTuple
 
-import flops as flops_of
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
-import work as works
 
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
-from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.models import transformer
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import compiler, select, update
 from dppo_jax.step import optimizer as optimizers
+from dppo_jax.step import programs, select, update
+
+from . import baselines, machine
+from . import flops as flops_of
+from . import work as works
 
 Row = dict[str, Any]
 METHODS = {
   "grpo": methods.grpo(),
   "dppo": methods.dppo(),
-  "neyman": methods.neyman(0.75, 0.25),  # its shares are not the machine's
+  "neyman": methods.neyman(0.75, 0.25),  # fixed budgets
 }
 
 
@@ -84,7 +83,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   yield _row("select, weight, pack", seconds, generated, 0.0)
 
   batch, num_micro, info = choose(*arguments)
-  trained = float(info["tokens/trained"])
+  trained = float(info.num_tokens)
   in_rows = _tokens_in_rows(info, work)
   flops = flops_of.linear(model, in_rows) + flops_of.head(model, trained)
   flops += flops_of.attention(model, works.pairs(prompts, rollout))
@@ -103,13 +102,13 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   yield _row("update", seconds, trained, 3 * flops) | {
     "compile_seconds": learn.compile_seconds,
     "temporary_bytes": learn.temporary_bytes,
-    "fill": float(info["pack/fill"]),
-    "shared": float(info["pack/shared"]),
+    "fill": float(info.pack.fill),
+    "shared": float(info.pack.shared),
   }
 
 
 def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
-  """Does what is pruned come off the time? Ratios to the unpruned step."""
+  """Compares time and tokens of pruned steps with those of the unpruned."""
   params, prompts = random_params(work), works.make_prompts(work)
   rollout, reward = works.make_rollout(work), works.make_rewards(work)
   learn, whole = compile_update(work, params), None
@@ -120,10 +119,7 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
     seconds = machine.timed(
       lambda b=batch, n=num_micro: learn.run(b, n), repeats
     )
-    trained, in_rows = (
-      float(info["tokens/trained"]),
-      _tokens_in_rows(info, work),
-    )
+    trained, in_rows = (float(info.num_tokens), _tokens_in_rows(info, work))
     whole = whole or (seconds.median, trained, in_rows)
     yield _ratio("update", share, seconds, trained, whole) | {
       "row_token_ratio": in_rows / whole[2]
@@ -247,7 +243,7 @@ def compile_update(work: works.Work, params) -> Update:
   state = jax.eval_shape(begin, params)
   shape = lambda dtype: jax.ShapeDtypeStruct((), dtype)
   start = time.perf_counter()
-  compiled = compiler.compile_program(
+  compiled = programs.compile_program(
     jax.jit(step, donate_argnums=(0,)).lower(
       state, None, batch, shape(jnp.int32), shape(jnp.float32)
     ),
@@ -268,10 +264,17 @@ def compile_update(work: works.Work, params) -> Update:
 
 
 def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
-  """As in a step; `share` keeps so much of the completions at random."""
+  """Selects as a step does.
+
+  Args:
+    share: fraction of the completions to keep uniformly at random; None leaves
+      the choice to the method.
+  """
   chosen = METHODS[method]
   if share is not None:
-    chosen = chosen._replace(completions=_uniform(share))
+    chosen = chosen._replace(
+      completions=baselines.uniform(share), trains_zero_advantage=True
+    )
   return select.select(
     rng_at(jax.random.key(0), 0, Stage.COMPLETIONS),
     prompts,
@@ -280,24 +283,12 @@ def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
     method=chosen,
     objective=objectives.grpo(),
     spec=work.rows,
-    train_zero_advantage=share is not None,
   )[:3]
-
-
-def _uniform(share: float) -> methods.CompletionRule:
-  """Keeps a fixed number of completions, all equally likely."""
-
-  def rule(rng, groups):
-    is_drawn = groups.lengths > 0
-    num = round_count(share, is_drawn.sum(dtype=jnp.int32))
-    return fixed_size(rng.key, is_drawn.astype(jnp.float32), num)
-
-  return rule
 
 
 def _tokens_in_rows(info, work: works.Work) -> float:
   """Tokens in the rows, prompts included."""
-  return float(info["pack/fill"] * info["pack/rows"]) * work.rows.row_length
+  return float(info.pack.fill * info.pack.num_rows) * work.rows.row_length
 
 
 def update_config(work: works.Work) -> update.UpdateConfig:
@@ -312,8 +303,8 @@ def random_params(work: works.Work) -> transformer.Params:
 
 
 def compile_function(function, *arguments) -> jax.stages.Compiled:
-  """As a run compiles its stages."""
-  return compiler.compile_program(
+  """Compiles a function with the options of a run."""
+  return programs.compile_program(
     jax.jit(function).lower(*arguments), jax.devices()[0].platform
   )
 
@@ -353,9 +344,3 @@ def _ratio(name, share, seconds, tokens, whole) -> Row:
     "time_ratio": seconds.median / whole[0],
     "token_ratio": tokens / whole[1],
   }
-
-
-def with_dtype(work: works.Work, dtype: str, attention: str) -> works.Work:
-  """The same work computed in another dtype, by another attention."""
-  model = dataclasses.replace(work.model, dtype=dtype, attention=attention)
-  return work._replace(model=model)

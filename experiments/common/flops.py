@@ -1,8 +1,6 @@
-"""Operations of a transformer's parts: a product and its sum count as two."""
+"""FLOPs of a transformer's parts; a product and its sum count as two."""
 
 from dppo_jax.models.transformer import ModelConfig
-
-__all__ = ["attention", "head", "layer_weights", "linear"]
 
 
 def layer_weights(model: ModelConfig) -> int:
@@ -16,15 +14,15 @@ def layer_weights(model: ModelConfig) -> int:
 
 
 def linear(model: ModelConfig, tokens: float) -> float:
-  """Of the products with the layers' weights, one forward pass."""
+  """Returns FLOPs of products with the layers' weights, one forward pass."""
   return 2 * tokens * model.layers * layer_weights(model)
 
 
 def head(model: ModelConfig, tokens: float) -> float:
-  """Of the logits."""
+  """Returns FLOPs of the logits."""
   return 2 * tokens * model.embed * model.vocab
 
 
 def attention(model: ModelConfig, pairs: float) -> float:
-  """Of logits and sums over `pairs` of tokens that see each other."""
+  """Returns FLOPs of attention between `pairs` of tokens."""
   return 4 * pairs * model.layers * model.heads * model.head_dim

@@ -1,0 +1,1 @@
+"""Experiments; start one from the root, `python -m experiments.NAME.run`."""
