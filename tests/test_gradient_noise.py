@@ -25,6 +25,7 @@ RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
 # Rows so short that micro-batches cut through groups.
 SPEC = PackingSpec(12, rows_per_micro=2, window=4, share_prefix=False)
 GRPO = objectives.grpo()
+PARAMS = small.params()  # made outside of any tracing
 EVERY = np.ones(NUM, bool)
 SOME = np.array([True, False, True, True])
 KEPT = {
@@ -62,10 +63,11 @@ def _config(parts=1):
   )
 
 
-@jax.jit
-def _gradient(rollout):
+@functools.partial(jax.jit, static_argnames="parts")
+def _gradient(rollout, parts):
   batch, num_used, *_ = _select(rollout)
-  sums = update.sum_gradients(batch, num_used, small.params(), None, _config())
+  config = _config(parts)  # with parts, ratios are not 1
+  sums = update.sum_gradients(batch, num_used, PARAMS, None, config)
   return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(sums.grad)])
 
 
@@ -79,7 +81,7 @@ def _measure(rollout, signs, parts=1):
     return measure_noise(
       RNG,
       gradient_noise.init(),
-      small.params(),
+      PARAMS,
       None,
       batch,
       num_micro,
@@ -99,7 +101,7 @@ def test_all_signs_average_to_the_noise_of_all_pairs_of_prompts(name, parts):
   num = measured.sum()
   alone = np.array(
     [
-      _gradient(_rollout(*KEPT[name], np.arange(NUM) == q))
+      _gradient(_rollout(*KEPT[name], np.arange(NUM) == q), parts)
       for q in np.flatnonzero(measured)
     ],
     np.float64,

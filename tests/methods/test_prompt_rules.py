@@ -197,7 +197,7 @@ def test_streaks_keep_probability():
   rule = _untuned()
   for length in range(9):
     history = _visits(rule, [MIXED] + [HARD] * length)
-    expected = max(0.5**length, 0.01)
+    expected = np.ceil(max(0.5**length, 0.01) * 2**23) / 2**23
     np.testing.assert_allclose(prob_of(rule, history, [3, 4]), [expected, 1])
   np.testing.assert_allclose(
     prob_of(rule, _visits(rule, [EASY, HARD, EASY]), [3]), 0.125
