@@ -30,6 +30,8 @@ try:
       print("begun", flush=True)
       while True:
         gc.collect()
+        for _ in range(10**6):
+          pass
     with stop.after_step():
       print("begun", flush=True)
       if how == "busy":
