@@ -25,8 +25,7 @@ def small(**options) -> configs.Config:
   config.data.train = "arithmetic:64"
   config.mesh.data, config.mesh.model = 4, 2
   for name, value in options.items():
-    section, _, field = name.partition("__")
-    setattr(getattr(config, section), field, value)
+    configs.assign(config, name.replace("__", "."), value)
   return config
 
 

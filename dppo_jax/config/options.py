@@ -80,9 +80,13 @@ def walk(config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
 
 
 def assign(config, name: str, value: Any) -> None:
-  """Sets the option with a dotted name."""
+  """Sets the option with a dotted name, or an entry of a dict option."""
   *sections, last = name.split(".")
-  setattr(functools.reduce(getattr, sections, config), last, value)
+  section = functools.reduce(getattr, sections, config)
+  if isinstance(section, dict):
+    section[last] = value
+  else:
+    setattr(section, last, value)
 
 
 def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
