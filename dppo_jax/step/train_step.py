@@ -233,15 +233,13 @@ class TrainStep:
         state = state.replace(noise=jax.block_until_ready(noise))
     c = self._run.config
     num_prompts = c.data.prompts_per_step // c.objective.mini_batches
-    metrics = gradient_noise.describe(state.noise, num_prompts)
-    return state, {
-      **{name: float(x) for name, x in metrics.items()},
-      "noise/measured": float(is_due),
-    }
+    noise = jax.device_get(state.noise)
+    metrics = gradient_noise.describe(noise, num_prompts)
+    return state, {**metrics, "noise/measured": float(is_due)}
 
   def _current_costs(self, state: TrainState) -> StepCosts:
     noise = jax.device_get(state.noise)
-    return self._tracker.costs(float(gradient_noise.noise_fraction(noise)))
+    return self._tracker.costs(gradient_noise.noise_fraction(noise))
 
   def _track(
     self, batch: Batch, info: UpdateInfo, seconds: dict[str, float]

@@ -62,19 +62,19 @@ def add_measurement(
   return Noise(mix(old.signal, signal), mix(old.noise, total - signal))
 
 
-def noise_fraction(noise: Noise) -> Float[Array, ""]:
-  """Returns the noise's part of the gradient's squared norm; 1 if unknown.
+def noise_fraction(noise: Noise) -> float:
+  """Computes the noise's part of the gradient's squared norm; 1 if unknown.
 
   This is `r / (1 + r)` with `r` the gradient noise scale over the batch size.
+  It runs on the host, on numbers.
   """
-  signal = jnp.maximum(noise.signal, 0.0)
-  total = signal + jnp.maximum(noise.noise, 0.0)
-  is_known = total > 0
-  return jnp.where(is_known, 1 - signal / jnp.where(is_known, total, 1.0), 1.0)
+  signal = max(float(noise.signal), 0.0)
+  total = signal + max(float(noise.noise), 0.0)
+  return 1 - signal / total if total > 0 else 1.0
 
 
-def describe(noise: Noise, num_prompts: int) -> dict[str, Float[Array, ""]]:
+def describe(noise: Noise, num_prompts: int) -> dict[str, float]:
   """Returns metrics: the fraction, and the noise scale in prompts up to 1e6."""
   fraction = noise_fraction(noise)
-  scale = num_prompts * fraction / jnp.maximum(1 - fraction, 1e-9)
-  return {"noise/fraction": fraction, "noise/scale": jnp.minimum(scale, 1e6)}
+  scale = num_prompts * fraction / max(1 - fraction, 1e-9)
+  return {"noise/fraction": fraction, "noise/scale": min(scale, 1e6)}
