@@ -15,11 +15,11 @@ _BLOCK = re.compile(
 
 
 def pages() -> list[pathlib.Path]:
-  """Every README.md and the pages in .github."""
+  """Every page of the repository."""
   paths = [*commands.ROOT.glob("*.md"), *commands.ROOT.glob(".github/*.md")]
   for folder in commands.ROOT.iterdir():  # without installed packages
     if folder.is_dir() and folder.name[0] != "." and folder.name != "runs":
-      paths += folder.rglob("README.md")
+      paths += folder.rglob("*.md")
   return sorted(paths)
 
 
