@@ -69,7 +69,7 @@ def majority(
 
   Args:
     values: from 0 to 1.
-    answers: canonical answer of each completion, [M, n]; None for no answer.
+    answers: normalised answer of each completion, [M, n]; None for no answer.
   """
   means = []
   for row, texts in zip(values.astype(np.float64), answers, strict=True):

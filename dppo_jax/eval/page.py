@@ -13,9 +13,9 @@ for other problems of the same kind.
 
 - **greedy**: accuracy of greedy decoding.
 - **avg@n**: mean accuracy of n sampled completions per problem.
-- **maj@n**: accuracy of the most frequent of n answers. Answers count as equal
-  if their normalised text or their number is. Ties are broken uniformly at
-  random, in expectation; a completion without a boxed answer does not vote.
+- **maj@n**: accuracy of the most frequent of n answers, by normalised text.
+  Ties are broken uniformly at random, in expectation; a completion without a
+  boxed answer does not vote.
 - **pass@k**: fraction of problems that at least one of k completions solves,
   averaged over all choices of k from the n completions."""
 
