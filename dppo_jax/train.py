@@ -138,7 +138,7 @@ def _train(session: "_Session", callbacks: tuple[Callback, ...]) -> None:
   data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
   first = int(state.step)
   with (
-    compile_cache.Compilations() as compilations,
+    compile_cache.compilations() as compilations,
     session.stop.after_step(),
     _frozen_heap(),
     session.writer.bar.steps("step", config.steps, first) as bar,
@@ -201,7 +201,7 @@ class _Session:
   def log(
     self,
     callbacks: tuple[Callback, ...],
-    compilations: compile_cache.Compilations,
+    compilations: list[float],
     bar,
     done: int,
     state: TrainState,
@@ -210,7 +210,8 @@ class _Session:
     """Writes the metrics and samples of a step, and calls the callbacks."""
     values = info.metrics(self.grader.specs)
     values = {name: float(x) for name, x in values.items()}
-    values["update/compiles"] = compilations.since_last()
+    values["update/compiles"] = float(len(compilations))
+    compilations.clear()
     for callback in callbacks:
       values |= _checked_metrics(callback, callback(done, info, state))
     x = info.summary

@@ -28,7 +28,7 @@ _MARGIN = 1.3
 _ADVICE = {
   "roll_out": "a lower config.rollout.num_slots, config.rollout.max_tokens or "
   "config.data.prompts_per_step, config.rollout.shard_weights=True, or ",
-  "update": "a lower config.pack.rows_per_micro, config.model.remat=layers, or ",
+  "update": "a lower config.pack.rows_per_micro, config.model.remat=layers or ",
 }
 
 Parts = dict[str, float]  # bytes by purpose

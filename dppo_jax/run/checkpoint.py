@@ -36,16 +36,6 @@ class _Handler(ocp.StandardCheckpointHandler):
     write_checksums(pathlib.Path(directory))
 
 
-@ocp.args.register_with_handler(_Handler, for_save=True)
-class _Save(ocp.args.StandardSave):
-  pass
-
-
-@ocp.args.register_with_handler(_Handler, for_restore=True)
-class _Restore(ocp.args.StandardRestore):
-  pass
-
-
 class Checkpoints:
   """The checkpoints of one run; a context manager that waits for the last one.
 
@@ -60,9 +50,15 @@ class Checkpoints:
     self._workdir, self._folder = workdir, workdir / "checkpoints"
     self._keep = keep
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in _ITEMS:
+      handler = _Handler()
+      registry.add(item, ocp.args.StandardSave, handler)
+      registry.add(item, ocp.args.StandardRestore, handler)
     kept = [policies.LatestN(keep), policies.CustomSteps([0])]
     self._manager = ocp.CheckpointManager(
       self._folder.absolute(),
+      handler_registry=registry,
       options=ocp.CheckpointManagerOptions(
         cleanup_tmp_directories=not read_only,
         create=not read_only,
@@ -123,7 +119,8 @@ class Checkpoints:
   def save(self, step: int, state: TrainState) -> None:
     """Writes `state` in the background; raises if the previous write failed."""
     args = ocp.args.Composite(
-      params=_Save(state.params), rest=_Save(state.replace(params=None))
+      params=ocp.args.StandardSave(state.params),
+      rest=ocp.args.StandardSave(state.replace(params=None)),
     )
     with self._explaining_errors():
       self._manager.save(step, args=args, force=True)
@@ -135,16 +132,17 @@ class Checkpoints:
   def restore(self, step: int, like: TrainState) -> TrainState:
     """Returns the state of `step`, placed as `like`, which may be abstract."""
     self.check(step)
-    args = ocp.args.Composite(rest=_Restore(like.replace(params=None)))
+    args = ocp.args.Composite(
+      rest=ocp.args.StandardRestore(like.replace(params=None))
+    )
     rest = self._manager.restore(step, args=args).rest
     return rest.replace(params=self.restore_params(step, like.params))
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
     """Returns the weights of `step` alone; otherwise as `restore`."""
     self.check(step, ("params",))
-    folder = (self._folder / str(step) / "params").absolute()
-    stored = ocp.StandardCheckpointer().metadata(folder).item_metadata.tree
-    stored, expected = _shapes(stored), _shapes(like)
+    stored = _shapes(self._manager.item_metadata(step).params.tree)
+    expected = _shapes(like)
     for name in sorted(stored.keys() | expected.keys()):
       if stored.get(name) != expected.get(name):
         raise UserError(
@@ -152,7 +150,7 @@ class Checkpoints:
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
           "config; omit --config to use the config of the run"
         )
-    args = ocp.args.Composite(params=_Restore(like))
+    args = ocp.args.Composite(params=ocp.args.StandardRestore(like))
     return self._manager.restore(step, args=args).params
 
   def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
