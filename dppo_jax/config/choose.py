@@ -162,12 +162,6 @@ def validate(config: Config) -> None:
   parts, prompts = config.objective.mini_batches, config.data.prompts_per_step
   label = "config.objective.mini_batches, "
   _check_multiple("data.prompts_per_step", prompts, parts, label)
-  ramp, limit = config.reward.overlong_tokens, config.rollout.max_tokens
-  if ramp > limit:
-    raise UserError(
-      f"config.reward.overlong_tokens is {ramp} but must be at most "
-      f"config.rollout.max_tokens, {limit}"
-    )
   if config.mesh.data == 0:
     raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
 

@@ -7,7 +7,6 @@ import inspect
 import pathlib
 import re
 import textwrap
-from typing import NamedTuple
 
 from absl import flags as absl_flags
 from ml_collections import config_flags
@@ -48,16 +47,12 @@ _FLAGS = (
 )
 
 
-class Command(NamedTuple):
-  """Config with its overrides, not yet validated; directory; other flags."""
+def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
+  """Returns the config, not yet validated, the directory and other flags.
 
-  config: Config
-  workdir: pathlib.Path
-  flags: argparse.Namespace
-
-
-def parse(argv: list[str]) -> Command:
-  """Parses a command line; raises UserError for a mistake in it."""
+  Raises:
+    UserError: for a mistake in the command line.
+  """
   try:
     flags, words = _parser().parse_known_args(argv[1:])
   except argparse.ArgumentError as error:
@@ -79,7 +74,7 @@ def parse(argv: list[str]) -> Command:
   folder = (
     path.parent if is_run else f"runs/{path.stem}-{name}-seed{config.seed}"
   )
-  return Command(config, pathlib.Path(flags.workdir or folder), flags)
+  return config, pathlib.Path(flags.workdir or folder), flags
 
 
 def _load(path: pathlib.Path, choice: str) -> Config:

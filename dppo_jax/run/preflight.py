@@ -34,17 +34,11 @@ def check_ids(
   problem_sets: Sequence[data.ProblemSet | None],
 ) -> None:
   """Checks that the model's vocabulary contains all token ids."""
-  if config.rollout.top_k > model.vocab:
+  if not 0 <= min(stop_ids) <= max(stop_ids) < model.vocab:
     raise UserError(
-      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
-      f"{model.vocab} tokens"
+      f"the stop ids {stop_ids} are not all in 0..{model.vocab - 1}, the "
+      "model's vocabulary: set config.rollout.stop_ids"
     )
-  for stop_id in stop_ids:
-    if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
-      raise UserError(
-        f"the stop id {stop_id!r} is not below the model's vocabulary size "
-        f"{model.vocab}: set config.rollout.stop_ids"
-      )
   largest = max((int(x.tokens.max()) for x in problem_sets if x), default=0)
   if largest >= model.vocab:
     raise UserError(

@@ -87,21 +87,9 @@ class Run(NamedTuple):
       f"mini-batches, {c.objective.num_updates} update(s) per rollout",
       f"epoch: {epoch} steps; {left_over} prompts are left over (different "
       "ones each epoch)",
-      f"method: {_call(c.method)}, objective {_call(c.objective)}, "
-      f"{c.steps} steps",
+      f"method: {c.method.name}, objective {c.objective.name}, {c.steps} steps",
     ]
     return progress.wrapped("\n".join(lines))
-
-
-def _call(choice: configs.MethodConfig | configs.ObjectiveConfig) -> str:
-  """Its name, with the arguments that are not at their defaults."""
-  defaults = configs.default_args(choice.factory)
-  args = ", ".join(
-    f"{name}={value}"
-    for name, value in choice.args.items()
-    if value != defaults.get(name)
-  )
-  return f"{choice.name}({args})" if args else choice.name
 
 
 def setup_run(config: configs.Config, trains: bool = True) -> Run:

@@ -1,14 +1,13 @@
 """One directory, one run: its config, data and code may not change on resume.
 
 A run writes its config to config.json, with fingerprints of its data and of the
-user's own functions, which may change under the same name.
+user's own files, which may change under the same name.
 """
 
 from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
 import hashlib
-import inspect
 import json
 import os
 import pathlib
@@ -169,31 +168,21 @@ def describe_stop(workdir: pathlib.Path) -> str:
 def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
-  """Hashes of problems, prompt tokens and files of user code, by option."""
-  texts = (
-    *(train_set.names, train_set.problems, train_set.answers),
-    *(train_set.solutions, train_set.columns),
-  )
-  plain = lambda x: type(x).__name__  # the text may hold an address
-  # One at a time: the columns of a large source take as much memory as text.
-  prints = {
-    "data.train": _hash(
-      *(json.dumps(x, default=plain, sort_keys=True).encode() for x in texts),
-      train_set.tokens.tobytes(),
-    )
+  """Hashes of prompt tokens, answers and files of user code, by option."""
+  answers = json.dumps(train_set.answers).encode()
+  contents = {"data.train": [train_set.tokens.tobytes(), answers]}
+  flat = configs.flatten(config)
+  for name, references in {
+    "reward.functions": [
+      x.reference for x in rewards.parse(config.reward.functions)
+    ],
+    "method": [flat.get("method.source", "")],
+    "objective": [flat.get("objective.source", "")],
+  }.items():
+    files = filter(os.path.isfile, (x.rpartition(":")[0] for x in references))
+    contents[name] = [pathlib.Path(x).read_bytes() for x in files]
+  return {
+    name: hashlib.sha256(b"\0".join(parts)).hexdigest()
+    for name, parts in contents.items()
+    if parts
   }
-  references = [x.reference for x in rewards.parse(config.reward.functions)]
-  files = {"reward.functions": [x.rpartition(":")[0] for x in references]}
-  for name in ("method", "objective"):
-    factory = getattr(config, name).factory
-    if not factory.__module__.startswith("dppo_jax."):
-      files[name] = [inspect.getsourcefile(factory) or ""]
-  for name, paths in files.items():
-    if paths := [path for path in paths if os.path.isfile(path)]:
-      prints[name] = _hash(*(pathlib.Path(x).read_bytes() for x in paths))
-  return prints
-
-
-def _hash(*parts: bytes) -> str:
-  digests = (hashlib.sha256(part).digest() for part in parts)
-  return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
