@@ -122,11 +122,8 @@ def test_help_names_every_method_objective_and_option():
   lines = done.stdout.splitlines()
   assert max(map(len, lines)) <= 80
   first = {line.split()[0] for line in lines if line.strip()}
-  names = {
-    name.rpartition(".")[2]
-    for name, _, metadata in configs.walk(configs.Config())
-    if metadata
-  }
+  options = configs.walk(configs.Config())
+  names = {name for name, _, metadata in options if metadata}
   names |= methods.METHODS.keys() | objectives.OBJECTIVES.keys()
   names |= {"--config", "--mode", "--workdir", "--step", "--to", "--debug"}
   assert names <= first

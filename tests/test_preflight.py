@@ -43,7 +43,6 @@ REJECTED = [
   ("data.prompts_per_step=64", "config.data.prompts_per_step", "56 usable"),
   ("data.train=none.jsonl", "config.data.train", "none.jsonl"),
   ("data.max_prompt_tokens=2", "config.data.max_prompt_tokens", "0 used"),
-  ("data.template_args.a=False", "config.data.template_args", "arithmetic"),
   ("objective.mini_batches=3", "config.objective.mini_batches", "multiple"),
   ("mesh.data=0", "config.mesh.data", "at least 1, or -1"),
   ("mesh.data=3", "config.mesh.data", "multiple of"),
@@ -91,7 +90,6 @@ def test_run_is_rejected_with_option_and_limit(overrides, option, limit):
     ("rollout.shard_weights", 1, "true or false"),
     ("rollout.stop_ids", 3, "a tuple"),
     ("method.args", None, "a dict"),
-    ("model.shape", {"layers": 1}, "kv_heads"),
   ],
 )
 def test_a_config_file_may_not_set_another_type(name, value, limit):

@@ -266,12 +266,3 @@ def split_step(source: str) -> tuple[pathlib.Path, int]:
   """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
   run, step = re.fullmatch(r"(.+?)(?:@(\d+))?", source).groups("0")
   return pathlib.Path(run), int(step)
-
-
-def abstract(tree: PyTree, shardings: PyTree) -> PyTree:
-  """Shapes, dtypes and shardings of `tree`, which may be abstract itself."""
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    tree,
-    shardings,
-  )

@@ -170,17 +170,12 @@ def read_model(
   config: configs.Config,
 ) -> tuple[str, data.Tokenizer, transformer.ModelConfig]:
   """Returns path, tokenizer and architecture; fetches what is not on disk."""
-  path, args = config.model.path, config.data.template_args
+  path = config.model.path
   if config.model.hub_id and not path:
     path = hf.fetch(config.model.hub_id)
   if path:
     hf.check(path)
-    tokenizer = data.PretrainedTokenizer(path, args)
-  elif args:
-    raise UserError(
-      f"config.data.template_args is {args} but the arithmetic tokenizer, used "
-      "without config.model.path, has no template"
-    )
+    tokenizer = data.PretrainedTokenizer(path, config.data.template_args)
   else:
     tokenizer = data.CharacterTokenizer()
   model = describe_model(config.model, path, tokenizer.vocab_size)
