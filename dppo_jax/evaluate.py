@@ -3,10 +3,9 @@
 from collections.abc import Callable
 import functools
 import itertools
-import os
 import pathlib
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -61,17 +60,16 @@ def run(
         compiled = programs.compile_programs(to_compile, run.mesh, task)
       roll_outs = {x: functools.partial(f, params) for x, f in compiled.items()}
       directory = pathlib.Path(_make_directory(workdir, step))
-      is_writer = distributed.is_first()
-      path = directory / "completions.jsonl" if is_writer else os.devnull
-      with jsonl.open_text(pathlib.Path(path), "w") as file:
-        sets = {
-          name: _evaluate_set(run, roll_outs, grader, name, file, bar)
-          for name in run.eval_sets
-        }
+      lines = []
+      sets = {
+        name: _evaluate_set(run, roll_outs, grader, name, lines, bar)
+        for name in run.eval_sets
+      }
       warnings = itertools.chain(*distributed.gather(grader.pop_warnings()))
       for line in dict.fromkeys(warnings):
         bar.say(line)
-    if is_writer:
+    if distributed.is_first():
+      jsonl.replace(directory / "completions.jsonl", map(jsonl.line, lines))
       r = config.rollout
       results = {
         "title": workdir.name or str(workdir),
@@ -122,10 +120,10 @@ def _evaluate_set(
   roll_outs: dict[str, Callable],
   grader: rewards.Grader,
   name: str,
-  file: TextIO,
+  lines: list[dict],
   bar: progress.Progress,
 ) -> dict[str, Any]:
-  """Evaluates a set, logs completions to `file` and returns its results."""
+  """Evaluates a set, adds completions to `lines` and returns its results."""
   problems = run.eval_sets[name]
   estimates, described = {}, {}
   for decoding, roll_out in roll_outs.items():
@@ -134,9 +132,8 @@ def _evaluate_set(
       completions = eval_sets.evaluate(
         run, name, roll_out, grader, steps.advance
       )
-    with distributed.sharing_errors():
-      label = {"set": name, "decoding": decoding}
-      file.writelines(jsonl.line(label | x) for x in completions.samples)
+    label = {"set": name, "decoding": decoding}
+    lines += [label | x for x in completions.samples]
     unboxed = [x["extracted"] is None for x in completions.samples]
     described[decoding] = completions.metrics() | {
       "completions": len(unboxed),

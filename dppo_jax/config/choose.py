@@ -89,7 +89,6 @@ def read(path: str | os.PathLike) -> Config:
   config = Config()
   try:
     saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    saved.pop("fingerprints", None)  # of data and code
     choices = []
     for kind in ("method", "objective"):
       name = saved.pop(f"{kind}.name")
@@ -97,6 +96,8 @@ def read(path: str | os.PathLike) -> Config:
     use_method(config, *choices)
     defaults = {name: value for name, value, _ in walk(config)}
     for name, value in saved.items():
+      if name.startswith("fingerprints."):  # of data and code
+        continue
       is_tuple = isinstance(defaults[name], tuple)
       assign(config, name, tuple(value) if is_tuple else value)
   except UserError:

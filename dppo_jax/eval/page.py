@@ -30,11 +30,9 @@ def table(
   rows = []
   for name, results in sets.items():
     for estimate, x in results["estimates"].items():
-      value, interval = (
-        f"{x['value']:.3f}",
-        f"{x['low']:.3f} to {x['high']:.3f}",
-      )
-      rows.append((name, f"{results['problems']:,}", estimate, value, interval))
+      interval = f"{x['low']:.3f} to {x['high']:.3f}"
+      cells = (f"{results['problems']:,}", estimate, f"{x['value']:.3f}")
+      rows.append((name, *cells, interval))
   head = ("set", "problems", "estimate", "value", "95% interval")
   return render(head, rows)
 

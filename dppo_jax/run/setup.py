@@ -204,8 +204,6 @@ def read_problems(
   c, options = config, dataclasses.asdict(config.data)
   prompts = options.pop("prompts_per_step")
   del options["template_args"]
-  if trains and not c.data.train:
-    raise UserError("config.data.train is empty: set a source to train on")
   train_set, eval_sets = data.load(tokenizer, c.seed, trains=trains, **options)
   if trains and len(train_set) < prompts:
     raise UserError(

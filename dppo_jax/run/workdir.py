@@ -19,8 +19,6 @@ from dppo_jax.errors import UserError
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, distributed
 
-PRINTS = "fingerprints"  # key in config.json, next to the options
-
 
 def may_change(config: configs.Config) -> set[str]:
   """Dotted names of the options that a resumed run may have changed.
@@ -53,30 +51,22 @@ def check(
     return
   try:
     old = json.loads(path.read_bytes())
-    old_prints = old.pop(PRINTS, {})
   except (OSError, ValueError) as error:
     raise UserError(
       f"{path.parent} has checkpoints but its config.json cannot be read "
       f"({error}): restore it, or choose another --workdir"
     ) from error
-  new = configs.flatten(config)
+  new = configs.flatten(config) | dict(prints or {})
   changed = [
-    f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-    for name in sorted((old.keys() | new.keys()) - may_change(config))
-    if old.get(name) != new.get(name)
+    f"config.{name} was {old.get(name)!r} and is now {new[name]!r}"
+    for name in sorted(new.keys() - may_change(config))
+    if old.get(name) != new[name]
   ]
   if changed:
     raise UserError(
       f"{path.parent} holds a run with another config: choose another "
       f"--workdir, or restore: {'; '.join(changed)}"
     )
-  for name, value in (prints or {}).items():
-    if old_prints.get(name, value) != value:
-      raise UserError(
-        f"the content of config.{name} has changed since {path.parent} was "
-        "started: restore it, or choose another --workdir. To continue with "
-        f"the new content, delete {name!r} under {PRINTS!r} in {path}"
-      )
 
 
 def write(
@@ -87,7 +77,7 @@ def write(
   """Writes config and fingerprints, unless `check` raises."""
   check(path, config, prints)
   path.parent.mkdir(parents=True, exist_ok=True)
-  content = configs.flatten(config) | ({PRINTS: prints} if prints else {})
+  content = configs.flatten(config) | dict(prints or {})
   jsonl.replace(path, [json.dumps(content, indent=2), "\n"])
 
 
@@ -168,21 +158,17 @@ def describe_stop(workdir: pathlib.Path) -> str:
 def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
-  """Hashes of prompt tokens, answers and files of user code, by option."""
-  answers = json.dumps(train_set.answers).encode()
-  contents = {"data.train": [train_set.tokens.tobytes(), answers]}
+  """Hashes of prompt tokens and answers, and of the files of user code."""
   flat = configs.flatten(config)
-  for name, references in {
-    "reward.functions": [
-      x.reference for x in rewards.parse(config.reward.functions)
-    ],
-    "method": [flat.get("method.source", "")],
-    "objective": [flat.get("objective.source", "")],
-  }.items():
-    files = filter(os.path.isfile, (x.rpartition(":")[0] for x in references))
-    contents[name] = [pathlib.Path(x).read_bytes() for x in files]
+  references = [x.reference for x in rewards.parse(config.reward.functions)]
+  references += [flat.get(f"{x}.source", "") for x in ("method", "objective")]
+  files = filter(os.path.isfile, (x.rpartition(":")[0] for x in references))
+  answers = json.dumps(train_set.answers).encode()
+  contents = {
+    "fingerprints.data": [train_set.tokens.tobytes(), answers],
+    "fingerprints.code": [pathlib.Path(x).read_bytes() for x in files],
+  }
   return {
-    name: hashlib.sha256(b"\0".join(parts)).hexdigest()
+    name: hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     for name, parts in contents.items()
-    if parts
   }
