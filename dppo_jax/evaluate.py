@@ -76,8 +76,7 @@ def run(
         "step": step,
         "weights": weights,
         "sampling": f"{config.eval.samples} per problem, temperature "
-        f"{r.temperature:g}, top-p {config.eval.top_p or r.top_p:g}, at most "
-        f"{r.max_tokens:,} tokens",
+        f"{r.temperature:g}, top-p {r.top_p:g}, at most {r.max_tokens:,} tokens",
         "seconds": time.monotonic() - start,
         "config": flatten(config),
         "sets": sets,

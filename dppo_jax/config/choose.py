@@ -156,17 +156,14 @@ def validate(config: Config) -> None:
     _check_multiple(f"model.shape.{name}", size, divisor)
   _check_multiple("pack.row_length", config.pack.row_length, 8)
   parts, prompts = config.objective.mini_batches, config.data.prompts_per_step
-  label = "config.objective.mini_batches, "
-  _check_multiple("data.prompts_per_step", prompts, parts, label)
+  given = f"(with config.objective.mini_batches={parts})"
+  _check_multiple(f"data.prompts_per_step {given}", prompts, parts)
   if config.mesh.data == 0:
     raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
 
 
-def _check_multiple(
-  name: str, value: Any, divisor: int, label: str = ""
-) -> None:
+def _check_multiple(name: str, value: Any, divisor: int) -> None:
   if not isinstance(value, Integral) or value < 1 or value % divisor:
     raise UserError(
-      f"config.{name} is {value!r} but must be a positive multiple of {label}"
-      f"{divisor}"
+      f"config.{name} is {value!r} but must be a positive multiple of {divisor}"
     )

@@ -216,7 +216,6 @@ class EvalConfig:
   samples: int = adjustable(
     0, "n, samples of a problem for avg, maj, pass@k; 0: greedy", most=1000
   )
-  top_p: float = adjustable(0.0, "top_p of samples; 0 is rollout.top_p", most=1)
   prompts: int = adjustable(64, "problems per batch", least=1)
 
 
