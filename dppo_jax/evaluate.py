@@ -75,8 +75,8 @@ def run(
         "title": workdir.name or str(workdir),
         "step": step,
         "weights": weights,
-        "sampling": f"{config.eval.samples} per problem, temperature "
-        f"{r.temperature:g}, top-p {r.top_p:g}, at most {r.max_tokens:,} tokens",
+        "sampling": f"{config.eval.samples} per problem, top-p {r.top_p:g}, "
+        f"temperature {r.temperature:g}, at most {r.max_tokens:,} tokens",
         "seconds": time.monotonic() - start,
         "config": flatten(config),
         "sets": sets,
