@@ -3,30 +3,22 @@
 from collections.abc import Callable
 import functools
 import itertools
-import json
-import os
 import pathlib
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
 from dppo_jax import config as configs
 from dppo_jax import rewards
-from dppo_jax.analysis import tables
+from dppo_jax.analysis import jsonl, tables
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.run import (
-  checkpoint,
-  compile_cache,
-  distributed,
-  runtime_checks,
-  trained_weights,
-)
+from dppo_jax.run import checkpoint, compile_cache, distributed, runtime_checks
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values, programs
@@ -59,7 +51,7 @@ def run(
         with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
-        step, params, weights = _read_weights(run, workdir, step, bar)
+        step, params, weights = _read_weights(run, workdir, step)
       bar.say(progress.wrapped(f"weights: {weights}"))
       to_compile = {"greedy": programs.evaluation_program(run, 0)}
       if samples := config.eval.samples:
@@ -68,25 +60,23 @@ def run(
         compiled = programs.compile_programs(to_compile, run.mesh, task)
       roll_outs = {x: functools.partial(f, params) for x, f in compiled.items()}
       directory = pathlib.Path(_make_directory(workdir, step))
-      is_writer = distributed.is_first()
-      path = directory / "completions.jsonl" if is_writer else os.devnull
-      with open(path, "w", encoding="utf-8") as file:
-        sets = {
-          name: _evaluate_set(run, roll_outs, grader, name, file, bar)
-          for name in run.eval_sets
-        }
+      lines = []
+      sets = {
+        name: _evaluate_set(run, roll_outs, grader, name, lines, bar)
+        for name in run.eval_sets
+      }
       warnings = itertools.chain(*distributed.gather(grader.pop_warnings()))
       for line in dict.fromkeys(warnings):
         bar.say(line)
-    if is_writer:
+    if distributed.is_first():
+      jsonl.replace(directory / "completions.jsonl", map(jsonl.line, lines))
       r = config.rollout
       results = {
         "title": workdir.name or str(workdir),
         "step": step,
         "weights": weights,
-        "sampling": f"{config.eval.samples} per problem, temperature "
-        f"{r.temperature:g}, top-p {config.eval.top_p or r.top_p:g}, at most "
-        f"{r.max_tokens:,} tokens",
+        "sampling": f"{config.eval.samples} per problem, top-p {r.top_p:g}, "
+        f"temperature {r.temperature:g}, at most {r.max_tokens:,} tokens",
         "seconds": time.monotonic() - start,
         "config": flatten(config),
         "sets": sets,
@@ -96,7 +86,7 @@ def run(
 
 
 def _read_weights(
-  run: Run, workdir: pathlib.Path, step: int | None, bar: progress.Progress
+  run: Run, workdir: pathlib.Path, step: int | None
 ) -> tuple[int, transformer.Params, str]:
   """Returns the step, the weights and their origin as text."""
   if step is None and not checkpoint.complete_steps(workdir):
@@ -104,11 +94,11 @@ def _read_weights(
     origin = model.path or model.hub_id or "random, without a checkpoint"
     step, params = 0, run.initial_params()
   else:
-    like = abstract_values.abstract_params(run)
-    step, params, warnings = trained_weights.restore(workdir, step, like)
+    step = checkpoint.find(workdir, step)
+    with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+      like = abstract_values.abstract_params(run)
+      params = checkpoints.restore_params(step, like)
     origin = f"step {step} of {workdir}"
-    for line in warnings:
-      bar.say(progress.wrapped(line))
   advice = f"{origin} cannot be evaluated; choose other weights with --step"
   runtime_checks.check_params(params, advice)
   return step, params, origin
@@ -129,25 +119,20 @@ def _evaluate_set(
   roll_outs: dict[str, Callable],
   grader: rewards.Grader,
   name: str,
-  file: TextIO,
+  lines: list[dict],
   bar: progress.Progress,
 ) -> dict[str, Any]:
-  """Evaluates a set, logs completions to `file` and returns its results."""
+  """Evaluates a set, adds completions to `lines` and returns its results."""
   problems = run.eval_sets[name]
   estimates, described = {}, {}
   for decoding, roll_out in roll_outs.items():
     start = time.monotonic()
     with bar.steps(f"{name}, {decoding}: problem", len(problems)) as steps:
-
-      def write(done, samples, decoding=decoding, steps=steps):
-        with distributed.sharing_errors():
-          for sample in samples:
-            line = {"set": name, "decoding": decoding} | sample
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-          file.flush()
-        steps.advance(done)
-
-      completions = eval_sets.evaluate(run, name, roll_out, grader, write)
+      completions = eval_sets.evaluate(
+        run, name, roll_out, grader, steps.advance
+      )
+    label = {"set": name, "decoding": decoding}
+    lines += [label | x for x in completions.samples]
     unboxed = [x["extracted"] is None for x in completions.samples]
     described[decoding] = completions.metrics() | {
       "completions": len(unboxed),

@@ -15,7 +15,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, transformer
-from dppo_jax.run import setup, trained_weights
+from dppo_jax.run import checkpoint, setup
 
 
 def run(
@@ -44,13 +44,13 @@ def run(
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
-  path, tokenizer, model, *_ = setup.read_inputs(config)
+  step = checkpoint.find(workdir, step)
+  path, tokenizer, model = setup.read_model(config)
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
   table = transformer.parameter_table(model)
   like = {name: np.empty(p.shape, np.float32) for name, p in table.items()}
-  step, params, warnings = trained_weights.restore(
-    workdir, step, transformer.unflatten(like)
-  )
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    params = checkpoints.restore_params(step, transformer.unflatten(like))
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   generation, settings = {"eos_token_id": list(stop_ids)}, {}
   if not path:
@@ -78,8 +78,7 @@ def run(
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
   done = f"wrote the weights of {workdir} after step {step} to {to}, in {dtype}"
-  for line in [*warnings, done]:
-    print(progress.wrapped(line), flush=True)
+  print(progress.wrapped(done), flush=True)
 
 
 def _card(
@@ -89,15 +88,13 @@ def _card(
   tokenizer: data.Tokenizer,
   name: str,
 ) -> str:
-  """Returns the model card: origin, results, code to load it, all options."""
+  """Returns the model card: origin, prompt, results and all options."""
   model, method, objective = config.model, config.method, config.objective
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
   base = f"\nbase_model: {model.hub_id}" if model.hub_id else ""
-  prompt, problem = "{problem}", "3+9-5="
+  prompt = "{problem}"
   with contextlib.suppress(UserError):  # the template may need other columns
     prompt = make_prompt(config.data.template, prompt, {"problem": prompt})
-  ids = tokenizer.encode(tokenizer.prompt(problem))
-  adds_special = tokenizer.encode_prompt(problem) != ids
   results = "No results."
   files = workdir.glob(f"evaluation/step-{step}*/results.json")
   for file in sorted(files, key=lambda x: x.stat().st_mtime):
@@ -116,29 +113,15 @@ Trained with dppo_jax for {step} steps by the method `{method.name}` and the
 objective `{objective.name}`, from
 `{model.path or model.hub_id or "random weights"}`, on `{config.data.train}`.
 The licence and the limits of the model that training began with hold for this
-one. Nothing but the results below was measured.
+one. Nothing but the results below was measured. Prompts in training were
+
+```
+{tokenizer.prompt(prompt)}
+```
 
 ## Results
 
 {results}
-
-## Usage
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-path = {name!r}  # this directory
-tokenizer = AutoTokenizer.from_pretrained(path)
-model = AutoModelForCausalLM.from_pretrained(path)
-prompt = {tokenizer.prompt(prompt)!r}.replace("{{problem}}", {problem!r})
-inputs = tokenizer(
-  prompt, return_tensors="pt", add_special_tokens={adds_special}
-)
-max_tokens = {config.rollout.max_tokens}  # as in training
-outputs = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
-answer = outputs[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))
-```
 
 ## Options of the run
 

@@ -21,8 +21,6 @@ def main(argv: list[str]) -> None:
 
   config, workdir, flags = cli.parse(argv)
   configs.validate(config)
-  if workdir.is_file():
-    raise UserError(f"--workdir={workdir} is a file, not a directory")
   distributed.initialize(
     flags.coordinator, flags.num_processes, flags.process_id
   )

@@ -12,10 +12,11 @@ from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.planning import assumed
+from dppo_jax.planning import assumed, memory
 from dppo_jax.planning import topology as targets
-from dppo_jax.run import compile_cache, memory
-from dppo_jax.run.memory import gib
+from dppo_jax.planning.memory import gib
+from dppo_jax.run import compile_cache
+from dppo_jax.run.setup import Run
 
 
 def run(
@@ -45,18 +46,19 @@ def run(
     for place in filter(None, [target, *places]):
       mesh = assumed.abstract_mesh(config.mesh, place.num)
       planned = assumed.assumed_run(config, mesh, place.platform)
-      workload = assumed.workload(planned)
-      values["estimated"][place.name] = memory.estimate(workload)
-      bar.say(_estimated(workload, place))
+      estimate = values["estimated"][place.name] = memory.estimate(planned)
+      bar.say(_estimated(planned, estimate, place))
     if target:
       names = [x for x in stages.split(",") if x]
       values["compiled"] = _compile(config, target, names, bar)
   return values
 
 
-def _estimated(workload: memory.Workload, hardware: targets.Hardware) -> str:
+def _estimated(
+  run: Run, stages: dict[str, memory.Parts], hardware: targets.Hardware
+) -> str:
   """The estimate as a table, and whether it fits."""
-  stages, model = memory.estimate(workload), workload.model
+  model = run.model
   purposes = dict.fromkeys(x for parts in stages.values() for x in parts)
   cell = lambda size: gib(size) if size else ""
   rows = [
@@ -69,17 +71,15 @@ def _estimated(workload: memory.Workload, hardware: targets.Hardware) -> str:
     f"\n{model.family}, {transformer.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, attention={model.attention}\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
-    f"{sharding.describe(workload.mesh)}\n\n"
+    f"{sharding.describe(run.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"
-    f"{_verdict(workload, sums, hardware.memory)}"
+    f"{_verdict(sums, hardware.memory)}"
   )
 
 
-def _verdict(
-  workload: memory.Workload, sums: dict[str, float], limit: float
-) -> str:
-  if too_large := memory.shortage(workload, sums, limit):
-    return progress.wrapped(f"Does not fit:\n{too_large}")
+def _verdict(sums: dict[str, float], limit: float) -> str:
+  if too_large := memory.shortage(sums, limit):
+    return progress.wrapped(f"Does not fit: {too_large}")
   stage = max(sums, key=sums.get)
   return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
 
@@ -94,35 +94,27 @@ def _compile(
   devices = targets.devices(hardware)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
   run = assumed.assumed_run(config, mesh, hardware.platform)
-  workload = assumed.workload(run)
   with bar.task(f"compiling for {hardware.name}") as task:
     stages = list(targets.compile_stages(run, task, names))
-  rows, lines, sums = [], [], {}
+  rows, errors, sums = [], [], {}
   for stage in stages:
-    sizes = (stage.held, stage.temporary, resident(workload, stage.name))
+    sizes = (stage.held, stage.temporary, resident(run, stage.name))
     sums[stage.name] = sum(sizes)
     cells = map(gib, (*sizes, sum(sizes)))
     rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
-    words = [f"{num} x {name}" for name, num in stage.kernels.items()]
-    words += [
-      f"{x.count} x {x.kind}, {x.bytes / 2**20:,.1f} MiB"
-      + (f" in {x.depth} nested loop(s)" if x.depth > 0 else "")
-      for x in stage.collectives
-      if x.bytes >= 2**20
-    ]
-    if words or stage.error:
-      lines.append(f"{stage.name}: {stage.error or ', '.join(words)}")
+    if stage.error:
+      errors.append(f"{stage.name}: {stage.error}")
   head = ["stage", "held", "temporary", "other", "sum", "compile s"]
   bar.say(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
     "arguments and results)\n\n"
-    + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
-    + f"\n\n{_verdict(workload, sums, hardware.memory)}"
+    + "\n\n".join([tables.aligned(head, rows), *errors])
+    + f"\n\n{_verdict(sums, hardware.memory)}"
   )
   return {stage.name: stage._asdict() for stage in stages}
 
 
-def resident(workload: memory.Workload, stage: str) -> float:
+def resident(run: Run, stage: str) -> float:
   """Bytes of the train state in memory that are not arguments of a stage."""
   arguments = {
     "to_inference_params": {"weights"},
@@ -130,6 +122,6 @@ def resident(workload: memory.Workload, stage: str) -> float:
     "evaluate": {"weights"},
     "update": {"weights", "optimizer", "reference"},
   }.get(stage, set())
-  parts = memory.estimate(workload)["update"]
+  parts = memory.estimate(run)["update"]
   state = {"weights", "optimizer", "reference"} - arguments
   return sum(parts.get(name, 0.0) for name in state)

@@ -24,6 +24,7 @@ from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress, report, samples, trackers
 from dppo_jax.metrics import warnings as health
 from dppo_jax.metrics.writer import Silent, Writer
+from dppo_jax.planning import memory
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
 from dppo_jax.run import (
@@ -81,14 +82,13 @@ def _run(
     )
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = setup_run(config)
+      memory.check(run)
     prints = resume.fingerprints(config, run.train_set)
     stack.enter_context(resume.held(workdir / "config.json", config, prints))
     stack.enter_context(jax.set_mesh(run.mesh))
     grader = stack.enter_context(run.make_grader())
     checkpoints = stack.enter_context(
-      checkpoint.Checkpoints(
-        workdir, config.checkpoint.keep, every=config.checkpoint.every
-      )
+      checkpoint.Checkpoints(workdir, config.checkpoint.keep)
     )
     # Before the writer, which drops lines after the latest intact checkpoint.
     warnings = checkpoints.recover()
@@ -138,7 +138,7 @@ def _train(session: "_Session", callbacks: tuple[Callback, ...]) -> None:
   data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
   first = int(state.step)
   with (
-    compile_cache.Compilations() as compilations,
+    compile_cache.compilations() as compilations,
     session.stop.after_step(),
     _frozen_heap(),
     session.writer.bar.steps("step", config.steps, first) as bar,
@@ -201,7 +201,7 @@ class _Session:
   def log(
     self,
     callbacks: tuple[Callback, ...],
-    compilations: compile_cache.Compilations,
+    compilations: list[float],
     bar,
     done: int,
     state: TrainState,
@@ -210,7 +210,8 @@ class _Session:
     """Writes the metrics and samples of a step, and calls the callbacks."""
     values = info.metrics(self.grader.specs)
     values = {name: float(x) for name, x in values.items()}
-    values["update/compiles"] = compilations.since_last()
+    values["update/compiles"] = float(len(compilations))
+    compilations.clear()
     for callback in callbacks:
       values |= _checked_metrics(callback, callback(done, info, state))
     x = info.summary
@@ -241,8 +242,7 @@ class _Session:
     self, done: int, state: TrainState, info: StepInfo
   ) -> None:
     """Evaluates every `config.eval.every` steps and after the last one."""
-    every = self.run.config.eval.every
-    if done == self.run.config.steps or (every and done % every == 0):
+    if self._is_due(done, self.run.config.eval.every):
       self.evaluate(state)
       with distributed.sharing_errors():
         if distributed.is_first():
@@ -250,12 +250,15 @@ class _Session:
 
   def save_if_due(self, done: int, state: TrainState, info: StepInfo) -> None:
     """Saves where due, and stops the run if a signal asked for it."""
-    is_last = done == self.run.config.steps
     stops = any(distributed.gather(self.stop.is_requested))
-    if is_last or stops or self.checkpoints.is_due(done):
+    if stops or self._is_due(done, self.run.config.checkpoint.every):
       self._save(done, state)
-    if stops and not is_last:
+    if stops and done < self.run.config.steps:
       raise KeyboardInterrupt
+
+  def _is_due(self, done: int, every: int) -> bool:
+    """True after every `every` steps, if that is not 0, and the last step."""
+    return done == self.run.config.steps or (every > 0 and done % every == 0)
 
   def _save(self, step: int, state: TrainState) -> None:
     with distributed.sharing_errors():

@@ -24,8 +24,8 @@ import numpy as np
 from dppo_jax import config, plan, sharding
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
-from dppo_jax.planning import assumed, topology
-from dppo_jax.run import compile_cache, memory
+from dppo_jax.planning import assumed, memory, topology
+from dppo_jax.run import compile_cache
 
 compile_cache.quiet_libraries()
 GIB = 2**30
@@ -97,7 +97,7 @@ def sums(hub_id, devices, model_axis):
   here.model.hub_id, here.mesh.model = hub_id, model_axis
   mesh = assumed.abstract_mesh(here.mesh, devices)
   run = assumed.assumed_run(here, mesh, "tpu")
-  stages = memory.estimate(assumed.workload(run))
+  stages = memory.estimate(run)
   return {stage: sum(x.values()) / GIB for stage, x in stages.items()}
 
 

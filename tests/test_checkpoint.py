@@ -44,13 +44,11 @@ def test_run_may_be_named_with_a_step():
 
 
 def test_missing_checkpoint_is_rejected_by_name(tmp_path, three):
-  with checkpoint.Checkpoints(tmp_path) as checkpoints:
-    with pytest.raises(UserError, match=r"no checkpoint in .* none"):
-      checkpoints.find()
-  with checkpoint.Checkpoints(three, read_only=True) as checkpoints:
-    assert checkpoints.find() == 4 and checkpoints.find(0) == 0
-    with pytest.raises(UserError, match=r"of step 3 in .* 0, 2, 4"):
-      checkpoints.find(3)
+  with pytest.raises(UserError, match=r"--workdir: no checkpoint in .* none"):
+    checkpoint.find(tmp_path)
+  assert checkpoint.find(three) == 4 and checkpoint.find(three, 0) == 0
+  with pytest.raises(UserError, match=r"--of: no .* step 3 in .* 0, 2, 4"):
+    checkpoint.find(three, 3, "--of")
 
 
 # Damage ---------------------------------------------------------------------
@@ -95,7 +93,7 @@ def test_damaged_latest_checkpoint_costs_one_checkpoint(copy, kind):
   with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
     (line,) = checkpoints.recover()
     assert "of step 4 is damaged" in line
-    assert checkpoints.latest_step() == checkpoints.find() == 2
+    assert checkpoints.latest_step() == 2
     chex.assert_trees_all_equal(checkpoints.restore(2, _state(0)), _state(2))
     checkpoints.save(4, _state(4))  # in its place
   with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
@@ -104,11 +102,9 @@ def test_damaged_latest_checkpoint_costs_one_checkpoint(copy, kind):
   assert (copy / "damaged-4").is_dir()
 
 
-def test_readers_skip_a_damaged_checkpoint_and_move_nothing(copy):
+def test_readers_reject_a_damaged_checkpoint_and_move_nothing(copy):
   _flip(copy / "checkpoints/4")
   with checkpoint.Checkpoints(copy, read_only=True) as checkpoints:
-    assert checkpoints.find() == 2
-    assert "step 4, which is damaged" in checkpoints.skipped[0]
     with pytest.raises(UserError, match=r"step 4 in .* is damaged \(params"):
       checkpoints.restore_params(4, _state(0).params)
   assert sorted(x.name for x in copy.iterdir()) == ["checkpoints"]
@@ -118,23 +114,19 @@ def test_run_with_only_damaged_checkpoints_ends_in_one_line(copy):
   for step in (0, 2, 4):
     _flip(copy / f"checkpoints/{step}")
   with checkpoint.Checkpoints(copy) as checkpoints:
-    for find in (checkpoints.recover, checkpoints.find):
-      with pytest.raises(UserError, match=r"every checkpoint in .*4: .* 0: "):
-        find()
+    with pytest.raises(UserError, match=r"every checkpoint in .*4: .* 0: "):
+      checkpoints.recover()
   assert not list(copy.glob("damaged-*"))
 
 
 # What is written, when, and for how long ------------------------------------
 
 
-def test_latest_checkpoints_are_kept_and_every_nth_step_is_due(tmp_path):
-  with checkpoint.Checkpoints(tmp_path, keep=2, every=2) as checkpoints:
-    assert [step for step in range(1, 6) if checkpoints.is_due(step)] == [2, 4]
+def test_latest_checkpoints_are_kept(tmp_path):
+  with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
     for step in range(5):
       checkpoints.save(step, _state(step))
   assert checkpoint.complete_steps(tmp_path) == [0, 3, 4]
-  with checkpoint.Checkpoints(tmp_path) as checkpoints:
-    assert not checkpoints.is_due(2)
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -143,7 +135,6 @@ def test_what_a_kill_before_pruning_left_is_deleted_later(copy, is_over):
   options = {"keep": 1, "read_only": is_over}
   with checkpoint.Checkpoints(copy, **options) as checkpoints:
     checkpoints.prune() if is_over else checkpoints.recover()
-    assert checkpoints.find() == 4
   assert checkpoint.complete_steps(copy) == [0, 4]
 
 

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import processors
 
 from dppo_jax import config, data, export, rollout
 from dppo_jax.errors import UserError
@@ -224,43 +222,7 @@ def test_from_a_run_to_an_export_to_another_run(tmp_path):
   assert eval_completions(second, 0) == completions
 
 
-@pytest.mark.parametrize("template", ["", "Q: {{ messages[0].content }}\nA:"])
-def test_the_code_of_the_card_prompts_as_in_training(
-  tmp_path, monkeypatch, capsys, template
-):
-  source, out = tmp_path / "source", tmp_path / "out"
-  write_source(source)
-  file = str(source / "tokenizer.json")
-  words = tokenizers.Tokenizer.from_file(file)
-  words.add_tokens(list("QA:\n"))
-  words.post_processor = processors.TemplateProcessing(
-    "<eos> $A", special_tokens=[("<eos>", 1)]
-  )
-  words.save(file)
-  if template:
-    (source / "chat_template.jinja").write_text(template)
-  c = run_of(
-    tmp_path / "run",
-    trained(source),
-    model__path=source,
-    data__template="{problem}A",
-  )
-  export.run(c, tmp_path / "run", out)
-  card = (out / "README.md").read_text()
-  code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
-  monkeypatch.chdir(tmp_path)
-  capsys.readouterr()
-  variables = {}
-  exec(code, variables)
-  tokenizer = setup_run(c).tokenizer
-  prompt = tokenizer.encode_prompt("3+9-5=A")
-  assert (prompt[0] == 1) == (not template)
-  assert variables["inputs"]["input_ids"][0].tolist() == prompt
-  answer = tokenizer.decode(variables["answer"])
-  assert capsys.readouterr().out.endswith(answer + "\n")
-
-
-def test_the_card_has_results_options_and_the_base_model(
+def test_the_card_has_prompt_results_options_and_the_base_model(
   begun, tmp_path, monkeypatch
 ):
   c, workdir, _ = begun
@@ -279,6 +241,7 @@ def test_the_card_has_results_options_and_the_base_model(
   assert card.data.library_name == "transformers"
   assert card.data.base_model == "them/base"
   assert "dppo" in card.data.tags
+  assert "were\n\n```\n{problem}\n```" in card.text
   assert "| aime | 30 | greedy | 0.250 | 0.100 to 0.400 |" in card.text
   options = re.search(r"```json\n(.*)\n```", card.text, re.DOTALL)[1]
   assert json.loads(options)["rollout.max_tokens"] == 8
@@ -301,7 +264,7 @@ def test_weights_that_are_not_there_raise(begun, tmp_path):
   c, workdir, _ = begun
   with pytest.raises(UserError, match="no checkpoint of step 3"):
     export.run(c, workdir, tmp_path / "out", step=3)
-  with pytest.raises(UserError, match=r"has no checkpoints: set --workdir"):
+  with pytest.raises(UserError, match=r"--workdir: no checkpoint in"):
     export.run(c, tmp_path / "none", tmp_path / "out")
   c.model.shape["embed"] = 32
   with pytest.raises(UserError, match=r"another model.* omit --config"):

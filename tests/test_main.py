@@ -101,11 +101,11 @@ def test_only_user_errors_lose_their_traceback(monkeypatch, error, argv, ends):
 
 
 def test_flags_may_be_written_in_two_words():
-  command = cli.parse(
+  config, folder, flags = cli.parse(
     ["main", *ARITHMETIC.split("="), "--config.steps", "3", "--mode", "plan"]
   )
-  assert command.config.steps == 3 and command.flags.mode == "plan"
-  assert command.workdir == pathlib.Path("runs/arithmetic-dppo-seed0")
+  assert config.steps == 3 and flags.mode == "plan"
+  assert folder == pathlib.Path("runs/arithmetic-dppo-seed0")
 
 
 def test_arguments_of_the_chat_template_are_flags():
@@ -122,11 +122,8 @@ def test_help_names_every_method_objective_and_option():
   lines = done.stdout.splitlines()
   assert max(map(len, lines)) <= 80
   first = {line.split()[0] for line in lines if line.strip()}
-  names = {
-    name.rpartition(".")[2]
-    for name, _, metadata in configs.walk(configs.Config())
-    if metadata
-  }
+  options = configs.walk(configs.Config())
+  names = {name for name, _, metadata in options if metadata}
   names |= methods.METHODS.keys() | objectives.OBJECTIVES.keys()
   names |= {"--config", "--mode", "--workdir", "--step", "--to", "--debug"}
   assert names <= first
@@ -185,9 +182,8 @@ def test_config_is_read_back(tmp_path):
   workdir.write(path, c)
   assert configs.read(path) == c
   for words in ([f"--config={path}"], [f"--workdir={tmp_path}"]):
-    command = cli.parse(["main", *words, "--config.steps=9"])
-    assert command.config == dataclasses.replace(c, steps=9)
-    assert command.workdir == tmp_path
+    config, folder, _ = cli.parse(["main", *words, "--config.steps=9"])
+    assert config == dataclasses.replace(c, steps=9) and folder == tmp_path
 
 
 @pytest.mark.parametrize(

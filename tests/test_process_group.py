@@ -195,44 +195,30 @@ except UserError as error:
 """
 
 
-def _join(ids, seconds=60, devices=(1, 1)):
-  """Exit codes and errors of some of two processes that join each other."""
+def _join(index, seconds):
+  """Exit code and errors of one of two processes that join each other."""
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     port = listener.getsockname()[1]
-  children = [
-    subprocess.Popen(
-      [
-        *(sys.executable, "-c", _JOIN, str(seconds), f"localhost:{port}"),
-        *("2", str(i)),
-      ],
-      env=os.environ
-      | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)},
-      stderr=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      text=True,
-    )
-    for i, number in zip(ids, devices, strict=False)
-  ]
-  errors = [child.communicate(timeout=100)[1] for child in children]
-  return [child.returncode for child in children], errors
+  done = subprocess.run(
+    [
+      *(sys.executable, "-c", _JOIN, str(seconds), f"localhost:{port}"),
+      *("2", str(index)),
+    ],
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    check=False,
+    text=True,
+    timeout=100,
+  )
+  return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_process_whose_others_never_come_ends_with_a_line(index):
-  codes, (error,) = _join([index], seconds=3)
-  assert re.fullmatch(
-    "error: all 2 processes at .* did not connect .*\n", error
-  )
-  assert codes == [1]
-
-
-def test_different_numbers_of_devices_are_rejected_by_name():
-  codes, errors = _join([0, 1], devices=(1, 2))
-  assert codes == [1, 1]
-  for error in errors:
-    assert "same number of devices" in error
-    assert "1 in process 0" in error and "2 in process 1" in error
+  code, error = _join(index, seconds=3)
+  assert re.fullmatch("error: all processes at .* did not connect .*\n", error)
+  assert code == 1
 
 
 @pytest.fixture
@@ -249,17 +235,16 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
   "given, problem",
   [
-    (("localhost:1", None, 0), "are required together"),
-    ((None, 2, None), "are required together"),
-    (("localhost", 2, 0), "--coordinator=localhost is not HOST:PORT"),
-    (("localhost:1", 2, 2), "--process_id=2 is not in 0..1"),
-    (("localhost:1", 0, 0), "--num_processes=0"),
+    (("localhost:1", None, 0), "Number of processes must be defined"),
+    ((None, 2, None), "coordinator_address should be defined"),
+    (("localhost", 2, 1), "check --coordinator=HOST:PORT"),
+    (("localhost:1", 2, 2), "process_id=2"),
   ],
 )
-def test_incomplete_or_wrong_flags_are_rejected(started, given, problem):
-  with pytest.raises(UserError, match=re.escape(problem)):
+def test_incomplete_or_wrong_flags_are_rejected(monkeypatch, given, problem):
+  monkeypatch.setattr(jax.config, "update", lambda *unused: None)
+  with pytest.raises(UserError, match=f"cannot connect .*{problem}"):
     distributed.initialize(*given)
-  assert not started
 
 
 def test_single_process_starts_nothing(started):

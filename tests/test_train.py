@@ -95,11 +95,9 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
 
 
 def test_what_a_run_says_of_itself_fits_a_terminal():
-  """Of its method it says what is not as it always is."""
-  c = _config(args={"completion_rate": 0.25})
-  said = setup_run(c).description()
+  said = setup_run(_config()).description()
   assert max(map(len, said.splitlines())) < 80
-  assert "method: dppo(completion_rate=0.25), objective grpo, 4 steps" in said
+  assert "method: dppo, objective grpo, 4 steps" in said
 
 
 def test_the_logged_learning_rate_is_that_of_the_last_update():

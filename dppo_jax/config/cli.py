@@ -1,13 +1,11 @@
 """Command line: flags, the config they name, and --help."""
 
 import argparse
-import dataclasses
 import difflib
 import inspect
 import pathlib
 import re
 import textwrap
-from typing import NamedTuple
 
 from absl import flags as absl_flags
 from ml_collections import config_flags
@@ -48,16 +46,12 @@ _FLAGS = (
 )
 
 
-class Command(NamedTuple):
-  """Config with its overrides, not yet validated; directory; other flags."""
+def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
+  """Returns the config, not yet validated, the directory and other flags.
 
-  config: Config
-  workdir: pathlib.Path
-  flags: argparse.Namespace
-
-
-def parse(argv: list[str]) -> Command:
-  """Parses a command line; raises UserError for a mistake in it."""
+  Raises:
+    UserError: for a mistake in the command line.
+  """
   try:
     flags, words = _parser().parse_known_args(argv[1:])
   except argparse.ArgumentError as error:
@@ -79,7 +73,7 @@ def parse(argv: list[str]) -> Command:
   folder = (
     path.parent if is_run else f"runs/{path.stem}-{name}-seed{config.seed}"
   )
-  return Command(config, pathlib.Path(flags.workdir or folder), flags)
+  return config, pathlib.Path(flags.workdir or folder), flags
 
 
 def _load(path: pathlib.Path, choice: str) -> Config:
@@ -140,12 +134,8 @@ def _parser() -> argparse.ArgumentParser:
       "objectives: --config=FILE.py:METHOD,OBJECTIVE",
       _factories(objectives.OBJECTIVES),
     ),
-    _table("--config.OPTION", _options(Config)),
+    _table("options: --config.OPTION=VALUE", _options()),
   ]
-  for field in dataclasses.fields(Config):
-    if dataclasses.is_dataclass(field.type):
-      title = f"--config.{field.name}.OPTION: {inspect.getdoc(field.type)}"
-      sections.append(_table(title, _options(field.type)))
   parser = argparse.ArgumentParser(
     usage="python -m dppo_jax.main --config=FILE.py [--FLAG=VALUE ...]",
     description=_EXAMPLES,
@@ -175,16 +165,17 @@ def _factories(factories: dict) -> dict[str, str]:
   return lines
 
 
-def _options(section: type) -> dict[str, str]:
-  """Returns meaning, default and choices of each option of a section."""
+def _options() -> dict[str, str]:
+  """Returns meaning, default and choices of each option."""
   lines = {}
-  for field in filter(lambda x: x.metadata, dataclasses.fields(section)):
-    text = field.metadata["meaning"]
-    if field.default not in ("", (), dataclasses.MISSING):
-      text += f" [{field.default}]"
-    if choices := field.metadata["choices"]:
-      text += f" ({' | '.join(filter(None, choices))})"
-    lines[field.name] = text
+  for name, default, metadata in walk(Config()):
+    if metadata:  # factories are in the other tables
+      text = metadata["meaning"]
+      if default not in ("", ()) and not isinstance(default, dict):
+        text += f" [{default}]"
+      if choices := metadata["choices"]:
+        text += f" ({' | '.join(filter(None, choices))})"
+      lines[name] = text
   return lines
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import json
-from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -29,7 +28,6 @@ def option(
   meaning: str,
   *,
   least: float = 0,
-  above: float = -inf,
   most: float = 2**31 - 1,
   choices: tuple[str, ...] = (),
   is_code: bool = False,
@@ -39,14 +37,14 @@ def option(
 
   Args:
     meaning: noun phrase with the unit, for --help.
-    least, above, most: range of a number.
+    least, most: range of a number.
     choices: allowed values.
     is_code: True if the value may also be a function, or a list of functions.
     may_change: True if a resumed run may use another value, because it changes
       training by rounding errors at most (`run/workdir.py` has exceptions).
   """
   metadata = dict(meaning=meaning, choices=choices, may_change=may_change)
-  metadata |= dict(least=least, above=above, most=most)
+  metadata |= dict(least=least, most=most)
   metadata["type"] = Callable if is_code else type(default)
   if isinstance(default, dict):
     return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -92,8 +90,7 @@ def assign(config, name: str, value: Any) -> None:
 def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
   """Raises UserError unless a value has the type and range of its option."""
   type_, words = _TYPES[metadata["type"]]
-  least, above, most = (metadata[x] for x in ("least", "above", "most"))
-  choices = metadata["choices"]
+  least, most, choices = (metadata[x] for x in ("least", "most", "choices"))
   is_number = isinstance(value, Real)
   if not isinstance(value, type_) or isinstance(value, bool) > (type_ is bool):
     limit = words
@@ -101,8 +98,6 @@ def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     limit = f"one of {', '.join(choices)}"
   elif is_number and not value <= most:  # NaN is within no limit
     limit = f"at most {most}"
-  elif is_number and value <= above:
-    limit = f"above {above}"
   elif is_number and value < least:
     limit = f"at least {least}"
   else:

@@ -100,7 +100,7 @@ class RolloutConfig:
   )
   top_k: int = option(0, "most likely tokens to sample from; 0: all, on-policy")
   top_p: float = option(
-    1.0, "probability of the tokens to sample from; 1: all", above=0, most=1
+    1.0, "probability of the tokens to sample from; 1: all", least=0.001, most=1
   )
   stop_ids: tuple = option(
     (), "ids of stop tokens (default: those of the checkpoint or tokenizer)"
@@ -127,7 +127,7 @@ class RewardConfig:
   )
   num_workers: int = adjustable(2, "grading processes", least=1, most=1024)
   timeout_seconds: float = adjustable(
-    5.0, "time limit of a function call in seconds", above=0, most=86_400
+    5.0, "time limit of a function call in seconds", least=0.001, most=86_400
   )
 
 
@@ -189,7 +189,7 @@ class OptimizerConfig:
   warmup_steps: int = option(0, "updates of the linear warm-up")
   weight_decay: float = option(0.0, "weight decay")
   clip_norm: float = option(
-    1.0, "largest gradient norm; 1e9 disables clipping", above=0, most=1e15
+    1.0, "largest gradient norm; 1e9 disables clipping", least=0.001, most=1e15
   )
 
 
@@ -216,7 +216,6 @@ class EvalConfig:
   samples: int = adjustable(
     0, "n, samples of a problem for avg, maj, pass@k; 0: greedy", most=1000
   )
-  top_p: float = adjustable(0.0, "top_p of samples; 0 is rollout.top_p", most=1)
   prompts: int = adjustable(64, "problems per batch", least=1)
 
 

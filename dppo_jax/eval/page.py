@@ -7,18 +7,6 @@ from typing import Any
 
 from dppo_jax.analysis import tables
 
-_EXPLANATION = """\
-Each value has its 95% confidence interval over problems: the range to expect
-for other problems of the same kind.
-
-- **greedy**: accuracy of greedy decoding.
-- **avg@n**: mean accuracy of n sampled completions per problem.
-- **maj@n**: accuracy of the most frequent of n answers. Answers count as equal
-  if their normalised text or their number is. Ties are broken uniformly at
-  random, in expectation; a completion without a boxed answer does not vote.
-- **pass@k**: fraction of problems that at least one of k completions solves,
-  averaged over all choices of k from the n completions."""
-
 
 def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
   """Writes the results to a directory and returns the path of the page.
@@ -42,11 +30,9 @@ def table(
   rows = []
   for name, results in sets.items():
     for estimate, x in results["estimates"].items():
-      value, interval = (
-        f"{x['value']:.3f}",
-        f"{x['low']:.3f} to {x['high']:.3f}",
-      )
-      rows.append((name, f"{results['problems']:,}", estimate, value, interval))
+      interval = f"{x['low']:.3f} to {x['high']:.3f}"
+      cells = (f"{results['problems']:,}", estimate, f"{x['value']:.3f}")
+      rows.append((name, *cells, interval))
   head = ("set", "problems", "estimate", "value", "95% interval")
   return render(head, rows)
 
@@ -66,7 +52,8 @@ Weights: {results["weights"]}. Samples: {results["sampling"]}.
 
 {table(results["sets"])}
 
-{_EXPLANATION}
+Each value has its 95% confidence interval over problems. avg, maj and pass are
+of n samples per problem; configs/README.md defines them.
 
 ## Completions
 

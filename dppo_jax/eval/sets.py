@@ -1,9 +1,7 @@
 """Graded completions of every problem of an evaluation set."""
 
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 import itertools
-import re
 from typing import NamedTuple
 import zlib
 
@@ -19,9 +17,6 @@ from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
 from dppo_jax.step.grade import grade, with_texts
-
-# Bounded, because answers are untrusted and may have millions of digits.
-_NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30}|/\d{1,30})?")
 
 
 class Completions(NamedTuple):
@@ -42,7 +37,8 @@ class Completions(NamedTuple):
 
   def estimates(self) -> dict[str, estimators.Estimate]:
     """Returns avg@k, maj@k and pass@k with their intervals."""
-    texts = [canonical_answer(x["extracted"]) for x in self.samples]
+    boxed = (x["extracted"] for x in self.samples)
+    texts = [None if x is None else normalize(x) for x in boxed]
     width = self.correct.shape[1]
     answers = [texts[i : i + width] for i in range(0, len(texts), width)]
     return estimators.estimates(self.correct, answers)
@@ -67,7 +63,7 @@ def evaluate(
   name: str,
   roll_out: Callable[[PromptBatch, StepRng], Rollout],
   grader: rewards.Grader,
-  on_batch: Callable[[int, list[dict]], None] = lambda done, samples: None,
+  advance: Callable[[int], None] = lambda done: None,
 ) -> Completions:
   """Samples and grades completions of every problem of an evaluation set.
 
@@ -76,8 +72,7 @@ def evaluate(
     name: name of the set, a key of run.eval_sets.
     roll_out: a program of `evaluation_program`, with its weights.
     grader: its first function is the verifier.
-    on_batch: called after each batch of problems with the number of problems
-      done and the samples of the batch.
+    advance: called after each batch with the number of problems done.
   """
   problems = run.eval_sets[name]
   rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
@@ -87,29 +82,10 @@ def evaluate(
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
     arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
-    new = _records(rollout, problems, with_texts(graded.samples))
-    samples += new
-    on_batch(len(samples) // rollout.lengths.shape[1], new)
+    samples += _records(rollout, problems, with_texts(graded.samples))
+    advance(len(samples) // rollout.lengths.shape[1])
   columns = map(np.concatenate, zip(*arrays, strict=True))
   return Completions(*columns, samples)
-
-
-def canonical_answer(answer: str | None) -> str | None:
-  r"""Returns the same text for answers that are equal; None for no answer.
-
-  Two answers are equal if their normalised texts are or if they are the same
-  number: 0.5, 1/2 and \frac{1}{2} are one answer. Other expressions in
-  different notations stay different answers.
-  """
-  if answer is None:
-    return None
-  text = normalize(answer)
-  number = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
-  number = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", number)
-  try:
-    return str(Fraction(number)) if _NUMBER.fullmatch(number) else text
-  except ZeroDivisionError:
-    return text
 
 
 def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:

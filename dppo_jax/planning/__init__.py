@@ -1,1 +1,1 @@
-"""Memory and programs of a run on devices that need not be present."""
+"""Memory and programs of a run, on devices that need not be present."""

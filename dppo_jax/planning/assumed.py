@@ -12,7 +12,7 @@ from dppo_jax import data, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models.hf import families
 from dppo_jax.models.transformer import ModelConfig
-from dppo_jax.run import memory, setup
+from dppo_jax.run import preflight, setup
 
 _NUM_PROBLEMS = 8192  # if the config takes all problems of a source
 
@@ -49,29 +49,23 @@ def assumed_run(
   Raises:
     UserError: if the run itself would reject the config.
   """
-  c = config
+  configs.validate(config)
+  preflight.check_training(mesh, config)
+  c, model = config, _model(config.model)
   is_random = not (c.model.path or c.model.hub_id)
   if is_random and data.arithmetic.is_source(c.data.train):
-    return setup.setup_run(c, mesh, platform)
-  problems = data.ProblemSet.of_shape(
-    c.data.train_limit or _NUM_PROBLEMS,
-    sharding.round_up(c.data.max_prompt_tokens, 8),
+    tokenizer = data.CharacterTokenizer()
+    train_set, eval_sets = setup.read_problems(c, tokenizer)
+  else:
+    tokenizer = None
+    train_set = data.ProblemSet.of_shape(
+      c.data.train_limit or _NUM_PROBLEMS,
+      sharding.round_up(c.data.max_prompt_tokens, 8),
+    )
+    eval_sets = {"eval": train_set} if c.data.eval else {}
+  return setup.make_run(
+    c, mesh, platform, "", tokenizer, model, train_set, eval_sets
   )
-  eval_sets = {"eval": problems} if c.data.eval else {}
-  inputs = setup.Inputs(
-    path="",
-    tokenizer=None,
-    model=_model(c.model),
-    stop_ids=(0,),
-    problems=lambda: (problems, eval_sets),
-  )
-  return setup.setup_run(c, mesh, platform, inputs=inputs)
-
-
-def workload(run: setup.Run) -> memory.Workload:
-  """The facts of a run that its memory depends on."""
-  width = run.train_set.tokens.shape[1]
-  return memory.Workload(run.config, run.model, run.mesh, run.platform, width)
 
 
 def _model(options: configs.ModelConfig) -> ModelConfig:

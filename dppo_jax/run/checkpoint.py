@@ -36,42 +36,29 @@ class _Handler(ocp.StandardCheckpointHandler):
     write_checksums(pathlib.Path(directory))
 
 
-@ocp.args.register_with_handler(_Handler, for_save=True)
-class _Save(ocp.args.StandardSave):
-  pass
-
-
-@ocp.args.register_with_handler(_Handler, for_restore=True)
-class _Restore(ocp.args.StandardRestore):
-  pass
-
-
 class Checkpoints:
   """The checkpoints of one run; a context manager that waits for the last one.
 
   The checkpoint of step 0 is never deleted: it holds the weights of the
   reference policy. All processes of a run make the same calls.
-
-  Attributes:
-    skipped: a warning for each damaged checkpoint that `find` skipped.
   """
 
   def __init__(
-    self,
-    workdir: pathlib.Path,
-    keep: int = 1,
-    *,
-    every: int = 0,
-    read_only: bool = False,
+    self, workdir: pathlib.Path, keep: int = 1, *, read_only: bool = False
   ):
-    """Opens, or makes, `workdir/checkpoints`; see `config.checkpoint`."""
+    """Opens, or makes, `workdir/checkpoints`; keeps the latest `keep`."""
     self._workdir, self._folder = workdir, workdir / "checkpoints"
-    self._keep, self._every = keep, every
+    self._keep = keep
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
-    self.skipped: list[str] = []
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in _ITEMS:
+      handler = _Handler()
+      registry.add(item, ocp.args.StandardSave, handler)
+      registry.add(item, ocp.args.StandardRestore, handler)
     kept = [policies.LatestN(keep), policies.CustomSteps([0])]
     self._manager = ocp.CheckpointManager(
       self._folder.absolute(),
+      handler_registry=registry,
       options=ocp.CheckpointManagerOptions(
         cleanup_tmp_directories=not read_only,
         create=not read_only,
@@ -95,35 +82,28 @@ class Checkpoints:
     """Step of the latest complete checkpoint, damaged or not; None if none."""
     return self._manager.latest_step()
 
-  def find(self, step: int | None = None) -> int:
-    """Returns `step` or, for None, the latest step with intact weights."""
-    steps = sorted(self._manager.all_steps())
-    if steps and step is None:
-      damaged = self._damaged_steps(("params",))
-      self.skipped = [
-        f"warning: skipped the checkpoint of step {step}, which is damaged "
-        f"({corruption})"
-        for step, corruption in damaged.items()
-      ]
-      return max(set(steps) - set(damaged))
-    if step in steps:
-      return step
-    of_step = "" if step is None else f" of step {step}"
-    available = ", ".join(map(str, steps)) or "none"
-    raise UserError(
-      f"no checkpoint{of_step} in {self._workdir}; available: {available}"
-    )
-
   def recover(self) -> list[str]:
     """Sets damaged latest checkpoints aside; returns a warning for each.
 
     Also completes the deletion of old checkpoints that a kill prevented.
     """
+    damaged = {}
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      if not (corruption := self.corruption(step)):
+        break
+      damaged[step] = corruption
+    else:
+      if damaged:
+        listed = "; ".join(f"{step}: {text}" for step, text in damaged.items())
+        raise UserError(
+          f"every checkpoint in {self._folder} is damaged ({listed}): restore "
+          "a copy of one, or delete that directory to start again"
+        )
     warnings = [
       f"warning: the checkpoint of step {step} is damaged ({corruption}) and "
       f"was moved to {self._set_aside(step)}, which may be deleted; resuming "
       "from the one before"
-      for step, corruption in self._damaged_steps().items()
+      for step, corruption in damaged.items()
     ]
     self.prune()
     self._manager.reload()
@@ -136,14 +116,11 @@ class Checkpoints:
       if step > 0:
         shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
-  def is_due(self, step: int) -> bool:
-    """True if the config asks for a checkpoint of `step`."""
-    return self._every > 0 and step % self._every == 0
-
   def save(self, step: int, state: TrainState) -> None:
     """Writes `state` in the background; raises if the previous write failed."""
     args = ocp.args.Composite(
-      params=_Save(state.params), rest=_Save(state.replace(params=None))
+      params=ocp.args.StandardSave(state.params),
+      rest=ocp.args.StandardSave(state.replace(params=None)),
     )
     with self._explaining_errors():
       self._manager.save(step, args=args, force=True)
@@ -155,14 +132,25 @@ class Checkpoints:
   def restore(self, step: int, like: TrainState) -> TrainState:
     """Returns the state of `step`, placed as `like`, which may be abstract."""
     self.check(step)
-    args = ocp.args.Composite(rest=_Restore(like.replace(params=None)))
+    args = ocp.args.Composite(
+      rest=ocp.args.StandardRestore(like.replace(params=None))
+    )
     rest = self._manager.restore(step, args=args).rest
     return rest.replace(params=self.restore_params(step, like.params))
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
     """Returns the weights of `step` alone; otherwise as `restore`."""
     self.check(step, ("params",))
-    args = ocp.args.Composite(params=_Restore(like))
+    stored = _shapes(self._manager.item_metadata(step).params.tree)
+    expected = _shapes(like)
+    for name in sorted(stored.keys() | expected.keys()):
+      if stored.get(name) != expected.get(name):
+        raise UserError(
+          f"step {step} of {self._workdir} holds another model: {name} has "
+          f"shape {stored.get(name)} there but {expected.get(name)} in the "
+          "config; omit --config to use the config of the run"
+        )
+    args = ocp.args.Composite(params=ocp.args.StandardRestore(like))
     return self._manager.restore(step, args=args).params
 
   def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
@@ -182,21 +170,6 @@ class Checkpoints:
           return f"{item}: {corruption}"
         self._intact.add((step, item))
     return ""
-
-  def _damaged_steps(self, items: tuple[str, ...] = _ITEMS) -> dict[int, str]:
-    """Corruption of each step that is later than the latest intact one."""
-    damaged = {}
-    for step in sorted(self._manager.all_steps(), reverse=True):
-      if not (corruption := self.corruption(step, items)):
-        return damaged
-      damaged[step] = corruption
-    if damaged:
-      listed = "; ".join(f"{step}: {text}" for step, text in damaged.items())
-      raise UserError(
-        f"every checkpoint in {self._folder} is damaged ({listed}): restore a "
-        "copy of one, or delete that directory to start again"
-      )
-    return damaged
 
   @distributed.on_first_process
   def _set_aside(self, step: int) -> str:
@@ -226,6 +199,26 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
   """Steps of the complete checkpoints of a run, in order."""
   names = (path.name for path in workdir.glob("checkpoints/*"))
   return sorted(int(name) for name in names if name.isdigit())
+
+
+def find(
+  workdir: pathlib.Path, step: int | None = None, option: str = "--workdir"
+) -> int:
+  """Returns `step` or, for None, the latest; raises UserError if not there.
+
+  Args:
+    option: name of the option that gave `workdir`.
+  """
+  steps = complete_steps(workdir)
+  if step in steps:
+    return step
+  if steps and step is None:
+    return steps[-1]
+  of_step = "" if step is None else f" of step {step}"
+  raise UserError(
+    f"{option}: no checkpoint{of_step} in {workdir}; available: "
+    f"{', '.join(map(str, steps)) or 'none'}"
+  )
 
 
 def write_checksums(directory: pathlib.Path) -> None:
@@ -263,16 +256,13 @@ def _checksums(directory: pathlib.Path) -> dict[str, str]:
     return dict(pool.map(digest, files))
 
 
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+  leaves, _ = jax.tree.flatten_with_path(tree)
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+  return {name(path): tuple(x.shape) for path, x in leaves}
+
+
 def split_step(source: str) -> tuple[pathlib.Path, int]:
   """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
   run, step = re.fullmatch(r"(.+?)(?:@(\d+))?", source).groups("0")
   return pathlib.Path(run), int(step)
-
-
-def abstract(tree: PyTree, shardings: PyTree) -> PyTree:
-  """Shapes, dtypes and shardings of `tree`, which may be abstract itself."""
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    tree,
-    shardings,
-  )

@@ -1,5 +1,7 @@
 """Compilation: a cache, a count, and which messages of libraries are shown."""
 
+from collections.abc import Iterator
+import contextlib
 import logging
 import os
 import pathlib
@@ -20,29 +22,22 @@ def enable_compilation_cache() -> None:
   compilation_cache.reset_cache()  # it may have settled on having none
 
 
-class Compilations:
-  """Counts the programs that XLA compiles while the context lasts."""
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+  """Collects the seconds of each program that XLA compiles in the context."""
+  from jax import monitoring
 
-  _count = 0
+  seconds = []
 
-  def __enter__(self) -> "Compilations":
-    from jax import monitoring
+  def listen(name: str, duration: float, **unused) -> None:
+    if name == "/jax/core/compile/backend_compile_duration":
+      seconds.append(duration)
 
-    monitoring.register_event_duration_secs_listener(self._on_event)
-    return self
-
-  def __exit__(self, *unused) -> None:
-    from jax import monitoring
-
-    monitoring.unregister_event_duration_listener(self._on_event)
-
-  def _on_event(self, name: str, seconds: float, **unused) -> None:
-    self._count += name == "/jax/core/compile/backend_compile_duration"
-
-  def since_last(self) -> int:
-    """Returns the number of programs compiled since the last call."""
-    count, self._count = self._count, 0
-    return count
+  monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield seconds
+  finally:
+    monitoring.unregister_event_duration_listener(listen)
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:
@@ -57,7 +52,5 @@ def quiet_libraries() -> None:
   # Importing absl first lets its own logger class find the caller's file.
   from absl import logging as absl_logging
 
-  absl_logging.get_absl_logger().addFilter(
-    _is_for_users
-  )  # once: it is the same
+  absl_logging.get_absl_logger().addFilter(_is_for_users)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

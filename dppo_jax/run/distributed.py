@@ -47,8 +47,7 @@ def initialize(
   if num_processes == 1 or jax.distributed.is_initialized():
     return
   if flags != (None, None, None):
-    _check_flags(*flags)
-    others = f"all {num_processes} processes at --coordinator={coordinator}"
+    others = f"all processes at --coordinator={coordinator}"
     # Under Slurm, JAX would give each process a single GPU.
     options = {"cluster_detection_method": "deactivate"}
   elif _has_tpu():
@@ -72,18 +71,13 @@ def initialize(
   except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
     raise UserError(
-      f"cannot connect {others} ({reason}): check --coordinator and its port, "
-      "or pass --num_processes=1 to run a single process"
+      f"cannot connect {others} ({reason}): check --coordinator=HOST:PORT, "
+      "--num_processes and --process_id, or pass --num_processes=1 to run a "
+      "single process"
     ) from error
   finally:
     timer.cancel()
     signal.signal(signal.SIGINT, handler)
-  counts = collections.Counter(x.process_index for x in jax.devices())
-  if len(set(counts.values())) > 1:
-    listed = ", ".join(f"{n} in process {i}" for i, n in counts.items())
-    raise UserError(
-      f"all processes need the same number of devices, but there are {listed}"
-    )
 
 
 def _give_up(others: str) -> None:
@@ -94,24 +88,6 @@ def _give_up(others: str) -> None:
     flush=True,
   )
   os._exit(1)
-
-
-def _check_flags(
-  coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> None:
-  if None in (coordinator, num_processes, process_id):
-    raise UserError(
-      "--coordinator, --num_processes and --process_id are required together"
-    )
-  if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
-    raise UserError(
-      f"--coordinator={coordinator} is not HOST:PORT, such as 10.0.0.1:8476"
-    )
-  if not 0 <= process_id < num_processes:
-    raise UserError(
-      f"--process_id={process_id} is not in 0..{num_processes - 1}, given "
-      f"--num_processes={num_processes}"
-    )
 
 
 def _has_tpu() -> bool:

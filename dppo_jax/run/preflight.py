@@ -12,7 +12,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
-from dppo_jax.run import checkpoint, distributed
+from dppo_jax.run import distributed
 
 
 def check_lengths(config: configs.Config, prompt_length: int) -> None:
@@ -34,17 +34,11 @@ def check_ids(
   problem_sets: Sequence[data.ProblemSet | None],
 ) -> None:
   """Checks that the model's vocabulary contains all token ids."""
-  if config.rollout.top_k > model.vocab:
+  if not 0 <= min(stop_ids) <= max(stop_ids) < model.vocab:
     raise UserError(
-      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
-      f"{model.vocab} tokens"
+      f"the stop ids {stop_ids} are not all in 0..{model.vocab - 1}, the "
+      "model's vocabulary: set config.rollout.stop_ids"
     )
-  for stop_id in stop_ids:
-    if type(stop_id) is not int or not 0 <= stop_id < model.vocab:
-      raise UserError(
-        f"the stop id {stop_id!r} is not below the model's vocabulary size "
-        f"{model.vocab}: set config.rollout.stop_ids"
-      )
   largest = max((int(x.tokens.max()) for x in problem_sets if x), default=0)
   if largest >= model.vocab:
     raise UserError(
@@ -53,7 +47,24 @@ def check_ids(
     )
 
 
-def check_dynamic_sampling(config: configs.Config) -> None:
+def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
+  """Checks the options that only training depends on."""
+  check_prompts(mesh, config)
+  _check_dynamic_sampling(config)
+
+
+def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
+  """Checks that the prompts of a step can be divided over the mesh."""
+  prompts = config.data.prompts_per_step
+  num_shards = sharding.num_shards(mesh, "batch")
+  if prompts % num_shards:
+    raise UserError(
+      f"config.data.prompts_per_step is {prompts} but must be a multiple of "
+      f"the {num_shards} devices of config.mesh.data x config.mesh.replicas"
+    )
+
+
+def _check_dynamic_sampling(config: configs.Config) -> None:
   """Checks that the groups that exact sampling skips would not have counted."""
   sampling = configs.make_method(config).dynamic_sampling
   if not (sampling and sampling.is_exact):
@@ -73,28 +84,6 @@ def check_dynamic_sampling(config: configs.Config) -> None:
       "config.objective.args.tokens_per_completion is 0 but exact dynamic "
       "sampling does not know the mean length of the groups it skips: set it "
       "to the typical length of a completion"
-    )
-
-
-def check_from_run(from_run: str) -> None:
-  """Checks that the checkpoint to start from exists."""
-  workdir, step = checkpoint.split_step(from_run)
-  steps = checkpoint.complete_steps(workdir)
-  if step not in steps:
-    raise UserError(
-      f"config.sft.from_run is {from_run} but {workdir} has no checkpoint of "
-      f"step {step}; available: {', '.join(map(str, steps)) or 'none'}"
-    )
-
-
-def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
-  """Checks that the prompts of a step can be divided over the mesh."""
-  prompts = config.data.prompts_per_step
-  num_shards = sharding.num_shards(mesh, "batch")
-  if prompts % num_shards:
-    raise UserError(
-      f"config.data.prompts_per_step is {prompts} but must be a multiple of "
-      f"the {num_shards} devices of config.mesh.data x config.mesh.replicas"
     )
 
 

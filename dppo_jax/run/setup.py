@@ -1,9 +1,7 @@
 """A run before its first step: everything its stages share, checked."""
 
-from collections.abc import Callable
 import dataclasses
 import functools
-import textwrap
 from typing import NamedTuple
 
 import jax
@@ -13,11 +11,10 @@ from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
+from dppo_jax.metrics import progress
 from dppo_jax.models import attention, hf, transformer
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import memory, preflight
-
-ProblemSets = tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]
+from dppo_jax.run import checkpoint, preflight
 
 
 class Run(NamedTuple):
@@ -26,9 +23,10 @@ class Run(NamedTuple):
   Attributes:
     mesh: devices, not necessarily of this machine.
     platform: cpu, gpu or tpu.
+    tokenizer: None in a plan.
+    path: directory of the checkpoint; empty for a randomly initialised model.
     train_set: problems to train on; None without training.
     eval_sets: problems to evaluate on, by the name of their set.
-    initial_params: returns the initial weights, placed on the mesh.
   """
 
   config: configs.Config
@@ -37,12 +35,12 @@ class Run(NamedTuple):
   root_key: jax.Array
   method: Method
   objective: policy_loss.Objective
-  tokenizer: data.Tokenizer
+  tokenizer: data.Tokenizer | None
   stop_ids: tuple[int, ...]
   train_set: data.ProblemSet | None
   eval_sets: dict[str, data.ProblemSet]
+  path: str
   model: transformer.ModelConfig
-  initial_params: Callable[[], transformer.Params]
   packing: packing.PackingSpec
 
   @property
@@ -57,6 +55,15 @@ class Run(NamedTuple):
       r.functions, r.num_workers, r.timeout_seconds, r.on_error
     )
 
+  def initial_params(self) -> transformer.Params:
+    """Returns the initial weights, placed on the mesh."""
+    shardings = transformer.shardings(self.model, self.mesh)
+    if self.path:
+      return hf.load(self.path, shardings=shardings)[0]
+    init = functools.partial(transformer.init, self.model)
+    key = rng_at(self.root_key, 0, Stage.INIT).key
+    return jax.jit(init, out_shardings=shardings)(key)
+
   def description(self) -> str:
     """Model, problems and batch sizes of the run, as text."""
     c, m, p = self.config, self.model, self.packing
@@ -66,85 +73,62 @@ class Run(NamedTuple):
     num_rows = p.num_rows(prompts // parts * group_size, longest)
     epoch, left_over = divmod(len(self.train_set), prompts)
     reports = [x.report for x in self.eval_sets.values()]
-    text = "\n".join(
-      [
-        f"model: {m.family}, {m.layers} layers of width {m.embed}, "
-        f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
-        f"{sharding.describe(self.mesh)}",
-        self.train_set.report,
-        *(reports or ["eval: no problems"]),
-        self.train_set.first_prompt,
-        f"step: {prompts} prompts x {group_size} sequences of at most "
-        f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
-        f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
-        f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
-        f"mini-batches, {c.objective.num_updates} update(s) per rollout",
-        f"epoch: {epoch} steps; {left_over} prompts are left over (different "
-        "ones each epoch)",
-        f"method: {_call(c.method)}, objective {_call(c.objective)}, "
-        f"{c.steps} steps",
-      ]
-    )
-    fill = functools.partial(
-      textwrap.fill, width=79, subsequent_indent="  ", break_on_hyphens=False
-    )
-    return "\n".join(map(fill, text.splitlines()))
+    lines = [
+      f"model: {m.family}, {m.layers} layers of width {m.embed}, "
+      f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
+      f"{sharding.describe(self.mesh)}",
+      self.train_set.report,
+      *(reports or ["eval: no problems"]),
+      self.train_set.first_prompt,
+      f"step: {prompts} prompts x {group_size} sequences of at most "
+      f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
+      f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
+      f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
+      f"mini-batches, {c.objective.num_updates} update(s) per rollout",
+      f"epoch: {epoch} steps; {left_over} prompts are left over (different "
+      "ones each epoch)",
+      f"method: {c.method.name}, objective {c.objective.name}, {c.steps} steps",
+    ]
+    return progress.wrapped("\n".join(lines))
 
 
-def _call(choice: configs.MethodConfig | configs.ObjectiveConfig) -> str:
-  """Its name, with the arguments that are not at their defaults."""
-  defaults = configs.default_args(choice.factory)
-  args = ", ".join(
-    f"{name}={value}"
-    for name, value in choice.args.items()
-    if value != defaults.get(name)
-  )
-  return f"{choice.name}({args})" if args else choice.name
-
-
-class Inputs(NamedTuple):
-  """Model and problems of a run.
-
-  Attributes:
-    path: directory of the checkpoint; empty for a randomly initialised model.
-    problems: reads the problems to train on and those to evaluate on.
-  """
-
-  path: str
-  tokenizer: data.Tokenizer | None
-  model: transformer.ModelConfig
-  stop_ids: tuple[int, ...]
-  problems: Callable[[], ProblemSets]
-
-
-def setup_run(
-  config: configs.Config,
-  mesh: jax.sharding.Mesh | None = None,
-  platform: str | None = None,
-  trains: bool = True,
-  inputs: Inputs | None = None,
-) -> Run:
-  """Checks the config and gathers everything that a run needs.
+def setup_run(config: configs.Config, trains: bool = True) -> Run:
+  """Checks the config and reads everything that a run on this machine needs.
 
   Args:
-    mesh: devices, for a plan; None means the config's mesh on this machine.
-    platform: cpu, gpu or tpu; None means that of the mesh's devices.
     trains: True to read and check the problems to train on.
-    inputs: shapes in place of the files that the config names, for a plan.
   """
   configs.validate(config)
-  preflight.check_dynamic_sampling(config)
-  is_here = mesh is None
-  if is_here:
-    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
-    preflight.check_processes(mesh)
-    rewards.check(config.reward.functions)
-  platform = platform or mesh.devices.flat[0].platform
+  mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+  preflight.check_processes(mesh)
+  rewards.check(config.reward.functions)
   if trains:
-    preflight.check_prompts(mesh, config)
-    if config.sft.from_run and not inputs:
-      preflight.check_from_run(config.sft.from_run)
-  inputs = inputs or read_inputs(config, trains)
+    preflight.check_training(mesh, config)
+    if config.sft.from_run:
+      workdir, step = checkpoint.split_step(config.sft.from_run)
+      checkpoint.find(workdir, step, "config.sft.from_run")
+  path, tokenizer, model = read_model(config)
+  train_set, eval_sets = read_problems(config, tokenizer, trains)
+  platform = mesh.devices.flat[0].platform
+  return make_run(
+    config, mesh, platform, path, tokenizer, model, train_set, eval_sets
+  )
+
+
+def make_run(
+  config: configs.Config,
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+  platform: str,
+  path: str,
+  tokenizer: data.Tokenizer | None,
+  model: transformer.ModelConfig,
+  train_set: data.ProblemSet | None,
+  eval_sets: dict[str, data.ProblemSet],
+) -> Run:
+  """Returns the run of a config, model and problems that fit each other.
+
+  For the arguments see `Run`.
+  """
   backend = attention.choose_backend(
     config.model.attention,
     platform,
@@ -152,37 +136,27 @@ def setup_run(
     config.rollout.group_size,
     share_prefix=True,
   )
-  model = dataclasses.replace(inputs.model, attention=backend)
+  model = dataclasses.replace(model, attention=backend)
   preflight.check_weights(mesh, model)
-  if is_here and trains:
-    memory.check(mesh, model, config)
-  train_set, eval_sets = inputs.problems()
-  stop_ids = tuple(config.rollout.stop_ids) or inputs.stop_ids
+  default = tokenizer.stop_ids if tokenizer else (0,)
+  stop_ids = tuple(config.rollout.stop_ids) or default
   preflight.check_ids(config, model, stop_ids, [train_set, *eval_sets.values()])
   if train_set:
     preflight.check_lengths(config, train_set.tokens.shape[1])
-  if train_set and inputs.tokenizer and config.sft.needs_solutions:
-    # For its errors, which would otherwise come after the compilation.
-    data.problems.tokenize_solutions(
-      train_set, inputs.tokenizer, stop_ids[0], config.pack.row_length
-    )
-  root_key = jax.random.key(config.seed)
   method = configs.make_method(config)
   return Run(
     config=config,
     mesh=mesh,
     platform=platform,
-    root_key=root_key,
+    root_key=jax.random.key(config.seed),
     method=method,
     objective=configs.make_objective(config),
-    tokenizer=inputs.tokenizer,
+    tokenizer=tokenizer,
     stop_ids=stop_ids,
     train_set=train_set,
     eval_sets=eval_sets,
+    path=path,
     model=model,
-    initial_params=functools.partial(
-      _initial_params, inputs.path, model, mesh, root_key
-    ),
     packing=packing.PackingSpec(
       config.pack.row_length,
       config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
@@ -192,42 +166,20 @@ def setup_run(
   )
 
 
-def _initial_params(
-  path: str,
-  model: transformer.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  root_key: jax.Array,
-) -> transformer.Params:
-  shardings = transformer.shardings(model, mesh)
-  if path:
-    return hf.load(path, shardings=shardings)[0]
-  init = functools.partial(transformer.init, model)
-  key = rng_at(root_key, 0, Stage.INIT).key
-  return jax.jit(init, out_shardings=shardings)(key)
-
-
-def read_inputs(config: configs.Config, trains: bool = True) -> Inputs:
-  """Reads model and tokenizer; fetches the model if it is not on disk."""
-  path, args = config.model.path, config.data.template_args
+def read_model(
+  config: configs.Config,
+) -> tuple[str, data.Tokenizer, transformer.ModelConfig]:
+  """Returns path, tokenizer and architecture; fetches what is not on disk."""
+  path = config.model.path
   if config.model.hub_id and not path:
     path = hf.fetch(config.model.hub_id)
   if path:
     hf.check(path)
-    tokenizer = data.PretrainedTokenizer(path, args)
-  elif args:
-    raise UserError(
-      f"config.data.template_args is {args} but the arithmetic tokenizer, used "
-      "without config.model.path, has no template"
-    )
+    tokenizer = data.PretrainedTokenizer(path, config.data.template_args)
   else:
     tokenizer = data.CharacterTokenizer()
-  return Inputs(
-    path,
-    tokenizer,
-    describe_model(config.model, path, tokenizer.vocab_size),
-    tokenizer.stop_ids,
-    functools.partial(_read_problems, config, tokenizer, trains),
-  )
+  model = describe_model(config.model, path, tokenizer.vocab_size)
+  return path, tokenizer, model
 
 
 def describe_model(
@@ -245,14 +197,13 @@ def describe_model(
   )
 
 
-def _read_problems(
-  config: configs.Config, tokenizer: data.Tokenizer, trains: bool
-) -> ProblemSets:
+def read_problems(
+  config: configs.Config, tokenizer: data.Tokenizer, trains: bool = True
+) -> tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]:
+  """Returns the problems to train on and, by name, those to evaluate on."""
   c, options = config, dataclasses.asdict(config.data)
   prompts = options.pop("prompts_per_step")
   del options["template_args"]
-  if trains and not c.data.train:
-    raise UserError("config.data.train is empty: set a source to train on")
   train_set, eval_sets = data.load(tokenizer, c.seed, trains=trains, **options)
   if trains and len(train_set) < prompts:
     raise UserError(

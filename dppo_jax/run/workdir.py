@@ -1,14 +1,13 @@
 """One directory, one run: its config, data and code may not change on resume.
 
 A run writes its config to config.json, with fingerprints of its data and of the
-user's own functions, which may change under the same name.
+user's own files, which may change under the same name.
 """
 
 from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
 import hashlib
-import inspect
 import json
 import os
 import pathlib
@@ -19,8 +18,6 @@ from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, distributed
-
-PRINTS = "fingerprints"  # key in config.json, next to the options
 
 
 def may_change(config: configs.Config) -> set[str]:
@@ -54,30 +51,22 @@ def check(
     return
   try:
     old = json.loads(path.read_bytes())
-    old_prints = old.pop(PRINTS, {})
   except (OSError, ValueError) as error:
     raise UserError(
       f"{path.parent} has checkpoints but its config.json cannot be read "
       f"({error}): restore it, or choose another --workdir"
     ) from error
-  new = configs.flatten(config)
+  new = configs.flatten(config) | dict(prints or {})
   changed = [
-    f"config.{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-    for name in sorted((old.keys() | new.keys()) - may_change(config))
-    if old.get(name) != new.get(name)
+    f"config.{name} was {old.get(name)!r} and is now {new[name]!r}"
+    for name in sorted(new.keys() - may_change(config))
+    if old.get(name) != new[name]
   ]
   if changed:
     raise UserError(
       f"{path.parent} holds a run with another config: choose another "
       f"--workdir, or restore: {'; '.join(changed)}"
     )
-  for name, value in (prints or {}).items():
-    if old_prints.get(name, value) != value:
-      raise UserError(
-        f"the content of config.{name} has changed since {path.parent} was "
-        "started: restore it, or choose another --workdir. To continue with "
-        f"the new content, delete {name!r} under {PRINTS!r} in {path}"
-      )
 
 
 def write(
@@ -88,7 +77,7 @@ def write(
   """Writes config and fingerprints, unless `check` raises."""
   check(path, config, prints)
   path.parent.mkdir(parents=True, exist_ok=True)
-  content = configs.flatten(config) | ({PRINTS: prints} if prints else {})
+  content = configs.flatten(config) | dict(prints or {})
   jsonl.replace(path, [json.dumps(content, indent=2), "\n"])
 
 
@@ -169,31 +158,17 @@ def describe_stop(workdir: pathlib.Path) -> str:
 def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
-  """Hashes of problems, prompt tokens and files of user code, by option."""
-  texts = (
-    *(train_set.names, train_set.problems, train_set.answers),
-    *(train_set.solutions, train_set.columns),
-  )
-  plain = lambda x: type(x).__name__  # the text may hold an address
-  # One at a time: the columns of a large source take as much memory as text.
-  prints = {
-    "data.train": _hash(
-      *(json.dumps(x, default=plain, sort_keys=True).encode() for x in texts),
-      train_set.tokens.tobytes(),
-    )
-  }
+  """Hashes of prompt tokens and answers, and of the files of user code."""
+  flat = configs.flatten(config)
   references = [x.reference for x in rewards.parse(config.reward.functions)]
-  files = {"reward.functions": [x.rpartition(":")[0] for x in references]}
-  for name in ("method", "objective"):
-    factory = getattr(config, name).factory
-    if not factory.__module__.startswith("dppo_jax."):
-      files[name] = [inspect.getsourcefile(factory) or ""]
-  for name, paths in files.items():
-    if paths := [path for path in paths if os.path.isfile(path)]:
-      prints[name] = _hash(*(pathlib.Path(x).read_bytes() for x in paths))
-  return prints
-
-
-def _hash(*parts: bytes) -> str:
-  digests = (hashlib.sha256(part).digest() for part in parts)
-  return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
+  references += [flat.get(f"{x}.source", "") for x in ("method", "objective")]
+  files = filter(os.path.isfile, (x.rpartition(":")[0] for x in references))
+  answers = json.dumps(train_set.answers).encode()
+  contents = {
+    "fingerprints.data": [train_set.tokens.tobytes(), answers],
+    "fingerprints.code": [pathlib.Path(x).read_bytes() for x in files],
+  }
+  return {
+    name: hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    for name, parts in contents.items()
+  }

@@ -14,7 +14,6 @@ from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import Run
 from dppo_jax.step.optimizer import make_optimizer
 
@@ -68,6 +67,10 @@ def place(run: Run, name: str, tree: PyTree) -> PyTree:
   )
 
 
+def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
+  return jax.tree.map(lambda x, s: x.update(sharding=s), tree, shardings)
+
+
 def shardings_of(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x.sharding, tree)
 
@@ -100,14 +103,14 @@ def abstract_params(run: Run) -> Params:
     }
   )
   shardings = transformer.shardings(run.model, run.mesh)
-  return checkpoint.abstract(params, shardings)
+  return _placed(params, shardings)
 
 
 def abstract_inference_params(run: Run) -> Params:
   """Returns shapes, dtypes and shardings of the weights that rollouts read."""
   model = inference_model(run)
   cast = functools.partial(transformer.to_inference_params, config=model)
-  return checkpoint.abstract(
+  return _placed(
     jax.eval_shape(cast, abstract_params(run)),
     transformer.inference_shardings(model, run.mesh),
   )
@@ -127,7 +130,7 @@ def abstract_train_state(run: Run) -> TrainState:
     transform_non_params=lambda _: replicated,
   )
   alike = lambda tree: jax.tree.map(lambda _: replicated, tree)
-  return checkpoint.abstract(
+  return _placed(
     state,
     TrainState(
       replicated,

@@ -200,10 +200,8 @@ def evaluation_program(run: Run, samples: int) -> Program:
     samples: completions of each problem; 0 is one, decoded greedily.
   """
   c, sampling = run.config, _sampling(run)
-  sampling = sampling._replace(
-    temperature=sampling.temperature if samples else 0.0,
-    top_p=c.eval.top_p or sampling.top_p,
-  )
+  if not samples:
+    sampling = sampling._replace(temperature=0.0)
   problems = next(iter(run.eval_sets.values()))  # all are of one width
   size = sharding.round_up(
     c.eval.prompts, sharding.num_shards(run.mesh, "batch")

@@ -10,10 +10,9 @@ import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.planning import assumed
+from dppo_jax.planning import assumed, memory
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import memory
 
 from ..common import machine, phases
 from ..common import work as works
@@ -126,7 +125,7 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
   config.pack.rows_per_micro = work.rows.rows_per_micro
   platform = jax.devices()[0].platform
   run = assumed.assumed_run(config, sharding.make_mesh(), platform)
-  return memory.estimate(assumed.workload(run))["update"]
+  return memory.estimate(run)["update"]
 
 
 def _work(model: str) -> works.Work:

@@ -22,8 +22,8 @@ from dppo_jax import config as configs
 from dppo_jax import plan, sharding, user_code
 from dppo_jax.analysis import tables
 from dppo_jax.metrics import progress
-from dppo_jax.planning import assumed, topology
-from dppo_jax.run import compile_cache, memory
+from dppo_jax.planning import assumed, memory, topology
+from dppo_jax.run import compile_cache
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -96,11 +96,10 @@ def run(name: str, stages: list[str]) -> None:
   devices = topology.devices(hardware)
   mesh = sharding.make_mesh(m.data, m.model, m.replicas, devices=devices)
   planned = assumed.assumed_run(config, mesh, "tpu")
-  workload = assumed.workload(planned)
   with progress.Progress() as bar, bar.task(name) as task:
     start = time.process_time()
     for stage in topology.compile_stages(planned, task, stages):
-      resident = plan.resident(workload, stage.name)
+      resident = plan.resident(planned, stage.name)
       row = {
         "case": name,
         "stage": stage.name,
@@ -113,7 +112,6 @@ def run(name: str, stages: list[str]) -> None:
         "total": stage.held + stage.temporary + resident,
         "cpu_seconds": time.process_time() - start,
         **stage._asdict(),
-        "collectives": [x._asdict() for x in stage.collectives],
       }
       del row["name"]
       with RESULTS.open("a") as file:
@@ -178,11 +176,11 @@ def agreement() -> str:
     config = configured(Case(row["config"], row["topology"], row["options"]))
     num = topology.parse(row["topology"]).num
     mesh = assumed.abstract_mesh(config.mesh, num)
-    workload = assumed.workload(assumed.assumed_run(config, mesh, "tpu"))
-    estimated = sum(memory.estimate(workload)[row["stage"]].values())
+    planned = assumed.assumed_run(config, mesh, "tpu")
+    estimated = sum(memory.estimate(planned)[row["stage"]].values())
     case = [row["case"], row["topology"], row["mesh"], row["stage"]]
     sizes = [f"{x / GIB:.2f}" for x in (estimated, row["total"])]
-    kernels = ", ".join(f"{n} {k}" for k, n in row["kernels"].items())
+    kernels = ", ".join(f"{n} {k}" for k, n in row.get("kernels", {}).items())
     lines.append([*case, *sizes, kernels])
   head = ["case", "topology", "mesh", "stage", "GiB estimated", "GiB compiled"]
   return tables.markdown([*head, "Pallas kernels"], lines)

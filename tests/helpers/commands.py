@@ -17,7 +17,7 @@ def config(file: str, **overrides) -> Config:
 
 def parse(words: list[str]) -> Config:
   """The config of a command line."""
-  return cli.parse(["main", *words]).config
+  return cli.parse(["main", *words])[0]
 
 
 def main(file: str, *more: str, **overrides) -> subprocess.CompletedProcess:

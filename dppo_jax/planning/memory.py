@@ -1,0 +1,165 @@
+"""Memory that a run takes on each device, estimated from shapes alone.
+
+Weights, optimizer state, inference copy and caches are exact. What a stage
+needs while it runs is the sum of its largest arrays. The TPU compiler's figures
+for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
+"""
+
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from dppo_jax import sharding
+from dppo_jax.errors import UserError
+from dppo_jax.models import kv_cache, lm_head, transformer
+from dppo_jax.rollout import decode
+from dppo_jax.rollout.prefill import batch_size
+from dppo_jax.run.setup import Run
+from dppo_jax.step import abstract_values
+
+# The check before a run leaves room for an estimate that is too high.
+_MARGIN = 1.3
+
+# Options that lower the memory of a stage.
+_ADVICE = {
+  "roll_out": "a lower config.rollout.num_slots, config.rollout.max_tokens or "
+  "config.data.prompts_per_step, config.rollout.shard_weights=True, or ",
+  "update": "a lower config.pack.rows_per_micro, config.model.remat=layers or ",
+}
+
+Parts = dict[str, float]  # bytes by purpose
+
+
+def estimate(run: Run) -> dict[str, Parts]:
+  """Bytes on one device by stage and purpose, for the two largest stages."""
+  with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+    train_state = abstract_values.abstract_train_state(run)
+    copy = abstract_values.abstract_inference_params(run)
+  weights = _held(train_state.params)
+  state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
+  if run.objective.beta:
+    state["reference"] = weights
+  gradients = 2 * weights  # of all micro-batches, and of one
+  return {
+    "roll_out": state | {"inference copy": _held(copy)} | _roll_out(run),
+    "update": state | {"gradients": gradients} | _update(run),
+  }
+
+
+def _held(tree: PyTree) -> float:
+  """Bytes that a device holds of abstract arrays."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def _roll_out(run: Run) -> Parts:
+  r, model = run.config.rollout, abstract_values.inference_model(run)
+  num_shards = sharding.num_shards(run.mesh, "batch")
+  num_prompts = -(-run.config.data.prompts_per_step // num_shards)
+  width = run.train_set.tokens.shape[1]
+  slots = min(r.num_slots, num_prompts * r.group_size)
+  # Two stages of the decode loop overlap, each with its own slots.
+  schedule = [*decode.slot_schedule(slots, run.platform), 0]
+  # The TPU compiler keeps half of the cache in a second layout.
+  num_caches = slots * (1.5 if run.platform == "tpu" else 1) + schedule[1]
+  shards = run.mesh.shape["model"]
+  kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
+  item = jnp.dtype(model.dtype).itemsize
+  token = 2 * item * model.layers * kv_heads * model.head_dim
+  positions = sharding.round_up(width + r.max_tokens - 1, 32)
+  prompt_parts = kv_cache.prompt_part_sizes(
+    kv_cache.part_sizes(positions), width
+  )
+  prefill = min(batch_size(width), num_prompts) * width
+  cached = positions * num_caches + sum(prompt_parts) * num_prompts
+  return {
+    "gathered weights": r.shard_weights * _gathered_layers(run, item),
+    "kv cache": token * cached,
+    "logits": 3 * 4 * slots * model.vocab,
+    "activations of a layer": item * prefill * _layer_width(run),
+  }
+
+
+def _update(run: Run) -> Parts:
+  p, model = run.config.pack, run.model
+  item, shards = jnp.dtype(model.dtype).itemsize, run.mesh.shape["model"]
+  tokens = p.rows_per_micro * p.row_length
+  num_shards = sharding.num_shards(run.mesh, "batch")
+  chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
+  width = _layer_width(run)
+  saved = {  # numbers that a layer keeps of each token
+    "layers": model.embed,
+    "dots": model.embed + width,
+    "none": 3 * (model.embed + width),
+  }[model.remat]
+  return {
+    "gathered weights": _gathered_layers(run, item),
+    # Gathered, its gradient, and the float32 sum of that over devices.
+    "output head": (2 * item + 4) * model.vocab * model.embed / shards,
+    "activations": item * tokens * model.layers * saved,
+    "activations of a layer": item * tokens * 4 * width,
+    "logits": 3 * 4 * chunk * model.vocab / shards,
+  }
+
+
+def _gathered_layers(run: Run, item: int) -> float:
+  """Weights of the layers that are gathered at once, one of each group."""
+  shape, model = run.mesh.shape, run.model
+  table = transformer.parameter_table(model).items()
+  layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
+  num_gathered = kv_cache.num_groups(model.layers) / model.layers
+  return item * layers * num_gathered / shape["model"] * (shape["data"] > 1)
+
+
+def _layer_width(run: Run) -> float:
+  """Numbers that a layer computes for each token."""
+  model, shards = run.model, run.mesh.shape["model"]
+  inner = 2 * model.mlp / shards
+  if x := model.experts:
+    inner = x.per_token * (2 * x.mlp / shards + model.embed)
+  heads = (model.heads + 2 * model.kv_heads) / shards
+  return 2 * model.embed + heads * model.head_dim + inner
+
+
+def shortage(sums: dict[str, float], limit: float) -> str:
+  """Names the stages whose sum exceeds the limit, and what would help."""
+  return "; ".join(
+    f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
+    f"try {_ADVICE.get(stage, '')}more devices (config.mesh.data, "
+    "config.mesh.model)"
+    for stage, size in sums.items()
+    if size > limit
+  )
+
+
+def check(run: Run) -> None:
+  """Raises UserError if training needs far more memory than there is."""
+  devices = run.mesh.local_devices
+  if run.platform == "cpu":
+    available = _free_memory() / len(devices)  # which they share
+  else:
+    stats = devices[0].memory_stats() or {}
+    available = stats.get("bytes_limit", math.inf)
+  sums = {name: sum(parts.values()) for name, parts in estimate(run).items()}
+  if max(sums.values()) > _MARGIN * available:
+    raise UserError(f"not enough memory: {shortage(sums, available)}")
+
+
+def gib(size: float) -> str:
+  return f"{size / 2**30:,.2f}"
+
+
+def _free_memory() -> float:
+  """Bytes that this machine can still allocate; infinite if not on Linux."""
+  try:
+    text = pathlib.Path("/proc/meminfo").read_text()
+  except OSError:
+    return math.inf
+  sizes = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M)
+  return 1024.0 * sum(map(int, sizes))
