@@ -4,7 +4,6 @@ README.md lists the kinds of sources and the columns that count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import decimal
 import gzip
 import itertools
 import json
@@ -81,27 +80,21 @@ def read(
       counts. `a.b` is key b of the dict in column a.
   """
   name = getattr(source, "__name__", str(source))
-  read_records, number = _reader(source), -1
+  read_records, number = _reader(source), 0
   try:
-    records = itertools.islice(read_records(), limit or None)
-    for number, columns in enumerate(map(_to_columns, records)):
+    for record in itertools.islice(read_records(), limit or None):
       default_id = f"{os.path.basename(name)}/{number}"
-      yield _make_row(columns, problem_key, answer_key, default_id)
+      yield _make_row(_to_python(record), problem_key, answer_key, default_id)
+      number += 1
   except Exception as error:  # files and user code fail in many ways
     is_code = getattr(read_records, "__module__", "") != __name__
     reason = user_code.one_line(error) if is_code else first_line(error)
-    raise UserError(f"{name} row {number + 2}: {reason}") from error
+    raise UserError(f"{name} row {number + 1}: {reason}") from error
 
 
 def first_line(error: Exception) -> str:
   """Returns the type of the error and the first line of its message."""
   return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _to_columns(record: Record) -> Record:
-  if not isinstance(record, Mapping):
-    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
-  return {str(name): _to_python(value) for name, value in record.items()}
 
 
 def _make_row(
@@ -167,7 +160,7 @@ def _read_tfds(source: str) -> Iterator[Record]:
 
 
 def _to_python(value: Any) -> Any:
-  """Converts bytes to text, and NumPy's and Decimal values to Python's."""
+  """Converts bytes to text, and NumPy's values to Python's."""
   if isinstance(value, bytes):
     try:
       return value.decode()
@@ -179,7 +172,7 @@ def _to_python(value: Any) -> Any:
     return {name: _to_python(x) for name, x in value.items()}
   if isinstance(value, list | tuple):
     return [_to_python(x) for x in value]
-  return float(value) if isinstance(value, decimal.Decimal) else value
+  return value
 
 
 def _find(columns: Record, keys: str) -> Any:
