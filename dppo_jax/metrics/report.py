@@ -3,15 +3,12 @@
 from collections.abc import Iterator, Sequence
 import pathlib
 import re
-import time
-import traceback
 
 from matplotlib import figure as figures
 import numpy as np
 
 from dppo_jax.analysis import jsonl, runs, style, tables
 from dppo_jax.metrics import warnings as health
-from dppo_jax.metrics.writer import Writer
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours
 _FRACTIONS = {
@@ -24,30 +21,6 @@ _TOTALS = (
   "prompts/drawn tokens/generated tokens/trained "
   "reward/timeouts reward/crashes reward/errors reward/nonfinite"
 ).split()
-
-
-class LiveReport:
-  """The report of a run that is under way."""
-
-  def __init__(self, workdir: pathlib.Path, writer: Writer):
-    self._workdir, self._writer = workdir, writer
-    self._next = time.monotonic() + 60
-
-  def refresh(self, step: int) -> None:
-    """Writes the report if that takes less than 2% of the run's time."""
-    start = time.monotonic()
-    if start < self._next:
-      return
-    try:
-      self.write(step)
-    except Exception:  # no reason to end the run
-      self._writer.log(f"report of step {step}: {traceback.format_exc()}")
-    end = time.monotonic()
-    self._next = end + 50 * (end - start)
-
-  def write(self, step: int) -> pathlib.Path:
-    """Writes the report after a step; returns its path."""
-    return write(self._workdir)
 
 
 def write(workdir: pathlib.Path) -> pathlib.Path:

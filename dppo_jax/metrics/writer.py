@@ -3,7 +3,7 @@
 Metrics are named `stage/quantity`; README.md explains each of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import os
 import pathlib
@@ -12,8 +12,7 @@ import traceback
 from typing import Any
 
 from dppo_jax.analysis import jsonl
-from dppo_jax.errors import UserError
-from dppo_jax.metrics import progress
+from dppo_jax.metrics import progress, trackers
 from dppo_jax.metrics import warnings as health
 
 
@@ -30,13 +29,15 @@ class Writer(contextlib.AbstractContextManager):
     first_step: int | None,
     bar: progress.Progress,
     watch: health.Health | None = None,
-    openers: Mapping[str, Callable[[int], Any]] | None = None,
+    writers: str = "",
+    config: Mapping[str, Any] | None = None,
   ):
     """Removes lines after `first_step`, as the run will write them again.
 
     Args:
       first_step: step of the checkpoint to resume from; None for a new run.
-      openers: functions that open trackers, see `trackers.openers`.
+      writers: trackers, as in `config.log.writers`.
+      config: options of the run by name, which trackers show.
     """
     first_step = -1 if first_step is None else first_step
     self.bar, self._watch, self._workdir = bar, watch, workdir
@@ -47,9 +48,10 @@ class Writer(contextlib.AbstractContextManager):
       watch.check(line["step"], line)
     for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
       self._files[name] = jsonl.open_text(workdir / name, "a")
-    for name, open_one in (openers or {}).items():
+    for name in trackers.parse(writers):
       with self._dropping(name):
-        self._trackers[name] = open_one(first_step)
+        tracker = trackers.TRACKERS[name](workdir, config or {}, first_step)
+        self._trackers[name] = tracker
 
   def __exit__(self, *unused) -> None:
     self._each_tracker("close")
@@ -75,11 +77,10 @@ class Writer(contextlib.AbstractContextManager):
     self._append("samples.jsonl", "".join(map(jsonl.line, lines)))
 
   def sync(self) -> None:
-    """Makes sure that everything is on disk before a checkpoint is saved."""
+    """Makes sure that all files are on disk before a checkpoint is saved."""
     for name, file in self._files.items():
       with jsonl.writing(self._workdir / name):
         os.fsync(file.fileno())
-    self._each_tracker("sync")
 
   def say(self, message: str) -> None:
     """Prints a message, and adds it to `log.txt`."""
@@ -94,12 +95,9 @@ class Writer(contextlib.AbstractContextManager):
       self._files["log.txt"].flush()
 
   def _append(self, name: str, text: str) -> None:
-    path = self._workdir / name
-    with jsonl.writing(path):
+    with jsonl.writing(self._workdir / name):
       self._files[name].write(text)
       self._files[name].flush()
-    if not path.exists():
-      raise UserError(f"{path} was deleted: the run cannot be saved")
 
   def _each_tracker(self, method: str, *args) -> None:
     for name, tracker in [*self._trackers.items()]:
