@@ -1,9 +1,4 @@
-"""The training loop, and what follows each step: logs, checks, checkpoints.
-
-A step has four stages: collect (draw -> choose prompts -> roll out -> grade ->
-update history), select (advantages, completions, weights, packing), score (old
-log-probabilities, tokens) and update.
-"""
+"""The training loop, and what follows each step: logs, checks, checkpoints."""
 
 from collections.abc import Callable, Sequence
 import contextlib

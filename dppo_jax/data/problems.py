@@ -176,8 +176,6 @@ def prepare(
       "config.data.answer_key and config.data.max_prompt_tokens"
     )
   padded, lengths = _pad(tokens, tokenizer.pad_id)
-  if len(first_text) > 400:
-    first_text = f"{first_text[:200]} ... {first_text[-200:]}"
   return ProblemSet(
     names=tuple(row.id for row in used),
     problems=tuple(text_of(row.problem) for row in used),

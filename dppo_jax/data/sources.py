@@ -4,7 +4,6 @@ README.md lists the kinds of sources and the columns that count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import gzip
 import itertools
 import json
 import os
@@ -119,7 +118,7 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
     return source
   if source.startswith("tfds:"):
     return lambda: _read_tfds(source)
-  if source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+  if source.endswith((".jsonl", ".parquet")):
     if not os.path.isfile(source):
       raise UserError(f"there is no file {source!r}: {_HINT}")
     is_parquet = source.endswith(".parquet")
@@ -129,13 +128,13 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   except UserError as error:
     raise UserError(
       f"{error}; a source is arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
-      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or "
-      f"MODULE:FUNCTION: {_HINT}"
+      "*.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
+      f"{_HINT}"
     ) from error
 
 
 def _read_jsonl(path: str) -> Iterator[Record]:
-  with (gzip.open if path.endswith(".gz") else open)(path, "rb") as lines:
+  with open(path, "rb") as lines:
     yield from map(json.loads, filter(bytes.strip, lines))
 
 
@@ -162,10 +161,7 @@ def _read_tfds(source: str) -> Iterator[Record]:
 def _to_python(value: Any) -> Any:
   """Converts bytes to text, and NumPy's values to Python's."""
   if isinstance(value, bytes):
-    try:
-      return value.decode()
-    except UnicodeDecodeError:  # an image, for example
-      return value
+    return value.decode(errors="replace")
   if isinstance(value, np.ndarray | np.generic):
     return _to_python(value.tolist())
   if isinstance(value, Mapping):

@@ -6,14 +6,14 @@ import json
 import os
 import pathlib
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from dppo_jax.data.sources import Prompt, first_line, text_of
 from dppo_jax.errors import UserError
 
 
-class Tokenizer(Protocol):
-  """Interface of a tokenizer.
+class CharacterTokenizer:
+  r"""One token for each character of the arithmetic task, and for `\boxed{`.
 
   `encode` and `decode` leave out special tokens. `prompt` returns the text that
   the model reads before its answer, and `encode_prompt` the ids of that text.
@@ -23,19 +23,6 @@ class Tokenizer(Protocol):
     stop_ids: ids that end a completion; the first is the one to train on.
     pad_id: fills arrays; never read, because lengths travel with the arrays.
   """
-
-  vocab_size: int
-  stop_ids: tuple[int, ...]
-  pad_id: int
-
-  def encode(self, text: str) -> list[int]: ...
-  def decode(self, ids: Sequence[int]) -> str: ...
-  def prompt(self, prompt: Prompt) -> str: ...
-  def encode_prompt(self, prompt: Prompt) -> list[int]: ...
-
-
-class CharacterTokenizer:
-  r"""One token for each character of the arithmetic task, and for `\boxed{`."""
 
   # No symbol starts with another. 24 symbols: 8 devices can split them evenly.
   SYMBOLS = ("<pad>", "<eos>", "\\boxed{", *"}0123456789+-*/=;,() ")
@@ -91,7 +78,10 @@ class CharacterTokenizer:
 
 
 class PretrainedTokenizer:
-  """A checkpoint's tokenizer with its chat template, if it has one."""
+  """A checkpoint's tokenizer with its chat template, if it has one.
+
+  Methods and attributes are those of `CharacterTokenizer`, except `save`.
+  """
 
   def __init__(self, path: str, template_args: Mapping[str, Any] | None = None):
     """Reads the tokenizer; never runs code that comes with it.
@@ -159,6 +149,9 @@ class PretrainedTokenizer:
         f"{first_line(error)}; check the roles in config.data.template "
         "and the arguments in config.data.template_args"
       ) from error
+
+
+Tokenizer = CharacterTokenizer | PretrainedTokenizer
 
 
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import pathlib
 import re
+import textwrap
 
 from matplotlib import figure as figures
 import numpy as np
@@ -72,10 +73,8 @@ def _samples(lines: Sequence[dict]) -> Iterator[str]:
     for x in [x for x in lines if x["step"] == step][:3]:
       verdict = "right" if x["correct"] == 1 else "wrong"
       text = f"{x['problem']}\n{x['completion']}"
-      # Longer than any fence in the text.
-      fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
       yield f"Step {step}, {verdict}, answer {x['answer']}:"
-      yield f"{fence}\n{text}\n{fence}"
+      yield textwrap.indent(text, "    ")  # as code
 
 
 def _draw(run: runs.Run) -> figures.Figure:

@@ -47,7 +47,7 @@ class Writer(contextlib.AbstractContextManager):
     for line in jsonl.read(workdir / "metrics.jsonl") if watch else ():
       watch.check(line["step"], line)
     for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
-      self._files[name] = jsonl.open_text(workdir / name, "a")
+      self._files[name] = (workdir / name).open("a", **jsonl.ENCODING)
     for name in trackers.parse(writers):
       with self._dropping(name):
         tracker = trackers.TRACKERS[name](workdir, config or {}, first_step)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-import textwrap
 from typing import NamedTuple
 
 import jax
@@ -66,7 +65,7 @@ class Run(NamedTuple):
     num_rows = p.num_rows(prompts // parts * group_size, longest)
     epoch, left_over = divmod(len(self.train_set), prompts)
     reports = [x.report for x in self.eval_sets.values()]
-    text = "\n".join(
+    return "\n".join(
       [
         f"model: {m.family}, {m.layers} layers of width {m.embed}, "
         f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
@@ -85,10 +84,6 @@ class Run(NamedTuple):
         f"{c.steps} steps",
       ]
     )
-    fill = functools.partial(
-      textwrap.fill, width=79, subsequent_indent="  ", break_on_hyphens=False
-    )
-    return "\n".join(map(fill, text.splitlines()))
 
 
 def _call(choice: configs.MethodConfig | configs.ObjectiveConfig) -> str:
@@ -138,7 +133,6 @@ def setup_run(
   if is_here:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     preflight.check_processes(mesh)
-    rewards.check(config.reward.functions)
   platform = platform or mesh.devices.flat[0].platform
   if trains:
     preflight.check_prompts(mesh, config)

@@ -89,4 +89,4 @@ def test_held_out_samples_of_first_and_last_step_are_shown(tmp_path):
   page = report.write(_workdir(tmp_path, _lines(1), samples)).read_text()
   assert "eval 0" in page and "eval 1" not in page and "train 0" not in page
   assert "Step 0, right, answer 2:" in page and "Step 2, wrong" in page
-  assert "`````\n1+1=\n````\ncode\n`````" in page
+  assert "\n\n    1+1=\n    ````\n    code\n" in page
