@@ -88,7 +88,12 @@ def _run(
     warnings = checkpoints.recover()
     latest = checkpoints.latest_step()
     with distributed.sharing_errors():
-      writer = stack.enter_context(_open_writer(config, workdir, latest, bar))
+      writer = Silent(bar)
+      if distributed.is_first():
+        watch = health.Health(config.objective.num_updates)
+        trackers, options = config.log.writers, flatten(config)
+        writer = Writer(workdir, latest, bar, watch, trackers, options)
+        stack.enter_context(writer)
     try:
       for line in (*warnings, run.description()):
         writer.say(line)
@@ -108,21 +113,6 @@ def _run(
       raise
 
 
-def _open_writer(
-  config: configs.Config,
-  workdir: pathlib.Path,
-  latest: int | None,
-  bar: progress.Progress,
-) -> Writer | Silent:
-  """Opens the run's logs; only the first process writes."""
-  if not distributed.is_first():
-    return Silent(bar)
-  watch = health.Health(config.objective.num_updates)
-  return Writer(
-    workdir, latest, bar, watch, config.log.writers, flatten(config)
-  )
-
-
 def _train(session: "_Session") -> None:
   """Trains to the last step; `session` keeps the logs and checkpoints."""
   run, train_step = session.run, session.train_step
@@ -138,23 +128,20 @@ def _train(session: "_Session") -> None:
   with (
     compile_cache.Compilations() as compilations,
     session.stop.after_step(),
-    session.writer.bar.steps("step", config.steps, first) as bar,
+    session.writer.bar.steps("step", config.steps, first),
   ):
-    log = functools.partial(session.log, compilations, bar)
-    hooks = (log, session.check, session.evaluate_if_due, session.save_if_due)
     for step in range(first, config.steps):
       rng = rng_at(run.root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
       batch = train_step.select(rng, experience, state)  # weights and rows
       batch = train_step.score(rng, state.params, batch)  # token weights
       state, info = train_step.update(state, reference, batch)
-      for after_step in hooks:  # log, check, evaluate, save and stop
-        after_step(step + 1, state, info)
+      session.after_step(step + 1, state, info, compilations.since_last())
 
 
 @dataclasses.dataclass
 class _Session:
-  """A run with its open files; most methods are hooks after a step."""
+  """A run with its open files, and what follows each step."""
 
   run: Run
   train_step: TrainStep
@@ -172,21 +159,37 @@ class _Session:
       with self.writer.bar.task("reading the checkpoint"):
         return initial_state.resumed_state(self.run, self.checkpoints, latest)
     state = initial_state.first_state(self.run, self.writer)
-    self.evaluate(state)
+    self._evaluate(state)
     self._save(0, state)
     return state
 
-  def log(
-    self,
-    compilations: compile_cache.Compilations,
-    bar: progress.Steps,
-    done: int,
-    state: TrainState,
-    info: StepInfo,
+  def after_step(
+    self, done: int, state: TrainState, info: StepInfo, num_compiled: int
+  ) -> None:
+    """Logs and checks a step, then evaluates, saves and stops where due."""
+    self._log(done, state, info, num_compiled)
+    runtime_checks.check_update(
+      done,
+      info.update.num_nonfinite_params,
+      info.update.num_skipped_in_a_row,
+      f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
+      f"{info.select.diagnostics['weights/max']:.1f}",
+    )
+    every, is_last = self.run.config.eval.every, done == self.run.config.steps
+    if is_last or (every and done % every == 0):
+      self._evaluate(state)
+    stops = any(distributed.gather(self.stop.is_requested))
+    if is_last or stops or self.checkpoints.is_due(done):
+      self._save(done, state)
+    if stops and not is_last:
+      raise KeyboardInterrupt
+
+  def _log(
+    self, done: int, state: TrainState, info: StepInfo, num_compiled: int
   ) -> None:
     """Writes the metrics and samples of a step, and calls the callbacks."""
     values = info.metrics(self.grader.specs)
-    values["update/compiles"] = compilations.since_last()
+    values["update/compiles"] = num_compiled
     for callback in self.callbacks:
       values |= callback(done, info, state) or {}
     x = info.summary
@@ -202,46 +205,19 @@ class _Session:
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
-    bar.advance(
+    self.writer.bar.advance(
       done,
       f"sampled accuracy {values['reward/accuracy']:.2f}",
       f"trained {values['completions/trained'] / drawn:.0%}",
       f"{values['step/seconds']:.2f} s/step",
     )
 
-  def check(self, done: int, state: TrainState, info: StepInfo) -> None:
-    """Stops a run that diverged."""
-    runtime_checks.check_update(
-      done,
-      info.update.num_nonfinite_params,
-      info.update.num_skipped_in_a_row,
-      f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
-      f"{info.select.diagnostics['weights/max']:.1f}",
-    )
-
-  def evaluate_if_due(
-    self, done: int, state: TrainState, info: StepInfo
-  ) -> None:
-    """Evaluates every `config.eval.every` steps and after the last one."""
-    every = self.run.config.eval.every
-    if done == self.run.config.steps or (every and done % every == 0):
-      self.evaluate(state)
-
-  def save_if_due(self, done: int, state: TrainState, info: StepInfo) -> None:
-    """Saves where due, and stops the run if a signal asked for it."""
-    is_last = done == self.run.config.steps
-    stops = any(distributed.gather(self.stop.is_requested))
-    if is_last or stops or self.checkpoints.is_due(done):
-      self._save(done, state)
-    if stops and not is_last:
-      raise KeyboardInterrupt
-
   def _save(self, step: int, state: TrainState) -> None:
     with distributed.sharing_errors():
       self.writer.sync()
     self.checkpoints.save(step, state)
 
-  def evaluate(self, state: TrainState) -> None:
+  def _evaluate(self, state: TrainState) -> None:
     """Writes the accuracy on every evaluation set, and some answers."""
     step, values, sets = int(state.step), {}, self.run.eval_sets
     for number, name in enumerate(sets):

@@ -77,35 +77,35 @@ def _samples(lines: Sequence[dict]) -> Iterator[str]:
       yield textwrap.indent(text, "    ")  # as code
 
 
+@style.rc()
 def _draw(run: runs.Run) -> figures.Figure:
   """Draws a run, which may have no steps yet."""
-  with style.rc():
-    figure = style.figure(height=6.2)
-    (accuracy, pruning), (tokens, time) = figure.subplots(2, 2)
-    if run.evals:
-      errors = {x["step"]: x.get("eval/stderr", 0.0) for x in run.evals}
-      accuracy.errorbar(*run.curve(), [*errors.values()], fmt="o-", ms=3)
-      accuracy.set(title="held-out accuracy", xlabel="training seconds")
-    else:
-      accuracy.plot(*_curves(run.steps, "reward/accuracy"))
-      accuracy.set(title="training accuracy", xlabel="step")
-    for i, (label, names) in enumerate(_FRACTIONS.items()):
-      x, part, total = _curves(run.steps, *names)
-      # Thinner and thinner, so that equal curves are all visible.
-      pruning.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
-    for label in ("generated", "trained"):
-      tokens.plot(*_curves(run.steps, f"tokens/{label}"), label=label)
-    seconds = _stage_seconds(run)
-    time.barh([*seconds], [*seconds.values()])
-    time.set(title="time by stage", xlabel="seconds")
-    time.invert_yaxis()
-    pruning.set(title="pruning", xlabel="step")
-    tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
-    for axis in (accuracy, pruning):
-      style.format_axes(axis)
-    for axis in (pruning, tokens):
-      axis.legend(fontsize=8)
-    figure.suptitle(_title(run))
+  figure = style.figure(height=6.2)
+  (accuracy, pruning), (tokens, time) = figure.subplots(2, 2)
+  if run.evals:
+    errors = {x["step"]: x.get("eval/stderr", 0.0) for x in run.evals}
+    accuracy.errorbar(*run.curve(), [*errors.values()], fmt="o-", ms=3)
+    accuracy.set(title="held-out accuracy", xlabel="training seconds")
+  else:
+    accuracy.plot(*_curves(run.steps, "reward/accuracy"))
+    accuracy.set(title="training accuracy", xlabel="step")
+  for i, (label, names) in enumerate(_FRACTIONS.items()):
+    x, part, total = _curves(run.steps, *names)
+    # Thinner and thinner, so that equal curves are all visible.
+    pruning.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
+  for label in ("generated", "trained"):
+    tokens.plot(*_curves(run.steps, f"tokens/{label}"), label=label)
+  seconds = _stage_seconds(run)
+  time.barh([*seconds], [*seconds.values()])
+  time.set(title="time by stage", xlabel="seconds")
+  time.invert_yaxis()
+  pruning.set(title="pruning", xlabel="step")
+  tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
+  for axis in (accuracy, pruning):
+    style.format_axes(axis)
+  for axis in (pruning, tokens):
+    axis.legend(fontsize=8)
+  figure.suptitle(_title(run))
   return figure
 
 

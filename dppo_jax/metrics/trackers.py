@@ -16,10 +16,10 @@ Values = Mapping[str, Any]
 
 
 class TensorBoard:
-  """Scalars and the config, in `events/`."""
+  """Scalars, in `events/`."""
 
   def __init__(self, workdir: pathlib.Path, config: Values, first_step: int):
-    from tensorboardX import event_file_writer, proto, summary
+    from tensorboardX import event_file_writer, proto
 
     self._proto, folder = proto, workdir / "events"
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,8 +31,6 @@ class TensorBoard:
     # Later steps of earlier files are void.
     start = proto.event_pb2.SessionLog.START
     self._write(first_step + 1, session_log={"status": start})
-    text = "\n".join(f"    {name}: {value}" for name, value in config.items())
-    self._write(max(first_step, 0), summary=summary.text("config", text))
     self.close = self._file.close
 
   def scalars(self, step: int, values: Values) -> None:

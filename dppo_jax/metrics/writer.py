@@ -28,9 +28,9 @@ class Writer(contextlib.AbstractContextManager):
     workdir: pathlib.Path,
     first_step: int | None,
     bar: progress.Progress,
-    watch: health.Health | None = None,
-    writers: str = "",
-    config: Mapping[str, Any] | None = None,
+    watch: health.Health,
+    writers: str,
+    config: Mapping[str, Any],
   ):
     """Removes lines after `first_step`, as the run will write them again.
 
@@ -44,13 +44,13 @@ class Writer(contextlib.AbstractContextManager):
     self._files, self._trackers = {}, {}
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
-    for line in jsonl.read(workdir / "metrics.jsonl") if watch else ():
+    for line in jsonl.read(workdir / "metrics.jsonl"):
       watch.check(line["step"], line)
     for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
       self._files[name] = (workdir / name).open("a", **jsonl.ENCODING)
     for name in trackers.parse(writers):
       with self._dropping(name):
-        tracker = trackers.TRACKERS[name](workdir, config or {}, first_step)
+        tracker = trackers.TRACKERS[name](workdir, config, first_step)
         self._trackers[name] = tracker
 
   def __exit__(self, *unused) -> None:
@@ -62,9 +62,7 @@ class Writer(contextlib.AbstractContextManager):
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes a line of metrics, and prints a warning if they look wrong."""
     values = {name: float(value) for name, value in values.items()}
-    warnings, messages = {}, []
-    if self._watch:
-      warnings, messages = self._watch.check(step, values)
+    warnings, messages = self._watch.check(step, values)
     values |= warnings
     self._append("metrics.jsonl", jsonl.line({"step": step, **values}))
     self._each_tracker("scalars", step, values)
@@ -114,11 +112,10 @@ class Writer(contextlib.AbstractContextManager):
       self.say(f"warning: {name} failed and is off from here on: {error!r}")
 
 
-class Silent(contextlib.nullcontext):
+class Silent:
   """The writer of all processes but the first, which writes nothing."""
 
   def __init__(self, bar: progress.Progress):
-    super().__init__(self)
     self.bar = bar
     self.write = self.write_samples = lambda *unused: None
     self.say = self.log = self.sync = lambda *unused: None

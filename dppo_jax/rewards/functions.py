@@ -1,10 +1,6 @@
 """Reward functions: their names in a config, and the three built-in ones.
 
-A reward function follows TRL's convention: called with keyword arguments only,
-it gets the completions of one prompt and returns a number for each, or None for
-"does not apply". It receives the arguments that its signature names of
-`prompts` (problem texts), `completions`, `answers` (gold answers) and the
-data's other columns; all of them if it has `**kwargs`.
+README.md has the convention for functions of your own, which is TRL's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,8 +64,7 @@ class RewardSpec(NamedTuple):
   """A reward function as the config names it.
 
   Attributes:
-    name: for metrics and messages: the function's own name, or the reference
-      if two functions share a name.
+    name: the function's own, for metrics and messages.
     reference: a key of `OURS`, `/absolute/FILE.py:FUNCTION` or
       `PACKAGE.MODULE:FUNCTION`.
     weight: factor of its values in the reward; finite.
@@ -92,21 +87,17 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
       `:WEIGHT` (1.0): "math,boxed:0.5,my_rewards.py:brevity:0.1". From Python
       also a function of the top level of a module or file, or a sequence.
   Raises:
-    UserError: for an invalid or repeated item.
+    UserError: for an invalid item or a repeated name.
   """
   if isinstance(functions, str):
     functions = functions.split(",")
   elif callable(functions):
     functions = [functions]
-  specs = [_spec(item) for item in functions]
-  references = [spec.reference for spec in specs]
+  specs = tuple(_spec(item) for item in functions)
   names = [spec.name for spec in specs]
-  if not specs or len({*references}) < len(specs):
-    raise _error(f"{references} is empty or lists a function twice")
-  return tuple(
-    spec._replace(name=spec.reference) if names.count(spec.name) > 1 else spec
-    for spec in specs
-  )
+  if not specs or len({*names}) < len(specs):
+    raise _error(f"{names} is empty or has a name twice")
+  return specs
 
 
 def _error(reason: str) -> UserError:

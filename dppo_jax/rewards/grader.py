@@ -1,10 +1,7 @@
 """Grades completions with reward functions, in processes that may be killed.
 
 Completions are untrusted text, comparing two expressions is unbounded work
-(9^{9^{9}} keeps sympy busy for ever), and a user's function may do anything. So
-worker processes call the functions, on the completions of one prompt at a time.
-If a call fails, its completions are graded one by one: only a completion that
-raises, hangs, dies or fills the memory loses its reward.
+(9^{9^{9}} keeps sympy busy for ever), and a user's function may do anything.
 """
 
 import collections

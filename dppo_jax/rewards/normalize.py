@@ -9,7 +9,7 @@ import re
 
 _COMMANDS = (
   r"× \times · \cdot ⋅ \cdot ÷ \div ≤ \le ≥ \ge ≠ \ne ≈ \approx ± \pm π \pi "
-  r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ √ \sqrt "
+  r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ "
   r"½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4}"
 ).split()
 _CHARS = str.maketrans(
@@ -41,11 +41,10 @@ _TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal) ?\{"
 
 # Applied in this order. Each takes linear time: it repeats what is bounded, or
 # what no other match can begin in.
-_BEFORE_CHARS = [
+_RULES = [
   (r"√\s?(?:(\d+(?:\.\d+)?)|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+  ("√", r"\\sqrt "),
   ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}"),
-]
-_AFTER_CHARS = [
   (r"\s+", " "),  # from here on there are no two blanks in a row
   (r"(?<!\\)\$", ""),  # around mathematics
   (r"^ ?(?:=|\\approx(?![a-zA-Z])) ?", ""),
@@ -84,10 +83,8 @@ def normalize(answer: str) -> str:
   ('\\frac{15}{90}', '5200000')
   """
   is_colored = "color" in answer
-  for pattern, new in _BEFORE_CHARS:
-    answer = re.sub(pattern, new, answer)
   answer = answer.translate(_CHARS)
-  for pattern, new in _AFTER_CHARS:
+  for pattern, new in _RULES:
     answer = re.sub(pattern, new, answer)
   answer = answer.strip().removesuffix(".").strip()
   # Braces around everything are TeX's, but those of {1,2} stand for a set.

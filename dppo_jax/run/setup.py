@@ -219,7 +219,7 @@ def read_inputs(config: configs.Config, trains: bool = True) -> Inputs:
     path,
     tokenizer,
     describe_model(config.model, path, tokenizer.vocab_size),
-    tokenizer.stop_ids,
+    tuple(config.rollout.stop_ids) or tokenizer.stop_ids,
     functools.partial(_read_problems, config, tokenizer, trains),
   )
 

@@ -28,12 +28,12 @@ def test_ours_say_why():
 
 def test_a_config_names_functions_and_weights(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  text = "math, boxed:0.5,mine.py:f:-1e-1,a.b:f,c:g:2"
+  text = "math, boxed:0.5,mine.py:f:-1e-1,a.b:h,c:g:2"
   assert parse(text) == (
     RewardSpec("math", "math", 1.0),
     RewardSpec("boxed", "boxed", 0.5),
-    RewardSpec(f"{tmp_path}/mine.py:f", f"{tmp_path}/mine.py:f", -0.1),
-    RewardSpec("a.b:f", "a.b:f", 1.0),
+    RewardSpec("f", f"{tmp_path}/mine.py:f", -0.1),
+    RewardSpec("h", "a.b:h", 1.0),
     RewardSpec("g", "c:g", 2.0),
   )
 
@@ -67,7 +67,8 @@ def test_a_config_file_may_give_a_function_of_its_own(tmp_path):
     ("a b.c:f", "'a b.c:f' is none of"),
     ("math:heavy", "the weight 'heavy' is not a finite number"),
     ("a.b:f:nan", "'a.b:f:nan': the weight 'nan' is not"),
-    ("math,boxed,math:2", "lists a function twice"),
+    ("math,boxed,math:2", "has a name twice"),
+    ("a:f,b:f", "has a name twice"),
     ([], "is empty"),
     (lambda completions: [], "<lambda>' is none of"),
   ],
