@@ -7,7 +7,7 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import re
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jaxtyping import Int
@@ -49,18 +49,6 @@ class ProblemSet:
   lengths: Int[np.ndarray, "M"]
   first_prompt: str
   report: str
-
-  @classmethod
-  def of_shape(cls, num: int, width: int) -> Self:
-    """Returns a stand-in for `num` unread problems of `width` prompt tokens."""
-    return cls(
-      *[("",) * num] * 4,
-      columns={},
-      tokens=np.broadcast_to(np.int32(0), (num, width)),
-      lengths=np.full(num, width, np.int32),
-      first_prompt="",
-      report=f"{num:,} problems, not read: prompts of {width} tokens",
-    )
 
   def __len__(self) -> int:
     return len(self.names)
@@ -202,13 +190,7 @@ def _pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
 def make_prompt(
   template: str | Callable, prompt: Prompt, columns: Mapping[str, Any]
 ) -> Prompt:
-  """Applies a template to a row.
-
-  Args:
-    template: `config.data.template`; see data/README.md.
-    prompt: the row's own prompt, which an empty template keeps.
-    columns: the row's, and the text of the problem as `problem`.
-  """
+  """Applies `config.data.template` to columns; if empty, keeps the prompt."""
   if not template:
     return prompt
   try:

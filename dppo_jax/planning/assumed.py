@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
@@ -53,9 +54,15 @@ def assumed_run(
   is_random = not (c.model.path or c.model.hub_id)
   if is_random and data.arithmetic.is_source(c.data.train):
     return setup.setup_run(c, mesh, platform)
-  problems = data.ProblemSet.of_shape(
-    c.data.train_limit or _NUM_PROBLEMS,
-    sharding.round_up(c.data.max_prompt_tokens, 8),
+  num = c.data.train_limit or _NUM_PROBLEMS
+  width = sharding.round_up(c.data.max_prompt_tokens, 8)
+  problems = data.ProblemSet(
+    *[("",) * num] * 4,
+    columns={},
+    tokens=np.broadcast_to(np.int32(0), (num, width)),
+    lengths=np.full(num, width, np.int32),
+    first_prompt="",
+    report="",
   )
   eval_sets = {"eval": problems} if c.data.eval else {}
   inputs = setup.Inputs(
