@@ -1,16 +1,11 @@
-"""The training loop, and what follows each step: logs, checks, checkpoints.
+"""The training loop, and what follows each step: logs, checks, checkpoints."""
 
-A step has four stages: collect (draw -> choose prompts -> roll out -> grade ->
-update history), select (advantages, completions, weights, packing), score (old
-log-probabilities, tokens) and update.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
-import numbers
 import pathlib
 import traceback
 
@@ -19,9 +14,8 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.config.options import flatten
-from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
-from dppo_jax.metrics import progress, report, samples, trackers
+from dppo_jax.metrics import progress, report, samples
 from dppo_jax.metrics import warnings as health
 from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.planning import memory
@@ -92,99 +86,71 @@ def _run(
     )
     # Before the writer, which drops lines after the latest intact checkpoint.
     warnings = checkpoints.recover()
-    writer = stack.enter_context(_open_writer(run, workdir, checkpoints, bar))
+    latest = checkpoints.latest_step()
+    with distributed.sharing_errors():
+      writer = Silent(bar)
+      if distributed.is_first():
+        watch = health.Health(config.objective.num_updates)
+        trackers, options = config.log.writers, flatten(config)
+        writer = Writer(workdir, latest, bar, watch, trackers, options)
+        stack.enter_context(writer)
     try:
       for line in (*warnings, run.description()):
         writer.say(line)
       with bar.task("starting to grade"), distributed.sharing_errors():
         grader.self_check(run.train_set.columns)
-      page = report.LiveReport(workdir, writer)
-      session = _Session(run, grader, checkpoints, writer, page, stop)
-      _train(session, tuple(callbacks))
+      with bar.task("compiling") as task:
+        train_step = TrainStep(run, grader, task)
+      stack.callback(gc.unfreeze)
+      _train(
+        _Session(run, train_step, grader, checkpoints, writer, stop, callbacks)
+      )
       with bar.task("writing the report"), distributed.sharing_errors():
         if distributed.is_first():
-          writer.say(f"report: {page.write(config.steps)}")
+          writer.say(f"report: {report.write(workdir)}")
     except Exception:
       writer.log(traceback.format_exc())
       raise
 
 
-def _open_writer(
-  run: Run,
-  workdir: pathlib.Path,
-  checkpoints: checkpoint.Checkpoints,
-  bar: progress.Progress,
-) -> Writer | Silent:
-  """Opens the run's logs; only the first process writes."""
-  latest, config = checkpoints.latest_step(), run.config
-  with distributed.sharing_errors():
-    if not distributed.is_first():
-      return Silent(bar)
-    watch = health.Health(config.objective.num_updates)
-    openers = trackers.openers(
-      workdir, flatten(config), writers=config.log.writers
-    )
-    return Writer(workdir, latest, bar, watch, openers)
-
-
-def _train(session: "_Session", callbacks: tuple[Callback, ...]) -> None:
+def _train(session: "_Session") -> None:
   """Trains to the last step; `session` keeps the logs and checkpoints."""
-  run, config = session.run, session.run.config
-  with session.writer.bar.task("compiling") as task:
-    train_step = session.train_step = TrainStep(run, session.grader, task)
+  run, train_step = session.run, session.train_step
+  config = run.config
   state = session.begin()
   reference = initial_state.reference_params(run, session.checkpoints)
   # The first draw shuffles the epoch, which compiles; no later one does.
   data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
   first = int(state.step)
+  # Excludes what exists, mostly jax traces, from garbage collections: walking
+  # it stalls one step in a hundred for 0.3 s.
+  gc.freeze()
   with (
     compile_cache.compilations() as compilations,
     session.stop.after_step(),
-    _frozen_heap(),
-    session.writer.bar.steps("step", config.steps, first) as bar,
+    session.writer.bar.steps("step", config.steps, first),
   ):
-    log = functools.partial(session.log, callbacks, compilations, bar)
-    hooks = (log, session.check, session.evaluate_if_due, session.save_if_due)
     for step in range(first, config.steps):
       rng = rng_at(run.root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
       batch = train_step.select(rng, experience, state)  # weights and rows
       batch = train_step.score(rng, state.params, batch)  # token weights
       state, info = train_step.update(state, reference, batch)
-      for after_step in hooks:  # log, check, evaluate, save and stop
-        after_step(step + 1, state, info)
+      session.after_step(step + 1, state, info, len(compilations))
+      compilations.clear()
 
 
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-  """Excludes existing objects from garbage collections.
-
-  They are mostly jax traces, and walking them stalls one step in a hundred for
-  0.3 s.
-  """
-  gc.freeze()
-  try:
-    yield
-  finally:
-    gc.unfreeze()
-
-
+@dataclasses.dataclass
 class _Session:
-  """A run with its open files; most methods are hooks after a step."""
+  """A run with its open files, and what follows each step."""
 
+  run: Run
   train_step: TrainStep
-
-  def __init__(
-    self,
-    run: Run,
-    grader: rewards.Grader,
-    checkpoints: checkpoint.Checkpoints,
-    writer: Writer | Silent,
-    page: report.LiveReport,
-    stop: signals.StopRequest,
-  ):
-    self.run, self.grader, self.checkpoints = run, grader, checkpoints
-    self.writer, self.page, self.stop = writer, page, stop
+  grader: rewards.Grader
+  checkpoints: checkpoint.Checkpoints
+  writer: Writer | Silent
+  stop: signals.StopRequest
+  callbacks: Sequence[Callback]
 
   def begin(self) -> TrainState:
     """Makes, evaluates and saves a first state, or restores the latest one."""
@@ -194,26 +160,40 @@ class _Session:
       with self.writer.bar.task("reading the checkpoint"):
         return initial_state.resumed_state(self.run, self.checkpoints, latest)
     state = initial_state.first_state(self.run, self.writer)
-    self.evaluate(state)
+    self._evaluate(state)
     self._save(0, state)
     return state
 
-  def log(
-    self,
-    callbacks: tuple[Callback, ...],
-    compilations: list[float],
-    bar,
-    done: int,
-    state: TrainState,
-    info: StepInfo,
+  def after_step(
+    self, done: int, state: TrainState, info: StepInfo, num_compiled: int
+  ) -> None:
+    """Logs and checks a step, then evaluates, saves and stops where due."""
+    self._log(done, state, info, num_compiled)
+    runtime_checks.check_update(
+      done,
+      info.update.num_nonfinite_params,
+      info.update.num_skipped_in_a_row,
+      f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
+      f"{info.select.diagnostics['weights/max']:.1f}",
+    )
+    config = self.run.config
+    is_last = done == config.steps
+    if is_last or _is_due(done, config.eval.every):
+      self._evaluate(state)
+    stops = any(distributed.gather(self.stop.is_requested))
+    if is_last or stops or _is_due(done, config.checkpoint.every):
+      self._save(done, state)
+    if stops and not is_last:
+      raise KeyboardInterrupt
+
+  def _log(
+    self, done: int, state: TrainState, info: StepInfo, num_compiled: int
   ) -> None:
     """Writes the metrics and samples of a step, and calls the callbacks."""
     values = info.metrics(self.grader.specs)
-    values = {name: float(x) for name, x in values.items()}
-    values["update/compiles"] = float(len(compilations))
-    compilations.clear()
-    for callback in callbacks:
-      values |= _checked_metrics(callback, callback(done, info, state))
+    values["update/compiles"] = num_compiled
+    for callback in self.callbacks:
+      values |= callback(done, info, state) or {}
     x = info.summary
     lines = with_texts(
       samples.of_step(
@@ -226,46 +206,27 @@ class _Session:
       self.writer.write_samples(done, "train", lines)
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
-    bar.advance(done, *_note(values))
-
-  def check(self, done: int, state: TrainState, info: StepInfo) -> None:
-    """Stops a run that diverged."""
-    runtime_checks.check_update(
+    drawn = max(values["completions/drawn"], 1)
+    trained = f"trained {values['completions/trained'] / drawn:.0%}"
+    if "budget/completions" in values:
+      trained = (
+        f"trains on {values['budget/completions']:.0%} of the completions with "
+        "nonzero advantage, predicted "
+        f"{values['budget/predicted_speedup']:.1f}x faster than training on all"
+      )
+    self.writer.bar.advance(
       done,
-      info.update.num_nonfinite_params,
-      info.update.num_skipped_in_a_row,
-      f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
-      f"{info.select.diagnostics['weights/max']:.1f}",
+      f"sampled accuracy {values['reward/accuracy']:.2f}",
+      trained,
+      f"{values['step/seconds']:.2f} s/step",
     )
-
-  def evaluate_if_due(
-    self, done: int, state: TrainState, info: StepInfo
-  ) -> None:
-    """Evaluates every `config.eval.every` steps and after the last one."""
-    if self._is_due(done, self.run.config.eval.every):
-      self.evaluate(state)
-      with distributed.sharing_errors():
-        if distributed.is_first():
-          self.page.refresh(done)
-
-  def save_if_due(self, done: int, state: TrainState, info: StepInfo) -> None:
-    """Saves where due, and stops the run if a signal asked for it."""
-    stops = any(distributed.gather(self.stop.is_requested))
-    if stops or self._is_due(done, self.run.config.checkpoint.every):
-      self._save(done, state)
-    if stops and done < self.run.config.steps:
-      raise KeyboardInterrupt
-
-  def _is_due(self, done: int, every: int) -> bool:
-    """True after every `every` steps, if that is not 0, and the last step."""
-    return done == self.run.config.steps or (every > 0 and done % every == 0)
 
   def _save(self, step: int, state: TrainState) -> None:
     with distributed.sharing_errors():
       self.writer.sync()
     self.checkpoints.save(step, state)
 
-  def evaluate(self, state: TrainState) -> None:
+  def _evaluate(self, state: TrainState) -> None:
     """Writes the accuracy on every evaluation set, and some answers."""
     step, values, sets = int(state.step), {}, self.run.eval_sets
     for number, name in enumerate(sets):
@@ -288,32 +249,5 @@ class _Session:
         self.writer.write(step, values)
 
 
-def _checked_metrics(callback: Callback, returned: object) -> dict[str, float]:
-  """Returns a callback's metrics; raises UserError if they are not numbers."""
-  values = {} if returned is None else returned
-  is_number = lambda x: (
-    isinstance(x, numbers.Real) or (getattr(x, "ndim", None) == 0)
-  )
-  if not isinstance(values, dict) or not all(map(is_number, values.values())):
-    name = getattr(callback, "__name__", callback)
-    raise UserError(
-      f"the callback {name} returned {returned!r} but must return None or a "
-      "dict of numbers; see config.callbacks"
-    )
-  return {str(name): float(x) for name, x in values.items()}
-
-
-def _note(values: dict[str, float]) -> Iterator[str]:
-  """Yields the most important numbers of a step, in a few words each."""
-  yield f"sampled accuracy {values['reward/accuracy']:.2f}"
-  if "budget/completions" in values:
-    yield (
-      f"trains {values['budget/completions']:.0%} of completions with an "
-      f"advantage, predicted {values['budget/predicted_speedup']:.1f}x faster"
-    )
-  else:
-    drawn = max(values["completions/drawn"], 1)
-    yield f"trained {values['completions/trained'] / drawn:.0%}"
-  yield f"{values['step/seconds']:.2f} s/step"
-  if values["update/skipped"]:
-    yield f"{values['update/skipped']:.0f} updates skipped"
+def _is_due(done: int, every: int) -> bool:
+  return every > 0 and done % every == 0

@@ -129,18 +129,3 @@ def test_only_imitation_needs_solutions(tmp_path):
     setup_run(arithmetic(**options))
   (tmp_path / "other/checkpoints/0").mkdir(parents=True)
   setup_run(arithmetic(sft__from_run=str(tmp_path / "other"), **options))
-
-
-def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
-  path = tmp_path / "mine.py"
-  path.write_text("def fair(completions): return [1.0 for _ in completions]\n")
-  config = arithmetic(
-    reward__functions=f"math,{path}:unfair",
-    data__train="none.jsonl",
-    model__path="none",
-  )
-  with pytest.raises(UserError, match=r"reward.functions: .*'unfair'"):
-    setup_run(config)
-  config.reward.functions = f"math,{path}:fair"
-  with pytest.raises(UserError, match="none has neither"):
-    setup_run(config)

@@ -94,12 +94,6 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
   assert evals == [0, 4]
 
 
-def test_what_a_run_says_of_itself_fits_a_terminal():
-  said = setup_run(_config()).description()
-  assert max(map(len, said.splitlines())) < 80
-  assert "method: dppo, objective grpo, 4 steps" in said
-
-
 def test_the_logged_learning_rate_is_that_of_the_last_update():
   """Skipped updates do not count; each step has two updates."""
   schedule = make_schedule(1e-2, 10, warmup_steps=3)

@@ -151,19 +151,19 @@ def _speed_up(group: Group, baseline: Group, target: float) -> str:
   return f"{value:.2f}" + ("" if np.isnan(low) else f" ({low:.2f}-{high:.2f})")
 
 
+@style.rc()
 def draw(groups: Sequence[Group], target: float) -> figures.Figure:
   """Draws the mean accuracy with its interval over training seconds."""
-  with style.rc():
-    figure = style.figure(height=4)
-    axis = figure.subplots()
-    for group in groups:
-      x, (y, low, high) = statistics.band([run.curve() for run in group.runs])
-      axis.plot(x, y, label=group.label)
-      axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
-    axis.axhline(target, color=style.FAINT, linestyle=":")
-    axis.set(xlabel="training seconds", ylabel="held-out accuracy")
-    style.format_axes(axis)
-    axis.legend()
+  figure = style.figure(height=4)
+  axis = figure.subplots()
+  for group in groups:
+    x, (y, low, high) = statistics.band([run.curve() for run in group.runs])
+    axis.plot(x, y, label=group.label)
+    axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
+  axis.axhline(target, color=style.FAINT, linestyle=":")
+  axis.set(xlabel="training seconds", ylabel="held-out accuracy")
+  style.format_axes(axis)
+  axis.legend()
   return figure
 
 

@@ -5,9 +5,11 @@ import contextlib
 import json
 import os
 import pathlib
-from typing import TextIO
 
 from dppo_jax.errors import UserError
+
+# Of text files: escapes the lone surrogates of invalid text.
+ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 def read(path: pathlib.Path) -> list[dict]:
@@ -39,16 +41,11 @@ def line(content: dict) -> str:
   return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def open_text(path: pathlib.Path, mode: str) -> TextIO:
-  """Opens a file that escapes the lone surrogates of invalid text."""
-  return path.open(mode, encoding="utf-8", errors="backslashreplace")
-
-
 def replace(path: pathlib.Path, text: Iterable[str]) -> None:
   """Writes a text file atomically; raises as `writing` does."""
   unfinished = path.with_suffix(".tmp")
   with writing(path):
-    with open_text(unfinished, "w") as file:
+    with unfinished.open("w", **ENCODING) as file:
       file.writelines(text)
       file.flush()
       os.fsync(file.fileno())  # or a power cut may leave an empty file

@@ -9,6 +9,7 @@ import numpy as np
 from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
 
+SECONDS = "step/seconds"
 STAGES = ("data", "rollout", "reward", "update_history", "dynamic_sampling")
 STAGES += ("select", "score", "update", "noise")
 
@@ -20,14 +21,12 @@ class Run:
   Attributes:
     config: options by dotted name, as in config.json.
     steps, evals: lines of metrics.jsonl.
-    clock: metric that holds a step's seconds.
   """
 
   path: pathlib.Path
   config: dict
   steps: list[dict]
   evals: list[dict]
-  clock: str = "step/seconds"
 
   @property
   def seed(self) -> int:
@@ -37,15 +36,15 @@ class Run:
     """Sum of a metric over the steps."""
     return float(sum(line.get(metric, 0.0) for line in self.steps))
 
-  def curve(self, metric: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Sum of a metric, by default seconds, and accuracy at each evaluation."""
+  def curve(self, metric: str = SECONDS) -> tuple[np.ndarray, np.ndarray]:
+    """Sum of a metric over the steps, and accuracy, at each evaluation."""
     points = {line["step"]: line["eval/accuracy"] for line in self.evals}
-    spent = [line.get(metric or self.clock, 0.0) for line in self.steps]
+    spent = [line.get(metric, 0.0) for line in self.steps]
     done = [line["step"] for line in self.steps]
     x = np.interp([*points], [0, *done], np.cumsum([0.0, *spent]))
     return x, np.array([*points.values()])
 
-  def cost_to(self, target: float, metric: str = "") -> float | None:
+  def cost_to(self, target: float, metric: str = SECONDS) -> float | None:
     """Sum of a metric until the accuracy first reaches `target`, or None.
 
     Accuracy is linear between evaluations.
@@ -58,7 +57,7 @@ class Run:
     return float(np.interp(target, y[near], x[near]))
 
 
-def load(workdir: str | pathlib.Path, clock: str = "step/seconds") -> Run:
+def load(workdir: str | pathlib.Path) -> Run:
   """Reads the run in `workdir`, finished or not."""
   path = pathlib.Path(workdir)
   try:
@@ -66,6 +65,6 @@ def load(workdir: str | pathlib.Path, clock: str = "step/seconds") -> Run:
   except (OSError, ValueError) as error:
     raise UserError(f"{path} is not a run: config.json: {error}") from error
   lines = jsonl.read(path / "metrics.jsonl")
-  steps = [line for line in lines if clock in line]
+  steps = [line for line in lines if SECONDS in line]
   evals = [line for line in lines if "eval/accuracy" in line]
-  return Run(path, config, steps, evals, clock)
+  return Run(path, config, steps, evals)

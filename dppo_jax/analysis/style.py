@@ -1,7 +1,6 @@
 """The style of all pictures: colours, fonts, axes."""
 
 import functools
-import os
 import pathlib
 
 from matplotlib import axes as mpl_axes
@@ -31,11 +30,9 @@ def figure(height: float) -> figures.Figure:
 
 
 def save(picture: figures.Figure, path: pathlib.Path) -> None:
-  """Writes a PNG atomically."""
-  unfinished = path.with_suffix(".tmp")
+  """Writes a PNG."""
   with rc():
-    picture.savefig(unfinished, format="png", dpi=200)
-  os.replace(unfinished, path)
+    picture.savefig(path, dpi=200)
 
 
 def format_axes(axis: mpl_axes.Axes) -> None:

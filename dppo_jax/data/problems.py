@@ -6,9 +6,8 @@ Rows that cannot be used are left out, counted and reported.
 import collections
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
-import functools
 import re
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jaxtyping import Int
@@ -50,18 +49,6 @@ class ProblemSet:
   lengths: Int[np.ndarray, "M"]
   first_prompt: str
   report: str
-
-  @classmethod
-  def of_shape(cls, num: int, width: int) -> Self:
-    """Returns a stand-in for `num` unread problems of `width` prompt tokens."""
-    return cls(
-      *[("",) * num] * 4,
-      columns={},
-      tokens=np.broadcast_to(np.int32(0), (num, width)),
-      lengths=np.full(num, width, np.int32),
-      first_prompt="",
-      report=f"{num:,} problems, not read: prompts of {width} tokens",
-    )
 
   def __len__(self) -> int:
     return len(self.names)
@@ -177,9 +164,6 @@ def prepare(
       "config.data.answer_key and config.data.max_prompt_tokens"
     )
   padded, lengths = _pad(tokens, tokenizer.pad_id)
-  note = tokenizer.template_note and f", {tokenizer.template_note}"
-  if len(first_text) > 400:
-    first_text = f"{first_text[:200]} ... {first_text[-200:]}"
   return ProblemSet(
     names=tuple(row.id for row in used),
     problems=tuple(text_of(row.problem) for row in used),
@@ -188,7 +172,7 @@ def prepare(
     columns={x: tuple(row.columns.get(x) for row in used) for x in names},
     tokens=padded,
     lengths=lengths,
-    first_prompt=f"first prompt ({lengths[0]} tokens{note}): {first_text!r}",
+    first_prompt=f"first prompt ({lengths[0]} tokens): {first_text!r}",
     report=report,
   )
 
@@ -206,13 +190,7 @@ def _pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
 def make_prompt(
   template: str | Callable, prompt: Prompt, columns: Mapping[str, Any]
 ) -> Prompt:
-  """Applies a template to a row.
-
-  Args:
-    template: `config.data.template`; see data/README.md.
-    prompt: the row's own prompt, which an empty template keeps.
-    columns: the row's, and the text of the problem as `problem`.
-  """
+  """Applies `config.data.template` to columns; if empty, keeps the prompt."""
   if not template:
     return prompt
   try:
@@ -257,27 +235,11 @@ def draw(
   Each epoch has its own order and as many batches as it fills. The up to
   `num_prompts - 1` prompts left over are not drawn in that epoch.
   """
-  if not 1 <= num_prompts <= len(problems):
-    raise ValueError(
-      f"{num_prompts} prompts a step are not in 1..{len(problems)}, the number "
-      "of problems to train on"
-    )
   epoch, index = divmod(int(step), len(problems) // num_prompts)
-  words = tuple(jax.random.key_data(root_key).tolist())
-  impl = jax.random.key_impl(root_key)
-  order = _epoch_order(words, impl, epoch, len(problems))
+  key = rng_at(root_key, epoch, Stage.DATA).key
+  order = np.asarray(jax.random.permutation(key, len(problems)), np.int32)
   ids = order[index * num_prompts : (index + 1) * num_prompts]
   return PromptBatch(ids, problems.tokens[ids], problems.lengths[ids])
-
-
-@functools.lru_cache(maxsize=4)  # within an epoch, a draw only indexes
-def _epoch_order(
-  key_words: tuple[int, ...], impl: str, epoch: int, size: int
-) -> Int[np.ndarray, "M"]:
-  """Returns the row numbers in the order of `epoch`; keys are not hashable."""
-  root_key = jax.random.wrap_key_data(np.array(key_words, np.uint32), impl=impl)
-  key = rng_at(root_key, epoch, Stage.DATA).key
-  return np.asarray(jax.random.permutation(key, size), np.int32)
 
 
 def tokenize_solutions(

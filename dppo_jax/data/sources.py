@@ -4,8 +4,6 @@ README.md lists the kinds of sources and the columns that count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import decimal
-import gzip
 import itertools
 import json
 import os
@@ -81,27 +79,21 @@ def read(
       counts. `a.b` is key b of the dict in column a.
   """
   name = getattr(source, "__name__", str(source))
-  read_records, number = _reader(source), -1
+  read_records, number = _reader(source), 0
   try:
-    records = itertools.islice(read_records(), limit or None)
-    for number, columns in enumerate(map(_to_columns, records)):
+    for record in itertools.islice(read_records(), limit or None):
       default_id = f"{os.path.basename(name)}/{number}"
-      yield _make_row(columns, problem_key, answer_key, default_id)
+      yield _make_row(_to_python(record), problem_key, answer_key, default_id)
+      number += 1
   except Exception as error:  # files and user code fail in many ways
     is_code = getattr(read_records, "__module__", "") != __name__
     reason = user_code.one_line(error) if is_code else first_line(error)
-    raise UserError(f"{name} row {number + 2}: {reason}") from error
+    raise UserError(f"{name} row {number + 1}: {reason}") from error
 
 
 def first_line(error: Exception) -> str:
   """Returns the type of the error and the first line of its message."""
   return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _to_columns(record: Record) -> Record:
-  if not isinstance(record, Mapping):
-    raise TypeError(f"a row must be a dict, not {type(record).__name__}")
-  return {str(name): _to_python(value) for name, value in record.items()}
 
 
 def _make_row(
@@ -126,7 +118,7 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
     return source
   if source.startswith("tfds:"):
     return lambda: _read_tfds(source)
-  if source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+  if source.endswith((".jsonl", ".parquet")):
     if not os.path.isfile(source):
       raise UserError(f"there is no file {source!r}: {_HINT}")
     is_parquet = source.endswith(".parquet")
@@ -136,13 +128,13 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   except UserError as error:
     raise UserError(
       f"{error}; a source is arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
-      "*.jsonl.gz, *.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or "
-      f"MODULE:FUNCTION: {_HINT}"
+      "*.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
+      f"{_HINT}"
     ) from error
 
 
 def _read_jsonl(path: str) -> Iterator[Record]:
-  with (gzip.open if path.endswith(".gz") else open)(path, "rb") as lines:
+  with open(path, "rb") as lines:
     yield from map(json.loads, filter(bytes.strip, lines))
 
 
@@ -167,19 +159,16 @@ def _read_tfds(source: str) -> Iterator[Record]:
 
 
 def _to_python(value: Any) -> Any:
-  """Converts bytes to text, and NumPy's and Decimal values to Python's."""
+  """Converts bytes to text, and NumPy's values to Python's."""
   if isinstance(value, bytes):
-    try:
-      return value.decode()
-    except UnicodeDecodeError:  # an image, for example
-      return value
+    return value.decode(errors="replace")
   if isinstance(value, np.ndarray | np.generic):
     return _to_python(value.tolist())
   if isinstance(value, Mapping):
     return {name: _to_python(x) for name, x in value.items()}
   if isinstance(value, list | tuple):
     return [_to_python(x) for x in value]
-  return float(value) if isinstance(value, decimal.Decimal) else value
+  return value
 
 
 def _find(columns: Record, keys: str) -> Any:

@@ -6,16 +6,14 @@ import json
 import os
 import pathlib
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from dppo_jax.data.sources import Prompt, first_line, text_of
 from dppo_jax.errors import UserError
 
-_NO_TEMPLATE = "no chat template"
 
-
-class Tokenizer(Protocol):
-  """Interface of a tokenizer.
+class CharacterTokenizer:
+  r"""One token for each character of the arithmetic task, and for `\boxed{`.
 
   `encode` and `decode` leave out special tokens. `prompt` returns the text that
   the model reads before its answer, and `encode_prompt` the ids of that text.
@@ -24,27 +22,11 @@ class Tokenizer(Protocol):
     vocab_size: number of ids; an embedding may have more rows.
     stop_ids: ids that end a completion; the first is the one to train on.
     pad_id: fills arrays; never read, because lengths travel with the arrays.
-    template_note: remark on the chat template for the user; may be empty.
   """
-
-  vocab_size: int
-  stop_ids: tuple[int, ...]
-  pad_id: int
-  template_note: str
-
-  def encode(self, text: str) -> list[int]: ...
-  def decode(self, ids: Sequence[int]) -> str: ...
-  def prompt(self, prompt: Prompt) -> str: ...
-  def encode_prompt(self, prompt: Prompt) -> list[int]: ...
-
-
-class CharacterTokenizer:
-  r"""One token for each character of the arithmetic task, and for `\boxed{`."""
 
   # No symbol starts with another. 24 symbols: 8 devices can split them evenly.
   SYMBOLS = ("<pad>", "<eos>", "\\boxed{", *"}0123456789+-*/=;,() ")
   vocab_size, pad_id, stop_ids = len(SYMBOLS), 0, (1,)
-  template_note = _NO_TEMPLATE
 
   def __init__(self):
     self._ids = {symbol: i for i, symbol in enumerate(self.SYMBOLS) if i > 1}
@@ -96,7 +78,10 @@ class CharacterTokenizer:
 
 
 class PretrainedTokenizer:
-  """A checkpoint's tokenizer with its chat template, if it has one."""
+  """A checkpoint's tokenizer with its chat template, if it has one.
+
+  Methods and attributes are those of `CharacterTokenizer`, except `save`.
+  """
 
   def __init__(self, path: str, template_args: Mapping[str, Any] | None = None):
     """Reads the tokenizer; never runs code that comes with it.
@@ -128,7 +113,6 @@ class PretrainedTokenizer:
     self._has_template = bool(
       self._tokenizer.chat_template or "chat_template" in self._template_args
     )
-    self.template_note = "" if self._has_template else _NO_TEMPLATE
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
@@ -167,6 +151,9 @@ class PretrainedTokenizer:
       ) from error
 
 
+Tokenizer = CharacterTokenizer | PretrainedTokenizer
+
+
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
   """Returns eos_token_id of generation_config.json, the ends of completions.
 
@@ -186,9 +173,6 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
 
 def _read_eos_ids(path: str, name: str) -> list[int]:
   file = pathlib.Path(path, name)
-  try:
-    text = file.read_text(encoding="utf-8") if file.exists() else "{}"
-    ids = json.loads(text).get("eos_token_id")
-  except (ValueError, AttributeError) as error:
-    raise UserError(f"{file} is damaged, not a JSON object: {error}") from error
+  text = file.read_text(encoding="utf-8") if file.exists() else "{}"
+  ids = json.loads(text).get("eos_token_id")
   return [] if ids is None else ids if isinstance(ids, list) else [ids]

@@ -10,12 +10,11 @@ import sys
 import textwrap
 import threading
 import time
+from typing import Self
 
 import tqdm
 
 Show = Callable[[str], None]
-
-_LONG = 1.0  # seconds: shorter tasks are not reported
 
 
 class _Bar(tqdm.tqdm):
@@ -26,46 +25,19 @@ _Bar.set_lock(threading.RLock())  # tqdm's own is a semaphore of processes
 
 
 class Task:
-  """A task with timed parts, which may overlap."""
+  """A task with parts, which may overlap."""
 
   def __init__(self, name: str, show: Show = lambda text: None):
-    self.name, self.num_parts, self._show = name, 0, show
-    self._seconds: dict[str, float] = {}
+    self._name, self._show = name, show
+    self.num_parts, self._num_done = 0, 0
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
-    """Times a part of the task."""
-    start = time.monotonic()
-    count = f" {len(self._seconds)}/{self.num_parts}" if self.num_parts else ""
-    self._show(f"{self.name}{count}: {name}")
+    """Shows a part of the task and how many are done."""
+    count = f" {self._num_done}/{self.num_parts}" if self.num_parts else ""
+    self._show(f"{self._name}{count}: {name}")
     yield
-    self._seconds[name] = time.monotonic() - start
-
-  def summary(self, seconds: float) -> str:
-    """A line with the seconds of the task and of its long parts."""
-    long = {k: x for k, x in self._seconds.items() if x >= _LONG}
-    parts = {f"{self.name} took": seconds} | long
-    return ", ".join(f"{name} {x:.1f} s" for name, x in parts.items())
-
-
-class Steps:
-  """Shows steps in a bar, or in a line every ten seconds or more."""
-
-  def __init__(self, bar: _Bar, say: Show | None):
-    self._bar, self._say, self._first = bar, say, bar.n
-    self._start, self._next_line = time.monotonic(), 0.0
-
-  def advance(self, done: int, *notes: str) -> None:
-    """Shows that `done` steps are done; notes describe the last one."""
-    bar, text, now = self._bar, ", ".join(notes), time.monotonic()
-    bar.set_postfix_str(text, refresh=False)
-    bar.update(done - bar.n)
-    if self._say and now >= self._next_line:
-      elapsed = now - self._start
-      self._next_line = now + max(10.0, elapsed / 60)
-      left = elapsed / max(done - self._first, 1) * (bar.total - done)
-      left = bar.format_interval(left)
-      self._say(f"{bar.desc} {done} of {bar.total}: {text}, {left} left")
+    self._num_done += 1
 
 
 class Progress(contextlib.nullcontext):
@@ -87,22 +59,37 @@ class Progress(contextlib.nullcontext):
     start = time.monotonic()
     with self._bar(bar_format="{desc}") as bar:
       width = (bar.format_dict["ncols"] or 80) - 1
-      task = Task(name, lambda text: bar.set_description_str(text[:width]))
       bar.set_description_str(name)
-      yield task
+      yield Task(name, lambda text: bar.set_description_str(text[:width]))
     seconds = time.monotonic() - start
-    if seconds >= _LONG and not is_brief:
-      self.say(wrapped(task.summary(seconds)))
+    if seconds >= 1.0 and not is_brief:
+      self.say(f"{name} took {seconds:.1f} s")
 
   @contextlib.contextmanager
-  def steps(self, name: str, total: int, first: int = 0) -> Iterator[Steps]:
-    """Shows steps, of which `first` were done before."""
+  def steps(self, name: str, total: int, first: int = 0) -> Iterator[Self]:
+    """Shows steps as `advance` reports them; `first` were done before."""
     layout = "{desc} {n}/{total} [{bar}] {remaining} left{postfix}"
     with self._bar(total=total, initial=first, bar_format=layout) as bar:
       bar.set_description_str(name)
-      self._steps = bar
-      yield Steps(bar, None if self._has_bar else self.say)
+      self._steps, self._first = bar, first
+      self._start, self._next_line = time.monotonic(), 0.0
+      yield self
     self._steps = None
+
+  def advance(self, done: int, *notes: str) -> None:
+    """Shows that `done` steps are done; notes describe the last one.
+
+    Without a bar, it prints a line every ten seconds, later more rarely.
+    """
+    bar, text, now = self._steps, ", ".join(notes), time.monotonic()
+    bar.set_postfix_str(text, refresh=False)
+    bar.update(done - bar.n)
+    if not self._has_bar and now >= self._next_line:
+      elapsed = now - self._start
+      self._next_line = now + max(10.0, elapsed / 60)
+      left = elapsed / max(done - self._first, 1) * (bar.total - done)
+      left = bar.format_interval(left)
+      self.say(f"{bar.desc} {done} of {bar.total}: {text}, {left} left")
 
   def say(self, text: str) -> None:
     """Prints lines on standard output, above the bar."""

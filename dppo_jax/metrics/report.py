@@ -3,15 +3,13 @@
 from collections.abc import Iterator, Sequence
 import pathlib
 import re
-import time
-import traceback
+import textwrap
 
 from matplotlib import figure as figures
 import numpy as np
 
 from dppo_jax.analysis import jsonl, runs, style, tables
 from dppo_jax.metrics import warnings as health
-from dppo_jax.metrics.writer import Writer
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours
 _FRACTIONS = {
@@ -24,30 +22,6 @@ _TOTALS = (
   "prompts/drawn tokens/generated tokens/trained "
   "reward/timeouts reward/crashes reward/errors reward/nonfinite"
 ).split()
-
-
-class LiveReport:
-  """The report of a run that is under way."""
-
-  def __init__(self, workdir: pathlib.Path, writer: Writer):
-    self._workdir, self._writer = workdir, writer
-    self._next = time.monotonic() + 60
-
-  def refresh(self, step: int) -> None:
-    """Writes the report if that takes less than 2% of the run's time."""
-    start = time.monotonic()
-    if start < self._next:
-      return
-    try:
-      self.write(step)
-    except Exception:  # no reason to end the run
-      self._writer.log(f"report of step {step}: {traceback.format_exc()}")
-    end = time.monotonic()
-    self._next = end + 50 * (end - start)
-
-  def write(self, step: int) -> pathlib.Path:
-    """Writes the report after a step; returns its path."""
-    return write(self._workdir)
 
 
 def write(workdir: pathlib.Path) -> pathlib.Path:
@@ -99,41 +73,39 @@ def _samples(lines: Sequence[dict]) -> Iterator[str]:
     for x in [x for x in lines if x["step"] == step][:3]:
       verdict = "right" if x["correct"] == 1 else "wrong"
       text = f"{x['problem']}\n{x['completion']}"
-      # Longer than any fence in the text.
-      fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
       yield f"Step {step}, {verdict}, answer {x['answer']}:"
-      yield f"{fence}\n{text}\n{fence}"
+      yield textwrap.indent(text, "    ")  # as code
 
 
+@style.rc()
 def _draw(run: runs.Run) -> figures.Figure:
   """Draws a run, which may have no steps yet."""
-  with style.rc():
-    figure = style.figure(height=6.2)
-    (accuracy, pruning), (tokens, time) = figure.subplots(2, 2)
-    if run.evals:
-      errors = {x["step"]: x.get("eval/stderr", 0.0) for x in run.evals}
-      accuracy.errorbar(*run.curve(), [*errors.values()], fmt="o-", ms=3)
-      accuracy.set(title="held-out accuracy", xlabel="training seconds")
-    else:
-      accuracy.plot(*_curves(run.steps, "reward/accuracy"))
-      accuracy.set(title="training accuracy", xlabel="step")
-    for i, (label, names) in enumerate(_FRACTIONS.items()):
-      x, part, total = _curves(run.steps, *names)
-      # Thinner and thinner, so that equal curves are all visible.
-      pruning.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
-    for label in ("generated", "trained"):
-      tokens.plot(*_curves(run.steps, f"tokens/{label}"), label=label)
-    seconds = _stage_seconds(run)
-    time.barh([*seconds], [*seconds.values()])
-    time.set(title="time by stage", xlabel="seconds")
-    time.invert_yaxis()
-    pruning.set(title="pruning", xlabel="step")
-    tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
-    for axis in (accuracy, pruning):
-      style.format_axes(axis)
-    for axis in (pruning, tokens):
-      axis.legend(fontsize=8)
-    figure.suptitle(_title(run))
+  figure = style.figure(height=6.2)
+  (accuracy, pruning), (tokens, time) = figure.subplots(2, 2)
+  if run.evals:
+    errors = {x["step"]: x.get("eval/stderr", 0.0) for x in run.evals}
+    accuracy.errorbar(*run.curve(), [*errors.values()], fmt="o-", ms=3)
+    accuracy.set(title="held-out accuracy", xlabel="training seconds")
+  else:
+    accuracy.plot(*_curves(run.steps, "reward/accuracy"))
+    accuracy.set(title="training accuracy", xlabel="step")
+  for i, (label, names) in enumerate(_FRACTIONS.items()):
+    x, part, total = _curves(run.steps, *names)
+    # Thinner and thinner, so that equal curves are all visible.
+    pruning.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
+  for label in ("generated", "trained"):
+    tokens.plot(*_curves(run.steps, f"tokens/{label}"), label=label)
+  seconds = _stage_seconds(run)
+  time.barh([*seconds], [*seconds.values()])
+  time.set(title="time by stage", xlabel="seconds")
+  time.invert_yaxis()
+  pruning.set(title="pruning", xlabel="step")
+  tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
+  for axis in (accuracy, pruning):
+    style.format_axes(axis)
+  for axis in (pruning, tokens):
+    axis.legend(fontsize=8)
+  figure.suptitle(_title(run))
   return figure
 
 

@@ -10,15 +10,15 @@ def of_step(
   lengths: np.ndarray,
   advantages: np.ndarray,
   weights: np.ndarray,
-  limit: int = 4,
 ) -> list[dict]:
-  """Chooses completions of one group, half of them pruned if possible.
+  """Chooses four completions of one group, two of them pruned if possible.
+
+  Each has `advantage`, `kept` and `weight` added.
 
   Args:
     samples: one for each sampled completion, group by group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
     advantages, weights: `[Q, G]`; a completion of weight 0 was pruned.
-    limit: most samples; each has `advantage`, `kept` and `weight` added.
   """
   rows, size = np.flatnonzero(lengths.max(axis=1)), lengths.shape[1]
   groups = [samples[i : i + size] for i in range(0, len(samples), size)]
@@ -31,10 +31,10 @@ def of_step(
   rank = lambda x: (x[1].any(), (x[2] > 0).any() and not (x[2] > 0).all())
   group, advantage, weight = max(outcomes, key=rank)
   kept, pruned = np.flatnonzero(weight > 0), np.flatnonzero(weight == 0)
-  kept = kept[: max(limit // 2, limit - len(pruned))]
+  kept = kept[: max(2, 4 - len(pruned))]
   return [
     group[i]
     | {"advantage": float(advantage[i]), "weight": float(weight[i])}
     | {"kept": bool(weight[i])}
-    for i in sorted([*kept, *pruned[: limit - len(kept)]])
+    for i in sorted([*kept, *pruned[: 4 - len(kept)]])
   ]

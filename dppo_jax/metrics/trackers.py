@@ -1,11 +1,9 @@
 """Sends metrics to TensorBoard and to Weights & Biases.
 
-A tracker has the methods `scalars`, `sync` (before a checkpoint) and `close`.
+A tracker has the methods `scalars` and `close`.
 """
 
-from collections.abc import Callable, Mapping
-import functools
-import importlib.util
+from collections.abc import Mapping
 import math
 import pathlib
 import time
@@ -18,10 +16,10 @@ Values = Mapping[str, Any]
 
 
 class TensorBoard:
-  """Scalars and the config, in `events/`."""
+  """Scalars, in `events/`."""
 
   def __init__(self, workdir: pathlib.Path, config: Values, first_step: int):
-    from tensorboardX import event_file_writer, proto, summary
+    from tensorboardX import event_file_writer, proto
 
     self._proto, folder = proto, workdir / "events"
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,9 +31,7 @@ class TensorBoard:
     # Later steps of earlier files are void.
     start = proto.event_pb2.SessionLog.START
     self._write(first_step + 1, session_log={"status": start})
-    text = "\n".join(f"    {name}: {value}" for name, value in config.items())
-    self._write(max(first_step, 0), summary=summary.text("config", text))
-    self.sync, self.close = self._file.flush, self._file.close
+    self.close = self._file.close
 
   def scalars(self, step: int, values: Values) -> None:
     summary = self._proto.summary_pb2.Summary()
@@ -43,6 +39,7 @@ class TensorBoard:
       if math.isfinite(value):
         summary.value.add(tag=name, simple_value=value)
     self._write(step, summary=summary)
+    self._file.flush()  # a kill must lose nothing before a checkpoint
 
   def _write(self, step: int, **content) -> None:
     event = self._proto.event_pb2.Event
@@ -61,7 +58,6 @@ class Wandb:
     options = {"id": path.read_text(), "name": path.read_text()}
     run = wandb.init(config=dict(config), resume="allow", **options)
     self.scalars = lambda step, values: run.log(dict(values), step=step)
-    self.sync = lambda: None  # wandb sends metrics in the background
     self.close = run.finish
 
 
@@ -75,13 +71,3 @@ def parse(names: str) -> list[str]:
     known = ", ".join(TRACKERS)
     raise UserError(f"config.log.writers has {unknown} but may have {known}")
   return parsed
-
-
-def openers(
-  workdir: pathlib.Path, config: Values, *, writers: str
-) -> dict[str, Callable[[int], TensorBoard | Wandb]]:
-  """Functions of the first step (-1 for a new run) that open each tracker."""
-  names = parse(writers)
-  if "wandb" in names and not importlib.util.find_spec("wandb"):
-    raise UserError("config.log.writers has wandb: pip install wandb first")
-  return {x: functools.partial(TRACKERS[x], workdir, config) for x in names}

@@ -3,7 +3,7 @@
 Metrics are named `stage/quantity`; README.md explains each of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import os
 import pathlib
@@ -12,8 +12,7 @@ import traceback
 from typing import Any
 
 from dppo_jax.analysis import jsonl
-from dppo_jax.errors import UserError
-from dppo_jax.metrics import progress
+from dppo_jax.metrics import progress, trackers
 from dppo_jax.metrics import warnings as health
 
 
@@ -29,27 +28,30 @@ class Writer(contextlib.AbstractContextManager):
     workdir: pathlib.Path,
     first_step: int | None,
     bar: progress.Progress,
-    watch: health.Health | None = None,
-    openers: Mapping[str, Callable[[int], Any]] | None = None,
+    watch: health.Health,
+    writers: str,
+    config: Mapping[str, Any],
   ):
     """Removes lines after `first_step`, as the run will write them again.
 
     Args:
       first_step: step of the checkpoint to resume from; None for a new run.
-      openers: functions that open trackers, see `trackers.openers`.
+      writers: trackers, as in `config.log.writers`.
+      config: options of the run by name, which trackers show.
     """
     first_step = -1 if first_step is None else first_step
     self.bar, self._watch, self._workdir = bar, watch, workdir
     self._files, self._trackers = {}, {}
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
-    for line in jsonl.read(workdir / "metrics.jsonl") if watch else ():
+    for line in jsonl.read(workdir / "metrics.jsonl"):
       watch.check(line["step"], line)
     for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
-      self._files[name] = jsonl.open_text(workdir / name, "a")
-    for name, open_one in (openers or {}).items():
+      self._files[name] = (workdir / name).open("a", **jsonl.ENCODING)
+    for name in trackers.parse(writers):
       with self._dropping(name):
-        self._trackers[name] = open_one(first_step)
+        tracker = trackers.TRACKERS[name](workdir, config, first_step)
+        self._trackers[name] = tracker
 
   def __exit__(self, *unused) -> None:
     self._each_tracker("close")
@@ -60,9 +62,7 @@ class Writer(contextlib.AbstractContextManager):
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes a line of metrics, and prints a warning if they look wrong."""
     values = {name: float(value) for name, value in values.items()}
-    warnings, messages = {}, []
-    if self._watch:
-      warnings, messages = self._watch.check(step, values)
+    warnings, messages = self._watch.check(step, values)
     values |= warnings
     self._append("metrics.jsonl", jsonl.line({"step": step, **values}))
     self._each_tracker("scalars", step, values)
@@ -75,11 +75,10 @@ class Writer(contextlib.AbstractContextManager):
     self._append("samples.jsonl", "".join(map(jsonl.line, lines)))
 
   def sync(self) -> None:
-    """Makes sure that everything is on disk before a checkpoint is saved."""
+    """Makes sure that all files are on disk before a checkpoint is saved."""
     for name, file in self._files.items():
       with jsonl.writing(self._workdir / name):
         os.fsync(file.fileno())
-    self._each_tracker("sync")
 
   def say(self, message: str) -> None:
     """Prints a message, and adds it to `log.txt`."""
@@ -94,12 +93,9 @@ class Writer(contextlib.AbstractContextManager):
       self._files["log.txt"].flush()
 
   def _append(self, name: str, text: str) -> None:
-    path = self._workdir / name
-    with jsonl.writing(path):
+    with jsonl.writing(self._workdir / name):
       self._files[name].write(text)
       self._files[name].flush()
-    if not path.exists():
-      raise UserError(f"{path} was deleted: the run cannot be saved")
 
   def _each_tracker(self, method: str, *args) -> None:
     for name, tracker in [*self._trackers.items()]:
@@ -116,11 +112,10 @@ class Writer(contextlib.AbstractContextManager):
       self.say(f"warning: {name} failed and is off from here on: {error!r}")
 
 
-class Silent(contextlib.nullcontext):
+class Silent:
   """The writer of all processes but the first, which writes nothing."""
 
   def __init__(self, bar: progress.Progress):
-    super().__init__(self)
     self.bar = bar
     self.write = self.write_samples = lambda *unused: None
     self.say = self.log = self.sync = lambda *unused: None

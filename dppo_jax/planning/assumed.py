@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
@@ -58,9 +59,15 @@ def assumed_run(
     train_set, eval_sets = setup.read_problems(c, tokenizer)
   else:
     tokenizer = None
-    train_set = data.ProblemSet.of_shape(
-      c.data.train_limit or _NUM_PROBLEMS,
-      sharding.round_up(c.data.max_prompt_tokens, 8),
+    num = c.data.train_limit or _NUM_PROBLEMS
+    width = sharding.round_up(c.data.max_prompt_tokens, 8)
+    train_set = data.ProblemSet(
+      *[("",) * num] * 4,
+      columns={},
+      tokens=np.broadcast_to(np.int32(0), (num, width)),
+      lengths=np.full(num, width, np.int32),
+      first_prompt="",
+      report="",
     )
     eval_sets = {"eval": train_set} if c.data.eval else {}
   return setup.make_run(

@@ -1,10 +1,6 @@
 """Reward functions: their names in a config, and the three built-in ones.
 
-A reward function follows TRL's convention: called with keyword arguments only,
-it gets the completions of one prompt and returns a number for each, or None for
-"does not apply". It receives the arguments that its signature names of
-`prompts` (problem texts), `completions`, `answers` (gold answers) and the
-data's other columns; all of them if it has `**kwargs`.
+README.md has the convention for functions of your own, which is TRL's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +8,7 @@ import contextlib
 import inspect
 from math import isfinite
 import os
+import re
 from typing import NamedTuple
 
 from dppo_jax import user_code
@@ -20,17 +17,16 @@ from dppo_jax.rewards.math_answers import last_boxed, outcome
 
 RewardFn = Callable[..., Sequence[float | None]]
 
-OUTCOMES = ("right", "wrong", "unboxed", "unparsed")
-
 
 class Verdict(float):
-  """A reward of 1.0 for the outcome `right` and 0.0 for the other three."""
+  """A reward of 1.0 for the outcome `right` and of 0.0 for any other.
+
+  The others of our functions are `wrong`, `unboxed` and `unparsed`.
+  """
 
   outcome: str
 
   def __new__(cls, outcome: str):
-    if outcome not in OUTCOMES:
-      raise ValueError(f"outcome {outcome!r} is not one of {OUTCOMES}")
     self = super().__new__(cls, outcome == "right")
     self.outcome = outcome
     return self
@@ -60,14 +56,15 @@ def boxed(completions: list[str]) -> list[float]:
 
 
 OURS: dict[str, RewardFn] = {"exact": exact, "math": math, "boxed": boxed}
+# A reference and, if given, a weight.
+_ITEM = re.compile(rf"({'|'.join(OURS)}|[^:]+:[^:]+)(?::([^:]+))?")
 
 
 class RewardSpec(NamedTuple):
   """A reward function as the config names it.
 
   Attributes:
-    name: for metrics and messages: the function's own name, or the reference
-      if two functions share a name.
+    name: the function's own, for metrics and messages.
     reference: a key of `OURS`, `/absolute/FILE.py:FUNCTION` or
       `PACKAGE.MODULE:FUNCTION`.
     weight: factor of its values in the reward; finite.
@@ -90,21 +87,17 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
       `:WEIGHT` (1.0): "math,boxed:0.5,my_rewards.py:brevity:0.1". From Python
       also a function of the top level of a module or file, or a sequence.
   Raises:
-    UserError: for an invalid or repeated item, or a file that does not exist.
+    UserError: for an invalid item or a repeated name.
   """
   if isinstance(functions, str):
     functions = functions.split(",")
   elif callable(functions):
     functions = [functions]
-  specs = [_spec(item) for item in functions]
-  references = [spec.reference for spec in specs]
+  specs = tuple(_spec(item) for item in functions)
   names = [spec.name for spec in specs]
-  if not specs or len({*references}) < len(specs):
-    raise _error(f"{references} is empty or lists a function twice")
-  return tuple(
-    spec._replace(name=spec.reference) if names.count(spec.name) > 1 else spec
-    for spec in specs
-  )
+  if not specs or len({*names}) < len(specs):
+    raise _error(f"{names} is empty or has a name twice")
+  return specs
 
 
 def _error(reason: str) -> UserError:
@@ -113,40 +106,29 @@ def _error(reason: str) -> UserError:
 
 def _spec(item: str | Callable) -> RewardSpec:
   text = item if isinstance(item, str) else user_code.reference_of(item)
-  reference, *rest = text.strip().split(":")
-  name = reference
-  if name not in OURS:
-    if reference.endswith(".py"):
-      reference = os.path.abspath(reference)
-      if not os.path.isfile(reference):
-        raise _error(f"{text!r}: there is no file {reference}")
-    name, *rest = rest or [""]
-    reference = f"{reference}:{name}"
-  if len(rest) > 1 or not (name in OURS or user_code.is_reference(reference)):
+  match = _ITEM.fullmatch(text.strip())
+  reference, weight = match.groups("1") if match else ("", "")
+  if reference not in OURS and not user_code.is_reference(reference):
     raise _error(
       f"{text!r} is none of {', '.join(OURS)}, FILE.py:FUNCTION and "
       "PACKAGE.MODULE:FUNCTION, with or without :WEIGHT"
     )
-  weight = rest[0] if rest else "1"
+  if ".py:" in reference:
+    reference = os.path.abspath(reference)
+  name = reference.rpartition(":")[2]
   with contextlib.suppress(ValueError):
     if isfinite(float(weight)):
       return RewardSpec(name, reference, float(weight))
   raise _error(f"{text!r}: the weight {weight!r} is not a finite number")
 
 
-def arguments(function: RewardFn) -> dict[str, bool]:
-  """Returns a function's arguments, True if required; `**` stands for any."""
-  try:
-    parameters = inspect.signature(function).parameters.values()
-  except ValueError:  # no signature, as in C
-    return {"**": False}
-  return {
-    "**" if p.kind is p.VAR_KEYWORD else p.name: (
-      p.default is p.empty and p.kind is not p.VAR_KEYWORD
-    )
-    for p in parameters
-    if p.kind is not p.VAR_POSITIONAL
-  }
+def required_arguments(function: RewardFn) -> list[str]:
+  """Returns the names of a function's arguments without a default."""
+  return [
+    p.name
+    for p in inspect.signature(function).parameters.values()
+    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
 
 
 # The result for one completion: a number, a Verdict's outcome, or None.
@@ -155,9 +137,10 @@ Mark = float | str | None
 
 def call(function: RewardFn, batch: Mapping[str, Sequence]) -> list[Mark]:
   """Calls a function; raises if it does not return a number per completion."""
-  takes = arguments(function)
+  parameters = inspect.signature(function).parameters
+  takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   values = function(
-    **{x: y for x, y in batch.items() if x in takes or "**" in takes}
+    **{x: y for x, y in batch.items() if takes_all or x in parameters}
   )
   # Numbers of numpy and torch have no common type.
   marks = [

@@ -7,6 +7,7 @@ from fractions import Fraction
 import functools
 import re
 
+from dppo_jax.errors import UserError
 from dppo_jax.rewards import normalize as notation
 from dppo_jax.rewards.normalize import normalize
 
@@ -78,8 +79,13 @@ def outcome(completion: str, gold: str) -> str:
 
 
 def warm_up() -> None:
-  """Imports math-verify and builds its parser's tables: half a second."""
-  _compare("1", "2")
+  """Builds the tables of math-verify's parser, in half a second.
+
+  Raises:
+    UserError: if it cannot compare, as with another version of antlr.
+  """
+  if _compare(r"\frac{1}{2}", "0.5") != "right":
+    raise UserError("'math' fails: reinstall math-verify as setup.py pins it")
 
 
 def _compare(gold: str, answer: str) -> str:

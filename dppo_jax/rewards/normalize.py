@@ -5,23 +5,15 @@ functions run in workers, on short answers that `normalize` returned.
 """
 
 from decimal import Decimal
-from fractions import Fraction
 import re
-import unicodedata
 
 _COMMANDS = (
   r"× \times · \cdot ⋅ \cdot ÷ \div ≤ \le ≥ \ge ≠ \ne ≈ \approx ± \pm π \pi "
-  r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ √ \sqrt"
+  r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ "
+  r"½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4}"
 ).split()
-_FRACTIONS = {  # NFKC makes 1, a fraction slash and 2 of ½
-  char: r"\frac{{{}}}{{{}}}".format(
-    *unicodedata.normalize("NFKC", char).split("\u2044")
-  )
-  for char in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-}
 _CHARS = str.maketrans(
   {c: f"{x} " for c, x in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
-  | _FRACTIONS
   | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")  # en dash, minus, ...
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
   | {"~": " "}
@@ -34,8 +26,7 @@ def _repeating(match: re.Match) -> str:
   r"""Writes 0.1\overline{6} as a fraction."""
   whole, start, period = match[1], match[2], match[3] or match[4]
   number = int(whole + start + period) - int(whole + start or "0")
-  value = Fraction(number, (10 ** len(period) - 1) * 10 ** len(start))
-  return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+  return rf"\frac{{{number}}}{{{'9' * len(period) + '0' * len(start)}}}"
 
 
 def _multiplied(match: re.Match) -> str:
@@ -50,11 +41,10 @@ _TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal) ?\{"
 
 # Applied in this order. Each takes linear time: it repeats what is bounded, or
 # what no other match can begin in.
-_BEFORE_CHARS = [
+_RULES = [
   (r"√\s?(?:(\d+(?:\.\d+)?)|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+  ("√", r"\\sqrt "),
   ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}"),
-]
-_AFTER_CHARS = [
   (r"\s+", " "),  # from here on there are no two blanks in a row
   (r"(?<!\\)\$", ""),  # around mathematics
   (r"^ ?(?:=|\\approx(?![a-zA-Z])) ?", ""),
@@ -90,13 +80,11 @@ def normalize(answer: str) -> str:
   >>> normalize("11,\\! 111,\\! 100."), normalize(r"\textcolor{red}{–½}")
   ('11111100', '-\\frac{1}{2}')
   >>> normalize(r"0.1\overline{6}"), normalize(r"5.2\text{ million}")
-  ('\\frac{1}{6}', '5200000')
+  ('\\frac{15}{90}', '5200000')
   """
   is_colored = "color" in answer
-  for pattern, new in _BEFORE_CHARS:
-    answer = re.sub(pattern, new, answer)
   answer = answer.translate(_CHARS)
-  for pattern, new in _AFTER_CHARS:
+  for pattern, new in _RULES:
     answer = re.sub(pattern, new, answer)
   answer = answer.strip().removesuffix(".").strip()
   # Braces around everything are TeX's, but those of {1,2} stand for a set.

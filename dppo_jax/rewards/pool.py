@@ -16,7 +16,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 
 from dppo_jax import user_code
@@ -24,7 +23,6 @@ from dppo_jax.errors import UserError
 from dppo_jax.rewards import functions, math_answers
 
 START_SECONDS = 120.0  # for a process to import everything: usually 0.5 s
-START_ATTEMPTS = 3
 MEMORY_BYTES = 4 << 30  # address space of a process
 MAX_CHARS = 4000  # of an error message or a traceback
 ENVIRONMENT = {
@@ -53,11 +51,11 @@ class Worker:
   """A process that executes one call at a time; `start` starts it.
 
   Attributes:
-    takes: `functions.arguments` of each function by reference, once started.
+    required: references and names of required arguments, once started.
   """
 
   def __init__(self, references: Sequence[str], timeout_seconds: float):
-    self.takes: dict[str, dict[str, bool]] = {}
+    self.required: list[tuple[str, str]] = []
     self._references = references
     self._timeout_seconds = timeout_seconds
     self._process: subprocess.Popen | None = None
@@ -98,39 +96,32 @@ class Worker:
     """Starts the process if there is none; it loads the functions.
 
     Raises:
-      UserError: if a function cannot be loaded, or after `START_ATTEMPTS`
-        processes that died or were not ready in `START_SECONDS`.
+      UserError: if a function cannot be loaded, or the process dies or is not
+        ready in `START_SECONDS`.
     """
     if self._process:
       return
-    for _ in range(START_ATTEMPTS):
-      if self._is_closed:
-        raise RuntimeError("the grader is closed")
-      self._launch()
-      try:
-        reply = self._receive(START_SECONDS)
-        break
-      except (OSError, EOFError) as error:
-        is_slow = isinstance(error, TimeoutError)
-        self._log.seek(0)
-        printed = self._log.read()[-2000:].decode(errors="replace").strip()
-        self.stop()
-    else:
+    if self._is_closed:
+      raise RuntimeError("the grader is closed")
+    self._launch()
+    try:
+      reply = self._receive(START_SECONDS)
+    except (OSError, EOFError) as error:
+      is_slow = isinstance(error, TimeoutError)
       reason = f"was not ready in {START_SECONDS:g} s" if is_slow else "died"
+      self.stop()
       raise UserError(
         f"config.reward.functions: a worker process {reason} while it loaded "
-        f"{', '.join(self._references)} ({START_ATTEMPTS} attempts); it last "
-        f"printed: {printed.splitlines()[-1] if printed else 'nothing'}"
-      )
+        f"{', '.join(self._references)}: import them in Python to see why"
+      ) from error
     if "error" in reply:
       self.stop()
       line, _, details = reply["error"].partition("\n")
       cause = RuntimeError(details)
       raise UserError(f"config.reward.functions: {line}") from cause
-    self.takes = reply["takes"]
+    self.required = reply["required"]
 
   def _launch(self) -> None:
-    self._log = tempfile.TemporaryFile()
     self._pipe, theirs = multiprocessing.Pipe()
     options = {
       "path": [os.path.abspath(x) for x in sys.path],  # "" is this directory
@@ -142,8 +133,8 @@ class Worker:
       self._process = subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM, json.dumps(options)],
         stdin=subprocess.DEVNULL,
-        stdout=self._log,
-        stderr=self._log,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         env=os.environ | ENVIRONMENT,
         start_new_session=True,  # Ctrl-C is for the trainer
@@ -162,7 +153,6 @@ class Worker:
     status = self._process.wait()
     self._process = None
     self._pipe.close()
-    self._log.close()
     return status
 
   def close(self) -> None:
@@ -188,14 +178,16 @@ def serve(
   logging.disable()  # math-verify warns that it has no deadline of its own
   try:
     loaded = {x: functions.OURS.get(x) or user_code.load(x) for x in references}
-  except UserError as error:
+    if "math" in references:
+      math_answers.warm_up()
+  except Exception as error:
     return _send(pipe, _explain(error, str(error)))
-  if "math" in references:
-    math_answers.warm_up()
-  null = os.open(os.devnull, os.O_WRONLY)  # nobody reads what functions print
-  os.dup2(null, 1)
-  os.dup2(null, 2)
-  _send(pipe, {"takes": {x: functions.arguments(f) for x, f in loaded.items()}})
+  required = [
+    (reference, name)
+    for reference, function in loaded.items()
+    for name in functions.required_arguments(function)
+  ]
+  _send(pipe, {"required": required})
   with contextlib.suppress(EOFError, OSError):
     while request := json.loads(pipe.recv_bytes()):
       # Ends an orphan that hangs; the trainer's own deadline comes first.

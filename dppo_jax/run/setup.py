@@ -11,7 +11,6 @@ from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
-from dppo_jax.metrics import progress
 from dppo_jax.models import attention, hf, transformer
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint, preflight
@@ -73,23 +72,25 @@ class Run(NamedTuple):
     num_rows = p.num_rows(prompts // parts * group_size, longest)
     epoch, left_over = divmod(len(self.train_set), prompts)
     reports = [x.report for x in self.eval_sets.values()]
-    lines = [
-      f"model: {m.family}, {m.layers} layers of width {m.embed}, "
-      f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
-      f"{sharding.describe(self.mesh)}",
-      self.train_set.report,
-      *(reports or ["eval: no problems"]),
-      self.train_set.first_prompt,
-      f"step: {prompts} prompts x {group_size} sequences of at most "
-      f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
-      f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
-      f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
-      f"mini-batches, {c.objective.num_updates} update(s) per rollout",
-      f"epoch: {epoch} steps; {left_over} prompts are left over (different "
-      "ones each epoch)",
-      f"method: {c.method.name}, objective {c.objective.name}, {c.steps} steps",
-    ]
-    return progress.wrapped("\n".join(lines))
+    return "\n".join(
+      [
+        f"model: {m.family}, {m.layers} layers of width {m.embed}, "
+        f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
+        f"{sharding.describe(self.mesh)}",
+        self.train_set.report,
+        *(reports or ["eval: no problems"]),
+        self.train_set.first_prompt,
+        f"step: {prompts} prompts x {group_size} sequences of at most "
+        f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
+        f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
+        f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
+        f"mini-batches, {c.objective.num_updates} update(s) per rollout",
+        f"epoch: {epoch} steps; {left_over} prompts are left over (different "
+        "ones each epoch)",
+        f"method: {c.method.name}, objective {c.objective.name}, "
+        f"{c.steps} steps",
+      ]
+    )
 
 
 def setup_run(config: configs.Config, trains: bool = True) -> Run:
@@ -101,7 +102,6 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
   configs.validate(config)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
   preflight.check_processes(mesh)
-  rewards.check(config.reward.functions)
   if trains:
     preflight.check_training(mesh, config)
     if config.sft.from_run:

@@ -40,9 +40,9 @@ def train(variant: str, seed: int, workdir: pathlib.Path) -> dict:
   config = f"configs/arithmetic.py:{VARIANTS[variant]}"
   command = processes.train_command(config, workdir, f"--config.seed={seed}")
   subprocess.run(command, cwd=processes.ROOT, check=True)
-  run = runs.load(workdir, clock="step/cpu_seconds")
+  run = runs.load(workdir)
   steps = run.steps
-  seconds, accuracy = run.curve()
+  seconds, accuracy = run.curve("step/cpu_seconds")
   total = run.total
   median = lambda name: statistics.median(line[name] for line in steps)
   mean = lambda name: statistics.mean(line[name] for line in steps)
@@ -51,7 +51,9 @@ def train(variant: str, seed: int, workdir: pathlib.Path) -> dict:
     "seed": seed,
     "accuracy": accuracy.tolist(),
     "seconds": seconds.tolist(),
-    "seconds_to": {f"{mark:.0%}": run.cost_to(mark) for mark in MARKS},
+    "seconds_to": {
+      f"{mark:.0%}": run.cost_to(mark, "step/cpu_seconds") for mark in MARKS
+    },
     "step_seconds": median("step/cpu_seconds"),
     "step_wall_seconds": median("step/seconds"),
     "rollout_seconds": median("rollout/seconds"),

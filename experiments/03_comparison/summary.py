@@ -20,15 +20,15 @@ def summary(workdir: pathlib.Path, clock: str) -> dict:
     All others: medians over steps of `step_seconds`, totals of prompts and
     tokens, means of fractions.
   """
-  run = runs.load(workdir, clock)
+  run = runs.load(workdir)
   steps, total = run.steps, run.total
-  seconds, accuracy = run.curve()
+  seconds, accuracy = run.curve(clock)
   median = lambda name: statistics.median(line[name] for line in steps)
   mean = lambda name: total(name) / len(steps)
   return {
     "accuracy": accuracy.tolist(),
     "seconds": seconds.tolist(),
-    "seconds_to": {f"{mark:.0%}": run.cost_to(mark) for mark in MARKS},
+    "seconds_to": {f"{mark:.0%}": run.cost_to(mark, clock) for mark in MARKS},
     "stage_seconds": {
       stage: total(f"{stage}/seconds") for stage in runs.STAGES
     },

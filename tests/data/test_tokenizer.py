@@ -155,7 +155,6 @@ def test_prompt_goes_through_the_template_and_begins_once(small):
 def test_without_template_a_prompt_is_plain_text_that_begins_once(small):
   tokenizer = PretrainedTokenizer(small())
   assert tokenizer.prompt(TALK[:2]) == "be\n\none"
-  assert tokenizer.template_note == "no chat template"
   prompt = tokenizer.encode_prompt(TALK[:2])
   assert prompt == [0, *tokenizer.encode("be one")]
   assert 0 not in tokenizer.encode("one brief")
@@ -164,7 +163,6 @@ def test_without_template_a_prompt_is_plain_text_that_begins_once(small):
 def test_chat_template_may_be_given_as_an_argument(small):
   args = {"chat_template": "brief {{ messages[0].content }}"}
   tokenizer = PretrainedTokenizer(small(), args)
-  assert tokenizer.template_note == ""
   assert tokenizer.prompt("one") == "brief one"
 
 

@@ -1,7 +1,6 @@
 """Writers of rows, one for each kind of source."""
 
 from collections.abc import Mapping, Sequence
-import gzip
 import json
 import pathlib
 from typing import Any
@@ -15,10 +14,9 @@ Rows = Sequence[Mapping[str, Any]]  # the same columns in every row
 
 
 def write_jsonl(path: pathlib.Path, rows: Rows) -> str:
-  """Writes one row a line, compressed if the name ends in .gz; the path."""
+  """Writes one row a line; returns the path."""
   text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-  data = text.encode()
-  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  path.write_text(text, encoding="utf-8")
   return str(path)
 
 

@@ -103,9 +103,7 @@ def test_without_a_terminal_there_are_few_lines():
     text=True,
   ).stdout.splitlines()
   ended, step, said, over = lines
-  seconds = r"1.\d s"
-  parts = f", update {seconds}, roll_out {seconds}"
-  assert re.fullmatch(f"compiling took {seconds}{parts}", ended)
+  assert re.fullmatch(r"compiling took 1.\d s", ended)
   # The first step is reported at once, none of the next ten seconds.
   assert re.fullmatch("step 1 of 200: accuracy 0.91.* 00:.. left", step)
   assert (said, over) == ("step 3: held-out accuracy 0.500", "over")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dppo_jax.errors import UserError
-from dppo_jax.metrics import progress, report, writer
+from dppo_jax.metrics import report
 
 CONFIG = {
   "seed": 3,
@@ -89,27 +89,4 @@ def test_held_out_samples_of_first_and_last_step_are_shown(tmp_path):
   page = report.write(_workdir(tmp_path, _lines(1), samples)).read_text()
   assert "eval 0" in page and "eval 1" not in page and "train 0" not in page
   assert "Step 0, right, answer 2:" in page and "Step 2, wrong" in page
-  assert "`````\n1+1=\n````\ncode\n`````" in page
-
-
-def test_live_report_takes_little_time_and_its_errors_are_logged(
-  tmp_path, monkeypatch
-):
-  now, written = [0.0], []
-
-  def write(workdir):
-    now[0] += 3
-    written.append(now[0])
-    if len(written) == 2:
-      raise OSError("no space left")
-
-  monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-  monkeypatch.setattr(report, "write", write)
-  with writer.Writer(tmp_path, None, progress.Progress()) as out:
-    page = report.LiveReport(tmp_path, out)
-    for step in range(100):
-      now[0] += 10
-      page.refresh(step)
-  assert len(written) > 2
-  assert all(3 * i <= 0.02 * x for i, x in enumerate(written))
-  assert "no space left" in (tmp_path / "log.txt").read_text()
+  assert "\n\n    1+1=\n    ````\n    code\n" in page

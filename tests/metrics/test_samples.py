@@ -6,29 +6,29 @@ import pytest
 from dppo_jax.metrics import samples
 
 
-def _chosen(rewards, lengths, advantages, weights, **kwargs):
+def _chosen(rewards, lengths, advantages, weights):
   """`(name, advantage, weight)` of the chosen completions."""
   lines = [
     {"completion": f"{q}.{i}", "reward": float(reward)}
     for q, group in enumerate(rewards)
     for i, reward in enumerate(group)
   ]
-  chosen = samples.of_step(
-    lines, *map(np.asarray, (lengths, advantages, weights)), **kwargs
-  )
+  arrays = map(np.asarray, (lengths, advantages, weights))
+  chosen = samples.of_step(lines, *arrays)
   assert all(x["kept"] == (x["weight"] > 0) for x in chosen)
   return [(x["completion"], x["advantage"], x["weight"]) for x in chosen]
 
 
 def test_kept_and_pruned_completions_of_one_group_are_chosen():
   """The pruned prompt has a row in the arrays, but no samples."""
-  assert _chosen(
-    rewards=[[0, 0, 0, 0], [1, 0, 1, 0]],
-    lengths=[[3, 3, 3, 3], [0, 0, 0, 0], [2, 2, 2, 2]],
-    advantages=[[0, 0, 0, 0], [0, 0, 0, 0], [1, -1, 1, -1]],
-    weights=[[1, 1, 1, 1], [0, 0, 0, 0], [2, 0, 2, 2]],
-    limit=2,
-  ) == [("1.0", 1.0, 2.0), ("1.1", -1.0, 0.0)]
+  chosen = _chosen(
+    rewards=[[0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0]],
+    lengths=[[3] * 6, [0] * 6, [2] * 6],
+    advantages=[[0] * 6, [0] * 6, [1, -1, 1, -1, 1, -1]],
+    weights=[[1] * 6, [0] * 6, [2, 0, 2, 2, 0, 0]],
+  )
+  assert [x[0] for x in chosen] == ["1.0", "1.1", "1.2", "1.4"]
+  assert chosen[:2] == [("1.0", 1.0, 2.0), ("1.1", -1.0, 0.0)]
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])

@@ -72,7 +72,7 @@ def test_resumed_run_warns_as_if_it_had_not_stopped(tmp_path):
     folder.mkdir()
     for end in parts:
       watch, bar = warnings.Health(1), progress.Progress()
-      with writer.Writer(folder, done, bar, watch) as out:
+      with writer.Writer(folder, done, bar, watch, "", {}) as out:
         for step in range((done or 0) + 1, end + 1):
           out.write(step, line)
       done = end
