@@ -14,11 +14,10 @@ class Limit(NamedTuple):
   text: str
 
 
-# The first two also accept a function from the step to such a number.
+# It also accepts a function from the step to such a number.
 FRACTION = Limit(lambda x: callable(x) or 0 < x <= 1, "in (0, 1]")
 RATE = Limit(
-  lambda x: callable(x) or 0 <= x < 1,
-  "in [0, 1): a rate of 1 has no unbiased weight",
+  lambda x: 0 <= x < 1, "in [0, 1): a rate of 1 has no unbiased weight"
 )
 UNIT = Limit(lambda x: 0 <= x <= 1, "in [0, 1]")
 POSITIVE = Limit(lambda x: x > 0, "above 0")

@@ -89,13 +89,11 @@ def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):
     lse = jax.nn.logsumexp(logits, axis=-1)
     logprobs = _at_target(logits, columns.take(targets, i)) - lse
     entropy = lse - (probs * logits).sum(-1)
-    logit_grad_sq = 1 - 2 * jnp.exp(logprobs) + (probs * probs).sum(-1)
-    at_least_0 = (jnp.maximum(x, 0) for x in (entropy, logit_grad_sq))
-    new = TokenStats(logprobs, *at_least_0)
+    new = TokenStats(logprobs, jnp.maximum(entropy, 0))
     return jax.tree.map(lambda x, y: columns.put(x, y, i), stats, new)
 
   empty = jnp.zeros(targets.shape, jnp.float32)
-  empty = TokenStats(empty, empty, empty)
+  empty = TokenStats(empty, empty)
   stats = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
   return jax.tree.map(columns.restore, stats)
 

@@ -56,11 +56,9 @@ def test_stats_are_those_of_the_whole_distribution():
   probs = np.exp(logits - logits.max(-1, keepdims=True))
   probs /= probs.sum(-1, keepdims=True)
   of_target = np.take_along_axis(probs, np.asarray(targets)[..., None], -1)
-  one_hot = np.eye(20)[np.asarray(targets)]
   want = {
     "logprobs": np.log(of_target[..., 0]),
     "entropy": -(probs * np.log(probs)).sum(-1),
-    "logit_grad_sq": np.square(one_hot - probs).sum(-1),
   }
   for name, value in want.items():
     at_needed = np.where(is_needed, value, 0.0)
