@@ -1,9 +1,7 @@
 """The objectives of the papers, each a factory: see methods/README.md.
 
-With one update on a rollout every ratio is 1: the clips do nothing, and grpo
-and gspo have one gradient, as have dapo and cispo. More updates come from
-`objective.mini_batches` and `objective.inner_updates`. Factories return equal
-values for equal arguments, so that the same objective compiles once.
+Factories return equal values for equal arguments, so that the same objective
+compiles once.
 """
 
 import functools

@@ -1,10 +1,9 @@
 """The loss of an objective: a weighted sum that is never divided.
 
-The formulas of the objectives' token losses are in objectives.py. An objective
-is a value; its normaliser is folded into one weight per token
-before the backward pass, so that the sum does not depend on packing,
-micro-batches or devices. One division, by the number of completions in the
-unpruned batch, happens in `update.apply_gradient`.
+An objective's normaliser is folded into one weight per token before the
+backward pass, so that the sum does not depend on packing, micro-batches or
+devices. One division, by the number of completions in the unpruned batch,
+happens in `update.apply_gradient`.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,6 @@ from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.pods import max_variance
 from dppo_jax.methods.ranking import round_count
 from dppo_jax.records import Selection
-from dppo_jax.rng import as_step_rng
 
 
 def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
@@ -100,7 +99,6 @@ def top_entropy(keep: method.Rate) -> method.TokenRule:
   check(FRACTION, keep=keep)
 
   def select(rng, batch, stats):
-    rng = as_step_rng(rng)
     can_train = method.trainable(batch)
     num_trainable = can_train.sum(dtype=jnp.int32)
     num = round_count(method.at_step(keep, rng.step), num_trainable)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo.advantages import is_zero_variance
-from dppo_jax.algo.validation import FRACTION, UNIT, check, integer, one_of
+from dppo_jax.algo.validation import COUNT, FRACTION, UNIT, check, one_of
 from dppo_jax.methods import method
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.methods.grpo import grpo
@@ -43,7 +43,7 @@ def greso(
     4. One update on a rollout unless `objective.mini_batches` is set: 4 in the
        authors' scripts, of 64 prompts each.
   """
-  check(integer(1), max_draws=max_draws)
+  check(COUNT, max_draws=max_draws)
   check(one_of("plain", "exact", "none"), dynamic_sampling=dynamic_sampling)
   prompts = drop_zero_variance_streaks(base, floor, target, tuning)
   if dynamic_sampling == "none":

@@ -217,16 +217,6 @@ def test_the_buffer_holds_the_first_groups_with_variance_in_order():
   assert (got.prompts.ids[:, 0] != got.prompts.ids[:, 1]).all()
 
 
-def test_one_place_cannot_be_exact():
-  chunk = _chunk(jnp.array([0]), jnp.array([0]))
-  with pytest.raises(
-    ValueError, match="prompts_per_step is 1 but must be at least 2"
-  ):
-    jax.eval_shape(
-      lambda: denominator(init_buffer(*chunk), DynamicSampling(2, True))
-    )
-
-
 def test_next_chunk_is_a_quarter_more_than_seems_needed():
   sequences, _ = _sequences(1, 4)
 

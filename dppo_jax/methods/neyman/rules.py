@@ -233,7 +233,6 @@ def neyman_tokens(budget: float, min_prob: float = 0.05) -> method.TokenRule:
 
   def select(rng, batch, stats):
     del stats
-    rng = as_step_rng(rng)
     can_train = method.trainable(batch)
     size = jnp.maximum(-jnp.expm1(batch.old_logprobs), 0.0)
     size *= jnp.abs(batch.advantages * batch.weights)
