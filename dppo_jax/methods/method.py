@@ -147,9 +147,7 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
   return biased
 
 
-def at_step(
-  rate: Rate, step: int | Int[Array, ""] | None
-) -> float | Float[Array, ""]:
+def at_step(rate: Rate, step: int | Int[Array, ""] | None):
   """Evaluates a constant or scheduled rate at `step`."""
   return rate(jnp.asarray(step, jnp.int32)) if callable(rate) else rate
 

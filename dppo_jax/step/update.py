@@ -134,7 +134,7 @@ def score(
   def score_one(i, stats):
     rows = _take(batch, i)
     arguments, _ = _head_args(params, config, rows, rows.is_trained)
-    new = lm_head.token_stats(*arguments)
+    new = TokenStats(*lm_head.logprobs_and_entropy(*arguments))
     put = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
 
