@@ -181,8 +181,3 @@ def next_size(
   mixed = has_variance(rollout, rewards).sum(dtype=jnp.int32)
   needed = -(-5 * missing * rolled // jnp.maximum(4 * mixed, 1))
   return jnp.where(mixed > 0, jnp.minimum(needed, size), size)
-
-
-def limit(kept: Selection, size: int | Int[Array, ""]) -> Selection:
-  """Keeps only the first `size` of those that `kept`, `[N]`, keeps."""
-  return kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= size))

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dppo_jax import methods
 from dppo_jax.methods.dynamic_sampling import (
   DynamicSampling,
   add_groups,
   denominator,
   draws_of_step,
   init_buffer,
-  limit,
   next_size,
 )
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.step import collect
 
 # What may happen to a candidate: its chance, whether it was kept and with what
 # probability, whether its group has variance, and its term of the gradient.
@@ -247,9 +248,17 @@ def test_limit_keeps_the_first():
   keep = np.array(list(itertools.product([False, True], repeat=5)))
   prob = jnp.full((5,), 0.5, jnp.float32)
 
+  # Here the history is what the rule keeps.
+  select = lambda rng, history, ids: Selection(history, prob)
+  rule = methods.every_prompt()._replace(select=select)
+  method = methods.grpo()._replace(prompts=rule)
+
   @jax.jit
   def limited(size):
-    return jax.vmap(lambda x: limit(Selection(x, prob), size))(keep)
+    choose = lambda x: collect.choose_prompts(
+      None, x, None, size, method=method
+    )
+    return jax.vmap(choose)(keep)
 
   for size in range(6):
     got = jax.device_get(limited(size))
