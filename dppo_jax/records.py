@@ -170,13 +170,10 @@ class TokenStats:
   Attributes:
     logprobs: `[R, L]`, nats, of the target.
     entropy: `[R, L]`, nats, of the distribution.
-    logit_grad_sq: `[R, L]`, squared norm of the gradient of the target's
-      log-probability with respect to the logits, 1 - 2 p + sum of p_v^2.
   """
 
   logprobs: Float[Array, "*rows L"]
   entropy: Float[Array, "*rows L"]
-  logit_grad_sq: Float[Array, "*rows L"]
 
 
 @struct.dataclass

@@ -145,7 +145,7 @@ chosen = stages["choose_prompts"](
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))
 print("prob", chosen.prob.shape, chosen.prob)
-score = state.history.score[prompts.ids]
+score = state.history[prompts.ids]
 print("score of the last visit", score.shape, score.round(2))
 
 # %% [markdown]
@@ -202,12 +202,12 @@ print(
 # What this visit taught is written down for the next one.
 
 # %%
-old = state.history.score[prompts.ids]
+old = state.history[prompts.ids]
 history, num_draws = stages["update_history"](
   state.history, state.step, state.draws, rollout, rewards, graded.correct
 )
 print("before", old.round(2))
-print("now   ", history.score[prompts.ids].round(2))
+print("now   ", history[prompts.ids].round(2))
 state = state.replace(history=history, draws=num_draws)
 
 # %% [markdown]

@@ -131,7 +131,7 @@ key = jax.random.key(0)
 rules = {
   "uniform": uniform(0.5),
   "dppo": methods.drop_small_advantage(0.5),
-  "neyman": methods.neyman_completions(0.5, proxy="none"),
+  "neyman": methods.neyman_completions(0.5),
 }
 probs = {name: np.array(r(key, groups).prob) for name, r in rules.items()}
 for name, prob in probs.items():

@@ -29,7 +29,7 @@ RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)
 SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 IDS = jnp.arange(3, dtype=jnp.int32)
 
-_ACTIVE = {"beta": 0.3, "dual_clip": 1.3}
+_ACTIVE = {"beta": 0.3}
 OBJECTIVES = {
   "grpo": objectives.grpo(0.1, 0.15, **_ACTIVE),
   # A denominator known before any draw: exact where prompts are pruned too.
@@ -44,11 +44,8 @@ LOSSES = ("cispo", "rloo")
 WEIGHTED = {
   "dppo": methods.dppo(0.6, 0.7),
   "dppo, batch": methods.dppo(0.6, 0.7, "batch"),
-  "greso": methods.greso(0.5, is_weighted=True, dynamic_sampling="none"),
+  "greso": methods.greso(0.5, dynamic_sampling="none"),
   "neyman": methods.neyman(0.67, 0.6),
-  "neyman, length": methods.neyman(0.67, 0.6)._replace(
-    completions=methods.neyman_completions(0.6, proxy="length")
-  ),
   "neyman, automatic": methods.neyman(0.67, update_cost=9.0),
   "neyman, automatic by time": methods.neyman(0.67),
   "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
@@ -290,7 +287,7 @@ WRONG = {
     "is_weighted": False,
   },
   "no weights of prompts": {
-    "method": methods.greso(is_weighted=True, dynamic_sampling="none"),
+    "method": methods.greso(dynamic_sampling="none"),
     "is_weighted": False,
   },
   "statistics after": {
@@ -315,7 +312,6 @@ def test_the_enumeration_has_teeth(wrong):
 
 COLLAPSED = {
   "dppo": methods.dppo(0.0, 0.0),
-  "dppo, ended": methods.dppo(prune_until=0.001, total_steps=100),
   "cppo": methods.cppo(1.0),
   "cppo, batch": methods.cppo(1.0, "batch"),
   "greso": methods.greso(1.0, tuning=0.0, dynamic_sampling="none"),
@@ -360,7 +356,7 @@ def test_keeping_all_is_grpo_to_the_bit(method):
     return batch, num_micro
 
   half = jnp.float32(0.5)
-  batch, num_micro = pack(TokenStats(-half, half, half))
+  batch, num_micro = pack(TokenStats(-half, half))
   (_, _, _, want, want_micro), *_ = _draws(methods.grpo(), objective)
   jax.tree.map(
     np.testing.assert_array_equal, (batch, num_micro), (want, want_micro)

@@ -52,7 +52,6 @@ REJECTED = [
   ("method.args.scope=all", "config.method.args", "group, batch"),
   ("objective.args.beta=-1", "config.objective.args", "at least 0"),
   ("greso method.args.max_draws=0", "config.method.args", "max_draws"),
-  ("greso method.args.is_weighted=True", "config.method.args", "exact or none"),
   (
     "greso method.args.dynamic_sampling=exact objective.args.beta=0.1",
     "config.objective.args.beta",

@@ -278,7 +278,7 @@ def test_every_objective_trains(uninterrupted, tmp_path, objective):
       "reward.overlong_tokens": 4,
     },
   )
-  c.objective.args |= {"beta": 0.1, "dual_clip": 3.0, "sampler_cap": 2.0}
+  c.objective.args |= {"beta": 0.1, "sampler_cap": 2.0}
   train.run(c, tmp_path)
   steps = [m for m in _metrics(tmp_path) if "reward/mean" in m]
   assert all(m["update/compiles"] == 0 for m in steps[1:])

@@ -10,7 +10,7 @@ import pytest
 import small
 
 from dppo_jax import methods
-from dppo_jax.algo import objectives
+from dppo_jax.algo import objectives, policy_loss
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.metrics import warnings as health
 from dppo_jax.records import TrainState
@@ -90,6 +90,23 @@ def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
   # With a penalty those completions are trained on without being asked for.
   held = _gradient_of(rollout)
   assert held.sums["tokens"] == heavy.sums["tokens"]
+
+
+def test_a_sampler_that_differs_is_made_up_for_by_weights():
+  """On policy; off policy `choose_tokens` does it, before the update."""
+  plain, capped = objectives.grpo(), objectives.grpo(sampler_cap=1.1)
+  batch, num_micro, *_ = _select(small.rollout(small.prompts()), plain)
+  params, config = small.params(0), _config(plain, inner_updates=1)
+  stats = update.score(params, config, batch, num_micro)
+  factor = policy_loss.sampler_correction(
+    stats.logprobs, batch.old_logprobs, 1.1
+  )
+  assert factor.min() < 1 < factor.max() <= jnp.float32(1.1)
+  weighted = batch.replace(weights=batch.weights * factor)
+  want = _gradient(params, None, weighted, num_micro, config)
+  config = config._replace(objective=capped)
+  got = _gradient(params, None, batch, num_micro, config)
+  _assert_close(got.grad, want.grad)
 
 
 @pytest.mark.parametrize("spec", [PackingSpec(11, 1, 1), PackingSpec(40, 3, 9)])

@@ -1,4 +1,3 @@
-# ruff: noqa: F401 (re-exports)
 """Pure mathematics of arrays: it knows no model, no config and no files."""
 
 from dppo_jax.algo.advantages import (

@@ -7,11 +7,10 @@ of the others are zero. None counts all.
 
 from collections.abc import Sequence
 
+import chex
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
-
-from dppo_jax.algo.validation import Limit, check
 
 Rewards = Float[Array, "Q G"] | np.ndarray | Sequence
 Mask = Bool[Array, "Q G"] | np.ndarray | Sequence
@@ -40,10 +39,6 @@ def group_normalized(
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
     deviation and this eps are what verl and tunix use; the paper says neither.
   """
-  if not eps > 0:
-    raise ValueError(
-      f"eps is {eps} but must be above 0: equal rewards have a deviation of 0"
-    )
   rewards, counted = _arrays(rewards, is_counted)
   centred = group_centred(rewards, counted)
   per_freedom = 1.0 / jnp.maximum(_size(counted) - ddof, 1.0)
@@ -118,15 +113,9 @@ def overlong_penalty(
 
   Args:
     max_tokens: generation limit.
-    cache: length of the ramp, in tokens, at most `max_tokens`; 0 for no
-      penalty.
+    cache: length of the ramp, in tokens, from 1 to `max_tokens`.
   Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.4.
   """
-  is_valid = lambda x: 0 <= x <= max_tokens
-  limit = Limit(is_valid, f"from 0 to {max_tokens}, the generation limit")
-  check(limit, "config.reward.overlong_tokens", cache=cache)
-  if cache == 0:
-    return jnp.zeros(lengths.shape, jnp.float32)
   remaining = (max_tokens - cache - lengths).astype(jnp.float32)
   return jnp.clip(remaining / cache, -1.0, 0.0)
 
@@ -136,21 +125,13 @@ def _arrays(
 ) -> tuple[Float[Array, "Q G"], Bool[Array, "Q G"]]:
   """Rewards as floats, and a full mask of those that are counted."""
   rewards = jnp.asarray(rewards)
-  if rewards.ndim != 2:
-    raise ValueError(
-      f"rewards have the shape {rewards.shape} but must be [Q, G], one row for "
-      "each group"
-    )
+  chex.assert_rank(rewards, 2)  # [Q, G]
   if not jnp.issubdtype(rewards.dtype, jnp.floating):
     rewards = rewards.astype(jnp.float32)
   if is_counted is None:
     return rewards, jnp.ones(rewards.shape, bool)
   counted = jnp.asarray(is_counted, bool)
-  if counted.shape != rewards.shape:
-    raise ValueError(
-      f"is_counted has the shape {counted.shape} but must have that of the "
-      f"rewards, {rewards.shape}"
-    )
+  chex.assert_equal_shape((rewards, counted))
   return rewards, counted
 
 

@@ -117,10 +117,12 @@ def systematic(
   2 True False
 
   Args:
-    prob: multiples of `1 / GRID` whose sum is `n`.
+    prob: multiples of `1 / GRID`.
+    n: the sum of `prob`, as given to `water_filling`. The draw follows from
+      `prob` alone; `n` only states its size where it is called.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
-  del n  # the sum of `prob`; stated for readers of the call
+  del n
   offset = jax.random.bits(key, dtype=jnp.uint32) >> 12
   return systematic_at(offset, prob)
 

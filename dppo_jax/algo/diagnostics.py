@@ -14,7 +14,13 @@ def diagnose(
   size: Float[Array, "Q G"],
   is_needed: Bool[Array, "Q G"],
 ) -> dict[str, Float[Array, ""]]:
-  """Returns metrics of the noise that pruning adds.
+  """Returns metrics of the noise that pruning adds; see metrics/README.md.
+
+  weights/added_variance is sum w (w - 1) a^2 / sum w a^2 over the kept
+  completions, with the expectations sum (1/prob - 1) a^2 and sum a^2: the
+  variance that pruning adds if draws and gradients are independent, as a
+  fraction of that of the full batch. Stratified designs add less; unweighted
+  rules are biased too.
 
   Args:
     chosen: `[Q, G]`, the choice of completions.
@@ -22,18 +28,6 @@ def diagnose(
     size: gradient norm of each completion before weighting, or a proxy, up to
       a common factor.
     is_needed: False where a completion adds nothing to the gradient.
-  Returns:
-    weights/max, weights/mean: before tokens are chosen. The mean is 1 in
-      expectation if every completion could be kept.
-    completions/prob_min, completions/prob_mean: of the needed completions.
-    weights/ess: effective sample size of the contributions.
-    weights/added_variance: estimate of the variance that pruning adds, as a
-      fraction of that of the full batch, if draws and gradients are
-      independent: sum w (w - 1) a^2 / sum w a^2 over the kept ones, with the
-      expectations sum (1/prob - 1) a^2 and sum a^2. Stratified designs add
-      less; unweighted rules are biased too.
-    completions/positive, completions/positive_kept: fraction of positive
-      advantages among the needed completions, and among those kept.
   """
   kept = (weight > 0) & is_needed
   squares = jnp.where(kept, weight * size * size, 0.0)

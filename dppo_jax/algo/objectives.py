@@ -1,9 +1,7 @@
 """The objectives of the papers, each a factory: see methods/README.md.
 
-With one update on a rollout every ratio is 1: the clips do nothing, and grpo
-and gspo have one gradient, as have dapo and cispo. More updates come from
-`objective.mini_batches` and `objective.inner_updates`. Factories return equal
-values for equal arguments, so that the same objective compiles once.
+Factories return equal values for equal arguments, so that the same objective
+compiles once.
 """
 
 import functools
@@ -30,7 +28,6 @@ def grpo(
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   beta: float = 0.0,
-  dual_clip: float = 0.0,
   sampler_cap: float = 0.0,
 ) -> Objective:
   """Mean over completions of the mean over each one's tokens.
@@ -41,17 +38,15 @@ def grpo(
   Args:
     clip_low, clip_high: a ratio below `1 - clip_low` has no gradient at a
       negative advantage, one above `1 + clip_high` none at a positive one.
-    beta, dual_clip, sampler_cap: as in `Objective`; all 0 by default.
+    beta, sampler_cap: as in `Objective`.
   Raises:
     UserError: for a coefficient outside its range.
-  Source: Shao et al. 2024, arXiv:2402.03300, equation 3; Ye et al. 2020,
-    arXiv:1912.09729, equation 5, for the dual clip.
+  Source: Shao et al. 2024, arXiv:2402.03300, equation 3.
   Deviates:
     1. beta is 0.04 in the paper.
   """
   check(POSITIVE, clip_low=clip_low, clip_high=clip_high)
   check(FINITE, beta=beta)
-  check(Limit(lambda x: x == 0 or x > 1, "0 or above 1"), dual_clip=dual_clip)
   at_least_1 = Limit(lambda x: x == 0 or x >= 1, "0 or at least 1")
   check(at_least_1, sampler_cap=sampler_cap)
   return Objective(
@@ -59,7 +54,6 @@ def grpo(
     _clipped_ratio_loss(clip_low, clip_high),
     _one_over_length,
     beta,
-    dual_clip=dual_clip,
     sampler_cap=sampler_cap,
   )
 
@@ -68,7 +62,6 @@ def dapo(
   clip_low: float = 0.2,
   clip_high: float = 0.28,
   beta: float = 0.0,
-  dual_clip: float = 0.0,
   sampler_cap: float = 0.0,
   tokens_per_completion: float = 0.0,
 ) -> Objective:
@@ -97,7 +90,7 @@ def dapo(
     return jnp.full(rollout.lengths.shape, value, jnp.float32)
 
   share = one_over_constant if tokens_per_completion else _one_over_mean_length
-  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
+  plain = grpo(clip_low, clip_high, beta, sampler_cap)
   return plain._replace(token_share=share)
 
 
@@ -105,7 +98,6 @@ def dr_grpo(
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   beta: float = 0.0,
-  dual_clip: float = 0.0,
   sampler_cap: float = 0.0,
 ) -> Objective:
   """GRPO divided by constants only, not by deviation or length.
@@ -113,7 +105,7 @@ def dr_grpo(
   Source: Liu et al. 2025, arXiv:2503.20783, section 3.2. The constant is the
     generation limit, as in the authors' code.
   """
-  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
+  plain = grpo(clip_low, clip_high, beta, sampler_cap)
   return plain._replace(advantage=group_centred, token_share=_one_over_limit)
 
 
@@ -121,7 +113,6 @@ def gspo(
   clip_low: float = 3e-4,
   clip_high: float = 4e-4,
   beta: float = 0.0,
-  dual_clip: float = 0.0,
   sampler_cap: float = 0.0,
 ) -> Objective:
   """GRPO with one ratio per sequence, the geometric mean of its tokens'.
@@ -133,7 +124,7 @@ def gspo(
     2. One update on a rollout unless `objective.mini_batches` is set: 4 in the
        paper.
   """
-  plain = grpo(clip_low, clip_high, beta, dual_clip, sampler_cap)
+  plain = grpo(clip_low, clip_high, beta, sampler_cap)
   return plain._replace(is_sequence_ratio=True)
 
 
@@ -141,7 +132,6 @@ def cispo(
   clip_low: float = 1.0,
   clip_high: float = 4.0,
   beta: float = 0.0,
-  dual_clip: float = 0.0,
   sampler_cap: float = 0.0,
   tokens_per_completion: float = 0.0,
 ) -> Objective:
@@ -158,9 +148,7 @@ def cispo(
        most 5 is our guess.
     2. The mean is that of `dapo`, over the batch; the paper's is over a group.
   """
-  plain = dapo(
-    clip_low, clip_high, beta, dual_clip, sampler_cap, tokens_per_completion
-  )
+  plain = dapo(clip_low, clip_high, beta, sampler_cap, tokens_per_completion)
   return plain._replace(token_loss=_clipped_weight_loss(clip_low, clip_high))
 
 

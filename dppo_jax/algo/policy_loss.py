@@ -1,10 +1,9 @@
 """The loss of an objective: a weighted sum that is never divided.
 
-The formulas of the objectives' token losses are in objectives.py. An objective
-is a value; its normaliser is folded into one weight per token
-before the backward pass, so that the sum does not depend on packing,
-micro-batches or devices. One division, by the number of completions in the
-unpruned batch, happens in `update.apply_gradient`.
+An objective's normaliser is folded into one weight per token before the
+backward pass, so that the sum does not depend on packing, micro-batches or
+devices. One division, by the number of completions in the unpruned batch,
+happens in `update.apply_gradient`.
 """
 
 from collections.abc import Callable
@@ -41,10 +40,8 @@ class Objective(NamedTuple):
     beta: coefficient of the KL penalty against the reference policy.
     is_sequence_ratio: one ratio per sequence, the geometric mean of those of
       its tokens.
-    dual_clip: upper limit of the ratio at negative advantages, above 1; 0 for
-      none.
-    sampler_cap: largest factor of the correction for a sampler whose
-      probabilities differ from the trainer's; 0 for no correction.
+    sampler_cap: largest factor of `sampler_correction`, which belongs into the
+      weights; 0 for no correction.
   """
 
   advantage: Callable[..., Float[Array, "Q G"]]
@@ -52,7 +49,6 @@ class Objective(NamedTuple):
   token_share: Callable[[Rollout], Float[Array, "Q G"]]
   beta: float = 0.0
   is_sequence_ratio: bool = False
-  dual_clip: float = 0.0
   sampler_cap: float = 0.0
 
 
@@ -65,7 +61,6 @@ def surrogate(
   is_trained: Bool[Array, "*rows L"],
   segment_ids: Int[Array, "*rows L"] | None = None,
   ref_logprobs: Float[Array, "*rows L"] | None = None,
-  sampler_logprobs: Float[Array, "*rows L"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
   """Computes the loss summed over trained tokens, and sums that describe it.
 
@@ -91,8 +86,6 @@ def surrogate(
       the design's times the objective's normaliser.
     segment_ids: id of each sequence; None if every row is one sequence.
     ref_logprobs: the same under the reference policy, if beta is not 0.
-    sampler_logprobs: the same under the sampler; None for no correction, or if
-      the weights contain it.
   Returns:
     `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
     over trained tokens of nonzero weight.
@@ -108,12 +101,7 @@ def surrogate(
   logprobs = jnp.where(is_trained, logprobs, 0.0)
   old_logprobs = jnp.where(is_trained, old_logprobs, 0.0)
   ratio = _ratio(objective, logprobs, old_logprobs, is_trained, segment_ids)
-  is_held = jnp.zeros(ratio.shape, bool)
-  if objective.dual_clip:
-    is_held = (advantages < 0) & (ratio > objective.dual_clip)
-    ratio = jnp.where(is_held, objective.dual_clip, ratio)
   loss, is_clipped = _token_loss(objective, ratio, advantages, logprobs)
-  is_clipped = is_clipped | is_held
   info = {
     "tokens": is_counted.sum(dtype=jnp.float32),
     "clipped": (is_clipped & is_counted).sum(dtype=jnp.float32),
@@ -128,10 +116,6 @@ def surrogate(
     kl = kl_k3(logprobs, ref_logprobs)
     loss = loss + objective.beta * kl
     info["kl"] = jnp.where(is_counted, kl, 0.0).sum()
-  if objective.sampler_cap and sampler_logprobs is not None:
-    weights = weights * sampler_correction(
-      old_logprobs, sampler_logprobs, objective.sampler_cap
-    )
   return jnp.where(is_counted, loss * weights, 0.0).sum(), info
 
 

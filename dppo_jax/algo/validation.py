@@ -14,21 +14,15 @@ class Limit(NamedTuple):
   text: str
 
 
-# The first two also accept a function from the step to such a number.
+# It also accepts a function from the step to such a number.
 FRACTION = Limit(lambda x: callable(x) or 0 < x <= 1, "in (0, 1]")
 RATE = Limit(
-  lambda x: callable(x) or 0 <= x < 1,
-  "in [0, 1): a rate of 1 has no unbiased weight",
+  lambda x: 0 <= x < 1, "in [0, 1): a rate of 1 has no unbiased weight"
 )
+COUNT = Limit(lambda x: x % 1 == 0 and x >= 1, "an integer of at least 1")
 UNIT = Limit(lambda x: 0 <= x <= 1, "in [0, 1]")
 POSITIVE = Limit(lambda x: x > 0, "above 0")
 FINITE = Limit(lambda x: 0 <= x < math.inf, "at least 0 and finite")
-
-
-def integer(least: int) -> Limit:
-  """Returns the limit of integers from `least` on."""
-  is_valid = lambda x: x % 1 == 0 and x >= least
-  return Limit(is_valid, f"an integer of at least {least}")
 
 
 def one_of(*choices: str) -> Limit:

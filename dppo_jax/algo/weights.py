@@ -1,12 +1,15 @@
 """Horvitz-Thompson weights, which keep weighted sums unbiased."""
 
+import chex
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dppo_jax.records import Selection
 
 
-def horvitz_thompson(*choices: Selection) -> Float[Array, "..."]:
+def horvitz_thompson(
+  chosen: Selection, completions: Selection | None = None
+) -> Float[Array, "..."]:
   """1 / (probability of prompt x completion) where kept, 0 elsewhere.
 
   With these weights and the denominators of the unpruned batch, the expected
@@ -21,23 +24,18 @@ def horvitz_thompson(*choices: Selection) -> Float[Array, "..."]:
    [4. 1.]]
 
   Args:
-    choices: one choice of any shape; or that of prompts, `[Q]`, made before
-      the rollout, and that of completions, `[Q, G]`, made after it, whose
+    chosen: the only choice, of any shape; or that of prompts, `[Q]`, made
+      before the rollout.
+    completions: choice of completions, `[Q, G]`, made after the rollout, whose
       probabilities may depend on the rewards.
   Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
     1992, chapter 9.
   """
-  *prompts, completions = choices
-  keep, prob = completions.keep, completions.prob
-  if prompts:
-    shapes = [x.keep.shape for x in choices]
-    if len(shapes) > 2 or len(shapes[1]) != 2 or shapes[0] != shapes[1][:1]:
-      raise ValueError(
-        f"choices of the shapes {shapes} must be those of prompts, [Q], and "
-        "completions, [Q, G]"
-      )
-    keep = prompts[0].keep[:, None] & keep
-    prob = prompts[0].prob[:, None] * prob
+  keep, prob = chosen.keep, chosen.prob
+  if completions is not None:
+    chex.assert_shape(completions.keep, (*keep.shape, None))
+    keep = keep[:, None] & completions.keep
+    prob = prob[:, None] * completions.prob
   return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: F401 (re-exports)
 """The methods, each a value that says how it differs from a simpler one.
 
 README.md beside this file has the table of them, when to take which, and how to
@@ -22,7 +21,7 @@ from dppo_jax.methods.method import (
   unweighted,
   unweighted_prompts,
 )
-from dppo_jax.methods.neyman.budget import AutoBudget, relative_seconds
+from dppo_jax.methods.neyman.budget import AutoBudget
 from dppo_jax.methods.neyman.rules import (
   neyman,
   neyman_completions,

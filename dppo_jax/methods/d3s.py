@@ -2,16 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
 
 from dppo_jax.algo.segments import segment_sum
-from dppo_jax.algo.validation import FRACTION, check, one_of
+from dppo_jax.algo.validation import FRACTION, check
 from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.pods import max_variance
 from dppo_jax.methods.ranking import round_count
 from dppo_jax.records import Selection
-from dppo_jax.rng import as_step_rng
 
 
 def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
@@ -32,23 +30,20 @@ def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
 
 
 def d2s(
-  keep: float = 0.25,
-  keep_tokens: float = 0.2,
-  scope: str = "batch",
-  token_scope: str = "batch",
+  keep: float = 0.25, keep_tokens: float = 0.2, scope: str = "batch"
 ) -> method.Method:
   """D1S, and of what it keeps the tokens of large |advantage| x entropy.
 
   Args:
     keep, scope: as in `max_variance`.
-    keep_tokens, token_scope: as in `top_entropy`.
+    keep_tokens: fraction of the tokens, as in `top_entropy`.
   Source: D3S, arXiv:2509.22115.
   Deviates:
     1. The batch's subset is taken from all completions, not from the groups'.
     2. A completion's loss is the mean over its kept tokens, under dapo too.
   """
   check(FRACTION, keep_tokens=keep_tokens)
-  return d1s(keep, scope)._replace(tokens=top_entropy(keep_tokens, token_scope))
+  return d1s(keep, scope)._replace(tokens=top_entropy(keep_tokens))
 
 
 def d3s(
@@ -57,14 +52,13 @@ def d3s(
   final_keep: float = 1.0,
   final_keep_tokens: float = 1.0,
   scope: str = "batch",
-  token_scope: str = "batch",
   *,
   total_steps: int | None = None,
 ) -> method.Method:
   """D2S with fractions that change linearly over the run.
 
   Args:
-    keep, keep_tokens, scope, token_scope: as in `d2s`, at the start.
+    keep, keep_tokens, scope: as in `d2s`, at the start.
     final_keep, final_keep_tokens: fractions at the end.
     total_steps: of the run; None keeps the first fractions. The config passes
       config.steps.
@@ -79,73 +73,48 @@ def d3s(
   token_rate = _linear(keep_tokens, final_keep_tokens, total_steps)
   return grpo()._replace(
     completions=method.unweighted(max_variance(completion_rate, scope)),
-    tokens=top_entropy(token_rate, token_scope),
+    tokens=top_entropy(token_rate),
     has_schedule=keep != final_keep or keep_tokens != final_keep_tokens,
   )
 
 
-def top_entropy(keep: method.Rate, scope: str = "batch") -> method.TokenRule:
+def top_entropy(keep: method.Rate) -> method.TokenRule:
   """Keeps the tokens of largest |advantage| x entropy; biased.
 
   The probability it reports is the fraction of the token's completion that is
-  kept, which makes a mean over a completion's tokens one over those kept.
+  kept, which makes a mean over a completion's tokens one over those kept. Ties
+  are broken at random.
 
   Args:
     keep: fraction of the trainable tokens, in (0, 1], or a function from the
       step to it; rounded to a number of tokens, at least one.
-    scope: largest of the "batch" or of each "completion".
   Source: D3S, arXiv:2509.22115, token level.
   Deviates:
-    1. Ranks over all tokens of the kept samples, as the formula reads; a
-       fraction of each response, as the text can be read, is
-       `scope="completion"`.
+    1. Ranks over all tokens of the kept samples, as the formula reads; the
+       text can be read as a fraction of each response.
     2. Divides by the number of a completion's tokens kept; the paper does not
        say.
     3. Entropy is that of the policy that sampled.
   """
   check(FRACTION, keep=keep)
-  check(one_of("batch", "completion"), scope=scope)
 
   def select(rng, batch, stats):
-    rng = as_step_rng(rng)
-    fraction = method.at_step(keep, rng.step)
     can_train = method.trainable(batch)
-    row_length = can_train.shape[-1]
-    count = segment_sum(can_train.astype(jnp.float32), batch.segment_ids)
-    if scope == "batch":
-      group = jnp.zeros(can_train.shape, jnp.int32)
-      quota = round_count(fraction, can_train.sum(dtype=jnp.int32))
-    else:
-      rows = jnp.arange(can_train.size // row_length, dtype=jnp.int32)
-      first = (rows * (row_length + 1)).reshape(*can_train.shape[:-1], 1)
-      group = first + batch.segment_ids
-      quota = round_count(fraction, count.astype(jnp.int32))
+    num_trainable = can_train.sum(dtype=jnp.int32)
+    num = round_count(method.at_step(keep, rng.step), num_trainable)
     score = jnp.abs(batch.advantages) * stats.entropy
     # NaN and infinite values are kept, so that the update is skipped.
     is_finite = jnp.isfinite(batch.advantages * batch.weights)
     score = jnp.where(is_finite, score, jnp.inf)
-    score = jnp.where(can_train, score, -jnp.inf)
-    kept = can_train & (_rank_in_group(rng.key, group, score) < quota)
-    num_kept = segment_sum(kept.astype(jnp.float32), batch.segment_ids)
-    prob = num_kept / jnp.maximum(count, 1.0)
+    score = jnp.where(can_train, score, -jnp.inf).reshape(-1)
+    tie_break = jax.random.bits(rng.key, score.shape)
+    rank = jnp.argsort(jnp.lexsort((tie_break, -score)))
+    kept = can_train & (rank < num).reshape(can_train.shape)
+    count = lambda x: segment_sum(x.astype(jnp.float32), batch.segment_ids)
+    prob = count(kept) / jnp.maximum(count(can_train), 1.0)
     return Selection(kept, jnp.where(can_train, prob, 0.0))
 
   return method.TokenRule(needs_stats=True, select=select)
-
-
-def _rank_in_group(
-  key: Key[Array, ""],
-  group: Int[Array, "*rows L"],
-  score: Float[Array, "*rows L"],
-) -> Int[Array, "*rows L"]:
-  """Ranks each token in its group, 0 for the largest score; ties at random."""
-  tie_break = jax.random.bits(key, (score.size,))
-  group = group.reshape(-1)
-  order = jnp.lexsort((tie_break, -score.reshape(-1), group))
-  place = jnp.arange(score.size, dtype=jnp.int32)
-  is_first = jnp.diff(group[order], prepend=-1) != 0
-  rank = place - jax.lax.cummax(jnp.where(is_first, place, 0))
-  return jnp.zeros_like(rank).at[order].set(rank).reshape(score.shape)
 
 
 def _linear(first: float, last: float, total_steps: int | None) -> method.Rate:

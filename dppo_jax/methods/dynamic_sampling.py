@@ -7,21 +7,18 @@ with the chunk that fills the last place, or after `max_draws` chunks.
 DAPO and GRESO average over the buffer. That estimates the mean of the groups
 with variance, which exceeds the mean of all by the inverse of their fraction.
 The exact denominator undoes this. Let a candidate's value be its term of the
-gradient over its probability, 0 if it was skipped or has no variance, and let
-the order of candidates be random. The value of the first candidate has the
-right mean, and so has its expectation given where the step ended and what it
-collected. If the step ended with the `m`-th group with variance at the `n`-th
-candidate, the other `m - 1` are anywhere among the first `n - 1` with equal
-probability: the first candidate is one of them with probability
-`(m - 1) / (n - 1)`, and then its value is on average the mean of those
-collected. If it ended with `k < m` among `n`, the probability is `k / n`. Hence
-the sum over the buffer is divided by `m (n - 1) / (m - 1)` or `n`.
+gradient over its probability, 0 if it was skipped or has no variance. In random
+order, the first candidate's value has the right mean, and so has its
+expectation given where the step ended and what it collected. If the step ended
+with the `m`-th group with variance at the `n`-th candidate, the other `m - 1`
+are anywhere among the first `n - 1`: the first candidate is one of them with
+probability `(m - 1) / (n - 1)`. If it ended with `k < m` among `n`, that is
+`k / n`. Hence the sum over the buffer is divided by `m (n - 1) / (m - 1)` or
+`n`.
 
-This needs candidates that are chosen independently, with probabilities that
-this step's rewards do not change, and a limit of draws that is known before, as
-with `every_prompt` and `drop_zero_variance_streaks`; with rules that look at
-the full chunk it is approximate. The order of candidates is random only if the
-place of a step in the epoch does not follow from rewards: see `draws_of_step`.
+Candidates must be chosen independently, with probabilities that this step's
+rewards do not change; with rules that look at the full chunk the mean is
+approximate. Their order must not follow from rewards: see `draws_of_step`.
 
 Source: Girshick, Mosteller and Savage 1946, unbiased estimates for binomial
 sampling plans; Haldane 1945 for the untruncated one. DAPO, arXiv:2503.14476,
@@ -35,7 +32,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo import advantages
-from dppo_jax.errors import UserError
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
 
@@ -81,10 +77,6 @@ def draws_of_step(
   less of it in the epoch for the next, and candidates of two epochs are not in
   random order. Each step then has draws of its own within an epoch. Draws that
   it does not make, and the remainder of an epoch, are not visited.
-
-  Args:
-    step: of the run.
-    draws_per_epoch: number of chunks in an epoch.
   """
   if not sampling.is_exact:
     return range(first_draw, first_draw + sampling.max_draws)
@@ -154,15 +146,10 @@ def denominator(
   buffer: GroupBuffer, sampling: DynamicSampling
 ) -> Float[Array, ""]:
   """Returns the number of prompts that divides the sum over groups."""
-  size = len(buffer.prompts.ids)
+  size = len(buffer.prompts.ids)  # at least 2 if it is exact
   number = buffer.num_groups.astype(jnp.float32)
   if not sampling.is_exact:
     return jnp.maximum(number, 1.0)
-  if size < 2:
-    raise UserError(
-      f"config.data.prompts_per_step is {size} but must be at least 2 for "
-      "exact dynamic sampling"
-    )
   seen = buffer.num_seen.astype(jnp.float32)
   return jnp.where(number == size, (seen - 1) * (size / (size - 1)), seen)
 
@@ -194,8 +181,3 @@ def next_size(
   mixed = has_variance(rollout, rewards).sum(dtype=jnp.int32)
   needed = -(-5 * missing * rolled // jnp.maximum(4 * mixed, 1))
   return jnp.where(mixed > 0, jnp.minimum(needed, size), size)
-
-
-def limit(kept: Selection, size: int | Int[Array, ""]) -> Selection:
-  """Keeps only the first `size` of those that `kept`, `[N]`, keeps."""
-  return kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= size))

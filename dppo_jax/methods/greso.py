@@ -6,14 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo.advantages import is_zero_variance
-from dppo_jax.algo.validation import (
-  FRACTION,
-  UNIT,
-  Limit,
-  check,
-  integer,
-  one_of,
-)
+from dppo_jax.algo.validation import COUNT, FRACTION, UNIT, check, one_of
 from dppo_jax.methods import method
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.methods.grpo import grpo
@@ -26,22 +19,19 @@ def greso(
   tuning: float = 0.01,
   dynamic_sampling: str = "plain",
   max_draws: int = 4,
-  is_weighted: bool = False,
 ) -> method.Method:
   """GRPO that skips prompts after visits on which all rewards were equal.
 
   `base=1, tuning=0` skips nothing: that is DAPO's dynamic sampling.
-  `is_weighted=True, dynamic_sampling="none"` has the full batch's expected
-  gradient.
 
   Args:
     base, floor, target, tuning: as in `drop_zero_variance_streaks`.
     dynamic_sampling: "plain" draws batches of prompts until one is full of
-      groups whose rewards differ, and takes their mean; "exact" corrects for
-      stopping then; "none" draws one batch.
+      groups whose rewards differ, and takes their mean, which is biased.
+      "exact" weights by 1 / probability and corrects for stopping then; "none"
+      draws one batch and weights it.
     max_draws: largest number of batches drawn in a step, which then trains on
       the groups it has.
-    is_weighted: weights 1 / probability; not with "plain" dynamic sampling.
   Source: GRESO, arXiv:2506.02177.
   Deviates:
     1. A streak counts visits; pruned prompts wait for their next epoch.
@@ -53,16 +43,15 @@ def greso(
     4. One update on a rollout unless `objective.mini_batches` is set: 4 in the
        authors' scripts, of 64 prompts each.
   """
-  check(integer(1), max_draws=max_draws)
+  check(COUNT, max_draws=max_draws)
   check(one_of("plain", "exact", "none"), dynamic_sampling=dynamic_sampling)
-  is_valid = lambda x: not (is_weighted and x == "plain")
-  limit = Limit(is_valid, "exact or none if is_weighted")
-  check(limit, dynamic_sampling=dynamic_sampling)
   prompts = drop_zero_variance_streaks(base, floor, target, tuning)
-  sampling = DynamicSampling(max_draws, is_exact=dynamic_sampling == "exact")
+  if dynamic_sampling == "none":
+    return grpo()._replace(prompts=prompts)
+  is_exact = dynamic_sampling == "exact"
   return grpo()._replace(
-    prompts=prompts if is_weighted else method.unweighted_prompts(prompts),
-    dynamic_sampling=None if dynamic_sampling == "none" else sampling,
+    prompts=prompts if is_exact else method.unweighted_prompts(prompts),
+    dynamic_sampling=DynamicSampling(max_draws, is_exact),
   )
 
 
@@ -93,7 +82,6 @@ def drop_zero_variance_streaks(
   floor: float = 0.01,
   target: float = 0.25,
   tuning: float = 0.01,
-  easy_share: float = 1 / 3,
 ) -> method.PromptRule:
   """Keeps a problem less often the longer its rewards have been equal.
 
@@ -101,14 +89,13 @@ def drop_zero_variance_streaks(
   `max(p**z, floor)`. Easy problems, most of whose last group was correct, and
   hard ones have a `p` each, which starts at `base` and changes by `tuning` at
   every step, within 0.05 and 0.95: down if the fraction of such groups reaches
-  its part of `target`, else up. All observations of a step count together, and
-  none changes the choice of this step's other prompts.
+  its part of `target`, a third for easy ones, else up. All observations of a
+  step count together, and none changes the choice of its other prompts.
 
   Args:
     base, floor: in (0, 1].
     target: fraction of groups without variance, in [0, 1].
     tuning: change of `p`, in [0, 1]; 0 keeps it at `base`.
-    easy_share: part of the target for easy groups, in [0, 1].
   Source: GRESO, arXiv:2506.02177, and its public code at b277843.
   Deviates:
     1. The method does not weight by these probabilities: see
@@ -118,7 +105,7 @@ def drop_zero_variance_streaks(
     3. The code's fraction of hard groups counts only rewards of exactly 0.1.
   """
   check(FRACTION, base=base, floor=floor)
-  check(UNIT, target=target, tuning=tuning, easy_share=easy_share)
+  check(UNIT, target=target, tuning=tuning)
 
   def init(num_prompts: int) -> Streaks:
     run = jnp.full((num_prompts,), -1, jnp.int32)
@@ -131,7 +118,7 @@ def drop_zero_variance_streaks(
     """Tunes by the last observed step once that is over."""
     if not tuning:
       return history.keep_base
-    targets = jnp.array([easy_share, 1 - easy_share], jnp.float32) * target
+    targets = jnp.array([1 / 3, 1 - 1 / 3], jnp.float32) * target
     count = jnp.maximum(history.num_revisited, 1).astype(jnp.float32)
     fraction = history.num_zero_variance.astype(jnp.float32) / count
     change = jnp.where(fraction >= targets - method.ROUNDING, -tuning, tuning)

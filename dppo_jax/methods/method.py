@@ -2,10 +2,10 @@
 
 A completion rule is `rule(rng, groups) -> Selection [Q, G]`. It sees full
 groups, before anything is dropped, and reports the probability of the draw it
-makes, so that the weight 1 / prob is unbiased. A rule that cannot is wrapped in
-`unweighted`. Completions of length 0 belong to prompts that were not rolled
-out: they are not counted, and keeping them has no effect. `rng` is a `StepRng`,
-or a bare key if none of the rule's rates is a schedule.
+makes; a rule that cannot is wrapped in `unweighted`. Completions of length 0
+belong to prompts that were not rolled out: they are not counted, and keeping
+them has no effect. `rng` is a `StepRng`, or a bare key if none of the rule's
+rates is a schedule.
 
 A prompt rule sees only what was observed before this step. Its choice is
 therefore independent of the rollouts, and weights 1 / prob are unbiased too.
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dppo_jax.algo import designs
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
-from dppo_jax.records import Groups, PackedBatch, Selection, TokenStats
+from dppo_jax.records import Groups, PackedBatch, Selection
 from dppo_jax.rng import StepRng, keys_for_ids
 
 CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
@@ -59,14 +59,12 @@ class TokenRule(NamedTuple):
   Attributes:
     needs_stats: True if `select` reads `TokenStats`, which cost a forward
       pass; otherwise `stats` may be None.
-    select: `(rng, batch, stats) -> Selection [*rows, L]`; positions that
-      cannot be trained have probability 0.
+    select: `(rng, batch, stats) -> Selection [*rows, L]`, from a `StepRng` and
+      a `PackedBatch`; positions that cannot be trained have probability 0.
   """
 
   needs_stats: bool
-  select: Callable[
-    [StepRng | jax.Array, PackedBatch, TokenStats | None], Selection
-  ]
+  select: Callable[..., Selection]
 
 
 class Method(NamedTuple):
@@ -149,18 +147,9 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
   return biased
 
 
-def at_step(
-  rate: Rate, step: int | Int[Array, ""] | None
-) -> float | Float[Array, ""]:
+def at_step(rate: Rate, step: int | Int[Array, ""] | None):
   """Evaluates a constant or scheduled rate at `step`."""
-  if not callable(rate):
-    return rate
-  if step is None:
-    raise ValueError(
-      "rng is a key but the rate is a schedule: give the rule a "
-      "StepRng(key, step)"
-    )
-  return rate(jnp.asarray(step, jnp.int32))
+  return rate(jnp.asarray(step, jnp.int32)) if callable(rate) else rate
 
 
 def trainable(batch: PackedBatch) -> Bool[Array, "*rows L"]:

@@ -4,9 +4,7 @@ Only needed tokens get logits: each row moves its needed tokens to the front,
 and as many columns are computed as the fullest row needs.
 """
 
-from collections.abc import Callable
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.records import TokenStats
 
 LOGIT_CHUNK = 2048  # tokens whose logits exist at once
 
@@ -29,47 +26,29 @@ def logprobs_and_entropy(
 ) -> tuple[Float[Array, "B L"], Float[Array, "B L"]]:
   """Returns each target's log-probability and its distribution's entropy.
 
-  Both are in nats, of softmax(logits / temperature) in float32. The entropy is
-  for logging; its gradient is zero. If `logit_chunk` covers all tokens, the
-  backward pass reuses the logits; else it computes them again.
+  Both are in nats, of softmax(logits / temperature) in float32. The entropy's
+  gradient is zero. If `logit_chunk` covers all tokens, the backward pass reuses
+  the logits; else it computes them again.
 
   Args:
     is_needed: tokens to evaluate; the others get 0 and no gradient.
     logit_chunk: tokens whose logits exist at once; at least one column of rows.
   """
-  arguments = (hidden, head, targets, is_needed, temperature, logit_chunk)
-  return _by_shard(_logprobs_and_entropy, *arguments)
-
-
-def token_stats(*arguments) -> TokenStats:
-  """Returns log-probabilities and further statistics, without a gradient.
-
-  The arguments are those of `logprobs_and_entropy`.
-  """
-  return _by_shard(_token_stats, *arguments)
-
-
-def _by_shard(
-  function: Callable, hidden, head, targets, is_needed, temperature, logit_chunk
-) -> Any:
-  """Applies `function` to the rows of each shard and the full head.
-
-  The vocabulary may stay divided. The head's width is gathered here, once for
-  all chunks, so that each device gets its own slice of the head's gradient.
-  """
   num_shards = sharding.num_shards_here("batch")
   if num_shards == 1:
     arrays = (hidden, head, targets, is_needed)
-    return function(*arrays, temperature, logit_chunk)
+    return _logprobs_and_entropy(*arrays, temperature, logit_chunk)
   chunk = max(logit_chunk // num_shards, 1)
   by_row = sharding.unclaimed_spec("batch")
+  # The vocabulary may stay divided. The width is gathered here, once for all
+  # chunks, so that each device gets its own slice of the head's gradient.
   # The barrier is for the gradient of an untied head: the TPU compiler tries
   # to move its sum over devices out of the loop, and fails (jax 0.10.2).
   head = jax.lax.optimization_barrier(head)
 
   def on_shard(hidden, head, *more):
     head = sharding.gather_width(head, "vocab", "embed")
-    return function(hidden, head, *more, temperature, chunk)
+    return _logprobs_and_entropy(hidden, head, *more, temperature, chunk)
 
   return jax.shard_map(
     on_shard,
@@ -78,26 +57,6 @@ def _by_shard(
     axis_names=set(sharding.RULES["batch"]),
     check_vma=False,
   )(hidden, head, targets, is_needed)
-
-
-def _token_stats(hidden, head, targets, is_needed, temperature, logit_chunk):
-  columns = _ColumnChunks(is_needed, logit_chunk)
-
-  def chunk(i, stats):
-    logits = _logits(columns.take(hidden, i), head, temperature)
-    probs = jax.nn.softmax(logits, axis=-1)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    logprobs = _at_target(logits, columns.take(targets, i)) - lse
-    entropy = lse - (probs * logits).sum(-1)
-    logit_grad_sq = 1 - 2 * jnp.exp(logprobs) + (probs * probs).sum(-1)
-    at_least_0 = (jnp.maximum(x, 0) for x in (entropy, logit_grad_sq))
-    new = TokenStats(logprobs, *at_least_0)
-    return jax.tree.map(lambda x, y: columns.put(x, y, i), stats, new)
-
-  empty = jnp.zeros(targets.shape, jnp.float32)
-  empty = TokenStats(empty, empty, empty)
-  stats = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
-  return jax.tree.map(columns.restore, stats)
 
 
 def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):

@@ -155,7 +155,8 @@ def choose_prompts(
   method: Method,
 ) -> Selection:
   """Chooses prompts to roll out: the first `limit` of those the rule keeps."""
-  return dynamic_sampling.limit(method.prompts.select(rng, history, ids), limit)
+  kept = method.prompts.select(rng, history, ids)
+  return kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
 
 
 def update_history(

@@ -134,13 +134,13 @@ def score(
   def score_one(i, stats):
     rows = _take(batch, i)
     arguments, _ = _head_args(params, config, rows, rows.is_trained)
-    new = lm_head.token_stats(*arguments)
+    new = TokenStats(*lm_head.logprobs_and_entropy(*arguments))
     put = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
 
   zeros = jnp.zeros_like(batch.weights)
   return jax.lax.fori_loop(
-    0, num_used.max(), score_one, TokenStats(zeros, zeros, zeros)
+    0, num_used.max(), score_one, TokenStats(zeros, zeros)
   )
 
 
@@ -209,17 +209,18 @@ def add_gradient(
       ref_logprobs = jax.lax.stop_gradient(
         logprobs(reference, config, rows, is_chosen)
       )
+    weights, cap = rows.weights, config.objective.sampler_cap
+    if cap and config.is_on_policy:  # else `tokens.choose_tokens` applied it
+      weights *= policy_loss.sampler_correction(new, rows.old_logprobs, cap)
     loss, info = policy_loss.surrogate(
       config.objective,
       new,
       constant if config.is_on_policy else rows.old_logprobs,
       rows.advantages,
-      rows.weights,
+      weights,
       rows.is_trained,
       rows.segment_ids,
       ref_logprobs,
-      # Off policy, `tokens.choose_tokens` applies it to the weights.
-      rows.old_logprobs if config.is_on_policy else None,
     )
     log_ratio = jnp.where(is_chosen, constant - rows.old_logprobs, 0.0)
     at_chosen = jnp.where(is_chosen, constant, 0.0)

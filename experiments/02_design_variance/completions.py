@@ -66,16 +66,15 @@ def at_budget(
 def by_share(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
   """Name to a method of a share; a share of what, `at_budget` finds out."""
   choose = lambda rule: methods.grpo()._replace(completions=rule)
-  neyman = lambda proxy: (
-    lambda share: choose(methods.neyman_completions(share, proxy=proxy))
-  )
+  lengths = jnp.asarray(sampled.rollout.lengths, jnp.float32)
+  neyman = lambda squares: lambda share: choose(_neyman(share, squares))
   return {
     "uniform": lambda share: choose(uniform(share)),
     "dppo": lambda share: methods.dppo(0.0, 1 - share),
     "dppo, batch mean": lambda share: methods.dppo(0.0, 1 - share, "batch"),
-    "neyman, advantage alone": neyman("none"),
-    "neyman, length": neyman("length"),
-    "neyman": neyman("residual"),
+    "neyman, advantage alone": neyman(lengths**2),
+    "neyman, length": neyman(lengths),
+    "neyman": lambda share: choose(methods.neyman_completions(share)),
     "neyman, true norm": lambda share: choose(_true_norm(sampled, share)),
     "cppo": methods.cppo,
     "cppo, batch": lambda share: methods.cppo(share, "batch"),
@@ -88,10 +87,15 @@ def by_share(sampled: Batch) -> dict[str, Callable[[float], methods.Method]]:
 def _true_norm(sampled: Batch, share: float) -> methods.CompletionRule:
   """The design with each completion's true gradient norm as its size."""
   norms = np.sqrt(np.diag(sampled.products)).reshape(sampled.rewards.shape)
-  lengths = np.asarray(sampled.rollout.lengths, np.float32)
-  scale = jnp.asarray(norms / lengths, jnp.float32)
-  rule = methods.neyman_completions(share, proxy="none")
-  return lambda rng, groups: rule(rng, groups.replace(scale=scale))
+  rule = _neyman(share, jnp.asarray(norms**2, jnp.float32))
+  return lambda rng, groups: rule(rng, groups.replace(scale=None))
+
+
+def _neyman(share: float, squares: jax.Array) -> methods.CompletionRule:
+  """The design with other squared norms of a completion's scores, `[Q, G]`."""
+  rule = methods.neyman_completions(share)
+  told = lambda groups: groups.replace(sum_sq_residual=squares)
+  return lambda rng, groups: rule(rng, told(groups))
 
 
 def error(sampled: Batch, method: methods.Method) -> dict[str, float]:

@@ -42,7 +42,7 @@ def baseline() -> methods.Method:
 def fixed(share: float = 0.5) -> methods.Method:
   """Returns Neyman's choice of a fixed share."""
   fixed_budget = methods.AutoBudget(share, update_cost=1.0, max_keep=share)
-  rule = methods.neyman_completions(fixed_budget, proxy="residual")
+  rule = methods.neyman_completions(fixed_budget)
   return methods.grpo()._replace(completions=rule)
 
 

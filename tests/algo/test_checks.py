@@ -3,7 +3,7 @@
 import pytest
 
 from dppo_jax.algo import validation
-from dppo_jax.algo.validation import FINITE, FRACTION, RATE, integer, one_of
+from dppo_jax.algo.validation import COUNT, FINITE, FRACTION, RATE, one_of
 from dppo_jax.errors import UserError
 
 NAN, INF = float("nan"), float("inf")
@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
     (FRACTION, (0.1, 1), ("batch", None, [0.5], 0, NAN)),
     (RATE, (0, 0.9), ("0.5", 1, -0.1, NAN)),
     (FINITE, (0, 9.0), ("0", -1, INF, NAN)),
-    (integer(1), (1, 2.0), (1.5, 0, "2", None, INF)),
+    (COUNT, (1, 2.0), (1.5, 0, "2", None, INF)),
     (one_of("a", "b"), ("a", "b"), ("c", None, 1)),
   ],
 )

@@ -97,7 +97,6 @@ INVALID = {
   "clip_low": (0.0, np.nan),
   "clip_high": (-1.0,),
   "beta": (-0.1, np.inf, np.nan),
-  "dual_clip": (1.0, -2.0),
   "sampler_cap": (-0.5, 0.5),
   "tokens_per_completion": (-1.0, np.inf),
 }

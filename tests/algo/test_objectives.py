@@ -12,14 +12,11 @@ import pytest
 from dppo_jax.algo import objectives, policy_loss
 
 GRPO = objectives.grpo(clip_low=0.2, clip_high=0.3)
-DUAL = objectives.grpo(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
 SEQUENCE = objectives.gspo(clip_low=0.2, clip_high=0.3)
 EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}
-LOW, HIGH, DUAL_CLIP = 0.1, 0.15, 1.3
+LOW, HIGH = 0.1, 0.15
 ACTIVE = {  # bounds that random ratios cross, and a penalty
-  name: make(beta=0.3)
-  if name == "rloo"
-  else make(LOW, HIGH, beta=0.3, dual_clip=DUAL_CLIP)
+  name: make(beta=0.3) if name == "rloo" else make(LOW, HIGH, beta=0.3)
   for name, make in objectives.OBJECTIVES.items()
 }
 each = pytest.mark.parametrize("objective", EVERY.values(), ids=EVERY.keys())
@@ -79,43 +76,24 @@ def _one(objective, ratio, advantage, weight=1.0, **fields):
     (0.5, 0.0, 0.0, 0.0),
   ],
 )
-@pytest.mark.parametrize("objective", [GRPO, DUAL, SEQUENCE])
+@pytest.mark.parametrize("objective", [GRPO, SEQUENCE])
 def test_clipping_by_hand(objective, ratio, advantage, loss, grad):
   """A sequence of one token has the token's ratio."""
   got = _one(objective, ratio, advantage)
   np.testing.assert_allclose(got, (loss, grad), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  ("ratio", "advantage", "loss", "grad"),
-  [
-    (2.9, -2.0, 5.8, 5.8),
-    (4.0, -2.0, 6.0, 0.0),  # above 3: too unlikely to have been drawn
-    (4.0, 2.0, -2.6, 0.0),  # the upper bound came first
-    (0.5, -2.0, 1.6, 0.0),
-  ],
-)
-def test_dual_clip_by_hand(ratio, advantage, loss, grad):
-  got = _one(DUAL, ratio, advantage)
-  np.testing.assert_allclose(got, (loss, grad), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["clip_low", "clip_high", "dual_clip"])
+@pytest.mark.parametrize("name", ["clip_low", "clip_high"])
 @pytest.mark.parametrize("make", [objectives.grpo, objectives.gspo])
 def test_a_ratio_at_a_bound_has_its_whole_slope(make, name):
   """At it, not half as with `jnp.clip`; one step of rounding beyond, none."""
   advantage = 1.0 if name == "clip_high" else -1.0
-  logprob = {"clip_low": -0.3, "clip_high": 0.3, "dual_clip": 0.9}[name]
+  logprob = {"clip_low": -0.3, "clip_high": 0.3}[name]
   wide = make(clip_low=1e9, clip_high=1e9)
   ratio = np.float32(-_one(wide, np.exp(logprob), advantage)[0] * advantage)
   towards_one = np.nextafter(ratio, np.float32(1.0))
   for bound, expected in ((ratio, ratio), (towards_one, 0.0)):
-    value = {
-      "clip_low": 1 - float(bound),
-      "clip_high": float(bound) - 1,
-      "dual_clip": float(bound),
-    }[name]
-    args = {"clip_low": 0.5, "clip_high": 0.5, name: value}
+    args = {"clip_low": 0.5, "clip_high": 0.5, name: abs(float(bound) - 1)}
     loss, grad = _one(make(**args), np.exp(logprob), advantage)
     assert loss == -bound * advantage
     assert grad == -expected * advantage
@@ -135,7 +113,7 @@ def test_weighting_the_term_is_weighting_the_advantage(
 
 def test_an_advantage_of_zero_is_never_clipped():
   logprobs = np.log([[0.5, 1.5, 9.0]])
-  info = _surrogate(DUAL, logprobs, advantages=[[0.0, 0.0, 0.0]])[2]
+  info = _surrogate(GRPO, logprobs, advantages=[[0.0, 0.0, 0.0]])[2]
   assert info["tokens"] == 3 and info["clipped"] == 0
 
 
@@ -199,15 +177,13 @@ def _by_loops(name, logprobs, fields):
     if name == "rloo":
       value, slope = a * logprobs[r, c], a
     else:
-      bounded = min(ratio, DUAL_CLIP) if a < 0 else ratio
-      is_open &= bounded == ratio
+      bounded = np.clip(ratio, 1 - LOW, 1 + HIGH)
       if name == "cispo":
-        weight = np.clip(bounded, 1 - LOW, 1 + HIGH)
-        value, slope = weight * a * logprobs[r, c], weight * a
-        is_open &= weight == bounded
+        value, slope = bounded * a * logprobs[r, c], bounded * a
+        is_open = bounded == ratio
       else:
-        value = min(bounded * a, np.clip(bounded, 1 - LOW, 1 + HIGH) * a)
-        is_open &= value == ratio * a
+        value = min(ratio * a, bounded * a)
+        is_open = value == ratio * a
         slope = is_open * ratio * a
     d = at("ref_logprobs") - logprobs[r, c]
     kl = np.exp(d) - d - 1
@@ -255,19 +231,17 @@ def test_rloo_is_dr_grpo_in_other_units():
 
 
 def test_a_loss_of_ones_own():
-  """Squares of ratios; weights, dual clip and penalty are still applied."""
+  """Squares of ratios; weights and penalty are still applied."""
 
   def squares(ratio, advantages, logprobs):
     return -jnp.square(ratio) * advantages, ratio > 2.0
 
-  mine = objectives.grpo(beta=0.1, dual_clip=3.0)._replace(token_loss=squares)
+  mine = objectives.grpo(beta=0.1)._replace(token_loss=squares)
   half = np.log(0.5)
   got = _one(mine, 1.5, 2.0, 3.0, ref_logprobs=half)
   kl = 1 / 3 - np.log(1 / 3) - 1
   want = (3 * (-4.5 + 0.1 * kl), 3 * (-9.0 + 0.1 * (1 - 1 / 3)))
   np.testing.assert_allclose(got, want, rtol=1e-5)
-  got = _one(mine._replace(beta=0.0), 4.0, -2.0)
-  np.testing.assert_allclose(got, (18.0, 0.0), rtol=1e-5)
   wrong = mine._replace(token_loss=lambda ratio, *_: ratio.sum(keepdims=True))
   with pytest.raises(ValueError, match=r"must return \(loss, is_clipped\)"):
     _one(wrong, 1.0, 1.0, ref_logprobs=half)
@@ -366,12 +340,10 @@ def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
 @each_active
 def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
   """Prompts and padding hold anything; tokens of weight 0 hold numbers."""
-  objective = objective._replace(sampler_cap=2.0)
   logprobs, fields = _rows(2)
-  fields["sampler_logprobs"] = fields["old_logprobs"] + 0.1
   clean = _surrogate(objective, logprobs, **fields)
   outside = ~fields["is_trained"]
-  names = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+  names = ("old_logprobs", "ref_logprobs")
   strange = fields | {n: np.where(outside, np.nan, fields[n]) for n in names}
   strange["weights"] = np.where(outside, np.inf, fields["weights"])
   got = _surrogate(objective, np.where(outside, np.nan, logprobs), **strange)
@@ -390,7 +362,7 @@ def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
 
 @each
 def test_extreme_ratios_stay_finite(objective):
-  objective = objective._replace(beta=0.1, sampler_cap=2.0)
+  objective = objective._replace(beta=0.1)
   far = np.array([[-1e4, 1e4, -1e4, 1e4]])
   loss, grads, _ = _surrogate(
     objective,
@@ -398,39 +370,16 @@ def test_extreme_ratios_stay_finite(objective):
     advantages=[[1.0, 1.0, -1.0, -1.0]],
     segment_ids=[[1, 2, 3, 4]],
     ref_logprobs=-far,
-    sampler_logprobs=-far,
   )
   assert np.isfinite(loss) and np.isfinite(grads).all()
 
 
 def test_a_sampler_that_differs_is_made_up_for_up_to_a_cap():
-  capped = objectives.grpo(sampler_cap=2.0, beta=0.1)
-  fields = {"old_logprobs": np.log(0.9), "ref_logprobs": np.log(0.8)}
-  plain = np.array(_one(capped, 1.0, 2.0, **fields))
-  for sampler, factor in ((0.9, 1.0), (0.6, 1.5), (0.3, 2.0), (1.8, 0.5)):
-    sampled = fields | {"sampler_logprobs": np.log(sampler)}
-    got = _one(capped, 1.0, 2.0, **sampled)
-    np.testing.assert_allclose(got, factor * plain, rtol=1e-5)
-    off = _one(capped._replace(sampler_cap=0.0), 1.0, 2.0, **sampled)
-    np.testing.assert_array_equal(off, plain)
-
-
-def test_the_makeup_is_a_constant():
-  """Even where the old log-probabilities are those that are trained."""
-
-  def loss(logprobs):
-    ones = jnp.ones((1, 1), jnp.float32)
-    value, _ = policy_loss.surrogate(
-      objectives.grpo(sampler_cap=9.0),
-      logprobs,
-      logprobs,
-      ones,
-      ones,
-      ones > 0,
-      jnp.ones((1, 1), jnp.int32),
-      sampler_logprobs=-ones,
-    )
-    return value
-
-  # A ratio of 1 whatever the policy, times e.
-  assert jax.jit(jax.grad(loss))(np.zeros((1, 1), np.float32)) == 0
+  """By a constant: it has no gradient, though it is computed from one."""
+  old = jnp.log(jnp.full(4, 0.9))
+  sampler = jnp.log(jnp.array([0.9, 0.6, 0.3, 1.8]))
+  correct = lambda old: policy_loss.sampler_correction(old, sampler, 2.0)
+  np.testing.assert_allclose(correct(old), [1.0, 1.5, 2.0, 0.5], rtol=1e-5)
+  assert (jax.grad(lambda old: correct(old).sum())(old) == 0).all()
+  far = jnp.array([-1e4, 1e4])
+  assert np.isfinite(policy_loss.sampler_correction(far, -far, 2.0)).all()

@@ -47,10 +47,9 @@ def test_selections_of_other_shapes_are_rejected():
     Selection(jnp.ones(shape, bool), jnp.ones(shape))
     for shape in ((2,), (2, 3))
   )
-  match = r"\(2, 3\), \(2,\)\] must be those of prompts"
-  with pytest.raises(ValueError, match=match):
+  with pytest.raises(AssertionError, match="shape"):
     weights.horvitz_thompson(completions, prompts)  # the wrong way round
-  with pytest.raises(ValueError, match=r"\(2,\), \(3, 2\)\] must"):
+  with pytest.raises(AssertionError, match="shape"):
     turned = Selection(completions.keep.T, completions.prob.T)
     weights.horvitz_thompson(prompts, turned)
 

@@ -5,7 +5,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import methods
@@ -22,13 +21,10 @@ drop, streaks, neyman = (
 PROMPT_RULES = {
   "every": methods.every_prompt(),
   "history": drop(0.6),
-  "history_annealed": drop(lambda step: jnp.where(step < 9, 0.6, 0.0)),
-  "history_variance_all": drop(0.6, score="variance", scope="all"),
-  "history_smooth_aged": drop(0.6, smoothing=0.5, max_age=3),
   "streaks": streaks(),
   "streaks_unweighted": methods.unweighted_prompts(streaks()),
-  "neyman_half": neyman(0.5, prior=(1.0, 1.0)),
-  "neyman_other": neyman(0.7, 0.3, 0.0, 0.9, (0.5, 2.0), is_cost_aware=False),
+  "neyman_half": neyman(0.5, prior=1.0),
+  "neyman_other": neyman(0.7, 0.3, 0.0, 0.9),
 }
 # What a method that sets its own shares needs where nobody measures seconds.
 WITHOUT_CLOCK = {"neyman": {"update_cost": 0.5}}

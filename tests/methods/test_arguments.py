@@ -12,10 +12,6 @@ INVALID = [
   (methods.drop_small_advantage, {"rate": 1.0}),
   (methods.drop_small_advantage, {"rate": 0.5, "scope": "all"}),
   (methods.drop_by_history, {"rate": -0.1}),
-  (methods.drop_by_history, {"rate": 0.5, "score": "loss"}),
-  (methods.drop_by_history, {"rate": 0.5, "scope": "group"}),
-  (methods.drop_by_history, {"rate": 0.5, "smoothing": 1.0}),
-  (methods.drop_by_history, {"rate": 0.5, "max_age": -1}),
   *(
     (methods.drop_zero_variance_streaks, {name: value})
     for name, value in (
@@ -23,32 +19,27 @@ INVALID = [
       ("floor", 0.0),
       ("target", 1.5),
       ("tuning", -0.01),
-      ("easy_share", 1.5),
     )
   ),
   (methods.neyman_prompts, {"budget": 0.0}),
   (methods.neyman_prompts, {"budget": 0.5, "min_prob": 0.0}),
   (methods.neyman_prompts, {"budget": 0.5, "kappa": float("inf")}),
   (methods.neyman_prompts, {"budget": 0.5, "forgetting": 1.5}),
-  (methods.neyman_prompts, {"budget": 0.5, "prior": (0.0, 1.0)}),
+  (methods.neyman_prompts, {"budget": 0.5, "prior": 0.0}),
   (methods.neyman_completions, {"budget": float("nan")}),
   (methods.neyman_completions, {"budget": 0.5, "min_prob": 2.0}),
-  (methods.neyman_completions, {"budget": 0.5, "coherence": -1.0}),
-  (methods.neyman_completions, {"budget": 0.5, "proxy": "size"}),
   (methods.neyman_tokens, {"budget": 0.0}),
   (methods.neyman_tokens, {"budget": 0.5, "min_prob": 1.5}),
-  (methods.neyman_tokens, {"budget": 0.5, "size": "loss"}),
   (methods.top_entropy, {"keep": 0.0}),
-  (methods.top_entropy, {"keep": 0.5, "scope": "row"}),
   (methods.neyman, {"prompt_budget": -0.1}),
   (methods.neyman, {"completion_budget": 1.5}),
   (methods.neyman, {"completion_budget": "half"}),
   (methods.neyman, {"min_keep": 1.1}),
   (methods.neyman, {"update_cost": float("inf")}),
-  (methods.dppo, {"prune_until": 0.0}),
+  (methods.dppo, {"completion_rate": 1.0}),
   (methods.d3s, {"final_keep": 0.0}),
   (methods.greso, {"max_draws": 0}),
-  (methods.greso, {"is_weighted": True, "dynamic_sampling": "plain"}),
+  (methods.greso, {"dynamic_sampling": "maybe"}),
 ]
 
 

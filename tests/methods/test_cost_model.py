@@ -96,14 +96,3 @@ def test_proportional_probabilities_add_the_least(size, mix):
 )
 def test_the_largest_nearly_optimal_budget_is_chosen(times, best):
   assert budget.largest_near_optimal(jnp.array(times)) == best
-
-
-def test_noise_scales_the_cost_of_variance():
-  """Noise alone counts the variance in full; without any it costs nothing."""
-  seconds, added = jnp.array([0.5]), jnp.array([0.6])
-  relative = lambda share, power=1.0: float(
-    budget.relative_seconds(seconds, added, share, power)[0]
-  )
-  assert relative(0.0) == 0.5 and relative(1.0) == pytest.approx(0.8)
-  assert relative(0.5) == pytest.approx(0.65)
-  assert relative(1.0, 0.5) == pytest.approx(0.5 * 1.6**0.5)

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dppo_jax import methods
 from dppo_jax.methods.dynamic_sampling import (
   DynamicSampling,
   add_groups,
   denominator,
   draws_of_step,
   init_buffer,
-  limit,
   next_size,
 )
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.step import collect
 
 # What may happen to a candidate: its chance, whether it was kept and with what
 # probability, whether its group has variance, and its term of the gradient.
@@ -217,16 +218,6 @@ def test_the_buffer_holds_the_first_groups_with_variance_in_order():
   assert (got.prompts.ids[:, 0] != got.prompts.ids[:, 1]).all()
 
 
-def test_one_place_cannot_be_exact():
-  chunk = _chunk(jnp.array([0]), jnp.array([0]))
-  with pytest.raises(
-    ValueError, match="prompts_per_step is 1 but must be at least 2"
-  ):
-    jax.eval_shape(
-      lambda: denominator(init_buffer(*chunk), DynamicSampling(2, True))
-    )
-
-
 def test_next_chunk_is_a_quarter_more_than_seems_needed():
   sequences, _ = _sequences(1, 4)
 
@@ -257,9 +248,17 @@ def test_limit_keeps_the_first():
   keep = np.array(list(itertools.product([False, True], repeat=5)))
   prob = jnp.full((5,), 0.5, jnp.float32)
 
+  # Here the history is what the rule keeps.
+  select = lambda rng, history, ids: Selection(history, prob)
+  rule = methods.every_prompt()._replace(select=select)
+  method = methods.grpo()._replace(prompts=rule)
+
   @jax.jit
   def limited(size):
-    return jax.vmap(lambda x: limit(Selection(x, prob), size))(keep)
+    choose = lambda x: collect.choose_prompts(
+      None, x, None, size, method=method
+    )
+    return jax.vmap(choose)(keep)
 
   for size in range(6):
     got = jax.device_get(limited(size))

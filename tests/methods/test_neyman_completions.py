@@ -13,7 +13,7 @@ from dppo_jax import methods
 from dppo_jax.algo import designs
 from dppo_jax.methods.ranking import fixed_size, round_count
 
-NEYMAN = many(methods.neyman_completions(0.4, min_prob=0.02, coherence=0.1))
+NEYMAN = many(methods.neyman_completions(0.4, min_prob=0.02))
 RNG = np.random.default_rng(0)
 SCORED = groups_of(
   RNG.normal(size=(3, 6)),
@@ -49,19 +49,9 @@ def test_order_within_a_group_does_not_matter(values, order):
   )
 
 
-@pytest.mark.parametrize("proxy", ["length", "residual", "none"])
-def test_neyman_is_proportional_to_what_a_completion_adds(proxy):
-  if proxy == "length":
-    prob = NEYMAN(SCORED)[1][0]
-  else:
-    rule = methods.neyman_completions(0.4, 0.02, 0.1, proxy)
-    _, prob = choose(rule, SCORED)
-  length = np.asarray(SCORED.lengths, np.float64)
-  norm = {
-    "length": np.sqrt(0.1 * length**2 + length),
-    "residual": np.sqrt(0.1 * length**2 + np.asarray(SCORED.sum_sq_residual)),
-    "none": length,
-  }[proxy]
+def test_neyman_is_proportional_to_what_a_completion_adds():
+  prob = NEYMAN(SCORED)[1][0]
+  norm = np.sqrt(np.asarray(SCORED.sum_sq_residual, np.float64))
   size = np.abs(np.asarray(SCORED.advantages)) * np.asarray(SCORED.scale) * norm
   is_between = (prob > 0.021) & (prob < 1)
   assert is_between.sum() > 6 and (prob == 1).any()
@@ -73,9 +63,9 @@ def test_neyman_is_proportional_to_what_a_completion_adds(proxy):
 
 
 def test_what_is_not_told_is_one_or_the_length():
-  rule = methods.neyman_completions(0.4, 0.02, 0.1, "residual")
+  rule = methods.neyman_completions(0.4, 0.02)
   bare = SCORED.replace(scale=None, sum_sq_residual=None, is_needed=None)
-  told = SCORED.replace(scale=jnp.ones((3, 6)))
+  told = _told(SCORED)
   np.testing.assert_array_equal(choose(rule, bare)[1], NEYMAN(told)[1][0])
 
 

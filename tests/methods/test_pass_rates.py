@@ -100,7 +100,7 @@ def test_neyman_counts_what_is_correct_whatever_it_was_rewarded():
 
 
 def test_neyman_forgets():
-  rule = jitted(neyman(0.5, forgetting=0.5, prior=(1.0, 3.0)))
+  rule = compiled("neyman_half")
   rewards = [[1.0, 0.25, 0.0, 7.0]]  # clipped to [0, 1]
   counts = lambda x: [x.right[5], x.wrong[5], x.tokens[5]]
   tokens = np.full((1, 4), 8, np.int32)
@@ -111,7 +111,7 @@ def test_neyman_forgets():
   np.testing.assert_allclose(counts(history), [2.8125, 2.1875, 16])
   # In time, what is believed is what was at first.
   rule = compiled("neyman_other")
-  history = seen(rule)
+  history = rule.observe(rule.init(), 0, VISITED, REWARDS)
   assert np.ptp(prob_of(rule, history, CANDIDATES, step=3)) > 0.01
   late = prob_of(rule, history, CANDIDATES, step=999)
   np.testing.assert_allclose(late, late.mean(), atol=GRID_ERROR)

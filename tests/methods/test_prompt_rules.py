@@ -114,45 +114,12 @@ def test_history_prunes_what_taught_less_than_usual():
   np.testing.assert_allclose(prob, [1, 1, 0.4, 1, 0.4, 1, 1], rtol=1e-6)
 
 
-def test_threshold_is_the_mean_of_the_batch_or_of_all():
-  for scope, prob in (("batch", 0.5), ("all", 1.0)):
-    rule = jitted(drop(0.5, score="variance", scope=scope))
-    history = rule.observe(rule.init(), 0, VISITED, REWARDS)
-    # Variances 0.14, 0.25, 0, 0.14, 0: 0.14 is below the mean of the first
-    # two, but not below that of all.
-    np.testing.assert_array_equal(prob_of(rule, history, [7, 2]), [prob, 1])
-
-
-def test_scores_expire():
-  rule = jitted(drop(0.5, max_age=3))
-  history = rule.observe(rule.init(), 1, VISITED, REWARDS)
-  assert prob_of(rule, history, VISITED, step=4)[2] == 0.5
-  assert prob_of(rule, history, VISITED, step=5)[2] == 1
-  # Nor does an expired score count in the mean: 0.91 beside twice 0.68.
-  some = np.where(np.isin(VISITED, [7, 4]), VISITED, NUM_PROMPTS)
-  history = rule.observe(history, 4, some, REWARDS)
-  np.testing.assert_array_equal(
-    prob_of(rule, history, [7, 2, 4], 4), [0.5, 1, 0.5]
-  )
-  np.testing.assert_array_equal(prob_of(rule, history, [7, 2, 4], 5), 1)
-
-
-def test_scores_are_smoothed():
-  rule = jitted(drop(0.5, score="variance", smoothing=0.75))
-  ids = np.array([3, 5], np.int32)
-  first = np.array([[0, 1], [0, 2]], np.float32)  # variances 0.25 and 1
-  then = np.array([[0, 4], [0, 0]], np.float32)  # variances 4 and 0
-  history = rule.observe(rule.init(), 0, ids, first)
-  np.testing.assert_allclose(history.score[ids], [0.25, 1])
-  history = rule.observe(history, 1, ids, then)
-  np.testing.assert_allclose(history.score[ids], [1.1875, 0.75])
-
-
-def test_rate_follows_the_step():
-  rule = compiled("history_annealed")
-  history = seen(rule)
-  np.testing.assert_allclose(prob_of(rule, history, CANDIDATES, 8).min(), 0.4)
-  assert (prob_of(rule, history, CANDIDATES, 9) == 1).all()
+def test_threshold_is_the_mean_of_the_candidates():
+  rule = compiled("history")
+  history = rule.observe(rule.init(), 0, VISITED, REWARDS)
+  # 0.68 is below the mean of itself and 0.91, but not that of all.
+  chosen = prob_of(rule, history, [7, 2])
+  np.testing.assert_allclose(chosen, [0.4, 1], rtol=1e-6)
 
 
 def test_unweighted_keeps_the_choice_and_forgets_the_probability():
@@ -165,15 +132,14 @@ def test_unweighted_keeps_the_choice_and_forgets_the_probability():
 
 
 def test_the_score_is_of_rewards_not_of_what_is_correct():
-  for score in ("advantage", "variance"):
-    rule = jitted(drop(0.5, score=score))
-    rewards = [[0.5, 1.5, 0.5, 1.5]]
-    histories = [
-      rule.observe(rule.init(), 0, [3], rewards, correct=correct)
-      for correct in ([[0, 1, 0, 1]], [[0, 0, 0, 0]], [[1, 1, 1, 1]])
-    ]
-    assert len({float(history.score[3]) for history in histories}) == 1
-    assert histories[0].score[3] > 0
+  rule = compiled("history")
+  rewards = [[0.5, 1.5, 0.5, 1.5, 0.5, 1.5]]
+  histories = [
+    rule.observe(rule.init(), 0, [3], rewards, correct=[correct])
+    for correct in ([0, 1] * 3, [0] * 6, [1] * 6)
+  ]
+  assert len({float(history[3]) for history in histories}) == 1
+  assert histories[0][3] > 0
 
 
 # Streaks ---------------------------------------------------------------------
@@ -230,8 +196,8 @@ def test_the_base_has_bounds():
 
 @pytest.mark.parametrize("num_hard, base", [(1, 0.6), (2, 0.4)])
 def test_the_base_falls_from_the_target_on(num_hard, base):
-  """2 of 8 are a quarter; hard ones are all of the target here."""
-  rule = jitted(streaks(target=0.25, easy_share=0.0, tuning=0.1))
+  """2 of 8 are a quarter, which is two thirds of the target."""
+  rule = jitted(streaks(target=0.375, tuning=0.1))
   ids, rewards = np.arange(8), np.array([MIXED] * 8)
   history = rule.observe(rule.init(), 0, ids, rewards)
   rewards[:num_hard] = HARD

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dppo_jax.methods import neyman_tokens, top_entropy
-from dppo_jax.methods.neyman.rules import TOKEN_SIZES
 from dppo_jax.records import PackedBatch, TokenStats
 from dppo_jax.rng import Stage, StepRng, rng_at
 
@@ -20,19 +19,11 @@ SEGMENTS = np.array(
   ],
   np.int32,
 )
-SHARES = {
-  "top_entropy": 0.4,
-  "top_entropy_each": 0.4,
-  "neyman_logit_grad": 0.4,
-  "neyman_entropy": 0.3,
-  "neyman_residual": 0.6,
-}
+SHARES = {"top_entropy": 0.4, "neyman": 0.6, "neyman_bounded": 0.3}
 RULES = {
   "top_entropy": top_entropy(0.4),
-  "top_entropy_each": top_entropy(0.4, scope="completion"),
-  "neyman_logit_grad": neyman_tokens(0.4, size="logit_grad"),
-  "neyman_entropy": neyman_tokens(0.3, min_prob=0.1, size="entropy"),
-  "neyman_residual": neyman_tokens(0.6, min_prob=0.0),
+  "neyman": neyman_tokens(0.6, min_prob=0.0),
+  "neyman_bounded": neyman_tokens(0.3, min_prob=0.1),
 }
 SELECT = {name: jax.jit(rule.select) for name, rule in RULES.items()}
 
@@ -69,9 +60,7 @@ def _batch(seed=0, segments=SEGMENTS):
     np.where(_trainable(batch), x, elsewhere), jnp.float32
   )
   stats = TokenStats(
-    logprobs=scored(logprobs),
-    entropy=scored(rng.exponential(size=shape)),
-    logit_grad_sq=scored(rng.uniform(0, 2, size=shape)),
+    logprobs=scored(logprobs), entropy=scored(rng.exponential(size=shape))
   )
   return batch, stats
 
@@ -101,8 +90,7 @@ def test_token_rule_laws(name):
   assert ((prob[keep] > 0) & (prob[keep] <= 1)).all()
   again, _ = _choose(name, batch, stats)
   np.testing.assert_array_equal(keep, again)
-  if name != "top_entropy_each":  # there each completion rounds by itself
-    assert keep.sum() == round(SHARES[name] * trainable.sum())
+  assert keep.sum() == round(SHARES[name] * trainable.sum())
   for seed in (1, 2):
     _choose(name, *_batch(seed), _draw(seed, step=seed))
   assert SELECT[name]._cache_size() == 1
@@ -120,13 +108,7 @@ def test_no_token_is_chosen_that_cannot_be_trained(seed, name):
 
 
 @pytest.mark.parametrize(
-  "rule",
-  [
-    top_entropy(1.0),
-    top_entropy(1.0, scope="completion"),
-    neyman_tokens(1.0, size="logit_grad"),
-    neyman_tokens(1.0, min_prob=0.0),
-  ],
+  "rule", [top_entropy(1.0), neyman_tokens(1.0, min_prob=0.0)]
 )
 def test_a_share_of_one_keeps_every_token(rule):
   batch, stats = _batch()
@@ -161,7 +143,6 @@ def test_top_entropy_by_brute_force(seed):
   keep, prob = _choose("top_entropy", batch, stats, _draw(seed))
   assert keep.sum() == round(0.4 * trainable.sum())
   assert score[keep].min() >= score[trainable & ~keep].max()
-  each, prob_each = _choose("top_entropy_each", batch, stats, _draw(seed))
   for row in np.ndindex(SEGMENTS.shape[:-1]):
     for segment in range(1, SEGMENTS[row].max() + 1):
       mine = (SEGMENTS[row] == segment) & trainable[row]
@@ -170,22 +151,12 @@ def test_top_entropy_by_brute_force(seed):
       np.testing.assert_array_equal(
         prob[row][mine], np.float32(keep[row][mine].mean())
       )
-      kept = each[row] & mine
-      assert kept.sum() == max(round(0.4 * mine.sum()), 1)
-      if (mine & ~kept).any():
-        assert score[row][kept].min() >= score[row][mine & ~kept].max()
-      np.testing.assert_array_equal(
-        prob_each[row][mine], np.float32(kept.sum() / mine.sum())
-      )
 
 
 def test_a_small_share_keeps_at_least_one_token():
   batch, stats = _batch()
-  for rule in (top_entropy(1e-3), neyman_tokens(1e-3, size="logit_grad")):
+  for rule in (top_entropy(1e-3), neyman_tokens(1e-3)):
     assert jax.jit(rule.select)(_draw(), batch, stats).keep.sum() == 1
-  each = top_entropy(1e-3, scope="completion")
-  keep = np.asarray(jax.jit(each.select)(_draw(), batch, stats).keep)
-  np.testing.assert_array_equal(keep.sum(axis=-1), [[2, 2], [1, 0]])
 
 
 def test_ties_go_by_lot():
@@ -227,18 +198,11 @@ def test_a_share_may_follow_the_step():
   assert select._cache_size() == 1
 
 
-@pytest.mark.parametrize("size", TOKEN_SIZES)
-def test_probabilities_grow_with_what_a_token_may_add(size):
+def test_probabilities_grow_with_what_a_token_may_add():
   batch, stats = _batch()
-  chosen = jax.jit(neyman_tokens(0.5, min_prob=0.0, size=size).select)(
-    _draw(), batch, stats
-  )
-  measure = {
-    "logit_grad": np.sqrt(stats.logit_grad_sq),
-    "entropy": np.asarray(stats.entropy),
-    "residual": 1 - np.exp(batch.old_logprobs),
-  }[size] * np.abs(batch.advantages * batch.weights)
-  prob = np.asarray(chosen.prob)
+  _, prob = _choose("neyman", batch, stats)
+  measure = 1 - np.exp(batch.old_logprobs)
+  measure *= np.abs(batch.advantages * batch.weights)
   inner = (prob < 1) & (prob > 1e-3)
   assert inner.sum() > 3 and (prob == 1).any()
   scale = prob[inner] / measure[inner]
@@ -253,7 +217,7 @@ def test_probabilities_grow_with_what_a_token_may_add(size):
 
 def test_the_least_probability_bounds_the_weights():
   batch, stats = _batch()
-  _, prob = _choose("neyman_entropy", batch, stats)
+  _, prob = _choose("neyman_bounded", batch, stats)
   assert prob[_trainable(batch)].min() >= 0.1
 
 

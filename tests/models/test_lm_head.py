@@ -47,26 +47,6 @@ def test_chunked_head_equals_log_softmax(logit_chunk, needed_share):
   )
 
 
-def test_stats_are_those_of_the_whole_distribution():
-  hidden, weight, targets, is_needed, _ = _arguments()
-  got = jax.jit(lm_head.token_stats, static_argnums=(4, 5))(
-    hidden, weight, targets, is_needed, 0.7, 8
-  )
-  logits = np.einsum("ble,ve->blv", hidden, weight).astype(np.float64) / 0.7
-  probs = np.exp(logits - logits.max(-1, keepdims=True))
-  probs /= probs.sum(-1, keepdims=True)
-  of_target = np.take_along_axis(probs, np.asarray(targets)[..., None], -1)
-  one_hot = np.eye(20)[np.asarray(targets)]
-  want = {
-    "logprobs": np.log(of_target[..., 0]),
-    "entropy": -(probs * np.log(probs)).sum(-1),
-    "logit_grad_sq": np.square(one_hot - probs).sum(-1),
-  }
-  for name, value in want.items():
-    at_needed = np.where(is_needed, value, 0.0)
-    np.testing.assert_allclose(getattr(got, name), at_needed, atol=1e-5)
-
-
 def test_no_logits_are_made_where_none_are_needed():
   """The number of chunks follows the fullest row."""
   _, _, _, is_needed, _ = _arguments()
@@ -78,15 +58,19 @@ def test_no_logits_are_made_where_none_are_needed():
 
 
 @pytest.mark.parametrize("logit_chunk", [1, 8, 1000])
-def test_the_entropy_beside_logprobs_is_that_of_the_stats(logit_chunk):
-  """And has no gradient: it is there to be looked at."""
+def test_the_entropy_is_that_of_the_distribution_and_has_no_gradient(
+  logit_chunk,
+):
   hidden, weight, targets, is_needed, _ = _arguments()
   arguments = (hidden, weight, targets, is_needed, 0.7, logit_chunk)
-  logprobs, entropy = lm_head.logprobs_and_entropy(*arguments)
-  want = lm_head.token_stats(*arguments)
-  np.testing.assert_allclose(logprobs, want.logprobs, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(entropy, want.entropy, rtol=1e-4, atol=1e-5)
-  assert (entropy[~is_needed] == 0).all() and (entropy[is_needed] > 0).all()
+  got = lm_head.logprobs_and_entropy(*arguments)
+  logits = np.einsum("ble,ve->blv", hidden, weight).astype(np.float64) / 0.7
+  probs = np.exp(logits - logits.max(-1, keepdims=True))
+  probs /= probs.sum(-1, keepdims=True)
+  of_target = np.take_along_axis(probs, np.asarray(targets)[..., None], -1)
+  want = np.log(of_target[..., 0]), -(probs * np.log(probs)).sum(-1)
+  for x, y in zip(got, want, strict=True):
+    np.testing.assert_allclose(x, np.where(is_needed, y, 0.0), atol=1e-5)
   of_both = lambda x: sum(map(jnp.sum, lm_head.logprobs_and_entropy(x, *rest)))
   of_one = lambda x: lm_head.logprobs_and_entropy(x, *rest)[0].sum()
   rest = arguments[1:]

@@ -1,8 +1,7 @@
 """Automatic budgets: the number of completions that is worth training on.
 
-A cost model predicts the time to a target from the seconds of a step and the
-variance that pruning adds. The chosen number depends on earlier steps and on
-this step's rollouts but on no draw, so the weights stay exact.
+The number depends on earlier steps and on this step's rollouts but on no draw,
+so the weights stay exact.
 """
 
 from typing import NamedTuple
@@ -10,7 +9,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax.algo.validation import FINITE, FRACTION, check
 from dppo_jax.records import Groups, StepCosts
 
 NUM_BUDGETS = 17  # on the grid, evenly in their logarithms
@@ -30,29 +28,31 @@ MIN_NOISE_FRACTION = 0.1
 class AutoBudget(NamedTuple):
   """Chooses the keep fraction that minimises the predicted time to a target.
 
+  With a gradient noise scale of `r` times the batch size, steps to a target
+  are proportional to `1 + r`; a choice that adds `v` of the batch's own
+  variance makes that `1 + (1 + v) r`. Seconds to the target are therefore
+  proportional to those of a step times `1 + v r / (1 + r)`.
+
   Attributes:
     min_keep, max_keep: bounds of the fraction, in (0, 1].
     update_cost: seconds of an update on every needed completion over the other
       seconds of a step; 0 uses measured times.
+  Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.7, for steps
+    against noise; the rest is ours.
   """
 
   min_keep: float = 0.03
   update_cost: float = 0.0
   max_keep: float = 1.0
 
-  def check(self) -> None:
-    """Raises UserError for a field outside its range."""
-    check(FRACTION, min_keep=self.min_keep, max_keep=self.max_keep)
-    check(FINITE, update_cost=self.update_cost)
-
-  def size(
+  def choose(
     self, groups: Groups, size: Float[Array, "Q G"]
   ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
     """Chooses how many of the needed completions to train on.
 
     Args:
-      size: `[Q, G]`, gradient norm of each completion up to a common factor;
-        0 where it is not needed.
+      size: gradient norm of each completion up to a common factor; 0 where it
+        is not needed.
     Returns:
       The number, and metrics about it.
     """
@@ -71,7 +71,7 @@ class AutoBudget(NamedTuple):
     if groups.costs is not None:
       noise_fraction = groups.costs.noise_fraction
       noise_fraction = jnp.maximum(noise_fraction, MIN_NOISE_FRACTION)
-    times = relative_seconds(other + update, added, noise_fraction)
+    times = (other + update) * (1 + added * noise_fraction)
     best = largest_near_optimal(times)
     return counts[best].astype(jnp.int32), {
       "budget/completions": _ratio(counts[best], num_needed),
@@ -112,36 +112,6 @@ class AutoBudget(NamedTuple):
       jnp.where(is_known, costs.micro_seconds * micros, update),
       jnp.where(is_known, costs.other_seconds, other),
     )
-
-
-def relative_seconds(
-  seconds: Float[Array, "*shape"],
-  added_variance: Float[Array, "*shape"],
-  noise_fraction: Float[Array, ""] | float,
-  exponent: float = 1.0,
-) -> Float[Array, "*shape"]:
-  """Predicts seconds to a target, up to a factor common to all choices.
-
-  With a gradient noise scale of `r` times the batch size, steps to a target
-  are proportional to `1 + r`; a choice that adds `v` of the batch's own
-  variance makes that `1 + (1 + v) r`. Their ratio is `1 + v r / (1 + r)`.
-
-  >>> import jax.numpy as jnp
-  >>> from dppo_jax import methods
-  >>> seconds, added = jnp.array([1.0, 0.5]), jnp.array([0.0, 1.0])
-  >>> print(methods.relative_seconds(seconds, added, noise_fraction=0.5))
-  [1.   0.75]
-
-  Args:
-    seconds: time of a step, in any unit.
-    added_variance: as a fraction of the variance of the unpruned batch.
-    noise_fraction: `r / (1 + r)`; 1 if the gradient is all noise.
-    exponent: 1 if the learning rate is adapted to the noise; 0.5 is the effect
-      of AdamW's division by a root mean square at a fixed learning rate.
-  Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.7, for steps
-    against noise; the rest is ours.
-  """
-  return seconds * (1 + added_variance * noise_fraction) ** exponent
 
 
 def proportional(
