@@ -36,7 +36,6 @@ from dppo_jax.run import (
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import initial_state
-from dppo_jax.step.grade import with_texts
 from dppo_jax.step.train_step import StepInfo, TrainStep
 
 # `(step, info, state) -> metrics`, called after each step; may return None.
@@ -214,10 +213,8 @@ class _Session:
     for callback in callbacks:
       values |= _checked_metrics(callback, callback(done, info, state))
     x = info.summary
-    lines = with_texts(
-      samples.of_step(
-        info.experience.samples, x.lengths, x.advantages, x.weights
-      )
+    lines = samples.of_step(
+      info.experience.samples, x.lengths, x.advantages, x.weights
     )
     warnings = distributed.gather(self.grader.pop_warnings())
     with distributed.sharing_errors():
@@ -231,8 +228,8 @@ class _Session:
     """Stops a run that diverged."""
     runtime_checks.check_update(
       done,
-      info.update.num_nonfinite_params,
-      info.update.num_skipped_in_a_row,
+      info.update.nonfinite_params,
+      info.update.skipped_in_a_row,
       f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
       f"{info.select.diagnostics['weights/max']:.1f}",
     )

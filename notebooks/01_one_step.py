@@ -298,7 +298,7 @@ print(f"trained on {int(selected.num_tokens)}")
 # likely. Grey is read only: shared prompts.
 
 # %%
-used = int(selected.pack.num_rows)
+used = int(selected.pack.rows)
 flat = lambda x: np.array(x).reshape(-1, c.pack.row_length)[:used]
 pull = flat(batch.advantages) * flat(batch.weights)
 bound = np.abs(pull).max()

@@ -18,7 +18,7 @@ from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
-from dppo_jax.step.grade import grade, with_texts
+from dppo_jax.step.grade import grade
 
 # Bounded, because answers are untrusted and may have millions of digits.
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30}|/\d{1,30})?")
@@ -87,7 +87,7 @@ def evaluate(
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
     arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
-    new = _records(rollout, problems, with_texts(graded.samples))
+    new = _records(rollout, problems, graded.samples)
     samples += new
     on_batch(len(samples) // rollout.lengths.shape[1], new)
   columns = map(np.concatenate, zip(*arrays, strict=True))

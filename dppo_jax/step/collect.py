@@ -122,17 +122,17 @@ class Collector:
       int(state.draws),
       draws_per_epoch=len(run.train_set) // self._num_prompts,
     )
-    buffer, limit = programs["init_buffer"](), np.int32(self._num_prompts)
+    buffer, limit = None, np.int32(self._num_prompts)
     counts, samples = collections.Counter(), []
     for draw in draws:
       state, chunk = self.rollout_once(state, params, draw, limit)
       counts.update(chunk.counts)
       samples += chunk.samples
       with self._clock("dynamic_sampling"):
+        groups = chunk.prompts, chunk.rollout, chunk.rewards
+        buffer = buffer or programs["init_buffer"](*groups)
         buffer, limit, denominator = jax.block_until_ready(
-          programs["add_groups"](
-            buffer, chunk.prompts, chunk.rollout, chunk.rewards
-          )
+          programs["add_groups"](buffer, *groups)
         )
       if int(buffer.num_groups) == self._num_prompts:
         break

@@ -10,12 +10,7 @@ from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.records import (
-  CompletionSummary,
-  PackedBatch,
-  StepCosts,
-  TrainState,
-)
+from dppo_jax.records import CompletionSummary, PackedBatch, TrainState
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed, runtime_checks
 from dppo_jax.run.setup import Run
@@ -57,11 +52,7 @@ class StepInfo(NamedTuple):
     experience: graded completions.
     select, score, update: typed results of the stages, on the host.
     summary: per-completion results, on the host.
-    costs: timings that the step's automatic budget used; None without one.
-    learning_rate: of the last optimizer step.
-    is_clipped: True if the gradient's norm was clipped.
-    noise: metrics of the gradient noise, if measured.
-    seconds: `stage/seconds` of the stages and of the step.
+    scalars: further metrics by name, such as the seconds of the stages.
   """
 
   experience: Experience
@@ -69,11 +60,7 @@ class StepInfo(NamedTuple):
   score: ScoreInfo | None
   update: UpdateInfo
   summary: CompletionSummary
-  costs: StepCosts | None
-  learning_rate: float
-  is_clipped: bool
-  noise: dict[str, float]
-  seconds: dict[str, float]
+  scalars: dict[str, float]
 
   def metrics(self, specs: tuple[rewards.RewardSpec, ...]) -> dict[str, float]:
     """Returns the metrics of the step by name.
@@ -81,18 +68,14 @@ class StepInfo(NamedTuple):
     Args:
       specs: the reward functions, each of which has a metric.
     """
-    score = self.score.metrics() if self.score else {}
     return {
       **grade.to_metrics(
         self.experience.counts, self.experience.samples, specs
       ),
       **self.select.metrics(),
-      **score,
+      **(self.score.metrics() if self.score else {}),
       **self.update.metrics(),
-      "update/learning_rate": self.learning_rate,
-      "update/clipped_norm": float(self.is_clipped),
-      **self.noise,
-      **self.seconds,
+      **self.scalars,
     }
 
 
@@ -119,7 +102,7 @@ class TrainStep:
     )
     self._grader = grader
     self._tracker = CostTracker(run.packing.rows_per_micro)
-    self._clock, self._costs = StageClock(), None
+    self._clock = StageClock()
     o = run.config.optimizer
     self._schedule = make_schedule(
       o.learning_rate, run.num_updates, o.schedule, o.warmup_steps
@@ -135,8 +118,10 @@ class TrainStep:
     self, rng: StepRng, experience: Experience, state: TrainState
   ) -> Batch:
     """Chooses the completions to train on, weights and packs them."""
-    costs = self._current_costs(state) if self._run.method.reads_costs else None
-    self._costs = costs
+    costs = None
+    if self._run.method.reads_costs:
+      noise = jax.device_get(state.noise)
+      costs = self._tracker.costs(gradient_noise.noise_fraction(noise))
     with self._clock("select"):
       rows, num_micro, info, summary = jax.block_until_ready(
         self.programs["select"](
@@ -148,9 +133,7 @@ class TrainStep:
         )
       )
       info = jax.device_get(info)
-      runtime_checks.check_selection(
-        info.pack.num_unplaced, info.num_invalid_probs
-      )
+      runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
     group_size = self._run.config.rollout.group_size
     denominator = np.float32(experience.num_prompts) * group_size
     return Batch(rows, num_micro, denominator, info, summary, experience)
@@ -169,7 +152,7 @@ class TrainStep:
         )
       )
       info = jax.device_get(info)
-      runtime_checks.check_tokens(info.num_invalid_probs)
+      runtime_checks.check_tokens(info.invalid_probs)
     return batch._replace(rows=rows, score_info=info)
 
   def update(
@@ -185,23 +168,27 @@ class TrainStep:
       )
       info = jax.device_get(info)
     seconds = self._clock.metrics()
+    num_micro = float(jax.device_get(batch.num_micro).max())
     if self._run.method.reads_costs:
-      self._track(batch, info, seconds)
+      self._track(batch, num_micro, seconds)
     options = self._run.config
     num_updates = int(state.step) * options.objective.num_updates
+    scalars = {
+      "update/learning_rate": last_learning_rate(
+        self._schedule, num_updates, info.skipped
+      ),
+      "update/clipped_norm": info.grad_norm >= options.optimizer.clip_norm,
+      "update/micro_batches": num_micro,
+      **noise,
+      **seconds,
+    }
     return state, StepInfo(
       experience=batch.experience,
       select=batch.info,
       score=batch.score_info,
       update=info,
       summary=jax.device_get(batch.summary),
-      costs=self._costs,
-      learning_rate=last_learning_rate(
-        self._schedule, num_updates, info.num_skipped
-      ),
-      is_clipped=bool(info.grad_norm >= options.optimizer.clip_norm),
-      noise=noise,
-      seconds=seconds,
+      scalars=scalars,
     )
 
   def evaluate(self, params: transformer.Params, prompts, rng):
@@ -237,22 +224,18 @@ class TrainStep:
     metrics = gradient_noise.describe(noise, num_prompts)
     return state, {**metrics, "noise/measured": float(is_due)}
 
-  def _current_costs(self, state: TrainState) -> StepCosts:
-    noise = jax.device_get(state.noise)
-    return self._tracker.costs(gradient_noise.noise_fraction(noise))
-
   def _track(
-    self, batch: Batch, info: UpdateInfo, seconds: dict[str, float]
+    self, batch: Batch, num_micro: float, seconds: dict[str, float]
   ) -> None:
     """Adds the step to the costs; all processes use the first one's clock."""
     update = seconds["score/seconds"] + seconds["update/seconds"]
     noise = seconds.get("noise/seconds", 0.0)
-    tokens = (batch.score_info or batch.info).num_tokens
+    score = batch.score_info
     sample = StepSample(
       update=update,
       other=seconds["step/seconds"] - update - noise,
-      micros=float(info.num_micro),
-      rows=float(batch.info.pack.num_rows),
-      tokens=float(tokens),
+      micros=num_micro,
+      rows=float(batch.info.pack.rows),
+      tokens=float(score.trained if score else batch.info.num_tokens),
     )
     self._tracker.add(StepSample(*distributed.gather(list(sample))[0]))
