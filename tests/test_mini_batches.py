@@ -157,20 +157,6 @@ def test_parts_are_updates_one_after_another(objective, inner_updates):
     )
 
 
-def test_a_batch_in_other_parts_than_the_update_is_refused():
-  batch, ends, *_ = _select(*_sampled(), REWARDS, 2)
-  with pytest.raises(ValueError, match=r"2 mini-batches.*config has 4"):
-    update.update(
-      _state(),
-      None,
-      batch,
-      ends,
-      jnp.float32(12),
-      config=_config(PLAIN, 1, 4),
-      optimizer=OPTIMIZER,
-    )
-
-
 def test_prompts_that_do_not_divide_into_parts_are_refused():
   c = configs.Config()
   c.data.prompts_per_step, c.objective.mini_batches = 32, 5

@@ -289,8 +289,3 @@ def test_learning_rate_rises_and_falls(schedule):
     np.testing.assert_allclose(moved[9], 0.1, rtol=1e-4)
   else:
     assert moved[9] < 0.02
-
-
-def test_an_unknown_schedule_is_refused():
-  with pytest.raises(ValueError, match=r"schedule.*'warm'.*cosine"):
-    make_optimizer(0.1, 10, "warm")

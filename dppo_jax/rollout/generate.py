@@ -19,7 +19,6 @@ from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
-from dppo_jax.rollout.prefill import batch_size, prefill_prompts
 from dppo_jax.rollout.sampling import Sampling
 
 
@@ -92,7 +91,7 @@ def roll_out(
     sampling,
     group_size,
     decode.slot_schedule(min(num_slots, most_slots), platform),
-    prefill_batch or batch_size(prompts.tokens.shape[1]),
+    prefill_batch or prefill_batch_size(prompts.tokens.shape[1]),
   )
   keep = kept.keep
   if num_shards == 1:
@@ -124,6 +123,11 @@ def roll_out(
   )
 
 
+def prefill_batch_size(prompt_length: int) -> int:
+  """Returns the prompts that a device prefills together, up to 8,192 tokens."""
+  return max(1, min(32, 8192 // prompt_length))
+
+
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   """Returns each prompt's new place: every shard gets as many kept ones."""
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
@@ -145,7 +149,7 @@ def _roll_out_shard(
   longest = prompts.tokens.shape[1] + sampling.max_tokens - 1
   part_sizes = kv_cache.part_sizes(longest)
   num_kept = keep.sum(dtype=jnp.int32)
-  prompt_cache = prefill_prompts(
+  prompt_cache = _prefill(
     params, model_config, prompts, order, num_kept, prefill_batch, part_sizes
   )
   queue = decode.Queue(prompts, order, prompt_cache, group_size)
@@ -166,6 +170,54 @@ def _roll_out_shard(
     state = decode.compact_slots(state, size)
     state = decode.decode_until(limit, step, state, lockstep)
   return state.output, state.slot_steps
+
+
+def _prefill(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  prompts: PromptBatch,
+  order: Int[Array, "N"],
+  num_kept: Int[Array, ""],
+  prefill_batch: int,
+  part_sizes: list[int],
+) -> kv_cache.KVCache:
+  """Returns the caches of the kept prompts, zeros for the others, in `order`.
+
+  Args:
+    order: numbers of the prompts, kept ones first.
+    prefill_batch: prompts that are read at once.
+    part_sizes: positions of each part of the cache for decoding.
+  """
+  num_prompts, longest = prompts.tokens.shape
+  chunk = sharding.largest_divisor(num_prompts, prefill_batch)
+  part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)
+  paddings = kv_cache.prompt_paddings(longest)
+  most = functools.partial(
+    decode.max_over_weight_shards,
+    lockstep=parameters.gathers_layers(model_config),
+  )
+
+  def prefill_padded(padded, rows):
+    tokens, lengths = prompts.tokens[rows, :padded], prompts.lengths[rows]
+    return transformer.prefill(
+      params, model_config, tokens, lengths, part_sizes
+    )
+
+  def prefill_chunk(i, cache):
+    rows = jax.lax.dynamic_slice(order, (i * chunk,), (chunk,))
+    length = decode.max_over_weight_shards(
+      prompts.lengths[rows].max(), lockstep
+    )
+    chunk_cache = jax.lax.switch(
+      (length > jnp.array(paddings[:-1], jnp.int32)).sum(),
+      [functools.partial(prefill_padded, padded) for padded in paddings],
+      rows,
+    )
+    return kv_cache.put_slots(cache, chunk_cache, i * chunk)
+
+  empty = kv_cache.init(model_config, num_prompts, part_sizes)
+  num_chunks = most((num_kept + chunk - 1) // chunk)
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
 
 
 def _uniform(

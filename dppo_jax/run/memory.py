@@ -20,7 +20,7 @@ from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, transformer
 from dppo_jax.rollout import decode
-from dppo_jax.rollout.prefill import batch_size
+from dppo_jax.rollout.generate import prefill_batch_size
 
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
@@ -97,7 +97,7 @@ def _roll_out(workload: Workload) -> Parts:
   prompt_parts = kv_cache.prompt_part_sizes(
     kv_cache.part_sizes(positions), width
   )
-  prefill = min(batch_size(width), num_prompts) * width
+  prefill = min(prefill_batch_size(width), num_prompts) * width
   cached = positions * num_caches + sum(prompt_parts) * num_prompts
   return {
     "inference copy": _weights(workload, is_copy=True),

@@ -40,29 +40,27 @@ class Experience(NamedTuple):
   samples: list[dict]
 
 
-class Collector:
+class Collector(NamedTuple):
   """Rolls out and grades the prompts of a step.
 
-  Args:
+  Attributes:
     programs: compiled stages by name.
     clock: receives the seconds of each stage.
   """
 
-  def __init__(
-    self, run: Run, programs: dict, grader: rewards.Grader, clock: StageClock
-  ):
-    self._run, self._programs = run, programs
-    self._grader, self._clock = grader, clock
-    self._num_prompts = run.config.data.prompts_per_step
+  run: Run
+  programs: dict
+  grader: rewards.Grader
+  clock: StageClock
 
   def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
     """Collects a step's experience; history and draw count advance."""
-    with self._clock("rollout"):
-      params = self._programs["to_inference_params"](state.params)
+    with self.clock("rollout"):
+      params = self.programs["to_inference_params"](state.params)
       params = jax.block_until_ready(params)
-    if self._run.method.dynamic_sampling:
+    if self.run.method.dynamic_sampling:
       return self.gather_groups(state, params)
-    limit = np.int32(self._num_prompts)
+    limit = np.int32(self.run.config.data.prompts_per_step)
     return self.rollout_once(state, params, int(state.draws), limit)
 
   def rollout_once(
@@ -79,9 +77,10 @@ class Collector:
       draw: number of the batch of prompts.
       limit: largest number of prompts to roll out.
     """
-    run, programs, clock = self._run, self._programs, self._clock
+    run, programs, _, clock = self
+    num_prompts = run.config.data.prompts_per_step
     with clock("data"):
-      prompts = data.draw(run.train_set, run.root_key, draw, self._num_prompts)
+      prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
       # Prompt rules count steps, of which one may draw several times.
       rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
       kept = programs["choose_prompts"](rng, state.history, prompts.ids, limit)
@@ -90,7 +89,7 @@ class Collector:
       rollout = programs["roll_out"](params, prompts, rng, kept)
       rollout = jax.block_until_ready(rollout)
     with clock("reward"):
-      graded = grade(rollout, run.train_set, run.tokenizer, self._grader)
+      graded = grade(rollout, run.train_set, run.tokenizer, self.grader)
     with clock("update_history"):
       history, draws = programs["update_history"](
         state.history,
@@ -106,7 +105,7 @@ class Collector:
       prompts,
       rollout,
       graded.rewards,
-      np.float32(self._num_prompts),
+      np.float32(num_prompts),
       graded.counts,
       graded.samples,
     )
@@ -115,26 +114,27 @@ class Collector:
     self, state: TrainState, params: transformer.Params
   ) -> tuple[TrainState, Experience]:
     """Repeats `rollout_once` until enough groups have rewards that differ."""
-    run, programs = self._run, self._programs
+    run, programs = self.run, self.programs
+    num_prompts = run.config.data.prompts_per_step
     draws = dynamic_sampling.draws_of_step(
       run.method.dynamic_sampling,
       int(state.step),
       int(state.draws),
-      draws_per_epoch=len(run.train_set) // self._num_prompts,
+      draws_per_epoch=len(run.train_set) // num_prompts,
     )
-    buffer, limit = None, np.int32(self._num_prompts)
+    buffer, limit = None, np.int32(num_prompts)
     counts, samples = collections.Counter(), []
     for draw in draws:
       state, chunk = self.rollout_once(state, params, draw, limit)
       counts.update(chunk.counts)
       samples += chunk.samples
-      with self._clock("dynamic_sampling"):
+      with self.clock("dynamic_sampling"):
         groups = chunk.prompts, chunk.rollout, chunk.rewards
         buffer = buffer or programs["init_buffer"](*groups)
         buffer, limit, denominator = jax.block_until_ready(
           programs["add_groups"](buffer, *groups)
         )
-      if int(buffer.num_groups) == self._num_prompts:
+      if int(buffer.num_groups) == num_prompts:
         break
     return state, Experience(
       buffer.prompts,

@@ -313,16 +313,9 @@ def update(
     num_used: number of micro-batches in use; of several mini-batches, `[P]`,
       the number up to the end of each.
     denominator: the loss denominator of the rollout, in completions.
-  Raises:
-    ValueError: if the config has another number of mini-batches.
   """
   ends = jnp.atleast_1d(num_used)
-  num_parts = len(ends)
-  if num_parts != config.mini_batches:
-    raise ValueError(
-      f"the batch was packed as {num_parts} mini-batches but the update's "
-      f"config has {config.mini_batches}: pass the same number to select"
-    )
+  num_parts = config.mini_batches
 
   def step(i, carry):
     state, seen, _ = carry
