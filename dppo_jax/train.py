@@ -264,7 +264,8 @@ class _Session:
     step, values, sets = int(state.step), {}, self.run.eval_sets
     for number, name in enumerate(sets):
       with self.writer.bar.task(f"evaluating on {name}"):
-        roll_out = functools.partial(self.train_step.evaluate, state.params)
+        program = self.train_step.programs["evaluate"]
+        roll_out = functools.partial(program, state.params)
         completions = eval_sets.evaluate(self.run, name, roll_out, self.grader)
       # Metrics of the first set do not depend on its name.
       stage = f"eval/{name}" if number else "eval"

@@ -386,7 +386,7 @@ grader.__exit__(None, None, None)
 # ## Where this is in the code
 #
 # - [`train.py`](../dppo_jax/train.py): the loop;
-#   [`collect.py`](../dppo_jax/step/collect.py): stages 1 to 5.
+#   [`train_step.py`](../dppo_jax/step/train_step.py): stages 1 to 5.
 # - [`select.py`](../dppo_jax/step/select.py): stages 6 to 8;
 #   [`tokens.py`](../dppo_jax/step/tokens.py): stage 9;
 #   [`update.py`](../dppo_jax/step/update.py): stage 10.

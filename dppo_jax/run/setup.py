@@ -150,7 +150,6 @@ def setup_run(
     platform,
     config.pack.row_length,
     config.rollout.group_size,
-    share_prefix=True,
   )
   model = dataclasses.replace(inputs.model, attention=backend)
   preflight.check_weights(mesh, model)

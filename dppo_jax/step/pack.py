@@ -14,14 +14,7 @@ from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
 @struct.dataclass
 class PackInfo:
-  """Result of packing.
-
-  Attributes:
-    rows: rows in use.
-    fill: fraction of their positions in use.
-    shared: fraction of positions saved by sharing prompts.
-    unplaced: completions without a place, which must be none.
-  """
+  """Result of packing: the metrics `pack/NAME` of metrics/README.md."""
 
   rows: Float[Array, ""]
   fill: Float[Array, ""]

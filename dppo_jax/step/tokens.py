@@ -15,13 +15,7 @@ from dppo_jax.step import update
 
 @struct.dataclass
 class ScoreInfo:
-  """Result of choosing tokens.
-
-  Attributes:
-    invalid_probs: kept tokens whose probability is not in (0, 1].
-    trained: tokens with nonzero weight.
-    weight_max: largest weight of a token, 1 / probability.
-  """
+  """Result of choosing tokens: the metrics `tokens/NAME`."""
 
   invalid_probs: Float[Array, ""]
   trained: Float[Array, ""]

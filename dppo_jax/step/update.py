@@ -48,17 +48,11 @@ class UpdateConfig(NamedTuple):
 
 @struct.dataclass
 class UpdateInfo:
-  """Result of an update; token means are over the last pass.
+  """Result of an update: the metrics `update/NAME` of metrics/README.md.
+
+  Token means are over the last pass, `grad_norm` is that of the last step.
 
   Attributes:
-    loss: the loss, divided by the denominator.
-    logprob, entropy, kl: means over trained tokens, in nats.
-    clip_share: fraction of trained tokens that are clipped.
-    policy_ratio_max: largest ratio of the policy to the sampler.
-    grad_norm: global norm of the gradient of the last optimizer step.
-    skipped: optimizer steps skipped so far for non-finite gradients.
-    skipped_in_a_row: the most recent of these, without interruption.
-    nonfinite_params: weights that are infinite or NaN after the update.
     experts: load of a mixture of experts, as metrics.
   """
 

@@ -99,6 +99,7 @@ def load(
   tensors = _open_tensors(path)
   _check_tensors(path, tensors, config)
   places = {} if shardings is None else transformer.flatten(shardings)
+  default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   flat = {}
   for name, p in transformer.parameter_table(config).items():
     weight = np.empty(p.shape, np.float32)
@@ -109,12 +110,10 @@ def load(
         raise UserError(
           f"{path}: {tensor} has infinite or NaN values: download it again"
         )
-    if shardings is None:
-      flat[name] = jax.device_put(weight)
-    else:  # device_put would compare the weight across processes
-      flat[name] = jax.make_array_from_callback(
-        p.shape, places[name], weight.__getitem__
-      )
+    # device_put would compare the weight across processes.
+    flat[name] = jax.make_array_from_callback(
+      p.shape, places.get(name, default), weight.__getitem__
+    )
   return transformer.unflatten(flat), config
 
 

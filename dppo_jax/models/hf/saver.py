@@ -85,12 +85,11 @@ def _write_weights(
   """Writes one file, or several with an index, named as in transformers."""
   for stale in out.glob("model*.safetensors*"):
     stale.unlink()
-  parts = sorted(  # layer by layer
-    (index, name, tensor)
+  parts = {
+    tensor: (name, index)
     for name, weight in flat.items()
     for index, tensor in families.parts(name, weight.shape)
-  )
-  parts = {tensor: (name, index) for index, name, tensor in parts}
+  }
   itemsize = np.dtype(dtype).itemsize
   split = huggingface_hub.split_state_dict_into_shards_factory(
     parts,
