@@ -30,7 +30,6 @@ def sample(
   *,
   group_size: int,
   num_slots: int,
-  prefill_batch: int | None = None,
   kept: Selection | None = None,
   platform: str = "cpu",
   **sampling,
@@ -45,8 +44,6 @@ def sample(
   Args:
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once.
-    prefill_batch: prompts that each shard prefills at once; None chooses by
-      their width.
     kept: prompts to roll out; None for all.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
@@ -64,7 +61,6 @@ def sample(
     sampling=Sampling(**sampling),
     group_size=group_size,
     num_slots=num_slots,
-    prefill_batch=prefill_batch,
     platform=platform,
   )
 
@@ -79,7 +75,6 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
-  prefill_batch: int | None = None,
   platform: str = "cpu",
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
@@ -91,7 +86,6 @@ def roll_out(
     sampling,
     group_size,
     decode.slot_schedule(min(num_slots, most_slots), platform),
-    prefill_batch or prefill_batch_size(prompts.tokens.shape[1]),
   )
   keep = kept.keep
   if num_shards == 1:
@@ -139,7 +133,6 @@ def _roll_out_shard(
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
-  prefill_batch: int,
   *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1"]]:
   """Returns the completions of one shard's prompts, and its slot steps."""
@@ -150,7 +143,7 @@ def _roll_out_shard(
   part_sizes = kv_cache.part_sizes(longest)
   num_kept = keep.sum(dtype=jnp.int32)
   prompt_cache = _prefill(
-    params, model_config, prompts, order, num_kept, prefill_batch, part_sizes
+    params, model_config, prompts, order, num_kept, part_sizes
   )
   queue = decode.Queue(prompts, order, prompt_cache, group_size)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
@@ -178,18 +171,16 @@ def _prefill(
   prompts: PromptBatch,
   order: Int[Array, "N"],
   num_kept: Int[Array, ""],
-  prefill_batch: int,
   part_sizes: list[int],
 ) -> kv_cache.KVCache:
   """Returns the caches of the kept prompts, zeros for the others, in `order`.
 
   Args:
     order: numbers of the prompts, kept ones first.
-    prefill_batch: prompts that are read at once.
     part_sizes: positions of each part of the cache for decoding.
   """
   num_prompts, longest = prompts.tokens.shape
-  chunk = sharding.largest_divisor(num_prompts, prefill_batch)
+  chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
   part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
   most = functools.partial(
@@ -205,9 +196,7 @@ def _prefill(
 
   def prefill_chunk(i, cache):
     rows = jax.lax.dynamic_slice(order, (i * chunk,), (chunk,))
-    length = decode.max_over_weight_shards(
-      prompts.lengths[rows].max(), lockstep
-    )
+    length = most(prompts.lengths[rows].max())
     chunk_cache = jax.lax.switch(
       (length > jnp.array(paddings[:-1], jnp.int32)).sum(),
       [functools.partial(prefill_padded, padded) for padded in paddings],

@@ -21,6 +21,7 @@ from dppo_jax.step.optimizer import make_optimizer
 Params = transformer.Params
 # Mesh axes of the results of stages; others are replicated.
 _PLACES = {
+  "prompts": ("batch",),
   "kept": ("batch",),
   "rollout": ("batch",),
   "rewards": ("batch",),
@@ -148,11 +149,6 @@ def inference_model(run: Run) -> transformer.ModelConfig:
 
 
 def abstract_prompts(run: Run, problems: ProblemSet, num: int) -> PromptBatch:
-  array = lambda *shape: jax.ShapeDtypeStruct(
-    shape, jnp.int32, sharding=sharding.sharding(run.mesh, "batch")
-  )
-  return PromptBatch(
-    ids=array(num),
-    tokens=array(num, problems.tokens.shape[1]),
-    lengths=array(num),
-  )
+  ids = lengths = jax.ShapeDtypeStruct((num,), jnp.int32)
+  tokens = jax.ShapeDtypeStruct((num, problems.tokens.shape[1]), jnp.int32)
+  return place(run, "prompts", PromptBatch(ids, tokens, lengths))
