@@ -130,9 +130,11 @@ def _weight_axes(
   config: ModelConfig, shards: int
 ) -> dict[str, tuple[str | None, ...]]:
   """Returns each weight's logical axes; uneven `kv_heads` are replicated."""
-  full = {"kv_heads"} if config.kv_heads % shards else {}
-  only = lambda axes: tuple(None if a in full else a for a in axes)
-  return {name: only(p.axes) for name, p in parameter_table(config).items()}
+  replicated = "kv_heads" if config.kv_heads % shards else None
+  return {
+    name: tuple(None if axis == replicated else axis for axis in p.axes)
+    for name, p in parameter_table(config).items()
+  }
 
 
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:

@@ -141,15 +141,15 @@ def programs(run: Run) -> dict[str, Program]:
   values, table = abstract_values.inputs(run), {}
   for name, stage in declare(run).items():
     args, out = stage.args.split(), stage.out.split()
-    inputs = tuple(values[x] for x in args)
+    inputs, has_one = tuple(values[x] for x in args), len(out) == 1
     if not values.keys() >= set(out):
       results = jax.eval_shape(stage.function, *inputs)
-      for x, value in zip(out, results if out[1:] else [results], strict=True):
+      for x, value in zip(out, [results] if has_one else results, strict=True):
         values.setdefault(x, abstract_values.place(run, x, value))
     places = tuple(abstract_values.shardings_of(values[x]) for x in out)
     jitted = jax.jit(
       stage.function,
-      out_shardings=places if out[1:] else places[0],
+      out_shardings=places[0] if has_one else places,
       donate_argnums=[args.index(x) for x in stage.donate.split()],
     )
     table[name] = Program(jitted, inputs)
