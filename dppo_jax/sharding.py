@@ -8,7 +8,7 @@ feed-forward parts and vocabulary.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import math
 
@@ -33,7 +33,6 @@ RULES: Mapping[str | None, tuple[str, ...]] = {
   "expert": ("model",),
   "vocab": ("model",),
   "layer": (),
-  "head_dim": (),
   None: (),
 }
 
@@ -109,30 +108,6 @@ def num_shards_here(axis: str) -> int:
   mesh = jax.sharding.get_abstract_mesh()
   names = set(RULES[axis]) - set(mesh.manual_axes)
   return math.prod(mesh.shape.get(name, 1) for name in names)
-
-
-def weight_sharding(
-  mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
-) -> NamedSharding:
-  """Returns a weight's sharding; too few `kv_heads` are replicated."""
-  parts = lambda axis: num_shards(mesh, axis)
-  return sharding(mesh, *_divisible(shape, axes, parts))
-
-
-def constrain_weight(x: jax.Array, *axes: str | None) -> jax.Array:
-  """Divides a weight on the current mesh as in `weight_sharding`."""
-  return constrain(x, *_divisible(x.shape, axes, num_shards_here))
-
-
-def _divisible(
-  shape: Sequence[int],
-  axes: Sequence[str | None],
-  parts: Callable[[str | None], int],
-) -> Iterator[str | None]:
-  """Yields the axes, None for `kv_heads` that do not divide evenly."""
-  for size, axis in zip(shape, axes, strict=True):
-    is_uneven = axis == "kv_heads" and size % parts(axis)
-    yield None if is_uneven else axis
 
 
 def num_kv_heads(kv_heads: int) -> int:

@@ -31,7 +31,6 @@ from dppo_jax.run import (
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import initial_state
-from dppo_jax.step.grade import with_texts
 from dppo_jax.step.train_step import StepInfo, TrainStep
 
 # `(step, info, state) -> metrics`, called after each step; may return None.
@@ -171,8 +170,8 @@ class _Session:
     self._log(done, state, info, num_compiled)
     runtime_checks.check_update(
       done,
-      info.update.num_nonfinite_params,
-      info.update.num_skipped_in_a_row,
+      info.update.nonfinite_params,
+      info.update.skipped_in_a_row,
       f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
       f"{info.select.diagnostics['weights/max']:.1f}",
     )
@@ -195,10 +194,8 @@ class _Session:
     for callback in self.callbacks:
       values |= callback(done, info, state) or {}
     x = info.summary
-    lines = with_texts(
-      samples.of_step(
-        info.experience.samples, x.lengths, x.advantages, x.weights
-      )
+    lines = samples.of_step(
+      info.experience.samples, x.lengths, x.advantages, x.weights
     )
     warnings = distributed.gather(self.grader.pop_warnings())
     with distributed.sharing_errors():
@@ -231,7 +228,8 @@ class _Session:
     step, values, sets = int(state.step), {}, self.run.eval_sets
     for number, name in enumerate(sets):
       with self.writer.bar.task(f"evaluating on {name}"):
-        roll_out = functools.partial(self.train_step.evaluate, state.params)
+        program = self.train_step.programs["evaluate"]
+        roll_out = functools.partial(program, state.params)
         completions = eval_sets.evaluate(self.run, name, roll_out, self.grader)
       # Metrics of the first set do not depend on its name.
       stage = f"eval/{name}" if number else "eval"

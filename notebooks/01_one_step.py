@@ -298,7 +298,7 @@ print(f"trained on {int(selected.num_tokens)}")
 # likely. Grey is read only: shared prompts.
 
 # %%
-used = int(selected.pack.num_rows)
+used = int(selected.pack.rows)
 flat = lambda x: np.array(x).reshape(-1, c.pack.row_length)[:used]
 pull = flat(batch.advantages) * flat(batch.weights)
 bound = np.abs(pull).max()
@@ -386,7 +386,7 @@ grader.__exit__(None, None, None)
 # ## Where this is in the code
 #
 # - [`train.py`](../dppo_jax/train.py): the loop;
-#   [`collect.py`](../dppo_jax/step/collect.py): stages 1 to 5.
+#   [`train_step.py`](../dppo_jax/step/train_step.py): stages 1 to 5.
 # - [`select.py`](../dppo_jax/step/select.py): stages 6 to 8;
 #   [`tokens.py`](../dppo_jax/step/tokens.py): stage 9;
 #   [`update.py`](../dppo_jax/step/update.py): stage 10.

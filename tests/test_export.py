@@ -95,7 +95,6 @@ def our_tokens(path, num_tokens=12) -> list[list[int]]:
     model_config=model,
     group_size=1,
     num_slots=len(prompts),
-    prefill_batch=len(prompts),
     max_tokens=num_tokens,
     stop_ids=tokenizer.stop_ids,
     temperature=0.0,

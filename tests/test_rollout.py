@@ -22,6 +22,11 @@ ONE_LAYER = dataclasses.replace(small.MODEL, layers=1)  # compiles sooner
 RNG = rng_at(jax.random.key(5), 0, Stage.ROLLOUT)
 
 
+@pytest.fixture(autouse=True)
+def _prefill_in_chunks(monkeypatch):
+  monkeypatch.setattr(generate, "prefill_batch_size", lambda length: 2)
+
+
 @functools.cache
 def _sampler(**kwargs):
   args = dict(
@@ -29,7 +34,6 @@ def _sampler(**kwargs):
     max_tokens=12,
     num_slots=4,
     stop_ids=(small.STOP,),
-    prefill_batch=2,
     model_config=ONE_LAYER,
   )
   return jax.jit(functools.partial(rollout.sample, **(args | kwargs)))
@@ -249,7 +253,7 @@ def test_paddings_and_parts_of_the_cache_do_not_change_tokens(
   monkeypatch.setattr(kv_cache, "_SHORTEST", 2)
   _sampler.cache_clear()
   prompts = PromptBatch(*(x[:5] for x in jax.tree.leaves(_prompts())))
-  got = _sample(prompts, prefill_batch=2)
+  got = _sample(prompts)
   _sampler.cache_clear()
   np.testing.assert_array_equal(got.tokens, want.tokens[:5])
   np.testing.assert_allclose(got.logprobs, want.logprobs[:5], atol=1e-5)
@@ -261,5 +265,3 @@ def test_ties_at_the_last_place_add_no_tokens():
   token, logprob = sampling.sample_token(logits, uniform, 1.0, top_k=2)
   np.testing.assert_array_equal(np.bincount(token, minlength=4), [32, 32, 0, 0])
   np.testing.assert_allclose(np.exp(logprob), 0.5, rtol=1e-6)
-  with pytest.raises(ValueError, match=r"top_k=5 exceeds the 4 tokens"):
-    sampling.sample_token(logits, uniform, 1.0, top_k=5)

@@ -31,7 +31,7 @@ def _check(method, spec=SPEC):
   )
   results = jax.device_get(jax.jit(choose)(small.rollout(small.prompts())))
   info = next(x for x in results if isinstance(x, select.SelectInfo))
-  runtime_checks.check_selection(info.pack.num_unplaced, info.num_invalid_probs)
+  runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
 
 
 def _reporting(prob):

@@ -15,7 +15,7 @@ from dppo_jax.analysis import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import abstract_values, collect
+from dppo_jax.step import abstract_values, grade
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
@@ -145,15 +145,15 @@ def _assert_same_run(workdir, other):
 
 def _at_grading(monkeypatch, number, act):
   """Does `act` when completions are graded for the `number`-th time."""
-  grade, calls = collect.grade, []
+  graded_once, calls = grade.grade, []
 
   def graded(*args):
     calls.append(1)
     if len(calls) == number:
       act()
-    return grade(*args)
+    return graded_once(*args)
 
-  monkeypatch.setattr(collect, "grade", graded)
+  monkeypatch.setattr(grade, "grade", graded)
 
 
 def test_a_run_that_died_and_was_started_again_ends_bit_equal(

@@ -16,7 +16,7 @@ from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
-from dppo_jax.step.grade import grade, with_texts
+from dppo_jax.step.grade import grade
 
 
 class Completions(NamedTuple):
@@ -82,7 +82,7 @@ def evaluate(
   for rollout in _rollouts(roll_out, problems, rng, num_prompts):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
     arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
-    samples += _records(rollout, problems, with_texts(graded.samples))
+    samples += _records(rollout, problems, graded.samples)
     advance(len(samples) // rollout.lengths.shape[1])
   columns = map(np.concatenate, zip(*arrays, strict=True))
   return Completions(*columns, samples)

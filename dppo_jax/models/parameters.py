@@ -121,9 +121,20 @@ def num_parameters(config: ModelConfig) -> int:
 
 def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Returns the sharding of each weight on `mesh`."""
-  table = parameter_table(config).items()
-  place = sharding.weight_sharding
-  return unflatten({name: place(mesh, p.shape, p.axes) for name, p in table})
+  axes = _weight_axes(config, sharding.num_shards(mesh, "kv_heads"))
+  place = lambda axes: sharding.sharding(mesh, *axes)
+  return unflatten({name: place(x) for name, x in axes.items()})
+
+
+def _weight_axes(
+  config: ModelConfig, shards: int
+) -> dict[str, tuple[str | None, ...]]:
+  """Returns each weight's logical axes; uneven `kv_heads` are replicated."""
+  replicated = "kv_heads" if config.kv_heads % shards else None
+  return {
+    name: tuple(None if axis == replicated else axis for axis in p.axes)
+    for name, p in parameter_table(config).items()
+  }
 
 
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
@@ -185,9 +196,11 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
   """Divides a layer's weights, and so their gradients, as in `shardings`."""
-  table, place = parameter_table(config), sharding.constrain_weight
-  axes = {name: table[f"layers/{name}"].axes[1:] for name in weights}
-  return {name: place(w, *axes[name]) for name, w in weights.items()}
+  axes = _weight_axes(config, sharding.num_shards_here("kv_heads"))
+  return {
+    name: sharding.constrain(w, *axes[f"layers/{name}"][1:])
+    for name, w in weights.items()
+  }
 
 
 def gathers_layers(config: ModelConfig) -> bool:

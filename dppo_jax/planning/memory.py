@@ -17,7 +17,7 @@ from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, transformer
 from dppo_jax.rollout import decode
-from dppo_jax.rollout.prefill import batch_size
+from dppo_jax.rollout.generate import prefill_batch_size
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values
 
@@ -76,7 +76,7 @@ def _roll_out(run: Run) -> Parts:
   prompt_parts = kv_cache.prompt_part_sizes(
     kv_cache.part_sizes(positions), width
   )
-  prefill = min(batch_size(width), num_prompts) * width
+  prefill = min(prefill_batch_size(width), num_prompts) * width
   cached = positions * num_caches + sum(prompt_parts) * num_prompts
   return {
     "gathered weights": r.shard_weights * _gathered_layers(run, item),

@@ -19,7 +19,6 @@ from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
-from dppo_jax.rollout.prefill import batch_size, prefill_prompts
 from dppo_jax.rollout.sampling import Sampling
 
 
@@ -31,7 +30,6 @@ def sample(
   *,
   group_size: int,
   num_slots: int,
-  prefill_batch: int | None = None,
   kept: Selection | None = None,
   platform: str = "cpu",
   **sampling,
@@ -46,8 +44,6 @@ def sample(
   Args:
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once.
-    prefill_batch: prompts that each shard prefills at once; None chooses by
-      their width.
     kept: prompts to roll out; None for all.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
@@ -65,7 +61,6 @@ def sample(
     sampling=Sampling(**sampling),
     group_size=group_size,
     num_slots=num_slots,
-    prefill_batch=prefill_batch,
     platform=platform,
   )
 
@@ -80,7 +75,6 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
-  prefill_batch: int | None = None,
   platform: str = "cpu",
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
@@ -92,7 +86,6 @@ def roll_out(
     sampling,
     group_size,
     decode.slot_schedule(min(num_slots, most_slots), platform),
-    prefill_batch or batch_size(prompts.tokens.shape[1]),
   )
   keep = kept.keep
   if num_shards == 1:
@@ -124,6 +117,11 @@ def roll_out(
   )
 
 
+def prefill_batch_size(prompt_length: int) -> int:
+  """Returns the prompts that a device prefills together, up to 8,192 tokens."""
+  return max(1, min(32, 8192 // prompt_length))
+
+
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
   """Returns each prompt's new place: every shard gets as many kept ones."""
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
@@ -135,7 +133,6 @@ def _roll_out_shard(
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
-  prefill_batch: int,
   *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1"]]:
   """Returns the completions of one shard's prompts, and its slot steps."""
@@ -145,8 +142,8 @@ def _roll_out_shard(
   longest = prompts.tokens.shape[1] + sampling.max_tokens - 1
   part_sizes = kv_cache.part_sizes(longest)
   num_kept = keep.sum(dtype=jnp.int32)
-  prompt_cache = prefill_prompts(
-    params, model_config, prompts, order, num_kept, prefill_batch, part_sizes
+  prompt_cache = _prefill(
+    params, model_config, prompts, order, num_kept, part_sizes
   )
   queue = decode.Queue(prompts, order, prompt_cache, group_size)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
@@ -166,6 +163,50 @@ def _roll_out_shard(
     state = decode.compact_slots(state, size)
     state = decode.decode_until(limit, step, state, lockstep)
   return state.output, state.slot_steps
+
+
+def _prefill(
+  params: transformer.Params,
+  model_config: transformer.ModelConfig,
+  prompts: PromptBatch,
+  order: Int[Array, "N"],
+  num_kept: Int[Array, ""],
+  part_sizes: list[int],
+) -> kv_cache.KVCache:
+  """Returns the caches of the kept prompts, zeros for the others, in `order`.
+
+  Args:
+    order: numbers of the prompts, kept ones first.
+    part_sizes: positions of each part of the cache for decoding.
+  """
+  num_prompts, longest = prompts.tokens.shape
+  chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
+  part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)
+  paddings = kv_cache.prompt_paddings(longest)
+  most = functools.partial(
+    decode.max_over_weight_shards,
+    lockstep=parameters.gathers_layers(model_config),
+  )
+
+  def prefill_padded(padded, rows):
+    tokens, lengths = prompts.tokens[rows, :padded], prompts.lengths[rows]
+    return transformer.prefill(
+      params, model_config, tokens, lengths, part_sizes
+    )
+
+  def prefill_chunk(i, cache):
+    rows = jax.lax.dynamic_slice(order, (i * chunk,), (chunk,))
+    length = most(prompts.lengths[rows].max())
+    chunk_cache = jax.lax.switch(
+      (length > jnp.array(paddings[:-1], jnp.int32)).sum(),
+      [functools.partial(prefill_padded, padded) for padded in paddings],
+      rows,
+    )
+    return kv_cache.put_slots(cache, chunk_cache, i * chunk)
+
+  empty = kv_cache.init(model_config, num_prompts, part_sizes)
+  num_chunks = most((num_kept + chunk - 1) // chunk)
+  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
 
 
 def _uniform(

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dppo_jax.errors import UserError
-
 _BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
@@ -44,11 +42,6 @@ def sample_token(
     top_k, top_p: as in `Sampling`; of tokens tied at the k-th place, those with
       lower ids are kept.
   """
-  if top_k > logits.shape[1]:
-    raise UserError(
-      f"config.rollout.top_k={top_k} exceeds the {logits.shape[1]} tokens of "
-      "the vocabulary"
-    )
   if temperature == 0:
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return token, jnp.zeros(token.shape, jnp.float32)

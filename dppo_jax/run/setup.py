@@ -134,7 +134,6 @@ def make_run(
     platform,
     config.pack.row_length,
     config.rollout.group_size,
-    share_prefix=True,
   )
   model = dataclasses.replace(model, attention=backend)
   preflight.check_weights(mesh, model)

@@ -20,6 +20,7 @@ from dppo_jax.step.optimizer import make_optimizer
 Params = transformer.Params
 # Mesh axes of the results of stages; others are replicated.
 _PLACES = {
+  "prompts": ("batch",),
   "kept": ("batch",),
   "rollout": ("batch",),
   "rewards": ("batch",),
@@ -30,28 +31,28 @@ _PLACES = {
 
 def inputs(run: Run) -> dict[str, PyTree]:
   """Abstract values that stages take and none of them makes."""
-  c, state = run.config, abstract_train_state(run)
-  replicated = functools.partial(place, run, "")
-  prompts = abstract_prompts(run, run.train_set, c.data.prompts_per_step)
-  scalar = lambda dtype: replicated(jax.ShapeDtypeStruct((), dtype))
-  number = scalar(jnp.float32)
-  return {
-    "state": state,
-    "params": state.params,
-    "history": state.history,
-    "step": state.step,
-    "draws": state.draws,
-    "noise": state.noise,
-    "reference": state.params if run.objective.beta else None,
-    "inference_params": abstract_inference_params(run),
-    "rng": replicated(
-      jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT))
-    ),
-    "prompts": prompts,
-    "ids": prompts.ids,
-    "limit": scalar(jnp.int32),
+  state = abstract_train_state(run)
+  num_prompts = run.config.data.prompts_per_step
+  prompts = abstract_prompts(run, run.train_set, num_prompts)
+  shape = (num_prompts, run.config.rollout.group_size)
+  rewards = place(run, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32))
+  number = jax.ShapeDtypeStruct((), jnp.float32)
+  replicated = {
+    "rng": jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT)),
+    "limit": jax.ShapeDtypeStruct((), jnp.int32),
     "denominator": number,
     "costs": StepCosts(*[number] * 4) if run.method.reads_costs else None,
+  }
+  return {
+    **vars(state),
+    **place(run, "", replicated),
+    "state": state,
+    "reference": state.params if run.objective.beta else None,
+    "inference_params": abstract_inference_params(run),
+    "prompts": prompts,
+    "ids": prompts.ids,
+    "rewards": rewards,
+    "correct": rewards,
   }
 
 
@@ -93,17 +94,27 @@ def init_train_state(run: Run, params: Params) -> TrainState:
   )
 
 
+def new_train_state(run: Run, params: Params) -> TrainState:
+  """Returns the state before the first step, placed on the mesh.
+
+  Args:
+    params: weights, donated.
+  """
+  init = jax.jit(
+    functools.partial(init_train_state, run),
+    out_shardings=shardings_of(abstract_train_state(run)),
+    donate_argnums=0,
+  )
+  return init(params)
+
+
 def abstract_params(run: Run) -> Params:
   """Returns shapes, dtypes and shardings of the master weights."""
-  table = transformer.parameter_table(run.model)
-  params = transformer.unflatten(
-    {
-      name: jax.ShapeDtypeStruct(p.shape, jnp.float32)
-      for name, p in table.items()
-    }
+  init = functools.partial(transformer.init, run.model)
+  return _placed(
+    jax.eval_shape(init, run.root_key),
+    transformer.shardings(run.model, run.mesh),
   )
-  shardings = transformer.shardings(run.model, run.mesh)
-  return _placed(params, shardings)
 
 
 def abstract_inference_params(run: Run) -> Params:
@@ -120,27 +131,14 @@ def abstract_train_state(run: Run) -> TrainState:
   """Returns shapes, dtypes and shardings of the train state."""
   params = abstract_params(run)
   state = jax.eval_shape(functools.partial(init_train_state, run), params)
-  replicated = sharding.sharding(run.mesh)
-  shardings = transformer.shardings(run.model, run.mesh)
+  state = place(run, "", state)
   opt_state = optax.tree_utils.tree_map_params(
     optimizer(run),
-    lambda _, place: place,
+    lambda _, weight: weight,  # moments have the layout of their weight
     state.opt_state,
-    shardings,
-    transform_non_params=lambda _: replicated,
+    params,
   )
-  alike = lambda tree: jax.tree.map(lambda _: replicated, tree)
-  return _placed(
-    state,
-    TrainState(
-      replicated,
-      replicated,
-      shardings,
-      opt_state,
-      alike(state.history),
-      alike(state.noise),
-    ),
-  )
+  return state.replace(params=params, opt_state=opt_state)
 
 
 def inference_model(run: Run) -> transformer.ModelConfig:
@@ -154,11 +152,6 @@ def inference_model(run: Run) -> transformer.ModelConfig:
 
 
 def abstract_prompts(run: Run, problems: ProblemSet, num: int) -> PromptBatch:
-  array = lambda *shape: jax.ShapeDtypeStruct(
-    shape, jnp.int32, sharding=sharding.sharding(run.mesh, "batch")
-  )
-  return PromptBatch(
-    ids=array(num),
-    tokens=array(num, problems.tokens.shape[1]),
-    lengths=array(num),
-  )
+  ids = lengths = jax.ShapeDtypeStruct((num,), jnp.int32)
+  tokens = jax.ShapeDtypeStruct((num, problems.tokens.shape[1]), jnp.int32)
+  return place(run, "prompts", PromptBatch(ids, tokens, lengths))

@@ -1,4 +1,4 @@
-"""Prompts to graded completions, the first stage of a step.
+"""Prompts to graded completions, the first stages of a step.
 
 draw -> choose prompts -> roll out -> grade -> update history, once or, for
 methods with dynamic sampling, until enough groups have rewards that differ.
@@ -12,14 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 import numpy as np
 
-from dppo_jax import data, rewards
 from dppo_jax.methods import Method, dynamic_sampling
-from dppo_jax.models import transformer
-from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
-from dppo_jax.rng import Stage, StepRng, rng_at
-from dppo_jax.run.setup import Run
-from dppo_jax.step.clock import StageClock
-from dppo_jax.step.grade import grade
+from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rng import StepRng
 
 
 class Experience(NamedTuple):
@@ -38,112 +33,6 @@ class Experience(NamedTuple):
   num_prompts: jax.Array | np.ndarray
   counts: collections.Counter
   samples: list[dict]
-
-
-class Collector:
-  """Rolls out and grades the prompts of a step.
-
-  Args:
-    programs: compiled stages by name.
-    clock: receives the seconds of each stage.
-  """
-
-  def __init__(
-    self, run: Run, programs: dict, grader: rewards.Grader, clock: StageClock
-  ):
-    self._run, self._programs = run, programs
-    self._grader, self._clock = grader, clock
-    self._num_prompts = run.config.data.prompts_per_step
-
-  def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
-    """Collects a step's experience; history and draw count advance."""
-    with self._clock("rollout"):
-      params = self._programs["to_inference_params"](state.params)
-      params = jax.block_until_ready(params)
-    if self._run.method.dynamic_sampling:
-      return self.gather_groups(state, params)
-    limit = np.int32(self._num_prompts)
-    return self.rollout_once(state, params, int(state.draws), limit)
-
-  def rollout_once(
-    self,
-    state: TrainState,
-    params: transformer.Params,
-    draw: int,
-    limit: jax.Array | np.ndarray,
-  ) -> tuple[TrainState, Experience]:
-    """Rolls out and grades one batch of prompts.
-
-    Args:
-      params: the copy of the weights that rollouts read.
-      draw: number of the batch of prompts.
-      limit: largest number of prompts to roll out.
-    """
-    run, programs, clock = self._run, self._programs, self._clock
-    with clock("data"):
-      prompts = data.draw(run.train_set, run.root_key, draw, self._num_prompts)
-      # Prompt rules count steps, of which one may draw several times.
-      rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept = programs["choose_prompts"](rng, state.history, prompts.ids, limit)
-    with clock("rollout"):
-      rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
-      rollout = programs["roll_out"](params, prompts, rng, kept)
-      rollout = jax.block_until_ready(rollout)
-    with clock("reward"):
-      graded = grade(rollout, run.train_set, run.tokenizer, self._grader)
-    with clock("update_history"):
-      history, draws = programs["update_history"](
-        state.history,
-        state.step,
-        state.draws,
-        rollout,
-        graded.rewards,
-        graded.correct,
-      )
-      state = state.replace(history=history, draws=draws)
-      state = jax.block_until_ready(state)
-    return state, Experience(
-      prompts,
-      rollout,
-      graded.rewards,
-      np.float32(self._num_prompts),
-      graded.counts,
-      graded.samples,
-    )
-
-  def gather_groups(
-    self, state: TrainState, params: transformer.Params
-  ) -> tuple[TrainState, Experience]:
-    """Repeats `rollout_once` until enough groups have rewards that differ."""
-    run, programs = self._run, self._programs
-    draws = dynamic_sampling.draws_of_step(
-      run.method.dynamic_sampling,
-      int(state.step),
-      int(state.draws),
-      draws_per_epoch=len(run.train_set) // self._num_prompts,
-    )
-    buffer, limit = programs["init_buffer"](), np.int32(self._num_prompts)
-    counts, samples = collections.Counter(), []
-    for draw in draws:
-      state, chunk = self.rollout_once(state, params, draw, limit)
-      counts.update(chunk.counts)
-      samples += chunk.samples
-      with self._clock("dynamic_sampling"):
-        buffer, limit, denominator = jax.block_until_ready(
-          programs["add_groups"](
-            buffer, chunk.prompts, chunk.rollout, chunk.rewards
-          )
-        )
-      if int(buffer.num_groups) == self._num_prompts:
-        break
-    return state, Experience(
-      buffer.prompts,
-      buffer.rollout,
-      buffer.rewards,
-      denominator,
-      counts,
-      samples,
-    )
 
 
 def choose_prompts(

@@ -1,10 +1,6 @@
 """Decoding and grading of a rollout."""
 
 import collections
-from collections.abc import Sequence
-import functools
-import itertools
-import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,29 +17,13 @@ class GradedRollout(NamedTuple):
     rewards: f32 `[Q, G]`.
     correct: f32 `[Q, G]`, verdict of the verifier, in [0, 1].
     counts: sums that describe them.
-    samples: one line of samples.jsonl per sampled completion. A completion that
-      another process graded has only its numbers: see `with_texts`.
+    samples: one line of samples.jsonl per sampled completion.
   """
 
   rewards: np.ndarray
   correct: np.ndarray
   counts: collections.Counter
   samples: list[dict]
-
-
-class _LocalGrades(NamedTuple):
-  """Grades of some completions, in the order of their groups.
-
-  Attributes:
-    texts: problem, completion and answer, by row and place in the group.
-    columns: lists of `row tokens stopped reward correct` and `earned/NAME` of
-      each reward function, with one entry per completion.
-    counts: reasons for the rewards, such as timeouts.
-  """
-
-  texts: dict[tuple[int, int], dict]
-  columns: dict[str, list]
-  counts: collections.Counter
 
 
 def grade(
@@ -70,12 +50,12 @@ def grade(
     local = _grade_rows(
       rollout, rows, problems, tokenizer, grader, verifier_only
     )
-  parts = distributed.gather({"columns": local.columns, "counts": local.counts})
-  columns = _join([part["columns"] for part in parts])
-  counts = collections.Counter()
-  for part in parts:
-    counts.update(part["counts"])
-  return _summarise(rollout, columns, counts, local.texts)
+  all_lines, counts = [], collections.Counter()
+  for lines, of_process in distributed.gather(local):
+    all_lines += lines
+    counts.update(of_process)
+  # Each row belongs to one process, with its completions in order.
+  return _summarise(rollout, sorted(all_lines, key=lambda x: x["row"]), counts)
 
 
 def _grade_rows(
@@ -85,19 +65,22 @@ def _grade_rows(
   tokenizer: data.Tokenizer,
   grader: rewards.Grader,
   verifier_only: bool,
-) -> _LocalGrades:
-  """Grades the groups of some rows."""
+) -> tuple[list[dict], collections.Counter]:
+  """Grades the groups of some rows.
+
+  Returns:
+    For each completion its row, its sample, if it stopped and what each reward
+    function gave; and counts of reasons for the rewards, such as timeouts.
+  """
   lengths, group_size = rollout.lengths[rows], rollout.lengths.shape[1]
   ids = np.repeat(rollout.prompt_ids[rows], group_size)
+  tokens = rollout.tokens[rows].reshape(len(ids), rollout.tokens.shape[-1])
+  lengths = lengths.reshape(-1).tolist()
+  prompts = [problems.problems[i] for i in ids]
   completions = [
     tokenizer.decode(tokens[:length])
-    for tokens, length in zip(
-      rollout.tokens[rows].reshape(len(ids), rollout.tokens.shape[-1]),
-      lengths.reshape(-1),
-      strict=True,
-    )
+    for tokens, length in zip(tokens, lengths, strict=True)
   ]
-  prompts = [problems.problems[i] for i in ids]
   answers = [problems.answers[i] for i in ids]
   graded = grader.grade(
     prompts,
@@ -107,96 +90,64 @@ def _grade_rows(
     group_size=group_size,
     verifier_only=verifier_only,
   )
-  texts = {
-    place: {"problem": problem, "completion": completion, "answer": answer}
-    for place, problem, completion, answer in zip(
-      _places(rows, group_size), prompts, completions, answers, strict=True
-    )
+  samples = {
+    "problem": prompts,
+    "completion": completions,
+    "answer": answers,
+    "tokens": lengths,
+    "reward": graded.rewards.tolist(),
+    "correct": graded.correct.tolist(),
   }
+  earned = {name: x.tolist() for name, x in graded.values.items()}
   columns = {
-    "row": np.repeat(rows, group_size),
-    "tokens": lengths.reshape(-1),
-    "stopped": rollout.is_stopped[rows].reshape(-1),
-    "reward": graded.rewards,
-    "correct": graded.correct,
-    **{f"earned/{name}": x for name, x in graded.values.items()},
+    "row": np.repeat(rows, group_size).tolist(),
+    "stopped": rollout.is_stopped[rows].reshape(-1).tolist(),
+    "sample": _lines(samples, len(ids)),
+    "earned": _lines(earned, len(ids)),
   }
-  columns = {name: x.tolist() for name, x in columns.items()}
-  return _LocalGrades(texts, columns, graded.counts)
+  return _lines(columns, len(ids)), graded.counts
 
 
-def _join(parts: Sequence[dict[str, list]]) -> dict[str, np.ndarray]:
-  """Joins the columns of all processes, sorted by row.
-
-  Each row belongs to one process, with its completions in order.
-  """
-  order = np.argsort([x for part in parts for x in part["row"]], kind="stable")
-  joined = {}
-  for name in parts[0]:
-    values = [x for part in parts for x in part[name]]
-    is_count = name in ("row", "tokens", "stopped")
-    joined[name] = np.array(values, np.int32 if is_count else np.float32)[order]
-  return joined
+def _lines(columns: dict[str, list], num: int) -> list[dict]:
+  """Returns `num` dicts, with one entry of each column."""
+  return [{name: x[i] for name, x in columns.items()} for i in range(num)]
 
 
 def _summarise(
-  rollout: Rollout,
-  columns: dict[str, np.ndarray],
-  counts: collections.Counter,
-  texts: dict[tuple[int, int], dict],
+  rollout: Rollout, lines: list[dict], counts: collections.Counter
 ) -> GradedRollout:
   """Arranges grades by group, and adds sums of them to `counts`."""
   shape = rollout.lengths.shape
-  rows = columns["row"][:: shape[1]]
+  rows = [line["row"] for line in lines[:: shape[1]]]
+  samples = [line["sample"] for line in lines]
 
   def in_groups(name):
-    out = np.zeros(shape, columns[name].dtype)
-    out[rows] = columns[name].reshape(-1, shape[1])
+    out = np.zeros(shape, np.float32)
+    values = np.array([x[name] for x in samples], np.float32)
+    out[rows] = values.reshape(-1, shape[1])
     return out
 
   earned, correct = in_groups("reward"), in_groups("correct")
-  is_zero_std = earned[rows].max(axis=1) == earned[rows].min(axis=1)
+  graded = earned[rows]
   counts.update(
     {
       "prompts": shape[0],
       "rolled_out": len(rows),
-      "zero_std": int(is_zero_std.sum()),
-      "completions": len(columns["row"]),
-      "stopped": int(columns["stopped"].sum()),
-      "tokens": int(columns["tokens"].sum()),
+      "zero_std": int((graded.max(axis=1) == graded.min(axis=1)).sum()),
+      "completions": len(lines),
+      "stopped": sum(line["stopped"] for line in lines),
+      "tokens": sum(sample["tokens"] for sample in samples),
       "slot_steps": int(rollout.slot_steps),
       "earned": float(earned.sum()),
       # Summed over groups; a group of one has no standard deviation.
-      "std": float(earned[rows].std(axis=1, ddof=int(shape[1] > 1)).sum()),
+      "std": float(graded.std(axis=1, ddof=int(shape[1] > 1)).sum()),
       "correct": float(correct.sum()),
     }
   )
-  for name, values in columns.items():
-    if name.startswith("earned/"):
-      counts[name] = float(values.sum())
-  numbers = [columns[name].tolist() for name in ("tokens", "reward", "correct")]
-  samples = [
-    texts.get(place, {})
-    | {"tokens": tokens, "reward": reward, "correct": is_correct}
-    for place, tokens, reward, is_correct in zip(
-      _places(rows, shape[1]), *numbers, strict=True
-    )
-  ]
+  for name in lines[0]["earned"] if lines else ():
+    values = np.array([line["earned"][name] for line in lines], np.float32)
+    counts[f"earned/{name}"] = float(values.sum())
   return GradedRollout(earned, correct, counts, samples)
-
-
-def _places(rows: np.ndarray, group_size: int) -> list[tuple[int, int]]:
-  """Lists row and place in the group of every completion of some groups."""
-  return list(itertools.product(rows.tolist(), range(group_size)))
-
-
-def with_texts(samples: Sequence[dict]) -> list[dict]:
-  """Adds the texts that other processes have of the samples."""
-  gathered = distributed.gather(list(samples))
-  return [
-    functools.reduce(operator.or_, lines)
-    for lines in zip(*gathered, strict=True)
-  ]
 
 
 def to_metrics(

@@ -1,7 +1,5 @@
 """The train state that a run begins or resumes with."""
 
-import functools
-
 import jax
 
 from dppo_jax.metrics import writer as metrics
@@ -18,14 +16,8 @@ def first_state(run: Run, writer: metrics.Writer) -> TrainState:
   Raises:
     UserError: for weights that are not finite.
   """
-  abstract = abstract_values.abstract_train_state(run)
-  params = _first_params(run, abstract.params, writer)
-  init = jax.jit(
-    functools.partial(abstract_values.init_train_state, run),
-    out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-    donate_argnums=0,
-  )
-  state = init(params)
+  params = _first_params(run, writer)
+  state = abstract_values.new_train_state(run, params)
   runtime_checks.check_params(
     state.params,
     "lower config.sft.steps"
@@ -61,20 +53,14 @@ def reference_params(
   return checkpoints.restore_params(0, abstract_values.abstract_params(run))
 
 
-def _first_params(
-  run: Run, abstract: transformer.Params, writer: metrics.Writer
-) -> transformer.Params:
-  """Loads or initialises the weights, and fine-tunes them if asked to.
-
-  Args:
-    abstract: shapes and shardings of the weights.
-  """
+def _first_params(run: Run, writer: metrics.Writer) -> transformer.Params:
+  """Loads or initialises the weights, and fine-tunes them if asked to."""
   from_run, steps = run.config.sft.from_run, run.config.sft.steps
   if from_run:
     workdir, step = checkpoint.split_step(from_run)
     writer.say(f"starting from the weights of {workdir} after step {step}")
     with checkpoint.Checkpoints(workdir, read_only=True) as other:
-      return other.restore_params(step, abstract)
+      return other.restore_params(step, abstract_values.abstract_params(run))
   model = run.config.model
   is_stored = model.path or model.hub_id
   with writer.bar.task(f"{'reading' if is_stored else 'initialising'} weights"):

@@ -2,8 +2,6 @@
 
 import optax
 
-from dppo_jax.errors import UserError
-
 
 def make_schedule(
   learning_rate: float,
@@ -17,21 +15,13 @@ def make_schedule(
     total_steps: length of the schedule, in updates.
     schedule: constant, linear or cosine, after the warm-up.
     warmup_steps: updates of a linear warm-up from 0 to `learning_rate`.
-  Raises:
-    UserError: for an unknown schedule.
   """
   rest = max(1, total_steps - warmup_steps)
-  schedules = {
-    "constant": lambda: optax.constant_schedule(learning_rate),
-    "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
-    "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
-  }
-  if schedule not in schedules:
-    raise UserError(
-      f"config.optimizer.schedule is {schedule!r} but must be one of "
-      f"{', '.join(schedules)}"
-    )
-  rate = schedules[schedule]()
+  rate = {
+    "constant": optax.constant_schedule(learning_rate),
+    "linear": optax.linear_schedule(learning_rate, 0.0, rest),
+    "cosine": optax.cosine_decay_schedule(learning_rate, rest),
+  }[schedule]
   if warmup_steps:
     warmup = optax.linear_schedule(
       learning_rate / warmup_steps, learning_rate, warmup_steps - 1

@@ -14,27 +14,15 @@ from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
 @struct.dataclass
 class PackInfo:
-  """Result of packing.
+  """Result of packing: the metrics `pack/NAME` of metrics/README.md."""
 
-  Attributes:
-    num_rows: rows in use.
-    fill: fraction of their positions in use.
-    shared: fraction of positions saved by sharing prompts.
-    num_unplaced: completions without a place, which must be none.
-  """
-
-  num_rows: Float[Array, ""]
+  rows: Float[Array, ""]
   fill: Float[Array, ""]
   shared: Float[Array, ""]
-  num_unplaced: Float[Array, ""]
+  unplaced: Float[Array, ""]
 
   def metrics(self) -> dict[str, Float[Array, ""]]:
-    return {
-      "pack/rows": self.num_rows,
-      "pack/fill": self.fill,
-      "pack/shared": self.shared,
-      "pack/unplaced": self.num_unplaced,
-    }
+    return {f"pack/{name}": x for name, x in vars(self).items()}
 
 
 def pack(
@@ -50,7 +38,7 @@ def pack(
   Returns:
     Micro-batches `[M, R, L]`, how many are in use, and information to log. With
     several mini-batches the number is `[P]`: those in use up to the end of
-    each. If `num_unplaced` is above 0, sequences have no place in the rows and
+    each. If `unplaced` is above 0, sequences have no place in the rows and
     the loss is NaN: such a batch must not be trained on.
   """
   # All devices plan alike, from lengths; tokens stay where they are.
@@ -83,10 +71,10 @@ def pack(
     packing.count_tokens(prompts.lengths, rollout.lengths, False).own
   )
   info = PackInfo(
-    num_rows=num_used,
+    rows=num_used,
     fill=in_use / capacity,
     shared=1 - in_use / jnp.maximum(unshared, 1.0),
-    num_unplaced=plan.num_unplaced.astype(jnp.float32),
+    unplaced=plan.num_unplaced.astype(jnp.float32),
   )
   return batch, num_micro, info
 

@@ -11,7 +11,6 @@ import os
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from dppo_jax import rollout, sharding
 from dppo_jax.methods import dynamic_sampling
@@ -45,26 +44,14 @@ class Declaration(NamedTuple):
 
 
 class Program(NamedTuple):
-  """A stage with abstract arguments, ready to be compiled.
+  """A jitted stage, and the abstract arguments to compile it for."""
 
-  Attributes:
-    args: shapes, dtypes and shardings of the arguments.
-    out_shardings: shardings of the results.
-    donated: numbers of the donated arguments.
-  """
-
-  function: Callable[..., Any]
+  function: Any
   args: tuple
-  out_shardings: Any
-  donated: tuple[int, ...] = ()
 
   def lower(self) -> jax.stages.Lowered:
     """Traces the stage for the current mesh."""
-    return jax.jit(
-      self.function,
-      out_shardings=self.out_shardings,
-      donate_argnums=self.donated,
-    ).lower(*self.args)
+    return self.function.lower(*self.args)
 
 
 def declare(run: Run) -> dict[str, Declaration]:
@@ -98,8 +85,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       bind(
         collect.update_history, method=method, num_problems=len(run.train_set)
       ),
-      # Rewards twice: grades have their shape.
-      args="history step draws rollout rewards rewards",
+      args="history step draws rollout rewards correct",
       out="history draws",
       donate="history",
     ),
@@ -138,6 +124,9 @@ def declare(run: Run) -> dict[str, Declaration]:
   if not method.noise_every:
     del stages["measure_noise"]
   if method.dynamic_sampling:
+    stages["init_buffer"] = Declaration(
+      dynamic_sampling.init_buffer, "prompts rollout rewards", "buffer"
+    )
     stages["add_groups"] = Declaration(
       bind(collect.add_groups, rule=method.dynamic_sampling),
       args="buffer prompts rollout rewards",
@@ -149,33 +138,21 @@ def declare(run: Run) -> dict[str, Declaration]:
 
 def programs(run: Run) -> dict[str, Program]:
   """Returns a program for each stage that the run needs."""
-  stages, values = declare(run), abstract_values.inputs(run)
-  table = {}
-  for name, stage in stages.items():
-    if name == "add_groups":
-      groups = [values[x] for x in ("prompts", "rollout", "rewards")]
-      init = functools.partial(dynamic_sampling.init_buffer, *groups)
-      values["buffer"] = abstract_values.place(
-        run, "buffer", jax.eval_shape(init)
-      )
-      places = abstract_values.shardings_of(values["buffer"])
-      table["init_buffer"] = Program(init, (), places)
+  values, table = abstract_values.inputs(run), {}
+  for name, stage in declare(run).items():
     args, out = stage.args.split(), stage.out.split()
-    if not all(x in values for x in out):
-      found = jax.eval_shape(stage.function, *(values[x] for x in args))
-      results = found if len(out) > 1 else (found,)
-      for x, value in zip(out, results, strict=True):
+    inputs, has_one = tuple(values[x] for x in args), len(out) == 1
+    if not values.keys() >= set(out):
+      results = jax.eval_shape(stage.function, *inputs)
+      for x, value in zip(out, [results] if has_one else results, strict=True):
         values.setdefault(x, abstract_values.place(run, x, value))
-      if name == "roll_out":
-        rewards = jax.ShapeDtypeStruct(results[0].lengths.shape, jnp.float32)
-        values["rewards"] = abstract_values.place(run, "rewards", rewards)
     places = tuple(abstract_values.shardings_of(values[x]) for x in out)
-    table[name] = Program(
+    jitted = jax.jit(
       stage.function,
-      tuple(values[x] for x in args),
-      places if len(out) > 1 else places[0],
-      tuple(args.index(x) for x in stage.donate.split()),
+      out_shardings=places[0] if has_one else places,
+      donate_argnums=[args.index(x) for x in stage.donate.split()],
     )
+    table[name] = Program(jitted, inputs)
   if run.eval_sets:
     table["evaluate"] = evaluation_program(run, run.config.eval.samples)
   return table
@@ -207,23 +184,27 @@ def evaluation_program(run: Run, samples: int) -> Program:
     c.eval.prompts, sharding.num_shards(run.mesh, "batch")
   )
   rng = jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.EVALUATE))
-  function = functools.partial(
-    rollout.sample,
-    group_size=samples or 1,
-    num_slots=c.rollout.num_slots,
-    platform=run.platform,
-    **sampling._asdict(),
-  )
   model = inference_model(run)
-  return Program(
-    lambda params, prompts, rng: function(params, model, prompts, rng),
-    (
-      abstract_params(run),
-      abstract_values.abstract_prompts(run, problems, size),
-      abstract_values.place(run, "", rng),
-    ),
-    sharding.sharding(run.mesh),
+
+  def evaluate(params, prompts, rng):
+    return rollout.sample(
+      params,
+      model,
+      prompts,
+      rng,
+      group_size=samples or 1,
+      num_slots=c.rollout.num_slots,
+      platform=run.platform,
+      **sampling._asdict(),
+    )
+
+  args = (
+    abstract_params(run),
+    abstract_values.abstract_prompts(run, problems, size),
+    abstract_values.place(run, "", rng),
   )
+  places = sharding.sharding(run.mesh)
+  return Program(jax.jit(evaluate, out_shardings=places), args)
 
 
 def _sampling(run: Run) -> rollout.Sampling:

@@ -29,8 +29,6 @@ class SelectInfo:
   Attributes:
     pack: result of packing.
     num_invalid_probs: kept items whose probability is not in (0, 1].
-    prompt_prob_min: least probability of a kept prompt.
-    num_kept: completions kept.
     num_trained: completions packed.
     num_tokens: completion tokens packed.
     diagnostics: scalars to log.
@@ -38,8 +36,6 @@ class SelectInfo:
 
   pack: PackInfo
   num_invalid_probs: Float[Array, ""]
-  prompt_prob_min: Float[Array, ""]
-  num_kept: Float[Array, ""]
   num_trained: Float[Array, ""]
   num_tokens: Float[Array, ""]
   diagnostics: dict[str, Float[Array, ""]]
@@ -49,8 +45,6 @@ class SelectInfo:
       **self.pack.metrics(),
       **self.diagnostics,
       "weights/invalid_probs": self.num_invalid_probs,
-      "prompts/prob_min": self.prompt_prob_min,
-      "completions/kept": self.num_kept,
       "completions/trained": self.num_trained,
       "tokens/trained": self.num_tokens,
     }
@@ -118,13 +112,13 @@ def select(
   if method.describe:
     scalars |= method.describe(groups, chosen)
   count = lambda x: x.sum(dtype=jnp.float32)
-  is_kept = rollout.kept.keep
+  kept = rollout.kept
+  scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
+  scalars["completions/kept"] = count(weights > 0)
   info = SelectInfo(
     pack=pack_info,
-    num_invalid_probs=invalid_probs(rollout.kept)
+    num_invalid_probs=invalid_probs(kept)
     + invalid_probs(chosen.replace(keep=chosen.keep & is_drawn)),
-    prompt_prob_min=jnp.where(is_kept, rollout.kept.prob, 1.0).min(),
-    num_kept=count(weights > 0),
     num_trained=count(is_trained),
     num_tokens=count(trained_lengths),
     diagnostics=scalars,

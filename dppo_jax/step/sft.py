@@ -52,7 +52,8 @@ def run(
     LEARNING_RATE, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
   config = update.UpdateConfig(run.model, objectives.grpo())
-  state, places = _first_state(params, optimizer)
+  # The run's own optimizer has a state of the same form.
+  state = abstract_values.new_train_state(run, params)
   draw = _sampler(run)
   with bar.task("compiling the supervised step"):
     step = jax.jit(
@@ -60,7 +61,7 @@ def run(
         sft_step, spec=run.packing, config=config, optimizer=optimizer
       ),
       donate_argnums=0,
-      out_shardings=(places, None),
+      out_shardings=(abstract_values.shardings_of(state), None),
     )
     step = step.lower(state, *draw(0)).compile()
   distributed.gather(None)  # see compile_programs
@@ -74,8 +75,8 @@ def run(
       if done % max(1, steps // 5) == 0:
         runtime_checks.check_update(
           done,
-          info.num_nonfinite_params,
-          info.num_skipped_in_a_row,
+          info.nonfinite_params,
+          info.skipped_in_a_row,
           "supervised fine-tuning",
         )
         say(f"supervised step {done} of {steps}: {note}")
@@ -103,25 +104,6 @@ def _sampler(
     return prompts, tokens[chosen], lengths[chosen]
 
   return draw
-
-
-def _first_state(
-  params: transformer.Params, optimizer: optax.GradientTransformation
-) -> tuple[TrainState, TrainState]:
-  """Returns the first state, and the sharding of each array of it."""
-  shardings = abstract_values.shardings_of(params)
-  opt_shardings = optax.tree_utils.tree_map_params(
-    optimizer,
-    lambda _, place: place,
-    jax.eval_shape(optimizer.init, params),
-    shardings,
-    transform_non_params=lambda _: None,
-  )
-  opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
-  return (
-    TrainState(jnp.int32(0), jnp.int32(0), params, opt_state, history=()),
-    TrainState(None, None, shardings, opt_shardings, history=()),
-  )
 
 
 def sft_step(

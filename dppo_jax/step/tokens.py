@@ -15,24 +15,14 @@ from dppo_jax.step import update
 
 @struct.dataclass
 class ScoreInfo:
-  """Result of choosing tokens.
+  """Result of choosing tokens: the metrics `tokens/NAME`."""
 
-  Attributes:
-    num_invalid_probs: kept tokens whose probability is not in (0, 1].
-    num_tokens: tokens with nonzero weight.
-    weight_max: largest weight of a token, 1 / probability.
-  """
-
-  num_invalid_probs: Float[Array, ""]
-  num_tokens: Float[Array, ""]
+  invalid_probs: Float[Array, ""]
+  trained: Float[Array, ""]
   weight_max: Float[Array, ""]
 
   def metrics(self) -> dict[str, Float[Array, ""]]:
-    return {
-      "tokens/invalid_probs": self.num_invalid_probs,
-      "tokens/trained": self.num_tokens,
-      "tokens/weight_max": self.weight_max,
-    }
+    return {f"tokens/{name}": x for name, x in vars(self).items()}
 
 
 def needs_stats(method: Method, config: update.UpdateConfig) -> bool:
@@ -104,8 +94,8 @@ def choose_tokens(
   is_kept = weights != 0
   ratio = weights / jnp.where(is_kept, batch.weights, 1.0)
   info = ScoreInfo(
-    num_invalid_probs=num_invalid,
-    num_tokens=is_kept.sum(dtype=jnp.float32),
+    invalid_probs=num_invalid,
+    trained=is_kept.sum(dtype=jnp.float32),
     weight_max=jnp.where(is_kept, ratio, 0.0).max(),
   )
   return batch.replace(weights=weights), info

@@ -1,27 +1,24 @@
 """The stages of a training step, compiled, timed and checked."""
 
-from typing import NamedTuple
+import collections
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dppo_jax import rewards
+from dppo_jax import data, rewards
+from dppo_jax.methods import dynamic_sampling
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.records import (
-  CompletionSummary,
-  PackedBatch,
-  StepCosts,
-  TrainState,
-)
+from dppo_jax.records import CompletionSummary, PackedBatch, TrainState
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed, runtime_checks
 from dppo_jax.run.setup import Run
 from dppo_jax.step import grade, programs
 from dppo_jax.step.clock import StageClock
-from dppo_jax.step.collect import Collector, Experience
+from dppo_jax.step.collect import Experience
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 from dppo_jax.step.select import SelectInfo
 from dppo_jax.step.tokens import ScoreInfo
@@ -57,11 +54,7 @@ class StepInfo(NamedTuple):
     experience: graded completions.
     select, score, update: typed results of the stages, on the host.
     summary: per-completion results, on the host.
-    costs: timings that the step's automatic budget used; None without one.
-    learning_rate: of the last optimizer step.
-    is_clipped: True if the gradient's norm was clipped.
-    noise: metrics of the gradient noise, if measured.
-    seconds: `stage/seconds` of the stages and of the step.
+    scalars: further metrics by name, such as the seconds of the stages.
   """
 
   experience: Experience
@@ -69,11 +62,7 @@ class StepInfo(NamedTuple):
   score: ScoreInfo | None
   update: UpdateInfo
   summary: CompletionSummary
-  costs: StepCosts | None
-  learning_rate: float
-  is_clipped: bool
-  noise: dict[str, float]
-  seconds: dict[str, float]
+  scalars: dict[str, float]
 
   def metrics(self, specs: tuple[rewards.RewardSpec, ...]) -> dict[str, float]:
     """Returns the metrics of the step by name.
@@ -81,18 +70,14 @@ class StepInfo(NamedTuple):
     Args:
       specs: the reward functions, each of which has a metric.
     """
-    score = self.score.metrics() if self.score else {}
     return {
       **grade.to_metrics(
         self.experience.counts, self.experience.samples, specs
       ),
       **self.select.metrics(),
-      **score,
+      **(self.score.metrics() if self.score else {}),
       **self.update.metrics(),
-      "update/learning_rate": self.learning_rate,
-      "update/clipped_norm": float(self.is_clipped),
-      **self.noise,
-      **self.seconds,
+      **self.scalars,
     }
 
 
@@ -101,10 +86,7 @@ class TrainStep:
 
   `collect`, `select`, `score` and `update` are called in this order. Each
   blocks until its results are ready and adds its seconds to the clock. The
-  functions behind `programs` are declared in programs.py: "roll_out" is
-  `rollout.generate.roll_out`, "select" is `select.select`, "score" is
-  `tokens.score` (only if tokens are chosen or a rollout has several updates),
-  "update" is `update.update`.
+  functions behind `programs` are declared in programs.py.
 
   Args:
     task: shows what is being compiled.
@@ -119,38 +101,121 @@ class TrainStep:
     )
     self._grader = grader
     self._tracker = CostTracker(run.packing.rows_per_micro)
-    self._clock, self._costs = StageClock(), None
+    self._clock = StageClock()
     o = run.config.optimizer
     self._schedule = make_schedule(
       o.learning_rate, run.num_updates, o.schedule, o.warmup_steps
     )
 
   def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
-    """Rolls out and grades the next prompts; starts the clock of a step."""
+    """Rolls out and grades the next prompts; starts the clock of a step.
+
+    History and draw count advance.
+    """
     self._clock = StageClock()
-    collector = Collector(self._run, self.programs, self._grader, self._clock)
-    return collector.collect(state)
+    params = self._timed("to_inference_params", state.params, clock="rollout")
+    if self._run.method.dynamic_sampling:
+      return self._gather_groups(state, params)
+    limit = np.int32(self._run.config.data.prompts_per_step)
+    return self._rollout_once(state, params, int(state.draws), limit)
+
+  def _rollout_once(
+    self,
+    state: TrainState,
+    params: transformer.Params,
+    draw: int,
+    limit: jax.Array | np.ndarray,
+  ) -> tuple[TrainState, Experience]:
+    """Rolls out and grades one batch of prompts.
+
+    Args:
+      params: the copy of the weights that rollouts read.
+      draw: number of the batch of prompts.
+      limit: largest number of prompts to roll out.
+    """
+    run, num_prompts = self._run, self._run.config.data.prompts_per_step
+    with self._clock("data"):
+      prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
+      # Prompt rules count steps, of which one may draw several times.
+      rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
+      kept = self.programs["choose_prompts"](
+        rng, state.history, prompts.ids, limit
+      )
+    rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
+    rollout = self._timed(
+      "roll_out", params, prompts, rng, kept, clock="rollout"
+    )
+    with self._clock("reward"):
+      graded = grade.grade(rollout, run.train_set, run.tokenizer, self._grader)
+    history, draws = self._timed(
+      "update_history",
+      state.history,
+      state.step,
+      state.draws,
+      rollout,
+      graded.rewards,
+      graded.correct,
+    )
+    return state.replace(history=history, draws=draws), Experience(
+      prompts,
+      rollout,
+      graded.rewards,
+      np.float32(num_prompts),
+      graded.counts,
+      graded.samples,
+    )
+
+  def _gather_groups(
+    self, state: TrainState, params: transformer.Params
+  ) -> tuple[TrainState, Experience]:
+    """Repeats `_rollout_once` until enough groups have rewards that differ."""
+    run, num_prompts = self._run, self._run.config.data.prompts_per_step
+    draws = dynamic_sampling.draws_of_step(
+      run.method.dynamic_sampling,
+      int(state.step),
+      int(state.draws),
+      draws_per_epoch=len(run.train_set) // num_prompts,
+    )
+    buffer, limit = None, np.int32(num_prompts)
+    counts, samples = collections.Counter(), []
+    for draw in draws:
+      state, chunk = self._rollout_once(state, params, draw, limit)
+      counts.update(chunk.counts)
+      samples += chunk.samples
+      groups = chunk.prompts, chunk.rollout, chunk.rewards
+      buffer = buffer or self.programs["init_buffer"](*groups)
+      buffer, limit, denominator = self._timed(
+        "add_groups", buffer, *groups, clock="dynamic_sampling"
+      )
+      if int(buffer.num_groups) == num_prompts:
+        break
+    return state, Experience(
+      buffer.prompts,
+      buffer.rollout,
+      buffer.rewards,
+      denominator,
+      counts,
+      samples,
+    )
 
   def select(
     self, rng: StepRng, experience: Experience, state: TrainState
   ) -> Batch:
     """Chooses the completions to train on, weights and packs them."""
-    costs = self._current_costs(state) if self._run.method.reads_costs else None
-    self._costs = costs
-    with self._clock("select"):
-      rows, num_micro, info, summary = jax.block_until_ready(
-        self.programs["select"](
-          rng.at(Stage.COMPLETIONS),
-          experience.prompts,
-          experience.rollout,
-          experience.rewards,
-          costs,
-        )
-      )
-      info = jax.device_get(info)
-      runtime_checks.check_selection(
-        info.pack.num_unplaced, info.num_invalid_probs
-      )
+    costs = None
+    if self._run.method.reads_costs:
+      noise = jax.device_get(state.noise)
+      costs = self._tracker.costs(gradient_noise.noise_fraction(noise))
+    rows, num_micro, info, summary = self._timed(
+      "select",
+      rng.at(Stage.COMPLETIONS),
+      experience.prompts,
+      experience.rollout,
+      experience.rewards,
+      costs,
+    )
+    info = jax.device_get(info)
+    runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
     group_size = self._run.config.rollout.group_size
     denominator = np.float32(experience.num_prompts) * group_size
     return Batch(rows, num_micro, denominator, info, summary, experience)
@@ -162,14 +227,11 @@ class TrainStep:
     if "score" not in self.programs:
       self._clock.seconds["score"] = 0.0
       return batch
-    with self._clock("score"):
-      rows, info = jax.block_until_ready(
-        self.programs["score"](
-          rng.at(Stage.TOKENS), params, batch.rows, batch.num_micro
-        )
-      )
-      info = jax.device_get(info)
-      runtime_checks.check_tokens(info.num_invalid_probs)
+    rows, info = self._timed(
+      "score", rng.at(Stage.TOKENS), params, batch.rows, batch.num_micro
+    )
+    info = jax.device_get(info)
+    runtime_checks.check_tokens(info.invalid_probs)
     return batch._replace(rows=rows, score_info=info)
 
   def update(
@@ -177,36 +239,38 @@ class TrainStep:
   ) -> tuple[TrainState, StepInfo]:
     """Takes the optimizer steps on the batch; ends the clock of the step."""
     state, noise = self._measure_noise(state, reference, batch)
-    with self._clock("update"):
-      state, info = jax.block_until_ready(
-        self.programs["update"](
-          state, reference, batch.rows, batch.num_micro, batch.denominator
-        )
-      )
-      info = jax.device_get(info)
+    state, info = self._timed(
+      "update", state, reference, batch.rows, batch.num_micro, batch.denominator
+    )
+    info = jax.device_get(info)
     seconds = self._clock.metrics()
+    num_micro = float(jax.device_get(batch.num_micro).max())
     if self._run.method.reads_costs:
-      self._track(batch, info, seconds)
+      self._track(batch, num_micro, seconds)
     options = self._run.config
     num_updates = int(state.step) * options.objective.num_updates
+    scalars = {
+      "update/learning_rate": last_learning_rate(
+        self._schedule, num_updates, info.skipped
+      ),
+      "update/clipped_norm": info.grad_norm >= options.optimizer.clip_norm,
+      "update/micro_batches": num_micro,
+      **noise,
+      **seconds,
+    }
     return state, StepInfo(
       experience=batch.experience,
       select=batch.info,
       score=batch.score_info,
       update=info,
       summary=jax.device_get(batch.summary),
-      costs=self._costs,
-      learning_rate=last_learning_rate(
-        self._schedule, num_updates, info.num_skipped
-      ),
-      is_clipped=bool(info.grad_norm >= options.optimizer.clip_norm),
-      noise=noise,
-      seconds=seconds,
+      scalars=scalars,
     )
 
-  def evaluate(self, params: transformer.Params, prompts, rng):
-    """Rolls out a batch of evaluation problems."""
-    return self.programs["evaluate"](params, prompts, rng)
+  def _timed(self, stage: str, *args, clock: str = "") -> Any:
+    """Returns the results of a stage, when they are ready."""
+    with self._clock(clock or stage):
+      return jax.block_until_ready(self.programs[stage](*args))
 
   def _measure_noise(
     self, state: TrainState, reference: transformer.Params | None, batch: Batch
@@ -217,42 +281,38 @@ class TrainStep:
       return state, {}
     is_due = step % every == 0
     if is_due:
-      with self._clock("noise"):
-        rng = rng_at(self._run.root_key, step, Stage.NOISE)
-        noise = self.programs["measure_noise"](
-          rng,
-          state.noise,
-          state.params,
-          reference,
-          batch.rows,
-          batch.num_micro,
-          batch.experience.prompts,
-          batch.experience.rollout,
-          batch.summary,
-        )
-        state = state.replace(noise=jax.block_until_ready(noise))
+      noise = self._timed(
+        "measure_noise",
+        rng_at(self._run.root_key, step, Stage.NOISE),
+        state.noise,
+        state.params,
+        reference,
+        batch.rows,
+        batch.num_micro,
+        batch.experience.prompts,
+        batch.experience.rollout,
+        batch.summary,
+        clock="noise",
+      )
+      state = state.replace(noise=noise)
     c = self._run.config
     num_prompts = c.data.prompts_per_step // c.objective.mini_batches
     noise = jax.device_get(state.noise)
     metrics = gradient_noise.describe(noise, num_prompts)
     return state, {**metrics, "noise/measured": float(is_due)}
 
-  def _current_costs(self, state: TrainState) -> StepCosts:
-    noise = jax.device_get(state.noise)
-    return self._tracker.costs(gradient_noise.noise_fraction(noise))
-
   def _track(
-    self, batch: Batch, info: UpdateInfo, seconds: dict[str, float]
+    self, batch: Batch, num_micro: float, seconds: dict[str, float]
   ) -> None:
     """Adds the step to the costs; all processes use the first one's clock."""
     update = seconds["score/seconds"] + seconds["update/seconds"]
     noise = seconds.get("noise/seconds", 0.0)
-    tokens = (batch.score_info or batch.info).num_tokens
+    score = batch.score_info
     sample = StepSample(
       update=update,
       other=seconds["step/seconds"] - update - noise,
-      micros=float(info.num_micro),
-      rows=float(batch.info.pack.num_rows),
-      tokens=float(tokens),
+      micros=num_micro,
+      rows=float(batch.info.pack.rows),
+      tokens=float(score.trained if score else batch.info.num_tokens),
     )
     self._tracker.add(StepSample(*distributed.gather(list(sample))[0]))

@@ -48,18 +48,11 @@ class UpdateConfig(NamedTuple):
 
 @struct.dataclass
 class UpdateInfo:
-  """Result of an update; token means are over the last pass.
+  """Result of an update: the metrics `update/NAME` of metrics/README.md.
+
+  Token means are over the last pass, `grad_norm` is that of the last step.
 
   Attributes:
-    loss: the loss, divided by the denominator.
-    logprob, entropy, kl: means over trained tokens, in nats.
-    clip_fraction: fraction of trained tokens that are clipped.
-    policy_ratio_max: largest ratio of the policy to the sampler.
-    grad_norm: global norm of the gradient of the last optimizer step.
-    num_skipped: optimizer steps skipped so far for non-finite gradients.
-    num_skipped_in_a_row: the most recent of these, without interruption.
-    num_nonfinite_params: weights that are infinite or NaN after the update.
-    num_micro: micro-batches in use.
     experts: load of a mixture of experts, as metrics.
   """
 
@@ -67,30 +60,18 @@ class UpdateInfo:
   logprob: Float[Array, ""]
   entropy: Float[Array, ""]
   kl: Float[Array, ""]
-  clip_fraction: Float[Array, ""]
+  clip_share: Float[Array, ""]
   policy_ratio_max: Float[Array, ""]
   grad_norm: Float[Array, ""]
-  num_skipped: Float[Array, ""]
-  num_skipped_in_a_row: Float[Array, ""]
-  num_nonfinite_params: Float[Array, ""]
-  num_micro: Float[Array, ""]
+  skipped: Float[Array, ""]
+  skipped_in_a_row: Float[Array, ""]
+  nonfinite_params: Float[Array, ""]
   experts: dict[str, Float[Array, ""]]
 
   def metrics(self) -> dict[str, Float[Array, ""]]:
-    return {
-      "update/loss": self.loss,
-      "update/logprob": self.logprob,
-      "update/entropy": self.entropy,
-      "update/kl": self.kl,
-      "update/clip_share": self.clip_fraction,
-      "update/policy_ratio_max": self.policy_ratio_max,
-      "update/grad_norm": self.grad_norm,
-      "update/skipped": self.num_skipped,
-      "update/skipped_in_a_row": self.num_skipped_in_a_row,
-      "update/nonfinite_params": self.num_nonfinite_params,
-      "update/micro_batches": self.num_micro,
-      **self.experts,
-    }
+    values = dict(vars(self))
+    experts = values.pop("experts")
+    return {f"update/{name}": x for name, x in values.items()} | experts
 
 
 class GradSums(NamedTuple):
@@ -98,8 +79,7 @@ class GradSums(NamedTuple):
 
   Attributes:
     grad: gradient of the loss sum.
-    sums: what describes the loss: `loss tokens clipped kl logprob
-      entropy`.
+    sums: what describes the loss: `loss tokens clipped kl logprob entropy`.
     log_ratio: the largest |log(policy / sampler)| of any trained token.
     load: of each layer's experts; None for a dense model.
     num_read: positions that the model read, padding aside.
@@ -170,15 +150,12 @@ def zero_sums(
   params: transformer.Params, model: transformer.ModelConfig
 ) -> GradSums:
   """Returns the empty sum."""
-  load = None
-  if model.experts:
-    load = moe.zero_load(model.experts, model.layers)
-  names = ("loss", "logprob", "entropy", "tokens", "clipped", "kl")
+  names = "loss logprob entropy tokens clipped kl".split()
   return GradSums(
     grad=jax.tree.map(jnp.zeros_like, params),
     sums={name: jnp.float32(0) for name in names},
     log_ratio=jnp.float32(0),
-    load=load,
+    load=model.experts and moe.zero_load(model.experts, model.layers),
     num_read=jnp.float32(0),
   )
 
@@ -279,36 +256,36 @@ def apply_gradient(
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
   updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
-  num_nonfinite = sum(
-    jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
-    for x in jax.tree.leaves(params)
-  )
-  info = UpdateInfo(
-    **_describe(sums, denominator),
-    grad_norm=optax.tree.norm(grad),
-    num_skipped=opt_state.total_notfinite.astype(jnp.float32),
-    num_skipped_in_a_row=opt_state.notfinite_count.astype(jnp.float32),
-    num_nonfinite_params=num_nonfinite,
-    num_micro=jnp.float32(0),
-  )
-  return state.replace(params=params, opt_state=opt_state), info
+  state = state.replace(params=params, opt_state=opt_state)
+  return state, _describe(state, sums, denominator, optax.tree.norm(grad))
 
 
-def _describe(sums: GradSums, denominator: Float[Array, ""]) -> dict:
-  """Returns the fields of UpdateInfo that follow from the sums."""
-  tokens = jnp.maximum(sums.sums["tokens"], 1.0)
-  experts = {}
-  if sums.load is not None:
-    experts = moe.describe(sums.load, sums.num_read)
-  return {
-    "loss": sums.sums["loss"] / denominator,
-    "logprob": sums.sums["logprob"] / tokens,
-    "entropy": sums.sums["entropy"] / tokens,
-    "kl": sums.sums["kl"] / tokens,
-    "clip_fraction": sums.sums["clipped"] / tokens,
-    "policy_ratio_max": jnp.exp(sums.log_ratio),
-    "experts": experts,
+def _describe(
+  state: TrainState,
+  sums: GradSums,
+  denominator: Float[Array, ""],
+  grad_norm: Float[Array, ""],
+) -> UpdateInfo:
+  """Describes the steps that led to `state` by sums over their tokens."""
+  means = {
+    k: x / jnp.maximum(sums.sums["tokens"], 1.0) for k, x in sums.sums.items()
   }
+  return UpdateInfo(
+    loss=sums.sums["loss"] / denominator,
+    logprob=means["logprob"],
+    entropy=means["entropy"],
+    kl=means["kl"],
+    clip_share=means["clipped"],
+    policy_ratio_max=jnp.exp(sums.log_ratio),
+    grad_norm=grad_norm,
+    skipped=state.opt_state.total_notfinite.astype(jnp.float32),
+    skipped_in_a_row=state.opt_state.notfinite_count.astype(jnp.float32),
+    nonfinite_params=sum(
+      jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+      for x in jax.tree.leaves(state.params)
+    ),
+    experts=moe.describe(sums.load, sums.num_read) if sums.load else {},
+  )
 
 
 def update(
@@ -331,16 +308,9 @@ def update(
     num_used: number of micro-batches in use; of several mini-batches, `[P]`,
       the number up to the end of each.
     denominator: the loss denominator of the rollout, in completions.
-  Raises:
-    ValueError: if the config has another number of mini-batches.
   """
   ends = jnp.atleast_1d(num_used)
-  num_parts = len(ends)
-  if num_parts != config.mini_batches:
-    raise ValueError(
-      f"the batch was packed as {num_parts} mini-batches but the update's "
-      f"config has {config.mini_batches}: pass the same number to select"
-    )
+  num_parts = config.mini_batches
 
   def step(i, carry):
     state, seen, _ = carry
@@ -353,19 +323,17 @@ def update(
       state, sums, denominator / num_parts, optimizer
     )
     seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
-    seen = _add(seen, sums._replace(grad=None))
-    return state, seen, info.replace(**_describe(seen, denominator))
+    return state, _add(seen, sums._replace(grad=None)), info.grad_norm
 
   zeros = zero_sums(state.params, config.model)
-  carry = (state, zeros._replace(grad=None), None)
+  carry = (state, zeros._replace(grad=None), jnp.float32(0))
   if config.is_on_policy:
-    state, _, info = step(0, carry)
+    carry = step(0, carry)
   else:
-    *_, blank = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, carry))
-    state, _, info = jax.lax.fori_loop(
-      0, config.inner_updates * num_parts, step, (*carry[:2], blank)
-    )
-  info = info.replace(num_micro=num_used.max().astype(jnp.float32))
+    num_steps = config.inner_updates * num_parts
+    carry = jax.lax.fori_loop(0, num_steps, step, carry)
+  state, seen, grad_norm = carry
+  info = _describe(state, seen, denominator, grad_norm)
   return state.replace(step=state.step + 1), info
 
 

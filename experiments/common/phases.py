@@ -288,7 +288,7 @@ def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
 
 def _tokens_in_rows(info, work: works.Work) -> float:
   """Tokens in the rows, prompts included."""
-  return float(info.pack.fill * info.pack.num_rows) * work.rows.row_length
+  return float(info.pack.fill * info.pack.rows) * work.rows.row_length
 
 
 def update_config(work: works.Work) -> update.UpdateConfig:

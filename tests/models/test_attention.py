@@ -233,22 +233,21 @@ def test_a_mesh_changes_nothing():
   _assert_close(spread, alone)
 
 
-# name, platform, row_length, group_size, share_prefix -> backend
+# name, platform, row_length, group_size -> backend
 CHOSEN = {
-  ("auto", "cpu", 1024, 8, True): "xla_by_row",
-  ("xla", "cpu", 1024, 8, True): "xla_by_row",
-  ("auto", "gpu", 1024, 8, True): "xla",
-  ("xla", "tpu", 1024, 8, True): "xla",
-  ("auto", "tpu", 1024, 8, True): "splash",
-  ("auto", "tpu", 1000, 8, True): "xla",
-  ("auto", "tpu", 1024, 65, True): "xla",
-  ("auto", "tpu", 1024, 65, False): "splash",
-  ("splash", "tpu", 1024, 64, True): "splash",
-  ("triton", "gpu", 1024, 8, True): "triton",
-  ("splash", "cpu", 1024, 8, True): None,
-  ("triton", "tpu", 1024, 8, True): None,
-  ("splash", "tpu", 1000, 8, True): None,
-  ("triton", "gpu", 1024, 65, True): None,
+  ("auto", "cpu", 1024, 8): "xla_by_row",
+  ("xla", "cpu", 1024, 8): "xla_by_row",
+  ("auto", "gpu", 1024, 8): "xla",
+  ("xla", "tpu", 1024, 8): "xla",
+  ("auto", "tpu", 1024, 8): "splash",
+  ("auto", "tpu", 1000, 8): "xla",
+  ("auto", "tpu", 1024, 65): "xla",
+  ("splash", "tpu", 1024, 64): "splash",
+  ("triton", "gpu", 1024, 8): "triton",
+  ("splash", "cpu", 1024, 8): None,
+  ("triton", "tpu", 1024, 8): None,
+  ("splash", "tpu", 1000, 8): None,
+  ("triton", "gpu", 1024, 65): None,
 }
 
 

@@ -34,7 +34,7 @@ CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
-  name: str, platform: str, row_length: int, group_size: int, share_prefix: bool
+  name: str, platform: str, row_length: int, group_size: int
 ) -> str:
   """Returns the key of `BACKENDS` that a run uses.
 
@@ -43,10 +43,8 @@ def choose_backend(
     platform: platform of the mesh's devices: cpu, gpu or tpu.
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
-    share_prefix: the completions in a row share one copy of their prompt.
   """
-  fits = row_length % LANES == 0
-  fits &= group_size <= MAX_BRANCHES or not share_prefix
+  fits = row_length % LANES == 0 and group_size <= MAX_BRANCHES
   if name == "auto" and platform == "tpu" and fits:
     return "splash"
   if name in ("auto", "xla"):

@@ -21,7 +21,7 @@ _FAR = 2.0**15  # a power of two, so that its product is exact in any dtype
 def splash(q, k, v, segment_ids, prefix_ids=None, interpret=False):
   """Computes `models.attention.attention` on a TPU."""
   length, heads, dim = q.shape[1:]
-  block = _block(length, 512)
+  block = math.gcd(length, 512)
   mask = splash_attention.CausalMask((length, length))
   kernel = splash_attention.make_splash_mha(
     splash_attention.MultiHeadMask([mask] * heads),
@@ -43,7 +43,7 @@ def triton(q, k, v, segment_ids, prefix_ids=None, interpret=False):
   from jax.experimental.pallas.ops.gpu import attention as triton_kernel
 
   heads, dim = q.shape[2:]
-  block = _block(q.shape[1], 64)
+  block = math.gcd(q.shape[1], 64)
   repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
   q, k, groups = _with_branches(q, repeat(k), segment_ids, prefix_ids)
   out = triton_kernel.mha(
@@ -57,13 +57,6 @@ def triton(q, k, v, segment_ids, prefix_ids=None, interpret=False):
     interpret=interpret,
   )
   return out[..., :dim]
-
-
-def _block(length: int, largest: int) -> int:
-  """Returns the largest block size that divides a row."""
-  if length % LANES:
-    raise ValueError(f"rows of {length} tokens are no multiple of {LANES}")
-  return math.gcd(length, largest)
 
 
 def _with_branches(q, k, segment_ids, prefix_ids):

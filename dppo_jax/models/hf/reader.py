@@ -36,8 +36,6 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def fetch(hub_id: str) -> str:
   """Returns the directory of a hub's checkpoint, downloaded unless cached."""
@@ -101,6 +99,7 @@ def load(
   tensors = _open_tensors(path)
   _check_tensors(path, tensors, config)
   places = {} if shardings is None else transformer.flatten(shardings)
+  default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   flat = {}
   for name, p in transformer.parameter_table(config).items():
     weight = np.empty(p.shape, np.float32)
@@ -111,12 +110,10 @@ def load(
         raise UserError(
           f"{path}: {tensor} has infinite or NaN values: download it again"
         )
-    if shardings is None:
-      flat[name] = jax.device_put(weight)
-    else:  # device_put would compare the weight across processes
-      flat[name] = jax.make_array_from_callback(
-        p.shape, places[name], weight.__getitem__
-      )
+    # device_put would compare the weight across processes.
+    flat[name] = jax.make_array_from_callback(
+      p.shape, places.get(name, default), weight.__getitem__
+    )
   return transformer.unflatten(flat), config
 
 
@@ -162,15 +159,8 @@ def _check_tensors(
         f"use {', '.join(FLOATS)}"
       )
     shapes[name] = tuple(stored.get_shape())
-  embed, head = (families.TENSORS[name].name for name in ("embed", "head"))
-  if config.is_tied and shapes.keys() >= {embed, head}:
-    pair = (tensors[name].get_tensor(name) for name in (embed, head))
-    if not np.array_equal(*pair):
-      raise UserError(
-        f"{path}: {head} differs from {embed}, but config.json sets "
-        "tie_word_embeddings"
-      )
-    del shapes[head]
+  if config.is_tied:  # transformers ignores the head too
+    shapes.pop(families.TENSORS["head"].name, None)
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
   expected = {
@@ -178,17 +168,12 @@ def _check_tensors(
     for name, p in transformer.parameter_table(config).items()
     for _, tensor in families.parts(name, p.shape)
   }
-  check_shapes(path, shapes, expected)
-
-
-def check_shapes(where: str, actual: Shapes, expected: Shapes) -> None:
-  """Raises UserError if names or shapes differ."""
-  names = expected.keys() | actual.keys()
-  wrong = sorted(x for x in names if actual.get(x) != expected.get(x))
+  names = expected.keys() | shapes.keys()
+  wrong = sorted(x for x in names if shapes.get(x) != expected.get(x))
   if wrong:
     more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
     raise UserError(
-      f"{where}: {wrong[0]} is {actual.get(wrong[0], 'missing')}, but must be "
+      f"{path}: {wrong[0]} is {shapes.get(wrong[0], 'missing')}, but must be "
       f"{expected.get(wrong[0], 'absent')}{more}"
     )
 

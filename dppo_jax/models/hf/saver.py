@@ -1,7 +1,6 @@
 """Writing Hugging Face checkpoints, for transformers, vLLM and ourselves."""
 
 from collections.abc import Mapping
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -40,42 +39,31 @@ def save(
   Args:
     params: weights, all addressable by this process.
     dtype: dtype of the files: float32, bfloat16 or float16.
-    source: directory of the initial checkpoint, whose config.json, tokenizer,
-      licence and generation settings are copied; "" for none.
+    source: another directory, of the initial checkpoint, whose config.json,
+      tokenizer, licence and generation settings are copied; "" for none.
     settings: further keys of config.json.
     generation: further keys of generation_config.json.
     shard_bytes: size of the largest file; a larger tensor has its own file.
   """
   if dtype not in DTYPES:
     raise UserError(f"dtype is {dtype!r}: a file is {' or '.join(DTYPES)}")
-  flat = transformer.flatten(params)
-  reader.check_shapes(
-    "params",
-    {name: weight.shape for name, weight in flat.items()},
-    {name: p.shape for name, p in transformer.parameter_table(config).items()},
-  )
   out = pathlib.Path(path)
-  if source and out.resolve() == pathlib.Path(source).resolve():
-    raise UserError(
-      f"{path} is the initial checkpoint: choose another directory"
-    )
-  described = _settings(config, source, settings or {})
   out.mkdir(parents=True, exist_ok=True)
   for pattern in reader.COMPANIONS if source else ():
     for file in pathlib.Path(source).glob(pattern):
       shutil.copyfile(file, out / file.name)
-  _write_json(out / "config.json", {**described, "torch_dtype": dtype})
+  described = _settings(config, source) | {"torch_dtype": dtype}
+  _write_json(out / "config.json", described | dict(settings or {}))
   if generation:
     file = out / reader.GENERATION
     known = reader.read_json(file) if file.is_file() else {}
     _write_json(file, known | dict(generation))
+  flat = transformer.flatten(params)
   host = {name: np.asarray(weight) for name, weight in flat.items()}
   _write_weights(out, host, dtype, shard_bytes)
 
 
-def _settings(
-  config: ModelConfig, source: str, more: Mapping[str, Any]
-) -> dict[str, Any]:
+def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
   """Returns the content of config.json without the dtype."""
   settings = families.to_settings(config)
   if source:
@@ -84,15 +72,6 @@ def _settings(
       keys = ("rope_theta", "rope_scaling")
       copied |= {k: settings[k] for k in keys if settings[k] is not None}
     settings = copied
-  settings |= more
-  described = dataclasses.replace(
-    families.from_settings(settings, config.dtype, config.remat),
-    attention=config.attention,
-  )
-  if described != config:
-    raise UserError(
-      f"{source or config.family} describes {described}, not {config}"
-    )
   settings.pop("dtype", None)  # transformers 5; 4 and 5 read torch_dtype
   return settings
 
@@ -106,12 +85,11 @@ def _write_weights(
   """Writes one file, or several with an index, named as in transformers."""
   for stale in out.glob("model*.safetensors*"):
     stale.unlink()
-  parts = sorted(  # layer by layer
-    (index, name, tensor)
+  parts = {
+    tensor: (name, index)
     for name, weight in flat.items()
     for index, tensor in families.parts(name, weight.shape)
-  )
-  parts = {tensor: (name, index) for index, name, tensor in parts}
+  }
   itemsize = np.dtype(dtype).itemsize
   split = huggingface_hub.split_state_dict_into_shards_factory(
     parts,
