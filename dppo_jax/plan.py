@@ -96,19 +96,26 @@ def _compile(
   run = assumed.assumed_run(config, mesh, hardware.platform)
   with bar.task(f"compiling for {hardware.name}") as task:
     stages = list(targets.compile_stages(run, task, names))
-  rows, errors, sums = [], [], {}
+  rows, lines, sums = [], [], {}
   for stage in stages:
     sizes = (stage.held, stage.temporary, resident(run, stage.name))
     sums[stage.name] = sum(sizes)
     cells = map(gib, (*sizes, sum(sizes)))
     rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
-    if stage.error:
-      errors.append(f"{stage.name}: {stage.error}")
+    words = [f"{num} x {name}" for name, num in stage.kernels.items()]
+    words += [
+      f"{x.count} x {x.kind}, {x.bytes / 2**20:,.1f} MiB"
+      + (f" in {x.depth} nested loop(s)" if x.depth > 0 else "")
+      for x in stage.collectives
+      if x.bytes >= 2**20
+    ]
+    if words or stage.error:
+      lines.append(f"{stage.name}: {stage.error or ', '.join(words)}")
   head = ["stage", "held", "temporary", "other", "sum", "compile s"]
   bar.say(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
     "arguments and results)\n\n"
-    + "\n\n".join([tables.aligned(head, rows), *errors])
+    + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
     + f"\n\n{_verdict(sums, hardware.memory)}"
   )
   return {stage.name: stage._asdict() for stage in stages}

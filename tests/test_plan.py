@@ -1,7 +1,6 @@
 """Plan mode needs nothing but flags; compilers need no device."""
 
 import json
-import re
 import socket
 
 import commands
@@ -12,7 +11,7 @@ import pytest
 from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lm_head
-from dppo_jax.planning import assumed, topology
+from dppo_jax.planning import assumed, hlo, topology
 
 SHIPPED = {
   "arithmetic": "v5e:1",
@@ -92,6 +91,22 @@ def test_the_command_line_plans():
   assert "optimizer" in done.stdout and "Fits: " in done.stdout
 
 
+def test_collectives_and_kernels_are_read_from_a_program():
+  name = 'metadata={op_name="jit(f)/while/body/while/body/dot"}'
+  text = f"""
+  %g.1 = f32[8,4]{{1,0}} all-gather(%x), channel_id=1, {name}
+  %g.2 = (f32[2,4], f32[8,4]) all-gather-start(%x), channel_id=1, {name}
+  %g.3 = bf16[16]{{0}} all-gather(%y), channel_id=2, {name}
+  ROOT %r = (f32[4], bf16[2]) all-reduce(%z, %z), channel_id=3
+  %k.3 = f32[4]{{0}} custom-call(%s), custom_call_target="tpu_custom_call"
+"""
+  assert hlo.collectives(text) == [
+    ("all-gather", 2, 2, 128 + 32),
+    ("all-reduce", -1, 1, 20),
+  ]
+  assert hlo.kernels(text) == {"k": 1}
+
+
 # Compilers, if they are installed.
 
 
@@ -163,8 +178,5 @@ def test_the_head_is_gathered_once_and_not_for_every_chunk_of_logits():
       array((4, 256), jnp.int32, by_row),
       array((4, 256), bool, by_row),
     ).compile()
-  collective = (
-    "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-  )
-  lines = re.findall(rf".* (?:{collective})[\w-]*\(.*", program.as_text())
-  assert lines and not any("while/body" in line for line in lines), lines
+  collectives = hlo.collectives(program.as_text())
+  assert collectives and all(x.depth == 0 for x in collectives), collectives

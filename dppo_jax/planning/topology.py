@@ -15,6 +15,7 @@ import jax
 
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
+from dppo_jax.planning import hlo
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
@@ -106,6 +107,8 @@ class Stage(NamedTuple):
   held: float
   temporary: float
   seconds: float
+  kernels: dict[str, int]
+  collectives: Sequence[hlo.Collective]
   error: str = ""
 
 
@@ -136,8 +139,8 @@ def _compile(name: str, program: programs.Program) -> Stage:
     if not (message := re.search(r"Used .* hbm", str(error))):
       raise
     seconds = time.monotonic() - start
-    return Stage(name, 0, math.inf, seconds, message[0])
-  sizes = compiled.memory_analysis()
+    return Stage(name, 0, math.inf, seconds, {}, (), message[0])
+  sizes, text = compiled.memory_analysis(), compiled.as_text()
   return Stage(
     name,
     sizes.argument_size_in_bytes
@@ -145,4 +148,6 @@ def _compile(name: str, program: programs.Program) -> Stage:
     - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
     time.monotonic() - start,
+    hlo.kernels(text),
+    hlo.collectives(text),
   )
