@@ -33,6 +33,7 @@ RULES: Mapping[str | None, tuple[str, ...]] = {
   "expert": ("model",),
   "vocab": ("model",),
   "layer": (),
+  "head_dim": (),
   None: (),
 }
 
