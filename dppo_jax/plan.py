@@ -73,12 +73,12 @@ def _estimated(
     f"Estimated GiB on each device of {hardware.name}, mesh "
     f"{sharding.describe(run.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"
-    f"{_verdict(sums, hardware.memory)}"
+    f"{_verdict(run, sums, hardware.memory)}"
   )
 
 
-def _verdict(sums: dict[str, float], limit: float) -> str:
-  if too_large := memory.shortage(sums, limit):
+def _verdict(run: Run, sums: dict[str, float], limit: float) -> str:
+  if too_large := memory.shortage(run, sums, limit):
     return progress.wrapped(f"Does not fit: {too_large}")
   stage = max(sums, key=sums.get)
   return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
@@ -116,7 +116,7 @@ def _compile(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
     "arguments and results)\n\n"
     + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
-    + f"\n\n{_verdict(sums, hardware.memory)}"
+    + f"\n\n{_verdict(run, sums, hardware.memory)}"
   )
   return {stage.name: stage._asdict() for stage in stages}
 

@@ -137,3 +137,36 @@ def test_simulated_devices_share_the_memory(monkeypatch):
     memory.check(run)
   monkeypatch.setattr(memory, "_free_memory", lambda: 4.1 * largest)
   memory.check(run)
+
+
+def test_advice_names_only_options_that_still_help():
+  def advice(limit, **options):
+    run = planned(**options)
+    return memory.shortage(run, {"update": total(run, "update")}, limit)
+
+  text = advice(10_000_000, pack__rows_per_micro=16, model__remat="none")
+  assert "config.pack.rows_per_micro=8" in text
+  assert "config.model.remat=layers" in text and "num_slots" not in text
+  text = advice(900_000, pack__rows_per_micro=1, model__remat="layers")
+  assert "use more devices" in text
+  assert "rows_per_micro" not in text and "remat" not in text
+  text = advice(300_000, pack__rows_per_micro=16)
+  assert "weights and optimizer alone take" in text
+  assert "rows_per_micro" not in text
+
+
+@pytest.mark.parametrize(
+  ("folder", "limit", "free"),
+  [("app", "4000", 1000), ("", "4000", 1000), ("app", "max", 1_024_000)],
+)
+def test_memory_limits_of_containers_count(tmp_path, folder, limit, free):
+  group = tmp_path / "sys/fs/cgroup" / folder  # of the container or a parent
+  for path, text in {
+    tmp_path / "proc/meminfo": "MemAvailable:   900 kB\nSwapFree:  100 kB\n",
+    tmp_path / "proc/self/cgroup": "0::/app\n",
+    group / "memory.max": f"{limit}\n",
+    group / "memory.current": "3000\n",
+  }.items():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  assert memory._free_memory(tmp_path) == free

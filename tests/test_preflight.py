@@ -32,6 +32,8 @@ REJECTED = [
   ("rollout.dtype=float16", "config.rollout.dtype", "float32, bfloat16"),
   ("model.remat=some", "config.model.remat", "layers, dots, none"),
   ("model.attention=splash", "config.model.attention", "tpu"),
+  ("rollout.top_k=99", "config.rollout.top_k", "24 tokens"),
+  ("reward.overlong_tokens=99", "config.reward.overlong_tokens", "at most"),
   ("model.shape.heads=3", "config.model.shape.heads", "multiple of 2"),
   ("model.path=none", "config.model.path", "none has neither"),
   ("optimizer.schedule=wild", "config.optimizer.schedule", "constant, linear"),
@@ -89,6 +91,7 @@ def test_run_is_rejected_with_option_and_limit(overrides, option, limit):
     ("rollout.shard_weights", 1, "true or false"),
     ("rollout.stop_ids", 3, "a tuple"),
     ("method.args", None, "a dict"),
+    ("model.shape", {"layers": 1}, "kv_heads"),
   ],
 )
 def test_a_config_file_may_not_set_another_type(name, value, limit):
@@ -128,3 +131,18 @@ def test_only_imitation_needs_solutions(tmp_path):
     setup_run(arithmetic(**options))
   (tmp_path / "other/checkpoints/0").mkdir(parents=True)
   setup_run(arithmetic(sft__from_run=str(tmp_path / "other"), **options))
+
+
+def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text("def fair(completions): return [1.0 for _ in completions]\n")
+  config = arithmetic(
+    reward__functions=f"math,{path}:unfair",
+    data__train="none.jsonl",
+    model__path="none",
+  )
+  with pytest.raises(UserError, match=r"reward.functions: .*'unfair'"):
+    setup_run(config)
+  config.reward.functions = f"math,{path}:fair"
+  with pytest.raises(UserError, match="none has neither"):
+    setup_run(config)

@@ -195,30 +195,42 @@ except UserError as error:
 """
 
 
-def _join(index, seconds):
-  """Exit code and errors of one of two processes that join each other."""
+def _join(ids, seconds=60, devices=(1, 1)):
+  """Exit codes and errors of some of two processes that join each other."""
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     port = listener.getsockname()[1]
-  done = subprocess.run(
-    [
-      *(sys.executable, "-c", _JOIN, str(seconds), f"localhost:{port}"),
-      *("2", str(index)),
-    ],
-    env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    capture_output=True,
-    check=False,
-    text=True,
-    timeout=100,
-  )
-  return done.returncode, done.stderr
+  children = [
+    subprocess.Popen(
+      [
+        *(sys.executable, "-c", _JOIN, str(seconds), f"localhost:{port}"),
+        *("2", str(i)),
+      ],
+      env=os.environ
+      | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)},
+      stderr=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      text=True,
+    )
+    for i, number in zip(ids, devices, strict=False)
+  ]
+  errors = [child.communicate(timeout=100)[1] for child in children]
+  return [child.returncode for child in children], errors
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_process_whose_others_never_come_ends_with_a_line(index):
-  code, error = _join(index, seconds=3)
+  codes, (error,) = _join([index], seconds=3)
   assert re.fullmatch("error: all processes at .* did not connect .*\n", error)
-  assert code == 1
+  assert codes == [1]
+
+
+def test_different_numbers_of_devices_are_rejected_by_name():
+  codes, errors = _join([0, 1], devices=(1, 2))
+  assert codes == [1, 1]
+  for error in errors:
+    assert "same number of devices" in error
+    assert "1 in process 0" in error and "2 in process 1" in error
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 from dppo_jax import algo, methods, rewards, user_code
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import assign, check_option, default_args, walk
-from dppo_jax.config.schema import Config, MethodConfig, ObjectiveConfig
+from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import trackers
 
@@ -149,7 +149,18 @@ def validate(config: Config) -> None:
   load_callbacks(config)
   rewards.parse(config.reward.functions)
   trackers.parse(config.log.writers)
+  ramp, limit = config.reward.overlong_tokens, config.rollout.max_tokens
+  if ramp > limit:
+    raise UserError(
+      f"config.reward.overlong_tokens is {ramp} but must be at most "
+      f"config.rollout.max_tokens, {limit}"
+    )
   shape = config.model.shape
+  if shape.keys() != TINY.keys():
+    raise UserError(
+      f"config.model.shape has {', '.join(shape)} but must have "
+      f"{', '.join(TINY)}"
+    )
   # In reverse, so that kv_heads is checked before it divides heads.
   for name, size in sorted(shape.items(), reverse=True):
     divisor = {"heads": shape["kv_heads"], "head_dim": 2}.get(name, 1)

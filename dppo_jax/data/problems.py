@@ -6,6 +6,7 @@ Rows that cannot be used are left out, counted and reported.
 import collections
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -237,9 +238,17 @@ def draw(
   """
   epoch, index = divmod(int(step), len(problems) // num_prompts)
   key = rng_at(root_key, epoch, Stage.DATA).key
-  order = np.asarray(jax.random.permutation(key, len(problems)), np.int32)
+  words = tuple(jax.random.key_data(key).tolist())
+  order = _shuffled(words, str(jax.random.key_impl(key)), len(problems))
   ids = order[index * num_prompts : (index + 1) * num_prompts]
   return PromptBatch(ids, problems.tokens[ids], problems.lengths[ids])
+
+
+@functools.lru_cache(maxsize=4)  # an epoch is shuffled once
+def _shuffled(key_words: tuple[int, ...], impl: str, size: int) -> np.ndarray:
+  """Returns the row numbers in a random order; keys are not hashable."""
+  key = jax.random.wrap_key_data(np.array(key_words, np.uint32), impl=impl)
+  return np.asarray(jax.random.permutation(key, size), np.int32)
 
 
 def tokenize_solutions(

@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 
 from dppo_jax.analysis import jsonl
+from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress, trackers
 from dppo_jax.metrics import warnings as health
 
@@ -93,9 +94,12 @@ class Writer(contextlib.AbstractContextManager):
       self._files["log.txt"].flush()
 
   def _append(self, name: str, text: str) -> None:
-    with jsonl.writing(self._workdir / name):
+    path = self._workdir / name
+    with jsonl.writing(path):
       self._files[name].write(text)
       self._files[name].flush()
+    if not path.exists():
+      raise UserError(f"{path} was deleted: the run cannot be saved")
 
   def _each_tracker(self, method: str, *args) -> None:
     for name, tracker in [*self._trackers.items()]:

@@ -5,6 +5,9 @@ needs while it runs is the sum of its largest arrays. The TPU compiler's figures
 for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
 """
 
+import contextlib
+import copy
+import dataclasses
 import math
 import pathlib
 import re
@@ -13,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, transformer
@@ -24,12 +28,14 @@ from dppo_jax.step import abstract_values
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
 
-# Options that lower the memory of a stage.
-_ADVICE = {
-  "roll_out": "a lower config.rollout.num_slots, config.rollout.max_tokens or "
-  "config.data.prompts_per_step, config.rollout.shard_weights=True, or ",
-  "update": "a lower config.pack.rows_per_micro, config.model.remat=layers or ",
-}
+# Options that may lower the memory of a stage, and parts that none lowers.
+_HALVED = (
+  "rollout.num_slots",
+  "rollout.max_tokens",
+  "data.prompts_per_step",
+  "pack.rows_per_micro",
+)
+_FIXED = ("weights", "optimizer", "reference", "gradients", "inference copy")
 
 Parts = dict[str, float]  # bytes by purpose
 
@@ -127,15 +133,36 @@ def _layer_width(run: Run) -> float:
   return 2 * model.embed + heads * model.head_dim + inner
 
 
-def shortage(sums: dict[str, float], limit: float) -> str:
+def shortage(run: Run, sums: dict[str, float], limit: float) -> str:
   """Names the stages whose sum exceeds the limit, and what would help."""
   return "; ".join(
     f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
-    f"try {_ADVICE.get(stage, '')}more devices (config.mesh.data, "
-    "config.mesh.model)"
+    + _advice(run, stage, limit)
     for stage, size in sums.items()
     if size > limit
   )
+
+
+def _advice(run: Run, stage: str, limit: float) -> str:
+  """Options that lower the memory of a stage; only those that still can."""
+  devices = "use more devices (config.mesh.data, config.mesh.model)"
+  parts = estimate(run).get(stage, {})
+  fixed = sum(parts.get(name, 0.0) for name in _FIXED)
+  smaller = {"rollout.shard_weights": True, "model.remat": "layers"}
+  for name in _HALVED:
+    section, _, field = name.partition(".")
+    smaller[name] = max(1, getattr(getattr(run.config, section), field) // 2)
+  helpful = []
+  for name, value in smaller.items():
+    config = copy.deepcopy(run.config)
+    configs.assign(config, name, value)
+    model = dataclasses.replace(run.model, remat=config.model.remat)
+    changed = estimate(run._replace(config=config, model=model)).get(stage, {})
+    if sum(changed.values()) < 0.99 * sum(parts.values()):
+      helpful.append(f"config.{name}={value}")
+  if fixed > limit and "config.rollout.shard_weights=True" not in helpful:
+    return f"weights and optimizer alone take {gib(fixed)}, so {devices}"
+  return f"try {', '.join([*helpful[::-1], devices])}"
 
 
 def check(run: Run) -> None:
@@ -148,18 +175,31 @@ def check(run: Run) -> None:
     available = stats.get("bytes_limit", math.inf)
   sums = {name: sum(parts.values()) for name, parts in estimate(run).items()}
   if max(sums.values()) > _MARGIN * available:
-    raise UserError(f"not enough memory: {shortage(sums, available)}")
+    raise UserError(f"not enough memory: {shortage(run, sums, available)}")
 
 
 def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def _free_memory() -> float:
-  """Bytes that this machine can still allocate; infinite if not on Linux."""
+def _free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
+  """Bytes that this process can still allocate; infinite if not on Linux.
+
+  Args:
+    root: directory that holds proc and sys.
+  """
   try:
-    text = pathlib.Path("/proc/meminfo").read_text()
+    text = (root / "proc/meminfo").read_text()
+    _, _, path = (root / "proc/self/cgroup").read_text().rpartition("::/")
   except OSError:
     return math.inf
   sizes = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M)
-  return 1024.0 * sum(map(int, sizes))
+  left = [1024.0 * sum(map(int, sizes))]
+  group = root / "sys/fs/cgroup" / path.strip()  # of a container
+  for folder in (group, *group.parents):
+    with contextlib.suppress(OSError, ValueError):  # not here, or no limit
+      limit, used = (
+        int((folder / f"memory.{x}").read_text()) for x in ("max", "current")
+      )
+      left.append(limit - used)
+  return min(left)

@@ -5,7 +5,7 @@ re-exported, since `rewards.math` is the module.
 """
 
 from dppo_jax.rewards.functions import RewardFn, RewardSpec, Verdict, parse
-from dppo_jax.rewards.grader import Graded, Grader
+from dppo_jax.rewards.grader import Graded, Grader, check
 from dppo_jax.rewards.math_answers import last_boxed
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
   "RewardFn",
   "RewardSpec",
   "Verdict",
+  "check",
   "last_boxed",
   "parse",
 ]

@@ -92,19 +92,19 @@ class Grader:
     for worker in self._workers:
       worker.stop()
 
-  def self_check(self, columns: Iterable[str] = ()) -> None:
+  def self_check(self, columns: Iterable[str] | None = None) -> None:
     """Loads every function in a worker; `math` compares two answers.
 
     Args:
-      columns: names of the data's columns.
+      columns: names of the data's columns; None if they are not known yet.
     Raises:
       UserError: if a function cannot be loaded or requires another column.
     """
-    names = {"prompts", "completions", "answers", *columns}
+    names = {"prompts", "completions", "answers", *(columns or ())}
     for worker in self._workers[:1]:
       worker.start()
       for reference, name in worker.required:
-        if name not in names:
+        if columns is not None and name not in names:
           raise UserError(
             f"config.reward.functions: {reference} requires {name!r}, but the "
             f"data has no such column: it has {', '.join(sorted(names))}"
@@ -223,6 +223,12 @@ class Grader:
       "config.reward.on_error=stop ends the run instead"
     )
     self._warnings.setdefault(spec.name, text)
+
+
+def check(functions: Items) -> None:
+  """Loads the functions in a process that then ends; raises UserError."""
+  with Grader(functions, num_workers=1) as grader:
+    grader.self_check()
 
 
 def _slice(batch: Columns, begin: int, end: int) -> Columns:

@@ -23,6 +23,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.rewards import functions, math_answers
 
 START_SECONDS = 120.0  # for a process to import everything: usually 0.5 s
+START_ATTEMPTS = 3
 MEMORY_BYTES = 4 << 30  # address space of a process
 MAX_CHARS = 4000  # of an error message or a traceback
 ENVIRONMENT = {
@@ -96,24 +97,28 @@ class Worker:
     """Starts the process if there is none; it loads the functions.
 
     Raises:
-      UserError: if a function cannot be loaded, or the process dies or is not
-        ready in `START_SECONDS`.
+      UserError: if a function cannot be loaded, or after `START_ATTEMPTS`
+        processes that died or were not ready in `START_SECONDS`.
     """
     if self._process:
       return
-    if self._is_closed:
-      raise RuntimeError("the grader is closed")
-    self._launch()
-    try:
-      reply = self._receive(START_SECONDS)
-    except (OSError, EOFError) as error:
-      is_slow = isinstance(error, TimeoutError)
+    for _ in range(START_ATTEMPTS):
+      if self._is_closed:
+        raise RuntimeError("the grader is closed")
+      self._launch()
+      try:
+        reply = self._receive(START_SECONDS)
+        break
+      except (OSError, EOFError) as error:
+        is_slow = isinstance(error, TimeoutError)
+        self.stop()
+    else:
       reason = f"was not ready in {START_SECONDS:g} s" if is_slow else "died"
-      self.stop()
       raise UserError(
         f"config.reward.functions: a worker process {reason} while it loaded "
-        f"{', '.join(self._references)}: import them in Python to see why"
-      ) from error
+        f"{', '.join(self._references)} ({START_ATTEMPTS} attempts): import "
+        "them in Python to see why"
+      )
     if "error" in reply:
       self.stop()
       line, _, details = reply["error"].partition("\n")

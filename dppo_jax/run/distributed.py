@@ -78,6 +78,12 @@ def initialize(
   finally:
     timer.cancel()
     signal.signal(signal.SIGINT, handler)
+  counts = collections.Counter(x.process_index for x in jax.devices())
+  if len(set(counts.values())) > 1:
+    listed = ", ".join(f"{n} in process {i}" for i, n in counts.items())
+    raise UserError(
+      f"all processes need the same number of devices, but there are {listed}"
+    )
 
 
 def _give_up(others: str) -> None:

@@ -34,6 +34,11 @@ def check_ids(
   problem_sets: Sequence[data.ProblemSet | None],
 ) -> None:
   """Checks that the model's vocabulary contains all token ids."""
+  if config.rollout.top_k > model.vocab:
+    raise UserError(
+      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
+      f"{model.vocab} tokens"
+    )
   if not 0 <= min(stop_ids) <= max(stop_ids) < model.vocab:
     raise UserError(
       f"the stop ids {stop_ids} are not all in 0..{model.vocab - 1}, the "

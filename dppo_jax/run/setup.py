@@ -102,6 +102,7 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
   configs.validate(config)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
   preflight.check_processes(mesh)
+  rewards.check(config.reward.functions)
   if trains:
     preflight.check_training(mesh, config)
     if config.sft.from_run:

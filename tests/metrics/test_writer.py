@@ -1,6 +1,7 @@
 """Files of a run, TensorBoard, Weights & Biases, and counted compilations."""
 
 import resource
+import shutil
 import sys
 from unittest import mock
 
@@ -83,6 +84,20 @@ def test_full_disk_ends_the_run_with_a_message_and_it_resumes(tmp_path, limit):
   with _writer(tmp_path, first_step=0) as out:
     out.write(1, {"reward/mean": 0.5})
   assert [x["step"] for x in jsonl.read(path)] == [0, 1]
+
+
+def test_deleted_working_directory_ends_the_run_at_the_next_write(tmp_path):
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  with _writer(workdir, "tensorboard") as out:
+    out.write(1, {"reward/mean": 0.5})
+    shutil.rmtree(workdir)
+    with pytest.raises(UserError, match=r"metrics.* was deleted"):
+      out.write(2, {"reward/mean": 0.5})
+    with pytest.raises(UserError, match=r"samples.* was deleted"):
+      out.write_samples(2, "train", [])
+    out.say("still reported")
+  assert not workdir.exists()
 
 
 def test_tensorboard_has_every_step_at_once(tmp_path):

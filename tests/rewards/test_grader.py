@@ -262,6 +262,20 @@ def test_functions_that_cannot_be_loaded_end_the_start(
     assert grader._workers[0]._process is None
 
 
+def test_a_start_that_fails_is_repeated(tmp_path):
+  (tmp_path / "mine.py").write_text(
+    "import os\n"
+    "with open(__file__ + '.starts', 'a+') as file:\n"
+    "  file.write('x')\n"
+    "  file.seek(0)\n"
+    "  is_bad = len(file.read()) <= 2\n"
+    "if is_bad: os._exit(3)\n"
+    "def f(completions): return [7.0 for _ in completions]\n"
+  )
+  with Grader(f"{tmp_path}/mine.py:f", 1, PATIENT) as grader:
+    assert grade(grader, ["1"]).rewards == [7]
+
+
 def test_math_that_cannot_compare_is_found_at_the_start(monkeypatch):
   monkeypatch.setattr(math_answers, "_compare", lambda *unused: "unparsed")
   with pytest.raises(UserError, match="reinstall math-verify"):
