@@ -150,7 +150,7 @@ def test_advice_names_only_options_that_still_help():
   text = advice(900_000, pack__rows_per_micro=1, model__remat="layers")
   assert "use more devices" in text
   assert "rows_per_micro" not in text and "remat" not in text
-  text = advice(300_000, pack__rows_per_micro=16)
+  text = advice(50_000, pack__rows_per_micro=16)
   assert "weights and optimizer alone take" in text
   assert "rows_per_micro" not in text
 

@@ -13,6 +13,7 @@ import types
 
 import commands
 import jax
+from jax._src import xla_bridge
 from jax.experimental import multihost_utils
 import numpy as np
 import pytest
@@ -255,6 +256,8 @@ def started(monkeypatch):
 )
 def test_incomplete_or_wrong_flags_are_rejected(monkeypatch, given, problem):
   monkeypatch.setattr(jax.config, "update", lambda *unused: None)
+  # As in a new process: JAX would say first that it is too late.
+  monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
   with pytest.raises(UserError, match=f"cannot connect .*{problem}"):
     distributed.initialize(*given)
 
