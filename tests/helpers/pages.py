@@ -15,8 +15,9 @@ _BLOCK = re.compile(
 
 
 def pages() -> list[pathlib.Path]:
-  """Every README.md and the pages in .github."""
+  """Every README.md, the paper index and the pages in .github."""
   paths = [*commands.ROOT.glob("*.md"), *commands.ROOT.glob(".github/*.md")]
+  paths += [commands.ROOT / "experiments/PAPERS.md"]
   for folder in commands.ROOT.iterdir():  # without installed packages
     if folder.is_dir() and folder.name[0] != "." and folder.name != "runs":
       paths += folder.rglob("README.md")
