@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from matplotlib import lines as artists
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -315,7 +316,21 @@ for axis, (name, (chance, values)) in zip(
   axis.axvline(0, color="#c3c9d1", linewidth=0.8, zorder=0)
   axis.spines[["top", "right"]].set_visible(False)
 figure.supxlabel("gradient of the first parameter")
-figure.supylabel("of the second")
+figure.supylabel("gradient of the second parameter")
+entries = {
+  "an outcome": {"marker": "o", "color": "#8a95a1", "alpha": 0.5},
+  "full gradient": {"marker": "o", "color": "black", "fillstyle": "none"},
+  "mean over all outcomes": {"marker": "x", "color": "black"},
+}
+figure.legend(
+  handles=[
+    artists.Line2D([], [], ls="", markersize=9, label=name, **style)
+    for name, style in entries.items()
+  ],
+  loc="outside upper center",
+  ncols=3,
+  frameon=False,
+)
 plt.show()
 
 # %% [markdown]
