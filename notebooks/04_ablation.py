@@ -33,8 +33,9 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## A task
 #
-# Sums on a clock of five hours, where 3 + 4 is 2. Notebook 05 explains how to
-# use your own data.
+# Sums on a clock of five hours, where 3 + 4 is 2. Six in ten of the solutions
+# to imitate are guesses. So the model guesses too at first, and learns to show
+# its work. Notebook 05 explains how to use your own data.
 
 # %%
 task = folder / "clock.py"
@@ -48,10 +49,13 @@ def problem(generator):
   for digit in digits[1:]:
     work += f"{hour}+{digit}={(hour + digit) % 5};"
     hour = (hour + digit) % 5
+  solution = rf"{work}\boxed{{{hour}}}"
+  if generator.random() < 0.6:
+    solution = rf"\boxed{{{generator.randrange(5)}}}"  # a guess
   return {
     "problem": "+".join(map(str, digits)) + "=",
     "answer": str(hour),
-    "solution": rf"{work}\boxed{{{hour}}}",
+    "solution": solution,
   }
 
 
@@ -78,8 +82,7 @@ print(*(f"{name:9} {value}" for name, value in example.items()), sep="\n")
 #
 # A fair comparison changes one thing. All runs have the same config except for
 # the method and the seed. All start from the same weights: those of a run of
-# zero steps, which only fine-tunes. It fine-tunes briefly, so that there is
-# something left to learn.
+# zero steps, which only fine-tunes.
 
 
 # %%
@@ -115,7 +118,7 @@ def train_quietly(name, c):
 
 
 first = make_config("grpo", seed=0, steps=0)
-first.sft.steps = 120
+first.sft.steps = 300
 train_quietly("start", first)
 
 # %% [markdown]
@@ -155,10 +158,10 @@ display(Image(picture.getvalue(), width=800))
 
 # %% [markdown]
 # Lines are means over seeds, bands their 95% intervals, and the dotted line is
-# the target of the table. In so few steps neither method learns much, and two
-# seeds prove little: the intervals are wider than the gains. The x axis
-# matters: per step both do the same work before the update, but `neyman` trains
-# on fewer tokens. Seconds are noisy if the machine does other work.
+# the target of the table. Two short seeds prove little: their intervals are
+# wide. The x axis matters: per step both do the same work before the update,
+# but `neyman` trains on fewer tokens. Seconds are noisy if the machine does
+# other work.
 
 # %% [markdown]
 # ## What was pruned
