@@ -86,7 +86,7 @@ print(*(f"{name:9} {value}" for name, value in example.items()), sep="\n")
 
 
 # %%
-def make_config(method, seed, steps=40, **args):
+def make_config(method, seed, steps=80, **args):
   c = config.Config()
   config.use_method(c, method)
   c.method.args.update(args)
@@ -99,8 +99,8 @@ def make_config(method, seed, steps=40, **args):
   c.model.remat = "none"
   c.pack.row_length = 64
   c.pack.rows_per_micro = 8
-  c.optimizer.learning_rate = 2e-5
-  c.eval.every = 4
+  c.optimizer.learning_rate = 5e-5
+  c.eval.every = 8
   return c
 
 
