@@ -16,6 +16,7 @@
 # %%
 import jax
 import jax.numpy as jnp
+from matplotlib import patches
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -273,6 +274,15 @@ for axis, (name, (values, cmap, low, high)) in zip(
 axes[0].set_yticks(
   range(num_prompts), [problems.problems[i] for i in prompts.ids]
 )
+pruned = patches.Patch(
+  fc="#f1f3f5", ec="#b4bcc6", hatch="///", label="pruned prompt"
+)
+dropped = patches.Patch(
+  fc="white", ec="#b4bcc6", label="0 (as a weight: dropped)"
+)
+figure.legend(
+  handles=[pruned, dropped], loc="outside lower center", ncols=2, frameon=False
+)
 plt.show()
 
 # %% [markdown]
@@ -305,7 +315,7 @@ bound = np.abs(pull).max()
 image = plt.get_cmap("RdBu")(0.5 + pull / (2 * bound))
 image[(flat(batch.segment_ids) > 0) & ~flat(batch.is_trained)] = 0.75
 image[flat(batch.segment_ids) == 0] = 1.0
-figure, axis = plt.subplots(figsize=(9, 0.6 + 0.3 * used), layout="constrained")
+figure, axis = plt.subplots(figsize=(9, 1.0 + 0.3 * used), layout="constrained")
 axis.imshow(image, aspect="auto", interpolation="nearest")
 axis.set(xlabel="position", ylabel="row", yticks=range(used))
 axis.set_title(
@@ -314,6 +324,17 @@ axis.set_title(
 axis.spines[:].set_visible(False)
 for r in range(1, used):
   axis.axhline(r - 0.5, color="white", linewidth=3)
+entries = {
+  "becomes more likely": plt.get_cmap("RdBu")(0.9),
+  "becomes less likely": plt.get_cmap("RdBu")(0.1),
+  "read only": (0.75, 0.75, 0.75),
+}
+figure.legend(
+  handles=[patches.Patch(color=x, label=name) for name, x in entries.items()],
+  loc="outside lower center",
+  ncols=3,
+  frameon=False,
+)
 plt.show()
 
 # %% [markdown]
@@ -370,7 +391,12 @@ x, y = np.array(points).T
 figure, axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
 axis.axhline(0, color="#c3c9d1", linewidth=0.8)
 axis.axvline(0, color="#c3c9d1", linewidth=0.8)
-axis.scatter(x, y, c=np.where(x > 0, "#2a6f97", "#9e2a2b"), alpha=0.7)
+for name, mask, colour in (
+  ("advantage above 0", x > 0, "#2a6f97"),
+  ("advantage below 0", x < 0, "#9e2a2b"),
+):
+  axis.scatter(x[mask], y[mask], color=colour, alpha=0.7, label=name)
+axis.legend(frameon=False)
 axis.set(xlabel="advantage x weight", ylabel="change of log-probability, nats")
 axis.spines[["top", "right"]].set_visible(False)
 plt.show()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from matplotlib import lines as artists
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -116,9 +117,9 @@ print("the full gradient:", full)
 
 
 # %%
-def uniform(share=0.5):
+def uniform(keep=0.5):
   def rule(key, groups):
-    prob = jnp.full((Q, G), share)
+    prob = jnp.full((Q, G), keep)
     return Selection(algo.bernoulli(key, prob), prob)
 
   return rule
@@ -315,7 +316,21 @@ for axis, (name, (chance, values)) in zip(
   axis.axvline(0, color="#c3c9d1", linewidth=0.8, zorder=0)
   axis.spines[["top", "right"]].set_visible(False)
 figure.supxlabel("gradient of the first parameter")
-figure.supylabel("of the second")
+figure.supylabel("gradient of the second parameter")
+entries = {
+  "an outcome": {"marker": "o", "color": "#8a95a1", "alpha": 0.5},
+  "full gradient": {"marker": "o", "color": "black", "fillstyle": "none"},
+  "mean over all outcomes": {"marker": "x", "color": "black"},
+}
+figure.legend(
+  handles=[
+    artists.Line2D([], [], ls="", markersize=9, label=name, **style)
+    for name, style in entries.items()
+  ],
+  loc="outside upper center",
+  ncols=3,
+  frameon=False,
+)
 plt.show()
 
 # %% [markdown]
@@ -326,7 +341,7 @@ plt.show()
 #
 # The weight 1/p removes the bias, not the noise. How much noise there is
 # depends on the probabilities. Below is the squared error of the gradient
-# against the share of completions kept: the mean over 40 batches as the one
+# against the fraction of completions kept: the mean over 40 batches as the one
 # above, for each of them a sum over all outcomes again. The unit is the sum of
 # the completions' own squared gradients, which is how noisy the full batch is.
 
@@ -349,23 +364,23 @@ one_by_one = np.eye(Q * G).reshape(-1, Q, G)
 
 
 def errors(seed):
-  """`(rule, setting, share kept, squared error)` on one batch."""
+  """`(rule, setting, fraction kept, squared error)` on one batch."""
   some = make_batch(seed)
   a = np.array(algo.group_normalized(some.rewards))
   parts = gradients(one_by_one, a, some)  # the loss is linear in the weights
   for n in range(2, Q * G + 1):
-    share = n / (Q * G)
-    prob = np.full((Q, G), share)
+    fraction = n / (Q * G)
+    prob = np.full((Q, G), fraction)
     design = weighted(coin_outcomes(prob), prob)
-    yield "uniform", n, share, squared_error(*design, parts)
+    yield "uniform", n, fraction, squared_error(*design, parts)
     # The probabilities of neyman_completions, for `n` to keep.
     prob = np.array(fill(np.abs(a).reshape(-1), n, 0.05)).reshape(Q, G)
     design = weighted(systematic_outcomes(prob), prob)
-    yield "neyman", n, share, squared_error(*design, parts)
+    yield "neyman", n, fraction, squared_error(*design, parts)
     if n % Q == 0:  # cppo takes as many of each group
       rank = np.argsort(np.argsort(-np.abs(a), axis=1), axis=1)
-      weights = (rank < n // Q) / share
-      yield "cppo", n, share, squared_error(np.ones(1), weights[None], parts)
+      weights = (rank < n // Q) / fraction
+      yield "cppo", n, fraction, squared_error(np.ones(1), weights[None], parts)
   is_small = np.abs(a) < np.abs(a).mean(axis=1, keepdims=True)
   for rate in (0.0, 0.2, 0.4, 0.6, 0.8, 0.9):
     prob = np.where(is_small, 1 - rate, 1.0)
@@ -373,10 +388,10 @@ def errors(seed):
     yield "dppo", rate, prob.mean(), squared_error(*design, parts)
 
 
-found = [line for seed in range(40) for line in errors(seed)]
+results = [line for seed in range(40) for line in errors(seed)]
 curves = {}
-for name, setting in dict.fromkeys(line[:2] for line in found):
-  points = [line[2:] for line in found if line[:2] == (name, setting)]
+for name, setting in dict.fromkeys(line[:2] for line in results):
+  points = [line[2:] for line in results if line[:2] == (name, setting)]
   curves.setdefault(name, []).append(np.mean(points, axis=0))
 print({name: len(points) for name, points in curves.items()}, "points")
 
@@ -389,7 +404,7 @@ for name, points in curves.items():
   x, y = np.array(points).T
   axis.plot(x, y, style, color=COLOURS[name], label=label, markersize=5)
 axis.set(
-  xlabel="share of the completions kept",
+  xlabel="fraction of the completions kept",
   ylabel="squared error (1: the full batch's noise)",
   xlim=(0.2, 1.02),
   ylim=(-0.05, 3.2),

@@ -11,7 +11,7 @@
 # %%
 import jax
 import jax.numpy as jnp
-from matplotlib import colors
+from matplotlib import colors, patches
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -64,6 +64,22 @@ def lighter(colour, share=0.45):
   return 1 - share * (1 - np.array(colors.to_rgb(colour)))
 
 
+def add_key(figure):
+  """Explains the colours below the picture."""
+  entries = {}
+  for q, colour in enumerate(COLOURS):
+    entries[f"prompt {q}"] = colour
+    entries[f"completions of {q}"] = lighter(colour)
+  entries["padding"] = PADDING
+  figure.legend(
+    handles=[patches.Patch(color=x, label=name) for name, x in entries.items()],
+    loc="outside lower center",
+    ncols=7,
+    frameon=False,
+    fontsize=8,
+  )
+
+
 def draw(axis, owner, is_prompt, label, title):
   """Rows of positions; `owner` is a prompt's number, or -1 for padding."""
   image = np.empty((*owner.shape, 3))
@@ -98,6 +114,7 @@ is_prompt = column < np.repeat(np.array(prompts.lengths), G)[:, None]
 figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
 draw(axis, owner, is_prompt, np.where(is_used, is_prompt, 2), "padded")
 axis.set_xlabel("position")
+add_key(figure)
 plt.show()
 
 # %% [markdown]
@@ -188,6 +205,7 @@ figure, axes = plt.subplots(
 draw_rows(axes[0], plan_alone, rows_alone, "packed")
 draw_rows(axes[1], plan, rows, "packed, prompts shared")
 axes[1].set_xlabel("position")
+add_key(figure)
 plt.show()
 
 # %% [markdown]
@@ -248,11 +266,12 @@ def draw_mask(axis, plan, rows, r, title):
   axis.set(title=title, xlabel="looks at")
 
 
-figure, axes = plt.subplots(1, 3, figsize=(10, 3.7), layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(10, 4.0), layout="constrained")
 draw_mask(axes[0], plan_alone, rows_alone, 0, "row 0, nothing shared")
 draw_mask(axes[1], plan, rows, 0, "row 0, prompt shared")
 draw_mask(axes[2], plan, rows, 3, "row 3, two prompts shared")
 axes[0].set_ylabel("position")
+add_key(figure)
 plt.show()
 
 # %% [markdown]
@@ -354,6 +373,7 @@ figure, axes = plt.subplots(
 draw_rows(axes[0], plan, rows, "all 12 completions")
 draw_rows(axes[1], plan_half, rows_half, "6 of 12 completions")
 axes[1].set_xlabel("position")
+add_key(figure)
 plt.show()
 
 # %% [markdown]

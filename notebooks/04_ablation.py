@@ -1,14 +1,15 @@
 # %% [markdown]
 # # Comparing methods
 #
-# Does a method learn sooner, or did it only have a lucky seed? Here we train
-# under two methods and two seeds, from this notebook. Then we compare the runs,
-# with intervals. The same lines compare runs of hours.
+# Does a method learn faster, or did it have a lucky seed? Here we train with
+# two methods and two seeds, in this notebook. Then we compare the runs, with
+# intervals. The same code compares runs that take hours.
 #
-# The second half looks at an experiment of the repository that did run for
-# hours: 13 variants, five seeds each.
+# The second half reads the results of an experiment of the repository that did
+# take hours: 48 runs of 11 variants, with five seeds each for most of them.
 
 # %%
+import collections
 import contextlib
 import io
 import json
@@ -18,6 +19,8 @@ import tempfile
 import time
 
 from IPython.display import Image, Markdown, display
+from matplotlib import lines as artists
+from matplotlib import patches
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -30,8 +33,9 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## A task
 #
-# Sums on a clock of five hours, where 3 + 4 is 2. Notebook 05 says how data of
-# one's own work.
+# Sums on a clock of five hours, where 3 + 4 is 2. Six in ten of the solutions
+# to imitate are guesses. So the model guesses too at first, and learns to show
+# its work. Notebook 05 explains how to use your own data.
 
 # %%
 task = folder / "clock.py"
@@ -45,19 +49,22 @@ def problem(generator):
   for digit in digits[1:]:
     work += f"{hour}+{digit}={(hour + digit) % 5};"
     hour = (hour + digit) % 5
+  solution = rf"{work}\boxed{{{hour}}}"
+  if generator.random() < 0.6:
+    solution = rf"\boxed{{{generator.randrange(5)}}}"  # a guess
   return {
     "problem": "+".join(map(str, digits)) + "=",
     "answer": str(hour),
-    "solution": rf"{work}\boxed{{{hour}}}",
+    "solution": solution,
   }
 
 
 def every_problem():
-  generator, found = random.Random(0), {}
-  while len(found) < 600:
+  generator, problems = random.Random(0), {}
+  while len(problems) < 600:
     new = problem(generator)
-    found[new["problem"]] = new
-  return list(found.values())
+    problems[new["problem"]] = new
+  return list(problems.values())
 
 
 def training():
@@ -73,13 +80,13 @@ print(*(f"{name:9} {value}" for name, value in example.items()), sep="\n")
 # %% [markdown]
 # ## Short runs
 #
-# A fair comparison changes one thing. All runs have one config but for method
-# and seed, and all begin with the same weights: those of a run of no steps,
-# which only fine-tunes.
+# A fair comparison changes one thing. All runs have the same config except for
+# the method and the seed. All start from the same weights: those of a run of
+# zero steps, which only fine-tunes.
 
 
 # %%
-def make_config(method, seed, steps=40, **args):
+def make_config(method, seed, steps=80, **args):
   c = config.Config()
   config.use_method(c, method)
   c.method.args.update(args)
@@ -92,8 +99,8 @@ def make_config(method, seed, steps=40, **args):
   c.model.remat = "none"
   c.pack.row_length = 64
   c.pack.rows_per_micro = 8
-  c.optimizer.learning_rate = 2e-5
-  c.eval.every = 4
+  c.optimizer.learning_rate = 5e-5
+  c.eval.every = 8
   return c
 
 
@@ -106,7 +113,7 @@ def train_quietly(name, c):
   seconds = run.total("step/seconds")
   print(
     f"{name:10} accuracy {accuracy[0]:.2f} to {accuracy[-1]:.2f}, "
-    f"{seconds:4.1f} s of training, {time.time() - start:4.0f} s in all"
+    f"{seconds:4.1f} s of training, {time.time() - start:4.0f} s in total"
   )
 
 
@@ -115,8 +122,9 @@ first.sft.steps = 300
 train_quietly("start", first)
 
 # %% [markdown]
-# `grpo` trains on everything. `neyman` rolls out every prompt here too, and
-# trains on a quarter of the completions, weighted by 1 / probability.
+# `grpo` trains on every completion. `neyman` also rolls out every prompt here,
+# but trains on at most a quarter of the completions, weighted by
+# 1 / probability.
 
 # %%
 VARIANTS = {
@@ -132,14 +140,14 @@ for seed in (0, 1):
 # %% [markdown]
 # ## Compared
 #
-# `compare.group` puts runs together that differ only in their seed, and names
-# each group after the options in which it differs from the others. The table is
-# that of `python -m dppo_jax.analysis.compare RUN RUN ...`: means over seeds
-# with 95% intervals, differences and ratios paired by seed.
+# `compare.group` groups runs that differ only in their seed, and names each
+# group after the options in which it differs from the others.
+# `python -m dppo_jax.analysis.compare RUN RUN ...` prints the same table: means
+# over seeds with 95% intervals, and differences and ratios paired by seed.
 
 # %%
-found = [runs.load(folder / f"{m}-{s}") for m in VARIANTS for s in (0, 1)]
-groups = compare.group(found)
+trained = [runs.load(folder / f"{m}-{s}") for m in VARIANTS for s in (0, 1)]
+groups = compare.group(trained)
 target = compare.default_target(groups)
 display(Markdown(tables.markdown(*compare.table(groups, target))))
 
@@ -149,10 +157,11 @@ compare.draw(groups, target).savefig(picture, dpi=100)
 display(Image(picture.getvalue(), width=800))
 
 # %% [markdown]
-# Lines are means over seeds, bands their 95% intervals. Two seeds of half a
-# minute prove little, and their intervals are wide. The x axis matters: per
-# step both do the same work before the update, but `neyman` trains on a quarter
-# of the tokens at most. Seconds are noisy on a machine with other work on it.
+# Lines are means over seeds, bands their 95% intervals, and the dotted line is
+# the target of the table. Two short seeds prove little: their intervals are
+# wide. The x axis matters: per step both do the same work before the update,
+# but `neyman` trains on fewer tokens. Seconds are noisy if the machine does
+# other work.
 
 # %% [markdown]
 # ## What was pruned
@@ -160,98 +169,122 @@ display(Image(picture.getvalue(), width=800))
 # %%
 names = ["completions/trained", "tokens/trained", "weights/max"]
 print(f"{'mean of a step':14}", *(f"{name:>20}" for name in names))
-for run in found:
+for run in trained:
   means = [run.total(name) / len(run.steps) for name in names]
   print(f"{run.path.name:14}", *(f"{value:20.1f}" for value in means))
 
 # %% [markdown]
 # ## An experiment of hours
 #
-# [Experiment 03](../experiments/03_comparison/README.md) asks which method gets
-# to the same accuracy sooner, on a task where two groups of three have no
-# variance. Its results are one line a run. They are in the repository, not in
+# [Experiment 03](../experiments/03_comparison/README.md) asks which method
+# reaches the same accuracy first, on a task where two groups of three have zero
+# variance. Its results are one line per run. They are in the repository, not in
 # the installed package: the cells below need a clone.
 
 # %%
 clone = pathlib.Path(dppo_jax.__file__).parents[1]
 path = clone / "experiments/03_comparison/results.jsonl"
-lines = []
-if path.exists():
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
-print(
-  len(lines), "runs;", "each has", *list(lines[0] if lines else [])[:6], "..."
-)
+if not path.exists():
+  raise FileNotFoundError(
+    f"{path} is missing. Clone the repository and install it with "
+    "`pip install -e .` to run the cells below."
+  )
+results = [json.loads(line) for line in path.read_text().splitlines()]
+seeds = collections.Counter(line["variant"] for line in results)
+print(len(results), "runs of", len(seeds), "variants")
+for name, count in seeds.items():
+  print(f"{name:24} {count} seeds")
+
+
+def runs_of(variant):
+  """The results of a variant; an error if it has none."""
+  chosen = [line for line in results if line["variant"] == variant]
+  if not chosen:
+    raise ValueError(
+      f"{path.name} has no run of variant {variant!r}. "
+      f"It has: {', '.join(map(repr, seeds))}."
+    )
+  return chosen
+
+
+# %% [markdown]
+# Accuracy against training seconds, for seven of them.
 
 # %%
 COLOURS = {
+  "grpo, all tokens": "#9aa5b1",
   "grpo": "#343a40",
+  "grpo, groups of 4": "#5f9e6e",
   "dppo": "#9e2a2b",
-  "greso": "#5f9e6e",
-  "cppo": "#d98e04",
-  "pods": "#b56576",
-  "neyman": "#2a6f97",
-  "neyman, completions": "#012a4a",
+  "pods": "#d98e04",
+  "neyman": "#012a4a",
+  "neyman, an eighth": "#2a6f97",
 }
-of_variant = {
-  name: [line for line in lines if line["variant"] == name] for name in COLOURS
-}
+WITH_BAND = ("grpo", "neyman")
 figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-for name, some in of_variant.items():
-  if not some:
-    continue
-  curves = [(np.array(x["seconds"]), np.array(x["accuracy"])) for x in some]
+for name, colour in COLOURS.items():
+  members = runs_of(name)
+  curves = [(np.array(x["seconds"]), np.array(x["accuracy"])) for x in members]
   x, (y, low, high) = statistics.band(curves)
-  colour = COLOURS[name]
-  axis.plot(x, y, color=colour, label=name, linewidth=2)
-  if name in ("grpo", "neyman, completions"):
-    axis.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
-axis.set(xlabel="training seconds", ylabel="held-out accuracy", xlim=(0, 110))
-if lines:
-  axis.legend(frameon=False, fontsize=9)
+  label = f"{name} ({len(members)} seeds)"
+  axis.plot(x, y, color=colour, label=label, linewidth=2)
+  if name in WITH_BAND:
+    axis.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+band = patches.Patch(
+  color="#343a40", alpha=0.15, label=f"95% interval of {', '.join(WITH_BAND)}"
+)
+handles, _ = axis.get_legend_handles_labels()
+axis.legend(handles=[*handles, band], frameon=False, fontsize=9)
+axis.set(xlabel="training seconds", ylabel="held-out accuracy", xlim=(0, None))
 axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Means over five seeds; for two of them, bands are 95% intervals. They overlap
-# widely: with curves so noisy, one seed could have shown anything. So pair the
-# seeds and take differences.
+# Lines are means over seeds. With curves as noisy as these, one seed could have
+# shown anything. So pair the seeds and take differences from `grpo`.
 
 # %%
-end = lambda some: {x["seed"]: x["accuracy"][-1] for x in some}
-for name, some in of_variant.items():
-  if name != "grpo" and some:
-    gain = statistics.difference(end(some), end(of_variant["grpo"]))
+last = lambda name: {x["seed"]: x["accuracy"][-1] for x in runs_of(name)}
+for name in COLOURS:
+  if name != "grpo":
+    gain = statistics.difference(last(name), last("grpo"))
     print(
-      f"{name:20} accuracy {np.mean([*end(some).values()]):.3f}, "
-      f"less grpo's {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+      f"{name:18} accuracy {np.mean([*last(name).values()]):.3f}, "
+      f"minus grpo's {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
     )
 
 # %% [markdown]
-# Rates, too. A smaller share of completions costs fewer tokens. Does it cost
-# accuracy? Every dot is a seed.
+# Does training on fewer tokens cost accuracy? It depends on what is left out.
+# Each dot is a seed.
 
 # %%
-RATES = {
-  "grpo": "all",
-  "neyman": "3/4 of prompts,\n1/4 of completions",
-  "neyman, completions": "all prompts,\n1/8 of completions",
-  "neyman, less of both": "half of prompts,\n1/8 of completions",
+KEPT = {
+  "grpo": "every completion",
+  "neyman": "neyman,\nautomatic budget",
+  "neyman, an eighth": "neyman, an eighth\nof the completions",
+  "grpo, half the prompts": "half of the prompts,\nuniformly at random",
 }
 figure, axis = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
-for place, name in enumerate(RATES):
-  some = [line for line in lines if line["variant"] == name]
-  y = [line["accuracy"][-1] for line in some]
+for place, name in enumerate(KEPT):
+  members = runs_of(name)
+  y = [line["accuracy"][-1] for line in members]
   axis.plot(np.full(len(y), place), y, "o", color="#2a6f97", alpha=0.6)
-  if some:
-    axis.plot([place - 0.2, place + 0.2], [np.mean(y)] * 2, color="#343a40")
-    tokens = np.mean([line["tokens_trained"] for line in some])
-    axis.text(
-      place, 1.0, f"{tokens / 1e6:.1f} M tokens", ha="center", fontsize=9
-    )
-axis.set_xticks(range(len(RATES)), RATES.values())
-axis.set(ylabel="accuracy at the end", ylim=(None, 1.03))
+  axis.plot([place - 0.2, place + 0.2], [np.mean(y)] * 2, color="#343a40")
+  tokens = np.mean([line["tokens_trained"] for line in members])
+  axis.text(
+    place, 0.98, f"{tokens / 1e6:.1f} M tokens", ha="center", fontsize=9
+  )
+dot = artists.Line2D([], [], color="#2a6f97", marker="o", ls="", label="a seed")
+line = artists.Line2D([], [], color="#343a40", label="mean over seeds")
+axis.legend(handles=[dot, line], frameon=False, fontsize=9, loc="lower left")
+axis.set_xticks(range(len(KEPT)), KEPT.values())
+axis.set(ylabel="accuracy after the last step", ylim=(None, 1.0))
 axis.spines[["top", "right"]].set_visible(False)
 plt.show()
+
+# %% [markdown]
+# `neyman` reaches `grpo`'s accuracy on 0.5 or 0.9 of its 2.6 M tokens. Half of
+# the prompts take more tokens than that, and end lower.
 
 # %% [markdown]
 # ## Runs of your own
@@ -261,5 +294,5 @@ plt.show()
 # python -m dppo_jax.analysis.compare runs/arithmetic-*
 # ```
 #
-# Give every method the same seeds and the same first weights
-# (`--config.sft.from_run=DIR`), and at least three of them.
+# Give every method the same first weights (`--config.sft.from_run=DIR`) and the
+# same seeds, at least three of them.

@@ -58,21 +58,24 @@ def problem(generator):
     steps.append(f"{hour}+{digit}={(hour + digit) % 5}")
     hour = (hour + digit) % 5
   work = ";".join(steps)
+  solution = rf"{work};\boxed{{{hour}}}"
+  if generator.random() < 0.6:
+    solution = rf"\boxed{{{generator.randrange(5)}}}"  # a guess
   return {
     "problem": "+".join(map(str, digits)) + "=",
     "answer": str(hour),
-    "solution": rf"{work};\boxed{{{hour}}}",
+    "solution": solution,
     "work": work,
   }
 
 
 def every_problem():
   """600 different ones."""
-  generator, found = random.Random(0), {}
-  while len(found) < 600:
+  generator, problems = random.Random(0), {}
+  while len(problems) < 600:
     new = problem(generator)
-    found[new["problem"]] = new
-  return list(found.values())
+    problems[new["problem"]] = new
+  return list(problems.values())
 
 
 def training():
@@ -82,11 +85,11 @@ def training():
 
 def shown(completions, work):
   """Share of the right steps that a completion shows."""
-  shares = []
+  fractions = []
   for text, steps in zip(completions, work):
     steps = steps.split(";")
-    shares.append(sum(step in text for step in steps) / len(steps))
-  return shares
+    fractions.append(sum(step in text for step in steps) / len(steps))
+  return fractions
 ''')
 print(mine.name, "holds", len(mine.read_text().splitlines()), "lines")
 
@@ -124,21 +127,21 @@ for text, reward, correct in zip(
 # %% [markdown]
 # ## Method: which completions to train on
 #
-# A method is a function with options that returns a `Method`. Ours keeps the
-# best and the worst of each group, and of the rest a share. The rule says how
-# likely everything it keeps was to be kept. From that come the weights, and
-# with them an unbiased gradient.
+# A method is a function with options that returns a `Method`. This one keeps
+# the best and the worst of each group, and a fraction of the others. The rule
+# returns the probability of each completion to be kept. The weights come from
+# these probabilities and make the gradient unbiased.
 
 
 # %%
-def ends(share: float = 0.25) -> methods.Method:
-  """Keeps the best and worst of each group, and of the rest a share."""
+def ends(keep: float = 0.25) -> methods.Method:
+  """Keeps the best and worst of each group, and a fraction of the others."""
 
   def rule(rng, groups):
     a = groups.advantages
     is_best = a == a.max(axis=1, keepdims=True)
     is_worst = a == a.min(axis=1, keepdims=True)
-    prob = jnp.where(is_best | is_worst, 1.0, share)
+    prob = jnp.where(is_best | is_worst, 1.0, keep)
     return Selection(algo.bernoulli(rng.key, prob), prob)
 
   return methods.grpo()._replace(completions=rule)
@@ -194,7 +197,7 @@ print("loss of three tokens:", *bounded().token_loss(ratio, 1.0, None))
 # %%
 c = config.Config()
 config.use_method(c, ends, bounded)
-c.method.args["share"] = 0.3
+c.method.args["keep"] = 0.3
 c.reward.functions = functions
 c.data.train = f"{mine}:training"
 c.data.eval = str(held_out)
@@ -216,8 +219,8 @@ print(c.method.name, c.method.args, "|", c.objective.name, c.objective.args)
 train.run(c, folder / "run")
 
 # %% [markdown]
-# Run again with more `steps`, it goes on from its checkpoint. From a shell,
-# where the two functions above would stand in a file too:
+# With more `steps`, the same call resumes from the checkpoint. From a shell,
+# with the two functions above in a file:
 #
 # ```text
 # python -m dppo_jax.main --config=FILE.py:mine.py:ends,mine.py:bounded

@@ -29,8 +29,8 @@ class Rule(NamedTuple):
 # The source is a number of arXiv, or says what the rule is for.
 LINES = """
 completions, after the rollout
-by chance | completions: uniform | exactly | control
-neyman | completions: neyman | exactly | ours
+uniform | completions: uniform | exactly | control
+neyman | completions: neyman | exactly | ours, near 2604.28020
 dppo | completions: dppo | exactly | 2603.04135
 pods | completions: pods | no | 2504.13818
 cppo: top k of a group | completions: cppo | no | 2503.22342
@@ -39,15 +39,15 @@ d1s | completions: d1s | no | 2509.22115
 d1s, batch | completions: d1s, batch | no | 2509.22115
 
 tokens
-tokens by chance (NAT) | prefixes: tokens, uniform | exactly | 2603.06619
+uniform tokens (NAT) | prefixes: tokens, uniform | exactly | 2603.06619
 random prefixes (NAT-like) | prefixes: prefixes, uniform | exactly | 2603.06619
 neyman prefixes | prefixes: prefixes, by size | exactly | ours
 neyman tokens | tokens: neyman, tokens | exactly | ours
 neyman completions + tokens | tokens: neyman, both | exactly | ours
-d2s; d3s at that share | tokens: d2s | no | 2509.22115
+d2s; d3s at that fraction | tokens: d2s | no | 2509.22115
 
 prompts, before the rollout
-prompts by chance | prompts: uniform | exactly | control
+uniform prompts | prompts: uniform | exactly | control
 neyman prompts | prompts: neyman | exactly | ours
 dppo prompts | prompts: dppo | exactly | 2603.04135
 InfoBatch-like | prompts: InfoBatch-like | no | 2303.04947

@@ -126,8 +126,8 @@ def _facts(predicted: list[dict]) -> str:
 def _sweep(results: list[dict]) -> str:
   """The automatic budget against the best fixed one."""
   head = (
-    *("", "groups without variance", "best fixed share", "faster than grpo"),
-    *("automatic share", "faster than grpo", "of the best", "accuracy"),
+    *("", "groups without variance", "best fixed budget", "faster than grpo"),
+    *("automatic budget", "faster than grpo", "of the best", "accuracy"),
     "grpo's",
   )
   lines = []
