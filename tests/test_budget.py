@@ -56,7 +56,7 @@ def test_no_two_modules_share_a_name():
 
 def test_readme_code_map_names_every_module():
   """Each package on a line of its own, with its modules."""
-  readme = (ROOT / "README.md").read_text(encoding="utf-8")
+  readme = (PACKAGE / "README.md").read_text(encoding="utf-8")
   code_map = re.search(r"```\n(dppo_jax/\n.*?)```", readme, re.S)[1]
   words = set(re.findall(r"\w+", code_map))
   modules = {path.stem for path in FILES if path.stem != "__init__"}

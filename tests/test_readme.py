@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 
+import api_page
 import commands
 import pages
 import pytest
@@ -121,3 +122,9 @@ def test_targets_of_links_exist():
       assert linked.exists(), f"{page}: {target}"
       if anchor and linked.suffix == ".md":
         assert anchor in pages.anchors(linked), f"{page}: {target}"
+
+
+def test_page_of_public_names_is_current():
+  assert api_page.PAGE.read_text() == api_page.text(), (
+    "run: python tests/helpers/api_page.py"
+  )

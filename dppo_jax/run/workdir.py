@@ -64,8 +64,9 @@ def check(
   ]
   if changed:
     raise UserError(
-      f"{path.parent} holds a run with another config: choose another "
-      f"--workdir, or restore: {'; '.join(changed)}"
+      f"{path.parent} holds a run with another config: restore it "
+      f"({'; '.join(changed)}), or start from its weights in another --workdir "
+      f"with --config.sft.from_run={path.parent}@STEP"
     )
 
 
