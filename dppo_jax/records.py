@@ -18,7 +18,6 @@ class Selection:
   """A choice, with the inclusion probability of every item.
 
   Attributes:
-    keep: True where the item was chosen.
     prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
   """
 
@@ -31,7 +30,6 @@ class PromptBatch:
   """Prompts of one step; `ids` are distinct row numbers of the data set.
 
   Attributes:
-    ids: `[N]`.
     tokens: `[N, P]`, each prompt at the left, padded at the right.
     lengths: `[N]`, tokens in each prompt, at least 1.
   """
@@ -49,12 +47,10 @@ class Rollout:
   every prompt is assumed to be kept.
 
   Attributes:
-    prompt_ids: `[Q]`.
     tokens: `[Q, G, T]`; the stop token is the last of a stopped completion.
     logprobs: `[Q, G, T]`, nats, of the distribution that was sampled.
     lengths: `[Q, G]`, tokens in each completion, 0 for a pruned prompt.
-    is_stopped: `[Q, G]`, True where a stop token ended the completion and
-      False where the token limit did.
+    is_stopped: `[Q, G]`, True where a stop token ended the completion.
     kept: `[Q]`, the selection of prompts.
     slot_steps: decode slots times decode steps.
   """
@@ -94,7 +90,6 @@ class Groups:
   """The input of a completion rule.
 
   Attributes:
-    rewards: `[Q, G]`.
     advantages: `[Q, G]`, from all G completions of each group.
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
     is_needed: `[Q, G]`, True where a completion contributes to the gradient;
@@ -103,8 +98,7 @@ class Groups:
       objective's token share over the prompt's probability. None is 1.
     sum_sq_residual: `[Q, G]`, sum over tokens of (1 - p)^2 with p the sampling
       probability of each. None stands for the length.
-    costs: timings of earlier steps, for rules with an automatic budget; None
-      for all others.
+    costs: None unless the method `reads_costs`.
   """
 
   rewards: Float[Array, "Q G"]
@@ -146,9 +140,7 @@ class PackedBatch:
     prefix_ids: `[R, L]`, the segment that a position attends to in addition to
       its own: that of its prompt if it is shared, else its own.
     is_trained: `[R, L]`, True where the target is a token of a completion.
-    advantages: `[R, L]`.
-    weights: `[R, L]`, constant factor on each token's loss; 0 for a token of a
-      completion that was not chosen.
+    weights: `[R, L]`, constant factor on each token's loss; 0 if not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
   """
 
@@ -184,7 +176,6 @@ class TrainState:
     step: steps done.
     draws: batches of prompts drawn; more than `step` if steps draw again.
     params: master weights.
-    opt_state: state of the optimizer.
     history: per-problem memory of the method's prompt rule.
     noise: a `gradient_noise.Noise`; None if the method measures none.
   """

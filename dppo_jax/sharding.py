@@ -146,14 +146,10 @@ def gather_width(x: jax.Array, *axes: str | None) -> jax.Array:
     tiled=True,
   )
   mesh = jax.sharding.get_abstract_mesh()
-  if others := set(mesh.axis_names) - set(mesh.manual_axes):
+  if free := set(mesh.axis_names) - set(mesh.manual_axes):
     place = unclaimed_spec(*axes)
     gather = jax.shard_map(
-      gather,
-      in_specs=place,
-      out_specs=place,
-      axis_names=others,
-      check_vma=False,
+      gather, in_specs=place, out_specs=place, axis_names=free, check_vma=False
     )
   return gather(x)
 

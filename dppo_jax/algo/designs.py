@@ -118,13 +118,11 @@ def systematic(
 
   Args:
     prob: multiples of `1 / GRID`.
-    n: the sum of `prob`, as given to `water_filling`. The draw follows from
-      `prob` alone; `n` only states its size where it is called.
+    n: the sum of `prob`, which alone determines the draw.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
   del n
-  offset = jax.random.bits(key, dtype=jnp.uint32) >> 12
-  return systematic_at(offset, prob)
+  return systematic_at(jax.random.bits(key, dtype=jnp.uint32) >> 12, prob)
 
 
 def systematic_at(
@@ -181,10 +179,8 @@ def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:
 
 
 def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
-  """`sum(units) - n * GRID`, clipped to 2**30, of up to 2**24 items.
-
-  In three limbs, as the sum may exceed 2**32.
-  """
+  """`sum(units) - n * GRID`, clipped to 2**30, of up to 2**24 items."""
+  # In three limbs, as the sum may exceed 2**32.
   high = (units >> 14).sum(dtype=jnp.int32)
   middle = ((units >> 7) & 127).sum(dtype=jnp.int32)
   low = (units & 127).sum(dtype=jnp.int32)

@@ -24,7 +24,7 @@ def diagnose(
 
   Args:
     chosen: `[Q, G]`, the choice of completions.
-    weight: 1 / probability, of prompt and completion; 0 where not kept.
+    weight: as from `horvitz_thompson`.
     size: gradient norm of each completion before weighting, or a proxy, up to
       a common factor.
     is_needed: False where a completion adds nothing to the gradient.
@@ -33,14 +33,13 @@ def diagnose(
   squares = jnp.where(kept, weight * size * size, 0.0)
   count = lambda x: x.sum(dtype=jnp.float32)
   share = lambda x, of: count(x & of) / jnp.maximum(count(of), 1.0)
-  num_needed = jnp.maximum(count(is_needed), 1.0)
   total = squares.sum()
   return {
     "weights/max": weight.max(),
     "weights/mean": weight.mean(),
     "completions/prob_min": jnp.where(is_needed, chosen.prob, 1.0).min(),
     "completions/prob_mean": jnp.where(is_needed, chosen.prob, 0.0).sum()
-    / num_needed,
+    / jnp.maximum(count(is_needed), 1.0),
     "weights/ess": weights.effective_sample_size(
       jnp.where(kept, weight, 0.0), size
     ),

@@ -17,9 +17,8 @@ class RowLayout(NamedTuple):
   Attributes:
     is_real: False for padding.
     is_prefix: True in a prompt that several completions share.
-    prompt: prompt of the position, of `Q`.
-    completion: completion of the position, of `Q * G`; 0 in a prefix or
-      padding.
+    prompt: index of the prompt, below `Q`.
+    completion: index below `Q * G`; 0 in a prefix or padding.
     positions, segment_ids, prefix_ids: as in `PackedBatch`.
   """
 

@@ -155,9 +155,8 @@ def cispo(
 def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
   """REINFORCE with the mean reward of the others as each baseline.
 
-  A completion's loss is `-(R_i - mean of R_j, j != i) log p(completion)`, the
-  sum over its tokens, divided by the number of completions alone: gradients
-  are larger than those of grpo by about a completion's length.
+  A completion's loss, `-(R_i - mean of R_j, j != i) log p(completion)`, is
+  divided by the number of completions alone, not by a length.
 
   Source: Ahmadian et al. 2024, arXiv:2402.14740, after Kool et al. 2019;
     Williams 1992 for REINFORCE.
@@ -178,14 +177,12 @@ OBJECTIVES = {x.__name__: x for x in (grpo, dapo, dr_grpo, gspo, cispo, rloo)}
 def _clipped_ratio_loss(low: float, high: float) -> TokenLoss:
   """`-min(r A, clip(r, 1 - low, 1 + high) A)`, PPO's.
 
-  Exactly at a bound a token is not clipped and has its full gradient.
-
   Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
   """
 
   def loss(ratio: Tokens, advantages: Tokens, logprobs: Tokens):
     del logprobs
-    # By comparison: `jnp.clip` would halve the gradient at a bound.
+    # Exactly at a bound the gradient is full; `jnp.clip` would halve it.
     is_bad = advantages < 0
     bound = jnp.where(is_bad, 1 - low, 1 + high)
     is_beyond = jnp.where(is_bad, ratio < bound, ratio > bound)

@@ -38,8 +38,7 @@ class Objective(NamedTuple):
     token_share: a rollout to the factor on the tokens of each completion,
       `[Q, G]`, in the sum that is divided by the number of completions.
     beta: coefficient of the KL penalty against the reference policy.
-    is_sequence_ratio: one ratio per sequence, the geometric mean of those of
-      its tokens.
+    is_sequence_ratio: takes the geometric mean of the ratios of a sequence.
     sampler_cap: largest factor of `sampler_correction`, which belongs into the
       weights; 0 for no correction.
   """
@@ -87,8 +86,7 @@ def surrogate(
     segment_ids: id of each sequence; None if every row is one sequence.
     ref_logprobs: the same under the reference policy, if beta is not 0.
   Returns:
-    `loss_sum` and `info` with the numbers `tokens`, `clipped`, `kl`: sums
-    over trained tokens of nonzero weight.
+    The loss; `tokens`, `clipped`, `kl` of trained tokens of nonzero weight.
   """
   if segment_ids is None:
     segment_ids = jnp.ones(logprobs.shape, jnp.int32)

@@ -53,9 +53,8 @@ def top_abs_advantage(
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)
     num = ranking.floor_count(method.at_step(keep, step), num_drawn)
-    num = jnp.maximum(num, 1)
     place, tie = ranking.rank(uniform, jnp.abs(advantages), is_drawn)
-    is_top = is_drawn & (place >= num_drawn - num)
+    is_top = is_drawn & (place >= num_drawn - jnp.maximum(num, 1))
     return ranking.random_in_ties(is_top, tie, is_drawn)
 
   return ranking.in_scope(scope, choose)

@@ -69,11 +69,10 @@ def d3s(
   """
   check(FRACTION, keep=keep, keep_tokens=keep_tokens)
   check(FRACTION, final_keep=final_keep, final_keep_tokens=final_keep_tokens)
-  completion_rate = _linear(keep, final_keep, total_steps)
-  token_rate = _linear(keep_tokens, final_keep_tokens, total_steps)
+  rate = _linear(keep, final_keep, total_steps)
   return grpo()._replace(
-    completions=method.unweighted(max_variance(completion_rate, scope)),
-    tokens=top_entropy(token_rate),
+    completions=method.unweighted(max_variance(rate, scope)),
+    tokens=top_entropy(_linear(keep_tokens, final_keep_tokens, total_steps)),
     has_schedule=keep != final_keep or keep_tokens != final_keep_tokens,
   )
 

@@ -108,20 +108,17 @@ def add_groups(
   is_new = has_variance(rollout, rewards)
   rank = jnp.cumsum(is_new, dtype=jnp.int32) - is_new.astype(jnp.int32)
   is_seen = rank < size - buffer.num_groups
-  number = buffer.num_groups + is_new.sum(dtype=jnp.int32)
-  number = jnp.minimum(number, size)
+  number = jnp.minimum(buffer.num_groups + is_new.sum(dtype=jnp.int32), size)
   # Blanks are other candidates of the chunk: no id is repeated.
   is_old = jnp.arange(size) < buffer.num_groups
   kind = [jnp.where(is_old, 0, 3), jnp.where(is_new, 1, 2)]
   order = jnp.argsort(jnp.concatenate(kind), stable=True)[:size]
   is_used = jnp.arange(size) < number
-  join = lambda a, b: (
-    jnp.concatenate([a, b])[order] if a.ndim else a + b  # slot steps
-  )
+  # Slot steps, the only scalar, are summed.
+  join = lambda a, b: jnp.concatenate([a, b])[order] if a.ndim else a + b
   old = (buffer.prompts, buffer.rollout, buffer.rewards)
-  prompts, rollout, rewards = jax.tree.map(
-    join, old, (prompts, rollout, rewards)
-  )
+  new = (prompts, rollout, rewards)
+  prompts, rollout, rewards = jax.tree.map(join, old, new)
   return GroupBuffer(
     prompts,
     rollout.replace(

@@ -110,9 +110,8 @@ def drop_zero_variance_streaks(
   def init(num_prompts: int) -> Streaks:
     run = jnp.full((num_prompts,), -1, jnp.int32)
     keep_base = jnp.full((2,), base, jnp.float32)
-    zero = jnp.int32(0)
-    counts = jnp.zeros((2,), jnp.int32)
-    return Streaks(run, run >= 0, keep_base, counts, zero, zero)
+    zeros, zero = jnp.zeros((2,), jnp.int32), jnp.int32(0)
+    return Streaks(run, run >= 0, keep_base, zeros, zero, zero)
 
   def keep_base_at(history, step):
     """Tunes by the last observed step once that is over."""
@@ -140,8 +139,7 @@ def drop_zero_variance_streaks(
     run = history.run[ids]
     is_revisited = (ids < history.run.shape[0]) & (run >= 0)
     kinds = jnp.stack([is_easy, is_equal & ~is_easy]) & is_revisited
-    is_same_step = step == history.step
-    earlier = lambda count: jnp.where(is_same_step, count, 0)
+    earlier = lambda count: jnp.where(step == history.step, count, 0)
     count = lambda x: x.sum(axis=-1, dtype=jnp.int32)
     longer = jnp.where(is_equal, jnp.maximum(run, 0) + 1, 0)
     return Streaks(

@@ -71,9 +71,7 @@ class Method(NamedTuple):
   """A way to spend rollouts and updates.
 
   Attributes:
-    prompts: chooses prompts before the rollout, from history.
-    completions: chooses completions after it, from their groups.
-    tokens: chooses tokens of those; None takes all.
+    tokens: chooses tokens of the kept completions; None takes all.
     describe: `(groups, chosen) -> dict` of scalars to log about a choice of
       completions; None logs nothing.
     has_statistics_after: recomputes advantages from the completions chosen,

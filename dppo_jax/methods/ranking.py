@@ -73,9 +73,8 @@ def random_in_ties(
   keep: Bool[Array, "n"], tie: Int[Array, "n"], is_candidate: Bool[Array, "n"]
 ) -> Selection:
   """Returns a choice that is random only within ties, with probabilities."""
-  count = lambda x: (
-    jnp.zeros(x.shape, jnp.float32).at[tie].add(x.astype(jnp.float32))
-  )
+  zeros = jnp.zeros(keep.shape, jnp.float32)
+  count = lambda x: zeros.at[tie].add(x.astype(jnp.float32))
   prob = count(keep) / jnp.maximum(count(is_candidate), 1.0)
   return Selection(keep, jnp.where(is_candidate, prob[tie], 0.0))
 

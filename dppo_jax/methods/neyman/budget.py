@@ -48,13 +48,10 @@ class AutoBudget(NamedTuple):
   def choose(
     self, groups: Groups, size: Float[Array, "Q G"]
   ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
-    """Chooses how many of the needed completions to train on.
+    """Returns the number of completions to train on, and metrics about it.
 
     Args:
-      size: gradient norm of each completion up to a common factor; 0 where it
-        is not needed.
-    Returns:
-      The number, and metrics about it.
+      size: as from `gradient_size`; 0 for completions that are not needed.
     """
     size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
@@ -84,16 +81,12 @@ class AutoBudget(NamedTuple):
   def _seconds(
     self,
     tokens: Float[Array, "K"],
-    total: Float[Array, ""],
+    all_tokens: Float[Array, ""],
     costs: StepCosts | None,
   ) -> tuple[Float[Array, "K"], Float[Array, ""]]:
-    """Predicts the seconds of an update on `tokens`, and of the other stages.
-
-    Args:
-      total: number of tokens of all needed completions.
-    """
+    """Predicts seconds of an update on `tokens`, and of the other stages."""
     other = jnp.float32(1)
-    update = tokens / jnp.maximum(total, 1.0)
+    update = tokens / jnp.maximum(all_tokens, 1.0)
     if self.update_cost:
       return self.update_cost * update, other
     if costs is None:
@@ -136,8 +129,7 @@ def proportional(
   scale = (budgets - certain[f]) / jnp.where(rest > 0, rest, 1.0)[f]
   prob = jnp.clip(scale[:, None] * size[None], 0.0, 1.0)
   is_all = budgets >= (size > 0).sum(dtype=jnp.float32)
-  all_above_0 = (size > 0).astype(jnp.float32)[None]
-  return jnp.where(is_all[:, None], all_above_0, prob)
+  return jnp.where(is_all[:, None], (size > 0).astype(jnp.float32)[None], prob)
 
 
 def added_variance(
@@ -146,8 +138,7 @@ def added_variance(
   """Computes `sum (1 / prob - 1) a^2 / sum a^2`, as for independent draws.
 
   Args:
-    squares: `a^2`, squared norms of the terms up to a common factor; 0 for
-      terms that are not needed.
+    squares: `a^2` up to a common factor; 0 for terms that are not needed.
   """
   is_lost = (squares[None] > 0) & (prob <= 0)
   added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]

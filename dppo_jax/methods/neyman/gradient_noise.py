@@ -63,11 +63,7 @@ def add_measurement(
 
 
 def noise_fraction(noise: Noise) -> float:
-  """Computes the noise's part of the gradient's squared norm; 1 if unknown.
-
-  This is `r / (1 + r)` with `r` the gradient noise scale over the batch size.
-  It runs on the host, on numbers.
-  """
+  """Computes `noise_fraction` of `records.StepCosts`, on the host."""
   signal = max(float(noise.signal), 0.0)
   total = signal + max(float(noise.noise), 0.0)
   return 1 - signal / total if total > 0 else 1.0

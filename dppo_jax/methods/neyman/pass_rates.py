@@ -73,18 +73,16 @@ def update(
 
   Args:
     correct: correctness, clipped to [0, 1]; infinite or NaN is not counted.
-    lengths: tokens of each.
   """
   old = decayed(counts, step, ids, forgetting)
   is_counted = jnp.isfinite(correct)
   right = jnp.where(is_counted, jnp.clip(correct, 0.0, 1.0), 0.0).sum(axis=1)
   count = is_counted.sum(axis=1, dtype=jnp.float32)
   tokens = jnp.where(is_counted, lengths, 0).sum(axis=1)
-  new = PassCounts(
+  new = old._replace(
     right=old.right + right,
     wrong=old.wrong + (count - right),
     tokens=old.tokens + tokens.astype(jnp.float32),
-    last_step=old.last_step,
     group_size=jnp.int32(correct.shape[1]),
   )
   put = lambda x, y: x.at[ids].set(y, mode="drop") if x.ndim else y

@@ -57,8 +57,7 @@ def neyman(
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
   check(FRACTION, min_keep=min_keep)
   check(FINITE, update_cost=update_cost)
-  is_auto = completion_budget == "auto"
-  if is_auto:
+  if completion_budget == "auto":
     budget = AutoBudget(min_keep, update_cost)
   else:
     limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
@@ -69,7 +68,7 @@ def neyman(
     rules = rules._replace(prompts=neyman_prompts(prompt_budget))
   if token_budget < 1:
     rules = rules._replace(tokens=neyman_tokens(token_budget, min_prob))
-  if not is_auto:
+  if not isinstance(budget, AutoBudget):
     return rules
 
   def describe(groups: Groups, chosen: Selection) -> dict[str, jax.Array]:
@@ -144,10 +143,8 @@ def gradient_size(groups: Groups) -> Float[Array, "Q G"]:
   """Estimates the gradient norm of each completion, up to a common factor.
 
   That is |advantage| x scale x the root of `sum_sq_residual`, the norm of a sum
-  over tokens whose gradients are independent.
-
-  Returns:
-    At most 1; 0 for completions that are not needed.
+  over tokens whose gradients are independent. It is at most 1, and 0 for
+  completions that are not needed.
   """
   squares = groups.sum_sq_residual
   if squares is None:
@@ -200,8 +197,7 @@ def neyman_completions(
   def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
     rng = as_step_rng(rng)
     size = gradient_size(groups)
-    prompt = jnp.arange(size.shape[0], dtype=jnp.int32)[:, None]
-    prompt = jnp.broadcast_to(prompt, size.shape)
+    prompt = jax.lax.broadcasted_iota(jnp.int32, size.shape, 0)
     strata = (size, jnp.sign(groups.advantages), prompt)
     if isinstance(budget, AutoBudget):
       num, _ = budget.choose(groups, size)
@@ -245,8 +241,6 @@ def neyman_tokens(budget: float, min_prob: float = 0.05) -> method.TokenRule:
     n = round_count(budget, can_train.sum(dtype=jnp.int32))
     prob = designs.water_filling(size.reshape(-1), n, min_prob)
     keep = designs.systematic(rng.key, prob, n)
-    return Selection(
-      keep.reshape(can_train.shape), prob.reshape(can_train.shape)
-    )
+    return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
 
   return method.TokenRule(needs_stats=False, select=select)
