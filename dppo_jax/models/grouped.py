@@ -62,8 +62,7 @@ def _by_blocks(rows, weights, sizes):
 
   def multiply(i, out):
     group, first, _ = place(i)
-    block = jax.lax.dynamic_slice_in_dim(rows, first, size)
-    block = block @ weights[group]
+    block = jax.lax.dynamic_slice_in_dim(rows, first, size) @ weights[group]
     return jax.lax.dynamic_update_slice_in_dim(out, block, first, 0)
 
   out = jnp.zeros((len(rows), weights.shape[2]), rows.dtype)

@@ -70,11 +70,7 @@ def prompt_paddings(longest: int) -> list[int]:
 
 
 def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
-  """Returns an empty cache of `num_slots` slots, in parts of `sizes`.
-
-  Args:
-    model: a `ModelConfig`.
-  """
+  """Returns an empty cache of a `ModelConfig`, in parts of `sizes`."""
   groups = num_groups(model.layers)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)

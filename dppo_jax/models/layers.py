@@ -76,8 +76,7 @@ def cos_sin_table(
   RoPE, https://arxiv.org/abs/2104.09864.
   """
   half = head_dim // 2
-  exponent = jnp.arange(half, dtype=jnp.float32) / half
-  frequency = theta**-exponent
+  frequency = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
   if scaling is not None:
     rotations = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

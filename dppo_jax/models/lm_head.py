@@ -66,7 +66,8 @@ def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
     logprobs, entropies, lses, kept = carry
     logits = _logits(columns.take(hidden, i), head, temperature)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    logprob = _at_target(logits, columns.take(targets, i)) - lse
+    target = columns.take(targets, i)[..., None]
+    logprob = jnp.take_along_axis(logits, target, axis=-1)[..., 0] - lse
     entropy = lse - (jnp.exp(logits - lse[..., None]) * logits).sum(-1)
     if kept is not None:
       kept = jax.lax.dynamic_update_index_in_dim(kept, logits, i, 0)
@@ -130,15 +131,10 @@ def _logits(hidden, head, temperature):
   return _einsum("ble,ve->blv", hidden, head) / temperature
 
 
-def _at_target(logits, targets):
-  return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-
-
 class _ColumnChunks:
   """The needed tokens of `[B, L]`, in chunks of `c` columns.
 
-  Each row's needed tokens are sorted to its front. Chunks are columns of all
-  rows rather than runs of tokens, so that rows stay on their devices.
+  Columns of all rows, rather than runs of tokens, keep rows on their devices.
   """
 
   def __init__(self, is_needed: Bool[Array, "B L"], logit_chunk: int):

@@ -122,8 +122,7 @@ def num_parameters(config: ModelConfig) -> int:
 def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Returns the sharding of each weight on `mesh`."""
   axes = _weight_axes(config, sharding.num_shards(mesh, "kv_heads"))
-  place = lambda axes: sharding.sharding(mesh, *axes)
-  return unflatten({name: place(x) for name, x in axes.items()})
+  return unflatten({k: sharding.sharding(mesh, *x) for k, x in axes.items()})
 
 
 def _weight_axes(
@@ -138,13 +137,8 @@ def _weight_axes(
 
 
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-  """Returns the sharding of each weight of `to_inference_params`.
-
-  Weights are replicated over the data axis; with `config.gathers_layers`,
-  layers stay divided.
-  """
-  place = lambda axes: sharding.sharding(mesh, *axes)
-  return _map_inference_axes(place, config)
+  """Returns the sharding of each weight of `to_inference_params`."""
+  return _map_inference_axes(lambda a: sharding.sharding(mesh, *a), config)
 
 
 def inference_specs(config: ModelConfig) -> Params:
@@ -214,16 +208,18 @@ def gather_layer(weights: Params, config: ModelConfig) -> Params:
   if not gathers_layers(config):
     return weights
   axes = unflatten(_inference_axes(config))["layers"]
-  widths = {
+  return weights | {
     name: sharding.gather_width(w, *axes[name][-w.ndim :])
     for name, w in weights.items()
     if "embed" in axes[name]
   }
-  return weights | widths
 
 
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
-  """Returns the logical axes of each weight of `to_inference_params`."""
+  """Returns the logical axes of each weight of `to_inference_params`.
+
+  The width is full, except that of layers with `config.gathers_layers`.
+  """
   axes = {name: p.axes for name, p in parameter_table(config).items()}
   full = lambda axes: tuple(None if a == "embed" else a for a in axes)
   is_kept = lambda name: config.gathers_layers and name.startswith("layers/")
@@ -232,8 +228,7 @@ def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
 
 def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
   """Maps `f` over the axes of the weights of `to_inference_params`."""
-  axes = _inference_axes(config)
-  tree = unflatten({name: f(x) for name, x in axes.items()})
+  tree = unflatten({name: f(x) for name, x in _inference_axes(config).items()})
   num_groups = kv_cache.num_groups(config.layers)
   return {**tree, "layers": (tree["layers"],) * num_groups}
 

@@ -76,11 +76,9 @@ def forward_and_load(
   @REMAT[config.remat]
   def run(x, p):
     x, _, routing = _layer(x, p, None, config, rotation, attend)
-    is_real = segment_ids > 0
-    return x, routing and moe.load(routing, is_real, config.experts)
+    return x, routing and moe.load(routing, segment_ids > 0, config.experts)
 
-  place = functools.partial(parameters.place_layer, config=config)
-  layer = lambda x, p: run(x, place(p))
+  layer = lambda x, p: run(x, parameters.place_layer(p, config))
   x = _embed(params, tokens)
   x, loads = jax.lax.scan(layer, x, params["layers"], unroll=_UNROLL)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
@@ -151,11 +149,9 @@ def logits(
   params: Params, config: ModelConfig, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... V"]:
   """Returns float32 logits of the next token."""
+  weight = head(params, config).astype(hidden.dtype)
   return jnp.einsum(
-    "...e,ve->...v",
-    hidden,
-    head(params, config).astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
+    "...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32
   )
 
 

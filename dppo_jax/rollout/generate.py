@@ -173,12 +173,7 @@ def _prefill(
   num_kept: Int[Array, ""],
   part_sizes: list[int],
 ) -> kv_cache.KVCache:
-  """Returns the caches of the kept prompts, zeros for the others, in `order`.
-
-  Args:
-    order: numbers of the prompts, kept ones first.
-    part_sizes: positions of each part of the cache for decoding.
-  """
+  """Returns caches in `order`: of the kept prompts, zeros for the others."""
   num_prompts, longest = prompts.tokens.shape
   chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
   part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)

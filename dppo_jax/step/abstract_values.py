@@ -95,11 +95,7 @@ def init_train_state(run: Run, params: Params) -> TrainState:
 
 
 def new_train_state(run: Run, params: Params) -> TrainState:
-  """Returns the state before the first step, placed on the mesh.
-
-  Args:
-    params: weights, donated.
-  """
+  """Returns `init_train_state`, placed on the mesh; donates `params`."""
   init = jax.jit(
     functools.partial(init_train_state, run),
     out_shardings=shardings_of(abstract_train_state(run)),

@@ -162,6 +162,7 @@ def to_metrics(
     samples: lines of samples.jsonl of every completion of the step.
   """
   num = max(counts["completions"], 1)
+  slot_steps = max(counts["slot_steps"], 1)
   lengths = [sample["tokens"] for sample in samples]
   metrics = {
     "prompts/drawn": counts["prompts"],
@@ -173,9 +174,7 @@ def to_metrics(
     "tokens/completion_mean": counts["tokens"] / num,
     "tokens/completion_min": min(lengths, default=0),
     "tokens/completion_max": max(lengths, default=0),
-    "rollout/slot_utilisation": (
-      counts["tokens"] / max(counts["slot_steps"], 1)
-    ),
+    "rollout/slot_utilisation": counts["tokens"] / slot_steps,
     "reward/mean": counts["earned"] / num,
     "reward/std": counts["std"] / max(counts["rolled_out"], 1),
     "reward/accuracy": counts["correct"] / num,

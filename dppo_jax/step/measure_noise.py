@@ -36,10 +36,8 @@ def measure_noise(
   """Adds one measurement, from two backward passes over the first mini-batch.
 
   Args:
-    rng: randomness of the signs.
     batch: micro-batches `[M, R, L]` as they are trained on.
     num_micro: as returned by `pack`.
-    summary: says which completions were packed.
   """
   num_prompts = len(prompts.ids)
   signs = gradient_noise.random_signs(rng.key, num_prompts)

@@ -85,14 +85,11 @@ def _plan(
   size: int,
   mini_batches: int,
 ) -> tuple[packing.Plan, Int[Array, "*P"]]:
-  """Plans each mini-batch, and counts the micro-batches up to its end.
+  """Plans `size` rows of each mini-batch; counts micro-batches up to its end.
 
   Prompt `q` belongs to part `q % P`, so that what dynamic sampling left blank,
   the last prompts, is missing from all parts alike. Parts lie one after
   another.
-
-  Args:
-    size: rows that suffice for a part.
   """
   num_micro = lambda rows: -(-rows // spec.rows_per_micro)
   plan = lambda counts: packing.plan(counts, spec.row_length, size, spec.window)
@@ -126,12 +123,8 @@ def _fill(
 ) -> PackedBatch:
   """Fills micro-batches `[M, R, L]`, each shard of the mesh its own rows.
 
-  All shards know the plan, which is made from lengths. Tokens are passed from
-  shard to shard, a few prompts at a time, and each shard takes those that its
-  rows read: none ever holds the tokens of all.
-
-  Args:
-    num_rows: a multiple of `spec.rows_per_micro`.
+  Tokens are passed from shard to shard, a few prompts at a time, and each shard
+  takes those that its rows read: none ever holds the tokens of all.
   """
   shards = sharding.num_shards_here("batch")
   if shards == 1:

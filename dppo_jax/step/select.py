@@ -27,7 +27,6 @@ class SelectInfo:
   """Result of choosing and packing completions.
 
   Attributes:
-    pack: result of packing.
     num_invalid_probs: kept items whose probability is not in (0, 1].
     num_trained: completions packed.
     num_tokens: completion tokens packed.
@@ -70,7 +69,6 @@ def select(
   and is left out of the rows; the loss denominator still counts it.
 
   Args:
-    rng: randomness of the method's completion rule.
     costs: timings of earlier steps, for methods that read them.
     overlong_tokens: length of the soft overlong ramp, in tokens.
     mini_batches: parts of the prompts that are packed separately. They change

@@ -43,8 +43,6 @@ def run(
 
   Args:
     params: initial weights, donated.
-    say: receives a line now and then.
-    bar: shows the steps.
   Raises:
     UserError: if a solution fits no row, or the gradient stays non-finite.
   """

@@ -73,7 +73,6 @@ def choose_tokens(
   The update does not compute the log-probability of a token of weight 0.
 
   Args:
-    rng: randomness of the method's token rule.
     stats: statistics of the batch under the policy to train, if computed.
     is_on_policy: if False, the log-probabilities of `stats` become the batch's
       old ones, and the objective's correction for the difference to those of

@@ -34,8 +34,6 @@ class Batch(NamedTuple):
     denominator: loss denominator, in completions of the unpruned batch.
     info: result of selection and packing, on the host.
     score_info: result of token selection; None if the step has none.
-    summary: per-completion results.
-    experience: what the batch was made from.
   """
 
   rows: PackedBatch
@@ -51,9 +49,7 @@ class StepInfo(NamedTuple):
   """Results of a step, for metrics, callbacks and checks.
 
   Attributes:
-    experience: graded completions.
-    select, score, update: typed results of the stages, on the host.
-    summary: per-completion results, on the host.
+    select, score, update, summary: results of the stages, on the host.
     scalars: further metrics by name, such as the seconds of the stages.
   """
 
@@ -65,11 +61,7 @@ class StepInfo(NamedTuple):
   scalars: dict[str, float]
 
   def metrics(self, specs: tuple[rewards.RewardSpec, ...]) -> dict[str, float]:
-    """Returns the metrics of the step by name.
-
-    Args:
-      specs: the reward functions, each of which has a metric.
-    """
+    """Returns the metrics of the step by name; each of `specs` has one."""
     return {
       **grade.to_metrics(
         self.experience.counts, self.experience.samples, specs
@@ -87,9 +79,6 @@ class TrainStep:
   `collect`, `select`, `score` and `update` are called in this order. Each
   blocks until its results are ready and adds its seconds to the clock. The
   functions behind `programs` are declared in programs.py.
-
-  Args:
-    task: shows what is being compiled.
   """
 
   def __init__(
@@ -126,13 +115,7 @@ class TrainStep:
     draw: int,
     limit: jax.Array | np.ndarray,
   ) -> tuple[TrainState, Experience]:
-    """Rolls out and grades one batch of prompts.
-
-    Args:
-      params: the copy of the weights that rollouts read.
-      draw: number of the batch of prompts.
-      limit: largest number of prompts to roll out.
-    """
+    """Rolls out and grades at most `limit` prompts of batch number `draw`."""
     run, num_prompts = self._run, self._run.config.data.prompts_per_step
     with self._clock("data"):
       prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)

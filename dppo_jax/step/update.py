@@ -23,10 +23,7 @@ class UpdateConfig(NamedTuple):
   """Constants that a compiled update is specialised to.
 
   Attributes:
-    model: the architecture.
-    objective: the loss.
     temperature: of the sampler.
-    logit_chunk: tokens whose logits exist at once.
     inner_updates: passes over one rollout.
     mini_batches: parts of a rollout, each an optimizer step of every pass. With
       one optimizer step in all, the parameters that are trained are those that
@@ -330,8 +327,7 @@ def update(
   if config.is_on_policy:
     carry = step(0, carry)
   else:
-    num_steps = config.inner_updates * num_parts
-    carry = jax.lax.fori_loop(0, num_steps, step, carry)
+    carry = jax.lax.fori_loop(0, config.inner_updates * num_parts, step, carry)
   state, seen, grad_norm = carry
   info = _describe(state, seen, denominator, grad_norm)
   return state.replace(step=state.step + 1), info

@@ -151,11 +151,7 @@ def from_file(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
 def from_settings(
   settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
-  """Returns the model that a config.json of transformers 4 or 5 describes.
-
-  Args:
-    dtype, remat: as in `ModelConfig`.
-  """
+  """Returns the model that a config.json of transformers 4 or 5 describes."""
   settings = {k: v for k, v in settings.items() if v is not None}
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:

@@ -64,11 +64,7 @@ def fetch(hub_id: str) -> str:
 def read_config(
   path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
-  """Returns the model of the checkpoint in directory `path`.
-
-  Args:
-    dtype, remat: as in `ModelConfig`.
-  """
+  """Returns the model of the checkpoint in directory `path`."""
   settings = read_json(pathlib.Path(path, "config.json"))
   try:
     return families.from_settings(settings, dtype, remat)
@@ -92,7 +88,6 @@ def load(
   The host holds one stacked weight at a time, in addition to placed ones.
 
   Args:
-    dtype, remat: as in `ModelConfig`.
     shardings: sharding of each weight; None for the default device.
   """
   config = read_config(path, dtype, remat)
@@ -120,8 +115,7 @@ def load(
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
   name = families.TENSORS["embed"].name
-  file = _open_tensors(path)[name]
-  return FLOATS[file.get_slice(name).get_dtype()]
+  return FLOATS[_open_tensors(path)[name].get_slice(name).get_dtype()]
 
 
 def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:

@@ -58,9 +58,8 @@ def save(
     file = out / reader.GENERATION
     known = reader.read_json(file) if file.is_file() else {}
     _write_json(file, known | dict(generation))
-  flat = transformer.flatten(params)
-  host = {name: np.asarray(weight) for name, weight in flat.items()}
-  _write_weights(out, host, dtype, shard_bytes)
+  flat = {k: np.asarray(x) for k, x in transformer.flatten(params).items()}
+  _write_weights(out, flat, dtype, shard_bytes)
 
 
 def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
