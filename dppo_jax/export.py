@@ -32,8 +32,7 @@ def run(
   with; if the model was randomly initialised, they are new.
 
   Args:
-    config: of the run.
-    workdir: directory of the run.
+    config, workdir: of the run.
     to: directory that does not exist or is empty.
     step: checkpoint step; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
@@ -52,10 +51,10 @@ def run(
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     params = checkpoints.restore_params(step, transformer.unflatten(like))
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
-  generation, settings = {"eos_token_id": list(stop_ids)}, {}
+  json_keys = {"generation": {"eos_token_id": list(stop_ids)}}
   if not path:
-    generation["pad_token_id"] = tokenizer.pad_id
-    settings = {
+    json_keys["generation"]["pad_token_id"] = tokenizer.pad_id
+    json_keys["settings"] = {
       "max_position_embeddings": config.pack.row_length,
       "eos_token_id": stop_ids[0],
       "bos_token_id": None,
@@ -63,15 +62,7 @@ def run(
   to.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent) as parent:
     folder = pathlib.Path(parent, to.name)
-    hf.save(
-      str(folder),
-      params,
-      model,
-      dtype=dtype,
-      source=path,
-      settings=settings,
-      generation=generation,
-    )
+    hf.save(str(folder), params, model, dtype=dtype, source=path, **json_keys)
     if not path:
       tokenizer.save(folder)
     card = _card(config, workdir, step, tokenizer, to.name)

@@ -10,11 +10,7 @@ from dppo_jax.run import compile_cache
 
 
 def main(argv: list[str]) -> None:
-  """Runs one command.
-
-  Args:
-    argv: program name and flags.
-  """
+  """Runs one command, given the program's name and flags."""
   from dppo_jax import config as configs
   from dppo_jax.config import cli
   from dppo_jax.run import distributed

@@ -49,8 +49,7 @@ _FLAGS = (
 def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   """Returns the config, not yet validated, the directory and other flags.
 
-  Raises:
-    UserError: for a mistake in the command line.
+  Raises UserError for a mistake in the command line.
   """
   try:
     flags, words = _parser().parse_known_args(argv[1:])
@@ -69,10 +68,9 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   name = config.method.name
   if config.objective.name != "grpo":
     name += f"-{config.objective.name}"
-  is_run = path.suffix == ".json"
-  folder = (
-    path.parent if is_run else f"runs/{path.stem}-{name}-seed{config.seed}"
-  )
+  folder = f"runs/{path.stem}-{name}-seed{config.seed}"
+  if path.suffix == ".json":  # of a run
+    folder = path.parent
   return config, pathlib.Path(flags.workdir or folder), flags
 
 

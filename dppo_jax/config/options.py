@@ -37,8 +37,6 @@ def option(
 
   Args:
     meaning: noun phrase with the unit, for --help.
-    least, most: range of a number.
-    choices: allowed values.
     is_code: True if the value may also be a function, or a list of functions.
     may_change: True if a resumed run may use another value, because it changes
       training by rounding errors at most (`run/workdir.py` has exceptions).

@@ -2,7 +2,6 @@
 
 A config file returns a `Config` and sets what differs from these defaults.
 Configs stop at `run/setup.py`: the stages of a step take plain arguments.
-`adjustable` options may have another value when a run resumes.
 """
 
 # Without `from __future__ import annotations`: config_flags reads the types.

@@ -102,16 +102,14 @@ def load(
   width = max((x.tokens.shape[1] for x in eval_sets.values()), default=0)
   squeeze = lambda text: "".join(text.split())  # copies differ in white space
   known = set(map(squeeze, train_set.problems if train_set else ()))
-  for name, problems in eval_sets.items():
-    padding = ((0, 0), (0, width - problems.tokens.shape[1]))
-    tokens = np.pad(problems.tokens, padding, constant_values=tokenizer.pad_id)
-    report = problems.report
+  for name, loaded in eval_sets.items():
+    padding = ((0, 0), (0, width - loaded.tokens.shape[1]))
+    tokens = np.pad(loaded.tokens, padding, constant_values=tokenizer.pad_id)
+    report = loaded.report
     if train_set:
-      shared = sum(squeeze(x) in known for x in problems.problems)
+      shared = sum(squeeze(x) in known for x in loaded.problems)
       report += f"; {shared} also in train"
-    eval_sets[name] = dataclasses.replace(
-      problems, tokens=tokens, report=report
-    )
+    eval_sets[name] = dataclasses.replace(loaded, tokens=tokens, report=report)
   return train_set, eval_sets
 
 
@@ -126,7 +124,6 @@ def prepare(
 
   Args:
     label: `train` or `eval`, perhaps followed by a name, for the report.
-    template: as in `config.data`.
   """
   rows = list(rows)
   names = dict.fromkeys(name for row in rows for name in row.columns)

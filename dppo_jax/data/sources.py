@@ -73,10 +73,6 @@ def read(
 
   Only the part of an answer after its last `####` counts, commas removed
   (GSM8K's format). In columns, bytes become text and arrays become lists.
-
-  Args:
-    problem_key, answer_key: column names, of which the first with a value
-      counts. `a.b` is key b of the dict in column a.
   """
   name = getattr(source, "__name__", str(source))
   read_records, number = _reader(source), 0

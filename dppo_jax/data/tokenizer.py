@@ -127,8 +127,7 @@ class PretrainedTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
   def decode(self, ids: Sequence[int]) -> str:
-    ids = [int(i) for i in ids]
-    return self._tokenizer.decode(ids, skip_special_tokens=True)
+    return self._tokenizer.decode([*map(int, ids)], skip_special_tokens=True)
 
   def prompt(self, prompt: Prompt) -> str:
     """Returns the prompt as rendered by the chat template, if there is one."""

@@ -1,7 +1,7 @@
 """Estimates from n completions of each of M problems, with their intervals.
 
-Each estimate is a mean over problems of one number in [0, 1] per problem. All
-functions compute in float64 NumPy.
+Each estimate is a mean over problems of one number per problem. All values are
+from 0 to 1, and all functions compute in float64 NumPy.
 """
 
 import collections
@@ -28,7 +28,7 @@ def estimates(
   """Returns avg@n, maj@n and pass@k of sampled completions.
 
   Args:
-    values: correctness of each completion, from 0 to 1.
+    values: correctness of each completion.
     answers: as for `majority`; without any answer there is no maj@n.
   """
   num = values.shape[1]
@@ -43,15 +43,11 @@ def estimates(
 def best_of(
   values: Float[np.ndarray, "M n"], size: int
 ) -> Float[np.ndarray, "M"]:
-  """Returns the unbiased expected maximum of `size` completions per problem.
+  """Returns the unbiased expected maximum of k = `size` completions, k in 1..n.
 
-  This is the mean of the maximum over all subsets of `size` completions. For
-  values 0 and 1, c of them 1, it is pass@k = 1 - C(n-c,k)/C(n,k) (Chen et al.,
+  This is the mean of the maximum over all subsets of k completions. For values
+  0 and 1, c of them 1, it is pass@k = 1 - C(n-c,k)/C(n,k) (Chen et al.,
   2107.03374, equation 1).
-
-  Args:
-    values: from 0 to 1.
-    size: k, in 1..n.
   """
   num = values.shape[1]
   # The i-th smallest value is the maximum of C(i-1, k-1) subsets.
@@ -68,7 +64,6 @@ def majority(
   answer does not vote; if no completion votes, the value is 0.
 
   Args:
-    values: from 0 to 1.
     answers: normalised answer of each completion, [M, n]; None for no answer.
   """
   means = []
@@ -96,7 +91,6 @@ def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Estimate:
   at least 0.90 for 30.
 
   Args:
-    values: from 0 to 1.
     num_samples: completions per problem, which bound the effective sample size.
   """
   values = np.round(values.astype(np.float64), 9)  # makes a full mean exactly 1

@@ -12,7 +12,6 @@ def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
   """Writes the results to a directory and returns the path of the page.
 
   Args:
-    directory: an existing directory.
     results: `title`, `weights` and `sampling` as text, `seconds`, and `sets`:
       for each name `problems`, `estimates` and `completions`.
   """
@@ -33,8 +32,7 @@ def table(
       interval = f"{x['low']:.3f} to {x['high']:.3f}"
       cells = (f"{results['problems']:,}", estimate, f"{x['value']:.3f}")
       rows.append((name, *cells, interval))
-  head = ("set", "problems", "estimate", "value", "95% interval")
-  return render(head, rows)
+  return render(("set", "problems", "estimate", "value", "95% interval"), rows)
 
 
 def _page(results: Mapping[str, Any]) -> str:

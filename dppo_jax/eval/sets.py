@@ -39,8 +39,7 @@ class Completions(NamedTuple):
     """Returns avg@k, maj@k and pass@k with their intervals."""
     boxed = (x["extracted"] for x in self.samples)
     texts = [None if x is None else normalize(x) for x in boxed]
-    width = self.correct.shape[1]
-    answers = [texts[i : i + width] for i in range(0, len(texts), width)]
+    answers = np.array(texts, object).reshape(self.correct.shape).tolist()
     return estimators.estimates(self.correct, answers)
 
   def metrics(self) -> dict[str, float]:
@@ -53,8 +52,7 @@ class Completions(NamedTuple):
       "stopped": self.is_stopped.mean(),
     }
     for size in estimators.sizes(self.correct.shape[1])[1:]:
-      best = estimators.best_of(self.correct, size)
-      values[f"pass_at_{size}"] = best.mean()
+      values[f"pass_at_{size}"] = estimators.best_of(self.correct, size).mean()
     return values
 
 
@@ -68,8 +66,7 @@ def evaluate(
   """Samples and grades completions of every problem of an evaluation set.
 
   Args:
-    run: the sets and all they share.
-    name: name of the set, a key of run.eval_sets.
+    name: a key of run.eval_sets.
     roll_out: a program of `evaluation_program`, with its weights.
     grader: its first function is the verifier.
     advance: called after each batch with the number of problems done.
@@ -84,8 +81,7 @@ def evaluate(
     arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
     samples += _records(rollout, problems, graded.samples)
     advance(len(samples) // rollout.lengths.shape[1])
-  columns = map(np.concatenate, zip(*arrays, strict=True))
-  return Completions(*columns, samples)
+  return Completions(*map(np.concatenate, zip(*arrays, strict=True)), samples)
 
 
 def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
@@ -109,12 +105,8 @@ def _rollouts(
   def begin(start: int) -> Rollout:
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
     ids = np.minimum(ids, len(problems) - 1)  # repeats the last problem
-    return roll_out(
-      PromptBatch(
-        ids=ids, tokens=problems.tokens[ids], lengths=problems.lengths[ids]
-      ),
-      rng,
-    )
+    batch = PromptBatch(ids, problems.tokens[ids], problems.lengths[ids])
+    return roll_out(batch, rng)
 
   starts = range(0, len(problems), num_prompts)
   rollouts = itertools.pairwise(itertools.chain(map(begin, starts), [None]))
@@ -128,6 +120,7 @@ def _records(
   rollout: Rollout, problems: data.ProblemSet, samples: list[dict]
 ) -> list[dict]:
   """Adds to each graded sample what only an evaluation reports."""
+  positions = np.ndindex(rollout.lengths.shape)
   return [
     {
       "id": problems.names[rollout.prompt_ids[row]],
@@ -136,7 +129,5 @@ def _records(
       "stopped": bool(rollout.is_stopped[row, column]),
     }
     | sample
-    for (row, column), sample in zip(
-      np.ndindex(rollout.lengths.shape), samples, strict=True
-    )
+    for (row, column), sample in zip(positions, samples, strict=True)
   ]

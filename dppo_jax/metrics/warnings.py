@@ -91,8 +91,7 @@ class Health:
   """Applies the checks to the metrics of a run as they are written."""
 
   def __init__(self, num_updates: int):
-    """Takes the number of updates per rollout."""
-    # After its first update the policy differs from the sampler's on purpose.
+    # After a rollout's first update the policy is no longer the sampler's.
     off_policy = "sampler_mismatch" if num_updates > 1 else ""
     self._checks = [x for x in CHECKS if x.name != off_policy]
     self._lines = collections.deque(maxlen=10)

@@ -20,8 +20,7 @@ _NUM_PROBLEMS = 8192  # if the config takes all problems of a source
 
 def known_models() -> dict[str, dict[str, Any]]:
   """Contents of `config.json` of models on huggingface.co, by id."""
-  path = pathlib.Path(__file__).with_name("models.json")
-  return json.loads(path.read_text())
+  return json.loads(pathlib.Path(__file__).with_name("models.json").read_text())
 
 
 def abstract_mesh(

@@ -1,8 +1,4 @@
-"""Rewards: plain functions, called in processes that may be killed.
-
-The functions that come with the project are in `functions`; they are not
-re-exported, since `rewards.math` is the module.
-"""
+"""Rewards: plain functions, called in processes that may be killed."""
 
 from dppo_jax.rewards.functions import RewardFn, RewardSpec, Verdict, parse
 from dppo_jax.rewards.grader import Graded, Grader, check

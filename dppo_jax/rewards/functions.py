@@ -45,9 +45,8 @@ def exact(completions: list[str], answers: list[str]) -> list[Verdict]:
 
 def math(completions: list[str], answers: list[str]) -> list[Verdict]:
   """Compares the last box with the answer mathematically (math-verify)."""
-  return [
-    Verdict(outcome(*pair)) for pair in zip(completions, answers, strict=True)
-  ]
+  pairs = zip(completions, answers, strict=True)
+  return [Verdict(outcome(*pair)) for pair in pairs]
 
 
 def boxed(completions: list[str]) -> list[float]:
@@ -82,10 +81,8 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
   """Returns the specs of config.reward.functions, without importing anything.
 
   Args:
-    functions: comma-separated items, each a built-in function,
-      `FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`, optionally followed by
-      `:WEIGHT` (1.0): "math,boxed:0.5,my_rewards.py:brevity:0.1". From Python
-      also a function of the top level of a module or file, or a sequence.
+    functions: items such as "math,boxed:0.5,my_rewards.py:brevity:0.1". From
+      Python also a function of the top level of a module, or a sequence.
   Raises:
     UserError: for an invalid item or a repeated name.
   """
@@ -139,9 +136,8 @@ def call(function: RewardFn, batch: Mapping[str, Sequence]) -> list[Mark]:
   """Calls a function; raises if it does not return a number per completion."""
   parameters = inspect.signature(function).parameters
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  values = function(
-    **{x: y for x, y in batch.items() if takes_all or x in parameters}
-  )
+  arguments = {x: y for x, y in batch.items() if takes_all or x in parameters}
+  values = function(**arguments)
   # Numbers of numpy and torch have no common type.
   marks = [
     getattr(x, "outcome", None if x is None else float(x)) for x in values

@@ -81,8 +81,7 @@ def outcome(completion: str, gold: str) -> str:
 def warm_up() -> None:
   """Builds the tables of math-verify's parser, in half a second.
 
-  Raises:
-    UserError: if it cannot compare, as with another version of antlr.
+  Raises UserError if it cannot compare, as with another version of antlr.
   """
   if _compare(r"\frac{1}{2}", "0.5") != "right":
     raise UserError("'math' fails: reinstall math-verify as setup.py pins it")

@@ -154,9 +154,8 @@ def in_radians(answer: str) -> str:
 
 def percent(answer: str) -> str | None:
   r"""Returns the 7.2 of `7.2\%`; None if the answer is not a percentage."""
-  match = re.fullmatch(
-    r"(.*?) ?(?:\\?%|\\text\{ ?percent\}| percent)", answer, re.DOTALL
-  )
+  pattern = r"(.*?) ?(?:\\?%|\\text\{ ?percent\}| percent)"
+  match = re.fullmatch(pattern, answer, re.DOTALL)
   return match[1] if match and "=" not in match[1] else None
 
 
@@ -164,9 +163,8 @@ def differ_in_kind(first: str, second: str) -> bool:
   """Tells a set from a tuple and 9 a.m. from 9 p.m., as the parser does not."""
   noon = r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b"
   halves = {x.lower() for x in re.findall(noon, f"{first} & {second}", re.I)}
-  return {_brackets(first), _brackets(second)} == {"set", "tuple"} or (
-    len(halves) > 1
-  )
+  kinds = {_brackets(first), _brackets(second)}
+  return kinds == {"set", "tuple"} or len(halves) > 1
 
 
 def _brackets(answer: str) -> str | None:
