@@ -20,9 +20,8 @@ def _functions():
         yield name, node.end_lineno - node.lineno + 1
 
 
-def test_package_stays_within_its_lines():
-  """The goal is 15,000 lines; until then this limit may only fall."""
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 16_400
+def test_package_has_at_most_15000_lines():
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 15_000
 
 
 def test_files_have_at_most_400_lines():

@@ -105,10 +105,7 @@ def check_processes(mesh: jax.sharding.Mesh) -> None:
 def check_weights(
   mesh: jax.sharding.Mesh, model: transformer.ModelConfig
 ) -> None:
-  """Checks that the weights can be divided over the mesh.
-
-  There may be fewer key-value heads than devices: they are repeated.
-  """
+  """Checks that the mesh divides the weights; few key-value heads repeat."""
   for name, param in transformer.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):
       num_shards = sharding.num_shards(mesh, axis)

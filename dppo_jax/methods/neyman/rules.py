@@ -49,7 +49,8 @@ def neyman(
     min_keep, update_cost: as in `AutoBudget`. With measured times no two runs
       are bit-identical.
   Source: ours, after Neyman 1934 and Deville and Tille 1998; the automatic
-    budget after McCandlish et al. 2018, arXiv:1812.06162.
+    budget after McCandlish et al. 2018, arXiv:1812.06162. Cost-Aware Learning,
+    arXiv:2604.28020, is near it: experiments/PAPERS.md says what differs.
   Deviates:
     1. A prompt's size is that of advantages divided by their standard
        deviation, under any objective.
