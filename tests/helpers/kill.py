@@ -39,13 +39,13 @@ from dppo_jax import config, train
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, compile_cache, distributed, runtime_checks
-from dppo_jax.step import collect, programs, train_step
+from dppo_jax.step import grade, programs, train_step
 
 STEPS = 6
 # Functions in which a run is killed, and at which call.
 PLACES = {
   "compiling": (programs, "compile_programs", 1),
-  "rollout": (collect, "grade", 3),
+  "rollout": (grade, "grade", 3),
   "update": (runtime_checks, "check_update", 3),
   "checkpoint": (checkpoint, "write_checksums", 2),
   "report": (report, "write", 1),
