@@ -327,6 +327,8 @@ def damage(workdir: pathlib.Path, chance: random.Random) -> bool:
     for x in newest.rglob("*")
     if x.is_file() and x.stat().st_size and x.name not in last
   )
+  if not files:  # emptied before, and the run was killed before it saw that
+    return False
   file, how = chance.choice(files), chance.choice(["cut", "emptied", "flipped"])
   content = bytearray(file.read_bytes())
   if how == "emptied":
