@@ -204,11 +204,7 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
 def find(
   workdir: pathlib.Path, step: int | None = None, option: str = "--workdir"
 ) -> int:
-  """Returns `step` or, for None, the latest; raises UserError if not there.
-
-  Args:
-    option: name of the option that gave `workdir`.
-  """
+  """Returns `step` or the latest; raises UserError, about `option`, if none."""
   steps = complete_steps(workdir)
   if step in steps:
     return step

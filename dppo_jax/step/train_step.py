@@ -77,8 +77,11 @@ class TrainStep:
   """Compiles the stages of a run's step; its methods run them.
 
   `collect`, `select`, `score` and `update` are called in this order. Each
-  blocks until its results are ready and adds its seconds to the clock. The
-  functions behind `programs` are declared in programs.py.
+  blocks until its results are ready and adds its seconds to the clock; the
+  functions are declared in programs.py. A slot gets its next completion in
+  `rollout/decode.py`, `refill`. Completions are dropped in `step/select.py` by
+  a rule of `methods/`, which is where a new method goes, and weighted in
+  `algo/weights.py`. The loss of a token is in `algo/objectives.py`.
   """
 
   def __init__(
