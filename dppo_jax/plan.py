@@ -111,11 +111,24 @@ def _compile(
     ]
     if words or stage.error:
       lines.append(f"{stage.name}: {stage.error or ', '.join(words)}")
+  launched = [
+    [stage.name, x.loop or "(outside of loops)", *map(str, x[1:])]
+    for stage in stages
+    for x in stage.launches
+    if x.kernels
+  ]
   head = ["stage", "held", "temporary", "other", "sum", "compile s"]
+  blocks = [tables.aligned(head, rows)]
+  if launched:
+    head = ["stage", "one turn of", "kernels", "host waits", "open loops"]
+    blocks.append(
+      "Launches (an open loop's length is known to the device alone; it is "
+      f"counted as one turn)\n\n{tables.aligned(head, launched)}"
+    )
   bar.say(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
     "arguments and results)\n\n"
-    + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
+    + "\n\n".join([*blocks, *map(progress.wrapped, lines)])
     + f"\n\n{_verdict(run, sums, hardware.memory)}"
   )
   return {stage.name: stage._asdict() for stage in stages}

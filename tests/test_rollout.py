@@ -11,7 +11,8 @@ import pytest
 import small
 
 from dppo_jax import rollout, sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import attention, kv_cache, transformer
+from dppo_jax.models.attention import decode_kernel, flash_kernel
 from dppo_jax.records import PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import decode, generate, sampling
@@ -110,6 +111,33 @@ def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
   np.testing.assert_array_equal(got.tokens, want.tokens)
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
   assert got.slot_steps > want.slot_steps
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+  """Emulates the kernels for GPUs."""
+  attend = functools.partial(decode_kernel.attend, interpret=True)
+  monkeypatch.setattr(decode_kernel, "attend", attend)
+  triton = functools.partial(flash_kernel.attention, interpret=True)
+  monkeypatch.setitem(attention.BACKENDS, "triton", triton)
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 40])
+@pytest.mark.parametrize("keep", [[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0]])
+def test_slots_that_share_prompts_sample_the_same_tokens(
+  gpu_kernels, num_slots, keep
+):
+  """As on GPUs: no copies of prompts, all idle slots filled at once."""
+  keep = jnp.array(keep) > 0
+  kept = Selection(keep, jnp.full(6, 0.5))
+  shared = dataclasses.replace(small.MODEL, attention="triton")
+  sample = functools.partial(_sample, _prompts(), kept, small.params())
+  want = sample(model_config=small.MODEL)
+  got = sample(model_config=shared, num_slots=num_slots, platform="gpu")
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  np.testing.assert_array_equal(got.lengths, want.lengths)
+  np.testing.assert_array_equal(got.is_stopped, want.is_stopped)
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
 def test_tokens_do_not_depend_on_neighbours_or_order():

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
+from dppo_jax.models.attention import decode_kernel
 from dppo_jax.models.attention.blockwise import MASKED
 
 # Layers that a compiled step unrolls; each takes time to compile.
@@ -29,7 +30,8 @@ _SHORTEST = 128
 class KVPart(NamedTuple):
   """Keys and values of `B` slots at `c` positions, in `Y` layers of a group.
 
-  Keys have the positions last, as a product with a single query reads them.
+  Keys have the positions last, as a product with a single query reads them;
+  if prompts are shared, they are laid out like values.
   """
 
   keys: Float[Array, "Y B K D c"]
@@ -37,15 +39,45 @@ class KVPart(NamedTuple):
 
 
 # A tuple of groups: group i has the parts of layers i, i + U, i + 2U, ...
-# where `U` is `num_groups(layers)`.
+# where `U` is the number of groups.
 KVCache = tuple[tuple[KVPart, ...], ...]
 
 
+class SharedPrompts(NamedTuple):
+  """Prompts that slots read where they are, instead of a copy each.
+
+  Attributes:
+    cache: the prompts' cache, in one part.
+    row: row of `cache` that each slot continues.
+    count: tokens of each slot that follow its prompt, without the newest.
+  """
+
+  cache: KVCache
+  row: Int[Array, "B"]
+  count: Int[Array, "B"]
+
+
 class LayerCache(NamedTuple):
-  """One layer of a cache: row `layer` of each part of its group."""
+  """One layer of a cache: row `layer` of each part of its group.
+
+  Attributes:
+    prompts: the parts of shared prompts.
+  """
 
   parts: tuple[KVPart, ...]
   layer: Int[Array, ""]
+  prompts: tuple[KVPart, ...] = ()
+
+
+def slot_and_prompt_sizes(
+  model: Any, prompt_length: int, max_tokens: int
+) -> tuple[list[int], list[int]]:
+  """Returns the positions of each part of a slot's cache, and of a prompt's."""
+  if model.has_gpu_layout:
+    whole_blocks = lambda x: [sharding.round_up(x, decode_kernel.BLOCK)]
+    return whole_blocks(max_tokens), whole_blocks(prompt_length)
+  sizes = part_sizes(prompt_length + max_tokens - 1)
+  return sizes, prompt_part_sizes(sizes, prompt_length)
 
 
 def part_sizes(capacity: int) -> list[int]:
@@ -71,12 +103,14 @@ def prompt_paddings(longest: int) -> list[int]:
 
 def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
   """Returns an empty cache of a `ModelConfig`, in parts of `sizes`."""
-  groups = num_groups(model.layers)
+  groups = num_groups(model)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)
+  step = -1 if model.has_gpu_layout else 1
+  key_shape = lambda size: (model.head_dim, size)[::step]
   parts = tuple(
     KVPart(
-      jnp.zeros((*lead, model.head_dim, size), model.dtype),
+      jnp.zeros((*lead, *key_shape(size)), model.dtype),
       jnp.zeros((*lead, size, model.head_dim), model.dtype),
     )
     for size in sizes
@@ -109,9 +143,15 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
   return jax.tree.map(take, cache)
 
 
-def num_groups(num_layers: int) -> int:
-  """Returns the number of groups of a model's layers."""
-  return sharding.largest_divisor(num_layers, _MAX_GROUPS)
+def num_groups(model: Any) -> int:
+  """Returns the number of groups of a model's layers.
+
+  On GPUs each layer is one, unless weights are gathered: a loop over layers
+  would copy the weights of each before it reads them.
+  """
+  unrolls = model.has_gpu_layout and not model.gathers_layers
+  limit = model.layers if unrolls else _MAX_GROUPS
+  return sharding.largest_divisor(model.layers, limit)
 
 
 def scan_layers(
@@ -120,6 +160,7 @@ def scan_layers(
   weights: tuple[PyTree[Array], ...],
   cache: KVCache,
   inline: bool = False,
+  prompts: KVCache | None = None,
 ) -> tuple[Float[Array, "..."], KVCache]:
   """Returns `(x, cache)` after every layer in order.
 
@@ -127,15 +168,17 @@ def scan_layers(
     layer: `(x, weights, cache) -> (x, cache)` of one layer.
     weights: stacked weights of each group of layers.
     inline: the layer's operations are copied for each group, not called.
+    prompts: the cache of shared prompts.
   """
+  prompts = ((),) * len(cache) if prompts is None else prompts
   layer = jax.jit(layer, inline=inline)  # traced once for all groups
 
   def one_of_each_group(carry, xs):
     x, cache = carry
     weights, index = xs
     new = []
-    for p, parts in zip(weights, cache, strict=True):
-      x, layer_cache = layer(x, p, LayerCache(parts, index))
+    for p, *parts in zip(weights, cache, prompts, strict=True):
+      x, layer_cache = layer(x, p, LayerCache(parts[0], index, parts[1]))
       new.append(layer_cache.parts)
     return (x, tuple(new)), None
 
@@ -144,15 +187,23 @@ def scan_layers(
 
 
 def write_prompts(
-  cache: LayerCache, k: Float[Array, "B L K D"], v: Float[Array, "B L K D"]
+  cache: LayerCache,
+  k: Float[Array, "B L K D"],
+  v: Float[Array, "B L K D"],
+  keys_last: bool = True,
 ) -> LayerCache:
-  """Writes a prompt into each slot, and zeros at and beyond position `L`."""
+  """Writes a prompt into each slot, and zeros at and beyond position `L`.
+
+  Args:
+    keys_last: positions are the last axis of keys.
+  """
   *ends, end = itertools.accumulate(sizes(cache.parts))
   padding = (0, 0), (0, end - k.shape[1]), (0, 0), (0, 0)
   k, v = (jnp.split(jnp.pad(x, padding), ends, 1) for x in (k, v))
+  key_axes = (0, 2, 3, 1) if keys_last else (0, 2, 1, 3)
   parts = [
     KVPart(
-      part.keys.at[cache.layer].set(keys.transpose(0, 2, 3, 1)),
+      part.keys.at[cache.layer].set(keys.transpose(*key_axes)),
       part.values.at[cache.layer].set(values.transpose(0, 2, 1, 3)),
     )
     for part, keys, values in zip(cache.parts, k, v, strict=True)
@@ -204,7 +255,7 @@ def attend(
   Parts that no slot has reached are not read. Reading them would not change the
   result (on a CPU, bit for bit): a fully masked part adds zeros.
   """
-  parts, layer = cache
+  parts, layer = cache.parts, cache.layer
   batch, heads, dim = q.shape
   kv_heads = parts[0].keys.shape[2]
   q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
@@ -240,7 +291,7 @@ def attend(
 
 def sizes(parts: Sequence[KVPart]) -> list[int]:
   """Returns the positions of each part."""
-  return [part.keys.shape[-1] for part in parts]
+  return [part.values.shape[-2] for part in parts]
 
 
 def _doublings(least: int, most: int) -> list[int]:

@@ -21,6 +21,7 @@ from dppo_jax.models import kv_cache, layers, moe
 Params = PyTree[jax.Array]
 
 _KV = ("k", "v", "k_bias", "v_bias")  # weights that make keys and values
+_FUSED = (*_KV, "q", "q_bias", "q_norm", "k_norm")  # in `fuse_projections`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,15 @@ class ModelConfig:
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
   gathers_layers: bool = False  # one by one in a rollout; else all are there
+
+  @property
+  def has_gpu_layout(self) -> bool:
+    """True with the kernels for NVIDIA GPUs, which launch slowly.
+
+    Then layers are unrolled, since a loop would copy the weights of each; one
+    product makes queries, keys and values; slots share the cache of prompts.
+    """
+    return self.attention == "triton"
 
 
 class Param(NamedTuple):
@@ -168,7 +178,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
   each group is gathered at a time: all at once would need twice the memory.
   """
   axes = unflatten(_inference_axes(config))
-  num_groups = kv_cache.num_groups(config.layers)
+  num_groups = kv_cache.num_groups(config)
 
   def place(weights, axes):
     put = lambda name, w: sharding.constrain(w, *axes[name][-w.ndim :])
@@ -178,7 +188,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
     take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
     weights = cast(jax.tree.map(take, params["layers"]), config)
     weights |= repeat_kv_heads(weights, config)
-    return place(weights, axes["layers"])
+    return place(fuse_projections(weights, config), axes["layers"])
 
   groups = jax.lax.map(
     lambda numbers: tuple(layer(number) for number in numbers),
@@ -186,6 +196,32 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
   )
   outer = {name: w for name, w in params.items() if name != "layers"}
   return {**place(cast(outer, config), axes), "layers": groups}
+
+
+def fuse_projections(weights: Params, config: ModelConfig) -> Params:
+  """Returns a layer's weights with queries, keys and values in one, on GPUs.
+
+  Each head of keys follows its queries and precedes its values:
+  `[E, K, H/K + 2, D]`.
+  """
+  if not config.has_gpu_layout or "qkv" in weights:
+    return weights
+  weights = dict(weights)
+  kv_heads = weights["k"].shape[-2]
+
+  def fuse(*names):
+    parts = [weights.pop(name) for name in names]
+    by_key = lambda w: w.reshape(*w.shape[:-2], kv_heads, -1, w.shape[-1])
+    return jnp.concatenate([by_key(w) for w in parts], axis=-2)
+
+  weights["qkv"] = fuse("q", "k", "v")
+  if config.has_qkv_bias:
+    weights["qkv_bias"] = fuse("q_bias", "k_bias", "v_bias")
+  if config.has_qk_norm:
+    q, k = weights.pop("q_norm"), weights.pop("k_norm")
+    scales = [q] * (weights["qkv"].shape[-2] - 2) + [k, jnp.ones_like(k)]
+    weights["qkv_norm"] = jnp.stack(scales)
+  return weights
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
@@ -221,6 +257,15 @@ def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   The width is full, except that of layers with `config.gathers_layers`.
   """
   axes = {name: p.axes for name, p in parameter_table(config).items()}
+  if config.has_gpu_layout:
+    by_head = "embed", "kv_heads", None, None
+    axes["layers/qkv"] = "layer", *by_head
+    if config.has_qkv_bias:
+      axes["layers/qkv_bias"] = "layer", *by_head[1:]
+    if config.has_qk_norm:
+      axes["layers/qkv_norm"] = "layer", None, None
+    split = {f"layers/{name}" for name in _FUSED}
+    axes = {name: x for name, x in axes.items() if name not in split}
   full = lambda axes: tuple(None if a == "embed" else a for a in axes)
   is_kept = lambda name: config.gathers_layers and name.startswith("layers/")
   return {k: v if is_kept(k) else full(v) for k, v in axes.items()}
@@ -229,7 +274,7 @@ def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
 def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
   """Maps `f` over the axes of the weights of `to_inference_params`."""
   tree = unflatten({name: f(x) for name, x in _inference_axes(config).items()})
-  num_groups = kv_cache.num_groups(config.layers)
+  num_groups = kv_cache.num_groups(config)
   return {**tree, "layers": (tree["layers"],) * num_groups}
 
 

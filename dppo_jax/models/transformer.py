@@ -38,7 +38,7 @@ REMAT = {
 }
 
 # Layers in one iteration of `forward`'s scan, whose activations are not copied
-# into one array of all layers. Each takes time to compile.
+# into one array of all layers. Each takes time to compile. On GPUs it is all.
 _UNROLL = 4
 
 
@@ -67,9 +67,11 @@ def forward_and_load(
   """
   params = parameters.cast(params, config)
 
+  ids = segment_ids, prefix_ids, config.attention
+  ranges = attention.block_ranges(*ids)
+
   def attend(q, k, v, cache):
-    ids = segment_ids, prefix_ids
-    return attention.attention(q, k, v, *ids, config.attention), cache
+    return attention.attention(q, k, v, *ids, ranges), cache
 
   rotation = _rotation(config, positions, tokens.shape[1])
 
@@ -80,7 +82,8 @@ def forward_and_load(
 
   layer = lambda x, p: run(x, parameters.place_layer(p, config))
   x = _embed(params, tokens)
-  x, loads = jax.lax.scan(layer, x, params["layers"], unroll=_UNROLL)
+  unroll = config.layers if config.has_gpu_layout else _UNROLL
+  x, loads = jax.lax.scan(layer, x, params["layers"], unroll=unroll)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
 
@@ -104,7 +107,8 @@ def prefill(
 
   def attend(q, k, v, cache):
     out = attention.attend_prompts(q, k, v, lengths, config.attention)
-    return out, kv_cache.write_prompts(cache, k, v)
+    keys_last = not config.has_gpu_layout
+    return out, kv_cache.write_prompts(cache, k, v, keys_last)
 
   rotation = _rotation(config, positions, tokens.shape[1])
   cache = kv_cache.init(config, len(tokens), sizes)
@@ -120,6 +124,7 @@ def decode(
   tokens: Int[Array, "B"],
   positions: Int[Array, "B"],
   cache: KVCache,
+  prompts: kv_cache.SharedPrompts | None = None,
 ) -> tuple[Float[Array, "B E"], KVCache]:
   """Returns the final hidden state of one more token per slot, and the cache.
 
@@ -128,15 +133,34 @@ def decode(
     tokens: each slot's newest token.
     positions: that token's position; the cache holds the slot's past.
     cache: to be donated; the new keys and values are written at `positions`.
+    prompts: if given, `cache` has only the tokens that follow them.
   """
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
 
   def attend(q, k, v, cache):
+    if prompts is not None:
+      where = cache.layer, prompts.row, positions, prompts.count
+      arrays = q, k, v, cache.parts[0], cache.prompts[0]
+      out, part = attention.decode_kernel.attend(*arrays, *where)
+      return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions), cache
 
-  rotation = _rotation(config, positions, sum(kv_cache.sizes(cache[0])))
-  x, cache = _layers_with_cache(params, config, tokens, rotation, attend, cache)
+  num_positions = sum(kv_cache.sizes(cache[0]))
+  shared = None if prompts is None else prompts.cache
+  if shared is not None:
+    num_positions += sum(kv_cache.sizes(shared[0]))
+  rotation = _rotation(config, positions, num_positions)
+  x, cache = _layers_with_cache(
+    params,
+    config,
+    tokens,
+    rotation,
+    attend,
+    cache,
+    has_shard_map=shared is not None,
+    prompts=shared,
+  )
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
 
@@ -189,13 +213,7 @@ def _layer(
   """
   batch_axes = ("batch",) + (None,) * (x.ndim - 1)
   h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
-  p = p | parameters.repeat_kv_heads(p, config)
-  q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
-  if config.has_qkv_bias:
-    q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
-  if config.has_qk_norm:
-    q = layers.rms_norm(q, p["q_norm"], config.norm_eps)
-    k = layers.rms_norm(k, p["k_norm"], config.norm_eps)
+  q, k, v = _project(h, p | parameters.repeat_kv_heads(p, config), config)
   q, k = (layers.apply_rope(x, *rotation) for x in (q, k))
   out, cache = attend(q, k, v, cache)
   out = out.reshape(*out.shape[:-2], -1)
@@ -212,8 +230,37 @@ def _layer(
   return sharding.constrain(x + out, *batch_axes), cache, routing
 
 
+def _project(h, p, config):
+  """Returns the queries, keys and values of tokens, normalised if need be."""
+  norm = lambda x, scale: layers.rms_norm(x, scale, config.norm_eps)
+  if config.has_gpu_layout:  # by heads of keys, so that each step is one kernel
+    p = parameters.fuse_projections(p, config)
+    qkv = layers.linear(h, p["qkv"])
+    if config.has_qkv_bias:
+      qkv = qkv + p["qkv_bias"]
+    v = qkv[..., -1, :]
+    if config.has_qk_norm:
+      ones = jnp.ones(config.head_dim, qkv.dtype)
+      qkv = norm(qkv, ones) * p["qkv_norm"]
+    q = qkv[..., :-2, :].reshape(*h.shape[:-1], config.heads, config.head_dim)
+    return q, qkv[..., -2, :], v
+  q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
+  if config.has_qkv_bias:
+    q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
+  if config.has_qk_norm:
+    q, k = norm(q, p["q_norm"]), norm(k, p["k_norm"])
+  return q, k, v
+
+
 def _layers_with_cache(
-  params, config, tokens, rotation, attend, cache, has_shard_map=False
+  params,
+  config,
+  tokens,
+  rotation,
+  attend,
+  cache,
+  has_shard_map=False,
+  prompts=None,
 ) -> tuple[Float[Array, "B *L E"], KVCache]:
   """Returns the tokens after all layers, and the cache."""
 
@@ -227,4 +274,5 @@ def _layers_with_cache(
   has_shard_map |= parameters.gathers_layers(config)
   has_shard_map |= config.experts is not None
   x = _embed(params, tokens)
-  return kv_cache.scan_layers(run, x, params["layers"], cache, has_shard_map)
+  weights = params["layers"]
+  return kv_cache.scan_layers(run, x, weights, cache, has_shard_map, prompts)

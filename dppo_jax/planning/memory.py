@@ -78,12 +78,10 @@ def _roll_out(run: Run) -> Parts:
   kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
   item = jnp.dtype(model.dtype).itemsize
   token = 2 * item * model.layers * kv_heads * model.head_dim
-  positions = sharding.round_up(width + r.max_tokens - 1, 32)
-  prompt_parts = kv_cache.prompt_part_sizes(
-    kv_cache.part_sizes(positions), width
-  )
+  sizes = kv_cache.slot_and_prompt_sizes(model, width, r.max_tokens)
+  positions, prompt_positions = map(sum, sizes)
   prefill = min(prefill_batch_size(width), num_prompts) * width
-  cached = positions * num_caches + sum(prompt_parts) * num_prompts
+  cached = positions * num_caches + prompt_positions * num_prompts
   return {
     "gathered weights": r.shard_weights * _gathered_layers(run, item),
     "kv cache": token * cached,
@@ -119,7 +117,8 @@ def _gathered_layers(run: Run, item: int) -> float:
   shape, model = run.mesh.shape, run.model
   table = transformer.parameter_table(model).items()
   layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
-  num_gathered = kv_cache.num_groups(model.layers) / model.layers
+  by_group = dataclasses.replace(model, gathers_layers=True)
+  num_gathered = kv_cache.num_groups(by_group) / model.layers
   return item * layers * num_gathered / shape["model"] * (shape["data"] > 1)
 
 

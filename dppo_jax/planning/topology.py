@@ -109,6 +109,7 @@ class Stage(NamedTuple):
   seconds: float
   kernels: dict[str, int]
   collectives: Sequence[hlo.Collective]
+  launches: Sequence[hlo.Launches] = ()  # on GPUs
   error: str = ""
 
 
@@ -128,10 +129,10 @@ def compile_stages(
   task.num_parts = len(names) + 1
   for name in names:
     with task.part(name), jax.sharding.use_abstract_mesh(mesh):
-      yield _compile(name, table[name])
+      yield _compile(name, table[name], run.platform)
 
 
-def _compile(name: str, program: programs.Program) -> Stage:
+def _compile(name: str, program: programs.Program, platform: str) -> Stage:
   start = time.monotonic()
   try:
     compiled = program.lower().compile()
@@ -139,7 +140,7 @@ def _compile(name: str, program: programs.Program) -> Stage:
     if not (message := re.search(r"Used .* hbm", str(error))):
       raise
     seconds = time.monotonic() - start
-    return Stage(name, 0, math.inf, seconds, {}, (), message[0])
+    return Stage(name, 0, math.inf, seconds, {}, (), error=message[0])
   sizes, text = compiled.memory_analysis(), compiled.as_text()
   return Stage(
     name,
@@ -150,4 +151,5 @@ def _compile(name: str, program: programs.Program) -> Stage:
     time.monotonic() - start,
     hlo.kernels(text),
     hlo.collectives(text),
+    hlo.launches(text) if platform == "gpu" else (),
   )

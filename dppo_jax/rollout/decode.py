@@ -24,11 +24,12 @@ class Slots(NamedTuple):
   token: Int[Array, "B"]  # newest token, which the model has not read yet
   position: Int[Array, "B"]  # of this token
   count: Int[Array, "B"]  # tokens sampled so far
+  row: Int[Array, "B"]  # place of its prompt in the queue
   cache: kv_cache.KVCache  # of the tokens that the model has read
 
 
 class DecodeOutput(NamedTuple):
-  """Completions so far, one row each."""
+  """Completions, one row each."""
 
   tokens: Int[Array, "QG T"]
   logprobs: Float[Array, "QG T"]
@@ -40,7 +41,7 @@ class DecodeState(NamedTuple):
   """State of the decode loop, on one shard of the batch."""
 
   slots: Slots
-  output: DecodeOutput
+  output: Int[Array, "QG T 2"]  # tokens, or -1, and bits of logprobs
   uniform: Float[Array, "QG T"]  # random number of each token
   num_wanted: Int[Array, "1"]  # completions of kept prompts
   num_taken: Int[Array, "1"]  # completions that have been given a slot
@@ -55,6 +56,7 @@ class Queue(NamedTuple):
   order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
   cache: kv_cache.KVCache  # of the prompts, in this order
   group_size: int
+  shares_prompts: bool  # slots read this cache, and copy nothing
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
@@ -90,13 +92,8 @@ def init_decode_state(
   num_items, zeros = len(uniform), jnp.zeros(num_slots, jnp.int32)
   cache = kv_cache.init(model_config, num_slots, part_sizes)
   return DecodeState(
-    Slots(zeros + num_items, zeros, zeros, zeros, cache),
-    DecodeOutput(
-      tokens=jnp.zeros_like(uniform, jnp.int32),
-      logprobs=jnp.zeros_like(uniform),
-      lengths=jnp.zeros(num_items, jnp.int32),
-      is_stopped=jnp.zeros(num_items, bool),
-    ),
+    Slots(zeros + num_items, zeros, zeros, zeros, zeros, cache),
+    jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*uniform.shape, 2)),
     uniform,
     num_wanted[None],
     num_taken=zeros[:1],
@@ -107,6 +104,8 @@ def init_decode_state(
 
 def refill(state: DecodeState, queue: Queue) -> DecodeState:
   """Gives the next completions to the idle slots."""
+  if queue.shares_prompts:
+    return _refill_all(state, queue)
   is_idle = lambda slots: slots.item == len(state.uniform)
 
   def can_refill(carry):
@@ -127,6 +126,7 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
       token=slots.token.at[slot].set(queue.prompts.tokens[prompt, length - 1]),
       position=slots.position.at[slot].set(length - 1),
       count=slots.count.at[slot].set(0),
+      row=slots.row.at[slot].set(place),
       cache=kv_cache.copy_slot(slots.cache, slot, queue.cache, place),
     )
     return slots, num_taken + 1
@@ -134,6 +134,30 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
   slots, num_taken = jax.lax.while_loop(
     can_refill, refill_one, (state.slots, state.num_taken)
   )
+  return state._replace(slots=slots, num_taken=num_taken)
+
+
+def _refill_all(state: DecodeState, queue: Queue) -> DecodeState:
+  """Fills all idle slots at once, without a loop that a GPU's host awaits."""
+  slots, index = state.slots, jnp.arange(state.slots.item.size, dtype=jnp.int32)
+  is_idle = slots.item == len(state.uniform)
+  rank = (is_idle & (index < index[:, None])).sum(1, dtype=jnp.int32)
+  number = state.num_taken + rank
+  is_new = is_idle & (number < state.num_wanted)
+  row = number // queue.group_size
+  prompt = queue.order[row]
+  length = queue.prompts.lengths[prompt]
+  new = Slots(
+    item=prompt * queue.group_size + number % queue.group_size,
+    token=queue.prompts.tokens[prompt, length - 1],
+    position=length - 1,
+    count=0,
+    row=row,
+    cache=None,
+  )
+  choose = lambda new, old: jnp.where(is_new, new, old)
+  slots = Slots(*map(choose, new[:-1], slots[:-1]), slots.cache)
+  num_taken = state.num_taken + is_new.sum(dtype=jnp.int32)
   return state._replace(slots=slots, num_taken=num_taken)
 
 
@@ -161,24 +185,29 @@ def decode_until(
     is_unfinished = (state.num_wanted - state.num_done > limit)[0]
     return state, max_over_weight_shards(is_unfinished, lockstep)
 
-  return jax.lax.while_loop(
-    lambda carry: carry[1],
-    lambda carry: with_condition(step(carry[0])),
-    with_condition(state),
-  )[0]
+  with jax.named_scope(f"decode_{state.slots.item.size}"):
+    return jax.lax.while_loop(
+      lambda carry: carry[1],
+      lambda carry: with_condition(step(carry[0])),
+      with_condition(state),
+    )[0]
 
 
 def decode_step(
   params: transformer.Params,
   model_config: transformer.ModelConfig,
   sampling: Sampling,
+  queue: Queue,
   state: DecodeState,
 ) -> DecodeState:
   """Samples one more token in every slot, on one shard."""
   slots, output = state.slots, state.output
   num_items = state.uniform.shape[0]
+  shared = None
+  if queue.shares_prompts:
+    shared = kv_cache.SharedPrompts(queue.cache, slots.row, slots.count)
   hidden, cache = transformer.decode(
-    params, model_config, slots.token, slots.position, slots.cache
+    params, model_config, slots.token, slots.position, slots.cache, shared
   )
   # Gathered over the model axis, before sampling: other shards of the batch may
   # take fewer steps, so that no collective may wait for them.
@@ -191,24 +220,34 @@ def decode_step(
   is_stop = (token[:, None] == stop_ids).any(-1)
   is_live = slots.item < num_items
   is_done = is_live & (is_stop | (slots.count + 1 == sampling.max_tokens))
-  put = lambda x, at, value: x.at[at].set(value, mode="drop")
+  bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+  new = jnp.stack([token, bits], axis=-1)
   return state._replace(
-    output=DecodeOutput(
-      tokens=put(output.tokens, at, token),
-      logprobs=put(output.logprobs, at, logprob),
-      lengths=put(output.lengths, slots.item, slots.count + 1),
-      is_stopped=put(output.is_stopped, slots.item, is_stop),
-    ),
+    output=output.at[at].set(new, mode="drop"),
     slots=Slots(
       item=jnp.where(is_done, num_items, slots.item),
       token=token,
       # Idle slots sit at position 0 so that they do not widen KV reads.
       position=jnp.where(is_live & ~is_done, slots.position + 1, 0),
-      count=jnp.where(is_live, slots.count + 1, 0),
+      count=jnp.where(is_live & ~is_done, slots.count + 1, 0),
+      row=slots.row,
       cache=cache,
     ),
     num_done=state.num_done + is_done.sum(dtype=jnp.int32),
     slot_steps=state.slot_steps + slots.item.shape[0],
+  )
+
+
+def completions(state: DecodeState, stop_ids: tuple[int, ...]) -> DecodeOutput:
+  """Returns what was sampled."""
+  tokens, bits = state.output[..., 0], state.output[..., 1]
+  lengths = (tokens >= 0).sum(-1, dtype=jnp.int32)
+  last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], 1)
+  return DecodeOutput(
+    jnp.maximum(tokens, 0),
+    jax.lax.bitcast_convert_type(bits, jnp.float32),
+    lengths,
+    (last == jnp.asarray(stop_ids, jnp.int32)).any(-1),
   )
 
 

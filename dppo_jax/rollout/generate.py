@@ -139,20 +139,24 @@ def _roll_out_shard(
   params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
-  longest = prompts.tokens.shape[1] + sampling.max_tokens - 1
-  part_sizes = kv_cache.part_sizes(longest)
+  slot_sizes, prompt_sizes = kv_cache.slot_and_prompt_sizes(
+    model_config, prompts.tokens.shape[1], sampling.max_tokens
+  )
   num_kept = keep.sum(dtype=jnp.int32)
   prompt_cache = _prefill(
-    params, model_config, prompts, order, num_kept, part_sizes
+    params, model_config, prompts, order, num_kept, prompt_sizes
   )
-  queue = decode.Queue(prompts, order, prompt_cache, group_size)
+  shares = model_config.has_gpu_layout
+  queue = decode.Queue(prompts, order, prompt_cache, group_size, shares)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
   lockstep = parameters.gathers_layers(model_config)
-  step = functools.partial(decode.decode_step, params, model_config, sampling)
+  step = functools.partial(
+    decode.decode_step, params, model_config, sampling, queue
+  )
   step_and_refill = lambda state: decode.refill(step(state), queue)
 
   state = decode.init_decode_state(
-    model_config, uniform, num_kept * group_size, schedule[0], part_sizes
+    model_config, uniform, num_kept * group_size, schedule[0], slot_sizes
   )
   state = decode.refill(state, queue)
   # The first stage ends when the next one has a slot for every unfinished
@@ -162,7 +166,7 @@ def _roll_out_shard(
   for size, limit in itertools.pairwise(limits):
     state = decode.compact_slots(state, size)
     state = decode.decode_until(limit, step, state, lockstep)
-  return state.output, state.slot_steps
+  return decode.completions(state, sampling.stop_ids), state.slot_steps
 
 
 def _prefill(
@@ -176,7 +180,6 @@ def _prefill(
   """Returns caches in `order`: of the kept prompts, zeros for the others."""
   num_prompts, longest = prompts.tokens.shape
   chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
-  part_sizes = kv_cache.prompt_part_sizes(part_sizes, longest)
   paddings = kv_cache.prompt_paddings(longest)
   most = functools.partial(
     decode.max_over_weight_shards,
@@ -201,7 +204,8 @@ def _prefill(
 
   empty = kv_cache.init(model_config, num_prompts, part_sizes)
   num_chunks = most((num_kept + chunk - 1) // chunk)
-  return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
+  with jax.named_scope("prefill"):
+    return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
 
 
 def _uniform(

@@ -135,6 +135,7 @@ def make_run(
     platform,
     config.pack.row_length,
     config.rollout.group_size,
+    model.head_dim,
   )
   model = dataclasses.replace(model, attention=backend)
   preflight.check_weights(mesh, model)

@@ -229,9 +229,9 @@ def sum_gradients(
   add = lambda i, sums: add_gradient(
     sums, params, reference, config, _take(batch, i)
   )
-  return jax.lax.fori_loop(
-    first, num_used, add, zero_sums(params, config.model)
-  )
+  empty = zero_sums(params, config.model)
+  with jax.named_scope("micro_batch"):
+    return jax.lax.fori_loop(first, num_used, add, empty)
 
 
 def apply_gradient(

@@ -9,11 +9,11 @@ import pytest
 
 from dppo_jax import sharding
 from dppo_jax.models import attention
-from dppo_jax.models.attention import blockwise, kernels
+from dppo_jax.models.attention import blockwise, flash_kernel, kernels
 
 BACKENDS = attention.BACKENDS | {
   "splash": functools.partial(kernels.splash, interpret=True),
-  "triton": functools.partial(kernels.triton, interpret=True),
+  "triton": functools.partial(flash_kernel.attention, interpret=True),
 }
 # Groups of a row: (tokens of a shared prompt, or 0; tokens of completions).
 SEGMENTS = {
@@ -233,21 +233,27 @@ def test_a_mesh_changes_nothing():
   _assert_close(spread, alone)
 
 
-# name, platform, row_length, group_size -> backend
+# name, platform, row_length, group_size, head_dim -> backend
 CHOSEN = {
-  ("auto", "cpu", 1024, 8): "xla_by_row",
-  ("xla", "cpu", 1024, 8): "xla_by_row",
-  ("auto", "gpu", 1024, 8): "xla",
-  ("xla", "tpu", 1024, 8): "xla",
-  ("auto", "tpu", 1024, 8): "splash",
-  ("auto", "tpu", 1000, 8): "xla",
-  ("auto", "tpu", 1024, 65): "xla",
-  ("splash", "tpu", 1024, 64): "splash",
-  ("triton", "gpu", 1024, 8): "triton",
-  ("splash", "cpu", 1024, 8): None,
-  ("triton", "tpu", 1024, 8): None,
-  ("splash", "tpu", 1000, 8): None,
-  ("triton", "gpu", 1024, 65): None,
+  ("auto", "cpu", 1024, 8, 128): "xla_by_row",
+  ("xla", "cpu", 1024, 8, 128): "xla_by_row",
+  ("auto", "gpu", 1024, 8, 128): "triton",
+  ("auto", "gpu", 160, 8, 16): "triton",
+  ("auto", "gpu", 1000, 8, 128): "xla_dense",
+  ("auto", "gpu", 1024, 8, 96): "xla_dense",
+  ("xla", "gpu", 1024, 8, 128): "xla_dense",
+  ("xla", "tpu", 1024, 8, 128): "xla",
+  ("auto", "tpu", 1024, 8, 128): "splash",
+  ("auto", "tpu", 1024, 8, 96): "splash",
+  ("auto", "tpu", 1000, 8, 128): "xla",
+  ("auto", "tpu", 1024, 65, 128): "xla",
+  ("splash", "tpu", 1024, 64, 128): "splash",
+  ("triton", "gpu", 1024, 8, 128): "triton",
+  ("splash", "cpu", 1024, 8, 128): None,
+  ("triton", "tpu", 1024, 8, 128): None,
+  ("splash", "tpu", 1000, 8, 128): None,
+  ("triton", "gpu", 1024, 65, 128): None,
+  ("triton", "gpu", 1024, 8, 96): None,
 }
 
 

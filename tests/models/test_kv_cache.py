@@ -17,6 +17,7 @@ class Model(NamedTuple):
   kv_heads: int = 2
   head_dim: int = 3
   dtype: str = "float32"
+  has_gpu_layout: bool = False
 
 
 def _filled(num_slots, sizes=tuple(SIZES), seed=0):

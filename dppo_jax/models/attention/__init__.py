@@ -13,28 +13,39 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models.attention import blockwise, kernels
+from dppo_jax.models.attention import (
+  blockwise,
+  decode_kernel,
+  flash_kernel,
+  kernels,
+)
 from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
 
 # Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`.
 BACKENDS = {
-  # Any platform: all rows at once, which launches fewer kernels. Not measured.
+  # TPU: all rows at once, which launches fewer kernels.
   "xla": functools.partial(blockwise.attention, rows_at_once=None),
   # CPU: row by row, so that none computes blocks that only another one sees.
   "xla_by_row": functools.partial(blockwise.attention, rows_at_once=1),
+  # GPU: all pairs of tokens, since its host would wait for each loop over
+  # blocks whose length the device computes.
+  "xla_dense": kernels.dense,
   "splash": kernels.splash,  # TPU
-  "triton": kernels.triton,  # NVIDIA GPU
+  "triton": flash_kernel.attention,  # NVIDIA GPU
 }
 
 # Pallas kernel -> the platform that it is written for.
 KERNELS = {"splash": "tpu", "triton": "gpu"}
+
+# Kernel -> what the tokens of a row must be a multiple of.
+_ROW_MULTIPLES = {"splash": LANES, "triton": 16}
 
 # Values of config.model.attention.
 CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
-  name: str, platform: str, row_length: int, group_size: int
+  name: str, platform: str, row_length: int, group_size: int, head_dim: int
 ) -> str:
   """Returns the key of `BACKENDS` that a run uses.
 
@@ -43,18 +54,25 @@ def choose_backend(
     platform: platform of the mesh's devices: cpu, gpu or tpu.
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
+    head_dim: size of a head.
   """
-  fits = row_length % LANES == 0 and group_size <= MAX_BRANCHES
-  if name == "auto" and platform == "tpu" and fits:
-    return "splash"
-  if name in ("auto", "xla"):
-    return "xla_by_row" if platform == "cpu" else "xla"
-  if platform != KERNELS[name] or not fits:
+  plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
+  kernel = {"tpu": "splash", "gpu": "triton"}.get(platform)
+  multiple = _ROW_MULTIPLES.get(kernel, 1)
+  fits = row_length % multiple == 0 and group_size <= MAX_BRANCHES
+  if kernel == "triton":  # its blocks are powers of two
+    fits &= head_dim >= 16 and head_dim.bit_count() == 1
+  if name == "auto":
+    return kernel if kernel and fits else plain
+  if name == "xla":
+    return plain
+  if name != kernel or not fits:
     raise UserError(
       f"config.model.attention={name} needs a {KERNELS[name]}, "
-      f"config.pack.row_length a multiple of {LANES} and "
-      f"config.rollout.group_size at most {MAX_BRANCHES}, not a {platform}, "
-      f"{row_length} and {group_size}: set it to auto"
+      f"config.pack.row_length a multiple of {_ROW_MULTIPLES[name]}, "
+      f"config.rollout.group_size at most {MAX_BRANCHES} and, on a GPU, heads "
+      f"of 2^n >= 16 numbers, not a {platform}, {row_length}, {group_size} and "
+      f"{head_dim}: set it to auto"
     )
   return name
 
@@ -66,6 +84,7 @@ def attention(
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"] | None = None,
   backend: str = "xla",
+  ranges: tuple[Int[Array, "B n"], ...] | None = None,
 ) -> Float[Array, "B L H D"]:
   """Computes causal attention within segments.
 
@@ -75,8 +94,11 @@ def attention(
 
   Args:
     backend: a key of `BACKENDS`.
+    ranges: result of `block_ranges`, to compute it once for all layers.
   """
-  run = BACKENDS[backend]
+  run, ids = BACKENDS[backend], (segment_ids, prefix_ids)
+  if ranges is not None:
+    ids = *ids, ranges
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
@@ -85,12 +107,23 @@ def attention(
     by_row = sharding.unclaimed_spec("batch", None)
     run = jax.shard_map(
       run,
-      in_specs=(by_head,) * 3 + (by_row,) * 2,
+      in_specs=(by_head,) * 3 + (by_row,) * len(ids),
       out_specs=by_head,
       axis_names=axis_names,
       check_vma=False,
     )
-  return run(q, k, v, segment_ids, prefix_ids)
+  return run(q, k, v, *ids)
+
+
+def block_ranges(
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None,
+  backend: str,
+) -> tuple[Int[Array, "B n"], ...] | None:
+  """Returns what a backend computes from the ids alone; None if nothing."""
+  if backend != "triton":
+    return None
+  return flash_kernel.block_ranges(segment_ids, prefix_ids)
 
 
 def attend_prompts(

@@ -37,26 +37,14 @@ def splash(q, k, v, segment_ids, prefix_ids=None, interpret=False):
   return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
 
 
-def triton(q, k, v, segment_ids, prefix_ids=None, interpret=False):
-  """Computes `models.attention.attention` on an NVIDIA GPU."""
-  # Imported where it is used: from jax 0.12 on it warns that it is deprecated.
-  from jax.experimental.pallas.ops.gpu import attention as triton_kernel
-
-  heads, dim = q.shape[2:]
-  block = math.gcd(q.shape[1], 64)
-  repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
-  q, k, groups = _with_branches(q, repeat(k), segment_ids, prefix_ids)
-  out = triton_kernel.mha(
-    q,
-    k,
-    jnp.pad(repeat(v), (*((0, 0),) * 3, (0, q.shape[-1] - dim))),
-    groups,
-    sm_scale=dim**-0.5,
-    causal=True,
-    block_sizes=triton_kernel.BlockSizes(*(block,) * 6),
-    interpret=interpret,
+def dense(q, k, v, segment_ids, prefix_ids=None):
+  """Computes `models.attention.attention` with all logits of a row at once."""
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+  is_seen = segment_ids[:, :, None] == segment_ids[:, None]
+  is_seen |= prefix_ids[:, :, None] == segment_ids[:, None]
+  return jax.nn.dot_product_attention(
+    q, k, v, mask=is_seen[:, None], is_causal=True, implementation="xla"
   )
-  return out[..., :dim]
 
 
 def _with_branches(q, k, segment_ids, prefix_ids):

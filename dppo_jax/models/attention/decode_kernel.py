@@ -1,0 +1,182 @@
+"""Attention of each decode slot's newest token, in one kernel for NVIDIA GPUs.
+
+A slot's past is its prompt, whose cache all completions of a group share, and
+its own tokens. Programs divide the slots, the heads of keys, and the positions
+(flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the
+one that owns the newest position also writes its key and value in place.
+"""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dppo_jax import sharding
+from dppo_jax.models.attention.blockwise import MASKED
+
+BLOCK = 64  # positions that a program reads at once; a cache has a multiple
+_MIN_ROWS = 16  # of a product on tensor cores
+_MIN_SPLIT = 256  # positions of one program
+_MAX_SPLITS = 8  # programs of the longer of prompts and completions
+
+
+def attend(
+  q: Float[Array, "B H D"],
+  k: Float[Array, "B K D"],
+  v: Float[Array, "B K D"],
+  cache: tuple[Float[Array, "Y B K T D"], Float[Array, "Y B K T D"]],
+  prompts: tuple[Float[Array, "Y Q K P D"], Float[Array, "Y Q K P D"]],
+  layer: Int[Array, ""],
+  prompt: Int[Array, "B"],
+  positions: Int[Array, "B"],
+  count: Int[Array, "B"],
+  interpret: bool = False,
+) -> tuple[Float[Array, "B H D"], tuple[Array, Array]]:
+  """Writes each slot's new key and value, and attends to its past and itself.
+
+  Args:
+    cache: keys and values of each slot's own tokens; to be donated.
+    prompts: keys and values of the prompts.
+    layer: row of `cache` and `prompts` to use.
+    prompt: row of `prompts` that each slot continues.
+    positions: position of the new token; the slot sees that many others.
+    count: own tokens so far, the place of the new one in `cache`.
+    interpret: emulates the kernel on any platform, slowly.
+  """
+  (batch, heads, dim), kv_heads = q.shape, k.shape[1]
+  # One array, so that a single operation computes it: [B, K, H/K + 2, D].
+  queries = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+  qkv = jnp.concatenate([queries, k[:, :, None], v[:, :, None]], 2)
+  run = functools.partial(_attend, interpret=interpret)
+  mesh = jax.sharding.get_abstract_mesh()
+  if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
+    # Each device computes its own heads: no compiler can divide a kernel.
+    heads = sharding.unclaimed_spec(None, "heads")
+    caches = sharding.unclaimed_spec(None, None, "heads")
+    run = jax.shard_map(
+      run,
+      in_specs=(heads, caches, caches, *(jax.P(),) * 4),
+      out_specs=(heads, caches),
+      axis_names=axis_names,
+      check_vma=False,
+    )
+  cache, prompts = tuple(cache), tuple(prompts)
+  out, cache = run(qkv, cache, prompts, layer, prompt, positions, count)
+  return out.reshape(q.shape), cache
+
+
+def _attend(qkv, cache, prompts, layer, prompt, positions, count, interpret):
+  batch, kv_heads, group, dim = qkv.shape
+  group -= 2
+  rows = max(_MIN_ROWS, pl.next_power_of_2(group + 2))
+  lengths = [x.shape[3] for x in (prompts[0], cache[0])]
+  split = max(_MIN_SPLIT, -(-max(lengths) // _MAX_SPLITS // BLOCK) * BLOCK)
+  num_splits = [-(-length // split) for length in lengths]
+  shape = batch, kv_heads, sum(num_splits), group
+  kernel = functools.partial(
+    _kernel,
+    group=group,
+    split=split,
+    prompt_splits=num_splits[0],
+    scale=dim**-0.5,
+  )
+  whole = pl.no_block_spec
+  out, lse, *cache = pl.pallas_call(
+    kernel,
+    grid=shape[:3],
+    in_specs=[
+      *(whole,) * 4,
+      pl.BlockSpec((None, None, rows, dim), lambda b, h, s: (b, h, 0, 0)),
+      *(whole,) * 4,
+    ],
+    out_specs=[
+      pl.BlockSpec(
+        (None, None, None, rows, dim), lambda b, h, s: (b, h, s, 0, 0)
+      ),
+      pl.BlockSpec((None, None, None, rows), lambda b, h, s: (b, h, s, 0)),
+      *(whole,) * 2,
+    ],
+    out_shape=[
+      jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+      jax.ShapeDtypeStruct(shape, jnp.float32),
+      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
+    ],
+    input_output_aliases={7: 2, 8: 3},
+    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+    interpret=interpret,
+    name="decode_attention",
+  )(layer[None], prompt, positions, count, qkv, *prompts, *cache)
+  # In one fused operation: the splits are few.
+  splits = range(shape[2])
+  top = functools.reduce(jnp.maximum, [lse[:, :, i] for i in splits])
+  weights = [jnp.exp(lse[:, :, i] - top)[..., None] for i in splits]
+  out = sum(weights[i] * out[:, :, i] for i in splits) / sum(weights)
+  return out.astype(qkv.dtype), tuple(cache)
+
+
+def _kernel(
+  layer, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
+  values, out, lse, new_keys, new_values, *, group, split, prompt_splits, scale,
+):  # fmt: skip
+  """Attends from one slot and head of keys to the positions of one split."""
+  slot, head, index = (pl.program_id(axis) for axis in range(3))
+  rows = qkv.shape[0]
+  is_row = jnp.arange(rows, dtype=jnp.int32) < group
+  query = plgpu.load(qkv, mask=is_row[:, None], other=0.0)
+  exact = {"allow_tf32": False} if query.dtype == jnp.float32 else {}
+  dot = functools.partial(plgpu.dot, **exact)
+  own_index, newest, layer = index - prompt_splits, count[slot], layer[0]
+
+  def attend_to(keys, values, row, start, end, carry):
+    """Accumulates the softmax over positions `start` to `end` of a row."""
+
+    def block(i, carry):
+      out, row_max, denom = carry
+      first = pl.multiple_of(start + i * BLOCK, BLOCK)
+      at = pl.ds(first, BLOCK)
+      logits = dot(query, keys[layer, row, head, at, :].T) * scale
+      is_seen = first + jnp.arange(BLOCK, dtype=jnp.int32) < end
+      logits = jnp.where(is_seen[None], logits, MASKED)
+      new_max = jnp.maximum(row_max, logits.max(1))
+      rescale = jnp.exp(row_max - new_max)
+      probs = jnp.exp(logits - new_max[:, None])
+      new = dot(probs.astype(values.dtype), values[layer, row, head, at, :])
+      out = out * rescale[:, None] + new
+      return out, new_max, denom * rescale + probs.sum(1)
+
+    return jax.lax.fori_loop(0, pl.cdiv(end - start, BLOCK), block, carry)
+
+  # The new token comes from the arguments: its cache may not be written yet.
+  has_new = newest // split == own_index
+  key, value = qkv[group, :], qkv[group + 1, :]
+  product = query.astype(jnp.float32) * key.astype(jnp.float32)
+  new_logits = product.sum(1) * scale
+  zeros = jnp.zeros(rows, jnp.float32)
+  carry = (
+    jnp.where(has_new, zeros[:, None] + value.astype(jnp.float32)[None], 0.0),
+    jnp.where(has_new, new_logits, zeros + MASKED),
+    jnp.where(has_new, zeros + 1, zeros),
+  )
+  # One of the two ranges is empty.
+  start = index * split
+  end = jnp.minimum(positions[slot] - newest, start + split)
+  end = jnp.where(own_index < 0, jnp.maximum(end, start), start)
+  row = prompt[slot]
+  carry = attend_to(prompt_keys, prompt_values, row, start, end, carry)
+  start = own_index * split
+  end = jnp.minimum(newest, start + split)
+  end = jnp.where(own_index < 0, start, jnp.maximum(end, start))
+  total, row_max, denom = attend_to(keys, values, slot, start, end, carry)
+
+  total = total / jnp.where(denom > 0, denom, 1.0)[:, None]
+  plgpu.store(out, total, mask=is_row[:, None])
+  log_sum = jnp.where(denom > 0, row_max + jnp.log(denom), MASKED)
+  plgpu.store(lse, log_sum, mask=is_row)
+
+  @pl.when(has_new)
+  def _():
+    new_keys[layer, slot, head, newest, :] = key
+    new_values[layer, slot, head, newest, :] = value

@@ -1,0 +1,207 @@
+"""Attention over packed rows by Pallas kernels for NVIDIA GPUs.
+
+FlashAttention-2 (https://arxiv.org/abs/2307.08691) with the masks of packed
+rows: programs divide rows, heads and blocks of queries (backward also of keys),
+and skip blocks before the first and beyond the last that may share a sequence.
+"""
+
+import functools
+import math
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dppo_jax.models.attention.blockwise import MASKED
+
+_BLOCK = 64  # tokens; at most
+
+
+def attention(
+  q, k, v, segment_ids, prefix_ids=None, ranges=None, interpret=False
+):
+  """Computes `models.attention.attention`.
+
+  Rows are multiples of 16 tokens, heads have 2^n >= 16 numbers.
+
+  Args:
+    ranges: result of `block_ranges`, computed here if not given.
+    interpret: emulates the kernels on any platform, slowly.
+  """
+  ranges = ranges or block_ranges(segment_ids, prefix_ids)
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+  ids = segment_ids, prefix_ids, *ranges
+  return _attention(q, k, v, ids, interpret)
+
+
+def block_ranges(
+  segment_ids: Int[Array, "B L"], prefix_ids: Int[Array, "B L"] | None
+) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
+  """Returns the first block of keys for each of queries, and vice versa.
+
+  Ids that ascend, as in packed rows, make the ranges tight.
+  """
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+  block = math.gcd(segment_ids.shape[1], _BLOCK)
+  by_block = lambda x: x.reshape(len(x), -1, block)
+  segments, prefixes = by_block(segment_ids), by_block(prefix_ids)
+  least, most = segments.min(-1)[:, None], segments.max(-1)[:, None]
+  sees = (prefixes.min(-1)[..., None] <= most) & (
+    segments.max(-1)[..., None] >= least
+  )
+  index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+  sees |= index == index[:, None]  # so that padding gets finite numbers
+  sees &= index <= index[:, None]
+  first = jnp.where(sees, index, len(index)).min(2)
+  last = jnp.where(sees, index[:, None], 0).max(1)
+  return first.astype(jnp.int32), last.astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, ids, interpret):
+  return _forward(q, k, v, ids, interpret)[0]
+
+
+def _forward(q, k, v, ids, interpret):
+  batch, length, heads, _ = q.shape
+  out, lse = _call(
+    _forward_kernel,
+    (q, k, v, *ids),
+    [q, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
+    grid=(length // math.gcd(length, _BLOCK), heads, batch),
+    interpret=interpret,
+  )
+  return out, (q, k, v, ids, out, lse)
+
+
+def _backward(interpret, saved, grad):
+  q, k, v, ids, out, lse = saved
+  batch, length, heads, _ = q.shape
+  num_blocks = length // math.gcd(length, _BLOCK)
+  # The gradient of a softmax is p * (dp - sum of p * dp); delta is that sum.
+  delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+  arrays = q, k, v, *ids, grad, lse, delta.swapaxes(1, 2)
+  call = functools.partial(_call, interpret=interpret, num_warps=8)
+  (dq,) = call(_dq_kernel, arrays, [q], grid=(num_blocks, heads, batch))
+  grid = num_blocks, k.shape[2], batch
+  dk, dv = call(_dkv_kernel, arrays, [k, v], grid=grid)
+  return dq, dk, dv, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
+  q, k = arrays[:2]
+  kernel = functools.partial(
+    kernel,
+    block=math.gcd(q.shape[1], _BLOCK),
+    group=q.shape[2] // k.shape[2],
+    scale=q.shape[-1] ** -0.5,
+  )
+  return pl.pallas_call(
+    kernel,
+    grid=grid,
+    out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+    compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
+    interpret=interpret,
+    name=kernel.func.__name__.strip("_"),
+  )(*arrays)
+
+
+def _dot(a, b, **kwargs):
+  exact = {"allow_tf32": False} if a.dtype == jnp.float32 else {}
+  return plgpu.dot(a, b, **exact, **kwargs)
+
+
+def _probs(q, k, segments, prefixes, row, i, j, block, scale, shift=None):
+  """Returns logits of a block of queries and keys, or exp(logits - shift)."""
+  offset = jnp.arange(block, dtype=jnp.int32)
+  queries, keys = pl.ds(i * block, block), pl.ds(j * block, block)
+  key_ids = segments[row, keys][None]
+  is_seen = segments[row, queries][:, None] == key_ids
+  is_seen |= prefixes[row, queries][:, None] == key_ids
+  is_seen &= (i * block + offset)[:, None] >= (j * block + offset)[None]
+  logits = _dot(q, k, trans_b=True) * scale
+  if shift is not None:
+    logits = jnp.exp(logits - shift[:, None])
+  return jnp.where(is_seen, logits, MASKED if shift is None else 0.0)
+
+
+def _forward_kernel(
+  q, k, v, segments, prefixes, first, last, out, lse, *, block, group, scale
+):
+  i, head, row = (pl.program_id(axis) for axis in range(3))
+  queries = pl.ds(i * block, block)
+  query = q[row, queries, head, :]
+
+  def step(j, carry):
+    total, row_max, denom = carry
+    keys = row, pl.ds(j * block, block), head // group
+    where = segments, prefixes, row, i, j, block, scale
+    logits = _probs(query, k[*keys, :], *where)
+    new_max = jnp.maximum(row_max, logits.max(1))
+    rescale, probs = (
+      jnp.exp(row_max - new_max),
+      jnp.exp(logits - new_max[:, None]),
+    )
+    new = _dot(probs.astype(v.dtype), v[*keys, :])
+    total = total * rescale[:, None] + new
+    return total, new_max, denom * rescale + probs.sum(1)
+
+  zeros = jnp.zeros(block, jnp.float32)
+  carry = jnp.zeros(query.shape, jnp.float32), zeros + MASKED, zeros
+  total, row_max, denom = jax.lax.fori_loop(first[row, i], i + 1, step, carry)
+  out[row, queries, head, :] = (total / denom[:, None]).astype(out.dtype)
+  lse[row, head, queries] = row_max + jnp.log(denom)
+
+
+def _dq_kernel(
+  q, k, v, segments, prefixes, first, last, grad, lse, delta, dq,
+  *, block, group, scale,
+):  # fmt: skip
+  i, head, row = (pl.program_id(axis) for axis in range(3))
+  at = pl.ds(i * block, block)
+  query, grad = q[row, at, head, :], grad[row, at, head, :]
+  lse, delta = lse[row, head, at], delta[row, head, at]
+
+  def step(j, total):
+    keys = row, pl.ds(j * block, block), head // group
+    key, where = k[*keys, :], (segments, prefixes, row, i, j, block, scale)
+    probs = _probs(query, key, *where, lse)
+    dprobs = _dot(grad, v[*keys, :], trans_b=True)
+    dlogits = probs * (dprobs - delta[:, None]) * scale
+    return total + _dot(dlogits.astype(key.dtype), key)
+
+  zeros = jnp.zeros(query.shape, jnp.float32)
+  total = jax.lax.fori_loop(first[row, i], i + 1, step, zeros)
+  dq[row, at, head, :] = total.astype(dq.dtype)
+
+
+def _dkv_kernel(
+  q, k, v, segments, prefixes, first, last, grad, lse, delta, dk, dv,
+  *, block, group, scale,
+):  # fmt: skip
+  j, kv_head, row = (pl.program_id(axis) for axis in range(3))
+  at = row, pl.ds(j * block, block), kv_head
+  key, value = k[*at, :], v[*at, :]
+  num_blocks = last[row, j] + 1 - j
+
+  def step(n, carry):
+    dkey, dvalue = carry
+    i, head = j + n % num_blocks, kv_head * group + n // num_blocks
+    queries = pl.ds(i * block, block)
+    query, grads = q[row, queries, head, :], grad[row, queries, head, :]
+    where = segments, prefixes, row, i, j, block, scale
+    probs = _probs(query, key, *where, lse[row, head, queries])
+    dvalue += _dot(probs.astype(grads.dtype), grads, trans_a=True)
+    dprobs = _dot(grads, value, trans_b=True)
+    dlogits = probs * (dprobs - delta[row, head, queries][:, None]) * scale
+    dkey += _dot(dlogits.astype(query.dtype), query, trans_a=True)
+    return dkey, dvalue
+
+  zeros = jnp.zeros(key.shape, jnp.float32)
+  sums = jax.lax.fori_loop(0, num_blocks * group, step, (zeros, zeros))
+  dk[*at, :], dv[*at, :] = (x.astype(dk.dtype) for x in sums)
