@@ -161,8 +161,8 @@ def _mean(method, name, scale=None, is_weighted=True):
   return mean, num
 
 
-def _distance(got, want):
-  return np.linalg.norm(got - want) / np.linalg.norm(want)
+def _distance(actual, want):
+  return np.linalg.norm(actual - want) / np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -193,11 +193,11 @@ def test_pruned_gradient_averages_to_that_of_the_full_batch(method, objective):
 
 def _of_each_part(batch, ends, objective):
   firsts = [0, *ends[:-1]]
-  found = [
+  gradients = [
     _gradient_of(batch, end, objective, first)[0]
     for first, end in zip(firsts, ends, strict=True)
   ]
-  return np.stack(found)
+  return np.stack(gradients)
 
 
 @pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])

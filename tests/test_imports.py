@@ -32,16 +32,16 @@ MODULES = {name.removesuffix(".__init__"): p for name, p in MODULES.items()}
 
 
 def _imported(path: pathlib.Path) -> set[str]:
-  """Modules of the package that a file imports, at whatever depth of it."""
-  found = set()
+  """Modules of the package that a file imports, in functions too."""
+  names = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
       for alias in node.names:
         inner = f"{node.module}.{alias.name}"
-        found.add(inner if inner in MODULES else node.module)
+        names.add(inner if inner in MODULES else node.module)
     if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
-  return found & MODULES.keys()
+      names |= {alias.name for alias in node.names}
+  return names & MODULES.keys()
 
 
 def _part(module: str) -> str:

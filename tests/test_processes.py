@@ -18,7 +18,7 @@ from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, train_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 # One compiled stage of decoding, rows of which each device has one.
 OPTIONS = {
@@ -132,12 +132,14 @@ class _Folder:
   def params(self, step: int):
     """The weights of a step, on one device."""
     run = setup.setup_run(self.config(steps=step))
-    with checkpoint.Checkpoints(self.workdir, read_only=True) as found:
-      return found.restore_params(step, abstract_values.abstract_params(run))
+    with checkpoint.Checkpoints(self.workdir, read_only=True) as checkpoints:
+      return checkpoints.restore_params(
+        step, abstract_values.abstract_params(run)
+      )
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory, quick_compiler):
+def dense(tmp_path_factory, fast_compiler):
   """Four steps alone; and one alone, two together, interrupted, one alone."""
   alone = _Folder(tmp_path_factory.mktemp("alone"))
   alone.alone(steps=4)
@@ -145,8 +147,8 @@ def dense(tmp_path_factory, quick_compiler):
   shared.alone(steps=1)
   (shared.path / "stop").mkdir()
   stopped = shared.together(steps=3, data=4)
-  with checkpoint.Checkpoints(shared.workdir, read_only=True) as found:
-    newest = found.latest_step()
+  with checkpoint.Checkpoints(shared.workdir, read_only=True) as checkpoints:
+    newest = checkpoints.latest_step()
   finished = shared.together(steps=3, data=4)
   shared.alone(steps=4)
   return types.SimpleNamespace(

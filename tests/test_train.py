@@ -18,7 +18,7 @@ from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values, grade
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 
 def _config(**overrides) -> config.Config:
@@ -203,9 +203,11 @@ def test_a_finished_run_says_so_at_once(uninterrupted, monkeypatch, capsys):
   before = [file.read_bytes() for file in files]
   monkeypatch.setattr(train, "setup_run", None)  # nothing is set up
   train.run(_config(), uninterrupted)
-  said = capsys.readouterr().out
-  assert said.startswith("already done: 4 of 4 steps")
-  assert str(uninterrupted / "report.md") in said and "config.steps=8" in said
+  output = capsys.readouterr().out
+  assert output.startswith("already done: 4 of 4 steps")
+  assert (
+    str(uninterrupted / "report.md") in output and "config.steps=8" in output
+  )
   train.run(_config(steps=2), uninterrupted)
   assert "already done: 4 of 2 steps" in capsys.readouterr()[0]
   assert [file.read_bytes() for file in files] == before
@@ -224,8 +226,8 @@ def test_a_destroyed_policy_does_not_go_unnoticed(tmp_path, capsys):
     }
   )
   train.run(c, tmp_path)
-  said = " ".join(capsys.readouterr().out.split())
-  assert "no token was trained on in the last 10 steps" in said
+  output = " ".join(capsys.readouterr().out.split())
+  assert "no token was trained on in the last 10 steps" in output
   report = (tmp_path / "report.md").read_text()
   assert re.search(r"steps with the warning nothing_trained \| [1-9]", report)
 

@@ -123,7 +123,7 @@ def overlong_penalty(
 def _arrays(
   rewards: Rewards, is_counted: Mask | None
 ) -> tuple[Float[Array, "Q G"], Bool[Array, "Q G"]]:
-  """Rewards as floats, and a full mask of those that are counted."""
+  """Converts rewards to floats, and None to a full mask."""
   rewards = jnp.asarray(rewards)
   chex.assert_rank(rewards, 2)  # [Q, G]
   if not jnp.issubdtype(rewards.dtype, jnp.floating):

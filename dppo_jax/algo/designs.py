@@ -186,5 +186,5 @@ def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
   low = (units & 127).sum(dtype=jnp.int32)
   middle = middle + (low >> 7)
   high = high + (middle >> 7) - n * (GRID >> 14)
-  rest = (middle & 127) * 128 + (low & 127)
-  return jnp.clip(high, -(2**16), 2**16 - 1) * 2**14 + rest
+  remainder = (middle & 127) * 128 + (low & 127)
+  return jnp.clip(high, -(2**16), 2**16 - 1) * 2**14 + remainder

@@ -70,14 +70,14 @@ def dapo(
   Args:
     tokens_per_completion: constant number of tokens per completion of the
       unpruned batch by which the loss is divided, which leaves pruning exact;
-      0 for the mean length of the completions at hand.
+      0 for the mean length of the kept completions.
   Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
   Deviates:
     1. The mean is over the tokens of the full batch, as in public code; the
        paper's formula is over those of each group.
     2. The mean length is that of the unpruned batch if every prompt is kept.
-       If prompts were pruned it is estimated by the weighted mean of those
-       kept: a ratio estimate, with a bias of order 1 / their number.
+       If prompts were pruned it is estimated by the weighted mean over the kept
+       ones: a ratio estimate, with a bias of order 1 / their number.
     3. Dynamic sampling is a method's, the overlong penalty the reward's.
     4. One update on a rollout unless `objective.mini_batches` is set: 16 in
        the paper, each on 512 of 8,192 completions. The mean length is that of

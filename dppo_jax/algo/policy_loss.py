@@ -124,8 +124,8 @@ def _ratio(objective, logprobs, old_logprobs, is_trained, segment_ids):
     length = segment_sum(is_trained.astype(jnp.float32), segment_ids)
     mean = segment_sum(log_ratio, segment_ids) / jnp.maximum(length, 1.0)
     # The sequence's value with the token's own gradient.
-    own = logprobs - jax.lax.stop_gradient(logprobs)
-    log_ratio = jax.lax.stop_gradient(mean) + own
+    zero_with_gradient = logprobs - jax.lax.stop_gradient(logprobs)
+    log_ratio = jax.lax.stop_gradient(mean) + zero_with_gradient
   return jnp.exp(log_ratio)
 
 

@@ -28,7 +28,7 @@ def dppo(
        other reading, C as the expected fraction and a mean over what was kept,
        is a ratio estimator with a bias of order 1 / kept: it was not taken.
     3. Pruned prompts wait for their next epoch and are not replaced.
-    4. Rates, threshold and score are our reading: the text was not at hand.
+    4. Rates, threshold and score are our reading of summaries of the paper.
   """
   check(RATE, prompt_rate=prompt_rate, completion_rate=completion_rate)
   return grpo()._replace(
@@ -77,10 +77,10 @@ def drop_small_advantage(
 def drop_by_history(rate: float) -> method.PromptRule:
   """Drops with probability `rate` if the last visit's score is below the mean.
 
-  A visit's score is the mean |advantage| of its group, normalised whatever the
-  objective computes. The mean is over the candidates that were visited; others
-  are always kept. The history is the score of each problem, `[M]`, infinite if
-  it was never visited.
+  A visit's score is the mean |advantage| of its group, normalised under any
+  objective. The mean is over the candidates that were visited; others are
+  always kept. The history is the score of each problem, `[M]`, infinite if it
+  was never visited.
 
   Args:
     rate: fraction of the eligible prompts to drop, in [0, 1).

@@ -56,8 +56,8 @@ class GroupBuffer(NamedTuple):
   Attributes:
     prompts, rollout, rewards: of `N` places; slot steps are of all chunks.
     num_groups: places in use, at most N.
-    num_seen: candidates up to the one that took the last place, or all,
-      including those that were skipped or cut by `limit`.
+    num_seen: candidates drawn until the last place was taken, or all, including
+      those that were skipped or cut by `limit`.
   """
 
   prompts: PromptBatch

@@ -16,11 +16,11 @@ def make_schedule(
     schedule: constant, linear or cosine, after the warm-up.
     warmup_steps: updates of a linear warm-up from 0 to `learning_rate`.
   """
-  rest = max(1, total_steps - warmup_steps)
+  decay_steps = max(1, total_steps - warmup_steps)
   rate = {
     "constant": optax.constant_schedule(learning_rate),
-    "linear": optax.linear_schedule(learning_rate, 0.0, rest),
-    "cosine": optax.cosine_decay_schedule(learning_rate, rest),
+    "linear": optax.linear_schedule(learning_rate, 0.0, decay_steps),
+    "cosine": optax.cosine_decay_schedule(learning_rate, decay_steps),
   }[schedule]
   if warmup_steps:
     warmup = optax.linear_schedule(

@@ -68,7 +68,7 @@ def pack(
   in_use = total(batch.segment_ids > 0)
   # Positions if every completion had a prompt of its own.
   unshared = total(
-    packing.count_tokens(prompts.lengths, rollout.lengths, False).own
+    packing.count_tokens(prompts.lengths, rollout.lengths, False).completion
   )
   info = PackInfo(
     rows=num_used,

@@ -32,7 +32,7 @@ def timed(run: Callable[[], Any], repeats: int) -> Seconds:
 def yardstick(repeats: int) -> dict[str, float]:
   """FLOP/s of large square matrix products, and bytes/s of reading and writing.
 
-  Both are what plain JAX programs reach here, not what a data sheet promises.
+  Both are what plain JAX programs reach here, not the figures of a data sheet.
   """
   size = 2048 if jax.default_backend() == "cpu" else 8192
   rates = {}

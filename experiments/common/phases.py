@@ -30,7 +30,7 @@ METHODS = {
 
 
 class Update(NamedTuple):
-  """A compiled update with the state it goes on from."""
+  """A compiled update, and the state that it starts from."""
 
   run: Any
   compile_seconds: float
@@ -89,7 +89,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops += flops_of.attention(model, works.pairs(prompts, rollout))
   config = update_config(work)
   score = compile_function(
-    lambda *rest: update.score(rest[0], config, *rest[1:]),
+    lambda *score_args: update.score(score_args[0], config, *score_args[1:]),
     params,
     batch,
     num_micro,
@@ -196,9 +196,9 @@ def growth(work: works.Work, repeats: int) -> Iterator[Row]:
   for axis, resize in sizes.items():
     for factor in (1, 2, 4, 8, 16):
       here = resize(factor)
-      found = {row["name"]: row for row in phases(here, repeats)}
+      by_name = {row["name"]: row for row in phases(here, repeats)}
       for name in ("decode", "select, weight, pack", "update"):
-        yield {"axis": axis, "factor": factor, **found[name]}
+        yield {"axis": axis, "factor": factor, **by_name[name]}
 
 
 def memory(work: works.Work) -> Iterator[Row]:

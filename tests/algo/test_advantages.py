@@ -35,16 +35,16 @@ def test_binary_rewards_have_a_closed_form(right):
   expected = np.where(
     rewards == 1, np.sqrt(wrong / right), -np.sqrt(right / wrong)
   )
-  got = np.asarray(population(rewards), np.float64)
-  np.testing.assert_allclose(got, expected, rtol=1e-5)
-  np.testing.assert_allclose(got.sum(), 0, atol=1e-5)
-  np.testing.assert_allclose((got**2).sum(), 8, rtol=1e-5)
+  actual = np.asarray(population(rewards), np.float64)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+  np.testing.assert_allclose(actual.sum(), 0, atol=1e-5)
+  np.testing.assert_allclose((actual**2).sum(), 8, rtol=1e-5)
   np.testing.assert_allclose(
-    np.abs(got).sum(), 2 * np.sqrt(right * wrong), rtol=1e-5
+    np.abs(actual).sum(), 2 * np.sqrt(right * wrong), rtol=1e-5
   )
   share = right / 8
   np.testing.assert_allclose(
-    np.abs(got).mean(), 2 * np.sqrt(share * (1 - share)), rtol=1e-5
+    np.abs(actual).mean(), 2 * np.sqrt(share * (1 - share)), rtol=1e-5
   )
   sample = ALL["group_normalized"](rewards)
   np.testing.assert_allclose(sample, np.sqrt(7 / 8) * expected, rtol=1e-5)
@@ -90,10 +90,10 @@ def test_counting_all_is_counting_none_in_particular(advantage, rewards):
 @each
 @hypothesis.given(GROUPS, MASKS)
 def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
-  """As if the others had never been drawn, whatever their rewards are."""
-  got = np.asarray(advantage(rewards, mask))
-  assert (got[~mask] == 0).all()
-  for row, counted, values in zip(got, mask, rewards, strict=True):
+  """Uncounted rewards, of any value, have no effect."""
+  actual = np.asarray(advantage(rewards, mask))
+  assert (actual[~mask] == 0).all()
+  for row, counted, values in zip(actual, mask, rewards, strict=True):
     alone = values[counted]
     if len(set(alone.tolist())) < 2:
       assert (row == 0).all()
@@ -106,7 +106,7 @@ def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
       expected = alone - others
     np.testing.assert_allclose(row[counted], expected, rtol=1e-4, atol=1e-5)
   strange = np.where(mask, rewards, np.float32(np.nan))
-  np.testing.assert_array_equal(advantage(strange, mask), got)
+  np.testing.assert_array_equal(advantage(strange, mask), actual)
 
 
 @hypothesis.given(GROUPS, MASKS)

@@ -131,7 +131,7 @@ def test_water_filling_does_not_mind_the_order(size, n, least, order):
   order = np.array(order)
   prob = _units(water_filling(jnp.array(size), n, least))
   permuted = _units(water_filling(jnp.array(size[order]), n, least))
-  # The last unit of equal remainders goes by position.
+  # Among equal remainders, the first items get the last units.
   assert np.abs(permuted - prob[order]).max() <= 1
 
 
@@ -252,7 +252,7 @@ def test_bernoulli_keeps_each_by_itself():
   "prob", [0.0, 1e-6, 2.0**-23, 0.3, 0.5, 0.7, 1 - 2.0**-24, 1.0]
 )
 def test_the_drawn_probability_is_exact(prob):
-  """By enumeration of the equally likely values of `uniform`."""
+  """Enumerates the equally likely values of `uniform`."""
   values = np.arange(2**23, dtype=np.float32) / np.float32(2**23)
   exact = np.mean(values < np.float32(prob), dtype=np.float64)
   assert designs.drawn_probability(jnp.float32(prob)) == exact

@@ -18,7 +18,9 @@ EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}
 
 @jax.jit
 def _shares(rollout):
-  return {name: made.token_share(rollout) for name, made in EVERY.items()}
+  return {
+    name: objective.token_share(rollout) for name, objective in EVERY.items()
+  }
 
 
 def test_what_a_token_counts_for():
@@ -83,7 +85,7 @@ def test_pruned_prompts_leave_a_known_denominator_exact():
   assert error(objectives.cispo(tokens_per_completion=3.0)) < 1e-6
   for name in ("grpo", "dr_grpo", "gspo", "rloo"):
     assert error(EVERY[name]) < 1e-6
-  # The mean length at hand is one of those kept: documented as an estimate.
+  # The mean length is that of the kept ones: documented as an estimate.
   assert error(objectives.dapo()) > 1e-2
 
 

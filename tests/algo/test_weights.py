@@ -35,11 +35,11 @@ def test_weights_average_to_one_over_all_draws(of_prompts, of_completions):
 
 
 def test_what_is_not_kept_weighs_nothing_even_at_probability_zero():
-  got = weights.horvitz_thompson(
+  actual = weights.horvitz_thompson(
     Selection(jnp.array([True]), jnp.array([0.5])),
     Selection(jnp.array([[True, False]]), jnp.array([[0.25, 0.0]])),
   )
-  np.testing.assert_allclose(got, [[8.0, 0.0]])
+  np.testing.assert_allclose(actual, [[8.0, 0.0]])
 
 
 def test_selections_of_other_shapes_are_rejected():

@@ -1,4 +1,4 @@
-"""What each completion rule keeps, against brute force and closed forms."""
+"""Completion rules, against brute force and closed forms."""
 
 import functools
 import itertools
@@ -128,7 +128,7 @@ def _ends(ascending, high, num):
 
 
 def test_a_variance_does_not_drown_in_the_mean():
-  """Values around 10000, whose squares float32 cannot tell apart."""
+  """Values around 10000, whose squares are equal in float32."""
   values = np.array([np.arange(10000, 10006)] * 3, np.float32)
   rule = methods.max_variance
   keep, _ = _stepwise(rule, "group", groups_of(values), 4)
@@ -202,5 +202,5 @@ def test_unweighted_is_the_mean_over_what_was_kept():
   np.testing.assert_array_equal(keep, honest)
   drawn = np.array([0, 2, 3])
   terms = np.random.default_rng(0).normal(size=keep.shape)[drawn]
-  found = (terms / prob[drawn])[keep[drawn]].sum() / terms.size
-  np.testing.assert_allclose(found, terms[keep[drawn]].mean(), rtol=1e-6)
+  actual = (terms / prob[drawn])[keep[drawn]].sum() / terms.size
+  np.testing.assert_allclose(actual, terms[keep[drawn]].mean(), rtol=1e-6)

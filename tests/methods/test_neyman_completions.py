@@ -1,4 +1,4 @@
-"""What the Neyman design keeps of the completions, against closed forms."""
+"""Neyman allocation of completions, against closed forms."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def without(groups, q):
   return groups.replace(lengths=groups.lengths.at[q].set(0))
 
 
-def _told(groups):
+def _completed(groups):
   """Groups with all that a rule may ask for, for one compilation."""
   length = groups.lengths.astype(jnp.float32)
   return groups.replace(
@@ -43,7 +43,7 @@ def _told(groups):
 def test_order_within_a_group_does_not_matter(values, order):
   """Nor does the last bit by which it changes a group's mean."""
   values = normalized(values)
-  prob_of = lambda values: NEYMAN(_told(groups_of(values)))[1][0]
+  prob_of = lambda values: NEYMAN(_completed(groups_of(values)))[1][0]
   np.testing.assert_allclose(
     prob_of(values[:, order]), prob_of(values)[:, order], atol=2 / designs.GRID
   )
@@ -65,8 +65,8 @@ def test_neyman_is_proportional_to_what_a_completion_adds():
 def test_what_is_not_told_is_one_or_the_length():
   rule = methods.neyman_completions(0.4, 0.02)
   bare = SCORED.replace(scale=None, sum_sq_residual=None, is_needed=None)
-  told = _told(SCORED)
-  np.testing.assert_array_equal(choose(rule, bare)[1], NEYMAN(told)[1][0])
+  complete = _completed(SCORED)
+  np.testing.assert_array_equal(choose(rule, bare)[1], NEYMAN(complete)[1][0])
 
 
 @pytest.mark.parametrize("pruned, num", [(3, 7), (1, 5)])
@@ -78,8 +78,8 @@ def test_neyman_keeps_exactly_its_budget_and_alike_ones_apart(pruned, num):
   for q, s in itertools.product(range(3), (-1, 1)):
     is_alike = (sign[q] == s).astype(float)
     expected = (prob[0, q].astype(float) * is_alike).sum()
-    found = (keep[:, q] * is_alike).sum(axis=1)
-    assert (np.abs(found - expected) < 1).all()
+    actual = (keep[:, q] * is_alike).sum(axis=1)
+    assert (np.abs(actual - expected) < 1).all()
   if pruned < 3:
     assert not keep[:, pruned].any() and (prob[:, pruned] == 0).all()
 

@@ -50,7 +50,7 @@ def test_chance_of_a_mixed_group_is_the_integral():
 
 
 def _moment(right, wrong, size, kappa):
-  """Of the model that is claimed, summed over the number of right ones."""
+  """Sums the documented model over the number of right completions."""
   posterior, total = _posterior(right, wrong), 0.0
   for count in range(1, size):
     rate = PASS_RATE**count * (1 - PASS_RATE) ** (size - count)

@@ -212,7 +212,7 @@ def test_the_base_falls_from_the_target_on(num_hard, base):
 def test_zero_variance_is_of_rewards_and_easy_what_is_correct(
   rewards, is_correct
 ):
-  """As where a format is rewarded too, or length punished."""
+  """Covers shaped rewards, such as for a format or a length."""
   rule = jitted(streaks())
   observe = lambda rewards, correct: rule.observe(
     rule.init(), 0, [3], np.array([rewards]), correct=np.array([correct])

@@ -29,9 +29,11 @@ SELECT = {name: jax.jit(rule.select) for name, rule in RULES.items()}
 
 
 def _batch(seed=0, segments=SEGMENTS):
-  """Random statistics; row [0, 1] has a completion of advantage 0 and one of
-  weight 0, that is one that was not kept. Its statistics are the largest, those
-  of positions that are not of a completion are NaN."""
+  """Returns a batch with random statistics.
+
+  Row [0, 1] has a completion of advantage 0 and a pruned one of weight 0, with
+  the largest statistics. Those of positions outside completions are NaN.
+  """
   rng = np.random.default_rng(seed)
   shape = segments.shape
   is_new = np.diff(segments, axis=-1, prepend=0) != 0

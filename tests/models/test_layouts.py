@@ -1,4 +1,4 @@
-"""Where weights live is written down: a change of it is a diff."""
+"""Golden pages of shardings, so that a change is a diff."""
 
 import layouts
 import pytest

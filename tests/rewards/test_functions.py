@@ -110,7 +110,7 @@ def test_a_module_that_does_not_exist_is_rejected():
 
 
 def test_required_arguments_have_no_default():
-  def f(completions, *others, level, tag="", **rest):
+  def f(completions, *others, level, tag="", **more):
     return []
 
   assert functions.required_arguments(f) == ["completions", "level"]

@@ -335,7 +335,7 @@ def test_workers_end_with_their_parent(path, tmp_path, number, at_work):
   if at_work:
     grandchild = int((tmp_path / "pid").read_text())
     if number == signal.SIGKILL:
-      os.kill(grandchild, signal.SIGKILL)  # nobody is left to do so
+      os.kill(grandchild, signal.SIGKILL)  # its parent is gone
     wait_until(lambda: not is_running(grandchild))
   # One traceback, the parent's own.
   assert errors.count("\nKeyboardInterrupt") == (number == signal.SIGINT)

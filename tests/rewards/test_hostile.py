@@ -26,9 +26,9 @@ def mark(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(mark):
-  found = hostile.completions(str(mark), long=200_000)
-  assert len(found) >= 390
-  return found
+  generated = hostile.completions(str(mark), long=200_000)
+  assert len(generated) >= 390
+  return generated
 
 
 def test_the_trainers_process_grades_any_text(texts):
@@ -45,7 +45,7 @@ def test_the_trainers_process_grades_any_text(texts):
 
 
 def test_a_child_grades_any_text_or_is_killed(texts):
-  """One by one, with a deadline that many miss; the trainer goes on."""
+  """One by one, with a deadline that many miss; the trainer continues."""
   chosen = [*texts.values()][::5]
   spec = "math,exact,boxed"
   with Grader(spec, 3, timeout_seconds=0.3, on_error="stop") as grader:
@@ -58,7 +58,7 @@ def test_a_child_grades_any_text_or_is_killed(texts):
 
 
 def test_what_sympy_raises_is_no_error_of_ours(texts):
-  """As where it recurses too deep: the answer counts as no mathematics."""
+  """Too deep a recursion, for example, counts as an unparsed answer."""
   assert outcome(texts["factorial 990 deep"], "7") == "unparsed"
 
 

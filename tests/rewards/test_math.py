@@ -182,7 +182,7 @@ def test_solutions_earn_their_answers(math):
 
 @needs_data
 def test_other_answers_earn_nothing(math):
-  """Of 499 pairs of neighbours, one is equal though its text differs."""
+  """In 499 pairs of neighbours, a single one is equal with different texts."""
   golds = [row["answer"] for row in rows("math500.jsonl")]
   pairs = [*itertools.pairwise(golds)]
   earned = zip(pairs, grade(math, pairs), strict=True)

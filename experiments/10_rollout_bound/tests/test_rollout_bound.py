@@ -33,13 +33,13 @@ def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says():
   cost, value = lengths / lengths.sum(), np.full(len(lengths), 1 / len(lengths))
   gain = np.exp(1 / 4)
   assert bounds.cauchy_schwarz(value, cost) == pytest.approx(gain, rel=1e-3)
-  found = bounds.gains(bounds.Cells(cost, value))
-  assert found["r=inf"] == pytest.approx(gain, rel=1e-3)
+  gains = bounds.gains(bounds.Cells(cost, value))
+  assert gains["r=inf"] == pytest.approx(gain, rel=1e-3)
   # Where nothing is fixed, a finite r adds what a smaller batch gains anyway.
   for r in (1.0, 3.0):
     also = bounds.smaller_batch(0.0, r)
     assert also == pytest.approx((1 + r) / r, rel=1e-3)
-    assert found[bounds.name(r)] == pytest.approx(gain * also, rel=2e-3)
+    assert gains[bounds.name(r)] == pytest.approx(gain * also, rel=2e-3)
 
 
 def test_no_probabilities_take_fewer_seconds_than_the_optimum():
@@ -102,7 +102,7 @@ def test_two_phases_that_always_go_on_cost_and_add_nothing():
   log = _log()
   objective = moments.OBJECTIVES["grpo"]
   pilots = two_phase.draw(log, objective, moments.moments(log, objective), 2)
-  value = pilots.full - 2 * pilots.cross + pilots.own
+  value = pilots.full - 2 * pilots.cross + pilots.pilot
   cells = bounds.Cells(pilots.cost.ravel(), value.ravel(), pilots.fixed)
   ones = np.ones(value.size)
   assert bounds.outcome(cells, ones) == pytest.approx((1, 0), abs=1e-9)
@@ -113,14 +113,14 @@ def test_a_choice_at_the_update_adds_nothing_where_updates_cost_nothing():
   cell, free = np.arange(6) // 2, np.zeros(6)
   add = lambda x: np.bincount(cell, x)
   known = bounds.gains(bounds.Cells(add(cost), add(value)))
-  found = stopping._chosen_after(
+  gains = stopping._chosen_after(
     cell, cost, free, value, 0.0, np.geomspace(1, 0.01, 400)
   )
-  assert found["r=inf"] == pytest.approx(known["r=inf"], rel=0.01)
+  assert gains["r=inf"] == pytest.approx(known["r=inf"], rel=0.01)
   # Nor does it where nothing may stop and everything is worth its cost.
   equal = np.full(6, 1 / 6)
-  found = stopping._chosen_after(cell, free, equal, equal, 0.0, np.ones(1))
-  assert found["r=inf"] == pytest.approx(1)
+  gains = stopping._chosen_after(cell, free, equal, equal, 0.0, np.ones(1))
+  assert gains["r=inf"] == pytest.approx(1)
 
 
 def test_stopping_is_unbiased_with_leave_one_out_baselines():
