@@ -78,7 +78,7 @@ def dapo(
     2. The mean length is that of the unpruned batch if every prompt is kept.
        If prompts were pruned it is estimated by the weighted mean over the kept
        ones: a ratio estimate, with a bias of order 1 / their number.
-    3. Dynamic sampling is a method's, the overlong penalty the reward's.
+    3. Dynamic sampling is part of methods, the overlong penalty of rewards.
     4. One update on a rollout unless `objective.mini_batches` is set: 16 in
        the paper, each on 512 of 8,192 completions. The mean length is that of
        the rollout; public code takes that of each mini-batch.
@@ -161,7 +161,7 @@ def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
   Source: Ahmadian et al. 2024, arXiv:2402.14740, after Kool et al. 2019;
     Williams 1992 for REINFORCE.
   Deviates:
-    1. The KL penalty, if any, is the loss's; the paper's is in the reward.
+    1. The KL penalty, if any, is in the loss; the paper's is in the reward.
     2. There is no ratio: with more than one update on a rollout, the later ones
        are not corrected for the change of the policy.
   """

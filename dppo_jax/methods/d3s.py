@@ -1,4 +1,4 @@
-"""D3S and its parts: D1S chooses completions, D2S tokens too, D3S relaxes."""
+"""D3S: D1S prunes completions, D2S also tokens, D3S by scheduled fractions."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
 def d2s(
   keep: float = 0.25, keep_tokens: float = 0.2, scope: str = "batch"
 ) -> method.Method:
-  """D1S, and of what it keeps the tokens of large |advantage| x entropy.
+  """D1S on only the tokens of largest |advantage| x entropy.
 
   Args:
     keep, scope: as in `max_variance`.

@@ -1,4 +1,4 @@
-"""AdamW behind norm clipping, and the learning rate of each update."""
+"""AdamW with norm clipping, and the learning rate of each update."""
 
 import optax
 
@@ -47,7 +47,7 @@ def make_optimizer(
   b2: float = 0.999,
   clip_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-  """AdamW behind global-norm clipping; skips gradients that are not finite.
+  """Returns AdamW with global-norm clipping; skips non-finite gradients.
 
   The first four arguments are those of `make_schedule`.
   """
