@@ -130,7 +130,7 @@ def test_latest_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_what_a_kill_before_pruning_left_is_deleted_later(copy, is_over):
+def test_checkpoints_left_by_a_kill_are_deleted_later(copy, is_over):
   """The next start deletes it, also if all steps are done."""
   options = {"keep": 1, "read_only": is_over}
   with checkpoint.Checkpoints(copy, **options) as checkpoints:

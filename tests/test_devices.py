@@ -25,7 +25,7 @@ def test_prompts_divide_over_devices(file, num_devices):
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_rows_and_slots_count_one_devices(num_devices):
-  """The default config, its data axis aside, is a run on each mesh."""
+  """The default config fits each mesh; only its data axis changes."""
   c = commands.config(
     "arithmetic",
     mesh__data=num_devices,

@@ -103,7 +103,7 @@ def test_the_command_line_evaluates_several_sets(trained, sets):
   assert again == [x for x in lines if x["set"] == "short"]
 
 
-def test_sets_have_random_numbers_of_their_own():
+def test_sets_have_independent_random_numbers():
   at = lambda *args: jax.random.key_data(
     eval_sets.rng_of_set(jax.random.key(0), *args).key
   ).tolist()

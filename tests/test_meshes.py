@@ -35,7 +35,7 @@ class _Grader:
 
 
 def _config(mesh, method, **overrides):
-  """A model that knows nothing, with two heads of keys and values."""
+  """An untrained model with two key-value heads."""
   replicas, data_axis, model_axis = mesh
   tiny = {
     "steps": 4,
@@ -110,7 +110,7 @@ def _on_one_device(method):
     ("dppo", (2, 2, 2)),  # with weights that a rollout gathers
   ],
 )
-def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
+def test_a_mesh_changes_no_token_and_weights_only_by_rounding(method, mesh):
   want, reference = _on_one_device(method)
   tokens, state = _three_steps(mesh, method, rollout__shard_weights=mesh[0] > 1)
   chex.assert_trees_all_equal(tokens, want)
@@ -127,7 +127,7 @@ def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
   assert moved > 5e-3  # so that agreement says something
 
 
-def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
+def test_a_mesh_does_not_change_a_mixture_of_experts(tmp_path):
   tokenizer = data.CharacterTokenizer()
   model = transformer.ModelConfig(
     vocab=tokenizer.vocab_size,
@@ -156,8 +156,8 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
   assert np.abs(router - np.asarray(start)).max() > 1e-3
 
 
-def test_a_width_is_gathered_of_what_a_device_holds():
-  """Its part of the other axes, which the model axis divides, and no more."""
+def test_gather_width_moves_only_the_parts_of_other_devices():
+  """A device receives only its slice of the axes that `model` divides."""
   mesh, axes = sharding.make_mesh(2, 4), ("embed", "mlp")
   weight = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
   places = sharding.sharding(mesh, *axes), sharding.sharding(mesh, None, "mlp")
@@ -177,7 +177,7 @@ def test_a_width_is_gathered_of_what_a_device_holds():
 
 
 def test_replicas_exchange_gradients_and_nothing_else():
-  """Each device its share of them, in every micro-batch once."""
+  """Each device exchanges its part once per micro-batch."""
   c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)
   run = setup_run(c)
   with jax.set_mesh(run.mesh):
@@ -228,7 +228,7 @@ def _groups(line):
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("row_length", [24, 8])
-def test_rows_filled_where_they_are_trained_are_the_same(mesh, row_length):
+def test_packing_on_a_mesh_equals_packing_on_one_device(mesh, row_length):
   """Covers a number of prompts that no mesh divides, and rows that overflow."""
   want, actual = _packed(mesh, row_length)
   here = actual[0].tokens.sharding.shard_shape(actual[0].tokens.shape)
@@ -249,7 +249,7 @@ def test_rows_go_to_the_devices_in_turn():
   assert 0 < last.sum() < 16 and last.max() - last.min() <= 1
 
 
-def test_no_device_ever_holds_the_tokens_of_all():
+def test_no_device_holds_all_tokens():
   mesh = sharding.make_mesh(8)
   spec = PackingSpec(24, rows_per_micro=8, window=6)
   prompts = small.prompts(num=16)

@@ -63,7 +63,7 @@ def _alone(k, num_parts, sampled, rewards, objective=PLAIN):
   return jax.tree.map(lambda x: x[: int(num_micro)], batch)
 
 
-def test_a_part_is_packed_as_it_would_be_alone(num_parts=2):
+def test_a_mini_batch_is_packed_as_if_alone(num_parts=2):
   """The first part has no variance, and no rows."""
   rewards = REWARDS.at[::num_parts].set(1.0)
   prompts, rollout = _sampled()
@@ -122,7 +122,7 @@ def _one_step(state, batch, config):
 @pytest.mark.parametrize(
   ("objective", "inner_updates"), [(PLAIN, 2), (objectives.gspo(), 1)]
 )
-def test_parts_are_updates_one_after_another(objective, inner_updates):
+def test_mini_batches_are_consecutive_updates(objective, inner_updates):
   """With the log-probabilities from before the first; then clips count."""
   config = _config(objective, inner_updates, 2)
   sampled = _sampled()
@@ -157,7 +157,7 @@ def test_parts_are_updates_one_after_another(objective, inner_updates):
     )
 
 
-def test_prompts_that_do_not_divide_into_parts_are_refused():
+def test_prompts_not_divisible_into_mini_batches_are_rejected():
   c = configs.Config()
   c.data.prompts_per_step, c.objective.mini_batches = 32, 5
   with pytest.raises(ValueError, match=r"mini_batches=5\) is 32 .*multiple"):

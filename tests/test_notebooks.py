@@ -1,4 +1,4 @@
-"""The notebooks are what their sources say, and run from top to bottom."""
+"""The notebooks match their sources, and run from top to bottom."""
 
 import importlib.util
 import os

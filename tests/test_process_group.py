@@ -222,7 +222,7 @@ def _join(ids, seconds=60, devices=(1, 1)):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_process_whose_others_never_come_ends_with_a_line(index):
+def test_missing_processes_end_the_start_with_a_clear_message(index):
   codes, (error,) = _join([index], seconds=3)
   assert re.fullmatch("error: all processes at .* did not connect .*\n", error)
   assert codes == [1]

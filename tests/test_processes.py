@@ -176,7 +176,7 @@ def _kept(line: dict) -> dict:
   }
 
 
-def test_two_processes_sample_what_one_does(dense):
+def test_two_processes_sample_the_tokens_of_one(dense):
   assert len(dense.alone.seen()) == 4 * 8 * 4
   assert dense.shared.seen() == dense.alone.seen()
 
@@ -185,8 +185,8 @@ def test_two_processes_train_as_one_does(dense):
   _assert_same_weights(dense.alone, dense.shared, step=4)
 
 
-def test_two_processes_write_what_one_does(dense):
-  """Once, and with the texts of what the other process graded."""
+def test_two_processes_write_the_files_of_one(dense):
+  """Each line appears once, with the texts that the other process graded."""
   for name in ("samples", "metrics"):
     one, other = (x.lines(name) for x in (dense.alone, dense.shared))
     assert [line["step"] for line in other] == [line["step"] for line in one]

@@ -44,8 +44,9 @@ ALLOWED = {
 
 
 def _texts(source: str) -> list[str]:
-  """Returns comments and literals of several words, adjacent ones joined."""
-  runs, last = [], None
+  """Returns names of functions, and adjacent comments or literals joined."""
+  runs = [x.replace("_", " ") for x in re.findall(r"def (\w+)", source)]
+  last = None
   for token in tokenize.generate_tokens(io.StringIO(source).readline):
     kind = tokenize.tok_name[token.type]
     if kind in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
@@ -59,7 +60,7 @@ def _texts(source: str) -> list[str]:
 
 
 def _phrases() -> set[tuple[str, str]]:
-  """Returns the phrases that guide readers badly, with the file of each."""
+  """Returns every phrase to avoid with the file that contains it."""
   texts = {name: _texts(source) for name, source in FILES.items()}
   for page in pages.pages():
     name = str(page.relative_to(commands.ROOT))

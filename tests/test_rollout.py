@@ -161,7 +161,7 @@ def test_the_likeliest_token_is_the_limit_of_every_truncation():
     (dict(temperature=1.0, top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
   ],
 )
-def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
+def test_token_frequencies_match_their_logprobs(kwargs, share):
   """Tolerance: 5 standard errors of four shares; false alarm below 1e-5."""
   num = 20000
   logits = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
@@ -176,8 +176,8 @@ def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
   )
 
 
-def test_inverting_the_running_sum_finds_each_token_as_often_as_it_should():
-  """All multiples of 1/4096, over two blocks of the vocabulary and a rest."""
+def test_inverted_cdf_has_exact_frequencies():
+  """All multiples of 1/4096, over two blocks of the vocabulary and a part."""
   counts = np.zeros(300, np.int64)
   rng = np.random.default_rng(0)
   at = rng.choice(300, 40, replace=False)
@@ -188,8 +188,8 @@ def test_inverting_the_running_sum_finds_each_token_as_often_as_it_should():
   np.testing.assert_array_equal(np.bincount(tokens, minlength=300), counts)
 
 
-def test_a_token_of_probability_zero_is_never_found():
-  """Not by the largest number there is, with sums that round."""
+def test_a_token_of_probability_0_is_never_sampled():
+  """Covers the largest uniform number, with sums that round."""
   rng = np.random.default_rng(0)
   probs = rng.exponential(size=(500, 700)) * (rng.random((500, 700)) < 0.1)
   probs = jnp.array(probs / probs.sum(-1, keepdims=True), jnp.float32)
@@ -210,13 +210,13 @@ def test_slots_are_busy_on_geometric_lengths():
   assert lengths.sum() / int(actual.slot_steps) > 0.87
 
 
-def test_a_longer_limit_goes_on_where_a_shorter_one_cuts():
+def test_a_longer_limit_continues_truncated_completions():
   short, long = _sample(_prompts()), _sample(_prompts(), max_tokens=20)
   np.testing.assert_array_equal(short.tokens, long.tokens[:, :, :12])
   assert (long.lengths > 12).any()
 
 
-def test_weights_for_decoding_are_whole_on_the_data_axis():
+def test_weights_for_decoding_are_gathered_over_the_data_axis():
   """Gathered once, not by every program; the model axis still splits them."""
   mesh = sharding.make_mesh(4, 2)
   places = transformer.inference_shardings(small.MODEL, mesh)

@@ -1,4 +1,4 @@
-"""The update: exact in expectation, and blind to how the rows were cut."""
+"""The update: exact in expectation, for any division into rows."""
 
 import functools
 
@@ -92,8 +92,8 @@ def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
   assert held.sums["tokens"] == heavy.sums["tokens"]
 
 
-def test_a_sampler_that_differs_is_made_up_for_by_weights():
-  """On policy; off policy `choose_tokens` does it, before the update."""
+def test_sampler_mismatch_is_corrected_by_weights():
+  """On-policy case; otherwise `choose_tokens` corrects before the update."""
   plain, capped = objectives.grpo(), objectives.grpo(sampler_cap=1.1)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()), plain)
   params, config = small.params(0), _config(plain, inner_updates=1)
@@ -219,7 +219,7 @@ def test_one_compilation_serves_every_number_of_micro_batches():
   assert len(seen) == int(num_micro) + 1
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
+def test_non_finite_gradient_changes_no_weight_and_is_counted():
   optimizer = make_optimizer(1e-3, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   bad = batch.replace(weights=batch.weights * jnp.nan)
@@ -250,8 +250,8 @@ def test_weights_that_the_optimizer_destroys_are_counted():
   assert info.nonfinite_params == num_params
 
 
-def test_a_batch_without_a_gradient_moves_nothing():
-  """Until the optimizer has something to remember."""
+def test_a_batch_without_a_gradient_changes_no_weight():
+  """Holds until the optimizer has nonzero moments."""
   prompts = small.prompts()
   rollout, nothing = small.rollout(prompts), small.everything(3)
   pruned = rollout.replace(
@@ -277,7 +277,7 @@ def test_a_batch_without_a_gradient_moves_nothing():
 
 
 def test_inner_updates_are_steps_from_one_old_policy():
-  """Two at once equal one and one, with the same old log-probabilities."""
+  """Two at once equal two in turn, with the same old log-probabilities."""
   optimizer = make_optimizer(1e-2, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   batch = _score(small.params(), batch, num_micro)

@@ -32,8 +32,9 @@ class Objective(NamedTuple):
       statistics of the counted rewards.
     token_loss: `(ratio, advantages, logprobs) -> (loss, is_clipped)`, arrays of
       one shape. The ratio is the policy's probability over that before the
-      step, of the token or its sequence; `logprobs` are in nats. A token's loss
-      must not depend on other tokens, so that pruning stays exact. `is_clipped` is logged.
+      step, of the token or its sequence; `logprobs` are in nats; `is_clipped`
+      is only logged. To keep pruning exact, a token's loss must not depend on
+      other tokens.
     token_share: `rollout -> [Q, G]`, factor on the tokens of each completion in
       the sum; the sum is divided by the number of completions.
     beta: coefficient of the KL penalty against the reference policy.

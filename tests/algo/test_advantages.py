@@ -80,7 +80,7 @@ def test_advantages_of_a_group_sum_to_zero(advantage, rewards, mask):
 
 @each
 @hypothesis.given(GROUPS)
-def test_counting_all_is_counting_none_in_particular(advantage, rewards):
+def test_mask_of_all_equals_no_mask(advantage, rewards):
   everyone = np.ones(rewards.shape, bool)
   np.testing.assert_array_equal(
     advantage(rewards, everyone), advantage(rewards)
@@ -89,7 +89,9 @@ def test_counting_all_is_counting_none_in_particular(advantage, rewards):
 
 @each
 @hypothesis.given(GROUPS, MASKS)
-def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
+def test_statistics_are_those_of_counted_rewards_alone(
+  advantage, rewards, mask
+):
   """Uncounted rewards, of any value, have no effect."""
   actual = np.asarray(advantage(rewards, mask))
   assert (actual[~mask] == 0).all()
@@ -110,7 +112,7 @@ def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
 
 
 @hypothesis.given(GROUPS, MASKS)
-def test_a_group_is_constant_where_the_counted_agree(rewards, mask):
+def test_zero_variance_depends_on_counted_rewards_alone(rewards, mask):
   sets = [set(r[m]) for r, m in zip(rewards, mask, strict=True)]
   np.testing.assert_array_equal(
     is_zero_variance(rewards, mask), [len(values) < 2 for values in sets]
@@ -131,14 +133,14 @@ def test_rewards_may_be_lists_and_whole_numbers(advantage, kind):
 
 
 @each
-def test_rewards_that_are_no_groups_are_rejected(advantage):
+def test_rewards_without_group_axis_are_rejected(advantage):
   with pytest.raises(AssertionError, match="has rank 1"):
     advantage.__wrapped__([1.0, 0.0, 0.0, 1.0])
   with pytest.raises(AssertionError, match="shape"):
     advantage.__wrapped__([[1.0, 0.0, 0.0, 1.0]], [True] * 4)
 
 
-def test_a_long_completion_costs_up_to_one():
+def test_overlong_penalty_falls_from_0_to_minus_1():
   lengths = np.array([[0, 6, 7, 8], [9, 10, 11, 99]], np.int32)
   penalty = jax.jit(advantages.overlong_penalty, static_argnums=(1, 2))
   np.testing.assert_allclose(

@@ -23,7 +23,7 @@ def _shares(rollout):
   }
 
 
-def test_what_a_token_counts_for():
+def test_token_shares_in_closed_form():
   rollout = small.rollout(small.prompts())
   lengths = np.asarray(rollout.lengths)
   shares = _shares(rollout)
@@ -90,7 +90,7 @@ def test_pruned_prompts_leave_a_known_denominator_exact():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_objective_made_twice_is_one_compilation(name):
+def test_equal_objectives_compile_once(name):
   again = objectives.OBJECTIVES[name]()
   assert again == EVERY[name] and hash(again) == hash(EVERY[name])
 

@@ -85,7 +85,7 @@ def test_clipping_by_hand(objective, ratio, advantage, loss, grad):
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
 @pytest.mark.parametrize("make", [objectives.grpo, objectives.gspo])
-def test_a_ratio_at_a_bound_has_its_whole_slope(make, name):
+def test_ratio_at_a_bound_has_the_full_gradient(make, name):
   """At it, not half as with `jnp.clip`; one step of rounding beyond, none."""
   advantage = 1.0 if name == "clip_high" else -1.0
   logprob = {"clip_low": -0.3, "clip_high": 0.3}[name]
@@ -230,7 +230,7 @@ def test_rloo_is_dr_grpo_in_other_units():
   np.testing.assert_allclose(*grads, rtol=1e-6)
 
 
-def test_a_loss_of_ones_own():
+def test_custom_token_loss():
   """Squares of ratios; weights and penalty are still applied."""
 
   def squares(ratio, advantages, logprobs):
@@ -266,7 +266,7 @@ def test_plain_arrays_are_rows_of_one_sequence_each(objective):
   jax.tree.map(np.testing.assert_array_equal, actual, want)
 
 
-def test_a_sequences_slope_is_that_of_its_clipped_mean():
+def test_sequence_gradient_is_that_of_the_clipped_mean_ratio():
   """The token form against the sequence form, differentiated."""
   logprobs, fields = _rows(0, num=1)
   fields = {k: np.asarray(v) for k, v in fields.items() if k != "ref_logprobs"}
@@ -294,7 +294,7 @@ def test_a_sequences_slope_is_that_of_its_clipped_mean():
 
 
 @each
-def test_at_a_ratio_of_one_all_slopes_are_alike(objective):
+def test_gradient_at_ratio_1_is_the_weighted_advantage(objective):
   logprobs, fields = _rows(1)
   fields["old_logprobs"] = logprobs
   _, grads, info = _surrogate(objective, logprobs, **fields)
@@ -306,7 +306,7 @@ def test_at_a_ratio_of_one_all_slopes_are_alike(objective):
 @each_active
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(st.permutations(range(4)), st.integers(0, 100))
-def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
+def test_position_of_a_sequence_has_no_effect(objective, order, seed):
   """Four sequences side by side, in two rows, in any order."""
   rng = np.random.default_rng(seed)
   lengths = [2, 3, 4, 1]
@@ -338,7 +338,7 @@ def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
 
 
 @each_active
-def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
+def test_uncounted_positions_cannot_poison_the_sum(objective):
   """Prompts and padding hold anything; tokens of weight 0 hold numbers."""
   logprobs, fields = _rows(2)
   clean = _surrogate(objective, logprobs, **fields)
@@ -374,7 +374,7 @@ def test_extreme_ratios_stay_finite(objective):
   assert np.isfinite(loss) and np.isfinite(grads).all()
 
 
-def test_a_sampler_that_differs_is_made_up_for_up_to_a_cap():
+def test_sampler_correction_is_capped_and_constant():
   """The correction has no gradient, although it depends on the policy."""
   old = jnp.log(jnp.full(4, 0.9))
   sampler = jnp.log(jnp.array([0.9, 0.6, 0.3, 1.8]))

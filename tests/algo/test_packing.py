@@ -61,7 +61,7 @@ def test_nothing_is_lost_and_nothing_overlaps(counts, window):
 
 
 @hypothesis.given(_counts(), WINDOWS)
-def test_a_prompt_and_what_shares_it_are_neighbours(counts, window):
+def test_a_prompt_and_its_completions_are_neighbours(counts, window):
   """Nothing of another prompt lies between a prefix and who sees it."""
   placed = jax.tree.map(np.asarray, _plan(counts, window))
   starts = {
@@ -122,7 +122,7 @@ def test_a_group_that_fits_a_row_shares_one_prompt():
     (1, (ROW, ROW), 40, 1, 0),
   ],
 )
-def test_what_has_no_place_is_counted(
+def test_unplaced_completions_are_counted(
   prefix, completions, num_rows, num_used, places
 ):
   counts = packing.TokenCounts(

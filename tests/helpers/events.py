@@ -7,10 +7,10 @@ from tensorboardX import proto, record_writer
 
 
 def read(folder: pathlib.Path) -> list[proto.event_pb2.Event]:
-  """The events of all files that no later file takes back.
+  """Returns the events of all files that no later file voids.
 
-  A file that begins again at some step does so with those of that step and of
-  later ones. What a kill has cut short ends its file.
+  A file that restarts at some step voids that step and later ones. A truncated
+  event ends its file.
   """
   events = []
   for path in sorted(folder.iterdir()):

@@ -1,10 +1,10 @@
-"""Completions that no grader should trust, made by rules."""
+"""Generated hostile completions."""
 
 MARK = "injected"  # a file that code in a completion would leave behind
 
 
 def completions(mark: str = MARK, long: int = 10_000_000) -> dict[str, str]:
-  """Nasty completions by name, most of them within a box.
+  """Hostile completions by name, most of them within a box.
 
   Args:
     mark: path of a file that those with code in them try to write.
@@ -17,7 +17,7 @@ def completions(mark: str = MARK, long: int = 10_000_000) -> dict[str, str]:
 
 
 def _towers() -> dict[str, str]:
-  """Expressions that no lifetime suffices to evaluate."""
+  """Expressions that take practically for ever to evaluate."""
   boxes = {}
   for height in (3, 4, 9, 90):
     boxes[f"tower of {height}"] = "9" + "^{9" * height + "}" * height
@@ -254,7 +254,7 @@ def _characters() -> dict[str, str]:
 
 
 def _bombs() -> dict[str, str]:
-  """For each regular expression of ours what makes a careless one slow."""
+  """Inputs that make careless versions of our regular expressions slow."""
   parts = {
     "blanks": " ",
     "skips": r"\ ",

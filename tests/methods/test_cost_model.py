@@ -68,7 +68,7 @@ def test_the_variance_added_in_closed_form():
 
 @given(SIZES, st.floats(0.0, 1.0))
 def test_proportional_probabilities_add_the_least(size, mix):
-  """Others of the same sum, mixed with the even ones, add no less."""
+  """Other probabilities with the same sum add no less."""
   size = jnp.array(size, jnp.float32)
   is_some = (size > 0).astype(jnp.float32)
   budget = jnp.minimum(jnp.float32(3), is_some.sum())
@@ -94,5 +94,5 @@ def test_proportional_probabilities_add_the_least(size, mix):
     ([0.0, 0.0, 0.0], 2),  # nothing is known
   ],
 )
-def test_the_largest_nearly_optimal_budget_is_chosen(times, best):
+def test_largest_near_optimal_budget_is_chosen(times, best):
   assert budget.largest_near_optimal(jnp.array(times)) == best

@@ -103,7 +103,7 @@ def _sequences(num_draws, size):
 
 @pytest.mark.parametrize("num_draws, size", [(1, 2), (1, 3), (2, 2), (2, 3)])
 def test_exact_mean_is_that_of_all_candidates(num_draws, size):
-  """Also where a step often ends before it is full."""
+  """Covers steps that often end before the buffer is full."""
   sequences, chance = _sequences(num_draws, size)
   exact = chance @ _estimates(sequences, True)
   np.testing.assert_allclose(exact, MEAN, rtol=1e-5)
@@ -143,8 +143,8 @@ def _mean_of_second_step(orders, stop):
 def test_steps_that_begin_where_the_last_one_ended_are_biased():
   """Two of four problems have variance: -9% across the border of an epoch.
 
-  Ending at the border is no cure, -17%: what an epoch has left for the second
-  step depends on what the first one found.
+  Ending at the border is worse, -17%: the rest of the epoch, which the second
+  step draws from, depends on the groups that the first step found.
   """
   epochs = _orders([0, 3, 1, 1])
   pairs = itertools.product(epochs, repeat=2)
@@ -158,7 +158,7 @@ def test_steps_that_begin_where_the_last_one_ended_are_biased():
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_exact_steps_have_the_mean_of_an_epoch_each(step):
-  """Four draws an epoch are two steps of at most two draws."""
+  """An epoch of four draws holds two steps of at most two draws."""
   population = [0, 3, 1, 1, 0, 2, 4, 1]
   draws = draws_of_step(DynamicSampling(2, True), step, 0, 4)
   drawn = np.unique(_orders(population)[:, draws], axis=0, return_counts=True)
@@ -218,7 +218,7 @@ def test_the_buffer_holds_the_first_groups_with_variance_in_order():
   assert (buffer.prompts.ids[:, 0] != buffer.prompts.ids[:, 1]).all()
 
 
-def test_next_chunk_is_a_quarter_more_than_seems_needed():
+def test_next_chunk_is_a_quarter_larger_than_estimated():
   sequences, _ = _sequences(1, 4)
 
   @jax.jit

@@ -41,7 +41,7 @@ def _completed(groups):
 
 @given(VALUES, st.permutations(range(6)))
 def test_order_within_a_group_does_not_matter(values, order):
-  """Nor does the last bit by which it changes a group's mean."""
+  """The order changes a group's mean by rounding, which must not matter."""
   values = normalized(values)
   prob_of = lambda values: NEYMAN(_completed(groups_of(values)))[1][0]
   np.testing.assert_allclose(
@@ -49,7 +49,7 @@ def test_order_within_a_group_does_not_matter(values, order):
   )
 
 
-def test_neyman_is_proportional_to_what_a_completion_adds():
+def test_neyman_is_proportional_to_gradient_size():
   prob = NEYMAN(SCORED)[1][0]
   norm = np.sqrt(np.asarray(SCORED.sum_sq_residual, np.float64))
   size = np.abs(np.asarray(SCORED.advantages)) * np.asarray(SCORED.scale) * norm
@@ -62,7 +62,7 @@ def test_neyman_is_proportional_to_what_a_completion_adds():
   np.testing.assert_allclose(prob.sum(), 7, rtol=1e-6)  # 0.4 of 18 is 7.2
 
 
-def test_what_is_not_told_is_one_or_the_length():
+def test_missing_fields_of_groups_have_defaults():
   rule = methods.neyman_completions(0.4, 0.02)
   bare = SCORED.replace(scale=None, sum_sq_residual=None, is_needed=None)
   complete = _completed(SCORED)
@@ -70,7 +70,7 @@ def test_what_is_not_told_is_one_or_the_length():
 
 
 @pytest.mark.parametrize("pruned, num", [(3, 7), (1, 5)])
-def test_neyman_keeps_exactly_its_budget_and_alike_ones_apart(pruned, num):
+def test_neyman_keeps_its_budget_in_every_stratum(pruned, num):
   """0.4 of 18 or 12; of each prompt and sign what is expected, rounded."""
   keep, prob = NEYMAN(without(SCORED, pruned))
   assert (keep.sum(axis=(1, 2)) == num).all()
@@ -93,7 +93,7 @@ def test_neyman_is_unbiased_in_many_draws():
   assert 0 < abs(sums.mean() - terms.sum()) <= error < np.abs(terms).sum() / 4
 
 
-def test_neyman_keeps_all_that_is_needed_where_it_can():
+def test_neyman_keeps_all_needed_completions_within_budget():
   is_needed = np.zeros((3, 6), bool)
   is_needed[0, :4] = is_needed[2, 3:] = True
   keep, prob = NEYMAN(SCORED.replace(is_needed=jnp.array(is_needed)))
@@ -104,7 +104,7 @@ def test_neyman_keeps_all_that_is_needed_where_it_can():
   assert not keep.any() and (prob == 0).all()
 
 
-def test_a_budget_of_one_is_every_completion_that_adds_something():
+def test_budget_of_1_keeps_every_needed_completion():
   values = normalized(BINARY)
   keep, prob = choose(methods.neyman_completions(1.0), groups_of(values, [1]))
   expected = (values != 0) & (np.arange(4) != 1)[:, None]
@@ -112,7 +112,7 @@ def test_a_budget_of_one_is_every_completion_that_adds_something():
   np.testing.assert_array_equal(prob, expected.astype(np.float32))
 
 
-def test_a_needed_completion_of_zero_advantage_has_its_chance():
+def test_needed_completion_of_zero_advantage_may_be_kept():
   groups = SCORED.replace(advantages=SCORED.advantages.at[0].set(0.0))
   keep, prob = NEYMAN(without(groups, 1))
   np.testing.assert_allclose(prob[0, 0], 0.02, atol=2 / designs.GRID)

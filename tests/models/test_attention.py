@@ -125,8 +125,8 @@ def test_xla_takes_rows_of_any_length(length, rows_at_once):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_token_may_not_see_does_not_change_it(backend):
-  """To the bit, with other numbers wherever it must not look."""
+def test_masked_tokens_have_no_effect(backend):
+  """Outputs are bit-identical for other numbers at masked positions."""
   length = 256
   ids = _rows(length, ("mixed",))
   q, k, v = _inputs(1, length)
@@ -152,10 +152,10 @@ def _with_dq(q, k, v, ids, run=blockwise.attention):
 
 
 def test_blocks_that_share_no_segment_are_not_read():
-  """Not even if they hold NaNs: such a block is never computed.
+  """Blocks of NaNs have no effect: they are never computed.
 
-  Neither of sequences that do not see each other, nor of completions that
-  stand between another one and the prompt that they share.
+  This holds for sequences that do not see each other, and for completions
+  between another one and their shared prompt.
   """
   length = 512
   block = blockwise.BLOCK
@@ -169,7 +169,7 @@ def test_blocks_that_share_no_segment_are_not_read():
       assert not jnp.isnan(x.at[:, here].set(0)).any()
 
 
-def test_no_row_computes_what_another_one_sees():
+def test_rows_do_not_compute_blocks_of_other_rows():
   """Row 0 is one sequence, row 1 one in each block, row 2 is empty."""
   length, block = 256, blockwise.BLOCK
   each = jnp.arange(length, dtype=jnp.int32) // block + 1
@@ -183,7 +183,7 @@ def test_no_row_computes_what_another_one_sees():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prompts_side_by_side_are_each_alone(backend, monkeypatch):
+def test_padded_prompts_do_not_affect_each_other(backend, monkeypatch):
   """Kernels pad the rows of 150 tokens."""
   monkeypatch.setitem(attention.BACKENDS, backend, BACKENDS[backend])
   lengths = jnp.array([1, 2, 63, 64, 90, 128, 149, 150], jnp.int32)

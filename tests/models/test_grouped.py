@@ -1,4 +1,4 @@
-"""Grouped products against a loop over groups, by each platform's way."""
+"""Grouped products of each platform, against a loop over groups."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_a_product_and_its_gradients_are_those_of_a_loop(sizes):
   "way", [grouped._outer_by_transpose, grouped._outer_by_kernel]
 )
 def test_other_platforms_have_the_same_gradient_of_the_weights(way, sizes):
-  """The TPU's kernel is emulated; rows left over hold no number there."""
+  """The TPU's kernel is emulated; its unused rows hold NaN."""
   inner, outer = 128, 256
   rows, weights, grad = _data(inner=inner, outer=outer)
   options = {}

@@ -184,7 +184,7 @@ def test_files_are_as_readable_as_the_umask_lets_them(tmp_path):
   assert modes == {0o644}
 
 
-def test_a_head_beside_a_tied_embedding_is_ignored(path):
+def test_head_is_ignored_if_the_embedding_is_tied(path):
   embed = np.asarray(tiny()[0]["embed"])
   frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
   extras = {"lm_head.weight": embed, frequencies: np.ones(4, np.float32)}

@@ -20,7 +20,7 @@ class Model(NamedTuple):
 
 
 def _filled(num_slots, sizes=tuple(SIZES), seed=0):
-  """A cache in which every number is another."""
+  """A cache of distinct numbers."""
   rng = np.random.default_rng(seed)
   empty = jax.eval_shape(lambda: kv_cache.init(Model(), num_slots, sizes))
   return jax.tree.map(lambda x: jnp.float32(rng.normal(size=x.shape)), empty)

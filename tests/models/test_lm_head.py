@@ -47,7 +47,7 @@ def test_chunked_head_equals_log_softmax(logit_chunk, needed_share):
   )
 
 
-def test_no_logits_are_made_where_none_are_needed():
+def test_logits_are_computed_only_where_needed():
   """The number of chunks follows the fullest row."""
   _, _, _, is_needed, _ = _arguments()
   columns = lm_head._ColumnChunks(

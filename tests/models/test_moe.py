@@ -25,7 +25,7 @@ def tokens(*shape, seed=1):
 
 
 def one_by_one(x, router, gate, up, down, experts=EXPERTS):
-  """Every token through every one of its experts, a product at a time."""
+  """Applies each token's experts one by one."""
 
   def expert(token, i):
     return (jax.nn.silu(token @ gate[i]) * (token @ up[i])) @ down[i]
@@ -71,7 +71,7 @@ def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
   )
 
 
-def test_a_device_of_a_rollout_needs_no_number_of_its_own():
+def test_mixture_in_a_rollout_does_not_query_its_device_index():
   """XLA rejects such a query inside the rollout's shard_map on TPUs."""
   x = tokens(4, 3)
   run = lambda x, *w: moe.mixture(x, *w, EXPERTS)[0]
@@ -91,7 +91,7 @@ def test_a_device_of_a_rollout_needs_no_number_of_its_own():
   )
 
 
-def test_rows_of_other_devices_reach_nothing(monkeypatch):
+def test_rows_of_other_devices_have_no_effect(monkeypatch):
   """Fills rows outside all groups with NaN: their product is undefined."""
   product = grouped.product
 
@@ -111,7 +111,7 @@ def test_rows_of_other_devices_reach_nothing(monkeypatch):
   )
 
 
-def test_a_load_counts_what_each_expert_gets_and_no_padding():
+def test_load_counts_tokens_of_each_expert_without_padding():
   x, is_real = tokens(4, 5), jnp.arange(20).reshape(4, 5) % 3 > 0
   router = weights()[0]
   _, routing = moe.mixture(x, *weights(), EXPERTS)
@@ -125,7 +125,7 @@ def test_a_load_counts_what_each_expert_gets_and_no_padding():
   np.testing.assert_allclose(load.entropy, entropy, rtol=1e-5)
 
 
-def test_metrics_say_how_uneven_a_load_is():
+def test_load_metrics_in_closed_form():
   """Two layers: an even one, and one with all tokens at two of four experts."""
   load = moe.Load(
     jnp.array([[5.0, 5, 5, 5], [10, 10, 0, 0]]), jnp.array([10.0, 0])

@@ -109,7 +109,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def network():
-  """`(params, config)` with every option on, and no weight that hides."""
+  """`(params, config)` with every option on, and no weight without effect."""
   config = transformer.ModelConfig(
     vocab=64,
     embed=32,
@@ -205,7 +205,7 @@ def test_a_bfloat16_file_is_what_transformers_rounds(tmp_path):
     assert torch.equal(weights[name], expected[name]), name
 
 
-def test_a_token_sees_what_precedes_it_in_its_segment_and_no_more(network):
+def test_a_token_depends_on_its_past_in_its_segment_alone(network):
   params, config = network
   # Each position holds another token, so that the gradient with respect to an
   # embedding is that with respect to a position.
@@ -234,7 +234,7 @@ def test_packed_equals_alone(network):
 
 @pytest.mark.parametrize("side_by_side", [1, 2, 4])
 def test_decoding_equals_forward(network, side_by_side, monkeypatch, request):
-  """However many layers a step has side by side."""
+  """Holds for any number of unrolled layers."""
   monkeypatch.setattr(kv_cache, "_MAX_GROUPS", side_by_side)
   decoded.clear_cache()
   request.addfinalizer(decoded.clear_cache)

@@ -16,7 +16,7 @@ def own_path(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def test_ours_say_why():
+def test_built_in_functions_return_their_outcome():
   texts = [r"\boxed{ 18 }", r"\boxed{18.0}", "18", r"\boxed{4} \boxed{**}"]
   exact = functions.exact(texts, [" 18"] * 4)
   math = functions.math(texts, [" 18"] * 4)

@@ -25,7 +25,7 @@ def _lognormal(num: int) -> np.ndarray:
   return np.exp([normal.inv_cdf((i + 0.5) / num) for i in range(num)])
 
 
-def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says():
+def test_gains_match_closed_forms():
   equal = np.full(64, 1 / 64)
   assert bounds.cauchy_schwarz(equal, equal) == pytest.approx(1)
   assert bounds.gains(bounds.Cells(equal, equal))["r=inf"] == pytest.approx(1)
@@ -67,7 +67,7 @@ def test_the_pooled_optimum_never_rises_and_no_falling_law_beats_it():
       assert took > least * 0.999
 
 
-def test_its_advantages_are_those_of_the_package():
+def test_advantages_are_those_of_the_package():
   rewards = np.random.default_rng(0).integers(0, 2, (9, 5)).astype(float)
   for name in ("group_normalized", "leave_one_out"):
     ours = getattr(moments, name)(rewards)
@@ -98,7 +98,7 @@ def test_two_phases_are_unbiased_with_normalised_advantages(size, multiple):
   np.testing.assert_allclose(always, full, atol=1e-12)
 
 
-def test_two_phases_that_always_go_on_cost_and_add_nothing():
+def test_two_phases_that_always_continue_cost_and_add_nothing():
   log = _log()
   objective = moments.OBJECTIVES["grpo"]
   pilots = two_phase.draw(log, objective, moments.moments(log, objective), 2)
