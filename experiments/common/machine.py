@@ -54,7 +54,7 @@ def yardstick(repeats: int) -> dict[str, float]:
 
 
 def description() -> dict[str, str]:
-  """The hardware and software that the figures are of."""
+  """Returns the hardware and software of the measurements."""
   name = platform.processor() or platform.machine()
   try:
     with open("/proc/cpuinfo", encoding="utf-8") as file:

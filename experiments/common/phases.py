@@ -1,4 +1,4 @@
-"""Each phase of a step, and how its cost goes with what it is given."""
+"""Each phase of a step, and how its cost scales with its input."""
 
 from collections.abc import Iterator
 import functools
@@ -40,7 +40,7 @@ class Update(NamedTuple):
 def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   """Seconds of prefill, decode, grade, select, score and update.
 
-  Model FLOPs count what the mathematics needs, nothing that is computed again.
+  Model FLOPs do not count recomputation.
   """
   model = work.model
   params = random_params(work)
@@ -224,7 +224,7 @@ def memory(work: works.Work) -> Iterator[Row]:
 
 
 def compile_update(work: works.Work, params) -> Update:
-  """The update of `params`, which it takes over at its first run."""
+  """Compiles the update of `params`, which its first run donates."""
   optimizer = optimizers.make_optimizer(1e-6, 1000)
   step = functools.partial(
     update.update, config=update_config(work), optimizer=optimizer
