@@ -36,9 +36,8 @@ def group_normalized(
   Args:
     eps: added to the standard deviation, above 0.
     ddof: 1 for the standard deviation of a sample, 0 for that of a population.
-  Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
-    deviation and this eps are what verl and tunix use; the paper specifies
-    neither.
+  Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The paper specifies
+    neither `eps` nor `ddof`; verl and tunix use these.
   """
   rewards, counted = _arrays(rewards, is_counted)
   centred = group_centred(rewards, counted)

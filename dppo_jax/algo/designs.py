@@ -70,8 +70,7 @@ def to_grid(
 
   Probabilities of 0 and 1 do not change and others stay between the two. They
   are rounded by largest remainders, which moves each by less than `1 / GRID` if
-  the sum was `n`. A sum that cannot be reached within these bounds is
-  approached.
+  the sum was `n`. A sum outside these bounds is approached.
   """
   n = jnp.asarray(n, jnp.int32)
   is_free = (prob > 0) & (prob < 1)

@@ -1,7 +1,6 @@
 """The objectives of the papers, each a factory: see methods/README.md.
 
-Factories return equal values for equal arguments, so that the same objective
-compiles once.
+Equal arguments return equal objectives, so that an objective compiles once.
 """
 
 import functools

@@ -33,8 +33,8 @@ class Objective(NamedTuple):
     token_loss: `(ratio, advantages, logprobs) -> (loss, is_clipped)`, arrays of
       one shape. The ratio is the policy's probability over that before the
       step, of the token or its sequence; `logprobs` are in nats; `is_clipped`
-      is only logged. To keep pruning exact, a token's loss must not depend on
-      other tokens.
+      is only logged. For exact pruning, tokens must not affect each other's
+      loss.
     token_share: `rollout -> [Q, G]`, factor on the tokens of each completion in
       the sum; the sum is divided by the number of completions.
     beta: coefficient of the KL penalty against the reference policy.

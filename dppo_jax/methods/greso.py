@@ -38,8 +38,8 @@ def greso(
     2. A batch of candidates is as large as the batch trained on, and the last
        one is cut to the estimated need; its remainder is not visited.
     3. A group is easy or hard if its rewards are exactly equal; the verifier
-       decides which. The authors' code has thresholds on the mean reward, 0.98
-       and 0.11.
+       decides which. The authors' code compares the mean reward with 0.98 and
+       0.11.
     4. One update on a rollout unless `objective.mini_batches` is set: 4 in the
        authors' scripts, of 64 prompts each.
   """
