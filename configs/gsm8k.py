@@ -9,9 +9,9 @@ hub, and without data files TFDS prepares `gsm8k`. A file needs the columns
 `problem` or `question`, and `answer`.
 
 Hardware: one GPU of 40 GB or more, or a TPU slice; by calculation 10 GiB of
-state, gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at
-this size**: hours and accuracy are unknown. The code path is tested with tiny
-checkpoints on GSM8K's own rows.
+state, gradients and rollout copy, and 5 GiB of cache. **It has never been run
+at this size**: hours and accuracy are unknown. The code path is tested with
+tiny checkpoints on GSM8K's own rows.
 """
 
 from dppo_jax.config import Config, use_method

@@ -8,7 +8,7 @@ Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub, which asks for a login that has accepted Meta's licence.
 
 Hardware: one GPU of 80 GB, or a TPU slice; by calculation 21 GiB of state,
-gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at this
+gradients and rollout copy, and 5 GiB of cache. **It has never been run at this
 size**: hours and accuracy are unknown. The code path is tested with tiny
 checkpoints.
 """

@@ -10,8 +10,8 @@ else over the rest.
 
 Hardware: one machine of eight GPUs of 141 GB. By calculation, a device holds 57
 GiB of state and gradients, 14 GiB of the rollout's copy and 4 GiB of cache.
-**Nobody has run it at this size**: hours and accuracy are unknown, and so is
-whether XLA on a GPU skips the experts that a token does not use. On TPUs and
+**It has never been run at this size**: hours and accuracy are unknown, and so
+is whether XLA on a GPU skips the experts that a token does not use. On TPUs and
 CPUs they are skipped (dppo_jax/models/grouped.py). The code path is tested with
 tiny checkpoints, also on meshes.
 """

@@ -9,7 +9,7 @@ hub. Files need the columns `problem` and `answer`. MATH cannot be downloaded by
 this program, so both files have to be given.
 
 Hardware: one GPU of 80 GB, or a TPU slice; by calculation 26 GiB of state,
-gradients and rollout copy, and 5 GiB of cache. **Nobody has run it at this
+gradients and rollout copy, and 5 GiB of cache. **It has never been run at this
 size**: hours and accuracy are unknown. The code path is tested with tiny
 checkpoints on MATH's own rows.
 """

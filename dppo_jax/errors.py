@@ -2,8 +2,7 @@
 
 
 class UserError(ValueError):
-  """Input that cannot work: an option, a file, a checkpoint or user code.
+  """Invalid input: an option, a file, a checkpoint or user code.
 
-  `main` prints the message without a traceback. Every other exception keeps its
-  traceback.
+  `main` prints its message without a traceback, unlike for other exceptions.
   """

@@ -35,7 +35,7 @@ def run(
       those of config.model, before supervised fine-tuning.
     step: checkpoint step; None for the latest.
   Raises:
-    UserError: for a config, data or checkpoint that cannot work.
+    UserError: for an invalid config, data set or checkpoint.
   """
   compile_cache.enable_compilation_cache()
   start = time.monotonic()

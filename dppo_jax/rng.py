@@ -35,7 +35,7 @@ class StepRng(NamedTuple):
   """A key and the training step it belongs to.
 
   Attributes:
-    key: consumed by whoever receives it.
+    key: consumed by its receiver.
     step: None if a caller gave a key alone.
   """
 

@@ -83,11 +83,11 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
   sizes = collections.Counter(getattr(x, "slice_index", 0) for x in devices)
   replicas, data, model = shape
   across = math.gcd(replicas, len(sizes))
-  rest = len(sizes) // across
+  within = len(sizes) // across
   options = {"allow_split_physical_axes": True}
-  if len(sizes) == 1 or len(set(sizes.values())) > 1 or data % rest:
+  if len(sizes) == 1 or len(set(sizes.values())) > 1 or data % within:
     return mesh_utils.create_device_mesh(shape, devices, **options)
-  on_slice, of_slices = (replicas // across, data // rest), (across, rest)
+  on_slice, of_slices = (replicas // across, data // within), (across, within)
   return mesh_utils.create_hybrid_device_mesh(
     (*on_slice, model), (*of_slices, 1), devices, **options
   )

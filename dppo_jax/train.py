@@ -50,8 +50,8 @@ def run(
       Every process calls them. Metrics that they return are logged with those
       of the step.
   Raises:
-    UserError: for a config, data or checkpoint that cannot work, or if the
-      gradient stays non-finite.
+    UserError: for invalid config, data or checkpoints, or a non-finite
+      gradient.
   """
   compile_cache.quiet_libraries()
   compile_cache.enable_compilation_cache()

@@ -60,7 +60,7 @@ def one_line(error: BaseException) -> str:
   return text
 
 
-@functools.cache  # a file that was edited since is imported again
+@functools.cache  # an edited file is imported again
 def _import_file(path: str, modified: int):
   # Its folder goes behind the standard library and before site-packages.
   installed = (i for i, x in enumerate(sys.path) if x.endswith("-packages"))

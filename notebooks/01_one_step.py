@@ -153,7 +153,7 @@ print("score of the last visit", score.shape, score.round(2))
 # ## 3. Roll out
 #
 # `G` completions of every kept prompt are sampled. Slots decode side by side;
-# one that finishes takes the next prompt. The result has a fixed shape: a
+# a free slot takes the next completion. The result has a fixed shape: a
 # pruned prompt is a row of length 0.
 
 # %%

@@ -174,10 +174,10 @@ plt.show()
 # there are at most 2⁸ = 256 outcomes.
 #
 # *neyman* makes a **systematic** draw. Lay the probabilities end to end on a
-# line and put a mark every 1 along it, the first at a random offset. Whatever a
-# mark hits is kept. So one random number decides everything, the number kept is
-# fixed, and only a few outcomes exist: one for each stretch of offsets between
-# which nothing changes.
+# line and put a mark every 1 along it, the first at a random offset. An item
+# that a mark hits is kept. So one random number decides everything, the number
+# kept is fixed, and only a few outcomes exist: one for each
+# stretch of offsets between which nothing changes.
 
 
 # %%
@@ -227,7 +227,7 @@ for p, choice in zip(chance, keep.astype(int), strict=True):
 # `horvitz_thompson` turns choices into weights: 1/p for what was kept, 0 for
 # what was not. Why this is right takes one line. A completion adds `g / p` with
 # probability `p`, and nothing otherwise. On average that is `p · g / p = g`,
-# whatever `p` is, as long as it is above 0.
+# for any `p` above 0.
 
 
 # %%
@@ -348,7 +348,7 @@ plt.show()
 
 # %%
 def squared_error(chance, weights, parts):
-  """Of the weighted sum of `parts [Q * G, 2]`, in units of their squares."""
+  """Returns that of weighted sums of `parts [Q * G, 2]`, over their squares."""
   estimates = weights.reshape(len(chance), -1) @ parts
   error = np.square(estimates - parts.sum(axis=0)).sum(axis=1)
   return chance @ error / np.square(parts).sum()
@@ -448,14 +448,14 @@ print("mean:", mean, f"  off by {np.abs(mean - full).max():.0e}")
 np.testing.assert_allclose(mean, full, atol=1e-6)
 
 # %% [markdown]
-# ## What unbiased does not promise
+# ## Limits of unbiasedness
 #
 # The *gradient* is unbiased. The *step* that an optimizer makes of it is not a
 # linear function of the gradient. Two examples on the outcomes of dppo:
 #
-# - clipping by norm: a gradient that happens to be long is cut, one that
-#   happens to be short is not;
-# - AdamW's first step is the sign of each coordinate, whatever its size.
+# - clipping by norm: a gradient that happens to be long is cut, a short
+#   one is not;
+# - AdamW's first step is the sign of each coordinate and ignores its size.
 
 
 # %%

@@ -133,7 +133,7 @@ L = 48  # positions in a row
 counts = packing.count_tokens(prompts.lengths, lengths, share_prefix=True)
 print("shared positions of each prompt, [Q]:   ", counts.prefix)
 print("own positions of each completion, [Q, G]:")
-print(counts.own)
+print(counts.completion)
 
 # %%
 num_rows = packing.row_bound(Q * G, P + T - 1, L)  # always enough
@@ -212,7 +212,7 @@ plt.show()
 # ## One row, position by position
 #
 # - `tokens` is what the model reads, `targets` what it should predict.
-# - `positions` count from 0 in each prompt *with* its completion: they go on
+# - `positions` count from 0 in each prompt *with* its completion: they continue
 #   where the shared prompt stopped.
 # - `segment_ids` number the segments of a row from 1. 0 is padding.
 # - `prefix_ids` name the one other segment that a position may look at: that
@@ -314,9 +314,11 @@ def logprobs(tokens, targets, positions, segment_ids, prefix_ids):
 def alone(q, g):
   """Log-probabilities of one completion, read by itself."""
   start, length = int(prompts.lengths[q]), int(lengths[q, g])
-  prompt, own = prompts.tokens[q, :start], rollout.tokens[q, g, :length]
+  prompt, completion = prompts.tokens[q, :start], rollout.tokens[q, g, :length]
   tokens = jnp.zeros((1, P + T), jnp.int32)
-  tokens = tokens.at[0, : start + length].set(jnp.concatenate([prompt, own]))
+  tokens = tokens.at[0, : start + length].set(
+    jnp.concatenate([prompt, completion])
+  )
   positions = jnp.arange(P + T)[None]
   ids = (positions < start + length).astype(int)
   targets = jnp.roll(tokens, -1, axis=1)
@@ -343,8 +345,8 @@ worst = 0.0
 for (q, g), expected in by_itself.items():
   # Trained positions start at the prompt's last token, which is its own.
   r, c = int(plan.row[q, g]), int(plan.offset[q, g])
-  got = packed[r, c : c + len(expected)]
-  worst = max(worst, float(jnp.abs(got - expected).max()))
+  actual = packed[r, c : c + len(expected)]
+  worst = max(worst, float(jnp.abs(actual - expected).max()))
 print(f"largest difference: {worst:.1e} nats")
 assert worst < 1e-5
 
@@ -396,7 +398,7 @@ print("window  rows")
 for window in (1, 4, 16, 64, 256):
   used = int(find(many, 160, bound, window).num_used)
   print(f"{window:6}  {used:4}")
-least = int(many.own.sum() + many.prefix.sum())
+least = int(many.completion.sum() + many.prefix.sum())
 print(f"no packer needs fewer than {-(-least // 160)}")
 
 # %% [markdown]

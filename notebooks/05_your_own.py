@@ -41,8 +41,8 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # A reward function is TRL's: lists in, a number for each completion out. It
 # takes what it names: `completions`, `answers`, `prompts`, any column.
 #
-# Rewards run in processes of their own, so that one that hangs or crashes costs
-# one reward and not the run. A process must be able to import them. So both go
+# Rewards run in separate processes: a function that hangs or crashes costs one
+# reward and not the run. A process must be able to import them. So both go
 # into a file, and the config names them as `FILE.py:FUNCTION`.
 
 # %%
@@ -152,7 +152,7 @@ def ends(keep: float = 0.25) -> methods.Method:
 #
 # An objective has a loss of (ratio, advantage, log-probability), token by
 # token. It also says which tokens were clipped, for the log. Ours lets a ratio
-# count up to a bound, whatever the sign of the advantage.
+# count up to a bound, for either sign of the advantage.
 
 
 # %%

@@ -13,7 +13,7 @@ import nbclient
 import nbformat
 
 # Where the project is public, as OWNER/NAME on GitHub: badges and install cells
-# name it. Whoever publishes it sets this and runs the command above.
+# name it. To publish it, set this and run the command above.
 REPOSITORY = "-owner-/dppo_jax"
 
 FOLDER = pathlib.Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Eight simulated devices, a quick compiler that remembers, no chance."""
+"""Eight simulated devices, fast cached compilation, repeatable randomness."""
 
 import atexit
 import ctypes
@@ -10,14 +10,14 @@ import sys
 import tempfile
 from unittest import mock
 
-# Tests compile longer than they compute: XLA's lowest level takes a third less
-# time than the level of a run. Set before JAX looks, for child processes too.
+# Tests compile longer than they compute: XLA's lowest optimisation level saves
+# a third of the time. Set before JAX reads it, for child processes too.
 os.environ["XLA_FLAGS"] = " ".join(
   [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
 )
 
-# What one process compiles, the others load: workers of pytest-xdist and
-# programs that tests start get the directory from the first process, which
+# A compilation cache that all processes share: workers of pytest-xdist and
+# programs that tests start inherit the directory of the first process, which
 # removes it.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp()
@@ -30,7 +30,7 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What a shell's script starts with & ignores Ctrl-C, which tests send.
+# A background job of a shell script ignores Ctrl-C, which tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile(
@@ -40,18 +40,18 @@ hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="module")
-def quick_compiler():
-  """Runs in this process compile at that level too, not at their own."""
+def fast_compiler():
+  """Compiles runs in this process at XLA's lowest level too."""
   from dppo_jax.step import programs
 
-  quick = lambda lowered, platform: lowered.compile()
-  with mock.patch.object(programs, "compile_program", quick):
+  compile_fast = lambda lowered, platform: lowered.compile()
+  with mock.patch.object(programs, "compile_program", compile_fast):
     yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-  """What a file compiled leaves the memory with it."""
+  """Frees the programs that a test file compiled."""
   yield
   jax.clear_caches()
   gc.collect()
@@ -60,18 +60,18 @@ def forget_programs():
 
 @pytest.fixture(autouse=True)
 def return_memory(request):
-  """After a test that compiles much, what that took goes back."""
+  """Returns freed memory to the system after a slow test."""
   yield
   if request.node.get_closest_marker("slow"):
     _return_memory()
 
 
 def _return_memory():
-  """The allocator of glibc keeps what was freed until it is asked."""
+  """Asks glibc's allocator to return the memory that was freed."""
   if sys.platform == "linux":
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def pytest_collection_modifyitems(items):
-  """Files marked slow go first: a worker that ends early has others to do."""
+  """Runs slow files first, so that the workers finish together."""
   items.sort(key=lambda item: item.parent.get_closest_marker("slow") is None)

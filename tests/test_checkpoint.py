@@ -130,8 +130,8 @@ def test_latest_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_what_a_kill_before_pruning_left_is_deleted_later(copy, is_over):
-  """By the next start of the run, also if all steps are done."""
+def test_checkpoints_left_by_a_kill_are_deleted_later(copy, is_over):
+  """The next start deletes it, also if all steps are done."""
   options = {"keep": 1, "read_only": is_over}
   with checkpoint.Checkpoints(copy, **options) as checkpoints:
     checkpoints.prune() if is_over else checkpoints.recover()
@@ -183,7 +183,7 @@ def test_full_disk_ends_with_a_clear_message(tmp_path, when):
 
 
 def _placed(shape):
-  """A state's shapes and where its arrays go on a mesh of that shape."""
+  """A state's shapes, and its shardings on a mesh of that shape."""
   kind = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.make_mesh(shape, ("data", "model"), kind)
   specs = {2: jax.P("data", "model"), 0: jax.P()}

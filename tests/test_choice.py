@@ -73,7 +73,7 @@ def test_method_and_objective_of_a_file(file):
     ("dppo_jax.methods.cppo:cppo", ("cppo", "grpo")),
   ],
 )
-def test_ours_and_a_users_combine(file, choice, names):
+def test_built_in_and_user_choices_combine(file, choice, names):
   c = commands.config(f"arithmetic:{choice.format(file)}")
   assert (c.method.name, c.objective.name) == names
 

@@ -25,7 +25,7 @@ def test_prompts_divide_over_devices(file, num_devices):
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_rows_and_slots_count_one_devices(num_devices):
-  """The default config, its data axis aside, is a run on each mesh."""
+  """The default config fits each mesh; only its data axis changes."""
   c = commands.config(
     "arithmetic",
     mesh__data=num_devices,
@@ -63,7 +63,7 @@ def test_a_replica_is_on_one_slice_where_it_can_be(shape, slices):
     types.SimpleNamespace(
       id=i,
       platform="gpu",
-      device_kind="one that is not there",
+      device_kind="imaginary",
       process_index=0,
       slice_index=i % 2,
     )
@@ -71,8 +71,10 @@ def test_a_replica_is_on_one_slice_where_it_can_be(shape, slices):
   ]
   mesh = sharding._arrange(devices, shape)
   assert sorted(x.id for x in mesh.flat) == list(range(8))
-  found = [sorted({x.slice_index for x in replica.flat}) for replica in mesh]
-  assert found == slices
+  slices_of_replicas = [
+    sorted({x.slice_index for x in replica.flat}) for replica in mesh
+  ]
+  assert slices_of_replicas == slices
   models = mesh.reshape(-1, shape[2])
   if shape[2] == 2:  # which stay on a slice
     assert all(len({x.slice_index for x in model}) == 1 for model in models)

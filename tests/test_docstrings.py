@@ -35,6 +35,6 @@ def test_examples_are_true(name):
 
 
 @pytest.mark.parametrize("part", SHOWN, ids=lambda part: part.__name__)
-def test_what_outsiders_use_has_an_example(part):
+def test_public_functions_have_an_example(part):
   for name in SHOWN[part].split():
     assert ">>> " in getattr(part, name).__doc__, f"{part.__name__}.{name}"

@@ -1,4 +1,4 @@
-"""Nothing that is drawn escapes the enumeration."""
+"""Draws that the enumeration would miss are errors."""
 
 from enumeration import Draws
 import jax

@@ -13,7 +13,7 @@ from dppo_jax import evaluate, train
 from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 SMALL = {
   "steps": 2,
@@ -96,18 +96,18 @@ def test_the_command_line_evaluates_several_sets(trained, sets):
   for line in lines:
     assert line["correct"] == (line["extracted"] == line["answer"])
     assert line["stopped"] or line["tokens"] == 8
-  # A set samples the same whatever other sets there are.
+  # The samples of a set do not depend on the other sets.
   options = {"data__eval": "short=arithmetic", "data__train": "missing.jsonl"}
   evaluate.run(_config(eval__samples=4, **options), trained)
   _, again = _results(trained, "step-2.1")
   assert again == [x for x in lines if x["set"] == "short"]
 
 
-def test_sets_have_random_numbers_of_their_own():
+def test_sets_have_independent_random_numbers():
   at = lambda *args: jax.random.key_data(
     eval_sets.rng_of_set(jax.random.key(0), *args).key
   ).tolist()
-  assert at("a", 0) == at("b", 0)  # the first, whatever its name
+  assert at("a", 0) == at("b", 0)  # the first set, under any name
   assert at("a", 1) == at("a", 2) != at("b", 1)
 
 

@@ -1,8 +1,8 @@
 """Pruned gradients average to the full batch's: every draw, none sampled.
 
 A small model, three prompts of three completions, prompts and completions and
-tokens pruned together, clipping and the KL penalty at work. What is wrong by
-design must fail the same test.
+tokens pruned together, clipping and the KL penalty at work. Deliberately wrong
+variants must fail the same test.
 """
 
 import functools
@@ -161,8 +161,8 @@ def _mean(method, name, scale=None, is_weighted=True):
   return mean, num
 
 
-def _distance(got, want):
-  return np.linalg.norm(got - want) / np.linalg.norm(want)
+def _distance(actual, want):
+  return np.linalg.norm(actual - want) / np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -193,16 +193,16 @@ def test_pruned_gradient_averages_to_that_of_the_full_batch(method, objective):
 
 def _of_each_part(batch, ends, objective):
   firsts = [0, *ends[:-1]]
-  found = [
+  gradients = [
     _gradient_of(batch, end, objective, first)[0]
     for first, end in zip(firsts, ends, strict=True)
   ]
-  return np.stack(found)
+  return np.stack(gradients)
 
 
 @pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])
 def test_each_mini_batch_averages_to_the_gradient_of_its_own_prompts(method):
-  """Chosen over the whole batch; before any part has moved the weights."""
+  """Choices are over the full batch; gradients are at the initial weights."""
   objective, mean = OBJECTIVES["grpo"], 0.0
   ((_, _, _, batch, ends),) = _draws(methods.grpo(), objective, True, 3)
   want = _of_each_part(batch, ends, objective)
@@ -214,7 +214,7 @@ def test_each_mini_batch_averages_to_the_gradient_of_its_own_prompts(method):
   assert _distance(want.sum(axis=0), _full("grpo")[0]) < 2e-5
 
 
-def test_every_method_is_here_or_known_to_be_biased():
+def test_every_method_is_tested_or_known_to_be_biased():
   biased = {"cppo", "pods", "d1s", "d2s", "d3s"}
   enumerated = {name.partition(",")[0] for name in WEIGHTED}
   assert set(methods.METHODS) == biased | enumerated | {"grpo"}
@@ -242,7 +242,7 @@ def _retained(kept, chosen):
 
 
 def _expected_share(rng, groups):
-  """A mean over what was kept, times the share expected to be."""
+  """A mean over the kept items, times the expected fraction kept."""
   chosen = methods.drop_small_advantage(0.7)(rng, groups)
   share = lambda x: x.astype(jnp.float32).mean(axis=1, keepdims=True)
   ratio = share(chosen.keep) / share(chosen.prob)
@@ -305,7 +305,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_enumeration_has_teeth(wrong):
+def test_biased_variants_fail_the_enumeration(wrong):
   mean, _ = _mean(name="grpo", **WRONG[wrong])
   assert _distance(mean, _full("grpo")[0]) > 1e-2
 
@@ -329,7 +329,7 @@ COLLAPSED = {
 
 
 @pytest.mark.parametrize("method", COLLAPSED)
-def test_keeping_all_is_grpo_to_the_bit(method):
+def test_keeping_all_is_bit_identical_to_grpo(method):
   method, objective = COLLAPSED[method], OBJECTIVES["grpo without KL"]
   (_, kept), *others = _prompt_draws(method)
   assert kept.keep.all() and (kept.prob == 1).all() and not others

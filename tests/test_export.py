@@ -259,7 +259,7 @@ def test_only_a_new_or_an_empty_directory_is_written(begun, tmp_path):
   assert [x.name for x in out.parent.iterdir()] == ["out"]
 
 
-def test_weights_that_are_not_there_raise(begun, tmp_path):
+def test_missing_weights_raise(begun, tmp_path):
   c, workdir, _ = begun
   with pytest.raises(UserError, match="no checkpoint of step 3"):
     export.run(c, workdir, tmp_path / "out", step=3)

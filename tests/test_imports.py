@@ -1,4 +1,4 @@
-"""The layout is a test: imports point down, and never in a circle."""
+"""Imports point down the code map, without cycles."""
 
 import ast
 import graphlib
@@ -32,16 +32,16 @@ MODULES = {name.removesuffix(".__init__"): p for name, p in MODULES.items()}
 
 
 def _imported(path: pathlib.Path) -> set[str]:
-  """Modules of the package that a file imports, at whatever depth of it."""
-  found = set()
+  """Modules of the package that a file imports, in functions too."""
+  names = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
       for alias in node.names:
         inner = f"{node.module}.{alias.name}"
-        found.add(inner if inner in MODULES else node.module)
+        names.add(inner if inner in MODULES else node.module)
     if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
-  return found & MODULES.keys()
+      names |= {alias.name for alias in node.names}
+  return names & MODULES.keys()
 
 
 def _part(module: str) -> str:
@@ -72,18 +72,18 @@ def test_every_part_has_a_level():
   assert {_part(name) for name in MODULES} - {""} == set(LEVEL)
 
 
-def test_mathematics_knows_no_model_config_or_file():
+def test_algo_imports_no_model_config_or_files():
   for path in (PACKAGE / "algo").glob("*.py"):
     parts = {_part(name) for name in _imported(path)}
     assert parts <= {"algo", "errors", "records", "rng"}, path.name
 
 
-def test_a_file_is_read_in_one_sitting():
+def test_files_of_the_package_are_short():
   lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
   assert max(lengths.values()) <= 400, lengths
 
 
-def test_the_package_lists_its_parts_and_imports_none_before_it_is_named():
+def test_subpackages_are_imported_on_first_use():
   listed = {name for name in dir(dppo_jax) if not name.startswith("_")}
   assert listed >= {"algo", "methods", "records", "rewards", "rng", "rollout"}
   for name in listed:

@@ -1,4 +1,4 @@
-"""A run killed anywhere and started again ends as if nothing had been."""
+"""A run that is killed at any point and resumed equals an undisturbed run."""
 
 import os
 import pathlib
@@ -11,10 +11,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_killed_at_every_place_ends_bit_equal():
+def test_killed_run_ends_bit_identical():
   """Weights, optimizer, history, metrics, samples and TensorBoard's events.
 
-  In a process of its own, as JAX forks badly once it has seen a device.
+  Runs in its own process, because forking is unsafe once JAX has a device.
   """
   done = subprocess.run(
     [sys.executable, pathlib.Path(kill.__file__), "--places"],

@@ -70,7 +70,7 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["layers", "none"])
-def test_the_estimate_is_near_what_a_compiled_update_takes(remat):
+def test_estimate_is_near_the_memory_of_a_compiled_update(remat):
   """Within a factor of 2.5 on a CPU without optimisation: 2.19 and 0.69 here.
 
   The estimate is made for accelerators, whose compilers fuse more.
@@ -105,7 +105,7 @@ def test_the_estimate_is_near_what_a_compiled_update_takes(remat):
     ("update", {"mesh__data": 4}, {"mesh__data": 2}),
   ],
 )
-def test_the_estimate_grows_with_what_is_held(stage, smaller, larger):
+def test_estimate_grows_with_batch_and_model(stage, smaller, larger):
   assert total(planned(**smaller), stage) < total(planned(**larger), stage)
 
 

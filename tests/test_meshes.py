@@ -21,7 +21,7 @@ from dppo_jax.step import abstract_values, programs
 from dppo_jax.step.pack import pack
 from dppo_jax.step.train_step import TrainStep
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 
 class _Grader:
@@ -35,7 +35,7 @@ class _Grader:
 
 
 def _config(mesh, method, **overrides):
-  """A model that knows nothing, with two heads of keys and values."""
+  """An untrained model with two key-value heads."""
   replicas, data_axis, model_axis = mesh
   tiny = {
     "steps": 4,
@@ -110,15 +110,15 @@ def _on_one_device(method):
     ("dppo", (2, 2, 2)),  # with weights that a rollout gathers
   ],
 )
-def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
+def test_a_mesh_changes_no_token_and_weights_only_by_rounding(method, mesh):
   want, reference = _on_one_device(method)
   tokens, state = _three_steps(mesh, method, rollout__shard_weights=mesh[0] > 1)
   chex.assert_trees_all_equal(tokens, want)
-  for got, wanted in (
+  for actual, wanted in (
     (state.params, reference.params),
     (state.history, reference.history),
   ):
-    chex.assert_trees_all_close(got, wanted, rtol=1e-7, atol=2e-4)
+    chex.assert_trees_all_close(actual, wanted, rtol=1e-7, atol=2e-4)
   if method == "neyman":
     assert reference.noise.noise > 0
     chex.assert_trees_all_close(state.noise, reference.noise, rtol=1e-3)
@@ -127,7 +127,7 @@ def test_a_mesh_changes_no_token_and_no_more_than_rounding(method, mesh):
   assert moved > 5e-3  # so that agreement says something
 
 
-def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
+def test_a_mesh_does_not_change_a_mixture_of_experts(tmp_path):
   tokenizer = data.CharacterTokenizer()
   model = transformer.ModelConfig(
     vocab=tokenizer.vocab_size,
@@ -156,8 +156,8 @@ def test_a_mesh_changes_nothing_of_a_mixture_of_experts(tmp_path):
   assert np.abs(router - np.asarray(start)).max() > 1e-3
 
 
-def test_a_width_is_gathered_of_what_a_device_holds():
-  """Its part of the other axes, which the model axis divides, and no more."""
+def test_gather_width_moves_only_the_parts_of_other_devices():
+  """A device receives only its slice of the axes that `model` divides."""
   mesh, axes = sharding.make_mesh(2, 4), ("embed", "mlp")
   weight = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
   places = sharding.sharding(mesh, *axes), sharding.sharding(mesh, None, "mlp")
@@ -172,22 +172,22 @@ def test_a_width_is_gathered_of_what_a_device_holds():
     gather = jax.jit(gather, in_shardings=places[0], out_shardings=places[1])
     text = gather.lower(weight).compile().as_text()
     np.testing.assert_array_equal(gather(weight), weight)
-  found = re.findall(r"(\w+\[[\d,]+\])\S* all-gather\(", text)
-  assert found == ["f32[16,6]"]
+  gathered = re.findall(r"(\w+\[[\d,]+\])\S* all-gather\(", text)
+  assert gathered == ["f32[16,6]"]
 
 
 def test_replicas_exchange_gradients_and_nothing_else():
-  """Each device its share of them, in every micro-batch once."""
+  """Each device exchanges its part once per micro-batch."""
   c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)
   run = setup_run(c)
   with jax.set_mesh(run.mesh):
     lowered = programs.programs(run)["update"].lower()
   sizes = collections.Counter()
   for line in lowered.compile().as_text().splitlines():
-    found = re.search(rf" = (.*?) ({_COLLECTIVES})(?:-start)?\(", line)
-    if found and any(min(x) < 4 <= max(x) for x in _groups(line)):
-      shapes = re.findall(r"\w\[([\d,]*)\]", found[1])
-      sizes[found[2]] += sum(
+    match = re.search(rf" = (.*?) ({_COLLECTIVES})(?:-start)?\(", line)
+    if match and any(min(x) < 4 <= max(x) for x in _groups(line)):
+      shapes = re.findall(r"\w\[([\d,]*)\]", match[1])
+      sizes[match[2]] += sum(
         math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
       )
   params = abstract_values.abstract_params(run)
@@ -228,28 +228,28 @@ def _groups(line):
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("row_length", [24, 8])
-def test_rows_filled_where_they_are_trained_are_the_same(mesh, row_length):
-  """Of prompts that no mesh divides; in rows of 8 not all have a place."""
-  want, got = _packed(mesh, row_length)
-  here = got[0].tokens.sharding.shard_shape(got[0].tokens.shape)
+def test_packing_on_a_mesh_equals_packing_on_one_device(mesh, row_length):
+  """Covers a number of prompts that no mesh divides, and rows that overflow."""
+  want, actual = _packed(mesh, row_length)
+  here = actual[0].tokens.sharding.shard_shape(actual[0].tokens.shape)
   assert here[1] == 16 // (mesh[0] * mesh[2])
-  chex.assert_trees_all_equal(jax.device_get(got), want)
+  chex.assert_trees_all_equal(jax.device_get(actual), want)
   assert (want[2].unplaced > 0) == (row_length == 8)
   assert want[1] > 1
 
 
 def test_rows_go_to_the_devices_in_turn():
   """The last micro-batch leaves no device two rows and another none."""
-  want, got = _packed((4, 1, 1), 24, spread_rows=True)
+  want, actual = _packed((4, 1, 1), 24, spread_rows=True)
   rows = lambda x: np.asarray(x[0].tokens).reshape(-1, 16, 24)
   in_turn = rows(want).reshape(-1, 4, 4, 24).swapaxes(1, 2)
-  np.testing.assert_array_equal(rows(got).reshape(in_turn.shape), in_turn)
-  num_used = (np.asarray(got[0].segment_ids) > 0).any(2).reshape(-1, 4, 4)
-  last = num_used[int(got[1]) - 1].sum(1)
+  np.testing.assert_array_equal(rows(actual).reshape(in_turn.shape), in_turn)
+  num_used = (np.asarray(actual[0].segment_ids) > 0).any(2).reshape(-1, 4, 4)
+  last = num_used[int(actual[1]) - 1].sum(1)
   assert 0 < last.sum() < 16 and last.max() - last.min() <= 1
 
 
-def test_no_device_ever_holds_the_tokens_of_all():
+def test_no_device_holds_all_tokens():
   mesh = sharding.make_mesh(8)
   spec = PackingSpec(24, rows_per_micro=8, window=6)
   prompts = small.prompts(num=16)

@@ -63,7 +63,7 @@ def _alone(k, num_parts, sampled, rewards, objective=PLAIN):
   return jax.tree.map(lambda x: x[: int(num_micro)], batch)
 
 
-def test_a_part_is_packed_as_it_would_be_alone(num_parts=2):
+def test_a_mini_batch_is_packed_as_if_alone(num_parts=2):
   """The first part has no variance, and no rows."""
   rewards = REWARDS.at[::num_parts].set(1.0)
   prompts, rollout = _sampled()
@@ -74,8 +74,8 @@ def test_a_part_is_packed_as_it_would_be_alone(num_parts=2):
   assert ends.tolist() == np.cumsum([len(x.tokens) for x in alone]).tolist()
   assert ends[0] == 0 < ends[1]
   want = jax.tree.map(lambda *xs: np.concatenate(xs), *alone)
-  got = jax.tree.map(lambda x: x[: int(ends[-1])], batch)
-  chex.assert_trees_all_equal(jax.device_get(got), want)
+  actual = jax.tree.map(lambda x: x[: int(ends[-1])], batch)
+  chex.assert_trees_all_equal(jax.device_get(actual), want)
   assert not (batch.segment_ids[int(ends[-1]) :] > 0).any()
   rows = sum((x.segment_ids > 0).any(2).sum() for x in alone)
   assert info.pack.rows == rows and info.pack.unplaced == 0
@@ -122,16 +122,16 @@ def _one_step(state, batch, config):
 @pytest.mark.parametrize(
   ("objective", "inner_updates"), [(PLAIN, 2), (objectives.gspo(), 1)]
 )
-def test_parts_are_updates_one_after_another(objective, inner_updates):
+def test_mini_batches_are_consecutive_updates(objective, inner_updates):
   """With the log-probabilities from before the first; then clips count."""
   config = _config(objective, inner_updates, 2)
   sampled = _sampled()
   batch, ends, *_ = _select(*sampled, REWARDS, 2, objective)
   batch = _score(small.params(0, MODEL), batch, ends, config)
   step = functools.partial(update.update, config=config, optimizer=OPTIMIZER)
-  got, info = jax.jit(step)(_state(), None, batch, ends, jnp.float32(12))
+  actual, info = jax.jit(step)(_state(), None, batch, ends, jnp.float32(12))
 
-  state, found = _state(), []
+  state, steps = _state(), []
   halves = [_alone(k, 2, sampled, REWARDS, objective) for k in range(2)]
   halves = [
     _score(small.params(0, MODEL), x, jnp.int32(len(x.tokens)), config)
@@ -139,17 +139,17 @@ def test_parts_are_updates_one_after_another(objective, inner_updates):
   ]
   for half in halves * inner_updates:
     state, last, sums = _one_step(state, half, config)
-    found.append((last, sums))
-  chex.assert_trees_all_close(got.params, state.params, rtol=1e-5, atol=1e-6)
-  clipped = [float(sums["clipped"]) for _, sums in found]
+    steps.append((last, sums))
+  chex.assert_trees_all_close(actual.params, state.params, rtol=1e-5, atol=1e-6)
+  clipped = [float(sums["clipped"]) for _, sums in steps]
   assert clipped[0] == 0 < clipped[1]
 
   # Of the last pass: its tokens, and its last step.
-  tokens = sum(sums["tokens"] for _, sums in found[-2:])
+  tokens = sum(sums["tokens"] for _, sums in steps[-2:])
   for name, want in {
     "clip_share": sum(clipped[-2:]) / tokens,
-    "loss": sum(info.loss for info, _ in found[-2:]) / 2,
-    "policy_ratio_max": max(x.policy_ratio_max for x, _ in found[-2:]),
+    "loss": sum(info.loss for info, _ in steps[-2:]) / 2,
+    "policy_ratio_max": max(x.policy_ratio_max for x, _ in steps[-2:]),
     "grad_norm": last.grad_norm,
   }.items():
     np.testing.assert_allclose(
@@ -157,7 +157,7 @@ def test_parts_are_updates_one_after_another(objective, inner_updates):
     )
 
 
-def test_prompts_that_do_not_divide_into_parts_are_refused():
+def test_prompts_not_divisible_into_mini_batches_are_rejected():
   c = configs.Config()
   c.data.prompts_per_step, c.objective.mini_batches = 32, 5
   with pytest.raises(ValueError, match=r"mini_batches=5\) is 32 .*multiple"):

@@ -1,4 +1,4 @@
-"""The notebooks are what their sources say, and run from top to bottom."""
+"""The notebooks match their sources, and run from top to bottom."""
 
 import importlib.util
 import os
@@ -33,11 +33,11 @@ def refresh():
 def test_a_notebook_is_the_cells_of_its_source(name, refresh):
   saved = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
   nbformat.validate(saved)
-  made = refresh.make(name)
-  cells = lambda notebook: [(c.cell_type, c.source) for c in notebook.cells]
+  notebook = refresh.make(name)
+  cells = lambda x: [(c.cell_type, c.source) for c in x.cells]
   hint = f"python notebooks/refresh.py {name}"
-  assert cells(saved) == cells(made), hint
-  assert saved.metadata == made.metadata, hint
+  assert cells(saved) == cells(notebook), hint
+  assert saved.metadata == notebook.metadata, hint
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,7 +49,7 @@ def test_plan_mode_allocates_no_arrays(no_network):
   assert sum(x.nbytes for x in arrays) < 1000
 
 
-def test_what_does_not_fit_comes_with_options_that_help(no_network, capsys):
+def test_advice_for_runs_that_do_not_fit(no_network, capsys):
   options = {"model__hub_id": "Qwen/Qwen3-4B", "mesh__model": 2}
   plan.run(commands.config("qwen_math", **options), hardware="v5e:16")
   printed = " ".join(capsys.readouterr().out.split())
@@ -78,7 +78,7 @@ def test_a_checkpoint_needs_only_its_config_json(tmp_path, no_network):
     ({"hardware": "v5e:4", "mesh__model": 8}, "1 x 8 needs 8 devices"),
   ],
 )
-def test_what_cannot_be_planned_is_rejected(options, words):
+def test_invalid_plans_are_rejected(options, words):
   flags = {name: x for name, x in options.items() if "__" not in name}
   changed = {name: x for name, x in options.items() if "__" in name}
   with pytest.raises(ValueError, match=words):

@@ -32,27 +32,29 @@ LAUNCH = commands.ROOT / "experiments/launch"
 @pytest.fixture
 def each(monkeypatch):
   """Calls a function in many threads; returns what each returns or raises."""
-  own = threading.local()
+  local = threading.local()
 
   def call(num, function):
     barrier, sent = threading.Barrier(num, timeout=10), {}
 
     def allgather(x):
-      sent[own.index] = x
+      sent[local.index] = x
       barrier.wait()
-      found = np.stack([sent[i] for i in range(num)])
+      stacked = np.stack([sent[i] for i in range(num)])
       barrier.wait()
-      return found
+      return stacked
 
     def run(index):
-      own.index = index
+      local.index = index
       try:
         return function(index)
       except Exception as error:
         return error
 
     monkeypatch.setattr(distributed, "count", lambda: num)
-    monkeypatch.setattr(distributed, "index", lambda: getattr(own, "index", 0))
+    monkeypatch.setattr(
+      distributed, "index", lambda: getattr(local, "index", 0)
+    )
     monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
     with futures.ThreadPoolExecutor(num) as pool:
       return list(pool.map(run, range(num)))
@@ -138,8 +140,8 @@ class _Device:
 )
 def test_each_row_has_one_owner_that_can_read_it(each, readers, expected):
   num = 1 + max(i for i, _ in readers)
-  found = each(num, lambda i: distributed.owners(_rows(readers, 4)).tolist())
-  assert found == [expected] * num
+  owners = each(num, lambda i: distributed.owners(_rows(readers, 4)).tolist())
+  assert owners == [expected] * num
 
 
 def test_different_flags_are_rejected_by_name(each, tmp_path):
@@ -220,7 +222,7 @@ def _join(ids, seconds=60, devices=(1, 1)):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_process_whose_others_never_come_ends_with_a_line(index):
+def test_missing_processes_end_the_start_with_a_clear_message(index):
   codes, (error,) = _join([index], seconds=3)
   assert re.fullmatch("error: all processes at .* did not connect .*\n", error)
   assert codes == [1]

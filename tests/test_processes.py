@@ -18,7 +18,7 @@ from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, train_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 # One compiled stage of decoding, rows of which each device has one.
 OPTIONS = {
@@ -132,12 +132,14 @@ class _Folder:
   def params(self, step: int):
     """The weights of a step, on one device."""
     run = setup.setup_run(self.config(steps=step))
-    with checkpoint.Checkpoints(self.workdir, read_only=True) as found:
-      return found.restore_params(step, abstract_values.abstract_params(run))
+    with checkpoint.Checkpoints(self.workdir, read_only=True) as checkpoints:
+      return checkpoints.restore_params(
+        step, abstract_values.abstract_params(run)
+      )
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory, quick_compiler):
+def dense(tmp_path_factory, fast_compiler):
   """Four steps alone; and one alone, two together, interrupted, one alone."""
   alone = _Folder(tmp_path_factory.mktemp("alone"))
   alone.alone(steps=4)
@@ -145,8 +147,8 @@ def dense(tmp_path_factory, quick_compiler):
   shared.alone(steps=1)
   (shared.path / "stop").mkdir()
   stopped = shared.together(steps=3, data=4)
-  with checkpoint.Checkpoints(shared.workdir, read_only=True) as found:
-    newest = found.latest_step()
+  with checkpoint.Checkpoints(shared.workdir, read_only=True) as checkpoints:
+    newest = checkpoints.latest_step()
   finished = shared.together(steps=3, data=4)
   shared.alone(steps=4)
   return types.SimpleNamespace(
@@ -174,7 +176,7 @@ def _kept(line: dict) -> dict:
   }
 
 
-def test_two_processes_sample_what_one_does(dense):
+def test_two_processes_sample_the_tokens_of_one(dense):
   assert len(dense.alone.seen()) == 4 * 8 * 4
   assert dense.shared.seen() == dense.alone.seen()
 
@@ -183,8 +185,8 @@ def test_two_processes_train_as_one_does(dense):
   _assert_same_weights(dense.alone, dense.shared, step=4)
 
 
-def test_two_processes_write_what_one_does(dense):
-  """Once, and with the texts of what the other process graded."""
+def test_two_processes_write_the_files_of_one(dense):
+  """Each line appears once, with the texts that the other process graded."""
   for name in ("samples", "metrics"):
     one, other = (x.lines(name) for x in (dense.alone, dense.shared))
     assert [line["step"] for line in other] == [line["step"] for line in one]

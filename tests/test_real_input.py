@@ -24,9 +24,9 @@ import checkpoints  # noqa: E402
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 if not DATA.is_dir():
-  pytest.skip("the real data are not at hand", allow_module_level=True)
+  pytest.skip("the real data are not available", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 STOPS = ("<|im_end|>", "<|endoftext|>")
 # What the model leans towards, step by step.
@@ -70,7 +70,7 @@ def write_checkpoint(path, family, tokenizer):
   embed, head = model.model.embed_tokens.weight, model.lm_head.weight
   with torch.no_grad():
     model.model.norm.weight[:] = 1.0
-    embed[:, -1] = 100.0  # whatever was read, the first stage may come next
+    embed[:, -1] = 100.0  # the first stage may follow any token
     head[stages[0], -1] = 2.85
     for axis, (now, after) in enumerate(itertools.pairwise(stages)):
       embed[now, axis] = 200.0

@@ -19,7 +19,7 @@ from dppo_jax.rollout import decode, generate, sampling
 
 pytestmark = pytest.mark.slow
 
-ONE_LAYER = dataclasses.replace(small.MODEL, layers=1)  # compiles sooner
+ONE_LAYER = dataclasses.replace(small.MODEL, layers=1)  # compiles faster
 RNG = rng_at(jax.random.key(5), 0, Stage.ROLLOUT)
 
 
@@ -56,36 +56,38 @@ def _prompts(num=6):
 def test_logprobs_are_those_of_the_full_forward_pass():
   """Prefill, cache and slots give what one pass over each sequence gives."""
   prompts = _prompts()
-  got = _sample(
+  actual = _sample(
     prompts, params=small.params(), temperature=0.8, model_config=small.MODEL
   )
   forward = jax.jit(transformer.forward, static_argnums=1)
   positions = jnp.arange(24, dtype=jnp.int32)[None]
   for q, g in np.ndindex(6, 4):
-    n, n_prompt = int(got.lengths[q, g]), int(prompts.lengths[q])
+    n, n_prompt = int(actual.lengths[q, g]), int(prompts.lengths[q])
     tokens = np.zeros((1, 24), np.int32)
     tokens[0, :n_prompt] = prompts.tokens[q, :n_prompt]
-    tokens[0, n_prompt : n_prompt + n] = got.tokens[q, g, :n]
+    tokens[0, n_prompt : n_prompt + n] = actual.tokens[q, g, :n]
     hidden = forward(
       small.params(), small.MODEL, tokens, positions, jnp.ones_like(positions)
     )
     logits = transformer.logits(small.params(), small.MODEL, hidden)[0]
     logprobs = jax.nn.log_softmax(logits[n_prompt - 1 :][:n] / 0.8)
-    alone = logprobs[np.arange(n), got.tokens[q, g, :n]]
-    np.testing.assert_allclose(got.logprobs[q, g, :n], alone, atol=2e-5)
+    alone = logprobs[np.arange(n), actual.tokens[q, g, :n]]
+    np.testing.assert_allclose(actual.logprobs[q, g, :n], alone, atol=2e-5)
 
 
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit():
-  got = _sample(_prompts(), stop_ids=(small.STOP, 7))
-  tokens, lengths = np.asarray(got.tokens), np.asarray(got.lengths)
-  assert lengths.min() < 12 and got.is_stopped.any()
+  actual = _sample(_prompts(), stop_ids=(small.STOP, 7))
+  tokens, lengths = np.asarray(actual.tokens), np.asarray(actual.lengths)
+  assert lengths.min() < 12 and actual.is_stopped.any()
   for q, g in np.ndindex(6, 4):
     n = lengths[q, g]
     is_stop = np.isin(tokens[q, g], (small.STOP, 7))
     assert not is_stop[: n - 1].any()
-    assert is_stop[n - 1] == got.is_stopped[q, g]
-    assert got.is_stopped[q, g] or n == 12
-    assert (tokens[q, g, n:] == 0).all() and (got.logprobs[q, g, n:] == 0).all()
+    assert is_stop[n - 1] == actual.is_stopped[q, g]
+    assert actual.is_stopped[q, g] or n == 12
+    assert (tokens[q, g, n:] == 0).all() and (
+      actual.logprobs[q, g, n:] == 0
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +96,11 @@ def test_a_completion_ends_with_its_stop_token_or_at_the_limit():
 )
 def test_tokens_do_not_depend_on_the_number_of_slots(num_slots, num_prompts):
   prompts = jax.tree.map(lambda x: x[:num_prompts], _prompts())
-  want, got = _sample(_prompts()), _sample(prompts, num_slots=num_slots)
-  np.testing.assert_array_equal(got.tokens, want.tokens[:num_prompts])
-  np.testing.assert_array_equal(got.lengths, want.lengths[:num_prompts])
+  want, actual = _sample(_prompts()), _sample(prompts, num_slots=num_slots)
+  np.testing.assert_array_equal(actual.tokens, want.tokens[:num_prompts])
+  np.testing.assert_array_equal(actual.lengths, want.lengths[:num_prompts])
   np.testing.assert_allclose(
-    got.logprobs, want.logprobs[:num_prompts], atol=1e-5
+    actual.logprobs, want.logprobs[:num_prompts], atol=1e-5
   )
 
 
@@ -107,10 +109,10 @@ def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
   """Accelerators have fewer stages; they change nothing but the time."""
   assert decode.slot_schedule(20, platform) != decode.slot_schedule(20, "cpu")
   want = _sample(_prompts(), num_slots=20)
-  got = _sample(_prompts(), num_slots=20, platform=platform)
-  np.testing.assert_array_equal(got.tokens, want.tokens)
-  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
-  assert got.slot_steps > want.slot_steps
+  actual = _sample(_prompts(), num_slots=20, platform=platform)
+  np.testing.assert_array_equal(actual.tokens, want.tokens)
+  np.testing.assert_allclose(actual.logprobs, want.logprobs, atol=1e-5)
+  assert actual.slot_steps > want.slot_steps
 
 
 @pytest.fixture
@@ -143,15 +145,15 @@ def test_slots_that_share_prompts_sample_the_same_tokens(
 def test_tokens_do_not_depend_on_neighbours_or_order():
   prompts, order = _prompts(), np.array([4, 0, 5, 2, 1, 3])
   want = _sample(prompts)
-  got = _sample(jax.tree.map(lambda x: x[order], prompts))
-  np.testing.assert_array_equal(got.tokens, want.tokens[order])
+  actual = _sample(jax.tree.map(lambda x: x[order], prompts))
+  np.testing.assert_array_equal(actual.tokens, want.tokens[order])
   # The others' texts change; the prompt and its id stay.
   changed = prompts.replace(
     tokens=jnp.where(prompts.ids[:, None] == 12, prompts.tokens, 3)
   )
-  got = _sample(changed)
-  np.testing.assert_array_equal(got.tokens[2], want.tokens[2])
-  assert not (got.tokens[1] == want.tokens[1]).all()
+  actual = _sample(changed)
+  np.testing.assert_array_equal(actual.tokens[2], want.tokens[2])
+  assert not (actual.tokens[1] == want.tokens[1]).all()
   other = prompts.replace(ids=prompts.ids + 100)
   assert not (_sample(other).tokens == want.tokens).all()
 
@@ -160,19 +162,21 @@ def test_pruned_prompts_cost_nothing_and_change_nothing():
   prompts = _prompts()
   keep = jnp.array([True, False, True, True, False, False])
   want = _sample(prompts)
-  got = _sample(prompts, kept=Selection(keep, jnp.full(6, 0.5)))
-  np.testing.assert_array_equal(got.tokens[keep], want.tokens[keep])
-  assert (got.lengths[~keep] == 0).all() and (got.tokens[~keep] == 0).all()
-  assert got.slot_steps < 0.7 * want.slot_steps
-  np.testing.assert_array_equal(got.kept.keep, keep)
+  actual = _sample(prompts, kept=Selection(keep, jnp.full(6, 0.5)))
+  np.testing.assert_array_equal(actual.tokens[keep], want.tokens[keep])
+  assert (actual.lengths[~keep] == 0).all() and (
+    actual.tokens[~keep] == 0
+  ).all()
+  assert actual.slot_steps < 0.7 * want.slot_steps
+  np.testing.assert_array_equal(actual.kept.keep, keep)
 
 
 def test_the_likeliest_token_is_the_limit_of_every_truncation():
   greedy = _sample(_prompts(), temperature=0.0)
   for kwargs in (dict(top_k=1), dict(top_p=1e-6), dict(temperature=1e-4)):
-    got = _sample(_prompts(), **kwargs)
-    np.testing.assert_array_equal(got.tokens, greedy.tokens)
-    np.testing.assert_allclose(got.logprobs, 0.0, atol=1e-2)
+    actual = _sample(_prompts(), **kwargs)
+    np.testing.assert_array_equal(actual.tokens, greedy.tokens)
+    np.testing.assert_allclose(actual.logprobs, 0.0, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ def test_the_likeliest_token_is_the_limit_of_every_truncation():
     (dict(temperature=1.0, top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
   ],
 )
-def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
+def test_token_frequencies_match_their_logprobs(kwargs, share):
   """Tolerance: 5 standard errors of four shares; false alarm below 1e-5."""
   num = 20000
   logits = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1])), (num, 4))
@@ -200,47 +204,47 @@ def test_tokens_are_drawn_as_often_as_their_logprobs_say(kwargs, share):
   )
 
 
-def test_inverting_the_running_sum_finds_each_token_as_often_as_it_should():
-  """All multiples of 1/4096, over two blocks of the vocabulary and a rest."""
+def test_inverted_cdf_has_exact_frequencies():
+  """All multiples of 1/4096, over two blocks of the vocabulary and a part."""
   counts = np.zeros(300, np.int64)
   rng = np.random.default_rng(0)
   at = rng.choice(300, 40, replace=False)
   counts[at] = rng.multinomial(4096, np.full(40, 1 / 40))
   uniform = jnp.arange(4096, dtype=jnp.float32) / 4096
   probs = jnp.broadcast_to(jnp.array(counts / 4096, jnp.float32), (4096, 300))
-  found = jax.jit(sampling._invert_cdf)(probs, uniform)
-  np.testing.assert_array_equal(np.bincount(found, minlength=300), counts)
+  tokens = jax.jit(sampling._invert_cdf)(probs, uniform)
+  np.testing.assert_array_equal(np.bincount(tokens, minlength=300), counts)
 
 
-def test_a_token_of_probability_zero_is_never_found():
-  """Not by the largest number there is, with sums that round."""
+def test_a_token_of_probability_0_is_never_sampled():
+  """Covers the largest uniform number, with sums that round."""
   rng = np.random.default_rng(0)
   probs = rng.exponential(size=(500, 700)) * (rng.random((500, 700)) < 0.1)
   probs = jnp.array(probs / probs.sum(-1, keepdims=True), jnp.float32)
   for uniform in (0.0, 2.0**-23, 1 - 2.0**-23):
-    found = sampling._invert_cdf(probs, jnp.full((500,), uniform))
-    assert (jnp.take_along_axis(probs, found[:, None], 1) > 0).all()
+    tokens = sampling._invert_cdf(probs, jnp.full((500,), uniform))
+    assert (jnp.take_along_axis(probs, tokens[:, None], 1) > 0).all()
 
 
 def test_slots_are_busy_on_geometric_lengths():
   """Uniform scores stop each token with chance 1/16; 4 completions a slot."""
   uniform = jax.tree.map(np.zeros_like, _params())
   prompts = small.prompts(32)
-  got = _sample(
+  actual = _sample(
     prompts, params=uniform, group_size=8, max_tokens=128, num_slots=64
   )
-  lengths = np.asarray(got.lengths)
+  lengths = np.asarray(actual.lengths)
   assert 13 < lengths.mean() < 19 and lengths.max() > 60
-  assert lengths.sum() / int(got.slot_steps) > 0.87
+  assert lengths.sum() / int(actual.slot_steps) > 0.87
 
 
-def test_a_longer_limit_goes_on_where_a_shorter_one_cuts():
+def test_a_longer_limit_continues_truncated_completions():
   short, long = _sample(_prompts()), _sample(_prompts(), max_tokens=20)
   np.testing.assert_array_equal(short.tokens, long.tokens[:, :, :12])
   assert (long.lengths > 12).any()
 
 
-def test_weights_for_decoding_are_whole_on_the_data_axis():
+def test_weights_for_decoding_are_gathered_over_the_data_axis():
   """Gathered once, not by every program; the model axis still splits them."""
   mesh = sharding.make_mesh(4, 2)
   places = transformer.inference_shardings(small.MODEL, mesh)
@@ -281,10 +285,10 @@ def test_paddings_and_parts_of_the_cache_do_not_change_tokens(
   monkeypatch.setattr(kv_cache, "_SHORTEST", 2)
   _sampler.cache_clear()
   prompts = PromptBatch(*(x[:5] for x in jax.tree.leaves(_prompts())))
-  got = _sample(prompts)
+  actual = _sample(prompts)
   _sampler.cache_clear()
-  np.testing.assert_array_equal(got.tokens, want.tokens[:5])
-  np.testing.assert_allclose(got.logprobs, want.logprobs[:5], atol=1e-5)
+  np.testing.assert_array_equal(actual.tokens, want.tokens[:5])
+  np.testing.assert_allclose(actual.logprobs, want.logprobs[:5], atol=1e-5)
 
 
 def test_ties_at_the_last_place_add_no_tokens():

@@ -14,7 +14,7 @@ from dppo_jax.run import signals
 
 how = sys.argv[1]
 usual = signal.SIG_IGN if how == "ignoring" else signal.default_int_handler
-signal.signal(signal.SIGINT, usual)  # whatever the tests were started with
+signal.signal(signal.SIGINT, usual)  # even in background
 
 def _xla_gc_callback(*unused):
   for _ in range(10):
@@ -82,7 +82,7 @@ def test_first_signal_outside_a_step_stops_with_a_line(number, how):
 
 
 def test_ignored_signal_stays_ignored():
-  """As a shell script has it of Ctrl-C for its background jobs."""
+  """Shell scripts start background jobs with Ctrl-C ignored."""
   child = _child("ignoring")
   for _ in range(3):
     child.send_signal(signal.SIGINT)

@@ -18,11 +18,11 @@ from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values, grade
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 
 def _config(**overrides) -> config.Config:
-  """A model that knows next to nothing, on problems of one operation."""
+  """A barely trained model, on problems of one operation."""
   c = config.Config()
   config.use_method(c, overrides.pop("method", "dppo"))
   c.method.args |= overrides.pop("args", {})
@@ -53,7 +53,7 @@ def _config(**overrides) -> config.Config:
 
 
 def _metrics(workdir):
-  """Every line, without what a clock measured."""
+  """Returns every line, without measured times."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   return [
     {k: v for k, v in json.loads(line).items() if "seconds" not in k}
@@ -74,7 +74,7 @@ def uninterrupted(tmp_path_factory):
   return workdir
 
 
-def test_a_run_leaves_what_it_promises(uninterrupted):
+def test_a_run_writes_all_documented_files(uninterrupted):
   for name in ("config.json", "metrics.jsonl", "samples.jsonl", "report.md"):
     assert (uninterrupted / name).stat().st_size > 0
   assert (uninterrupted / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -116,9 +116,7 @@ def test_every_metric_is_explained(uninterrupted):
   _assert_explained(uninterrupted)
 
 
-def test_without_held_out_problems_nothing_else_changes(
-  uninterrupted, tmp_path
-):
+def test_training_does_not_depend_on_held_out_problems(uninterrupted, tmp_path):
   c = _config(**{"data.eval": ""})
   train.run(c, tmp_path)
   chex.assert_trees_all_equal(
@@ -156,9 +154,7 @@ def _at_grading(monkeypatch, number, act):
   monkeypatch.setattr(grade, "grade", graded)
 
 
-def test_a_run_that_died_and_was_started_again_ends_bit_equal(
-  uninterrupted, tmp_path, monkeypatch
-):
+def test_resumed_run_ends_bit_identical(uninterrupted, tmp_path, monkeypatch):
   """It dies in step 4, with a checkpoint of step 2: step 3 is done again."""
 
   def die():
@@ -172,7 +168,7 @@ def test_a_run_that_died_and_was_started_again_ends_bit_equal(
   _assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_run_stopped_before_its_first_checkpoint_says_what_is_left(
+def test_run_stopped_before_its_first_checkpoint_reports_it(
   tmp_path, monkeypatch, capsys
 ):
   stop = lambda *unused: signal.raise_signal(signal.SIGTERM)
@@ -183,10 +179,10 @@ def test_a_run_stopped_before_its_first_checkpoint_says_what_is_left(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_was_asked_to_stop_saves_and_goes_on(
+def test_stopped_run_saves_and_resumes(
   uninterrupted, tmp_path, monkeypatch, number
 ):
-  """Asked in step 1, of which there would be no checkpoint otherwise."""
+  """Stops in step 1, which would otherwise have no checkpoint."""
   _at_grading(monkeypatch, 1, lambda: signal.raise_signal(number))
   with pytest.raises(KeyboardInterrupt):
     train.run(_config(), tmp_path)
@@ -198,14 +194,16 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on(
     _assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_finished_run_says_so_at_once(uninterrupted, monkeypatch, capsys):
+def test_finished_run_is_reported_at_once(uninterrupted, monkeypatch, capsys):
   files = [uninterrupted / x for x in ("metrics.jsonl", "config.json")]
   before = [file.read_bytes() for file in files]
   monkeypatch.setattr(train, "setup_run", None)  # nothing is set up
   train.run(_config(), uninterrupted)
-  said = capsys.readouterr().out
-  assert said.startswith("already done: 4 of 4 steps")
-  assert str(uninterrupted / "report.md") in said and "config.steps=8" in said
+  output = capsys.readouterr().out
+  assert output.startswith("already done: 4 of 4 steps")
+  assert (
+    str(uninterrupted / "report.md") in output and "config.steps=8" in output
+  )
   train.run(_config(steps=2), uninterrupted)
   assert "already done: 4 of 2 steps" in capsys.readouterr()[0]
   assert [file.read_bytes() for file in files] == before
@@ -213,7 +211,7 @@ def test_a_finished_run_says_so_at_once(uninterrupted, monkeypatch, capsys):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)
 
 
-def test_a_destroyed_policy_does_not_go_unnoticed(tmp_path, capsys):
+def test_a_destroyed_policy_is_reported(tmp_path, capsys):
   """Rewards that are all 0 have a gradient that is 0 and finite."""
   c = _config(
     **{
@@ -224,13 +222,13 @@ def test_a_destroyed_policy_does_not_go_unnoticed(tmp_path, capsys):
     }
   )
   train.run(c, tmp_path)
-  said = " ".join(capsys.readouterr().out.split())
-  assert "no token was trained on in the last 10 steps" in said
+  output = " ".join(capsys.readouterr().out.split())
+  assert "no token was trained on in the last 10 steps" in output
   report = (tmp_path / "report.md").read_text()
   assert re.search(r"steps with the warning nothing_trained \| [1-9]", report)
 
 
-def test_more_steps_go_on_where_fewer_ended(uninterrupted, tmp_path):
+def test_more_steps_resume_a_finished_run(uninterrupted, tmp_path):
   train.run(_config(steps=2), tmp_path)
   train.run(_config(), tmp_path)
   chex.assert_trees_all_equal(
@@ -238,14 +236,14 @@ def test_more_steps_go_on_where_fewer_ended(uninterrupted, tmp_path):
   )
 
 
-def test_another_config_is_refused_by_name(uninterrupted):
+def test_another_config_is_rejected_by_name(uninterrupted):
   changed = _config(**{"optimizer.learning_rate": 0.5, "pack.row_length": 32})
   with pytest.raises(ValueError, match=r"learning_rate.*row_length"):
     train.run(changed, uninterrupted)
 
 
 @pytest.mark.parametrize("method", methods.METHODS)
-def test_every_method_trains_and_compiles_nothing_on_the_way(
+def test_every_method_trains_without_recompiling(
   uninterrupted, tmp_path, method
 ):
   first_weights = {"sft.from_run": str(uninterrupted)}
@@ -266,7 +264,7 @@ def test_every_method_trains_and_compiles_nothing_on_the_way(
 
 @pytest.mark.parametrize("objective", ["dapo", "dr_grpo", "gspo"])
 def test_every_objective_trains(uninterrupted, tmp_path, objective):
-  """Off the policy in its second update, with every option at work."""
+  """The second update is off-policy, and every option is set."""
   c = _config(
     method=f"neyman,{objective}",
     args={"token_budget": 0.7},
@@ -334,7 +332,7 @@ def test_a_run_starts_from_weights_of_another(
     )
 
 
-def test_weights_that_another_run_did_not_keep_are_refused(uninterrupted):
+def test_weights_that_another_run_did_not_keep_are_rejected(uninterrupted):
   c = _config(**{"sft.from_run": f"{uninterrupted}@3"})
   with pytest.raises(ValueError, match=r"of step 3 in .*; available: 0, 2, 4"):
     setup_run(c)

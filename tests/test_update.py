@@ -1,4 +1,4 @@
-"""The update: exact in expectation, and blind to how the rows were cut."""
+"""The update: exact in expectation, for any division into rows."""
 
 import functools
 
@@ -74,11 +74,11 @@ def _flat(tree):
   return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-def _assert_close(got, want, rtol=2e-5):
-  got, want = _flat(got), _flat(want)
+def _assert_close(actual, want, rtol=2e-5):
+  actual, want = _flat(actual), _flat(want)
   scale = np.linalg.norm(want)
   assert scale > 0
-  assert np.linalg.norm(got - want) <= rtol * scale
+  assert np.linalg.norm(actual - want) <= rtol * scale
 
 
 def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
@@ -92,8 +92,8 @@ def test_zero_advantage_adds_nothing_where_there_is_no_penalty():
   assert held.sums["tokens"] == heavy.sums["tokens"]
 
 
-def test_a_sampler_that_differs_is_made_up_for_by_weights():
-  """On policy; off policy `choose_tokens` does it, before the update."""
+def test_sampler_mismatch_is_corrected_by_weights():
+  """On-policy case; otherwise `choose_tokens` corrects before the update."""
   plain, capped = objectives.grpo(), objectives.grpo(sampler_cap=1.1)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()), plain)
   params, config = small.params(0), _config(plain, inner_updates=1)
@@ -105,8 +105,8 @@ def test_a_sampler_that_differs_is_made_up_for_by_weights():
   weighted = batch.replace(weights=batch.weights * factor)
   want = _gradient(params, None, weighted, num_micro, config)
   config = config._replace(objective=capped)
-  got = _gradient(params, None, batch, num_micro, config)
-  _assert_close(got.grad, want.grad)
+  actual = _gradient(params, None, batch, num_micro, config)
+  _assert_close(actual.grad, want.grad)
 
 
 @pytest.mark.parametrize("spec", [PackingSpec(11, 1, 1), PackingSpec(40, 3, 9)])
@@ -120,17 +120,17 @@ def test_gradient_does_not_depend_on_rows_or_micro_batches(spec):
 @pytest.mark.parametrize("objective", [ACTIVE, objectives.gspo(beta=0.3)])
 def test_gradient_does_not_depend_on_whether_prompts_are_shared(objective):
   rollout = small.rollout(small.prompts())
-  found = {}
+  sums = {}
   for shares in (False, True):
     spec = PackingSpec(40, 2, 9, share_prefix=shares)
     batch, num_micro, info, _ = _select(rollout, objective, spec=spec)
     assert (info.pack.shared > 0) == shares
     config = _config(objective)
-    found[shares] = _gradient(
+    sums[shares] = _gradient(
       small.params(0), small.params(1), batch, num_micro, config
     )
-  _assert_close(found[True].grad, found[False].grad)
-  _assert_close(found[True].sums, found[False].sums)
+  _assert_close(sums[True].grad, sums[False].grad)
+  _assert_close(sums[True].sums, sums[False].sums)
 
 
 @jax.jit
@@ -174,8 +174,8 @@ def test_packed_equals_alone():
 def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
   rollout, objective = small.rollout(small.prompts()), objectives.grpo()
   batch, num_micro, *_ = _select(rollout, objective=objective)
-  got = _gradient_of(rollout, objective=objective, inner_updates=1)
-  assert got.sums["clipped"] == 0
+  actual = _gradient_of(rollout, objective=objective, inner_updates=1)
+  assert actual.sums["clipped"] == 0
 
   @jax.jit
   def likelihood(params):
@@ -186,7 +186,7 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
       total -= (logprobs * rows.advantages * rows.weights).sum()
     return total
 
-  _assert_close(got.grad, jax.grad(likelihood)(small.params()))
+  _assert_close(actual.grad, jax.grad(likelihood)(small.params()))
 
 
 def _state(optimizer):
@@ -219,7 +219,7 @@ def test_one_compilation_serves_every_number_of_micro_batches():
   assert len(seen) == int(num_micro) + 1
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
+def test_non_finite_gradient_changes_no_weight_and_is_counted():
   optimizer = make_optimizer(1e-3, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   bad = batch.replace(weights=batch.weights * jnp.nan)
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted():
 
 
 def test_weights_that_the_optimizer_destroys_are_counted():
-  """By a moment that is not finite, where the gradient is."""
+  """A non-finite moment destroys weights although the gradient is finite."""
   optimizer = make_optimizer(1e-3, 10, b1=float("nan"))
   start = _state(optimizer)
   sums = update.zero_sums(start.params, small.MODEL)
@@ -250,8 +250,8 @@ def test_weights_that_the_optimizer_destroys_are_counted():
   assert info.nonfinite_params == num_params
 
 
-def test_a_batch_without_a_gradient_moves_nothing():
-  """Until the optimizer has something to remember."""
+def test_a_batch_without_a_gradient_changes_no_weight():
+  """Holds until the optimizer has nonzero moments."""
   prompts = small.prompts()
   rollout, nothing = small.rollout(prompts), small.everything(3)
   pruned = rollout.replace(
@@ -266,18 +266,18 @@ def test_a_batch_without_a_gradient_moves_nothing():
     batch, num_micro, selected, _ = _select(sampled, grpo, rewards=rewards)
     state, info = step(start, None, batch, num_micro, jnp.float32(9))
     chex.assert_trees_all_equal(state.params, start.params)
-    found = jax.device_get(selected.metrics() | info.metrics()) | {
+    values = jax.device_get(selected.metrics() | info.metrics()) | {
       "step/seconds": 1.0
     }
-    assert found["completions/trained"] == found["update/grad_norm"] == 0
-    assert all(np.isfinite(x) for x in found.values())
+    assert values["completions/trained"] == values["update/grad_norm"] == 0
+    assert all(np.isfinite(x) for x in values.values())
     watch = health.Health(1)
-    _, said = [watch.check(i, found) for i in range(10)][-1]
-    assert any("no token was trained on" in x for x in said)
+    _, messages = [watch.check(i, values) for i in range(10)][-1]
+    assert any("no token was trained on" in x for x in messages)
 
 
 def test_inner_updates_are_steps_from_one_old_policy():
-  """Two at once equal one and one, with the same old log-probabilities."""
+  """Two at once equal two in turn, with the same old log-probabilities."""
   optimizer = make_optimizer(1e-2, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   batch = _score(small.params(), batch, num_micro)

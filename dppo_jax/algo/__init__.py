@@ -1,4 +1,4 @@
-"""Pure mathematics of arrays: it knows no model, no config and no files."""
+"""Pure functions of arrays, independent of model, config and files."""
 
 from dppo_jax.algo.advantages import (
   group_centred,

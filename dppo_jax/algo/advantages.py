@@ -1,4 +1,4 @@
-"""Rewards of a group turned into advantages within it.
+"""Advantages within a group, from its rewards.
 
 Rewards and masks may be arrays or lists of lists; integers become float32.
 `is_counted` marks the rewards from which statistics are taken. The advantages
@@ -36,8 +36,8 @@ def group_normalized(
   Args:
     eps: added to the standard deviation, above 0.
     ddof: 1 for the standard deviation of a sample, 0 for that of a population.
-  Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The sample
-    deviation and this eps are what verl and tunix use; the paper says neither.
+  Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The paper specifies
+    neither `eps` nor `ddof`; verl and tunix use these.
   """
   rewards, counted = _arrays(rewards, is_counted)
   centred = group_centred(rewards, counted)
@@ -59,7 +59,7 @@ def group_centred(
   """
   rewards, counted = _arrays(rewards, is_counted)
   # The compiler divides by a constant size by multiplying with its reciprocal.
-  # Doing so here makes a mask of all equal to None to the bit.
+  # Doing so here makes a mask of all bit-identical to None.
   per_reward = 1.0 / jnp.maximum(_size(counted), 1.0)
   total = jnp.where(counted, rewards, 0.0).sum(axis=1, keepdims=True)
   is_constant = is_zero_variance(rewards, counted)[:, None]
@@ -123,7 +123,7 @@ def overlong_penalty(
 def _arrays(
   rewards: Rewards, is_counted: Mask | None
 ) -> tuple[Float[Array, "Q G"], Bool[Array, "Q G"]]:
-  """Rewards as floats, and a full mask of those that are counted."""
+  """Converts rewards to floats, and None to a full mask."""
   rewards = jnp.asarray(rewards)
   chex.assert_rank(rewards, 2)  # [Q, G]
   if not jnp.issubdtype(rewards.dtype, jnp.floating):

@@ -31,8 +31,8 @@ def water_filling(
 
   Args:
     size_measure: at least 0, in any unit. Items of size 0 have probability 0;
-      the others have 1 if they are at most `n`. If some are infinite or NaN,
-      only those are kept, all alike: they must not vanish from the sum.
+      if at most `n` others remain, these have 1. If some are infinite or NaN,
+      only these are kept, equally likely: they must not vanish from the sum.
     n: number of items to keep, at most `GRID`.
     min_prob: in [0, 1], least probability of an item of size above 0;
       `n / count` if that is lower. Never below `1 / GRID`.
@@ -70,8 +70,7 @@ def to_grid(
 
   Probabilities of 0 and 1 do not change and others stay between the two. They
   are rounded by largest remainders, which moves each by less than `1 / GRID` if
-  the sum was `n`. A sum that cannot be reached within these bounds is
-  approached.
+  the sum was `n`. A sum outside these bounds is approached.
   """
   n = jnp.asarray(n, jnp.int32)
   is_free = (prob > 0) & (prob < 1)
@@ -81,12 +80,12 @@ def to_grid(
   remainder = prob * GRID - units.astype(jnp.float32)
   order = jnp.argsort(-sign.astype(jnp.float32) * remainder, stable=True)
 
-  def spare(units):  # units by which each can still move
+  def spare(units):  # units by which each item can still move
     free = jnp.where(sign > 0, GRID - units, units - 1)
     return jnp.where(is_free, free, 0)
 
   def hand_out(units):
-    """The same number to each that can move, and one more to the first."""
+    """Moves each free item by the same number, and the first by one more."""
     can_move = spare(units) > 0
     count = jnp.maximum(can_move.sum(dtype=jnp.int32), 1)
     missing = jnp.abs(_excess(units, n))
@@ -186,5 +185,5 @@ def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
   low = (units & 127).sum(dtype=jnp.int32)
   middle = middle + (low >> 7)
   high = high + (middle >> 7) - n * (GRID >> 14)
-  rest = (middle & 127) * 128 + (low & 127)
-  return jnp.clip(high, -(2**16), 2**16 - 1) * 2**14 + rest
+  remainder = (middle & 127) * 128 + (low & 127)
+  return jnp.clip(high, -(2**16), 2**16 - 1) * 2**14 + remainder

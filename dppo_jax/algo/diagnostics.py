@@ -1,4 +1,4 @@
-"""The precision that a choice of completions loses."""
+"""Loss of precision through a choice of completions."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float

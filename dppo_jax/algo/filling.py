@@ -130,7 +130,7 @@ def lay_out(
   num_sequences = plan.row.size
   columns = jnp.arange(row_length, dtype=jnp.int32)
   prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
-  own, prefix = counts.own.reshape(-1), counts.prefix[prompt]
+  completion, prefix = counts.completion.reshape(-1), counts.prefix[prompt]
   # Segments are completions and then prefixes of prompts. Each marks the
   # position where it starts; a position belongs to the last mark before it.
   # Neighbours that share a prefix write the same mark at the same place.
@@ -149,7 +149,7 @@ def lay_out(
   is_prefix = owner >= num_sequences
   s = jnp.where(is_prefix, 0, jnp.maximum(owner, 0))
   q = jnp.where(is_prefix, owner - num_sequences, s // group_size)
-  length = jnp.where(is_prefix, counts.prefix[q], own[s])
+  length = jnp.where(is_prefix, counts.prefix[q], completion[s])
   is_real = (owner >= 0) & (columns - start < length)
   positions = columns - start + jnp.where(is_prefix, 0, counts.prefix[q])
   segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)

@@ -1,7 +1,6 @@
 """The objectives of the papers, each a factory: see methods/README.md.
 
-Factories return equal values for equal arguments, so that the same objective
-compiles once.
+Equal arguments return equal objectives, so that an objective compiles once.
 """
 
 import functools
@@ -70,15 +69,15 @@ def dapo(
   Args:
     tokens_per_completion: constant number of tokens per completion of the
       unpruned batch by which the loss is divided, which leaves pruning exact;
-      0 for the mean length of the completions at hand.
+      0 for the mean length of the kept completions.
   Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
   Deviates:
     1. The mean is over the tokens of the full batch, as in public code; the
        paper's formula is over those of each group.
     2. The mean length is that of the unpruned batch if every prompt is kept.
-       If prompts were pruned it is estimated by the weighted mean of those
-       kept: a ratio estimate, with a bias of order 1 / their number.
-    3. Dynamic sampling is a method's, the overlong penalty the reward's.
+       If prompts were pruned it is estimated by the weighted mean over the kept
+       ones: a ratio estimate, with a bias of order 1 / their number.
+    3. Dynamic sampling is part of methods, the overlong penalty of rewards.
     4. One update on a rollout unless `objective.mini_batches` is set: 16 in
        the paper, each on 512 of 8,192 completions. The mean length is that of
        the rollout; public code takes that of each mini-batch.
@@ -161,7 +160,7 @@ def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
   Source: Ahmadian et al. 2024, arXiv:2402.14740, after Kool et al. 2019;
     Williams 1992 for REINFORCE.
   Deviates:
-    1. The KL penalty, if any, is the loss's; the paper's is in the reward.
+    1. The KL penalty, if any, is in the loss; the paper's is in the reward.
     2. There is no ratio: with more than one update on a rollout, the later ones
        are not corrected for the change of the policy.
   """

@@ -56,12 +56,12 @@ class TokenCounts(NamedTuple):
 
   Attributes:
     prefix: `[Q]`, positions that neighbours of one prompt share.
-    own: `[Q, G]`, positions of each completion, whose last token is a target
-      only.
+    completion: `[Q, G]`, positions of each completion; its last token is only a
+      target.
   """
 
   prefix: Int[Array, "Q"]
-  own: Int[Array, "Q G"]
+  completion: Int[Array, "Q G"]
 
 
 def count_tokens(
@@ -76,20 +76,20 @@ def count_tokens(
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
-  >>> prompts, completions = jnp.array([3, 4]), jnp.array([[4, 2], [4, 0]])
-  >>> print(algo.count_tokens(prompts, completions, share_prefix=True).own)
+  >>> prompts, lengths = jnp.array([3, 4]), jnp.array([[4, 2], [4, 0]])
+  >>> print(algo.count_tokens(prompts, lengths, share_prefix=True).completion)
   [[4 2]
    [4 0]]
-  >>> print(algo.count_tokens(prompts, completions, share_prefix=False).own)
+  >>> print(algo.count_tokens(prompts, lengths, share_prefix=False).completion)
   [[6 4]
    [7 0]]
   """
   prefix = prompt_lengths - 1
-  own = completion_lengths
+  completion = completion_lengths
   if not share_prefix:
-    own = prefix[:, None] + own
+    completion = prefix[:, None] + completion
     prefix = jnp.zeros_like(prefix)
-  return TokenCounts(prefix, jnp.where(completion_lengths > 0, own, 0))
+  return TokenCounts(prefix, jnp.where(completion_lengths > 0, completion, 0))
 
 
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
@@ -114,12 +114,12 @@ def plan(
 ) -> Plan:
   """Places every completion that has tokens, greedily within a window.
 
-  Completions of the prompt that was placed last, whose prefix is there, go
-  first. Among these, or else in the full window, the one that fills the row
-  furthest together with the best second one is taken; ties go to the longest,
-  then to the oldest. If none fits, the next row is opened. Completions of 4
-  and 2 tokens that share 2 (`p`) and one of 4 with a prefix of 3 (`q`), in
-  rows of 9:
+  Completions of the prompt placed last go first, as the row already has their
+  prefix; without any, the candidates are the full window. The packer looks one
+  completion ahead: it takes the candidate that, with the best second one, fills
+  the row furthest. Ties go to the longest, then to the oldest. If none fits,
+  the next row is opened. In rows of 9, completions of 4 and 2 tokens that share
+  2 (`p`), and one of 4 with a prefix of 3 (`q`):
 
     row 0   p p 1 1 1 1 2 2 .
     row 1   q q q 3 3 3 3 . .
@@ -144,18 +144,19 @@ def plan(
     2. Prefix Grouper packs a group as one sequence; here it may be divided
        among rows, each with a copy of the prompt.
   """
-  group_size = counts.own.shape[1]
-  longest = jnp.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
-  own = jnp.where(longest > row_length, 0, counts.own).reshape(-1)
-  num = own.size
-  order = jnp.argsort(own == 0, stable=True).astype(jnp.int32)
+  size = counts.completion
+  group_size = size.shape[1]
+  longest = jnp.where(size > 0, counts.prefix[:, None] + size, 0)
+  sizes = jnp.where(longest > row_length, 0, size).reshape(-1)
+  num = sizes.size
+  order = jnp.argsort(sizes == 0, stable=True).astype(jnp.int32)
   # Rank `num` stands for an empty place of the window; it never fits.
   queue = _Queue(
     item=jnp.append(order, num),
-    size=jnp.append(own[order], row_length + 1),
+    size=jnp.append(sizes[order], row_length + 1),
     prompt=jnp.append(order // group_size, -1),
     prefix=jnp.append(counts.prefix[order // group_size], 0),
-    num_real=(own > 0).sum(dtype=jnp.int32),
+    num_real=(sizes > 0).sum(dtype=jnp.int32),
   )
   state = jax.lax.while_loop(
     lambda state: (state.waiting < num).any(),
@@ -164,9 +165,9 @@ def plan(
   )
   is_open = (state.used > 0).astype(jnp.int32)
   num_used = jnp.minimum(state.current + is_open, num_rows)
-  shaped = lambda x: x.reshape(counts.own.shape)
+  shaped = lambda x: x.reshape(size.shape)
   row = shaped(jnp.where(state.row < num_rows, state.row, -1))
-  num_unplaced = ((counts.own > 0) & (row < 0)).sum(dtype=jnp.int32)
+  num_unplaced = ((size > 0) & (row < 0)).sum(dtype=jnp.int32)
   return Plan(
     row=row,
     offset=shaped(state.offset),

@@ -25,21 +25,21 @@ TokenLoss = Callable[[Tokens, Tokens, Tokens], tuple[Tokens, IsClipped]]
 class Objective(NamedTuple):
   """A loss of tokens with a KL penalty.
 
-  `grpo()._replace(token_loss=mine)` is an objective with a loss of one's own.
+  `grpo()._replace(token_loss=mine)` is an objective with your own loss.
 
   Attributes:
     advantage: `(rewards [Q, G], is_counted [Q, G] or None) -> [Q, G]`, with
       statistics of the counted rewards.
-    token_loss: `(ratio, advantages, logprobs) -> (loss, is_clipped)`, arrays
-      of one shape: the policy's probability over that before the step, of the
-      token or of its sequence; the advantage; the token's log-probability in
-      nats. Each token by itself, so that pruning stays exact; `is_clipped` is
-      only counted.
-    token_share: a rollout to the factor on the tokens of each completion,
-      `[Q, G]`, in the sum that is divided by the number of completions.
+    token_loss: `(ratio, advantages, logprobs) -> (loss, is_clipped)`, arrays of
+      one shape. The ratio is the policy's probability over that before the
+      step, of the token or its sequence; `logprobs` are in nats; `is_clipped`
+      is only logged. For exact pruning, tokens must not affect each other's
+      loss.
+    token_share: `rollout -> [Q, G]`, factor on the tokens of each completion in
+      the sum; the sum is divided by the number of completions.
     beta: coefficient of the KL penalty against the reference policy.
     is_sequence_ratio: takes the geometric mean of the ratios of a sequence.
-    sampler_cap: largest factor of `sampler_correction`, which belongs into the
+    sampler_cap: largest factor of `sampler_correction`, which multiplies the
       weights; 0 for no correction.
   """
 
@@ -94,7 +94,7 @@ def surrogate(
     advantages = jnp.broadcast_to(per_token(advantages), logprobs.shape)
     weights = jnp.broadcast_to(per_token(weights), logprobs.shape)
   rows = (logprobs, old_logprobs, advantages, weights, is_trained, segment_ids)
-  chex.assert_equal_shape(rows)  # else they would broadcast in silence
+  chex.assert_equal_shape(rows)  # else they would broadcast silently
   is_counted = is_trained & (weights != 0)
   logprobs = jnp.where(is_trained, logprobs, 0.0)
   old_logprobs = jnp.where(is_trained, old_logprobs, 0.0)
@@ -124,8 +124,8 @@ def _ratio(objective, logprobs, old_logprobs, is_trained, segment_ids):
     length = segment_sum(is_trained.astype(jnp.float32), segment_ids)
     mean = segment_sum(log_ratio, segment_ids) / jnp.maximum(length, 1.0)
     # The sequence's value with the token's own gradient.
-    own = logprobs - jax.lax.stop_gradient(logprobs)
-    log_ratio = jax.lax.stop_gradient(mean) + own
+    zero_with_gradient = logprobs - jax.lax.stop_gradient(logprobs)
+    log_ratio = jax.lax.stop_gradient(mean) + zero_with_gradient
   return jnp.exp(log_ratio)
 
 
@@ -164,7 +164,7 @@ def sampler_correction(
   Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training", fengyao.notion.site/off-policy-rl.
   Deviates:
-    1. It multiplies the KL penalty too, whose tokens are drawn alike.
+    1. It multiplies the KL penalty too, as its tokens have the same sampler.
   """
   log_ratio = _bounded(old_logprobs - sampler_logprobs)
   return jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), cap)

@@ -35,8 +35,7 @@ def check(limit: Limit, where: str = "config.method.args", **values: Any):
 
   Args:
     where: section of the config in which the options are set.
-    **values: arguments by name; a value that the limit cannot compare is
-      invalid.
+    **values: arguments by name; values that cannot be compared are invalid.
   """
   for name, value in values.items():
     try:

@@ -61,7 +61,7 @@ def _factory(known: dict[str, Callable], kind: str, choice: Choice) -> Callable:
 
 
 def _function(label: str, choice: Choice) -> Callable:
-  """Returns a function or the one that a reference names."""
+  """Returns a function, loaded first if it is given as a reference."""
   try:
     choice = user_code.load(choice) if isinstance(choice, str) else choice
   except UserError as error:

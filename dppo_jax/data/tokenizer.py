@@ -93,7 +93,7 @@ class PretrainedTokenizer:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, name)) for name in names):
       raise UserError(f"config.model.path {path!r} has no {' or '.join(names)}")
-    # Without it, transformers warns on import that there is no PyTorch.
+    # Suppresses transformers' warning that PyTorch is not installed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes a second, which the arithmetic task can spare
 

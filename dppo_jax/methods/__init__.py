@@ -1,8 +1,8 @@
-"""The methods, each a value that says how it differs from a simpler one.
+"""The methods, each a value that replaces parts of a simpler one.
 
-README.md beside this file has the table of them, when to take which, and how to
-write one; method.py says what a rule must do. A method of the package is a file
-with a factory, and a line in `METHODS`.
+README.md in this directory compares them and explains how to write one;
+method.py defines what a rule must do. Each method is a file with a factory, and
+a line in `METHODS`.
 """
 
 from dppo_jax.methods.cppo import cppo, top_abs_advantage

@@ -1,4 +1,4 @@
-"""D3S and its parts: D1S chooses completions, D2S tokens too, D3S relaxes."""
+"""D3S: D1S prunes completions, D2S also tokens, D3S by scheduled fractions."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from dppo_jax.records import Selection
 def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
   """GRPO on the subset of largest advantage variance.
 
-  Within a group that is the subset of PODS; advantages are those of the full
-  group.
+  In a group it is the subset of PODS. Advantages are those of the full group.
 
   Args:
     keep, scope: as in `max_variance`; the scope "batch" is D1S-Cross.
@@ -32,7 +31,7 @@ def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
 def d2s(
   keep: float = 0.25, keep_tokens: float = 0.2, scope: str = "batch"
 ) -> method.Method:
-  """D1S, and of what it keeps the tokens of large |advantage| x entropy.
+  """D1S on only the tokens of largest |advantage| x entropy.
 
   Args:
     keep, scope: as in `max_variance`.
@@ -60,8 +59,7 @@ def d3s(
   Args:
     keep, keep_tokens, scope: as in `d2s`, at the start.
     final_keep, final_keep_tokens: fractions at the end.
-    total_steps: of the run; None keeps the first fractions. The config passes
-      config.steps.
+    total_steps: config.steps in a run; None keeps the first fractions.
   Source: D3S, arXiv:2509.22115.
   Deviates:
     1. The fractions are ours; the paper's were not found.
@@ -91,8 +89,7 @@ def top_entropy(keep: method.Rate) -> method.TokenRule:
   Deviates:
     1. Ranks over all tokens of the kept samples, as the formula reads; the
        text can be read as a fraction of each response.
-    2. Divides by the number of a completion's tokens kept; the paper does not
-       say.
+    2. Divides by a completion's kept tokens; the paper gives no divisor.
     3. Entropy is that of the policy that sampled.
   """
   check(FRACTION, keep=keep)

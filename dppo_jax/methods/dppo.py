@@ -21,14 +21,14 @@ def dppo(
   Source: DPPO, arXiv:2603.04135.
   Deviates:
     1. Draws at random with known probabilities, as the paper's proof needs.
-       Its algorithm 1 is said to drop a fixed fraction, the lowest first,
-       which no weight makes unbiased: that reading was not taken.
-    2. Divides by the counts of the unpruned batch, which is what the paper's
-       factor C / (1 - P) amounts to if C is the fraction really kept. The
-       other reading, C as the expected fraction and a mean over what was kept,
-       is a ratio estimator with a bias of order 1 / kept: it was not taken.
+       Algorithm 1 reportedly drops a fixed fraction, the lowest first, which no
+       weights make unbiased: that reading is not implemented.
+    2. Divides by the counts of the unpruned batch. So does the paper's factor
+       C / (1 - P) if C is the actual fraction kept. If C is the expected one,
+       the mean over kept items is a ratio estimator, with a bias of order
+       1 / kept: that reading is not implemented.
     3. Pruned prompts wait for their next epoch and are not replaced.
-    4. Rates, threshold and score are our reading: the text was not at hand.
+    4. Rates, threshold and score are our reading of summaries of the paper.
   """
   check(RATE, prompt_rate=prompt_rate, completion_rate=completion_rate)
   return grpo()._replace(
@@ -77,10 +77,10 @@ def drop_small_advantage(
 def drop_by_history(rate: float) -> method.PromptRule:
   """Drops with probability `rate` if the last visit's score is below the mean.
 
-  A visit's score is the mean |advantage| of its group, normalised whatever the
-  objective computes. The mean is over the candidates that were visited; others
-  are always kept. The history is the score of each problem, `[M]`, infinite if
-  it was never visited.
+  A visit's score is the mean |advantage| of its group, normalised under any
+  objective. The mean is over the candidates that were visited; others are
+  always kept. The history is the score of each problem, `[M]`, infinite if it
+  was never visited.
 
   Args:
     rate: fraction of the eligible prompts to drop, in [0, 1).

@@ -56,8 +56,8 @@ class GroupBuffer(NamedTuple):
   Attributes:
     prompts, rollout, rewards: of `N` places; slot steps are of all chunks.
     num_groups: places in use, at most N.
-    num_seen: candidates up to the one that took the last place, or all,
-      including those that were skipped or cut by `limit`.
+    num_seen: candidates drawn until the last place was taken, or all, including
+      those that were skipped or cut by `limit`.
   """
 
   prompts: PromptBatch
@@ -73,10 +73,10 @@ def draws_of_step(
   """Returns the draws that a step may make, in order; on the host.
 
   Without an exact mean a step continues at `first_draw`, where the last one
-  ended. With it that would be biased: a step with much variance would leave
-  less of it in the epoch for the next, and candidates of two epochs are not in
-  random order. Each step then has draws of its own within an epoch. Draws that
-  it does not make, and the remainder of an epoch, are not visited.
+  ended. An exact mean would then be biased: a step that found much variance
+  would leave less of the epoch's for the next, and candidates of two epochs are
+  not in random order. Each exact step therefore has separate draws within an
+  epoch. Unused draws, and the remainder of an epoch, are not visited.
   """
   if not sampling.is_exact:
     return range(first_draw, first_draw + sampling.max_draws)
@@ -159,9 +159,9 @@ def next_size(
 ) -> Int[Array, ""]:
   """Returns the number of the next chunk's kept prompts to roll out.
 
-  A quarter more than would fill the buffer at the last chunk's fraction with
-  variance: `min(N, ceil(1.25 missing / fraction))`. With an exact mean all `N`,
-  as the number must not depend on rewards.
+  This is a quarter more than would fill the buffer at the last chunk's fraction
+  with variance, `min(N, ceil(1.25 missing / fraction))`. With an exact mean it
+  is `N`, as the number must not depend on rewards.
 
   Args:
     rollout, rewards: of the last chunk.

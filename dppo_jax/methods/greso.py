@@ -28,8 +28,8 @@ def greso(
     base, floor, target, tuning: as in `drop_zero_variance_streaks`.
     dynamic_sampling: "plain" draws batches of prompts until one is full of
       groups whose rewards differ, and takes their mean, which is biased.
-      "exact" weights by 1 / probability and corrects for stopping then; "none"
-      draws one batch and weights it.
+      "exact" weights by 1 / probability and corrects for this stopping rule;
+      "none" draws one batch and weights it.
     max_draws: largest number of batches drawn in a step, which then trains on
       the groups it has.
   Source: GRESO, arXiv:2506.02177.
@@ -37,9 +37,9 @@ def greso(
     1. A streak counts visits; pruned prompts wait for their next epoch.
     2. A batch of candidates is as large as the batch trained on, and the last
        one is cut to the estimated need; its remainder is not visited.
-    3. A group is easy or hard if its rewards are exactly equal, and the
-       verifier says which; the authors' code has thresholds on the mean reward,
-       0.98 and 0.11.
+    3. A group is easy or hard if its rewards are exactly equal; the verifier
+       decides which. The authors' code compares the mean reward with 0.98 and
+       0.11.
     4. One update on a rollout unless `objective.mini_batches` is set: 4 in the
        authors' scripts, of 64 prompts each.
   """
@@ -86,11 +86,11 @@ def drop_zero_variance_streaks(
   """Keeps a problem less often the longer its rewards have been equal.
 
   After `z` groups in a row without variance a prompt is kept with probability
-  `max(p**z, floor)`. Easy problems, most of whose last group was correct, and
-  hard ones have a `p` each, which starts at `base` and changes by `tuning` at
+  `max(p**z, floor)`. Easy problems, whose last group was mostly correct, and
+  hard ones have separate `p`. Each starts at `base` and changes by `tuning` at
   every step, within 0.05 and 0.95: down if the fraction of such groups reaches
-  its part of `target`, a third for easy ones, else up. All observations of a
-  step count together, and none changes the choice of its other prompts.
+  its part of `target` (a third for easy ones), else up. A step's observations
+  take effect together, after the step.
 
   Args:
     base, floor: in (0, 1].
@@ -100,8 +100,8 @@ def drop_zero_variance_streaks(
   Deviates:
     1. The method does not weight by these probabilities: see
        `unweighted_prompts`.
-    2. `p` follows the groups of problems that were visited before, and rests
-       if there are none; the code waits for the end of the first epoch.
+    2. `p` follows the groups of problems that were visited before, and stays if
+       there are none; the code waits for the end of the first epoch.
     3. The code's fraction of hard groups counts only rewards of exactly 0.1.
   """
   check(FRACTION, base=base, floor=floor)

@@ -106,7 +106,7 @@ def fixed_size(
 def floor_count(
   share: float | Float[Array, ""], count: Int[Array, ""]
 ) -> Int[Array, ""]:
-  """Rounds `share * count` down, except where only float32 made it less."""
+  """Rounds `share * count` down, after correcting a float32 rounding error."""
   exact = jnp.float32(share) * count.astype(jnp.float32)
   return jnp.floor(exact * (1 + 1e-6)).astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Shows a run's progress: a bar on a terminal, otherwise a line now and then.
+"""Shows a run's progress: a bar on a terminal, otherwise occasional lines.
 
 Does not import jax, so that it can show the loading of libraries.
 """

@@ -46,7 +46,7 @@ class ModelConfig:
   dtype: str = "float32"  # of the computation
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
-  gathers_layers: bool = False  # one by one in a rollout; else all are there
+  gathers_layers: bool = False  # one by one in a rollout; else all at once
 
   @property
   def has_gpu_layout(self) -> bool:

@@ -19,9 +19,9 @@ RewardFn = Callable[..., Sequence[float | None]]
 
 
 class Verdict(float):
-  """A reward of 1.0 for the outcome `right` and of 0.0 for any other.
+  """A reward of 1.0 for the outcome `right` and 0.0 for any other.
 
-  The others of our functions are `wrong`, `unboxed` and `unparsed`.
+  Other outcomes of `exact` and `math` are `wrong`, `unboxed` and `unparsed`.
   """
 
   outcome: str

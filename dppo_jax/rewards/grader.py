@@ -219,7 +219,7 @@ class Grader:
       text = f"{text}; config.reward.on_error is 'stop'\n{details}"
       raise UserError(text.strip())
     text += (
-      f"; one that fails alone earns 0, counted as reward/{kind}; "
+      f"; if it fails alone it earns 0, counted as reward/{kind}; "
       "config.reward.on_error=stop ends the run instead"
     )
     self._warnings.setdefault(spec.name, text)

@@ -1,6 +1,6 @@
 """Compares the answer in a completion's last box with the gold answer.
 
-math-verify decides on what normalize.py returns; README.md lists what is equal.
+math-verify compares what normalize.py returns; README.md lists equal answers.
 """
 
 from fractions import Fraction

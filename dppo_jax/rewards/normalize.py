@@ -1,4 +1,4 @@
-r"""Brings the many notations of an answer to one that math-verify reads.
+r"""Rewrites the many notations of an answer in LaTeX that math-verify reads.
 
 `normalize` also runs in the trainer's process: it takes linear time. The other
 functions run in workers, on short answers that `normalize` returned.
@@ -160,7 +160,7 @@ def percent(answer: str) -> str | None:
 
 
 def differ_in_kind(first: str, second: str) -> bool:
-  """Tells a set from a tuple and 9 a.m. from 9 p.m., as the parser does not."""
+  """Returns True for a set and a tuple, and for 9 a.m. and 9 p.m."""
   noon = r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b"
   halves = {x.lower() for x in re.findall(noon, f"{first} & {second}", re.I)}
   kinds = {_brackets(first), _brackets(second)}

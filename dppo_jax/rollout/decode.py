@@ -20,7 +20,7 @@ _FEWEST_ON_ACCELERATORS = 16
 class Slots(NamedTuple):
   """Unfinished completions, one in each slot."""
 
-  item: Int[Array, "B"]  # number of the completion; that of all if idle
+  item: Int[Array, "B"]  # number of the completion; QG if idle
   token: Int[Array, "B"]  # newest token, which the model has not read yet
   position: Int[Array, "B"]  # of this token
   count: Int[Array, "B"]  # tokens sampled so far

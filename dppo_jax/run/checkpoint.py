@@ -135,8 +135,8 @@ class Checkpoints:
     args = ocp.args.Composite(
       rest=ocp.args.StandardRestore(like.replace(params=None))
     )
-    rest = self._manager.restore(step, args=args).rest
-    return rest.replace(params=self.restore_params(step, like.params))
+    state = self._manager.restore(step, args=args).rest
+    return state.replace(params=self.restore_params(step, like.params))
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
     """Returns the weights of `step` alone; otherwise as `restore`."""

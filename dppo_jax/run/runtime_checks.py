@@ -39,7 +39,7 @@ def check_update(
 
   Args:
     num_nonfinite_params: weights that are infinite or NaN.
-    num_skipped_in_a_row: updates with a non-finite gradient up to this one.
+    num_skipped_in_a_row: consecutive updates with a non-finite gradient.
     details: numbers that describe the update.
   """
   if num_nonfinite_params:

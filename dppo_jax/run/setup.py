@@ -1,4 +1,4 @@
-"""A run before its first step: everything its stages share, checked."""
+"""A run before its first step: the validated state that its stages share."""
 
 import dataclasses
 import functools

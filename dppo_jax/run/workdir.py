@@ -23,7 +23,7 @@ from dppo_jax.run import checkpoint, distributed
 def may_change(config: configs.Config) -> set[str]:
   """Dotted names of the options that a resumed run may have changed.
 
-  They are marked in `config/`, except for what depends on the method.
+  They are marked in `config/`; a few depend on the method.
   """
   free = {
     x for x, _, metadata in configs.walk(config) if metadata.get("may_change")
@@ -44,7 +44,7 @@ def check(
   """Raises UserError, naming what changed, unless `config` may resume a run.
 
   Args:
-    path: config.json of the run; anything may resume a run without checkpoints.
+    path: config.json of the run; without checkpoints, any config may resume it.
     prints: result of `fingerprints`, if known.
   """
   if not checkpoint.complete_steps(path.parent):

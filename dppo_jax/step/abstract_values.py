@@ -1,4 +1,4 @@
-"""Shapes, dtypes and shardings of what the stages of a step exchange."""
+"""Shapes, dtypes and shardings of the values that a step's stages exchange."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ _PLACES = {
 
 
 def inputs(run: Run) -> dict[str, PyTree]:
-  """Abstract values that stages take and none of them makes."""
+  """Returns the abstract values that no stage produces."""
   state = abstract_train_state(run)
   num_prompts = run.config.data.prompts_per_step
   prompts = abstract_prompts(run, run.train_set, num_prompts)

@@ -24,8 +24,8 @@ class StageClock:
   def metrics(self) -> dict[str, float]:
     """Returns `stage/seconds` of every stage, and of the step so far.
 
-    `step/cpu_seconds` is CPU time of all cores: on a core of its own, the
-    duration of the step without interference.
+    `step/cpu_seconds` is CPU time of all cores. For a process pinned to one
+    core, other processes do not affect it.
     """
     stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
     return stages | {

@@ -43,7 +43,7 @@ def choose_prompts(
   *,
   method: Method,
 ) -> Selection:
-  """Chooses prompts to roll out: the first `limit` of those the rule keeps."""
+  """Chooses prompts to roll out: the first `limit` that the rule keeps."""
   kept = method.prompts.select(rng, history, ids)
   return kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
 

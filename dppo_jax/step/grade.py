@@ -69,8 +69,8 @@ def _grade_rows(
   """Grades the groups of some rows.
 
   Returns:
-    For each completion its row, its sample, if it stopped and what each reward
-    function gave; and counts of reasons for the rewards, such as timeouts.
+    For each completion its row, sample, stop flag and the value of each reward
+    function; and counts of outcomes and faults, such as timeouts.
   """
   lengths, group_size = rollout.lengths[rows], rollout.lengths.shape[1]
   ids = np.repeat(rollout.prompt_ids[rows], group_size)
@@ -185,7 +185,7 @@ def to_metrics(
     "reward/errors": counts["errors"],
     "reward/nonfinite": counts["nonfinite"],
   }
-  if len(functions) > 1:  # else reward/mean says it
+  if len(functions) > 1:  # else it is reward/mean
     for spec in functions:
       mean = counts[f"earned/{spec.name}"] / num
       metrics[f"reward/functions/{spec.name}"] = mean

@@ -1,4 +1,4 @@
-"""Measurement of the gradient noise scale, as a compiled stage of its own."""
+"""Measurement of the gradient noise scale, as a separate compiled stage."""
 
 import jax
 import jax.numpy as jnp

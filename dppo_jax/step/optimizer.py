@@ -1,4 +1,4 @@
-"""AdamW behind norm clipping, and the learning rate of each update."""
+"""AdamW with norm clipping, and the learning rate of each update."""
 
 import optax
 
@@ -16,11 +16,11 @@ def make_schedule(
     schedule: constant, linear or cosine, after the warm-up.
     warmup_steps: updates of a linear warm-up from 0 to `learning_rate`.
   """
-  rest = max(1, total_steps - warmup_steps)
+  decay_steps = max(1, total_steps - warmup_steps)
   rate = {
     "constant": optax.constant_schedule(learning_rate),
-    "linear": optax.linear_schedule(learning_rate, 0.0, rest),
-    "cosine": optax.cosine_decay_schedule(learning_rate, rest),
+    "linear": optax.linear_schedule(learning_rate, 0.0, decay_steps),
+    "cosine": optax.cosine_decay_schedule(learning_rate, decay_steps),
   }[schedule]
   if warmup_steps:
     warmup = optax.linear_schedule(
@@ -47,7 +47,7 @@ def make_optimizer(
   b2: float = 0.999,
   clip_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-  """AdamW behind global-norm clipping; skips gradients that are not finite.
+  """Returns AdamW with global-norm clipping; skips non-finite gradients.
 
   The first four arguments are those of `make_schedule`.
   """

@@ -41,7 +41,7 @@ def pack(
     each. If `unplaced` is above 0, sequences have no place in the rows and
     the loss is NaN: such a batch must not be trained on.
   """
-  # All devices plan alike, from lengths; tokens stay where they are.
+  # Every device computes the same plan from lengths; tokens do not move.
   replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
   prompts = prompts.replace(lengths=replicated(prompts.lengths))
   rollout = rollout.replace(lengths=replicated(rollout.lengths))
@@ -49,7 +49,7 @@ def pack(
     prompts.lengths, rollout.lengths, spec.share_prefix
   )
   max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  # Each mini-batch has rows enough for its sequences, however long.
+  # Each mini-batch has enough rows for its sequences at any length.
   size = spec.num_rows(rollout.lengths.size // mini_batches, max_length)
   plan, num_micro = _plan(counts, spec, size, mini_batches)
   batch = _fill(
@@ -66,9 +66,9 @@ def pack(
   num_used = plan.num_used.astype(jnp.float32)
   capacity = jnp.maximum(num_used, 1) * spec.row_length
   in_use = total(batch.segment_ids > 0)
-  # Positions if every completion had a prompt of its own.
+  # Positions if no completions shared a prompt.
   unshared = total(
-    packing.count_tokens(prompts.lengths, rollout.lengths, False).own
+    packing.count_tokens(prompts.lengths, rollout.lengths, False).completion
   )
   info = PackInfo(
     rows=num_used,
@@ -87,9 +87,8 @@ def _plan(
 ) -> tuple[packing.Plan, Int[Array, "*P"]]:
   """Plans `size` rows of each mini-batch; counts micro-batches up to its end.
 
-  Prompt `q` belongs to part `q % P`, so that what dynamic sampling left blank,
-  the last prompts, is missing from all parts alike. Parts lie one after
-  another.
+  Prompt `q` belongs to part `q % P`: the last prompts, which dynamic sampling
+  may leave blank, are spread evenly. Parts lie one after another.
   """
   num_micro = lambda rows: -(-rows // spec.rows_per_micro)
   plan = lambda counts: packing.plan(counts, spec.row_length, size, spec.window)
@@ -124,7 +123,7 @@ def _fill(
   """Fills micro-batches `[M, R, L]`, each shard of the mesh its own rows.
 
   Tokens are passed from shard to shard, a few prompts at a time, and each shard
-  takes those that its rows read: none ever holds the tokens of all.
+  reads what its rows need: none ever holds all tokens.
   """
   shards = sharding.num_shards_here("batch")
   if shards == 1:

@@ -174,7 +174,7 @@ def evaluation_program(run: Run, samples: int) -> Program:
   """Returns the program that rolls out evaluation problems.
 
   Args:
-    samples: completions of each problem; 0 is one, decoded greedily.
+    samples: completions of each problem; 0 decodes one greedily.
   """
   c, sampling = run.config, _sampling(run)
   if not samples:

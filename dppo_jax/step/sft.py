@@ -27,8 +27,8 @@ from dppo_jax.step.pack import pack
 
 SEQUENCES_PER_STEP = 64
 LEARNING_RATE = 3e-3
-# Fraction of arithmetic solutions that are the answer alone, so that guessing
-# is the likelier start.
+# Fraction of arithmetic solutions that state only the answer, so that the
+# initial policy mostly guesses.
 ARITHMETIC_DIRECT_SHARE = 0.55
 
 

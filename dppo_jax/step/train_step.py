@@ -122,7 +122,7 @@ class TrainStep:
     run, num_prompts = self._run, self._run.config.data.prompts_per_step
     with self._clock("data"):
       prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
-      # Prompt rules count steps, of which one may draw several times.
+      # Prompt rules count steps; a step may draw several times.
       rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
       kept = self.programs["choose_prompts"](
         rng, state.history, prompts.ids, limit

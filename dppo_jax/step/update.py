@@ -3,7 +3,7 @@
 Rows are cut into micro-batches of one fixed shape, `[M, R, L]`, of which the
 first `num_used` are run by one compiled loop: a pruned batch costs fewer turns
 of the loop and no new compilation. The mini-batches of a rollout lie one after
-another, and each is a step of its own.
+another, and each is a separate step.
 """
 
 from typing import NamedTuple
@@ -25,10 +25,10 @@ class UpdateConfig(NamedTuple):
   Attributes:
     temperature: of the sampler.
     inner_updates: passes over one rollout.
-    mini_batches: parts of a rollout, each an optimizer step of every pass. With
-      one optimizer step in all, the parameters that are trained are those that
-      sampled: the old log-probabilities are the current ones, held constant,
-      and those in the batch only serve to measure the sampler.
+    mini_batches: parts of a rollout, each an optimizer step of every pass. If a
+      rollout has only one step, its policy is still the sampler's: the current
+      log-probabilities, held constant, are the old ones, and those in the batch
+      only measure the sampler.
   """
 
   model: transformer.ModelConfig
@@ -76,10 +76,10 @@ class GradSums(NamedTuple):
 
   Attributes:
     grad: gradient of the loss sum.
-    sums: what describes the loss: `loss tokens clipped kl logprob entropy`.
+    sums: token sums to log: `loss tokens clipped kl logprob entropy`.
     log_ratio: the largest |log(policy / sampler)| of any trained token.
     load: of each layer's experts; None for a dense model.
-    num_read: positions that the model read, padding aside.
+    num_read: positions that the model read, without padding.
   """
 
   grad: transformer.Params
@@ -243,9 +243,8 @@ def apply_gradient(
   """Takes one optimizer step along `sums.grad / denominator`.
 
   A gradient that is not finite changes only the optimizer's count of such
-  steps. A gradient of zero, because nothing was drawn or no rewards differ, is
-  an estimate like any other and is applied: skipping it would favour the draws
-  that found something.
+  steps. A gradient of zero, because nothing was kept or no rewards differ, is
+  applied too: skipping it would bias the steps towards draws with a gradient.
 
   Args:
     denominator: the loss denominator, in completions of the unpruned batch.
@@ -297,8 +296,8 @@ def update(
 ) -> tuple[TrainState, UpdateInfo]:
   """Takes the optimizer steps of a rollout, and advances the step counter.
 
-  Each mini-batch has the same share of the prompts, and its gradient the same
-  share of the denominator: their mean is the gradient of the full batch.
+  Each mini-batch has an equal part of the prompts and of the denominator: the
+  mean of their gradients is that of the full batch.
 
   Args:
     batch: micro-batches `[M, R, L]`.

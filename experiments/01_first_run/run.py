@@ -3,7 +3,7 @@
   python -m experiments.01_first_run.run [--seeds=3] [--variants=dppo,grpo]
 
 Seconds are CPU seconds of the steps, on all cores together: other work on the
-machine disturbs them less than wall time. Each run is a process of its own; a
+machine disturbs them less than wall time. Each run is a separate process; a
 finished run is not repeated. Results go to results.jsonl and figure.png in this
 folder.
 """

@@ -25,14 +25,14 @@ DRAWS = 500
 
 def measure(sampled: Batch) -> list[dict]:
   """Measures every method at every budget that it can keep to."""
-  found = []
+  rows = []
   for name, make in by_share(sampled).items():
     for budget in BUDGETS:
       method = at_budget(sampled, make, budget)
-      told = error(sampled, method) if method else {"variance": None}
-      found.append({"method": name, "budget": budget, **told})
+      measured = error(sampled, method) if method else {"variance": None}
+      rows.append({"method": name, "budget": budget, **measured})
     jax.clear_caches()  # or the programs of all shares pile up
-  return found
+  return rows
 
 
 def at_budget(
@@ -94,17 +94,17 @@ def _true_norm(sampled: Batch, share: float) -> methods.CompletionRule:
 def _neyman(share: float, squares: jax.Array) -> methods.CompletionRule:
   """The design with other squared norms of a completion's scores, `[Q, G]`."""
   rule = methods.neyman_completions(share)
-  told = lambda groups: groups.replace(sum_sq_residual=squares)
-  return lambda rng, groups: rule(rng, told(groups))
+  with_squares = lambda groups: groups.replace(sum_sq_residual=squares)
+  return lambda rng, groups: rule(rng, with_squares(groups))
 
 
 def error(sampled: Batch, method: methods.Method) -> dict[str, float]:
   """Squared bias and variance, in units of the full batch's own variance."""
   factors, tokens = _draw(sampled, method)
-  found = errors.describe(
+  moments = errors.describe(
     factors, sampled.factors, sampled.variance, sampled.products
   )
-  return found | {"tokens": tokens / sampled.live_tokens.sum()}
+  return moments | {"tokens": tokens / sampled.live_tokens.sum()}
 
 
 def _draw(sampled: Batch, method: methods.Method) -> tuple[np.ndarray, float]:

@@ -22,14 +22,14 @@ SHARES = (0.75, 0.5, 0.25, 0.125, 0.0625)  # of what has an advantage
 
 
 def measure(sampled: Batch) -> list[dict]:
-  """`rho`, and the formula beside the measured variance of the real draw."""
+  """`rho`, and the formula next to the measured variance of the real draw."""
   squares = sampled.factors**2 * np.diag(sampled.products)
   size = np.asarray(gradient_size(sampled.groups), np.float64).reshape(-1)
   is_live = sampled.factors != 0
   live_share = is_live.mean()
   facts = {"rho": squares.sum() / sampled.variance}
   facts["rho_of_prompts"] = _prompt_squares(sampled) / sampled.variance
-  found = []
+  rows = []
   for share in SHARES:
     method = methods.neyman(1.0, share * live_share)
     rng = StepRng(jax.random.key(0), jnp.int32(0))
@@ -37,7 +37,7 @@ def measure(sampled: Batch) -> list[dict]:
     prob = np.asarray(chosen.prob, np.float64).reshape(-1)[is_live]
     formula = lambda x, p=prob: (1 / p - 1) @ x[is_live] / x[is_live].sum()
     error = completions.error(sampled, method)
-    found.append(
+    rows.append(
       {
         "method": "neyman",
         "share_of_live": share,
@@ -49,10 +49,10 @@ def measure(sampled: Batch) -> list[dict]:
         **facts,
       }
     )
-    last = found[-1]
+    last = rows[-1]
     last["predicted_true"] = last["rho"] * last["formula_true"]
     last["predicted_proxy"] = last["rho"] * last["formula_proxy"]
-  return found
+  return rows
 
 
 def _prompt_squares(sampled: Batch) -> float:

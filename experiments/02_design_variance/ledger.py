@@ -1,4 +1,4 @@
-"""The rules by name, what each promises, and the tables of what it keeps."""
+"""The rules by name, the claim of each, and the tables of its measurements."""
 
 from typing import NamedTuple
 
@@ -67,12 +67,12 @@ GRESO | rollouts: GRESO | on purpose | 2506.02177
 
 def _parse(text: str) -> dict[str, list[Rule]]:
   """The rules by group."""
-  found = {}
+  groups = {}
   for block in text.strip().split("\n\n"):
     group, *rows = block.split("\n")
     cells = [row.split(" | ") for row in rows]
-    found[group] = [Rule(c[0], *c[1].split(": "), *c[2:]) for c in cells]
-  return found
+    groups[group] = [Rule(c[0], *c[1].split(": "), *c[2:]) for c in cells]
+  return groups
 
 
 RULES = _parse(LINES)
@@ -99,11 +99,11 @@ def at_length(rows: list[dict], row: dict, rule: Rule) -> float:
     return row["variance"]
   batch = [r for r in rows if r["batch"] == row["batch"]]
   length = next(r["squared_length"] for r in batch if r["level"] == "batch")
-  own = 0.0  # what the full batch has of the same chance
+  sampling = 0.0  # variance of the full batch from sampling its completions
   if rule.level == "rollouts":
     drawn = [r for r in batch if r["level"] == "rollouts"]
-    own = next(r["variance"] for r in drawn if r["method"] == "full")
-  noise = (row["variance"] + own) / row["scale"] ** 2 - own
+    sampling = next(r["variance"] for r in drawn if r["method"] == "full")
+  noise = (row["variance"] + sampling) / row["scale"] ** 2 - sampling
   return noise + 2 * length * (1 - row["cosine"])
 
 
@@ -128,11 +128,11 @@ def pages(rows: list[dict]) -> str:
   parts += ["# Other budgets: squared bias + variance\n"]
   parts += [_budgets(rows, batches), ""]
   for batch in batches:
-    found = [r for r in rows if r["batch"] == batch]
-    found = [r for r in found if r["level"] == "completions"]
-    if found:
+    designs = [r for r in rows if r["batch"] == batch]
+    designs = [r for r in designs if r["level"] == "completions"]
+    if designs:
       title = f"# Designs for completions, {batch}: bias² + variance\n"
-      parts += [title, _designs(found), ""]
+      parts += [title, _designs(designs), ""]
   return "\n".join(parts)
 
 
@@ -157,17 +157,17 @@ def _line(rows: list[dict], batch: str, rule: Rule) -> str:
   is_exact = rule.unbiased == EXACT
   cost = seconds(rows, batch, rule)
   cells = [
-    "0" if is_exact else told(row["bias"]),
-    told(row["variance"]),
+    "0" if is_exact else two_digits(row["bias"]),
+    two_digits(row["variance"]),
     "1" if is_exact else f"{row['cosine']:.2f}",
     "1" if is_exact else f"{row['scale']:.2f}",
-    told(at_length(rows, row, rule)),
+    two_digits(at_length(rows, row, rule)),
     f"{row.get('generated', 1.0):.0%}",
     f"{row['tokens']:.0%}",
     "–" if cost is None else f"x{cost:.2f}",
   ]
   if rule.unbiased == OTHER:
-    cells[0] += f" ({told(row['aim_bias'])})"
+    cells[0] += f" ({two_digits(row['aim_bias'])})"
     cells[2] += f" ({row['aim_cosine']:.2f})"
     cells[3] += f" ({row['aim_scale']:.2f})"
   return head + "".join(f" {cell} |" for cell in cells)
@@ -191,8 +191,8 @@ def _budgets(rows: list[dict], batches: list[str]) -> str:
 def _both(row: dict | None, rule: Rule) -> str:
   if row is None:
     return "–"
-  bias = "" if rule.unbiased == EXACT else f"{told(row['bias'])} + "
-  return bias + told(row["variance"])
+  bias = "" if rule.unbiased == EXACT else f"{two_digits(row['bias'])} + "
+  return bias + two_digits(row["variance"])
 
 
 def _designs(rows: list[dict]) -> str:
@@ -216,12 +216,12 @@ def _design(row: dict) -> str:
     return "–"
   if row["bias"] > 0.02 * row["variance"] + 1e-3:
     shape = f"(cos {row['cosine']:.2f}, x{row['scale']:.2f})"
-    return f"{told(row['bias'])} + {told(row['variance'])} {shape}"
+    return f"{two_digits(row['bias'])} + {two_digits(row['variance'])} {shape}"
   return f"{row['variance']:.4f}"
 
 
-def told(x: float) -> str:
-  """Two digits that say something."""
+def two_digits(x: float) -> str:
+  """Formats a number with two significant digits."""
   if abs(x) < 5e-4:
     return "0.000"
   if abs(x) < 0.1:

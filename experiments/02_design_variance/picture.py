@@ -8,7 +8,7 @@ from matplotlib import lines
 from . import ledger
 from .ledger import BIASED, BUDGETS, EXACT, OTHER, TABLE
 
-# Shape says what a rule promises; colour says it again.
+# Shape and colour both encode a rule's claim.
 MARKS = {
   EXACT: ("o", "#2a6f97", "exactly unbiased: variance"),
   BIASED: ("X", "#9e2a2b", "biased: squared bias + variance"),
@@ -75,8 +75,8 @@ def _line(axis, rows, batch: str, rule: ledger.Rule, y: float) -> None:
   """The error at the table's budget, and ticks at the others."""
   marker, colour, _ = MARKS[rule.unbiased]
   axis.axhline(y, color="#eeeeee", lw=0.8, zorder=0)
-  found = {b: ledger.find(rows, batch, rule, b) for b in BUDGETS}
-  errors = {b: _error(r, rule) for b, r in found.items() if r}
+  by_budget = {b: ledger.find(rows, batch, rule, b) for b in BUDGETS}
+  errors = {b: _error(r, rule) for b, r in by_budget.items() if r}
   axis.plot(
     list(errors.values()), [y] * len(errors), "|-", color=colour, ms=7, lw=1
   )
@@ -86,7 +86,7 @@ def _line(axis, rows, batch: str, rule: ledger.Rule, y: float) -> None:
     axis.text(0.02, y, text, fontsize=8, va="center", transform=place)
     return
   axis.plot(errors[TABLE], y, marker, color=colour, ms=8, zorder=3)
-  rescaled = max(ledger.at_length(rows, found[TABLE], rule), FLOOR)
+  rescaled = max(ledger.at_length(rows, by_budget[TABLE], rule), FLOOR)
   if not 0.7 < rescaled / errors[TABLE] < 1.4:
     axis.plot([rescaled, errors[TABLE]], [y, y], ":", color=colour, lw=1)
     axis.plot(rescaled, y, "s", color=colour, mfc="white", ms=6, zorder=3)

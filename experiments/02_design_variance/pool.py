@@ -89,13 +89,13 @@ def expected(pool: Pool) -> np.ndarray:
 
 def binomial(size: int, rates: np.ndarray) -> np.ndarray:
   """`[Q, size + 1]`: probabilities of so many right ones among `size`."""
-  found = np.zeros((len(rates), size + 1))
-  found[:, 0] = 1.0
+  probs = np.zeros((len(rates), size + 1))
+  probs[:, 0] = 1.0
   for _ in range(size):
-    more = found[:, :-1] * rates[:, None]
-    found *= 1 - rates[:, None]
-    found[:, 1:] += more
-  return found
+    more = probs[:, :-1] * rates[:, None]
+    probs *= 1 - rates[:, None]
+    probs[:, 1:] += more
+  return probs
 
 
 @functools.cache
@@ -103,5 +103,5 @@ def _advantages(advantage, size: int) -> np.ndarray:
   """Computes `Pool.advantages`."""
   count = np.arange(size + 1)[:, None]
   rewards = (np.arange(size)[None] < count).astype(np.float32)
-  found = np.asarray(advantage(jnp.asarray(rewards)), np.float64)
-  return np.stack([found[:, -1], found[:, 0]], axis=1)
+  values = np.asarray(advantage(jnp.asarray(rewards)), np.float64)
+  return np.stack([values[:, -1], values[:, 0]], axis=1)

@@ -31,7 +31,7 @@ def measure(sampled: Batch) -> list[dict]:
   picked = rng.choice(len(size), SAMPLE, p=chance)
   grams = token_products(sampled, picked)
   shares = np.asarray(sampled.factors[picked] ** 2 / chance[picked]) / SAMPLE
-  found = []
+  rows = []
   for name, rule in RULES.items():
     for budget in BUDGETS:
       probs = rule(sampled, budget)
@@ -42,7 +42,7 @@ def measure(sampled: Batch) -> list[dict]:
         for u, gram, share in zip(picked, grams, shares, strict=True)
       ]
       spread = np.std(added) * np.sqrt(SAMPLE)
-      found.append(
+      rows.append(
         {
           "method": name,
           "budget": budget,
@@ -52,7 +52,7 @@ def measure(sampled: Batch) -> list[dict]:
           "rows": _read(probs, lengths, is_prefix) / lengths.sum(),
         }
       )
-  return found
+  return rows
 
 
 def token_products(sampled: Batch, picked: np.ndarray) -> list[np.ndarray]:

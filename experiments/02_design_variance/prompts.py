@@ -18,7 +18,7 @@ def measure(sampled: Batch) -> list[dict]:
   run, ids = sampled.run, sampled.prompts.ids
   before, rewards = sample(run, sampled.params, sampled.prompts, draw=1)
   seen = (rewards, rewards, before.lengths)  # 1 for what is correct, else 0
-  found = []
+  rows = []
   for budget in BUDGETS:
     rate = _rate(seen, run, ids, budget)
     soft = rate and methods.drop_by_history(rate)
@@ -28,14 +28,14 @@ def measure(sampled: Batch) -> list[dict]:
       ("InfoBatch-like", soft, True),
       ("neyman", methods.neyman_prompts(budget), True),
     ):
-      told = {"variance": None}
+      measured = {"variance": None}
       if rule:
         history = rule.init(len(run.train_set))
         if is_seen:
           history = rule.observe(history, jnp.int32(0), ids, *seen)
-        told = _error(sampled, rule, history, name == "InfoBatch-like")
-      found.append({"method": name, "budget": budget, **told})
-  return found
+        measured = _error(sampled, rule, history, name == "InfoBatch-like")
+      rows.append({"method": name, "budget": budget, **measured})
+  return rows
 
 
 def _error(
@@ -58,12 +58,12 @@ def _error(
     factor /= keep.mean(axis=1, keepdims=True)
   full = sampled.factors.reshape(sampled.rewards.shape)
   draws = (factor[..., None] * full).reshape(DRAWS, -1)
-  told = errors.describe(
+  moments = errors.describe(
     draws, sampled.factors, sampled.variance, sampled.products
   )
   tokens = np.asarray(sampled.rollout.lengths).sum(axis=1)
   live = sampled.live_tokens.reshape(full.shape).sum(axis=1)
-  return told | {
+  return moments | {
     "prompts": keep.mean(),
     "generated": (keep @ tokens).mean() / tokens.sum(),
     "tokens": (keep @ live).mean() / live.sum(),

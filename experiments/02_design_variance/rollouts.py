@@ -33,21 +33,21 @@ def measure(sampled: Batch) -> list[dict]:
     return errors.describe(flat, target.reshape(-1), unit, products)
 
   exact = pools.expected(pool)
-  found = [{"method": "full", "budget": 1.0, **error(full, exact)}]
+  rows = [{"method": "full", "budget": 1.0, **error(full, exact)}]
   for name, rule in sampling.RULES.items():
     for budget in BUDGETS:
       drawn = rule(pool, rng, budget)
       row = {"method": name, "budget": budget, "variance": None}
       if drawn:
         row |= error(drawn, exact)
-        row["variance"] -= found[0]["variance"]
+        row["variance"] -= rows[0]["variance"]
         row["generated"] = drawn.generated / full.generated
         row["tokens"] = drawn.trained / full.trained
         if drawn.aim is not None:
-          told = error(drawn, drawn.aim)
-          row |= {f"aim_{k}": told[k] for k in ("bias", "cosine", "scale")}
-      found.append(row)
-  return found
+          moments = error(drawn, drawn.aim)
+          row |= {f"aim_{k}": moments[k] for k in ("bias", "cosine", "scale")}
+      rows.append(row)
+  return rows
 
 
 def _full_variance(full: Drawn, products: np.ndarray) -> float:
@@ -55,8 +55,8 @@ def _full_variance(full: Drawn, products: np.ndarray) -> float:
   _, num, most = full.factors.shape
   blocks = products.reshape(num, most, num, most)
   within = blocks[np.arange(num), :, np.arange(num), :]
-  own = sum(
+  squares = sum(
     errors.squared_norm(full.factors[:, q], within[q]) for q in range(num)
   )
   flat = full.factors.reshape(len(full.factors), -1)
-  return float((own - errors.squared_norm(flat, products) / num).mean())
+  return float((squares - errors.squared_norm(flat, products) / num).mean())

@@ -7,7 +7,7 @@ large batch from it, takes the gradient of every completion, and draws each
 rule's choice thousands of times at equal tokens: choices of completions, of
 prompts, of tokens, and of how many completions to sample at all. Then it times
 the updates. Every stage leaves a file in --workdir, and a stage that has one is
-not measured again; results.jsonl, table.md and figure.png beside this file are
+not measured again; results.jsonl, table.md and figure.png in this directory are
 made of them.
 """
 

@@ -129,20 +129,20 @@ def _reinforce_ada_like(pool: Pool, rng, budget: float) -> Drawn:
   num, size, rounds = len(pool.rates), 8, 4
   index, rewards, lengths = _draw(pool, rng, size * rounds)
   right = rewards.cumsum(axis=2)[..., size - 1 :: size]
-  made = size * np.arange(1, rounds + 1)
-  is_enough = (right >= size // 2) & (made - right >= size // 2)
+  num_sampled = size * np.arange(1, rounds + 1)
+  is_enough = (right >= size // 2) & (num_sampled - right >= size // 2)
   last = np.where(is_enough.any(axis=2), is_enough.argmax(axis=2), rounds - 1)
   last = last[..., None]
-  is_made = np.arange(size * rounds) < made[last]
+  is_made = np.arange(size * rounds) < num_sampled[last]
   count = np.take_along_axis(right, last, axis=2)
-  num_right = np.clip(size // 2, size - (made[last] - count), count)
+  num_right = np.clip(size // 2, size - (num_sampled[last] - count), count)
   keep = np.zeros(rewards.shape, bool)
   for kind, number in ((1, num_right), (0, size - num_right)):
     is_kind = (rewards == kind) & is_made
     keep |= is_kind & (is_kind.cumsum(axis=2) <= number)
-  rolled = _by_chance(rng, num, budget * GROUP * num / made[last].mean())
+  rolled = _by_chance(rng, num, budget * GROUP * num / num_sampled[last].mean())
   rolled = rolled[..., None]
-  terms = keep * (rewards - count / made[last]) * rolled
+  terms = keep * (rewards - count / num_sampled[last]) * rolled
   terms *= GROUP / size / rolled.mean()
   p = pool.rates[:, None]
   has_both = (p > 0) & (p < 1)
@@ -154,9 +154,9 @@ def _reinforce_ada_like(pool: Pool, rng, budget: float) -> Drawn:
 def _duet_like(pool: Pool, rng, budget: float) -> Drawn:
   """More of what was mixed before; of what gets long, one in two is stopped.
 
-  A completion that reaches half of the mean length goes on with probability
-  1/2 and then counts twice. Weights are divided by their sum in each group,
-  and the mean and deviation of the rewards are weighted likewise.
+  A completion that reaches half of the mean length continues with probability
+  1/2 and then counts twice. Weights are divided by their sum in each group; the
+  mean and deviation of the rewards are weighted too.
   """
   stop = pool.lengths.mean() / 2
   gets_long = pool.lengths > stop
@@ -174,12 +174,12 @@ def _duet_like(pool: Pool, rng, budget: float) -> Drawn:
   square = (weight * (rewards - mean) ** 2).sum(axis=2, keepdims=True)
   advantages = (rewards - mean) / np.sqrt(np.maximum(square, 1e-9))
   terms = weight * np.where(square > 1e-9, advantages, 0.0) * GROUP
-  made = np.where(goes_on, lengths, stop) * is_made
-  return _drawn(pool, index, terms, made)
+  sampled = np.where(goes_on, lengths, stop) * is_made
+  return _drawn(pool, index, terms, sampled)
 
 
 def _dynamic_sampling(skip_base: float):
-  """The mean over groups whose rewards differ, of those that a budget buys.
+  """The mean over the groups within a budget whose rewards differ.
 
   Here the number rolled out is fixed by the budget and that of the groups left
   is random; published, it is the other way round. A prompt whose group had no
@@ -226,7 +226,7 @@ def _by_chance(rng, num: int, kept: float, is_open=None) -> np.ndarray:
   return order.argsort(axis=1).argsort(axis=1) < round(kept)
 
 
-def _drawn(pool: Pool, index, terms, made, aim=None) -> Drawn:
+def _drawn(pool: Pool, index, terms, sampled, aim=None) -> Drawn:
   """The estimates `terms` of the completions `index`, of which `made` exist."""
   factors = np.zeros((len(index), *pool.rewards.shape))
   draw, prompt, _ = np.indices(index.shape, sparse=True)
@@ -234,7 +234,7 @@ def _drawn(pool: Pool, index, terms, made, aim=None) -> Drawn:
   lengths = np.take_along_axis(pool.lengths[None], index, axis=2)
   used = lengths * (terms != 0)
   total = lambda x: x.sum() / len(index)
-  return Drawn(factors, total(made), total(used), used[0], aim)
+  return Drawn(factors, total(sampled), total(used), used[0], aim)
 
 
 RULES = {

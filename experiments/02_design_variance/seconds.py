@@ -2,7 +2,7 @@
 
 Of the same batch, every choice at a quarter of the tokens: chosen, packed and
 its gradient summed, by the functions that a run compiles. Turn by turn, so that
-whatever else the machine does hits all alike; the median of the turns.
+other work on the machine affects all equally; the median of the turns.
 """
 
 from collections.abc import Callable
@@ -54,23 +54,23 @@ def measure(sampled: Batch) -> list[dict]:
 
 def _makers(sampled: Batch) -> dict[str, Callable]:
   """Name to a function from a key to the rows of one draw."""
-  found = {"full": _method(sampled, methods.grpo())}
+  makers = {"full": _method(sampled, methods.grpo())}
   for name, make in completions.by_share(sampled).items():
     method = completions.at_budget(sampled, make, BUDGET)
     if method:
-      found[f"completions: {name}"] = _method(sampled, method)
+      makers[f"completions: {name}"] = _method(sampled, method)
   for name in tokens.NAMES:
     method = tokens.of_tokens(sampled, name, BUDGET)
-    found[f"tokens: {name}"] = _method(sampled, method)
+    makers[f"tokens: {name}"] = _method(sampled, method)
   for name, rule in prefixes.RULES.items():
-    found[f"prefixes: {name}"] = _cut(sampled, name, rule)
+    makers[f"prefixes: {name}"] = _cut(sampled, name, rule)
   pool = pools.prepare(sampled)
   rng = np.random.default_rng(1)
   for name, rule in sampling.RULES.items():
     drawn = rule(pool, rng, BUDGET)
     if drawn:
-      found[f"rollouts: {name}"] = _rows(sampled, drawn.example)
-  return found
+      makers[f"rollouts: {name}"] = _rows(sampled, drawn.example)
+  return makers
 
 
 def _method(sampled: Batch, method: methods.Method) -> Callable:

@@ -22,7 +22,7 @@ def measure(sampled: Batch) -> list[dict]:
   """Squared bias and variance, in units of the full batch's own variance."""
   exact = sampled.factors @ sampled.scores
   config = programs.update_config(sampled.run)
-  # Compiled once: whatever is chosen, the rows have the same shape.
+  # Compiled once: the shape of the rows does not depend on the choice.
   score = jax.jit(
     lambda packed, used: update.score(sampled.params, config, packed, used)
   )
@@ -32,7 +32,7 @@ def measure(sampled: Batch) -> list[dict]:
     total = update.sum_gradients(packed, used, sampled.params, None, config)
     return flatten_util.ravel_pytree(total.grad)[0]
 
-  found = []
+  rows = []
   for name, budget, method in _methods(sampled):
     select, choose = choices(sampled, method)
     estimates, tokens = [], []
@@ -47,16 +47,16 @@ def measure(sampled: Batch) -> list[dict]:
       tokens.append(float(info.num_tokens))
     error = errors.describe(np.stack(estimates), exact, sampled.variance)
     share = np.mean(tokens) / sampled.live_tokens.sum()
-    found.append({"budget": budget, "method": name, **error, "tokens": share})
-  return found
+    rows.append({"budget": budget, "method": name, **error, "tokens": share})
+  return rows
 
 
 def _methods(sampled: Batch) -> list[tuple[str, float, methods.Method]]:
   """Name, budget and method; where two levels choose, each takes a root."""
-  found = [("grpo", 1.0, methods.grpo())]  # exact, or something is wrong
+  choices = [("grpo", 1.0, methods.grpo())]  # exact, or something is wrong
   for budget in BUDGETS:
-    found += [(n, budget, of_tokens(sampled, n, budget)) for n in NAMES]
-  return [*found, ("d3s, first step", 0.2, methods.d3s())]
+    choices += [(n, budget, of_tokens(sampled, n, budget)) for n in NAMES]
+  return [*choices, ("d3s, first step", 0.2, methods.d3s())]
 
 
 NAMES = ("d2s", "neyman, tokens", "neyman, both")

@@ -2,7 +2,7 @@
 
   python -m experiments.03_comparison.run [--seeds=5] [--cores=0,1]
 
-Each run is a process on a core of its own; all start from the same fine-tuned
+Each run is a process on its own core; all start from the same fine-tuned
 weights, as runs on a public model would. A finished run is not repeated.
 Results go to results.jsonl, table.md and figure.png in this folder.
 """

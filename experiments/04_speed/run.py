@@ -74,8 +74,8 @@ def main() -> None:
     for part in parts:
       yard = machine.yardstick(max(args.repeats, 7))
       print(json.dumps(yard), flush=True)
-      for found in plans[part]():
-        row = {"part": part, **found, **here, "yardstick": yard}
+      for measured in plans[part]():
+        row = {"part": part, **measured, **here, "yardstick": yard}
         file.write(json.dumps(row) + "\n")
         file.flush()
         print(f"{part} · {table.line(row)}", flush=True)

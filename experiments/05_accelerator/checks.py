@@ -56,7 +56,7 @@ def attention_rows(model: str) -> Iterator[Row]:
       cast = [x.astype(dtype) for x in (q, k, v)]
       run = jax.jit(functools.partial(_forward_and_gradient, backend=backend))
       try:
-        found = run(*cast, ids)
+        actual = run(*cast, ids)
         seconds = machine.timed(lambda r=run, c=cast: r(*c, ids), 5)
       except Exception as error:  # a kernel that this device does not take
         message = str(error).strip().splitlines()[0]
@@ -68,7 +68,7 @@ def attention_rows(model: str) -> Iterator[Row]:
         }
         continue
       errors = [
-        _error(x, y, is_used) for x, y in zip(found, wanted, strict=True)
+        _error(x, y, is_used) for x, y in zip(actual, wanted, strict=True)
       ]
       yield {
         "name": backend,
@@ -179,10 +179,10 @@ def _forward_and_gradient(q, k, v, ids: PackedBatch, *, backend: str):
   return out, *gradient
 
 
-def _error(found, wanted, is_used) -> float:
-  found, wanted = (jnp.where(is_used, x, 0) for x in (found, wanted))
+def _error(actual, wanted, is_used) -> float:
+  actual, wanted = (jnp.where(is_used, x, 0) for x in (actual, wanted))
   norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
-  return float(norm(found.astype(jnp.float32) - wanted) / norm(wanted))
+  return float(norm(actual.astype(jnp.float32) - wanted) / norm(wanted))
 
 
 def _sampled(work: works.Work, device: jax.Device):
@@ -192,8 +192,8 @@ def _sampled(work: works.Work, device: jax.Device):
   with jax.default_device(device):
     params = transformer.init(model, jax.random.key(0))
     sample = jax.jit(works.sampler(work._replace(model=model)))
-    found = sample(params, works.make_prompts(work), works.everything(work))
-    return jax.device_get(found)
+    actual = sample(params, works.make_prompts(work), works.everything(work))
+    return jax.device_get(actual)
 
 
 def _is_token(rollout):

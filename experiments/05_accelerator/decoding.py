@@ -50,7 +50,7 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
 def _compiled(config: transformer.ModelConfig, slots: int, context: int):
   sizes = kv_cache.part_sizes(context + STEPS)
   # Made as they are read: master weights of the larger models would not fit
-  # beside a cache.
+  # next to a cache.
   make = lambda key: transformer.to_inference_params(
     transformer.init(config, key), config
   )

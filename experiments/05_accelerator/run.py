@@ -3,8 +3,8 @@
   python -m experiments.05_accelerator.run [--minutes=40] [--items=...] \
     [--models=qwen3-0.6b,qwen3-1.7b,qwen3-4b] [--again]
 
-On whatever JAX finds: an NVIDIA GPU, a TPU or, for a try, a CPU. Each item runs
-in a process of its own, so that one that runs out of memory costs itself only.
+On the devices that JAX finds: an NVIDIA GPU, a TPU or, for a try, a CPU. Each
+item runs in its own process, so that running out of memory ends only that item.
 Rows are appended to results.jsonl as they are measured, and an item that has
 rows there for this device is not measured again: re-run the command to
 continue. table.md is made from all rows there.
@@ -86,23 +86,23 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 def _done(results: pathlib.Path) -> dict[str, set[str]]:
   """The items that have rows, by device."""
-  found = {}
+  items = {}
   if results.exists():
     for line in results.read_text("utf-8").splitlines():
       row = json.loads(line)
-      found.setdefault(row["device"], set()).add(row["item"])
-  return found
+      items.setdefault(row["device"], set()).add(row["item"])
+  return items
 
 
 def _device() -> str:
-  """Returns the devices here; a process of its own releases them again."""
+  """Returns the devices here, queried in a process that then releases them."""
   code = "import jax; d = jax.devices(); print(len(d), 'x', d[0].device_kind)"
-  found = subprocess.run(
+  process = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=False
   )
-  if found.returncode:
-    sys.exit(found.stderr)
-  return found.stdout.strip().splitlines()[-1]
+  if process.returncode:
+    sys.exit(process.stderr)
+  return process.stdout.strip().splitlines()[-1]
 
 
 def _in_a_process(name: str, args: argparse.Namespace, device: str) -> None:
@@ -130,8 +130,8 @@ def _in_a_process(name: str, args: argparse.Namespace, device: str) -> None:
   print(f"== {name}: {seconds:.0f} s", flush=True)
 
 
-def _run_one(item: str, *rest: str) -> None:
-  *models, results = rest
+def _run_one(item: str, *models_and_results: str) -> None:
+  *models, results = models_and_results
   # A program compiled once need not be compiled again by the next item.
   os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",

@@ -47,7 +47,7 @@ def step_rows(model: str) -> Iterator[dict[str, Any]]:
   sample = phases.compile_function(
     works.sampler(work), params, prompts, works.everything(work)
   )
-  found = {}
+  measured = {}
   for name in phases.METHODS:
     kept = _kept(name, work)
     roll = timed(lambda k=kept, p=params: sample(p, prompts, k))
@@ -56,10 +56,10 @@ def step_rows(model: str) -> Iterator[dict[str, Any]]:
     args = (prompts, rollout, _rewards(work))
     select = phases.compile_function(select, *args)
     pick = timed(lambda f=select, a=args: f(*a))
-    found[name] = (kept, rollout, roll, pick, select(*args))
+    measured[name] = (kept, rollout, roll, pick, select(*args))
   learn = phases.compile_update(work, params)
   del params  # the update's, from here on
-  for name, (kept, rollout, roll, pick, selected) in found.items():
+  for name, (kept, rollout, roll, pick, selected) in measured.items():
     batch, num_micro, info = selected
     step = timed(lambda b=batch, n=num_micro: learn.run(b, n))
     parts = (roll, pick, step)

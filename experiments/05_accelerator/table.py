@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def write(results: pathlib.Path) -> None:
-  """Writes `table.md` beside `results`, a part for each device."""
+  """Writes `table.md` next to `results`, with a part for each device."""
   if not results.exists():
     return
   rows = [json.loads(x) for x in results.read_text("utf-8").splitlines()]
@@ -30,8 +30,8 @@ def write(results: pathlib.Path) -> None:
       _phases,
       _failures,
     ):
-      found = list(part(here))
-      lines += [*found, ""] if found else []
+      page = list(part(here))
+      lines += [*page, ""] if page else []
   results.with_name("table.md").write_text(
     "\n".join(lines).rstrip() + "\n", "utf-8"
   )
@@ -70,14 +70,14 @@ def _machine(rows: list[Row]) -> Iterator[str]:
 
 
 def _checks(rows: list[Row]) -> Iterator[str]:
-  said = lambda row: "right" if row["is_right"] else "**wrong**"
+  verdict = lambda row: "right" if row["is_right"] else "**wrong**"
   of = lambda row: f"{row['name']} | {row['model']} | {row['dtype']}"
   yield from _table(
     "attention | model | dtype | row | ms, both passes | largest error | is",
     (
       f"{of(row)} | {row['row_length']} "
       f"| {1e3 * row['seconds']:.3g} | {max(row['errors'].values()):.1e} "
-      f"| {said(row)}"
+      f"| {verdict(row)}"
       if "errors" in row
       else f"{of(row)} | | | | {row['error'][:80]}"
       for row in _of(rows, "attention")
@@ -91,7 +91,7 @@ def _checks(rows: list[Row]) -> Iterator[str]:
       if name.startswith(("share", "logprob"))
     }
     numbers = ", ".join(f"{k} {v}" for k, v in measured.items())
-    yield f"- {row['name']}: {numbers}: {said(row)}"
+    yield f"- {row['name']}: {numbers}: {verdict(row)}"
 
 
 def _decode(rows: list[Row]) -> Iterator[str]:
@@ -126,9 +126,9 @@ def _memory(rows: list[Row]) -> Iterator[str]:
 
 
 def _steps(rows: list[Row]) -> Iterator[str]:
-  found, lines = _of(rows, "step"), []
-  whole = {row["model"]: row for row in found if row["name"] == "grpo"}
-  for row in found:
+  steps, lines = _of(rows, "step"), []
+  whole = {row["model"]: row for row in steps if row["name"] == "grpo"}
+  for row in steps:
     ratio = whole[row["model"]]["step_seconds"] / row["step_seconds"]
     lines.append(
       f"{row['model']} | {row['name']} | {row['prompts']} "

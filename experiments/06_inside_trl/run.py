@@ -1,6 +1,6 @@
 """Pruning with unbiased weights inside TRL's GRPOTrainer.
 
-  pip install torch trl accelerate datasets  # beside this package
+  pip install torch trl accelerate datasets  # in addition to this package
   python -m experiments.06_inside_trl.run
 
 Writes results.jsonl: the bias of the gradient over many draws from one batch,
@@ -109,7 +109,7 @@ def trainer(folder: str, budget: float = 1.0, **config) -> PrunedGRPOTrainer:
   )
   rng = np.random.default_rng(0)
   texts = ["".join(rng.choice(LETTERS, 12)) for _ in range(PROMPTS * STEPS)]
-  made = PrunedGRPOTrainer(
+  pruned = PrunedGRPOTrainer(
     model=model,
     processing_class=transformers.PreTrainedTokenizerFast(
       tokenizer_object=letters,
@@ -139,8 +139,8 @@ def trainer(folder: str, budget: float = 1.0, **config) -> PrunedGRPOTrainer:
       **config,
     ),
   )
-  made.budget = budget
-  return made
+  pruned.budget = budget
+  return pruned
 
 
 def gradient(trainer: PrunedGRPOTrainer, batch) -> np.ndarray:
@@ -152,17 +152,17 @@ def gradient(trainer: PrunedGRPOTrainer, batch) -> np.ndarray:
 
 def bias(folder: str, budget: float, is_weighted: bool) -> dict:
   """Compares the mean over many draws with the gradient of the batch."""
-  made = trainer(folder)
-  made.model.train()
-  made.current_gradient_accumulation_steps = 1
-  rows = [made.train_dataset[i] for i in range(PROMPTS) for _ in range(GROUP)]
-  batch = made._generate_and_score_completions(rows)
-  full = gradient(made, batch)
-  made.budget, made.is_weighted = budget, is_weighted
+  pruned = trainer(folder)
+  pruned.model.train()
+  pruned.current_gradient_accumulation_steps = 1
+  rows = [pruned.train_dataset[i] for i in range(PROMPTS) for _ in range(GROUP)]
+  batch = pruned._generate_and_score_completions(rows)
+  full = gradient(pruned, batch)
+  pruned.budget, pruned.is_weighted = budget, is_weighted
   keys = jax.random.split(jax.random.key(1), DRAWS)
   mean, square = 0.0, 0.0
   for key in keys:
-    one = gradient(made, made.pruned(batch, key))
+    one = gradient(pruned, pruned.pruned(batch, key))
     mean, square = (
       mean + one / DRAWS,
       square + ((one - full) ** 2).sum() / DRAWS,
@@ -185,7 +185,7 @@ def bias(folder: str, budget: float, is_weighted: bool) -> dict:
 
 def seconds(folder: str, budget: float) -> dict:
   """CPU seconds of the steps after the first, with what generation takes."""
-  made = trainer(folder, budget, seed=3)
+  pruned = trainer(folder, budget, seed=3)
   spent = {"generate": [], "step": []}
 
   def timed(name, function):
@@ -197,9 +197,9 @@ def seconds(folder: str, budget: float) -> dict:
 
     return call
 
-  made._generate = timed("generate", made._generate)
-  made.training_step = timed("step", made.training_step)
-  made.train()
+  pruned._generate = timed("generate", pruned._generate)
+  pruned.training_step = timed("step", pruned.training_step)
+  pruned.train()
   step, generate = (
     np.median(spent["step"][1:]),
     np.median(spent["generate"][1:]),

@@ -135,11 +135,11 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def table() -> str:
   """One line per case."""
-  found: dict[str, list[dict[str, Any]]] = {}
+  cases: dict[str, list[dict[str, Any]]] = {}
   for row in rows():
-    found.setdefault(row["case"], []).append(row)
+    cases.setdefault(row["case"], []).append(row)
   lines = []
-  for name, stages in found.items():
+  for name, stages in cases.items():
     first = stages[0]
     options = [f"{k}={v}" for k, v in first["options"].items()]
     worst = max(stages, key=lambda x: x["total"])

@@ -15,14 +15,14 @@ from . import controls, speedup, tasks, training
 
 def all_of(pool: training.Pool, cells: list[str], seeds: int) -> list[dict]:
   """Predicts every variant of every cell, with the facts of the baseline."""
-  found = []
+  predictions = []
   for cell in cells:
     facts = _facts(pool, cell, seeds)
     for variant in (*training.SWEEP, *training.CONTROLS_ONLY):
       seconds, added = _variant(facts, variant)
       factor = 1 + added * facts["noise_share"]
       steps = factor ** facts["exponent"]
-      found.append(
+      predictions.append(
         {
           "cell": cell,
           "variant": variant,
@@ -34,7 +34,7 @@ def all_of(pool: training.Pool, cells: list[str], seeds: int) -> list[dict]:
           **facts,
         }
       )
-  return found
+  return predictions
 
 
 def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
@@ -84,8 +84,8 @@ def _variant(facts: dict[str, float], variant: str) -> tuple[float, float]:
   trains = lambda part: max(part * (micros - 0.5) + 0.5, 1.0) / micros
   update, rollout = facts["update_share"], facts["rollout_share"]
   if variant.startswith("prompts"):
-    rest = 1 - update - rollout
-    return rest + rollout * share + update * trains(share), 1 / share - 1
+    other = 1 - update - rollout
+    return other + rollout * share + update * trains(share), 1 / share - 1
   if variant.startswith("by chance"):
     added = controls.DESIGN_EFFECT * (1 / share - 1)
     return 1 - update + update * trains(share), added

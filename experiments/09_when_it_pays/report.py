@@ -196,7 +196,7 @@ def _draw_law(axis, pairs: list[tuple]) -> None:
     ylabel="measured",
     xscale="log",
     yscale="log",
-    title="The cost model: a number beside a mark is the fraction kept",
+    title="The cost model: a number next to a mark is the fraction kept",
   )
   ticks = [x for x in (0.5, 0.7, 1, 1.4, 2, 2.8, 4) if ends[0] < x < ends[1]]
   for which in (axis.xaxis, axis.yaxis):

@@ -21,24 +21,24 @@ def curve(lines: Sequence[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         last = line["step/cpu_seconds"]
       spent += last
       at[line["step"]] = spent
-  found = {
+  points = {
     line["step"]: line["eval/accuracy"]
     for line in lines
     if "eval/accuracy" in line
   }
-  steps = np.array(sorted(found), float)
+  steps = np.array(sorted(points), float)
   return (
     steps,
     np.array([at[int(s)] for s in steps]),
-    np.array([found[int(s)] for s in steps]),
+    np.array([points[int(s)] for s in steps]),
   )
 
 
 def undisturbed(runs: Sequence[list[dict] | None]) -> list[tuple | None]:
-  """Curves of one variant's seeds, None for a run that there is not.
+  """Curves of one variant's seeds, None for a missing run.
 
   Other work on the machine makes a step take more CPU seconds, never less: all
-  seeds are taken to need as long for a step, on average, as the quickest.
+  seeds are taken to need as long for a step, on average, as the fastest.
   """
   curves = [curve(lines) if lines else None for lines in runs]
   paces = [c[1][-1] / c[0][-1] for c in curves if c]

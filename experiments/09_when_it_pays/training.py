@@ -1,4 +1,4 @@
-"""Training runs, each a process of its own on a core of its own."""
+"""Training runs, each a separate process on its own core."""
 
 from concurrent import futures
 import pathlib

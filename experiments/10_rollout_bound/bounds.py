@@ -68,10 +68,10 @@ def frontier(cells: Cells, floor: float = 0.0):
   """
   scale = np.sqrt(cells.cost.sum() / max(cells.value.sum(), 1e-30))
   multipliers = np.append(np.inf, _GRID * scale)
-  found = [outcome(cells, np.ones_like(cells.cost))]
+  points = [outcome(cells, np.ones_like(cells.cost))]
   for multiplier in multipliers[1:]:
-    found.append(outcome(cells, probabilities(cells, multiplier, floor)))
-  return multipliers, *np.array(found).T
+    points.append(outcome(cells, probabilities(cells, multiplier, floor)))
+  return multipliers, *np.array(points).T
 
 
 def optimum(cells: Cells, r: float, floor: float = 0.0) -> np.ndarray:

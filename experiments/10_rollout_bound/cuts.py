@@ -26,7 +26,7 @@ def measure(log: Logged) -> list[dict]:
   prompts = log.prompt_lengths[is_live.any(axis=1)].sum()
   prompts = prompts / (prompts + log.lengths[is_live].sum())
   update = log.shares.update
-  found = []
+  rows = []
   for name, objective in OBJECTIVES.items():
     for (rule, knows), way in _ways(*_part_values(log, objective)).items():
       row = {"rule": rule, "objective": name, "knows": knows}
@@ -36,8 +36,8 @@ def measure(log: Logged) -> list[dict]:
       for prefix, share in (("", update), ("update ", 1.0)):
         took = _gains(log, *way, share * (1 - paid))
         row |= {prefix + r: gain for r, gain in took.items()}
-      found.append(row)
-  return found
+      rows.append(row)
+  return rows
 
 
 def _ways(true: np.ndarray, guessed: np.ndarray) -> dict:
@@ -108,12 +108,12 @@ def _gains(log, value, guess, is_cut: bool, first: int, update: float) -> dict:
   add = lambda x: np.bincount(cell, x.ravel())
   guessed = Cells(add(cost), np.maximum(add(guess), 0.0), fixed)
   true = Cells(guessed.cost, add(value), fixed)
-  found, floor = {}, 0.02 if (guess != value).any() else 0.0
+  gains, floor = {}, 0.02 if (guess != value).any() else 0.0
   for r in bounds.RATIOS:
     prob = bounds.optimum(guessed, r, floor)
     took = bounds.seconds(*bounds.outcome(true, prob), r)
-    found[bounds.name(r)] = 1 / took
-  return found
+    gains[bounds.name(r)] = 1 / took
+  return gains
 
 
 def _pools(cost: np.ndarray, value: np.ndarray) -> np.ndarray:

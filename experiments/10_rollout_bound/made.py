@@ -27,7 +27,7 @@ def lengths(spread: float, num: int) -> np.ndarray:
 
 
 def measure() -> list[dict]:
-  found = []
+  rows = []
   for spread in SPREADS:
     tokens = lengths(spread, 4096)
     for power in POWERS:
@@ -35,7 +35,7 @@ def measure() -> list[dict]:
       cost = tokens / tokens.sum()
       for share in SHARES:
         cells = Cells(share * cost, value, 1 - share)
-        found.append(
+        rows.append(
           {
             "rule": "stopping while generating",
             "objective": f"second moment as length^{power}",
@@ -46,24 +46,24 @@ def measure() -> list[dict]:
             **bounds.gains(cells),
           }
         )
-    found += _tails(spread)
-  return found
+    rows += _tails(spread)
+  return rows
 
 
 def _tails(spread: float) -> list[dict]:
   """Bounds the cost of a batch's longest completions in slots."""
   queue = np.random.default_rng(0).permutation(lengths(spread, COMPLETIONS))
   queue = np.ceil(queue).astype(int)
-  found = []
-  for share, told in ((1, "a slot each"), (8, "a slot for eight")):
+  rows = []
+  for share, knowledge in ((1, "a slot each"), (8, "a slot for eight")):
     num_slots = COMPLETIONS // share
     steps, _ = slots.simulate(queue, num_slots, "tpu")
     busy = queue.sum() / num_slots
-    found += [
+    rows += [
       {
         "rule": "no tail at all",
         "objective": "any",
-        "knows": told,
+        "knows": knowledge,
         "is": "bound",
         "batch": f"lognormal, {spread:g}, rollout {rollout:.0%}",
         "decode_steps": steps,
@@ -72,4 +72,4 @@ def _tails(spread: float) -> list[dict]:
       }
       for rollout in SHARES
     ]
-  return found
+  return rows

@@ -27,7 +27,7 @@ class Objective(NamedTuple):
   is_linear: bool
 
 
-# Those of dppo_jax.algo, which compiles anew for every shape that it is given.
+# As in dppo_jax.algo, which would compile for every new shape.
 def group_normalized(rewards: np.ndarray) -> np.ndarray:
   centred = rewards - rewards.mean(axis=-1, keepdims=True)
   return centred / (rewards.std(axis=-1, ddof=1, keepdims=True) + 1e-6)

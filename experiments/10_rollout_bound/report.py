@@ -53,8 +53,8 @@ def table(batch: str, results: list[dict]) -> str:
     cells = [row.get(c) for c in COLUMNS]
     cells.append(find(16, "rollout alone").get("r=inf"))
     cells += [find(group, None).get("over 16") for group in (8, 4)]
-    told = " | ".join(_told(x) for x in cells)
-    lines.append(f"| {' | '.join(key(row))} | {told} |")
+    numbers = " | ".join(_told(x) for x in cells)
+    lines.append(f"| {' | '.join(key(row))} | {numbers} |")
   return "\n".join(lines)
 
 
@@ -137,8 +137,8 @@ def made_table(results: list[dict]) -> str:
   ]
   for r in rows:
     cells = (r["batch"], r["rule"], r["objective"], r["knows"])
-    told = f"{_told(r['r=inf'])} | {_told(r.get('cauchy_schwarz'))}"
-    lines.append(f"| {' | '.join(cells)} | {told} |")
+    numbers = f"{_told(r['r=inf'])} | {_told(r.get('cauchy_schwarz'))}"
+    lines.append(f"| {' | '.join(cells)} | {numbers} |")
   return "\n".join(lines)
 
 
@@ -183,7 +183,7 @@ def _draw(results: list[dict], batches: list[str], path) -> None:
     fill = "none" if kind == "bound" else "full"
     panels[0].plot([], [], marker, color=colour, label=label, fillstyle=fill)
   figure.supxlabel(
-    "times sooner at the same point than groups of 16 "
+    "times faster to the same point than groups of 16 "
     "(noise-dominated limit, this task's shares of time; dotted: 1.15)"
   )
   figure.legend(loc="outside upper center", ncols=4, frameon=False)

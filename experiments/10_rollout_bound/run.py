@@ -6,7 +6,7 @@ Trains grpo on experiment 03's task and on the default one, logs completions of
 the policy at the start and at the end with all their gradients, and computes
 from them what two-phase groups, stopping while generating and training on
 random prefixes could gain in seconds to the same point. Results go to
-results.jsonl, table.md and figure.png beside this file. What was logged stays
+results.jsonl, table.md and figure.png in this directory. What was logged stays
 in the workdir and is not logged again.
 """
 

@@ -28,7 +28,7 @@ def simulate(
     # Busy slots move together; at most `size` are.
     left = left[left > 0]
     while len(left) + len(waiting) > limit:
-      # All steps until the next one that ends.
+      # All steps until the next completion ends.
       turns = left.min()
       left = left - turns
       steps, slot_steps = steps + turns, slot_steps + turns * size
@@ -54,18 +54,18 @@ def batches(log: Logged) -> np.ndarray:
 
 def measure(log: Logged) -> list[dict]:
   """Measures batches of `PROMPTS` groups, with all slots or an eighth."""
-  found = []
+  rows = []
   lengths = batches(log)
-  for share, told in ((1, "a slot each"), (8, "a slot for eight")):
+  for share, knowledge in ((1, "a slot each"), (8, "a slot for eight")):
     num_slots = lengths.shape[1] // share
     steps = np.mean([simulate(x, num_slots, "tpu")[0] for x in lengths])
     busy = lengths.sum() / len(lengths) / num_slots
     saved = 1 - busy / steps
-    found.append(
+    rows.append(
       {
         "rule": "no tail at all",
         "objective": "any",
-        "knows": told,
+        "knows": knowledge,
         "is": "bound",
         "decode_steps": steps,
         "without_tail": busy,
@@ -75,7 +75,7 @@ def measure(log: Logged) -> list[dict]:
   for name, objective in OBJECTIVES.items():
     if objective.is_linear:
       gain = bounds.gains(_common_coin(log, objective))
-      found.append(
+      rows.append(
         {
           "rule": "all stop at one count, a slot each",
           "objective": name,
@@ -84,7 +84,7 @@ def measure(log: Logged) -> list[dict]:
           **gain,
         }
       )
-  return found
+  return rows
 
 
 def _common_coin(log: Logged, objective) -> Cells:

@@ -1,7 +1,7 @@
 """Rules of stopping that are learned from logs, by dynamic programming.
 
 A rule sees a few things of a prefix, in bins, and sets the probability with
-which a completion goes on; the last stage may choose which of the completions
+which a completion continues; the last stage may choose which of the completions
 that lived are trained on, by their residuals, as `neyman` does.
 """
 
@@ -91,7 +91,7 @@ def learned(
           (cost[rows].sum(), _added(log, m, paths, probs, rows, is_exact))
           for rows in (train, test)
         ]
-  found, whole = {}, paths["segments"].sum(axis=0) + paths["end"]
+  gains, whole = {}, paths["segments"].sum(axis=0) + paths["end"]
   for r in bounds.RATIOS:
     cost, added = fixed, 0.0
     for fold, (train, test) in enumerate(folds):
@@ -105,8 +105,8 @@ def learned(
       if took(best) > 1:  # to do nothing is a rule as well
         spent, noise = whole.reshape(len(test), -1)[test].sum(), 0.0
       cost, added = cost + spent, added + noise
-    found[bounds.name(r)] = 1 / bounds.seconds(cost, added, r)
-  return found
+    gains[bounds.name(r)] = 1 / bounds.seconds(cost, added, r)
+  return gains
 
 
 def _added(log, m, paths, probs, rows, is_exact: bool) -> float:
@@ -197,7 +197,7 @@ def _fit(paths: dict, rows: np.ndarray, price: float) -> list[np.ndarray]:
     here = paths["segments"][stop, u, None] * _PROBS + later
     total = np.zeros((num, len(_PROBS)))
     np.add.at(total, shows[alive], here[alive])
-    # A bin that nobody was in goes on as it is.
+    # An empty bin continues with probability 1.
     total[np.bincount(shows[alive], minlength=num) == 0] = np.arange(
       len(_PROBS)
     )

@@ -1,8 +1,9 @@
 """Completions stopped while they are generated, each with known probability.
 
-A completion that is still alive after `t_k` tokens goes on with a probability
-that its prefix and the past determine; `pi` is the product over its life, and
-one that lived to its end counts `1 / pi`. Advantages must be linear in the
+A completion that is still alive after `t_k` tokens continues with a probability
+that its prefix and the past determine. `pi` is the product of these
+probabilities, and a completion that reaches its end has weight `1 / pi`.
+Advantages must be linear in the
 rewards: no estimate of a deviation from some of the rewards is unbiased.
 """
 
@@ -20,12 +21,12 @@ STOP, NEYMAN = "stopping while generating", "and Neyman's choice of the rest"
 
 
 def measure(log: Logged) -> list[dict]:
-  """Bounds of those who know, and rules fitted on logs.
+  """Bounds for rules with full knowledge, and rules fitted on logs.
 
   Each with and without a choice, at the update, of the completions that lived:
   what stopping adds to that is the ratio to the row that stops nothing.
   """
-  found = []
+  results = []
   for name, objective in OBJECTIVES.items():
     if not objective.is_linear:
       continue
@@ -41,8 +42,8 @@ def measure(log: Logged) -> list[dict]:
       gain = learned(log, objective, m, pairs, False, True, stops=False)
       row = {"rule": f"no stop, {NEYMAN}", "knows": "residuals", "is": kind}
       rows.append(row | gain)
-    found += [{"objective": name, **row} for row in rows]
-  return found
+    results += [{"objective": name, **row} for row in rows]
+  return results
 
 
 def _bounds(log: Logged, m) -> list[dict]:
@@ -55,20 +56,20 @@ def _bounds(log: Logged, m) -> list[dict]:
     "length": quantile_bins(lengths, 16),
     "nothing": np.zeros(value.size, int),
   }
-  found, rest = [], log.shares.rest
+  results, fixed = [], log.shares.rest
   for level, cell in levels.items():
     add = lambda x, cell=cell: np.bincount(cell, x)
-    cells = Cells(add(rollout + update), add(value), rest)
+    cells = Cells(add(rollout + update), add(value), fixed)
     tokens = add(lengths / lengths.sum())
     row = {"knows": level, "is": "bound"}
     gain = bounds.gains(cells)
     gain["cauchy_schwarz"] = bounds.cauchy_schwarz(cells.value, tokens)
-    found.append({"rule": STOP, **row, **gain})
-    gain = _chosen_after(cell, rollout, update, value, rest, _PROBS)
-    found.append({"rule": f"{STOP}, {NEYMAN}", **row, **gain})
-  gain = _chosen_after(cell, rollout, update, value, rest, _PROBS[:1])
+    results.append({"rule": STOP, **row, **gain})
+    gain = _chosen_after(cell, rollout, update, value, fixed, _PROBS)
+    results.append({"rule": f"{STOP}, {NEYMAN}", **row, **gain})
+  gain = _chosen_after(cell, rollout, update, value, fixed, _PROBS[:1])
   row = {"rule": f"no stop, {NEYMAN}", "knows": "everything", "is": "bound"}
-  return [*found, row | gain]
+  return [*results, row | gain]
 
 
 def _chosen_after(cell, rollout, update, value, fixed: float, probs) -> dict:

@@ -2,9 +2,9 @@
 
   g = a g_pilot + (Z / pi) (g_full - a g_pilot),    P(Z = 1) = pi
 
-has the mean g_full whatever `pi` and `a` are, as long as both come of the pilot
-and the past. As usually written `a` is 1. A pilot of g of G completions tells
-about g / G of g_full's sum, so the best `a` is nearer to that.
+has the mean g_full for any `pi` and `a` that depend only on the pilot and the
+past. Usually `a` is 1. A pilot of g of G completions knows about g / G of
+g_full's sum, so the best `a` is nearer to that.
 """
 
 import math
@@ -35,7 +35,7 @@ class Pilots(NamedTuple):
 
   Attributes:
     right: how many of the pilot are correct.
-    full, cross, own: |g_full|^2, g_full . g_pilot and |g_pilot|^2, over the
+    full, cross, pilot: |g_full|^2, g_full . g_pilot and |g_pilot|^2, over the
       unpruned variance and the number of pilots.
     cost: seconds of going on, as shares of a step's over all pilots.
     fixed: the share of seconds without going on.
@@ -44,7 +44,7 @@ class Pilots(NamedTuple):
   right: np.ndarray
   full: np.ndarray
   cross: np.ndarray
-  own: np.ndarray
+  pilot: np.ndarray
   cost: np.ndarray
   fixed: float
 
@@ -65,14 +65,14 @@ def draw(log: Logged, objective: Objective, m: Moments, size: int) -> Pilots:
   live = live_tokens(log.rewards, log.lengths)
   live_pilot = live_tokens(rewards, lengths).sum(axis=2)
   tokens, trained = log.lengths.sum() * draws, max(live.sum(), 1) * draws
-  rest = log.lengths.sum(axis=1)[:, None] - lengths.sum(axis=2)
+  remaining = log.lengths.sum(axis=1)[:, None] - lengths.sum(axis=2)
   more = live.sum(axis=1)[:, None] - live_pilot
   return Pilots(
     right=rewards.sum(axis=2).astype(int),
     full=np.repeat(full[:, None], draws, axis=1) / unit,
     cross=np.einsum("krg,kg->kr", pulled, m.factors) / unit,
-    own=np.einsum("krg,krg->kr", pulled, factors) / unit,
-    cost=log.shares.rollout * rest / tokens
+    pilot=np.einsum("krg,krg->kr", pulled, factors) / unit,
+    cost=log.shares.rollout * remaining / tokens
     + log.shares.update * more / trained,
     fixed=log.shares.rest
     + log.shares.rollout * lengths.sum() / tokens
@@ -81,22 +81,22 @@ def draw(log: Logged, objective: Objective, m: Moments, size: int) -> Pilots:
 
 
 def _sums(pilots: Pilots, cell: np.ndarray, num: int) -> list[np.ndarray]:
-  """Sums full, cross, own and cost over the pilots of each cell, `[num]`."""
+  """Sums full, cross, pilot and cost over the pilots of each cell, `[num]`."""
   add = lambda x: np.bincount(cell.ravel(), x.ravel(), num)
-  return [add(getattr(pilots, x)) for x in ("full", "cross", "own", "cost")]
+  return [add(getattr(pilots, x)) for x in ("full", "cross", "pilot", "cost")]
 
 
-def _multiple(cross, own, is_best: bool):
+def _multiple(cross, pilot, is_best: bool):
   if not is_best:
-    return np.ones_like(own)
-  return np.clip(cross / np.where(own > 0, own, 1.0), 0.0, 1.0)
+    return np.ones_like(pilot)
+  return np.clip(cross / np.where(pilot > 0, pilot, 1.0), 0.0, 1.0)
 
 
 def known(pilots: Pilots, cell: np.ndarray, is_best=True) -> dict[str, float]:
-  """Gains of whoever knows the second moments of each pilot's cell."""
-  full, cross, own, cost = _sums(pilots, cell, cell.max() + 1)
-  a = _multiple(cross, own, is_best)
-  value = np.maximum(full - 2 * a * cross + a**2 * own, 0.0)
+  """Gains of a rule that knows the second moments of each pilot's cell."""
+  full, cross, pilot, cost = _sums(pilots, cell, cell.max() + 1)
+  a = _multiple(cross, pilot, is_best)
+  value = np.maximum(full - 2 * a * cross + a**2 * pilot, 0.0)
   value[value < 1e-9 * full] = 0.0
   return bounds.gains(Cells(cost, value, pilots.fixed))
 
@@ -113,17 +113,17 @@ def learned(pilots, cell, folds, is_best=True) -> dict[str, float]:
     cell: `[K, R]`, what the rule knows.
     folds: pairs of `[K]`, the groups to fit on and those to use it on.
   """
-  num, found = cell.max() + 1, {}
+  num, gains = cell.max() + 1, {}
   for r in bounds.RATIOS:
     cost, added = pilots.fixed, 0.0
     for train, test in folds:
       rows = _rows(pilots, train)
       a, prob = _fit(rows, cell[train], num, r, is_best, train.mean())
-      full, cross, own, price = _sums(_rows(pilots, test), cell[test], num)
+      full, cross, pilot, price = _sums(_rows(pilots, test), cell[test], num)
       cost += price @ prob
-      added += (full - 2 * a * cross + a**2 * own) @ (1 / prob - 1)
-    found[bounds.name(r)] = 1 / bounds.seconds(cost, added, r)
-  return found
+      added += (full - 2 * a * cross + a**2 * pilot) @ (1 / prob - 1)
+    gains[bounds.name(r)] = 1 / bounds.seconds(cost, added, r)
+  return gains
 
 
 def _rows(pilots: Pilots, is_in: np.ndarray) -> Pilots:
@@ -137,9 +137,9 @@ def _fit(pilots: Pilots, cell, num: int, r: float, is_best: bool, share: float):
   Args:
     share: of all groups, that these are.
   """
-  full, cross, own, price = _sums(pilots, cell, num)
-  a = _multiple(cross, own, is_best)
-  value = np.maximum(full - 2 * a * cross + a**2 * own, 0.0)
+  full, cross, pilot, price = _sums(pilots, cell, num)
+  a = _multiple(cross, pilot, is_best)
+  value = np.maximum(full - 2 * a * cross + a**2 * pilot, 0.0)
   # An eighth of a group's worth of the average: no cell is worth nothing.
   members = np.bincount(cell.ravel(), minlength=num)
   few = cell.shape[1] / 8
@@ -158,7 +158,7 @@ def smaller_groups(pilots: Pilots) -> dict[str, float]:
   """
   scale = pilots.cross.sum() / pilots.full.sum()
   signal = pilots.full.sum() - 1.0
-  added = pilots.own.sum() / scale**2 - signal - 1.0
+  added = pilots.pilot.sum() / scale**2 - signal - 1.0
   took = lambda r: bounds.seconds(pilots.fixed, added, r)
   return {bounds.name(r): 1 / took(r) for r in bounds.RATIOS}
 
@@ -167,7 +167,7 @@ def measure(log: Logged) -> list[dict]:
   """Every objective, pilot size and level of knowledge."""
   visit = np.digitize(last_visit(log), [0.01, 0.2, 0.8, 1.0])
   crossed, same = folds(log)
-  found = []
+  rows = []
   for name, objective in OBJECTIVES.items():
     m = moments(log, objective)
     for size in [s for s in PILOTS if s < log.rewards.shape[1]]:
@@ -191,5 +191,5 @@ def measure(log: Logged) -> list[dict]:
         if kind == "control":
           rule = f"groups of {size}"
         about = {"rule": rule, "objective": name, "knows": level, "is": kind}
-        found.append(about | gain)
-  return found
+        rows.append(about | gain)
+  return rows

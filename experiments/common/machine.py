@@ -32,7 +32,7 @@ def timed(run: Callable[[], Any], repeats: int) -> Seconds:
 def yardstick(repeats: int) -> dict[str, float]:
   """FLOP/s of large square matrix products, and bytes/s of reading and writing.
 
-  Both are what plain JAX programs reach here, not what a data sheet promises.
+  Both are what plain JAX programs reach here, not the figures of a data sheet.
   """
   size = 2048 if jax.default_backend() == "cpu" else 8192
   rates = {}
@@ -54,7 +54,7 @@ def yardstick(repeats: int) -> dict[str, float]:
 
 
 def description() -> dict[str, str]:
-  """The hardware and software that the figures are of."""
+  """Returns the hardware and software of the measurements."""
   name = platform.processor() or platform.machine()
   try:
     with open("/proc/cpuinfo", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Each phase of a step, and how its cost goes with what it is given."""
+"""Each phase of a step, and how its cost scales with its input."""
 
 from collections.abc import Iterator
 import functools
@@ -30,7 +30,7 @@ METHODS = {
 
 
 class Update(NamedTuple):
-  """A compiled update with the state it goes on from."""
+  """A compiled update, and the state that it starts from."""
 
   run: Any
   compile_seconds: float
@@ -40,7 +40,7 @@ class Update(NamedTuple):
 def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   """Seconds of prefill, decode, grade, select, score and update.
 
-  Model FLOPs count what the mathematics needs, nothing that is computed again.
+  Model FLOPs do not count recomputation.
   """
   model = work.model
   params = random_params(work)
@@ -89,7 +89,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops += flops_of.attention(model, works.pairs(prompts, rollout))
   config = update_config(work)
   score = compile_function(
-    lambda *rest: update.score(rest[0], config, *rest[1:]),
+    lambda *score_args: update.score(score_args[0], config, *score_args[1:]),
     params,
     batch,
     num_micro,
@@ -196,9 +196,9 @@ def growth(work: works.Work, repeats: int) -> Iterator[Row]:
   for axis, resize in sizes.items():
     for factor in (1, 2, 4, 8, 16):
       here = resize(factor)
-      found = {row["name"]: row for row in phases(here, repeats)}
+      by_name = {row["name"]: row for row in phases(here, repeats)}
       for name in ("decode", "select, weight, pack", "update"):
-        yield {"axis": axis, "factor": factor, **found[name]}
+        yield {"axis": axis, "factor": factor, **by_name[name]}
 
 
 def memory(work: works.Work) -> Iterator[Row]:
@@ -224,7 +224,7 @@ def memory(work: works.Work) -> Iterator[Row]:
 
 
 def compile_update(work: works.Work, params) -> Update:
-  """The update of `params`, which it takes over at its first run."""
+  """Compiles the update of `params`, which its first run donates."""
   optimizer = optimizers.make_optimizer(1e-6, 1000)
   step = functools.partial(
     update.update, config=update_config(work), optimizer=optimizer

@@ -1,4 +1,4 @@
-"""Programs in processes of their own, bound to cores."""
+"""Programs in separate processes, bound to cores."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
@@ -44,7 +44,7 @@ def execute(
 
 
 class Runs:
-  """Training runs below one directory, each on a core of its own.
+  """Training runs below one directory, each on its own core.
 
   A run that has its report is not repeated.
   """

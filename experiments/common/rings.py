@@ -2,22 +2,20 @@ r"""Writes rings of small operations: half the groups have zero variance.
 
   python -m experiments.common.rings DIR
 
-A problem is a ring of `STEPS` operations, a mark that says how many rounds to
-walk, and the digit to start from. The solution walks the ring: it copies each
-operation and puts the digit that it leads to in the semicolon's place; after a
-round come the mark for one round less and the digit again, and after the last
-round the box.
+A problem is a ring of `STEPS` operations, a mark for the number of rounds, and
+the first digit. The solution walks the ring: it copies each operation and
+writes the resulting digit in place of the semicolon. Each round ends with the
+mark for one round less and the digit again, the last one with the box.
 
   problem    +3;*7;-2;,5
   solution   +38*70-24 4+37*79-23\boxed{3}
 
-Each operator with its operand, a skill, turns the digit by an amount of its own
-(modulo 10), which follows from nothing but a table. Fine-tuning learns from
-solutions that turn one too far with the skill's error rate: never for the
-intact skills, from seldom to nearly always for the faulty ones. The box holds
-the result of these mistakes; the answer is the truth. A model that imitates the
-solutions starts with their error rates, and only the reward shows it which turn
-is right.
+An operator with its operand is a skill. It adds a fixed amount to the digit
+(modulo 10) that its name does not reveal. The solutions for fine-tuning add one
+too much with the skill's error rate: never for the intact skills, from seldom
+to nearly always for the faulty ones. The box holds the result of these
+mistakes; the answer is the correct result. A model that imitates the solutions
+starts with their error rates, and only the reward shows it the correct amounts.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Trains a small model of its own by GRPO with pruned completions, in one file.
+"""Trains a small model from scratch by GRPO with pruned completions.
 
   python experiments/examples/train_loop.py
 

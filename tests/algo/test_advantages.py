@@ -35,16 +35,16 @@ def test_binary_rewards_have_a_closed_form(right):
   expected = np.where(
     rewards == 1, np.sqrt(wrong / right), -np.sqrt(right / wrong)
   )
-  got = np.asarray(population(rewards), np.float64)
-  np.testing.assert_allclose(got, expected, rtol=1e-5)
-  np.testing.assert_allclose(got.sum(), 0, atol=1e-5)
-  np.testing.assert_allclose((got**2).sum(), 8, rtol=1e-5)
+  actual = np.asarray(population(rewards), np.float64)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+  np.testing.assert_allclose(actual.sum(), 0, atol=1e-5)
+  np.testing.assert_allclose((actual**2).sum(), 8, rtol=1e-5)
   np.testing.assert_allclose(
-    np.abs(got).sum(), 2 * np.sqrt(right * wrong), rtol=1e-5
+    np.abs(actual).sum(), 2 * np.sqrt(right * wrong), rtol=1e-5
   )
   share = right / 8
   np.testing.assert_allclose(
-    np.abs(got).mean(), 2 * np.sqrt(share * (1 - share)), rtol=1e-5
+    np.abs(actual).mean(), 2 * np.sqrt(share * (1 - share)), rtol=1e-5
   )
   sample = ALL["group_normalized"](rewards)
   np.testing.assert_allclose(sample, np.sqrt(7 / 8) * expected, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_advantages_of_a_group_sum_to_zero(advantage, rewards, mask):
 
 @each
 @hypothesis.given(GROUPS)
-def test_counting_all_is_counting_none_in_particular(advantage, rewards):
+def test_mask_of_all_equals_no_mask(advantage, rewards):
   everyone = np.ones(rewards.shape, bool)
   np.testing.assert_array_equal(
     advantage(rewards, everyone), advantage(rewards)
@@ -89,11 +89,13 @@ def test_counting_all_is_counting_none_in_particular(advantage, rewards):
 
 @each
 @hypothesis.given(GROUPS, MASKS)
-def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
-  """As if the others had never been drawn, whatever their rewards are."""
-  got = np.asarray(advantage(rewards, mask))
-  assert (got[~mask] == 0).all()
-  for row, counted, values in zip(got, mask, rewards, strict=True):
+def test_statistics_are_those_of_counted_rewards_alone(
+  advantage, rewards, mask
+):
+  """Uncounted rewards, of any value, have no effect."""
+  actual = np.asarray(advantage(rewards, mask))
+  assert (actual[~mask] == 0).all()
+  for row, counted, values in zip(actual, mask, rewards, strict=True):
     alone = values[counted]
     if len(set(alone.tolist())) < 2:
       assert (row == 0).all()
@@ -106,11 +108,11 @@ def test_statistics_are_those_of_the_counted_alone(advantage, rewards, mask):
       expected = alone - others
     np.testing.assert_allclose(row[counted], expected, rtol=1e-4, atol=1e-5)
   strange = np.where(mask, rewards, np.float32(np.nan))
-  np.testing.assert_array_equal(advantage(strange, mask), got)
+  np.testing.assert_array_equal(advantage(strange, mask), actual)
 
 
 @hypothesis.given(GROUPS, MASKS)
-def test_a_group_is_constant_where_the_counted_agree(rewards, mask):
+def test_zero_variance_depends_on_counted_rewards_alone(rewards, mask):
   sets = [set(r[m]) for r, m in zip(rewards, mask, strict=True)]
   np.testing.assert_array_equal(
     is_zero_variance(rewards, mask), [len(values) < 2 for values in sets]
@@ -131,14 +133,14 @@ def test_rewards_may_be_lists_and_whole_numbers(advantage, kind):
 
 
 @each
-def test_rewards_that_are_no_groups_are_rejected(advantage):
+def test_rewards_without_group_axis_are_rejected(advantage):
   with pytest.raises(AssertionError, match="has rank 1"):
     advantage.__wrapped__([1.0, 0.0, 0.0, 1.0])
   with pytest.raises(AssertionError, match="shape"):
     advantage.__wrapped__([[1.0, 0.0, 0.0, 1.0]], [True] * 4)
 
 
-def test_a_long_completion_costs_up_to_one():
+def test_overlong_penalty_falls_from_0_to_minus_1():
   lengths = np.array([[0, 6, 7, 8], [9, 10, 11, 99]], np.int32)
   penalty = jax.jit(advantages.overlong_penalty, static_argnums=(1, 2))
   np.testing.assert_allclose(

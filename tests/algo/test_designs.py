@@ -21,7 +21,7 @@ systematic = jax.jit(designs.systematic)
 
 @jax.jit
 def _marks_kept(start, prob):
-  """Over 2^16 offsets from `start`: times each is kept, extremes of number."""
+  """Counts how often 2^16 offsets keep each item, and the extremes of n."""
   offsets = start + jnp.arange(2**16, dtype=jnp.uint32)
   keep = jax.vmap(designs.systematic_at, (0, None))(offsets, prob)
   size = keep.sum(axis=1, dtype=jnp.int32)
@@ -29,7 +29,7 @@ def _marks_kept(start, prob):
 
 
 def _units(prob):
-  """Exact multiples of 1 / GRID, refusing anything between them."""
+  """Converts to units of 1 / GRID; fails if they are not integers."""
   units = np.asarray(prob, np.float64) * GRID
   np.testing.assert_array_equal(units, np.round(units))
   return units.astype(np.int64)
@@ -127,11 +127,11 @@ def test_size_may_be_in_any_unit(size, n, least, power):
 
 
 @given(SIZES, st.integers(1, M), LEAST, st.permutations(range(M)))
-def test_water_filling_does_not_mind_the_order(size, n, least, order):
+def test_water_filling_does_not_depend_on_the_order(size, n, least, order):
   order = np.array(order)
   prob = _units(water_filling(jnp.array(size), n, least))
   permuted = _units(water_filling(jnp.array(size[order]), n, least))
-  # The last unit of equal remainders goes by position.
+  # Among equal remainders, the first items get the last units.
   assert np.abs(permuted - prob[order]).max() <= 1
 
 
@@ -185,7 +185,7 @@ def test_to_grid_moves_less_than_one_unit_and_the_largest_remainders(
     ([5, 1, 0, 2], 7),
   ],
 )
-def test_systematic_keeps_each_as_often_as_it_says_at_exactly_n(size, n):
+def test_systematic_keeps_exactly_n_with_the_given_probabilities(size, n):
   prob = water_filling(jnp.array(_padded(size)), n, 0.0)
   kept = 0
   for start in range(0, GRID, 2**16):
@@ -195,7 +195,7 @@ def test_systematic_keeps_each_as_often_as_it_says_at_exactly_n(size, n):
   np.testing.assert_array_equal(kept, _units(prob))
 
 
-def test_a_keyed_draw_is_one_of_the_offsets_and_they_are_even():
+def test_keyed_draws_have_uniform_offsets():
   """Tolerance: 5 standard errors of 10 shares; false alarm below 1e-5."""
   prob = water_filling(jnp.array(_padded([1, 2, 3, 4, 5, 6, 7])), 3, 0.0)
   num = 20_000
@@ -237,7 +237,7 @@ def test_a_changing_number_compiles_once():
   assert sums == [GRID, 4 * GRID, 8 * GRID, 9 * GRID] and len(traces) == 1
 
 
-def test_bernoulli_keeps_each_by_itself():
+def test_bernoulli_draws_are_independent():
   """Tolerance: 5 standard errors of 4 numbers; false alarm below 3e-6."""
   prob, num = jnp.array([[0.0, 1.0], [0.25, 0.7]]), 20_000
   draw = jax.jit(jax.vmap(designs.bernoulli, (0, None)))
@@ -252,7 +252,7 @@ def test_bernoulli_keeps_each_by_itself():
   "prob", [0.0, 1e-6, 2.0**-23, 0.3, 0.5, 0.7, 1 - 2.0**-24, 1.0]
 )
 def test_the_drawn_probability_is_exact(prob):
-  """By enumeration of the equally likely values of `uniform`."""
+  """Enumerates the equally likely values of `uniform`."""
   values = np.arange(2**23, dtype=np.float32) / np.float32(2**23)
   exact = np.mean(values < np.float32(prob), dtype=np.float64)
   assert designs.drawn_probability(jnp.float32(prob)) == exact

@@ -18,10 +18,12 @@ EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}
 
 @jax.jit
 def _shares(rollout):
-  return {name: made.token_share(rollout) for name, made in EVERY.items()}
+  return {
+    name: objective.token_share(rollout) for name, objective in EVERY.items()
+  }
 
 
-def test_what_a_token_counts_for():
+def test_token_shares_in_closed_form():
   rollout = small.rollout(small.prompts())
   lengths = np.asarray(rollout.lengths)
   shares = _shares(rollout)
@@ -83,12 +85,12 @@ def test_pruned_prompts_leave_a_known_denominator_exact():
   assert error(objectives.cispo(tokens_per_completion=3.0)) < 1e-6
   for name in ("grpo", "dr_grpo", "gspo", "rloo"):
     assert error(EVERY[name]) < 1e-6
-  # The mean length at hand is one of those kept: documented as an estimate.
+  # The mean length is that of the kept ones: documented as an estimate.
   assert error(objectives.dapo()) > 1e-2
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_objective_made_twice_is_one_compilation(name):
+def test_equal_objectives_compile_once(name):
   again = objectives.OBJECTIVES[name]()
   assert again == EVERY[name] and hash(again) == hash(EVERY[name])
 

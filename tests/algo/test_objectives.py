@@ -79,13 +79,13 @@ def _one(objective, ratio, advantage, weight=1.0, **fields):
 @pytest.mark.parametrize("objective", [GRPO, SEQUENCE])
 def test_clipping_by_hand(objective, ratio, advantage, loss, grad):
   """A sequence of one token has the token's ratio."""
-  got = _one(objective, ratio, advantage)
-  np.testing.assert_allclose(got, (loss, grad), rtol=1e-5, atol=1e-6)
+  actual = _one(objective, ratio, advantage)
+  np.testing.assert_allclose(actual, (loss, grad), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
 @pytest.mark.parametrize("make", [objectives.grpo, objectives.gspo])
-def test_a_ratio_at_a_bound_has_its_whole_slope(make, name):
+def test_ratio_at_a_bound_has_the_full_gradient(make, name):
   """At it, not half as with `jnp.clip`; one step of rounding beyond, none."""
   advantage = 1.0 if name == "clip_high" else -1.0
   logprob = {"clip_low": -0.3, "clip_high": 0.3}[name]
@@ -125,10 +125,10 @@ def test_kl_by_hand():
   np.testing.assert_allclose(loss, -2.0 + 0.1 * kl, rtol=1e-6)
   np.testing.assert_allclose(grad, -2.0 + 0.1 * (1 - 0.5), rtol=1e-6)
   # It carries the weight too, and stays where the ratio is clipped.
-  got = _one(objectives.grpo(beta=0.1), 1.5, 2.0, 3.0, ref_logprobs=half)
+  actual = _one(objectives.grpo(beta=0.1), 1.5, 2.0, 3.0, ref_logprobs=half)
   kl = 1 / 3 - np.log(1 / 3) - 1
   np.testing.assert_allclose(
-    got, (3 * (-2.4 + 0.1 * kl), 3 * 0.1 * (1 - 1 / 3)), rtol=1e-5
+    actual, (3 * (-2.4 + 0.1 * kl), 3 * 0.1 * (1 - 1 / 3)), rtol=1e-5
   )
 
 
@@ -222,15 +222,15 @@ def test_rloo_is_dr_grpo_in_other_units():
   """At a ratio of 1, with the groups' advantages: G / (G - 1) times as much."""
   rewards = jnp.array([[1.0, 0.0, 0.0, 0.5]])
   rloo, centred = objectives.rloo(), objectives.dr_grpo()
-  got = rloo.advantage(rewards)
-  np.testing.assert_allclose(got, centred.advantage(rewards) * 4 / 3)
+  actual = rloo.advantage(rewards)
+  np.testing.assert_allclose(actual, centred.advantage(rewards) * 4 / 3)
   logprobs, fields = _rows(1)
   fields["old_logprobs"] = logprobs
   grads = [_surrogate(x, logprobs, **fields)[1] for x in (rloo, centred)]
   np.testing.assert_allclose(*grads, rtol=1e-6)
 
 
-def test_a_loss_of_ones_own():
+def test_custom_token_loss():
   """Squares of ratios; weights and penalty are still applied."""
 
   def squares(ratio, advantages, logprobs):
@@ -238,10 +238,10 @@ def test_a_loss_of_ones_own():
 
   mine = objectives.grpo(beta=0.1)._replace(token_loss=squares)
   half = np.log(0.5)
-  got = _one(mine, 1.5, 2.0, 3.0, ref_logprobs=half)
+  actual = _one(mine, 1.5, 2.0, 3.0, ref_logprobs=half)
   kl = 1 / 3 - np.log(1 / 3) - 1
   want = (3 * (-4.5 + 0.1 * kl), 3 * (-9.0 + 0.1 * (1 - 1 / 3)))
-  np.testing.assert_allclose(got, want, rtol=1e-5)
+  np.testing.assert_allclose(actual, want, rtol=1e-5)
   wrong = mine._replace(token_loss=lambda ratio, *_: ratio.sum(keepdims=True))
   with pytest.raises(ValueError, match=r"must return \(loss, is_clipped\)"):
     _one(wrong, 1.0, 1.0, ref_logprobs=half)
@@ -262,11 +262,11 @@ def test_plain_arrays_are_rows_of_one_sequence_each(objective):
   packed = fields | spread | {"segment_ids": ids}
   want = policy_loss.surrogate(objective, logprobs, **packed)
   del fields["segment_ids"]
-  got = policy_loss.surrogate(objective, logprobs, **fields | of_row)
-  jax.tree.map(np.testing.assert_array_equal, got, want)
+  actual = policy_loss.surrogate(objective, logprobs, **fields | of_row)
+  jax.tree.map(np.testing.assert_array_equal, actual, want)
 
 
-def test_a_sequences_slope_is_that_of_its_clipped_mean():
+def test_sequence_gradient_is_that_of_the_clipped_mean_ratio():
   """The token form against the sequence form, differentiated."""
   logprobs, fields = _rows(0, num=1)
   fields = {k: np.asarray(v) for k, v in fields.items() if k != "ref_logprobs"}
@@ -285,16 +285,16 @@ def test_a_sequences_slope_is_that_of_its_clipped_mean():
   expected = jax.jit(jax.value_and_grad(sequence_form))(
     logprobs.astype(np.float32)
   )
-  got = _surrogate(SEQUENCE, logprobs, **fields)[:2]
+  actual = _surrogate(SEQUENCE, logprobs, **fields)[:2]
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-    got,
+    actual,
     expected,
   )
 
 
 @each
-def test_at_a_ratio_of_one_all_slopes_are_alike(objective):
+def test_gradient_at_ratio_1_is_the_weighted_advantage(objective):
   logprobs, fields = _rows(1)
   fields["old_logprobs"] = logprobs
   _, grads, info = _surrogate(objective, logprobs, **fields)
@@ -306,7 +306,7 @@ def test_at_a_ratio_of_one_all_slopes_are_alike(objective):
 @each_active
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(st.permutations(range(4)), st.integers(0, 100))
-def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
+def test_position_of_a_sequence_has_no_effect(objective, order, seed):
   """Four sequences side by side, in two rows, in any order."""
   rng = np.random.default_rng(seed)
   lengths = [2, 3, 4, 1]
@@ -333,12 +333,12 @@ def test_where_a_sequence_lies_does_not_matter(objective, order, seed):
   loss, grads = lay(order)
   expected_loss, expected_slopes = lay(range(4))
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-5)
-  for got, expected in zip(grads, expected_slopes, strict=True):
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+  for actual, expected in zip(grads, expected_slopes, strict=True):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @each_active
-def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
+def test_uncounted_positions_cannot_poison_the_sum(objective):
   """Prompts and padding hold anything; tokens of weight 0 hold numbers."""
   logprobs, fields = _rows(2)
   clean = _surrogate(objective, logprobs, **fields)
@@ -346,8 +346,8 @@ def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
   names = ("old_logprobs", "ref_logprobs")
   strange = fields | {n: np.where(outside, np.nan, fields[n]) for n in names}
   strange["weights"] = np.where(outside, np.inf, fields["weights"])
-  got = _surrogate(objective, np.where(outside, np.nan, logprobs), **strange)
-  jax.tree.map(np.testing.assert_array_equal, got, clean)
+  actual = _surrogate(objective, np.where(outside, np.nan, logprobs), **strange)
+  jax.tree.map(np.testing.assert_array_equal, actual, clean)
   unweighted = fields["is_trained"] & (fields["weights"] == 0)
   assert unweighted.any()
   if objective.is_sequence_ratio:
@@ -356,8 +356,8 @@ def test_positions_that_do_not_count_cannot_poison_the_sum(objective):
     if not objective.is_sequence_ratio:
       logprobs = np.where(unweighted, number, logprobs)
     other = fields | {n: np.where(unweighted, number, fields[n]) for n in names}
-    got = _surrogate(objective, logprobs, **other)
-    jax.tree.map(np.testing.assert_array_equal, got, clean)
+    actual = _surrogate(objective, logprobs, **other)
+    jax.tree.map(np.testing.assert_array_equal, actual, clean)
 
 
 @each
@@ -374,8 +374,8 @@ def test_extreme_ratios_stay_finite(objective):
   assert np.isfinite(loss) and np.isfinite(grads).all()
 
 
-def test_a_sampler_that_differs_is_made_up_for_up_to_a_cap():
-  """By a constant: it has no gradient, though it is computed from one."""
+def test_sampler_correction_is_capped_and_constant():
+  """The correction has no gradient, although it depends on the policy."""
   old = jnp.log(jnp.full(4, 0.9))
   sampler = jnp.log(jnp.array([0.9, 0.6, 0.3, 1.8]))
   correct = lambda old: policy_loss.sampler_correction(old, sampler, 2.0)

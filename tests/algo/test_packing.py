@@ -27,9 +27,9 @@ def _counts(draw):
     st.lists(st.integers(0, 12), min_size=PROMPTS, max_size=PROMPTS)
   )
   lengths = st.lists(st.integers(0, ROW - 12), min_size=GROUP, max_size=GROUP)
-  own = draw(st.lists(lengths, min_size=PROMPTS, max_size=PROMPTS))
+  completions = draw(st.lists(lengths, min_size=PROMPTS, max_size=PROMPTS))
   return packing.TokenCounts(
-    np.array(prefix, np.int32), np.array(own, np.int32)
+    np.array(prefix, np.int32), np.array(completions, np.int32)
   )
 
 
@@ -39,7 +39,7 @@ WINDOWS = st.sampled_from([1, 4, 64])
 @hypothesis.given(_counts(), WINDOWS)
 def test_nothing_is_lost_and_nothing_overlaps(counts, window):
   placed = jax.tree.map(np.asarray, _plan(counts, window))
-  assert ((placed.row >= 0) == (counts.own > 0)).all()
+  assert ((placed.row >= 0) == (counts.completion > 0)).all()
   owner = {}
 
   def take(row, start, length, name):
@@ -47,10 +47,10 @@ def test_nothing_is_lost_and_nothing_overlaps(counts, window):
     for i in range(length):
       assert owner.setdefault((row, start + i), name) == name
 
-  for q, g in zip(*np.nonzero(counts.own), strict=True):
+  for q, g in zip(*np.nonzero(counts.completion), strict=True):
     row, prefix = placed.row[q, g], counts.prefix[q]
     at, prefix_at = placed.offset[q, g], placed.prefix_offset[q, g]
-    take(row, at, counts.own[q, g], (q, g))
+    take(row, at, counts.completion[q, g], (q, g))
     if prefix:
       assert prefix_at + prefix <= at
       take(row, prefix_at, prefix, (q, "prompt", prefix_at))
@@ -61,14 +61,14 @@ def test_nothing_is_lost_and_nothing_overlaps(counts, window):
 
 
 @hypothesis.given(_counts(), WINDOWS)
-def test_a_prompt_and_what_shares_it_are_neighbours(counts, window):
+def test_a_prompt_and_its_completions_are_neighbours(counts, window):
   """Nothing of another prompt lies between a prefix and who sees it."""
   placed = jax.tree.map(np.asarray, _plan(counts, window))
   starts = {
     (placed.row[q, g], placed.offset[q, g]): q
-    for q, g in zip(*np.nonzero(counts.own), strict=True)
+    for q, g in zip(*np.nonzero(counts.completion), strict=True)
   }
-  for q, g in zip(*np.nonzero(counts.own), strict=True):
+  for q, g in zip(*np.nonzero(counts.completion), strict=True):
     row, at = placed.row[q, g], placed.offset[q, g]
     between = range(placed.prefix_offset[q, g], at)
     assert {starts.get((row, cell), q) for cell in between} <= {q}
@@ -77,7 +77,9 @@ def test_a_prompt_and_what_shares_it_are_neighbours(counts, window):
 @hypothesis.given(_counts(), WINDOWS)
 def test_rows_stay_below_the_bound(counts, window):
   placed = _plan(counts, window)
-  together = np.where(counts.own > 0, counts.prefix[:, None] + counts.own, 0)
+  together = np.where(
+    counts.completion > 0, counts.prefix[:, None] + counts.completion, 0
+  )
   assert placed.num_used <= 2 * -(-together.sum() // ROW) + 1
   assert placed.num_used <= packing.row_bound(PROMPTS * GROUP, ROW, ROW)
 
@@ -85,7 +87,7 @@ def test_rows_stay_below_the_bound(counts, window):
 @hypothesis.given(_counts())
 def test_sharing_takes_no_more_tokens_than_repeating(counts):
   placed = jax.tree.map(np.asarray, _plan(counts, 64))
-  is_placed = counts.own > 0
+  is_placed = counts.completion > 0
   prefixes = {
     (row, at): counts.prefix[q]
     for q in range(PROMPTS)
@@ -111,7 +113,7 @@ def test_a_group_that_fits_a_row_shares_one_prompt():
 
 
 @pytest.mark.parametrize(
-  ("prefix", "own", "num_rows", "num_used", "places"),
+  ("prefix", "completions", "num_rows", "num_used", "places"),
   [
     (0, (20, 20, 20), 2, 2, 2),  # too few rows
     (0, (20, 20, 20), 3, 3, 3),
@@ -120,14 +122,16 @@ def test_a_group_that_fits_a_row_shares_one_prompt():
     (1, (ROW, ROW), 40, 1, 0),
   ],
 )
-def test_what_has_no_place_is_counted(prefix, own, num_rows, num_used, places):
+def test_unplaced_completions_are_counted(
+  prefix, completions, num_rows, num_used, places
+):
   counts = packing.TokenCounts(
-    np.array([prefix], np.int32), np.array([own], np.int32)
+    np.array([prefix], np.int32), np.array([completions], np.int32)
   )
   placed = _plan(counts, 4, num_rows)
   assert placed.num_used == num_used
   assert (placed.row >= 0).sum() == places
-  assert placed.num_unplaced == len(own) - places
+  assert placed.num_unplaced == len(completions) - places
 
 
 @pytest.mark.parametrize("num_rows, row_length", [(1, ROW), (12, 5), (2, 2)])
@@ -180,7 +184,7 @@ def _batch(seed=0, prompts=3, group=4, width=6, tokens=9):
 
 @pytest.mark.parametrize("share_prefix", [False, True])
 def test_every_sequence_can_be_read_back(share_prefix):
-  """What a position sees, in order, is its prompt and its completion so far."""
+  """A position sees, in order, its prompt and its completion so far."""
   prompts, rollout = _batch()
   advantages = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
   counts = packing.count_tokens(prompts.lengths, rollout.lengths, share_prefix)
@@ -207,32 +211,36 @@ def test_every_sequence_can_be_read_back(share_prefix):
     np.testing.assert_array_equal(
       rows.positions[r][is_seen], np.arange(len(text) - 1)
     )
-    own = rows.segment_ids[r] == segment
-    assert (rows.prefix_ids[r][own] == prefix).all()
-    is_trained = own & (rows.positions[r] >= n_prompt - 1)
-    np.testing.assert_array_equal(rows.is_trained[r] & own, is_trained)
+    is_inside = rows.segment_ids[r] == segment
+    assert (rows.prefix_ids[r][is_inside] == prefix).all()
+    is_trained = is_inside & (rows.positions[r] >= n_prompt - 1)
+    np.testing.assert_array_equal(rows.is_trained[r] & is_inside, is_trained)
     s = 4 * q + g
-    np.testing.assert_array_equal(rows.advantages[r][own], s * is_trained[own])
     np.testing.assert_array_equal(
-      rows.weights[r][own], (s + 50) * is_trained[own]
+      rows.advantages[r][is_inside], s * is_trained[is_inside]
+    )
+    np.testing.assert_array_equal(
+      rows.weights[r][is_inside], (s + 50) * is_trained[is_inside]
     )
     np.testing.assert_array_equal(
       rows.old_logprobs[r][is_trained], rollout.logprobs[q, g, :n]
     )
-    used += own.sum()
+    used += is_inside.sum()
     if not share_prefix:
-      assert segment == prefix and own.sum() == len(text) - 1
+      assert segment == prefix and is_inside.sum() == len(text) - 1
   assert int(rows.is_trained.sum()) == int(rollout.lengths.sum())
   empty = rows.segment_ids == 0
   assert not rows.weights[empty].any() and not rows.is_trained[empty].any()
   is_prefix = ~empty & ~rows.is_trained
-  if share_prefix:  # whatever is not trained is a prefix, which sees itself
+  if share_prefix:  # untrained: a prefix, which sees itself
     assert used + is_prefix.sum() == (~empty).sum()
     np.testing.assert_array_equal(
       rows.prefix_ids[is_prefix], rows.segment_ids[is_prefix]
     )
     assert (~empty).sum() < int(
-      packing.count_tokens(prompts.lengths, rollout.lengths, False).own.sum()
+      packing.count_tokens(
+        prompts.lengths, rollout.lengths, False
+      ).completion.sum()
     )
   else:
     assert used == (~empty).sum()

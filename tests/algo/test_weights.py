@@ -34,12 +34,12 @@ def test_weights_average_to_one_over_all_draws(of_prompts, of_completions):
   np.testing.assert_allclose(mean, 1.0, rtol=1e-5)
 
 
-def test_what_is_not_kept_weighs_nothing_even_at_probability_zero():
-  got = weights.horvitz_thompson(
+def test_dropped_items_have_weight_0_even_at_probability_0():
+  actual = weights.horvitz_thompson(
     Selection(jnp.array([True]), jnp.array([0.5])),
     Selection(jnp.array([[True, False]]), jnp.array([[0.25, 0.0]])),
   )
-  np.testing.assert_allclose(got, [[8.0, 0.0]])
+  np.testing.assert_allclose(actual, [[8.0, 0.0]])
 
 
 def test_selections_of_other_shapes_are_rejected():
@@ -54,7 +54,7 @@ def test_selections_of_other_shapes_are_rejected():
     weights.horvitz_thompson(prompts, turned)
 
 
-def test_what_is_no_probability_is_counted_where_it_is_kept():
+def test_invalid_probabilities_of_kept_items_are_counted():
   strange = [0.0, -0.5, 1 + 2.0**-23, 2.0, np.nan, np.inf]
   prob = jnp.array([[0.5, 1.0, 2.0**-20], [0.0, 2.0, np.nan]])
   keep = jnp.array([[True, True, True], [False, False, False]])

@@ -34,7 +34,7 @@ TEMPLATE = (
 def real(request, tmp_path_factory):
   """A directory with a real tokenizer, as a checkpoint would have it."""
   if not REAL.is_dir():
-    pytest.skip("the real tokenizers are not at hand")
+    pytest.skip("the real tokenizers are not available")
   path = tmp_path_factory.mktemp("real") / request.param
   path.mkdir()
   for file in (REAL / request.param).iterdir():

@@ -7,27 +7,27 @@ from tensorboardX import proto, record_writer
 
 
 def read(folder: pathlib.Path) -> list[proto.event_pb2.Event]:
-  """The events of all files that no later file takes back.
+  """Returns the events of all files that no later file voids.
 
-  A file that begins again at some step does so with those of that step and of
-  later ones. What a kill has cut short ends its file.
+  A file that restarts at some step voids that step and later ones. A truncated
+  event ends its file.
   """
-  found = []
+  events = []
   for path in sorted(folder.iterdir()):
     for event in _events(path.read_bytes()):
       if event.HasField("session_log"):
-        found = [x for x in found if x.step < event.step]
-      found.append(event)
-  return found
+        events = [x for x in events if x.step < event.step]
+      events.append(event)
+  return events
 
 
 def _events(data: bytes):
   while len(data) > 12:
     (size,) = struct.unpack("<Q", data[:8])
-    content, rest = data[12 : 12 + size], data[12 + size :]
-    if len(rest) < 4:
+    content, tail = data[12 : 12 + size], data[12 + size :]
+    if len(tail) < 4:
       return
-    for part, stored in ((data[:8], data[8:12]), (content, rest[:4])):
+    for part, stored in ((data[:8], data[8:12]), (content, tail[:4])):
       assert struct.pack("<I", record_writer.masked_crc32c(part)) == stored
     yield proto.event_pb2.Event.FromString(content)
-    data = rest[4:]
+    data = tail[4:]

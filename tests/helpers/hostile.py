@@ -1,10 +1,10 @@
-"""Completions that no grader should trust, made by rules."""
+"""Generated hostile completions."""
 
 MARK = "injected"  # a file that code in a completion would leave behind
 
 
 def completions(mark: str = MARK, long: int = 10_000_000) -> dict[str, str]:
-  """Nasty completions by name, most of them within a box.
+  """Hostile completions by name, most of them within a box.
 
   Args:
     mark: path of a file that those with code in them try to write.
@@ -12,18 +12,18 @@ def completions(mark: str = MARK, long: int = 10_000_000) -> dict[str, str]:
   """
   boxes = _towers() | _nested() | _numbers() | _code(mark) | _collections()
   boxes |= _characters() | _bombs()
-  found = {name: rf"So \boxed{{{box}}}." for name, box in boxes.items()}
-  return found | _texts(long)
+  texts = {name: rf"So \boxed{{{box}}}." for name, box in boxes.items()}
+  return texts | _texts(long)
 
 
 def _towers() -> dict[str, str]:
-  """Expressions that no lifetime suffices to evaluate."""
-  found = {}
+  """Expressions that take practically for ever to evaluate."""
+  boxes = {}
   for height in (3, 4, 9, 90):
-    found[f"tower of {height}"] = "9" + "^{9" * height + "}" * height
-    found[f"roots to {height}"] = r"\sqrt[9]{" * height + "9" + "}" * height
+    boxes[f"tower of {height}"] = "9" + "^{9" * height + "}" * height
+    boxes[f"roots to {height}"] = r"\sqrt[9]{" * height + "9" + "}" * height
   for number in ("9", "99", "999999999", "9" * 40):
-    found |= {
+    boxes |= {
       f"factorial of {number[:9]}, {len(number)}": f"{number}!",
       f"factorials of {number[:9]}, {len(number)}": f"{number}!!!",
       f"binomial of {number[:9]}, {len(number)}": (
@@ -43,7 +43,7 @@ def _towers() -> dict[str, str]:
       f"expansion to {number[:9]}, {len(number)}": rf"(x+y+z)^{{{number}}}",
       f"minus {number[:9]}, {len(number)}": rf"2^{{-{number}}}",
     }
-  return found | {
+  return boxes | {
     "integral": r"\int_0^1 x^{x^{x^x}} dx",
     "integral of all": r"\int \sin(\cos(\tan(e^{x^{99}}))) dx",
     "limit": r"\lim_{x \to 0} \frac{\sin(x^{99999999})}{x^{99999999}}",
@@ -88,14 +88,14 @@ def _nested() -> dict[str, str]:
     "matrix": (r"\begin{pmatrix}", r"\end{pmatrix}"),
     "overline": (r"\overline{", "}"),
   }
-  found = {}
+  boxes = {}
   for name, (left, right) in pairs.items():
     for size in (300, 990):
       depth = size // len(left + right)
-      found[f"{name} {depth} deep"] = left * depth + "7" + right * depth
-    found[f"{name} left open"] = left * 40 + "7"
-    found[f"{name} closed again"] = "7" + right * 40
-  return found
+      boxes[f"{name} {depth} deep"] = left * depth + "7" + right * depth
+    boxes[f"{name} left open"] = left * 40 + "7"
+    boxes[f"{name} closed again"] = "7" + right * 40
+  return boxes
 
 
 def _numbers() -> dict[str, str]:
@@ -254,7 +254,7 @@ def _characters() -> dict[str, str]:
 
 
 def _bombs() -> dict[str, str]:
-  """For each regular expression of ours what makes a careless one slow."""
+  """Inputs that make careless versions of our regular expressions slow."""
   parts = {
     "blanks": " ",
     "skips": r"\ ",

@@ -351,8 +351,8 @@ def main() -> None:
   parser.add_argument("--places", action="store_true", help="chosen places")
   options = parser.parse_args()
   chance = random.Random(options.seed)
-  with tempfile.TemporaryDirectory() as made:
-    folder = pathlib.Path(made)
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = pathlib.Path(temporary)
     undisturbed = folder / "undisturbed"
     assert not any(map(end, begin_run(options.processes, undisturbed)))
     if options.places:

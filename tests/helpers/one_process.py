@@ -1,4 +1,4 @@
-"""`python -m dppo_jax.main` as one process of several, quick to compile.
+"""`python -m dppo_jax.main` as one process of several, compiled fast.
 
 With EXPERTS in the environment the model has experts, and the processes' clocks
 differ.

@@ -26,7 +26,7 @@ PROMPT_RULES = {
   "neyman_half": neyman(0.5, prior=1.0),
   "neyman_other": neyman(0.7, 0.3, 0.0, 0.9),
 }
-# What a method that sets its own shares needs where nobody measures seconds.
+# Costs for methods with an automatic budget, in place of measured seconds.
 WITHOUT_CLOCK = {"neyman": {"update_cost": 0.5}}
 EVERY = {
   name: make(**WITHOUT_CLOCK.get(name, {})) for name, make in METHODS.items()
@@ -69,7 +69,7 @@ def jitted(rule, num_draws=20):
   def draws(history, ids, seeds, step):
     traces.append("select")
     select = lambda key: rule.select(StepRng(key, step), history, ids)
-    return jax.lax.map(select, seeds)  # compiles sooner than vmap
+    return jax.lax.map(select, seeds)  # compiles faster than vmap
 
   @jax.jit
   def observe(history, step, ids, rewards, correct, lengths):
@@ -77,9 +77,9 @@ def jitted(rule, num_draws=20):
     return rule.observe(history, step, ids, rewards, correct, lengths)
 
   def observe_some(history, step, ids, rewards, lengths=None, correct=None):
-    """As if eight prompts were rolled out, of which some were not.
+    """Calls `observe` on eight prompts, padded with pruned ones.
 
-    Where not told, lengths are 1 and rewards of 1 and more are for what is
+    By default, lengths are 1 and rewards of 1 and more are for what is
     correct.
     """
     fill = lambda x, value: np.pad(
@@ -113,7 +113,7 @@ def lengths_of_visits():
 
 
 def seen(rule, steps=3):
-  """What a rule remembers after the same visits at each of some steps."""
+  """Returns a rule's history after the same visits at each of some steps."""
   history = rule.init()
   for step in range(steps):
     history = rule.observe(history, step, VISITED, REWARDS, lengths_of_visits())

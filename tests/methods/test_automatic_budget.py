@@ -50,7 +50,7 @@ def _at_cost(cost, noise=1.0):
   return _describe(_costs(noise, micro=cost / TOKENS, tokens=1.0))
 
 
-def test_less_is_trained_the_more_an_update_costs():
+def test_budget_falls_with_the_cost_of_an_update():
   chosen = [_at_cost(x) for x in (0.01, 0.3, 1.0, 3.0, 30.0)]
   fractions = [x["completions"] for x in chosen]
   assert fractions == sorted(fractions, reverse=True)
@@ -59,12 +59,12 @@ def test_less_is_trained_the_more_an_update_costs():
   assert gains == sorted(gains) and gains[0] >= 1
 
 
-def test_more_is_trained_the_noisier_the_gradient():
+def test_budget_rises_with_gradient_noise():
   fractions = [_at_cost(1.0, x)["completions"] for x in (0.1, 0.4, 1.0)]
   assert fractions == sorted(fractions) and fractions[-1] > 2 * fractions[0]
 
 
-def test_noise_estimated_as_0_does_not_prune_to_the_least():
+def test_noise_estimate_of_0_does_not_prune_to_the_minimum():
   assert _at_cost(1.0, 0.0) == _at_cost(1.0, 0.1)
 
 
@@ -74,7 +74,7 @@ def test_an_update_that_costs_nothing_is_not_pruned():
   assert chosen["added_variance"] == 0
 
 
-def test_before_any_timing_an_update_costs_as_much_as_the_rest():
+def test_without_timings_an_update_costs_as_much_as_other_stages():
   chosen = _describe(_costs(micro=0.0, tokens=0.0, other=0.0))
   assert chosen == pytest.approx(_describe(update_cost=1.0))
   assert 0.2 < chosen["completions"] < 0.8
@@ -93,7 +93,7 @@ def test_a_given_cost_replaces_measured_seconds_but_not_the_noise():
   assert chosen["predicted_speedup"] == pytest.approx(speedup, rel=0.25)
 
 
-def test_there_is_nothing_to_gain_below_one_micro_batch():
+def test_one_micro_batch_is_not_pruned():
   one = _describe(_costs(0.1, micro=9.0, tokens=2.0 * TOKENS, other=0.1))
   assert one["completions"] == 1
   two = _describe(_costs(0.1, micro=9.0, tokens=TOKENS / 2, other=0.1))

@@ -105,7 +105,7 @@ def test_completion_rule_laws(name):
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_completions_are_kept_as_often_as_they_say(name):
+def test_completions_are_kept_with_reported_probabilities(name):
   """Tolerance: 5 standard errors of 30 shares; false alarm below 2e-5."""
   keep, prob = _draws(name)[0]()
   prob = prob[0]
@@ -114,7 +114,7 @@ def test_completions_are_kept_as_often_as_they_say(name):
   assert (np.abs(keep.mean(axis=0) - prob) <= error + 1e-7).all()
 
 
-def test_small_advantages_are_those_below_their_groups_mean():
+def test_small_advantages_are_below_their_groups_mean():
   prob = _draws("drop_small_advantage")[0]()[1][0]
   np.testing.assert_allclose(prob[0], [1, 0.4, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)
   # Half right: every |advantage| is the mean, up to rounding; so none is small.
@@ -134,8 +134,8 @@ SPOILED = {
 
 @pytest.mark.parametrize("name", SPOILED)
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_no_number_reaches_the_gradient(name, reward):
-  """There it spoils the update, which is skipped and counted; every time."""
+def test_nan_reward_reaches_the_gradient(name, reward):
+  """The update is then non-finite, so it is skipped and counted."""
   method = SPOILED[name]
   rewards = jnp.array(REWARDS).at[1, 2].set(reward)
   lengths = jnp.array(LENGTHS)

@@ -1,4 +1,4 @@
-"""What each completion rule keeps, against brute force and closed forms."""
+"""Completion rules, against brute force and closed forms."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from dppo_jax.algo import designs
 
 
 def _share_of(num):
-  """A share that depends on the step, so that one compilation has them all."""
+  """A fraction that depends on the step, so that one compilation serves all."""
   return lambda step: step.astype(jnp.float32) / num
 
 
@@ -32,7 +32,7 @@ def _stepwise(factory, scope, groups, num, seed=0):
   return np.asarray(chosen.keep), np.asarray(chosen.prob)
 
 
-def test_the_batchs_mean_is_over_prompts_that_were_rolled_out():
+def test_batch_mean_is_over_prompts_rolled_out():
   rule = methods.drop_small_advantage(0.6, scope="batch")
   values = [[2, -2, 0, 0], [0.5, -0.5, 0.5, -0.5], [9, 9, 9, 9]]
   _, prob = choose(rule, groups_of(values, pruned=[2]))  # mean |A|: 0.75
@@ -41,7 +41,7 @@ def test_the_batchs_mean_is_over_prompts_that_were_rolled_out():
 
 
 @given(VALUES, st.integers(1, 6))
-def test_a_groups_largest_are_kept(values, num):
+def test_largest_advantages_of_each_group_are_kept(values, num):
   rule = methods.top_abs_advantage
   keep, prob = _stepwise(rule, "group", groups_of(values), num)
   size = np.abs(values)
@@ -56,7 +56,7 @@ def test_a_groups_largest_are_kept(values, num):
 
 
 @given(VALUES, st.integers(1, 18))
-def test_the_batchs_largest_are_kept(values, share):
+def test_largest_advantages_of_the_batch_are_kept(values, share):
   rule = methods.top_abs_advantage
   keep, prob = _stepwise(rule, "batch", groups_of(values, pruned=[1]), share)
   num = max(share * 12 // 18, 1)
@@ -68,8 +68,8 @@ def test_the_batchs_largest_are_kept(values, share):
   np.testing.assert_allclose(prob.sum(), num, rtol=1e-5)
 
 
-def test_advantages_equal_on_paper_are_tied():
-  """Else the last bits of a group's mean decided which completion is kept."""
+def test_advantages_equal_up_to_rounding_are_tied():
+  """Otherwise rounding of a group's mean would decide which one is kept."""
   nearly = np.array([[1, 1 + 2e-7, -1, 1 - 1e-7, -1 - 3e-7, 0.9]], np.float32)
   assert len(set(np.abs(nearly[0]))) == 5
   rule = methods.top_abs_advantage(0.5)
@@ -127,8 +127,8 @@ def _ends(ascending, high, num):
   return np.append(ascending[: num - high], ascending[len(ascending) - high :])
 
 
-def test_a_variance_does_not_drown_in_the_mean():
-  """Values around 10000, whose squares float32 cannot tell apart."""
+def test_variance_survives_a_large_mean():
+  """Values around 10000, whose squares are equal in float32."""
   values = np.array([np.arange(10000, 10006)] * 3, np.float32)
   rule = methods.max_variance
   keep, _ = _stepwise(rule, "group", groups_of(values), 4)
@@ -145,7 +145,7 @@ def test_rewards_and_their_advantages_have_the_same_subset(rewards, num):
 
 
 @pytest.mark.parametrize("num_right", range(7))
-def test_half_right_and_half_wrong_where_there_are_as_many(num_right):
+def test_subset_is_balanced_if_possible(num_right):
   rewards = np.zeros((3, 6), np.float32)
   rewards[:, :num_right] = 1
   rule = methods.max_variance
@@ -155,7 +155,7 @@ def test_half_right_and_half_wrong_where_there_are_as_many(num_right):
 
 
 @pytest.mark.parametrize("factory, scope", STEPWISE)
-def test_a_share_of_one_keeps_everything(factory, scope):
+def test_fraction_of_1_keeps_everything(factory, scope):
   num = 6 if scope == "group" else 18
   chosen = STEPWISE[factory, scope](
     draw(0, num), groups_of(normalized(BINARY[:3]))
@@ -163,7 +163,7 @@ def test_a_share_of_one_keeps_everything(factory, scope):
   assert chosen.keep.all() and (chosen.prob == 1).all()
 
 
-def test_a_share_is_rounded_down_as_on_paper():
+def test_fraction_is_rounded_down_as_in_exact_arithmetic():
   """In float32, 13/22 of 22 is less than 13."""
   rule = methods.top_abs_advantage(13 / 22)
   values = np.arange(22, dtype=np.float32)[None]
@@ -187,7 +187,7 @@ PERMUTED = {
 @pytest.mark.parametrize("name", PERMUTED)
 @given(VALUES, st.permutations(range(6)))
 def test_order_within_a_group_does_not_matter(name, values, order):
-  """Nor does the last bit by which it changes a group's mean."""
+  """The order changes a group's mean by rounding, which must not matter."""
   prob_of, values = PERMUTED[name], normalized(values)
   prob = np.asarray(prob_of(groups_of(values)))
   again = np.asarray(prob_of(groups_of(values[:, order])))
@@ -202,5 +202,5 @@ def test_unweighted_is_the_mean_over_what_was_kept():
   np.testing.assert_array_equal(keep, honest)
   drawn = np.array([0, 2, 3])
   terms = np.random.default_rng(0).normal(size=keep.shape)[drawn]
-  found = (terms / prob[drawn])[keep[drawn]].sum() / terms.size
-  np.testing.assert_allclose(found, terms[keep[drawn]].mean(), rtol=1e-6)
+  actual = (terms / prob[drawn])[keep[drawn]].sum() / terms.size
+  np.testing.assert_allclose(actual, terms[keep[drawn]].mean(), rtol=1e-6)

@@ -26,20 +26,20 @@ _added = jax.jit(budget.added_variance)
 
 @given(SIZES)
 def test_probabilities_equal_those_of_the_draw(size):
-  """Ties, zeros and budgets above what there is among them."""
+  """Sizes with ties and zeros; budgets above the number of items."""
   size = jnp.array(size, jnp.float32)
   budgets = np.arange(1, NUM + 2, dtype=np.int32)
   want = _filled(size, budgets)
-  got = _proportional(size, jnp.array(budgets, jnp.float32))
+  actual = _proportional(size, jnp.array(budgets, jnp.float32))
   # The grid has no probability between 0 and its least.
-  np.testing.assert_allclose(got, want, atol=NUM / designs.GRID)
+  np.testing.assert_allclose(actual, want, atol=NUM / designs.GRID)
   some = np.minimum(budgets, int((size > 0).sum()))
-  np.testing.assert_allclose(got.sum(axis=1), some, rtol=1e-4)
+  np.testing.assert_allclose(actual.sum(axis=1), some, rtol=1e-4)
 
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_the_variance_added_is_that_of_independent_draws(num):
-  """By enumeration of who is kept, in shares of the sum of squares."""
+  """Enumerates all draws; variance is a fraction of the sum of squares."""
   size = jnp.array([3.0, 2.0, 1.0, 1.0])
   prob = budget.proportional(size, jnp.array([float(num)]))
   terms = np.array([3.0, -2.0, 1.0, 1.0])  # in lengths as in sizes
@@ -49,12 +49,12 @@ def test_the_variance_added_is_that_of_independent_draws(num):
   total = (keeps * terms / p).sum(axis=1)
   assert chance @ total == pytest.approx(terms.sum(), rel=1e-6)
   variance = chance @ (total - terms.sum()) ** 2
-  got = budget.added_variance(prob, size * size)[0]
-  np.testing.assert_allclose(got, variance / (terms**2).sum(), rtol=1e-5)
+  actual = budget.added_variance(prob, size * size)[0]
+  np.testing.assert_allclose(actual, variance / (terms**2).sum(), rtol=1e-5)
 
 
 def test_the_variance_added_in_closed_form():
-  """Of alike terms 1 / share - 1; infinite where a term has no chance."""
+  """Equal terms give 1 / prob - 1, and a needed term of prob 0 infinity."""
   alike = jnp.ones(8)
   budgets = jnp.array([1.0, 2.0, 4.0, 8.0])
   added = _added(_proportional(alike, budgets), alike)
@@ -68,7 +68,7 @@ def test_the_variance_added_in_closed_form():
 
 @given(SIZES, st.floats(0.0, 1.0))
 def test_proportional_probabilities_add_the_least(size, mix):
-  """Others of the same sum, mixed with the even ones, add no less."""
+  """Other probabilities with the same sum add no less."""
   size = jnp.array(size, jnp.float32)
   is_some = (size > 0).astype(jnp.float32)
   budget = jnp.minimum(jnp.float32(3), is_some.sum())
@@ -94,5 +94,5 @@ def test_proportional_probabilities_add_the_least(size, mix):
     ([0.0, 0.0, 0.0], 2),  # nothing is known
   ],
 )
-def test_the_largest_nearly_optimal_budget_is_chosen(times, best):
+def test_largest_near_optimal_budget_is_chosen(times, best):
   assert budget.largest_near_optimal(jnp.array(times)) == best

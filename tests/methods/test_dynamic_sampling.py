@@ -28,7 +28,7 @@ OUTCOMES = [
   # chance, keep, prob, has variance, value
   (0.2, True, 1.0, True, 3),
   (0.3, True, 1.0, False, 0),
-  (0.375, False, 0.25, True, 7),  # nobody learns what it would have been
+  (0.375, False, 0.25, True, 7),  # skipped: its rewards stay unknown
   (0.0875, True, 0.25, True, 5),
   (0.0375, True, 0.25, False, 0),
 ]
@@ -67,7 +67,7 @@ def _step(outcomes):
   ids = jnp.arange(outcomes.size, dtype=jnp.int32).reshape(outcomes.shape)
   like = _chunk(outcomes[0], ids[0])
   return jax.lax.scan(
-    lambda got, chunk: (add_groups(got, *_chunk(*chunk)), None),
+    lambda buffer, chunk: (add_groups(buffer, *_chunk(*chunk)), None),
     init_buffer(*like),
     (outcomes, ids),
   )[0]
@@ -76,20 +76,20 @@ def _step(outcomes):
 @jax.jit
 @jax.vmap
 def _collect(outcomes):
-  """What is collected, and its plain and exact denominators."""
-  got = _step(outcomes)
+  """Returns the buffer, and its plain and exact denominators."""
+  buffer = _step(outcomes)
   rules = (
     DynamicSampling(len(outcomes), False),
     DynamicSampling(len(outcomes), True),
   )
-  return got, *(denominator(got, rule) for rule in rules)
+  return buffer, *(denominator(buffer, rule) for rule in rules)
 
 
 def _estimates(sequences, is_exact):
   """Sums over what was collected, `[K]`, each over its denominator."""
-  got, *below = jax.device_get(_collect(sequences))
-  kept = got.rollout.kept
-  value = got.rollout.tokens[:, :, 0, 0]
+  buffer, *below = jax.device_get(_collect(sequences))
+  kept = buffer.rollout.kept
+  value = buffer.rollout.tokens[:, :, 0, 0]
   total = np.where(kept.keep, value / kept.prob, 0.0).sum(axis=1)
   return total / below[is_exact]
 
@@ -103,7 +103,7 @@ def _sequences(num_draws, size):
 
 @pytest.mark.parametrize("num_draws, size", [(1, 2), (1, 3), (2, 2), (2, 3)])
 def test_exact_mean_is_that_of_all_candidates(num_draws, size):
-  """Also where a step often ends before it is full."""
+  """Covers steps that often end before the buffer is full."""
   sequences, chance = _sequences(num_draws, size)
   exact = chance @ _estimates(sequences, True)
   np.testing.assert_allclose(exact, MEAN, rtol=1e-5)
@@ -125,7 +125,7 @@ def _orders(population):
 
 
 def _mean_of_second_step(orders, stop):
-  """Where a step begins with the draw after the last one that it needs.
+  """Collects steps that each begin at the draw after the previous step's last.
 
   Args:
     orders: `[K, 4, 2]`, outcomes of two epochs of two draws each.
@@ -141,10 +141,10 @@ def _mean_of_second_step(orders, stop):
 
 
 def test_steps_that_begin_where_the_last_one_ended_are_biased():
-  """Of four problems, two have variance: -9% across the border of an epoch.
+  """Two of four problems have variance: -9% across the border of an epoch.
 
-  Ending at the border is no cure, -17%: what an epoch has left for the second
-  step depends on what the first one found.
+  Ending at the border is worse, -17%: the rest of the epoch, which the second
+  step draws from, depends on the groups that the first step found.
   """
   epochs = _orders([0, 3, 1, 1])
   pairs = itertools.product(epochs, repeat=2)
@@ -158,7 +158,7 @@ def test_steps_that_begin_where_the_last_one_ended_are_biased():
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_exact_steps_have_the_mean_of_an_epoch_each(step):
-  """Four draws an epoch are two steps of at most two draws."""
+  """An epoch of four draws holds two steps of at most two draws."""
   population = [0, 3, 1, 1, 0, 2, 4, 1]
   draws = draws_of_step(DynamicSampling(2, True), step, 0, 4)
   drawn = np.unique(_orders(population)[:, draws], axis=0, return_counts=True)
@@ -188,46 +188,46 @@ def test_one_draw_divides_by_its_candidates():
 
 def test_the_buffer_holds_the_first_groups_with_variance_in_order():
   sequences, _ = _sequences(2, 2)
-  got, plain, _ = jax.device_get(_collect(sequences))
+  buffer, plain, _ = jax.device_get(_collect(sequences))
   flat = sequences.reshape(len(sequences), -1)
   for k, outcome in enumerate(flat):
     places = np.flatnonzero((KEEP & IS_MIXED)[outcome])
     used = places[:2]
     num = len(used)
-    assert got.num_groups[k] == num
-    assert got.num_seen[k] == (places[1] + 1 if num == 2 else 4)
-    np.testing.assert_array_equal(got.prompts.ids[k, :num], used)
-    np.testing.assert_array_equal(got.prompts.tokens[k, :num, 0], used)
-    np.testing.assert_array_equal(got.rollout.prompt_ids[k, :num], used)
+    assert buffer.num_groups[k] == num
+    assert buffer.num_seen[k] == (places[1] + 1 if num == 2 else 4)
+    np.testing.assert_array_equal(buffer.prompts.ids[k, :num], used)
+    np.testing.assert_array_equal(buffer.prompts.tokens[k, :num, 0], used)
+    np.testing.assert_array_equal(buffer.rollout.prompt_ids[k, :num], used)
     np.testing.assert_array_equal(
-      got.rewards[k, :num], np.tile([0, 1], (num, 1))
+      buffer.rewards[k, :num], np.tile([0, 1], (num, 1))
     )
     np.testing.assert_array_equal(
-      got.rollout.kept.prob[k, :num], PROB[outcome[used]]
+      buffer.rollout.kept.prob[k, :num], PROB[outcome[used]]
     )
-    assert got.rollout.slot_steps[k] == 2 * KEEP[outcome].sum()
-  is_used = np.arange(2) < got.num_groups[:, None]
-  kept = got.rollout.kept
+    assert buffer.rollout.slot_steps[k] == 2 * KEEP[outcome].sum()
+  is_used = np.arange(2) < buffer.num_groups[:, None]
+  kept = buffer.rollout.kept
   np.testing.assert_array_equal(kept.keep, is_used)
   assert (kept.prob[~is_used] == 1).all()
-  assert (got.rollout.lengths[~is_used] == 0).all()
-  assert (got.rewards[~is_used] == 0).all()
-  assert not got.rollout.is_stopped[~is_used].any()
-  np.testing.assert_array_equal(plain, np.maximum(got.num_groups, 1))
+  assert (buffer.rollout.lengths[~is_used] == 0).all()
+  assert (buffer.rewards[~is_used] == 0).all()
+  assert not buffer.rollout.is_stopped[~is_used].any()
+  np.testing.assert_array_equal(plain, np.maximum(buffer.num_groups, 1))
   # No two places name the same prompt, blank or not.
-  assert (got.prompts.ids[:, 0] != got.prompts.ids[:, 1]).all()
+  assert (buffer.prompts.ids[:, 0] != buffer.prompts.ids[:, 1]).all()
 
 
-def test_next_chunk_is_a_quarter_more_than_seems_needed():
+def test_next_chunk_is_a_quarter_larger_than_estimated():
   sequences, _ = _sequences(1, 4)
 
   @jax.jit
   @jax.vmap
   def sizes(outcome, number):
     chunk = _chunk(outcome, jnp.arange(4, dtype=jnp.int32))
-    got = init_buffer(*chunk)._replace(num_groups=number)
+    buffer = init_buffer(*chunk)._replace(num_groups=number)
     return [
-      next_size(got, *chunk[1:], DynamicSampling(2, is_exact))
+      next_size(buffer, *chunk[1:], DynamicSampling(2, is_exact))
       for is_exact in (False, True)
     ]
 
@@ -261,9 +261,9 @@ def test_limit_keeps_the_first():
     return jax.vmap(choose)(keep)
 
   for size in range(6):
-    got = jax.device_get(limited(size))
-    for before, after in zip(keep, got.keep, strict=True):
+    buffer = jax.device_get(limited(size))
+    for before, after in zip(keep, buffer.keep, strict=True):
       first = np.flatnonzero(before)[:size]
       np.testing.assert_array_equal(np.flatnonzero(after), first)
-    assert (got.prob == 0.5).all()
+    assert (buffer.prob == 0.5).all()
   assert limited._cache_size() == 1

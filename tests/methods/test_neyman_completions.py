@@ -1,4 +1,4 @@
-"""What the Neyman design keeps of the completions, against closed forms."""
+"""Neyman allocation of completions, against closed forms."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def without(groups, q):
   return groups.replace(lengths=groups.lengths.at[q].set(0))
 
 
-def _told(groups):
+def _completed(groups):
   """Groups with all that a rule may ask for, for one compilation."""
   length = groups.lengths.astype(jnp.float32)
   return groups.replace(
@@ -41,15 +41,15 @@ def _told(groups):
 
 @given(VALUES, st.permutations(range(6)))
 def test_order_within_a_group_does_not_matter(values, order):
-  """Nor does the last bit by which it changes a group's mean."""
+  """The order changes a group's mean by rounding, which must not matter."""
   values = normalized(values)
-  prob_of = lambda values: NEYMAN(_told(groups_of(values)))[1][0]
+  prob_of = lambda values: NEYMAN(_completed(groups_of(values)))[1][0]
   np.testing.assert_allclose(
     prob_of(values[:, order]), prob_of(values)[:, order], atol=2 / designs.GRID
   )
 
 
-def test_neyman_is_proportional_to_what_a_completion_adds():
+def test_neyman_is_proportional_to_gradient_size():
   prob = NEYMAN(SCORED)[1][0]
   norm = np.sqrt(np.asarray(SCORED.sum_sq_residual, np.float64))
   size = np.abs(np.asarray(SCORED.advantages)) * np.asarray(SCORED.scale) * norm
@@ -62,15 +62,15 @@ def test_neyman_is_proportional_to_what_a_completion_adds():
   np.testing.assert_allclose(prob.sum(), 7, rtol=1e-6)  # 0.4 of 18 is 7.2
 
 
-def test_what_is_not_told_is_one_or_the_length():
+def test_missing_fields_of_groups_have_defaults():
   rule = methods.neyman_completions(0.4, 0.02)
   bare = SCORED.replace(scale=None, sum_sq_residual=None, is_needed=None)
-  told = _told(SCORED)
-  np.testing.assert_array_equal(choose(rule, bare)[1], NEYMAN(told)[1][0])
+  complete = _completed(SCORED)
+  np.testing.assert_array_equal(choose(rule, bare)[1], NEYMAN(complete)[1][0])
 
 
 @pytest.mark.parametrize("pruned, num", [(3, 7), (1, 5)])
-def test_neyman_keeps_exactly_its_budget_and_alike_ones_apart(pruned, num):
+def test_neyman_keeps_its_budget_in_every_stratum(pruned, num):
   """0.4 of 18 or 12; of each prompt and sign what is expected, rounded."""
   keep, prob = NEYMAN(without(SCORED, pruned))
   assert (keep.sum(axis=(1, 2)) == num).all()
@@ -78,8 +78,8 @@ def test_neyman_keeps_exactly_its_budget_and_alike_ones_apart(pruned, num):
   for q, s in itertools.product(range(3), (-1, 1)):
     is_alike = (sign[q] == s).astype(float)
     expected = (prob[0, q].astype(float) * is_alike).sum()
-    found = (keep[:, q] * is_alike).sum(axis=1)
-    assert (np.abs(found - expected) < 1).all()
+    actual = (keep[:, q] * is_alike).sum(axis=1)
+    assert (np.abs(actual - expected) < 1).all()
   if pruned < 3:
     assert not keep[:, pruned].any() and (prob[:, pruned] == 0).all()
 
@@ -93,7 +93,7 @@ def test_neyman_is_unbiased_in_many_draws():
   assert 0 < abs(sums.mean() - terms.sum()) <= error < np.abs(terms).sum() / 4
 
 
-def test_neyman_keeps_all_that_is_needed_where_it_can():
+def test_neyman_keeps_all_needed_completions_within_budget():
   is_needed = np.zeros((3, 6), bool)
   is_needed[0, :4] = is_needed[2, 3:] = True
   keep, prob = NEYMAN(SCORED.replace(is_needed=jnp.array(is_needed)))
@@ -104,7 +104,7 @@ def test_neyman_keeps_all_that_is_needed_where_it_can():
   assert not keep.any() and (prob == 0).all()
 
 
-def test_a_budget_of_one_is_every_completion_that_adds_something():
+def test_budget_of_1_keeps_every_needed_completion():
   values = normalized(BINARY)
   keep, prob = choose(methods.neyman_completions(1.0), groups_of(values, [1]))
   expected = (values != 0) & (np.arange(4) != 1)[:, None]
@@ -112,7 +112,7 @@ def test_a_budget_of_one_is_every_completion_that_adds_something():
   np.testing.assert_array_equal(prob, expected.astype(np.float32))
 
 
-def test_a_needed_completion_of_zero_advantage_has_its_chance():
+def test_needed_completion_of_zero_advantage_may_be_kept():
   groups = SCORED.replace(advantages=SCORED.advantages.at[0].set(0.0))
   keep, prob = NEYMAN(without(groups, 1))
   np.testing.assert_allclose(prob[0, 0], 0.02, atol=2 / designs.GRID)

@@ -50,7 +50,7 @@ def test_chance_of_a_mixed_group_is_the_integral():
 
 
 def _moment(right, wrong, size, kappa):
-  """Of the model that is claimed, summed over the number of right ones."""
+  """Sums the documented model over the number of right completions."""
   posterior, total = _posterior(right, wrong), 0.0
   for count in range(1, size):
     rate = PASS_RATE**count * (1 - PASS_RATE) ** (size - count)
@@ -86,7 +86,7 @@ def test_only_how_lengths_differ_counts():
   assert np.ptp(prob(one) - prob(lengths_of_visits())) > 0.01
 
 
-def test_neyman_counts_what_is_correct_whatever_it_was_rewarded():
+def test_pass_counts_use_correctness_not_rewards():
   rule = compiled("neyman_half")
   visit = lambda rewards: rule.observe(
     rule.init(), 0, VISITED, rewards, correct=REWARDS
@@ -99,7 +99,7 @@ def test_neyman_counts_what_is_correct_whatever_it_was_rewarded():
     )
 
 
-def test_neyman_forgets():
+def test_pass_counts_decay():
   rule = compiled("neyman_half")
   rewards = [[1.0, 0.25, 0.0, 7.0]]  # clipped to [0, 1]
   counts = lambda x: [x.right[5], x.wrong[5], x.tokens[5]]
@@ -117,7 +117,7 @@ def test_neyman_forgets():
   np.testing.assert_allclose(late, late.mean(), atol=GRID_ERROR)
 
 
-def test_what_is_no_number_is_not_counted():
+def test_nan_correctness_is_not_counted():
   rule = jitted(neyman(0.5))
   correct = [[1.0, np.nan, 0.0, np.inf]]
   lengths = np.array([[3, 40, 5, 60]], np.int32)
@@ -126,7 +126,7 @@ def test_what_is_no_number_is_not_counted():
   np.testing.assert_array_equal(counts, [1, 1, 8])
 
 
-def test_neyman_takes_some_of_each_pass_rate():
+def test_neyman_prompts_are_stratified_by_pass_rate():
   """Four right and four wrong, equally good: always two of each."""
   rule = compiled("neyman_half")
   ids = np.array([1, 8, 3, 6, 0, 11, 9, 4], np.int32)

@@ -59,7 +59,7 @@ def test_prompt_rule_laws(name):
 @pytest.mark.parametrize(
   "name", [x for x in PROMPT_RULES if x not in DISHONEST]
 )
-def test_prompts_are_kept_as_often_as_they_say(name):
+def test_prompts_are_kept_with_reported_probabilities(name):
   """Tolerance: 5 standard errors of 8 shares; false alarm below 5e-6."""
   rule = compiled(name)
   drawn = rule.draws(seen(rule), CANDIDATES, 1, 4)
@@ -84,7 +84,7 @@ def test_a_prompt_never_visited_is_kept(name):
 @pytest.mark.parametrize(
   "rule", [drop(0.0), streaks(base=1.0, tuning=0.0), neyman(1.0)]
 )
-def test_nothing_is_dropped_where_nothing_should_be(rule):
+def test_disabled_pruning_drops_nothing(rule):
   rule = jitted(rule)
   chosen = rule.draws(seen(rule), CANDIDATES, 0, 4)
   assert chosen.keep.all() and (chosen.prob == 1).all()
@@ -92,8 +92,8 @@ def test_nothing_is_dropped_where_nothing_should_be(rule):
 
 @pytest.mark.parametrize("name", PROMPT_RULES)
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_no_number_is_not_remembered_for_ever(name, reward):
-  """It spoils one update, not the history: every prompt keeps its chance."""
+def test_nan_reward_does_not_spoil_the_history(name, reward):
+  """It affects one update but not the history: every prompt may be drawn."""
   rule = compiled(name)
   rewards = REWARDS.copy()
   rewards[1, 2] = reward
@@ -106,7 +106,7 @@ def test_a_reward_that_is_no_number_is_not_remembered_for_ever(name, reward):
 # History ---------------------------------------------------------------------
 
 
-def test_history_prunes_what_taught_less_than_usual():
+def test_prompts_with_low_scores_are_pruned():
   rule = compiled("history")
   history = rule.observe(rule.init(), 0, VISITED, REWARDS, lengths_of_visits())
   # Mean |advantage|: 0.68, 0.91, 0, 0.68, 0 and one never visited.
@@ -122,7 +122,7 @@ def test_threshold_is_the_mean_of_the_candidates():
   np.testing.assert_allclose(chosen, [0.4, 1], rtol=1e-6)
 
 
-def test_unweighted_keeps_the_choice_and_forgets_the_probability():
+def test_unweighted_keeps_the_choice_with_probability_1():
   honest, biased = compiled("streaks"), compiled("streaks_unweighted")
   history = seen(honest)
   one = honest.draws(history, CANDIDATES, 3, 4)
@@ -131,7 +131,7 @@ def test_unweighted_keeps_the_choice_and_forgets_the_probability():
   assert (other.prob == 1).all() and not (one.prob == 1).all()
 
 
-def test_the_score_is_of_rewards_not_of_what_is_correct():
+def test_score_uses_rewards_not_correctness():
   rule = compiled("history")
   rewards = [[0.5, 1.5, 0.5, 1.5, 0.5, 1.5]]
   histories = [
@@ -186,7 +186,7 @@ def test_streaks_tune_easy_and_hard_apart():
   np.testing.assert_allclose(prob_of(rule, hard, [3], step=1), 0.5)
 
 
-def test_the_base_has_bounds():
+def test_keep_base_is_bounded():
   rule = jitted(streaks(tuning=0.1))
   least = _visits(rule, [HARD] * 30).keep_base
   np.testing.assert_allclose(least, [0.95, 0.05], rtol=1e-6)
@@ -195,7 +195,7 @@ def test_the_base_has_bounds():
 
 
 @pytest.mark.parametrize("num_hard, base", [(1, 0.6), (2, 0.4)])
-def test_the_base_falls_from_the_target_on(num_hard, base):
+def test_keep_base_falls_if_the_target_is_reached(num_hard, base):
   """2 of 8 are a quarter, which is two thirds of the target."""
   rule = jitted(streaks(target=0.375, tuning=0.1))
   ids, rewards = np.arange(8), np.array([MIXED] * 8)
@@ -209,10 +209,8 @@ def test_the_base_falls_from_the_target_on(num_hard, base):
 
 
 @pytest.mark.parametrize("rewards, is_correct", [(0.9, 0), (0.1, 1)])
-def test_zero_variance_is_of_rewards_and_easy_what_is_correct(
-  rewards, is_correct
-):
-  """As where a format is rewarded too, or length punished."""
+def test_variance_uses_rewards_and_difficulty_correctness(rewards, is_correct):
+  """Covers shaped rewards, such as for a format or a length."""
   rule = jitted(streaks())
   observe = lambda rewards, correct: rule.observe(
     rule.init(), 0, [3], np.array([rewards]), correct=np.array([correct])

@@ -29,9 +29,11 @@ SELECT = {name: jax.jit(rule.select) for name, rule in RULES.items()}
 
 
 def _batch(seed=0, segments=SEGMENTS):
-  """Random statistics; row [0, 1] has a completion of advantage 0 and one of
-  weight 0, that is one that was not kept. Its statistics are the largest, those
-  of positions that are not of a completion are NaN."""
+  """Returns a batch with random statistics.
+
+  Row [0, 1] has a completion of advantage 0 and a pruned one of weight 0, with
+  the largest statistics. Those of positions outside completions are NaN.
+  """
   rng = np.random.default_rng(seed)
   shape = segments.shape
   is_new = np.diff(segments, axis=-1, prepend=0) != 0
@@ -97,7 +99,7 @@ def test_token_rule_laws(name):
 
 
 @given(st.integers(0, 10**6), st.sampled_from(sorted(RULES)))
-def test_no_token_is_chosen_that_cannot_be_trained(seed, name):
+def test_untrainable_tokens_are_never_chosen(seed, name):
   batch, stats = _batch(seed)
   keep, prob = _choose(name, batch, stats, _draw(seed))
   trainable = _trainable(batch)
@@ -110,7 +112,7 @@ def test_no_token_is_chosen_that_cannot_be_trained(seed, name):
 @pytest.mark.parametrize(
   "rule", [top_entropy(1.0), neyman_tokens(1.0, min_prob=0.0)]
 )
-def test_a_share_of_one_keeps_every_token(rule):
+def test_fraction_of_1_keeps_every_token(rule):
   batch, stats = _batch()
   chosen = jax.jit(rule.select)(_draw(), batch, stats)
   np.testing.assert_array_equal(chosen.keep, _trainable(batch))
@@ -119,8 +121,8 @@ def test_a_share_of_one_keeps_every_token(rule):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("where", ["advantages", "weights"])
-def test_a_completion_that_is_no_number_keeps_a_token(name, where):
-  """Its NaN spoils the update, which is skipped and counted; every time."""
+def test_nan_completion_keeps_a_token(name, where):
+  """The update is then non-finite, so it is skipped and counted."""
   batch, stats = _batch()
   spoiled = np.zeros(SEGMENTS.shape, bool)
   spoiled[0, 0] = (SEGMENTS[0, 0] == 2) & _trainable(batch)[0, 0]
@@ -153,14 +155,14 @@ def test_top_entropy_by_brute_force(seed):
       )
 
 
-def test_a_small_share_keeps_at_least_one_token():
+def test_small_fraction_keeps_at_least_one_token():
   batch, stats = _batch()
   for rule in (top_entropy(1e-3), neyman_tokens(1e-3)):
     assert jax.jit(rule.select)(_draw(), batch, stats).keep.sum() == 1
 
 
-def test_ties_go_by_lot():
-  """A fair lot misses one of 20 tokens in 200 draws with chance 1e-43."""
+def test_ties_are_broken_uniformly_at_random():
+  """Uniform draws miss one of 20 tokens in 200 with probability 1e-43."""
   batch, stats = _batch()
   batch = batch.replace(advantages=jnp.zeros(SEGMENTS.shape))
   select = RULES["top_entropy"].select
@@ -185,7 +187,7 @@ def test_the_reweighted_mean_is_the_mean_over_what_was_kept():
   )
 
 
-def test_a_share_may_follow_the_step():
+def test_fraction_may_follow_the_step():
   batch, stats = _batch()
   schedule = lambda step: jnp.minimum(0.2 + 0.2 * step.astype(jnp.float32), 1.0)
   select = jax.jit(top_entropy(schedule).select)
@@ -198,7 +200,7 @@ def test_a_share_may_follow_the_step():
   assert select._cache_size() == 1
 
 
-def test_probabilities_grow_with_what_a_token_may_add():
+def test_probabilities_grow_with_the_possible_gradient():
   batch, stats = _batch()
   _, prob = _choose("neyman", batch, stats)
   measure = 1 - np.exp(batch.old_logprobs)
@@ -222,7 +224,7 @@ def test_the_least_probability_bounds_the_weights():
 
 
 @pytest.mark.parametrize("name", [n for n in RULES if n.startswith("neyman")])
-def test_tokens_are_kept_as_often_as_they_say(name):
+def test_tokens_are_kept_with_reported_probabilities(name):
   """Tolerance: 5 standard errors of 42 shares; false alarm below 3e-5."""
   (batch, stats), num = _batch(), 10_000
   select = lambda key: RULES[name].select(

@@ -102,11 +102,11 @@ def test_without_a_terminal_there_are_few_lines():
     check=True,
     text=True,
   ).stdout.splitlines()
-  ended, step, said, over = lines
+  ended, step, message, over = lines
   assert re.fullmatch(r"compiling took 1.\d s", ended)
   # The first step is reported at once, none of the next ten seconds.
   assert re.fullmatch("step 1 of 200: accuracy 0.91.* 00:.. left", step)
-  assert (said, over) == ("step 3: held-out accuracy 0.500", "over")
+  assert (message, over) == ("step 3: held-out accuracy 0.500", "over")
   dumb = _on_a_terminal(80, TERM="dumb").split("\r\n")
   assert "\r" not in "".join(dumb) and dumb[-2:] == ["over", ""]
 

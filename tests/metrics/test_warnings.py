@@ -1,4 +1,4 @@
-"""Every warning is printed with advice, when it should be and not too often."""
+"""Warnings appear if their check fails, with advice and not too often."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""Where every weight of a model lives on a mesh, as a page of text.
+"""Shardings of every weight of a model on a mesh, as a page of text.
 
-  python tests/models/layouts.py    # writes the pages anew
+  python tests/models/layouts.py    # rewrites the pages
 
 A change of sharding is a change of these pages, for a reviewer to read.
 """
@@ -93,7 +93,7 @@ def _names(place: Any) -> str:
 
 
 def _mebibytes(arrays: list[jax.ShapeDtypeStruct]) -> float:
-  """What these take on one device."""
+  """Returns the size of these arrays on one device."""
   size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
   return sum(map(size, arrays)) / 2**20
 

@@ -33,9 +33,9 @@ def _ids(groups, length):
     segments += [first] * prefix
     prefixes += [first] * prefix
     for i, size in enumerate(completions):
-      own = first + i + (prefix > 0)
-      segments += [own] * size
-      prefixes += [first if prefix else own] * size
+      completion = first + i + (prefix > 0)
+      segments += [completion] * size
+      prefixes += [first if prefix else completion] * size
   pad = [0] * (length - len(segments))
   return segments + pad, prefixes + pad
 
@@ -81,12 +81,12 @@ def _with_grads(run, q, k, v, ids):
   return jnp.where(is_real, out, 0), grads
 
 
-def _assert_close(found, expected, atol=2e-5, rtol=1e-7):
+def _assert_close(actual, expected, atol=2e-5, rtol=1e-7):
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(
       x.astype(jnp.float32), y, atol=atol, rtol=rtol
     ),
-    found,
+    actual,
     expected,
   )
 
@@ -95,8 +95,8 @@ def _assert_close(found, expected, atol=2e-5, rtol=1e-7):
 def test_every_backend_is_the_plain_formula(backend):
   ids = _rows(256)
   inputs = _inputs(len(SEGMENTS), 256)
-  got = _with_grads(BACKENDS[backend], *inputs, ids)
-  _assert_close(got, _with_grads(_plain, *inputs, ids))
+  actual = _with_grads(BACKENDS[backend], *inputs, ids)
+  _assert_close(actual, _with_grads(_plain, *inputs, ids))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,9 +104,9 @@ def test_rows_without_prefixes_need_no_prefix_ids(backend):
   segment_ids = _rows(128, ("short", "short"))[0]
   segment_ids = segment_ids.at[1].set(jnp.arange(128, dtype=jnp.int32) // 50)
   inputs = _inputs(2, 128)
-  got = _with_grads(BACKENDS[backend], *inputs, (segment_ids,))
+  actual = _with_grads(BACKENDS[backend], *inputs, (segment_ids,))
   want = _with_grads(_plain, *inputs, (segment_ids, segment_ids))
-  _assert_close(got, want)
+  _assert_close(actual, want)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +117,16 @@ def test_xla_takes_rows_of_any_length(length, rows_at_once):
   ids = _rows(length, names)
   inputs = _inputs(len(ids[0]), length)
   run = functools.partial(blockwise.attention, rows_at_once=rows_at_once)
-  got = _with_grads(run, *inputs, ids)
-  _assert_close(got, _with_grads(_plain, *inputs, ids))
+  actual = _with_grads(run, *inputs, ids)
+  _assert_close(actual, _with_grads(_plain, *inputs, ids))
   if rows_at_once is None:
     small = [x.astype(jnp.bfloat16) for x in inputs]
-    _assert_close(_with_grads(run, *small, ids), got, atol=0.05, rtol=0.05)
+    _assert_close(_with_grads(run, *small, ids), actual, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_token_may_not_see_does_not_change_it(backend):
-  """To the bit, with other numbers wherever it must not look."""
+def test_masked_tokens_have_no_effect(backend):
+  """Outputs are bit-identical for other numbers at masked positions."""
   length = 256
   ids = _rows(length, ("mixed",))
   q, k, v = _inputs(1, length)
@@ -152,10 +152,10 @@ def _with_dq(q, k, v, ids, run=blockwise.attention):
 
 
 def test_blocks_that_share_no_segment_are_not_read():
-  """Not even if they hold NaNs: such a block is never computed.
+  """Blocks of NaNs have no effect: they are never computed.
 
-  Neither of sequences that do not see each other, nor of completions that
-  stand between another one and the prompt that they share.
+  This holds for sequences that do not see each other, and for completions
+  between another one and their shared prompt.
   """
   length = 512
   block = blockwise.BLOCK
@@ -169,7 +169,7 @@ def test_blocks_that_share_no_segment_are_not_read():
       assert not jnp.isnan(x.at[:, here].set(0)).any()
 
 
-def test_no_row_computes_what_another_one_sees():
+def test_rows_do_not_compute_blocks_of_other_rows():
   """Row 0 is one sequence, row 1 one in each block, row 2 is empty."""
   length, block = 256, blockwise.BLOCK
   each = jnp.arange(length, dtype=jnp.int32) // block + 1
@@ -183,7 +183,7 @@ def test_no_row_computes_what_another_one_sees():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prompts_side_by_side_are_each_alone(backend, monkeypatch):
+def test_padded_prompts_do_not_affect_each_other(backend, monkeypatch):
   """Kernels pad the rows of 150 tokens."""
   monkeypatch.setitem(attention.BACKENDS, backend, BACKENDS[backend])
   lengths = jnp.array([1, 2, 63, 64, 90, 128, 149, 150], jnp.int32)
@@ -191,14 +191,14 @@ def test_prompts_side_by_side_are_each_alone(backend, monkeypatch):
   is_real = jnp.arange(150) < lengths[:, None]
   hide = lambda x: jnp.where(is_real[..., None, None], x, 0)
   run = jax.jit(lambda *x: attention.attend_prompts(*x, backend))
-  got = run(*inputs, lengths)
+  actual = run(*inputs, lengths)
   ids = is_real.astype(jnp.int32)
-  _assert_close(hide(got), hide(jax.jit(_plain)(*inputs, ids, ids)))
+  _assert_close(hide(actual), hide(jax.jit(_plain)(*inputs, ids, ids)))
 
 
 @pytest.mark.parametrize("backend", ["xla_by_row", "splash"])
 def test_prompts_may_be_attended_inside_a_shard_map(backend, monkeypatch):
-  """As in a rollout: rows are a shard's already, heads are still to divide."""
+  """In a rollout, rows are already one shard's but heads are not divided."""
   monkeypatch.setitem(attention.BACKENDS, backend, BACKENDS[backend])
   q, k, v = _inputs(4, 130)
   lengths = jnp.array([1, 70, 129, 130], jnp.int32)

@@ -1,4 +1,4 @@
-"""Grouped products against a loop over groups, by each platform's way."""
+"""Grouped products of each platform, against a loop over groups."""
 
 import jax
 import jax.numpy as jnp
@@ -59,18 +59,18 @@ def test_a_product_and_its_gradients_are_those_of_a_loop(sizes):
   "way", [grouped._outer_by_transpose, grouped._outer_by_kernel]
 )
 def test_other_platforms_have_the_same_gradient_of_the_weights(way, sizes):
-  """The TPU's kernel is emulated; rows left over hold no number there."""
+  """The TPU's kernel is emulated; its unused rows hold NaN."""
   inner, outer = 128, 256
   rows, weights, grad = _data(inner=inner, outer=outer)
   options = {}
   if way is grouped._outer_by_kernel:
     options["interpret"] = True
-  found = way(rows, grad, jnp.array(sizes), **options)
+  actual = way(rows, grad, jnp.array(sizes), **options)
   want = _expected(rows, weights, grad, sizes)[2]
-  np.testing.assert_allclose(found, want, atol=1e-3)
+  np.testing.assert_allclose(actual, want, atol=1e-3)
 
 
 def test_a_cpu_does_no_more_work_than_there_are_blocks():
-  """Of 4 groups; a dense product would be 4 times the ideal."""
+  """Uses 4 groups, for which a dense product would be 4 times the ideal."""
   _, num_blocks, _ = grouped._blocks(256, jnp.array([100, 90, 60, 6]))
   assert num_blocks == 2 + 2 + 1 + 1

@@ -42,9 +42,9 @@ def tiny(family="Qwen3ForCausalLM", **changes):
   return transformer.unflatten(flat), config
 
 
-def assert_equal(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+def assert_equal(actual, expected):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def split_in_shards(path):
 def test_saved_then_loaded_is_bit_equal(tmp_path, family, is_tied):
   params, config = tiny(family, is_tied=is_tied)
   hf.save(tmp_path, params, config)
-  found, found_config = hf.load(tmp_path)
-  assert found_config == config
-  assert_equal(found, params)
+  loaded, loaded_config = hf.load(tmp_path)
+  assert loaded_config == config
+  assert_equal(loaded, params)
 
 
 def test_a_bfloat16_file_is_bit_equal_from_then_on(tmp_path):
@@ -149,9 +149,9 @@ def test_weights_have_the_given_shardings(path):
   mesh = sharding.make_mesh(1, min(2, jax.device_count()))
   params, config = tiny()
   where = transformer.shardings(config, mesh)
-  found, _ = hf.load(path, shardings=where)
-  assert jax.tree.map(lambda p: p.sharding, found) == where
-  assert_equal(found, params)
+  loaded, _ = hf.load(path, shardings=where)
+  assert jax.tree.map(lambda p: p.sharding, loaded) == where
+  assert_equal(loaded, params)
 
 
 def test_files_of_the_source_are_copied(tmp_path):
@@ -184,7 +184,7 @@ def test_files_are_as_readable_as_the_umask_lets_them(tmp_path):
   assert modes == {0o644}
 
 
-def test_a_head_beside_a_tied_embedding_is_ignored(path):
+def test_head_is_ignored_if_the_embedding_is_tied(path):
   embed = np.asarray(tiny()[0]["embed"])
   frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
   extras = {"lm_head.weight": embed, frequencies: np.ones(4, np.float32)}

@@ -110,7 +110,7 @@ def test_missing_keys_have_the_defaults_of_the_family_or_are_named():
 
 
 @pytest.mark.parametrize("settings", PUBLISHED.values())
-def test_both_styles_of_rotary_settings_say_the_same(settings):
+def test_both_styles_of_rotary_settings_are_equivalent(settings):
   new = dict(settings)
   scaling = new.pop("rope_scaling", None) or {"rope_type": "default"}
   new["rope_parameters"] = {"rope_theta": new.pop("rope_theta"), **scaling}

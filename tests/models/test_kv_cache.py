@@ -21,7 +21,7 @@ class Model(NamedTuple):
 
 
 def _filled(num_slots, sizes=tuple(SIZES), seed=0):
-  """A cache in which every number is another."""
+  """A cache of distinct numbers."""
   rng = np.random.default_rng(seed)
   empty = jax.eval_shape(lambda: kv_cache.init(Model(), num_slots, sizes))
   return jax.tree.map(lambda x: jnp.float32(rng.normal(size=x.shape)), empty)
@@ -31,9 +31,9 @@ def _slot(cache, slot):
   return [np.asarray(x[:, slot]) for x in jax.tree.leaves(cache)]
 
 
-def _assert_equal(found, expected):
-  assert len(found) == len(expected)
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+def _assert_equal(actual, expected):
+  assert len(actual) == len(expected)
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_attention_over_parts_is_the_plain_formula():
@@ -61,8 +61,8 @@ def test_attention_over_parts_is_the_plain_formula():
   np.testing.assert_allclose(read(positions), plain, atol=1e-6)
   # Bit for bit: how far the other slots are does not matter.
   for others, same in (([64, 0, 0], 3), ([0, 0, 0], 2)):
-    found = read(jnp.array([63, 3, *others]))
-    np.testing.assert_array_equal(found[:same], read(positions)[:same])
+    actual = read(jnp.array([63, 3, *others]))
+    np.testing.assert_array_equal(actual[:same], read(positions)[:same])
   # Parts that no slot has reached are not read: 0 times NaN would be NaN.
   parts[2] = kv_cache.KVPart(*(jnp.full_like(x, jnp.nan) for x in parts[2]))
   assert jnp.isfinite(read(positions - 1, tuple(parts))).all()
@@ -83,11 +83,11 @@ def test_a_prompt_written_at_once_is_its_tokens_written_one_by_one():
   k, v = jax.random.normal(jax.random.key(1), (2, 2, 5, 2, 3))
   empty = kv_cache.init(Model(), 2, SIZES)
   one_layer = kv_cache.LayerCache(empty[0], jnp.int32(0))
-  found = one_layer
+  cache = one_layer
   for i in range(5):
     at = jnp.full(2, i, jnp.int32)
-    found = kv_cache.write_tokens(found, k[:, i], v[:, i], at)
-  _assert_equal(found, kv_cache.write_prompts(one_layer, k, v))
+    cache = kv_cache.write_tokens(cache, k[:, i], v[:, i], at)
+  _assert_equal(cache, kv_cache.write_prompts(one_layer, k, v))
 
 
 def test_layers_use_their_own_weights_and_rows_in_order():
@@ -101,19 +101,21 @@ def test_layers_use_their_own_weights_and_rows_in_order():
 
   x, cache = kv_cache.scan_layers(layer, jnp.float32(0), weights, cache)
   assert x == 12345
-  found = [np.asarray(group[0].keys[:, 0, 0, 0, 0]) for group in cache]
-  np.testing.assert_array_equal(np.stack(found, 1).ravel(), np.arange(6))
+  written = [np.asarray(group[0].keys[:, 0, 0, 0, 0]) for group in cache]
+  np.testing.assert_array_equal(np.stack(written, 1).ravel(), np.arange(6))
 
 
 def test_a_slot_is_copied_from_a_cache_of_fewer_parts():
   cache, source = _filled(4), _filled(3, SIZES[:2], seed=50)
-  found = jax.jit(kv_cache.copy_slot)(cache, jnp.int32(2), source, jnp.int32(1))
-  taken = jax.jit(kv_cache.take_slots)(found, jnp.array([2, 0]))
-  _assert_equal(_slot(taken, 0), _slot(found, 2))
+  copied = jax.jit(kv_cache.copy_slot)(
+    cache, jnp.int32(2), source, jnp.int32(1)
+  )
+  taken = jax.jit(kv_cache.take_slots)(copied, jnp.array([2, 0]))
+  _assert_equal(_slot(taken, 0), _slot(copied, 2))
   _assert_equal(_slot(taken, 1), _slot(cache, 0))
   for slot in (0, 1, 3):
-    _assert_equal(_slot(found, slot), _slot(cache, slot))
-  for group, before, other in zip(found, cache, source, strict=True):
+    _assert_equal(_slot(copied, slot), _slot(cache, slot))
+  for group, before, other in zip(copied, cache, source, strict=True):
     _assert_equal(_slot(group[:2], 2), _slot(other, 1))
     _assert_equal(_slot(group[2:], 2), _slot(before[2:], 2))
 

@@ -31,18 +31,18 @@ def test_norm_and_its_gradients_are_those_of_the_formula(shape, dtype, error):
     jax.random.normal(k, s, dtype)
     for k, s in zip(jax.random.split(key, 3), shapes, strict=True)
   )
-  got = _with_grads(lambda x, s: layers.rms_norm(x, s, EPS), x, scale, grad)
-  assert [a.dtype for a in got] == [dtype] * 3
+  actual = _with_grads(lambda x, s: layers.rms_norm(x, s, EPS), x, scale, grad)
+  assert [a.dtype for a in actual] == [dtype] * 3
   want = _with_grads(_plain, *(a.astype("float32") for a in (x, scale, grad)))
-  for a, b in zip(got, want, strict=True):
+  for a, b in zip(actual, want, strict=True):
     np.testing.assert_allclose(a.astype("float32"), b, rtol=error, atol=error)
 
 
 def test_linear_contracts_the_first_axis_of_a_weight():
   rng = np.random.default_rng(0)
   x, weight = rng.normal(size=(2, 3, 4)), rng.normal(size=(4, 5, 6))
-  got = layers.linear(jnp.float32(x), jnp.float32(weight))
-  np.testing.assert_allclose(got, np.tensordot(x, weight, 1), atol=1e-5)
+  actual = layers.linear(jnp.float32(x), jnp.float32(weight))
+  np.testing.assert_allclose(actual, np.tensordot(x, weight, 1), atol=1e-5)
 
 
 def test_products_of_rotated_vectors_depend_on_their_distance_alone():

@@ -47,7 +47,7 @@ def test_chunked_head_equals_log_softmax(logit_chunk, needed_share):
   )
 
 
-def test_no_logits_are_made_where_none_are_needed():
+def test_logits_are_computed_only_where_needed():
   """The number of chunks follows the fullest row."""
   _, _, _, is_needed, _ = _arguments()
   columns = lm_head._ColumnChunks(
@@ -63,17 +63,19 @@ def test_the_entropy_is_that_of_the_distribution_and_has_no_gradient(
 ):
   hidden, weight, targets, is_needed, _ = _arguments()
   arguments = (hidden, weight, targets, is_needed, 0.7, logit_chunk)
-  got = lm_head.logprobs_and_entropy(*arguments)
+  actual = lm_head.logprobs_and_entropy(*arguments)
   logits = np.einsum("ble,ve->blv", hidden, weight).astype(np.float64) / 0.7
   probs = np.exp(logits - logits.max(-1, keepdims=True))
   probs /= probs.sum(-1, keepdims=True)
   of_target = np.take_along_axis(probs, np.asarray(targets)[..., None], -1)
   want = np.log(of_target[..., 0]), -(probs * np.log(probs)).sum(-1)
-  for x, y in zip(got, want, strict=True):
+  for x, y in zip(actual, want, strict=True):
     np.testing.assert_allclose(x, np.where(is_needed, y, 0.0), atol=1e-5)
-  of_both = lambda x: sum(map(jnp.sum, lm_head.logprobs_and_entropy(x, *rest)))
-  of_one = lambda x: lm_head.logprobs_and_entropy(x, *rest)[0].sum()
-  rest = arguments[1:]
+  of_both = lambda x: sum(
+    map(jnp.sum, lm_head.logprobs_and_entropy(x, *others))
+  )
+  of_one = lambda x: lm_head.logprobs_and_entropy(x, *others)[0].sum()
+  others = arguments[1:]
   np.testing.assert_array_equal(
     jax.grad(of_both)(hidden), jax.grad(of_one)(hidden)
   )
@@ -101,6 +103,6 @@ def test_shards_of_a_mesh_come_to_the_result_of_one_device():
     program = jax.jit(
       jax.value_and_grad(loss, (0, 1)), out_shardings=(None, places)
     )
-    got = program(*arrays)
-  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    actual = program(*arrays)
+  for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

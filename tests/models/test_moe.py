@@ -25,7 +25,7 @@ def tokens(*shape, seed=1):
 
 
 def one_by_one(x, router, gate, up, down, experts=EXPERTS):
-  """Every token through every one of its experts, a product at a time."""
+  """Applies each token's experts one by one."""
 
   def expert(token, i):
     return (jax.nn.silu(token @ gate[i]) * (token @ up[i])) @ down[i]
@@ -48,8 +48,8 @@ def test_a_mixture_is_the_sum_over_each_tokens_experts(is_normalized):
     loss = lambda *args: (f(*args, experts) * target).sum()
     return f(x, *weights(), experts), *jax.grad(loss, range(5))(x, *weights())
 
-  found = with_grads(lambda *args: moe.mixture(*args)[0])
-  for f, e in zip(found, with_grads(one_by_one), strict=True):
+  actual = with_grads(lambda *args: moe.mixture(*args)[0])
+  for f, e in zip(actual, with_grads(one_by_one), strict=True):
     assert np.abs(e).max() > 0.01
     np.testing.assert_allclose(f, e, atol=1e-5)
 
@@ -65,14 +65,14 @@ def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
   run = jax.jit(jax.value_and_grad(loss, range(5), has_aux=True))
   expected = run(x, *weights())
   with jax.set_mesh(sharding.make_mesh(data, model)):
-    found = run(x, *weights())
+    actual = run(x, *weights())
   jax.tree.map(
-    lambda f, e: np.testing.assert_allclose(f, e, atol=1e-4), found, expected
+    lambda f, e: np.testing.assert_allclose(f, e, atol=1e-4), actual, expected
   )
 
 
-def test_a_device_of_a_rollout_needs_no_number_of_its_own():
-  """Inside the rollout's division TPUs have none to give: XLA refuses it."""
+def test_mixture_in_a_rollout_does_not_query_its_device_index():
+  """XLA rejects such a query inside the rollout's shard_map on TPUs."""
   x = tokens(4, 3)
   run = lambda x, *w: moe.mixture(x, *w, EXPERTS)[0]
   with jax.set_mesh(sharding.make_mesh(2, 4)):
@@ -91,8 +91,8 @@ def test_a_device_of_a_rollout_needs_no_number_of_its_own():
   )
 
 
-def test_rows_of_other_devices_reach_nothing(monkeypatch):
-  """Whatever a platform's product leaves in rows outside all groups."""
+def test_rows_of_other_devices_have_no_effect(monkeypatch):
+  """Fills rows outside all groups with NaN: their product is undefined."""
   product = grouped.product
 
   def spoilt(rows, weights, sizes):
@@ -103,15 +103,15 @@ def test_rows_of_other_devices_reach_nothing(monkeypatch):
   x = tokens(4, 3)
   loss = lambda x, *w: (moe.mixture(x, *w, EXPERTS)[0] ** 2).sum()
   with jax.set_mesh(sharding.make_mesh(1, 4)):
-    found = jax.jit(jax.grad(loss, range(5)))(x, *weights())
+    actual = jax.jit(jax.grad(loss, range(5)))(x, *weights())
   monkeypatch.undo()
   expected = jax.jit(jax.grad(loss, range(5)))(x, *weights())
   jax.tree.map(
-    lambda f, e: np.testing.assert_allclose(f, e, atol=1e-4), found, expected
+    lambda f, e: np.testing.assert_allclose(f, e, atol=1e-4), actual, expected
   )
 
 
-def test_a_load_counts_what_each_expert_gets_and_no_padding():
+def test_load_counts_tokens_of_each_expert_without_padding():
   x, is_real = tokens(4, 5), jnp.arange(20).reshape(4, 5) % 3 > 0
   router = weights()[0]
   _, routing = moe.mixture(x, *weights(), EXPERTS)
@@ -125,13 +125,13 @@ def test_a_load_counts_what_each_expert_gets_and_no_padding():
   np.testing.assert_allclose(load.entropy, entropy, rtol=1e-5)
 
 
-def test_metrics_say_how_uneven_a_load_is():
-  """Two layers: one even, one that sends all tokens to two of four experts."""
+def test_load_metrics_in_closed_form():
+  """Two layers: an even one, and one with all tokens at two of four experts."""
   load = moe.Load(
     jnp.array([[5.0, 5, 5, 5], [10, 10, 0, 0]]), jnp.array([10.0, 0])
   )
-  found = moe.describe(load, jnp.float32(10))
-  assert found == {
+  actual = moe.describe(load, jnp.float32(10))
+  assert actual == {
     "moe/load_max": 2.0,
     "moe/load_max_mean": 1.5,
     "moe/load_cv": 0.5,

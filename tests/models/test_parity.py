@@ -76,7 +76,7 @@ def logits_of(params, config, rows):
 
 
 def reference_logits(model):
-  """Of each sequence alone, by transformers."""
+  """Computes each sequence alone with transformers."""
   import torch
 
   with torch.no_grad():
@@ -86,8 +86,8 @@ def reference_logits(model):
     ]
 
 
-def assert_close(found, expected):
-  for f, e in zip(found, expected, strict=True):
+def assert_close(actual, expected):
+  for f, e in zip(actual, expected, strict=True):
     np.testing.assert_allclose(f, e, rtol=0, atol=TOLERANCE)
 
 
@@ -109,7 +109,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def network():
-  """`(params, config)` with every option on, and no weight that hides."""
+  """`(params, config)` with every option on, and no weight without effect."""
   config = transformer.ModelConfig(
     vocab=64,
     embed=32,
@@ -140,17 +140,17 @@ def test_padded_rows_agree_with_transformers(checkpoint):
 
 def test_packed_rows_agree_with_transformers(checkpoint):
   path, (a, b, c, d) = checkpoint
-  found = logits_of(*hf.load(path), packed(*sequences()))
-  assert_close(found, [b, c, d, a])
+  actual = logits_of(*hf.load(path), packed(*sequences()))
+  assert_close(actual, [b, c, d, a])
 
 
 def test_decoding_agrees_with_transformers(checkpoint):
   path, expected = checkpoint
   tokens = laid_out([[x] for x in sequences()])[0]
   starts = np.array([5, 17, 8, 1], np.int32)
-  found = decoded(*hf.load(path), tokens, starts, 36)
+  actual = decoded(*hf.load(path), tokens, starts, 36)
   assert_close(
-    [x[: n + 1 - at] for x, n, at in zip(found, LENGTHS, starts, strict=True)],
+    [x[: n + 1 - at] for x, n, at in zip(actual, LENGTHS, starts, strict=True)],
     [x[at - 1 :] for x, at in zip(expected, starts, strict=True)],
   )
 
@@ -166,8 +166,8 @@ def test_half_precision_shards_become_float32_weights(tmp_path, dtype):
   assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
   params, config = hf.load(tmp_path)
   assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-  found = logits_of(params, config, [[x] for x in sequences()])
-  assert_close(found, reference_logits(model))
+  actual = logits_of(params, config, [[x] for x in sequences()])
+  assert_close(actual, reference_logits(model))
 
 
 @pytest.mark.parametrize("has_source", [False, True])
@@ -184,8 +184,8 @@ def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
   assert model.dtype == torch.float32
   assert model.config.tie_word_embeddings == config.is_tied
   assert model.generation_config.eos_token_id == [3, 5]
-  for found, logits in zip(reference_logits(model), expected, strict=True):
-    np.testing.assert_array_equal(found, logits)
+  for actual, logits in zip(reference_logits(model), expected, strict=True):
+    np.testing.assert_array_equal(actual, logits)
 
 
 def test_a_bfloat16_file_is_what_transformers_rounds(tmp_path):
@@ -198,29 +198,29 @@ def test_a_bfloat16_file_is_what_transformers_rounds(tmp_path):
   hf.save(tmp_path / "b", params, config, dtype="bfloat16")
   saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
   expected = model.to(torch.bfloat16).state_dict()
-  found = saved.state_dict()
-  assert found.keys() == expected.keys()
+  weights = saved.state_dict()
+  assert weights.keys() == expected.keys()
   for name in expected:
-    assert found[name].dtype == torch.bfloat16
-    assert torch.equal(found[name], expected[name]), name
+    assert weights[name].dtype == torch.bfloat16
+    assert torch.equal(weights[name], expected[name]), name
 
 
-def test_a_token_sees_what_precedes_it_in_its_segment_and_no_more(network):
+def test_a_token_depends_on_its_past_in_its_segment_alone(network):
   params, config = network
   # Each position holds another token, so that the gradient with respect to an
   # embedding is that with respect to a position.
   tokens = np.arange(24, dtype=np.int32)
-  _, *rest = laid_out([[tokens[:9], tokens[9:20]]], length=24)
+  _, *layout = laid_out([[tokens[:9], tokens[9:20]]], length=24)
   probe = jax.random.normal(jax.random.key(2), (config.embed,))
 
   def projected(embed):
-    hidden = forward({**params, "embed": embed}, config, tokens[None], *rest)
+    hidden = forward({**params, "embed": embed}, config, tokens[None], *layout)
     return hidden[0] @ probe  # [position]
 
   # [position, position, E]
   grads = jax.jit(jax.jacrev(projected))(params["embed"])[:, :24]
   is_seen = np.asarray(jnp.abs(grads).max(-1) > 0)
-  segment, index = np.asarray(rest[1][0]), np.arange(24)
+  segment, index = np.asarray(layout[1][0]), np.arange(24)
   is_visible = segment[:, None] == segment
   is_visible &= index[:, None] >= index
   np.testing.assert_array_equal(is_seen, is_visible)
@@ -234,7 +234,7 @@ def test_packed_equals_alone(network):
 
 @pytest.mark.parametrize("side_by_side", [1, 2, 4])
 def test_decoding_equals_forward(network, side_by_side, monkeypatch, request):
-  """However many layers a step has side by side."""
+  """Holds for any number of unrolled layers."""
   monkeypatch.setattr(kv_cache, "_MAX_GROUPS", side_by_side)
   decoded.clear_cache()
   request.addfinalizer(decoded.clear_cache)
@@ -242,5 +242,5 @@ def test_decoding_equals_forward(network, side_by_side, monkeypatch, request):
   (expected,) = logits_of(*network, [[sequence]])
   tokens = jnp.asarray(np.stack([sequence, sequence]))
   starts = np.array([4, 17], np.int32)
-  found = decoded(*network, tokens, starts, 24)
-  assert_close(found, [expected[at - 1 :][:24] for at in starts])
+  actual = decoded(*network, tokens, starts, 24)
+  assert_close(actual, [expected[at - 1 :][:24] for at in starts])

@@ -16,7 +16,7 @@ def own_path(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def test_ours_say_why():
+def test_built_in_functions_return_their_outcome():
   texts = [r"\boxed{ 18 }", r"\boxed{18.0}", "18", r"\boxed{4} \boxed{**}"]
   exact = functions.exact(texts, [" 18"] * 4)
   math = functions.math(texts, [" 18"] * 4)
@@ -110,7 +110,7 @@ def test_a_module_that_does_not_exist_is_rejected():
 
 
 def test_required_arguments_have_no_default():
-  def f(completions, *others, level, tag="", **rest):
+  def f(completions, *others, level, tag="", **more):
     return []
 
   assert functions.required_arguments(f) == ["completions", "level"]

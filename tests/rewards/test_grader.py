@@ -126,7 +126,7 @@ def wait_until(condition) -> None:
   assert condition()
 
 
-def test_ours_add_up_and_start_no_process(monkeypatch):
+def test_built_in_rewards_add_up_without_a_process(monkeypatch):
   monkeypatch.setattr(subprocess, "Popen", None)
   texts = [r"\boxed{5}", r"\boxed{6}", r"\boxed{5", "5"]
   with Grader("exact,boxed:0.25", num_workers=0) as grader:
@@ -142,7 +142,7 @@ def test_ours_add_up_and_start_no_process(monkeypatch):
   assert [*verdict.values] == ["exact"] and grader.pop_warnings() == []
 
 
-def test_functions_get_what_their_signatures_name(path):
+def test_functions_get_the_arguments_in_their_signature(path):
   names = "environment shortest solution_reward:-2 received:4 everything:8"
   seen = str(("What is 7?", "7", 3))
   taken = "['answers', 'completions', 'level', 'prompts', 'solution']"
@@ -335,7 +335,7 @@ def test_workers_end_with_their_parent(path, tmp_path, number, at_work):
   if at_work:
     grandchild = int((tmp_path / "pid").read_text())
     if number == signal.SIGKILL:
-      os.kill(grandchild, signal.SIGKILL)  # nobody is left to do so
+      os.kill(grandchild, signal.SIGKILL)  # its parent is gone
     wait_until(lambda: not is_running(grandchild))
   # One traceback, the parent's own.
   assert errors.count("\nKeyboardInterrupt") == (number == signal.SIGINT)

@@ -1,7 +1,7 @@
-"""Completions made to hang, kill, fill or enter the process that grades them.
+"""Completions made to hang, crash, fill or take over the grading process.
 
-All of them are graded by what runs in the trainer's process, every fifth by
-`math`; experiments/07_grading grades all by all, which takes minutes.
+The functions that run in the trainer's process grade all of them, `math` every
+fifth; experiments/07_grading grades all by all functions, which takes minutes.
 """
 
 import hostile
@@ -26,13 +26,13 @@ def mark(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(mark):
-  found = hostile.completions(str(mark), long=200_000)
-  assert len(found) >= 390
-  return found
+  generated = hostile.completions(str(mark), long=200_000)
+  assert len(generated) >= 390
+  return generated
 
 
 def test_the_trainers_process_grades_any_text(texts):
-  """Without a child: what is within a box is text, of which none is run."""
+  """Grades in this process: the contents of a box are never executed."""
   completions = [*texts.values()]
   with Grader("exact,boxed") as grader:
     graded = grader.grade(
@@ -45,7 +45,7 @@ def test_the_trainers_process_grades_any_text(texts):
 
 
 def test_a_child_grades_any_text_or_is_killed(texts):
-  """One by one, with a deadline that many miss; the trainer goes on."""
+  """One by one, with a deadline that many miss; the trainer continues."""
   chosen = [*texts.values()][::5]
   spec = "math,exact,boxed"
   with Grader(spec, 3, timeout_seconds=0.3, on_error="stop") as grader:
@@ -57,12 +57,12 @@ def test_a_child_grades_any_text_or_is_killed(texts):
       chosen = chosen[::8]
 
 
-def test_what_sympy_raises_is_no_error_of_ours(texts):
-  """As where it recurses too deep: the answer counts as no mathematics."""
+def test_sympy_errors_count_as_unparsed(texts):
+  """Too deep a recursion, for example, counts as an unparsed answer."""
   assert outcome(texts["factorial 990 deep"], "7") == "unparsed"
 
 
-def test_of_a_text_without_end_only_the_end_is_looked_at():
-  """So that ten million braces cost no more than one million."""
+def test_only_the_end_of_a_huge_text_is_searched():
+  """Ten million braces cost no more than one million."""
   assert last_boxed(r"\boxed{7}" + " " * MAX_CHARS) is None
   assert last_boxed("{" * MAX_CHARS + r"\boxed{7}") == "7"

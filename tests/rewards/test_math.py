@@ -142,7 +142,7 @@ def test_only_the_last_box_counts(math):
   assert graded.counts["unboxed"] == 1
 
 
-def test_answers_that_nobody_can_read_are_counted(math):
+def test_unreadable_answers_are_counted(math):
   long = "0" * MAX_ANSWER_CHARS + "5"
   answers, golds = ["**5**", "5", long, "5"], ["5", "5", "5", "**5**"]
   graded = math.grade(golds, [*map(boxed, answers)], golds)
@@ -158,7 +158,7 @@ def rows(name: str) -> list[dict]:
 
 @needs_data
 @pytest.mark.parametrize("name", ["math500.jsonl", "gsm8k_test.jsonl"])
-def test_gold_answers_equal_themselves_in_any_dress(math, name):
+def test_gold_answers_equal_themselves_in_other_notations(math, name):
   golds = [row["answer"] for row in rows(name)[:300]]
   styles = [
     "{}",
@@ -182,7 +182,7 @@ def test_solutions_earn_their_answers(math):
 
 @needs_data
 def test_other_answers_earn_nothing(math):
-  """Of 499 pairs of neighbours, one is equal though its text differs."""
+  """In 499 pairs of neighbours, a single one is equal with different texts."""
   golds = [row["answer"] for row in rows("math500.jsonl")]
   pairs = [*itertools.pairwise(golds)]
   earned = zip(pairs, grade(math, pairs), strict=True)

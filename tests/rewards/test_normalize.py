@@ -47,7 +47,7 @@ def test_normalize_takes_linear_time(piece):
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}")
 def test_distinct_gold_answers_stay_distinct():
-  """Of MATH: only `\\!`, blanks and full stops fall away."""
+  """On MATH, normalising drops only `\\!`, blanks and full stops."""
   names = ["math500.jsonl", "math_test.jsonl", "math_train.jsonl"]
   golds = {
     json.loads(line)["answer"]

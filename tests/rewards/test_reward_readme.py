@@ -1,4 +1,4 @@
-"""What rewards/README.md says holds, line by line."""
+"""Examples and the equality table of rewards/README.md hold."""
 
 import pathlib
 import re
@@ -21,8 +21,8 @@ def test_the_table_of_what_counts_as_equal():
   texts = [rf"It is \boxed{{{answer}}}." for answer in answers]
   with Grader("math", timeout_seconds=PATIENT) as grader:
     earned = grader.grade(golds, texts, golds).rewards
-  said = [word == "equal" for word in words]
-  pairs = zip(EQUALITY, earned == said, strict=True)
+  documented = [word == "equal" for word in words]
+  pairs = zip(EQUALITY, earned == documented, strict=True)
   assert [row for row, is_true in pairs if not is_true] == []
 
 

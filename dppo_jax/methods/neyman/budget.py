@@ -122,11 +122,11 @@ def proportional(
   """
   falling = -jnp.sort(-size)
   # With the `f` largest certain, the others divide the remaining budget.
-  rest = jnp.cumsum(falling[::-1])[::-1]
+  tails = jnp.cumsum(falling[::-1])[::-1]
   certain = jnp.arange(len(size), dtype=jnp.float32)
   left = budgets[:, None] - certain[None]
-  f = jnp.argmax(left * falling[None] <= rest[None], axis=1)
-  scale = (budgets - certain[f]) / jnp.where(rest > 0, rest, 1.0)[f]
+  f = jnp.argmax(left * falling[None] <= tails[None], axis=1)
+  scale = (budgets - certain[f]) / jnp.where(tails > 0, tails, 1.0)[f]
   prob = jnp.clip(scale[:, None] * size[None], 0.0, 1.0)
   is_all = budgets >= (size > 0).sum(dtype=jnp.float32)
   return jnp.where(is_all[:, None], (size > 0).astype(jnp.float32)[None], prob)

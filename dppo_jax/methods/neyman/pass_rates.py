@@ -50,13 +50,13 @@ def decayed(
     forgetting: factor on every count per epoch, that is while as many prompts
       were drawn, `Q` a step, as there are problems.
   """
-  own = jax.tree.map(lambda x: x[ids] if x.ndim else x, counts)
-  steps = (step - own.last_step).astype(jnp.float32)
+  selected = jax.tree.map(lambda x: x[ids] if x.ndim else x, counts)
+  steps = (step - selected.last_step).astype(jnp.float32)
   factor = forgetting ** (steps * (len(ids) / len(counts.right)))
-  return own._replace(
-    right=own.right * factor,
-    wrong=own.wrong * factor,
-    tokens=own.tokens * factor,
+  return selected._replace(
+    right=selected.right * factor,
+    wrong=selected.wrong * factor,
+    tokens=selected.tokens * factor,
     last_step=jnp.full_like(ids, step),
   )
 
@@ -95,8 +95,8 @@ def expected_tokens(
   """Returns the mean length of the problem's completions, or that of all."""
   num = counts.right + counts.wrong
   usual = counts.tokens.sum() / jnp.maximum(num.sum(), MIN_COUNT)
-  own = counts.tokens[ids] / jnp.maximum(num[ids], MIN_COUNT)
-  return jnp.maximum(jnp.where(num[ids] >= MIN_COUNT, own, usual), 1.0)
+  observed = counts.tokens[ids] / jnp.maximum(num[ids], MIN_COUNT)
+  return jnp.maximum(jnp.where(num[ids] >= MIN_COUNT, observed, usual), 1.0)
 
 
 def second_moment(

@@ -50,7 +50,7 @@ def neyman(
       are bit-identical.
   Source: ours, after Neyman 1934 and Deville and Tille 1998; the automatic
     budget after McCandlish et al. 2018, arXiv:1812.06162. Cost-Aware Learning,
-    arXiv:2604.28020, is near it: experiments/PAPERS.md says what differs.
+    arXiv:2604.28020, is similar; experiments/PAPERS.md has the differences.
   Deviates:
     1. A prompt's size is that of advantages divided by their standard
        deviation, under any objective.
@@ -106,10 +106,10 @@ def neyman_prompts(
       it expects most groups to be all right or all wrong.
   Source: Neyman 1934, optimal allocation; the rest is ours.
   Deviates:
-    1. The default of `kappa` is a guess, neither fitted nor published. Those
-       of `prior` and `forgetting` predict of a group of 16 that was all
-       wrong, or all right, an epoch ago that it is so again with a
-       probability of 0.8: GRESO, arXiv:2506.02177, reports 0.79.
+    1. The default of `kappa` is a guess, neither fitted nor published. With
+       those of `prior` and `forgetting`, a group of 16 that was all wrong, or
+       all right, an epoch ago is predicted to be so again with probability 0.8:
+       GRESO, arXiv:2506.02177, reports 0.79.
     2. Probabilities are rounded to `designs.GRID`; among tied prompts a random
        order decides which is rounded up.
   """
@@ -187,8 +187,8 @@ def neyman_completions(
   Args:
     budget: fraction of the completions drawn, in (0, 1]; at least one is kept.
       An `AutoBudget` chooses a fraction of the needed ones.
-    min_prob: least probability of a needed completion, in [0, 1]; their even
-      share of the budget where that is lower.
+    min_prob: least probability of a needed completion, in [0, 1]; an even split
+      of the budget if that is lower.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
   if not isinstance(budget, AutoBudget):

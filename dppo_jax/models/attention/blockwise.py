@@ -83,8 +83,8 @@ def _blocks(
     return (is_inside & (ids > 0)).any((-2, -1))
 
   # Each block sees itself in any case, so that padding gets finite numbers.
-  own = jnp.eye(per_row, dtype=bool)
-  sees = jnp.tril(holds(segment) | holds(prefix) | own)
+  is_itself = jnp.eye(per_row, dtype=bool)
+  sees = jnp.tril(holds(segment) | holds(prefix) | is_itself)
   seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
   first = jnp.arange(0, len(segment), per_row, dtype=jnp.int32)
   return _Blocks(

@@ -59,9 +59,9 @@ def _with_branches(q, k, segment_ids, prefix_ids):
   # A completion's number from 1 among those that share its prompt; 0 for the
   # prompt, and for a sequence that shares none.
   branch = segment_ids - prefix_ids
-  own = jax.nn.one_hot(branch - 1, MAX_BRANCHES, dtype=q.dtype)
-  others = jnp.where(branch[..., None] > 0, (own - 1) * _FAR, 0).astype(k.dtype)
+  unit = jax.nn.one_hot(branch - 1, MAX_BRANCHES, dtype=q.dtype)
+  others = jnp.where(branch[..., None] > 0, (unit - 1) * _FAR, 0)
   extend = lambda x, more: jnp.concatenate(
     [x, jnp.broadcast_to(more[:, :, None], (*x.shape[:3], MAX_BRANCHES))], -1
   )
-  return extend(q, own), extend(k, others), prefix_ids
+  return extend(q, unit), extend(k, others.astype(k.dtype)), prefix_ids

@@ -106,7 +106,7 @@ def _write_weights(
       safetensors.numpy.save_file(tensors, out / name, {"format": "pt"})
     except safetensors.SafetensorError as error:  # from the operating system
       raise OSError(f"cannot write {out / name}: {error}") from None
-    # safetensors makes its file private, whatever the umask.
+    # safetensors ignores the umask and makes its file private.
     (out / name).chmod((out / "config.json").stat().st_mode)
   if split.is_sharded:
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

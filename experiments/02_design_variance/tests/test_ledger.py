@@ -77,22 +77,24 @@ def test_at_equal_length_only_noise_and_angle_are_left():
   batch = {"batch": "b", "level": "batch", "squared_length": 10.0}
   full = {"batch": "b", "level": "rollouts", "method": "full", "variance": 0.5}
   row = {"batch": "b", "variance": 4.0, "scale": 2.0, "cosine": 1.0}
-  told = lambda level, **more: ledger.at_length(
+  at_length = lambda level, **more: ledger.at_length(
     [batch, full], row | more, ledger.Rule("", level, "", ledger.BIASED, "")
   )
-  assert told("completions") == 1.0
+  assert at_length("completions") == 1.0
   # The full batch draws its rollouts too: 4.5 / 4 against 0.5.
-  assert told("rollouts") == pytest.approx(0.625)
+  assert at_length("rollouts") == pytest.approx(0.625)
   # |a - b|^2 of two vectors of the full length is 2 |a|^2 (1 - cos).
-  assert told("completions", cosine=0.9) == pytest.approx(3.0)
+  assert at_length("completions", cosine=0.9) == pytest.approx(3.0)
 
 
 def test_every_rule_of_the_ledger_was_measured_on_both_batches():
   lines = (FOLDER / "results.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
-  told = {(r["batch"], r["level"], r["method"]) for r in rows if "method" in r}
+  measured = {
+    (r["batch"], r["level"], r["method"]) for r in rows if "method" in r
+  }
   for rules in ledger.RULES.values():
     for rule in rules:
       for batch in ("arithmetic", "rings"):
-        assert (batch, rule.level, rule.method) in told
+        assert (batch, rule.level, rule.method) in measured
   assert (FOLDER / "table.md").read_text() == ledger.pages(rows)

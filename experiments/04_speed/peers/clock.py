@@ -15,8 +15,8 @@ class Clock:
   """Writes a JSON line at the end of each step.
 
   A step lasts from the end of the one before, the first from the start of the
-  process: `seconds` by the wall, `cpu_seconds` of all threads, and whatever was
-  added to it.
+  process: `seconds` by the wall, `cpu_seconds` of all threads, and the values
+    added to it.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -26,7 +26,7 @@ class Clock:
     self._values: dict[str, float] = {}
 
   def add(self, **values: float) -> None:
-    """Adds to what the step in hand tells."""
+    """Adds a value to the line of the current step."""
     for name, value in values.items():
       self._values[name] = self._values.get(name, 0) + float(value)
 
@@ -58,7 +58,7 @@ class Clock:
 
 
 def repeat(function: Callable[[], None], times: int = 3) -> list[float]:
-  """Seconds of each call, after one that is not counted."""
+  """Seconds of each call, after a first call that is not counted."""
   function()
   out = []
   for _ in range(times):

@@ -88,9 +88,11 @@ class Bench:
     out = {}
     for system, needs in (PEERS | {"grpo": ("jax==",)}).items():
       freeze = [self.python(system), "-m", "pip", "freeze"]
-      found = subprocess.run(freeze, check=True, capture_output=True, text=True)
+      frozen = subprocess.run(
+        freeze, check=True, capture_output=True, text=True
+      )
       names = [need.partition("==")[0] for need in needs]
-      lines = [line.partition("==") for line in found.stdout.split()]
+      lines = [line.partition("==") for line in frozen.stdout.split()]
       out |= {f"{system}/{x}": y for x, _, y in lines if x in names}
     return out
 
@@ -153,18 +155,18 @@ def check(bench: Bench, micro: dict[str, str]) -> dict[str, float]:
     The largest difference of a log-probability, in nats, and of the norm,
     relative.
   """
-  found = []
+  results_of = []
   for system in SYSTEMS:
     out = bench.root / "check" / f"{system}.json"
     bench.call(system, "check", micro[system], out)
-    found.append(json.loads(out.read_text()))
+    results_of.append(json.loads(out.read_text()))
   wanted = work.sequences(bench.work)
   prompts = wanted["prompts"][:: work.GROUP]
-  if any(x["prompt_ids"] != prompts for x in found):
+  if any(x["prompt_ids"] != prompts for x in results_of):
     sys.exit("the systems' tokenizers differ: nothing was timed")
   is_token = np.array(work.padded(wanted["completions"], work.NEW)) != work.PAD
-  logprobs = np.array([np.array(x["logprobs"])[is_token] for x in found])
-  norms = np.array([x["norm"] for x in found])
+  logprobs = np.array([np.array(x["logprobs"])[is_token] for x in results_of])
+  norms = np.array([x["norm"] for x in results_of])
   worst = {
     "logprob": float((logprobs.max(axis=0) - logprobs.min(axis=0)).max()),
     "norm": float(norms.max() / norms.min() - 1),
@@ -244,7 +246,7 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
   )
   by_step = lambda run: per_step(run, "seconds")
   by_token = lambda run: per_token(run, "seconds")
-  rest = lambda name: median_range(
+  other = lambda name: median_range(
     [
       line["seconds"] - line["rollout_seconds"]
       for run in of(name)
@@ -256,7 +258,7 @@ def table(runs: list[dict], speeds: dict[str, list[float]]) -> str:
     "seconds a step": steps("seconds", 2),
     "CPU seconds a step": steps("cpu_seconds", 2),
     "of the seconds, rollout": steps("rollout_seconds", 2),
-    "of the seconds, the rest": rest,
+    "of the seconds, the rest": other,
     "tokens generated a step": steps("generated", 0),
     "tokens trained a step": steps("trained", 0),
     "seconds for 1,000 tokens": lambda name: median_range(
@@ -312,9 +314,9 @@ def time_all(
   return runs, speeds
 
 
-def report(about: dict, found: tuple) -> None:
+def report(about: dict, measured: tuple) -> None:
   """Writes the results and their table."""
-  runs, speeds = found
+  runs, speeds = measured
   lines = [about, *runs, {"decoded a second": speeds}]
   cores = about["cores"]
   results.write(HERE / f"results-{cores}.jsonl", lines)

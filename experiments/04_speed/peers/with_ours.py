@@ -86,9 +86,9 @@ def steps(args) -> None:
 
 def check(args) -> None:
   """Scores and updates on the packed rows that a step would train on."""
-  run, found = set_up(args), work.sequences(args.work)
+  run, sequences = set_up(args), work.sequences(args.work)
   shape = (work.PROMPTS, work.GROUP)
-  tokens = np.array(work.padded(found["completions"], work.NEW), np.int32)
+  tokens = np.array(work.padded(sequences["completions"], work.NEW), np.int32)
   prompts = first_prompts(run)
   # With one update on a rollout nothing depends on what the sampler says of the
   # tokens it drew: here it numbers them, to find them again in the rows.
@@ -104,7 +104,7 @@ def check(args) -> None:
     ),
     slot_steps=np.int32(0),
   )
-  rewards = np.array(found["rewards"], np.float32).reshape(shape)
+  rewards = np.array(sequences["rewards"], np.float32).reshape(shape)
   config = programs.update_config(run)
   with jax.set_mesh(run.mesh):
     compiled = programs.compile_programs(programs.programs(run), run.mesh)
@@ -116,7 +116,9 @@ def check(args) -> None:
     batch, num_micro, *_ = compiled["select"](
       rng, prompts, drawn, rewards, None
     )
-    score = lambda params, *rest: update.score(params, config, *rest)
+    score = lambda params, *batch_args: update.score(
+      params, config, *batch_args
+    )
     stats = jax.jit(score)(state.params, batch, num_micro)
     is_trained = np.asarray(batch.is_trained)
     place = np.asarray(batch.old_logprobs)[is_trained].astype(int)

@@ -104,12 +104,12 @@ def check(args) -> None:
   trainer.compute_loss(model, inputs).backward()
   # A norm that bounds nothing.
   norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-  found = {
+  results = {
     "prompt_ids": trainer.processing_class(text=texts)["input_ids"],
     "logprobs": logprobs.tolist(),
     "norm": norm.item(),
   }
-  args.out.write_text(json.dumps(found))
+  args.out.write_text(json.dumps(results))
 
 
 def decode(args) -> None:

@@ -142,12 +142,12 @@ def check(args) -> None:
       *nnx.split(trainer.model), prompts, ids, work.PAD, work.EOS
     )
     texts = work.problems(args.work)[: work.PROMPTS]
-    found = {
+    results = {
       "prompt_ids": [cluster.tokenizer.encode(x) for x in texts],
       "logprobs": logprobs.tolist(),
       "norm": float(norm(trainer.model, example)),
     }
-  args.out.write_text(json.dumps(found))
+  args.out.write_text(json.dumps(results))
 
 
 def decode(args) -> None:

@@ -25,7 +25,7 @@ def _lognormal(num: int) -> np.ndarray:
   return np.exp([normal.inv_cdf((i + 0.5) / num) for i in range(num)])
 
 
-def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says():
+def test_gains_match_closed_forms():
   equal = np.full(64, 1 / 64)
   assert bounds.cauchy_schwarz(equal, equal) == pytest.approx(1)
   assert bounds.gains(bounds.Cells(equal, equal))["r=inf"] == pytest.approx(1)
@@ -33,13 +33,13 @@ def test_equal_units_gain_nothing_and_lognormal_lengths_what_theory_says():
   cost, value = lengths / lengths.sum(), np.full(len(lengths), 1 / len(lengths))
   gain = np.exp(1 / 4)
   assert bounds.cauchy_schwarz(value, cost) == pytest.approx(gain, rel=1e-3)
-  found = bounds.gains(bounds.Cells(cost, value))
-  assert found["r=inf"] == pytest.approx(gain, rel=1e-3)
+  gains = bounds.gains(bounds.Cells(cost, value))
+  assert gains["r=inf"] == pytest.approx(gain, rel=1e-3)
   # Where nothing is fixed, a finite r adds what a smaller batch gains anyway.
   for r in (1.0, 3.0):
     also = bounds.smaller_batch(0.0, r)
     assert also == pytest.approx((1 + r) / r, rel=1e-3)
-    assert found[bounds.name(r)] == pytest.approx(gain * also, rel=2e-3)
+    assert gains[bounds.name(r)] == pytest.approx(gain * also, rel=2e-3)
 
 
 def test_no_probabilities_take_fewer_seconds_than_the_optimum():
@@ -67,7 +67,7 @@ def test_the_pooled_optimum_never_rises_and_no_falling_law_beats_it():
       assert took > least * 0.999
 
 
-def test_its_advantages_are_those_of_the_package():
+def test_advantages_are_those_of_the_package():
   rewards = np.random.default_rng(0).integers(0, 2, (9, 5)).astype(float)
   for name in ("group_normalized", "leave_one_out"):
     ours = getattr(moments, name)(rewards)
@@ -98,11 +98,11 @@ def test_two_phases_are_unbiased_with_normalised_advantages(size, multiple):
   np.testing.assert_allclose(always, full, atol=1e-12)
 
 
-def test_two_phases_that_always_go_on_cost_and_add_nothing():
+def test_two_phases_that_always_continue_cost_and_add_nothing():
   log = _log()
   objective = moments.OBJECTIVES["grpo"]
   pilots = two_phase.draw(log, objective, moments.moments(log, objective), 2)
-  value = pilots.full - 2 * pilots.cross + pilots.own
+  value = pilots.full - 2 * pilots.cross + pilots.pilot
   cells = bounds.Cells(pilots.cost.ravel(), value.ravel(), pilots.fixed)
   ones = np.ones(value.size)
   assert bounds.outcome(cells, ones) == pytest.approx((1, 0), abs=1e-9)
@@ -113,14 +113,14 @@ def test_a_choice_at_the_update_adds_nothing_where_updates_cost_nothing():
   cell, free = np.arange(6) // 2, np.zeros(6)
   add = lambda x: np.bincount(cell, x)
   known = bounds.gains(bounds.Cells(add(cost), add(value)))
-  found = stopping._chosen_after(
+  gains = stopping._chosen_after(
     cell, cost, free, value, 0.0, np.geomspace(1, 0.01, 400)
   )
-  assert found["r=inf"] == pytest.approx(known["r=inf"], rel=0.01)
+  assert gains["r=inf"] == pytest.approx(known["r=inf"], rel=0.01)
   # Nor does it where nothing may stop and everything is worth its cost.
   equal = np.full(6, 1 / 6)
-  found = stopping._chosen_after(cell, free, equal, equal, 0.0, np.ones(1))
-  assert found["r=inf"] == pytest.approx(1)
+  gains = stopping._chosen_after(cell, free, equal, equal, 0.0, np.ones(1))
+  assert gains["r=inf"] == pytest.approx(1)
 
 
 def test_stopping_is_unbiased_with_leave_one_out_baselines():
