@@ -129,17 +129,17 @@ def gpu_kernels(monkeypatch):
 def test_slots_that_share_prompts_sample_the_same_tokens(
   gpu_kernels, num_slots, keep
 ):
-  """As on GPUs: no copies of prompts, all idle slots filled at once."""
+  """Prompts are not copied and all idle slots are filled at once, on GPUs."""
   keep = jnp.array(keep) > 0
   kept = Selection(keep, jnp.full(6, 0.5))
   shared = dataclasses.replace(small.MODEL, attention="triton")
   sample = functools.partial(_sample, _prompts(), kept, small.params())
   want = sample(model_config=small.MODEL)
-  got = sample(model_config=shared, num_slots=num_slots, platform="gpu")
-  np.testing.assert_array_equal(got.tokens, want.tokens)
-  np.testing.assert_array_equal(got.lengths, want.lengths)
-  np.testing.assert_array_equal(got.is_stopped, want.is_stopped)
-  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+  out = sample(model_config=shared, num_slots=num_slots, platform="gpu")
+  np.testing.assert_array_equal(out.tokens, want.tokens)
+  np.testing.assert_array_equal(out.lengths, want.lengths)
+  np.testing.assert_array_equal(out.is_stopped, want.is_stopped)
+  np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
 
 
 def test_tokens_do_not_depend_on_neighbours_or_order():

@@ -17,9 +17,9 @@ from dppo_jax.models.attention import (
   blockwise,
   decode_kernel,
   flash_kernel,
-  kernels,
+  splash_kernel,
 )
-from dppo_jax.models.attention.kernels import LANES, MAX_BRANCHES
+from dppo_jax.models.attention.splash_kernel import LANES, MAX_BRANCHES
 
 # Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`.
 BACKENDS = {
@@ -29,16 +29,13 @@ BACKENDS = {
   "xla_by_row": functools.partial(blockwise.attention, rows_at_once=1),
   # GPU: all pairs of tokens, since its host would wait for each loop over
   # blocks whose length the device computes.
-  "xla_dense": kernels.dense,
-  "splash": kernels.splash,  # TPU
+  "xla_dense": blockwise.dense,
+  "splash": splash_kernel.attention,  # TPU
   "triton": flash_kernel.attention,  # NVIDIA GPU
 }
 
 # Pallas kernel -> the platform that it is written for.
 KERNELS = {"splash": "tpu", "triton": "gpu"}
-
-# Kernel -> what the tokens of a row must be a multiple of.
-_ROW_MULTIPLES = {"splash": LANES, "triton": 16}
 
 # Values of config.model.attention.
 CHOICES = ("auto", "xla", *KERNELS)
@@ -57,22 +54,27 @@ def choose_backend(
     head_dim: size of a head.
   """
   plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
-  kernel = {"tpu": "splash", "gpu": "triton"}.get(platform)
-  multiple = _ROW_MULTIPLES.get(kernel, 1)
-  fits = row_length % multiple == 0 and group_size <= MAX_BRANCHES
-  if kernel == "triton":  # its blocks are powers of two
-    fits &= head_dim >= 16 and head_dim.bit_count() == 1
-  if name == "auto":
-    return kernel if kernel and fits else plain
-  if name == "xla":
-    return plain
-  if name != kernel or not fits:
+  fits = {
+    ("splash", "tpu"): row_length % LANES == 0 and group_size <= MAX_BRANCHES,
+    # Its blocks are powers of two.
+    ("triton", "gpu"): row_length % 16 == 0
+    and head_dim >= 16
+    and head_dim.bit_count() == 1,
+  }
+  if name in ("auto", "xla"):
+    kernels = [x for x in KERNELS if fits.get((x, platform)) and name == "auto"]
+    return kernels[0] if kernels else plain
+  if not fits.get((name, platform)):
+    limits = {
+      "splash": f"a TPU, config.pack.row_length a multiple of {LANES} and "
+      f"config.rollout.group_size at most {MAX_BRANCHES}",
+      "triton": "a GPU, config.pack.row_length a multiple of 16 and heads of "
+      "2^n >= 16 numbers",
+    }
     raise UserError(
-      f"config.model.attention={name} needs a {KERNELS[name]}, "
-      f"config.pack.row_length a multiple of {_ROW_MULTIPLES[name]}, "
-      f"config.rollout.group_size at most {MAX_BRANCHES} and, on a GPU, heads "
-      f"of 2^n >= 16 numbers, not a {platform}, {row_length}, {group_size} and "
-      f"{head_dim}: set it to auto"
+      f"config.model.attention={name} needs {limits[name]}, not a {platform}, "
+      f"rows of {row_length}, groups of {group_size} and heads of {head_dim}: "
+      "set it to auto"
     )
   return name
 

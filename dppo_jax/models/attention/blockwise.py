@@ -65,6 +65,16 @@ def attention(q, k, v, segment_ids, prefix_ids=None, rows_at_once=1):
   return out.swapaxes(1, 2).reshape(batch, end, heads, dim)[:, :length]
 
 
+def dense(q, k, v, segment_ids, prefix_ids=None):
+  """Computes `models.attention.attention` with all logits of a row at once."""
+  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+  is_seen = segment_ids[:, :, None] == segment_ids[:, None]
+  is_seen |= prefix_ids[:, :, None] == segment_ids[:, None]
+  return jax.nn.dot_product_attention(
+    q, k, v, mask=is_seen[:, None], is_causal=True, implementation="xla"
+  )
+
+
 def _blocks(
   segment: Int[Array, "N R c"], prefix: Int[Array, "N R c"], per_row: int
 ) -> _Blocks:

@@ -2,8 +2,8 @@
 
 A slot's past is its prompt, whose cache all completions of a group share, and
 its own tokens. Programs divide the slots, the heads of keys, and the positions
-(flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the
-one that owns the newest position also writes its key and value in place.
+(flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The
+program of the newest position also writes its key and value in place.
 """
 
 import functools

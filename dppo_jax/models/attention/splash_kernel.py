@@ -1,10 +1,9 @@
-"""Attention by the Pallas kernels of JAX, for TPU and for NVIDIA GPUs.
+"""Attention over packed rows by JAX's splash kernel for TPUs.
 
-Both support segments but no prefix that several segments share: here a segment
+It supports segments but no prefix that several segments share: here a segment
 is a prompt with all its completions, and further dimensions of queries and
 keys mask sibling completions. Their product is 0 where a key may be seen and
-very negative where it belongs to a sibling. With `interpret` a kernel is
-emulated on any platform, slowly.
+very negative where it belongs to a sibling.
 """
 
 import math
@@ -18,8 +17,12 @@ LANES = 128  # tokens of the smallest block; a row is a multiple of it
 _FAR = 2.0**15  # a power of two, so that its product is exact in any dtype
 
 
-def splash(q, k, v, segment_ids, prefix_ids=None, interpret=False):
-  """Computes `models.attention.attention` on a TPU."""
+def attention(q, k, v, segment_ids, prefix_ids=None, interpret=False):
+  """Computes `models.attention.attention`.
+
+  Args:
+    interpret: emulates the kernel on any platform, slowly.
+  """
   length, heads, dim = q.shape[1:]
   block = math.gcd(length, 512)
   mask = splash_attention.CausalMask((length, length))
@@ -35,16 +38,6 @@ def splash(q, k, v, segment_ids, prefix_ids=None, interpret=False):
   ids = splash_attention.SegmentIds(groups, groups)
   heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
   return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
-
-
-def dense(q, k, v, segment_ids, prefix_ids=None):
-  """Computes `models.attention.attention` with all logits of a row at once."""
-  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-  is_seen = segment_ids[:, :, None] == segment_ids[:, None]
-  is_seen |= prefix_ids[:, :, None] == segment_ids[:, None]
-  return jax.nn.dot_product_attention(
-    q, k, v, mask=is_seen[:, None], is_causal=True, implementation="xla"
-  )
 
 
 def _with_branches(q, k, segment_ids, prefix_ids):
