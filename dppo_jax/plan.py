@@ -46,6 +46,7 @@ def run(
     for place in filter(None, [target, *places]):
       mesh = assumed.abstract_mesh(config.mesh, place.num)
       planned = assumed.assumed_run(config, mesh, place.platform)
+      planned = memory.choose_slots(planned, place.memory)
       estimate = values["estimated"][place.name] = memory.estimate(planned)
       bar.say(_estimated(planned, estimate, place))
     if target:
@@ -69,7 +70,8 @@ def _estimated(
   rows.append(["sum", *map(gib, sums.values())])
   return (
     f"\n{model.family}, {transformer.num_parameters(model):,} parameters, "
-    f"{model.dtype}, remat={model.remat}, attention={model.attention}\n"
+    f"{model.dtype}, remat={model.remat}, attention={model.attention}, "
+    f"{run.config.rollout.num_slots} slots a device\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
     f"{sharding.describe(run.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"
@@ -94,6 +96,7 @@ def _compile(
   devices = targets.devices(hardware)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
   run = assumed.assumed_run(config, mesh, hardware.platform)
+  run = memory.choose_slots(run, hardware.memory)
   with bar.task(f"compiling for {hardware.name}") as task:
     stages = list(targets.compile_stages(run, task, names))
   rows, lines, sums = [], [], {}

@@ -74,7 +74,7 @@ def _run(
       progress.Progress(is_silent=not distributed.is_first())
     )
     with bar.task("reading data and model"), distributed.sharing_errors():
-      run = setup_run(config)
+      run = memory.choose_slots(setup_run(config))
       memory.check(run)
     prints = resume.fingerprints(config, run.train_set)
     stack.enter_context(resume.held(workdir / "config.json", config, prints))

@@ -139,6 +139,22 @@ def test_simulated_devices_share_the_memory(monkeypatch):
   memory.check(run)
 
 
+def test_zero_slots_are_as_many_as_fit():
+  """As many as there are completions, or halved until the rollout fits."""
+  run = planned(rollout__num_slots=0)
+  most = memory.choose_slots(run, 1e15).config.rollout.num_slots
+  shards = sharding.num_shards(run.mesh, "batch")
+  num_prompts = run.config.data.prompts_per_step // shards
+  assert most == num_prompts * run.config.rollout.group_size
+  limit = 1.3 * total(planned(rollout__num_slots=most // 2), "roll_out")
+  chosen = memory.choose_slots(run, 1.001 * limit).config.rollout.num_slots
+  assert chosen == most // 2
+  assert memory.choose_slots(run, 0.0).config.rollout.num_slots == 8
+  assert run.config.rollout.num_slots == 0
+  given = planned(rollout__num_slots=5)
+  assert memory.choose_slots(given, 0.0) is given
+
+
 def test_advice_names_only_options_that_still_help():
   def advice(limit, **options):
     run = planned(**options)

@@ -51,6 +51,7 @@ def test_plan_mode_allocates_no_arrays(no_network):
 
 def test_advice_for_runs_that_do_not_fit(no_network, capsys):
   options = {"model__hub_id": "Qwen/Qwen3-4B", "mesh__model": 2}
+  options["rollout__num_slots"] = 64
   plan.run(commands.config("qwen_math", **options), hardware="v5e:16")
   printed = " ".join(capsys.readouterr().out.split())
   assert "Does not fit: roll_out needs" in printed

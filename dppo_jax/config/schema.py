@@ -86,7 +86,7 @@ class RolloutConfig:
     64, "T, tokens of the longest completion, stop token included", least=1
   )
   num_slots: int = adjustable(
-    64, "completions decoded in parallel on each device", least=1
+    64, "completions decoded in parallel on a device; 0: all that fit", least=0
   )
   dtype: str = option(
     "", "dtype of the sampler (default: model.dtype)", choices=("", *DTYPES)

@@ -27,6 +27,7 @@ from dppo_jax.step import abstract_values
 
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
+_FEWEST_CHOSEN_SLOTS = 8
 
 # Options that may lower the memory of a stage, and parts that none lowers.
 _HALVED = (
@@ -69,7 +70,7 @@ def _roll_out(run: Run) -> Parts:
   num_shards = sharding.num_shards(run.mesh, "batch")
   num_prompts = -(-run.config.data.prompts_per_step // num_shards)
   width = run.train_set.tokens.shape[1]
-  slots = min(r.num_slots, num_prompts * r.group_size)
+  slots = _num_slots(run)
   # Two stages of the decode loop overlap, each with its own slots.
   schedule = [*decode.slot_schedule(slots, run.platform), 0]
   # The TPU compiler keeps half of the cache in a second layout.
@@ -88,6 +89,34 @@ def _roll_out(run: Run) -> Parts:
     "logits": 3 * 4 * slots * model.vocab,
     "activations of a layer": item * prefill * _layer_width(run),
   }
+
+
+def _num_slots(run: Run) -> int:
+  """Decode slots of one device, at most one for each completion."""
+  num_shards = sharding.num_shards(run.mesh, "batch")
+  r, num_prompts = run.config.rollout, run.config.data.prompts_per_step
+  most = -(-num_prompts // num_shards) * r.group_size
+  return min(r.num_slots or most, most)
+
+
+def choose_slots(run: Run, available: float | None = None) -> Run:
+  """Replaces `rollout.num_slots=0` by the most slots that fit, by halving.
+
+  Args:
+    available: bytes of one device; None for the memory of this machine.
+  """
+  if run.config.rollout.num_slots:
+    return run
+  available = _available(run) if available is None else available
+  config = copy.deepcopy(run.config)
+  run = run._replace(config=config)
+  config.rollout.num_slots = _num_slots(run)
+  while config.rollout.num_slots > _FEWEST_CHOSEN_SLOTS and (
+    _MARGIN * sum(estimate(run)["roll_out"].values()) > available
+  ):
+    half = config.rollout.num_slots // 2
+    config.rollout.num_slots = sharding.round_up(half, 8)
+  return run
 
 
 def _update(run: Run) -> Parts:
@@ -166,15 +195,18 @@ def _advice(run: Run, stage: str, limit: float) -> str:
 
 def check(run: Run) -> None:
   """Raises UserError if training needs far more memory than there is."""
-  devices = run.mesh.local_devices
-  if run.platform == "cpu":
-    available = _free_memory() / len(devices)  # which they share
-  else:
-    stats = devices[0].memory_stats() or {}
-    available = stats.get("bytes_limit", math.inf)
+  available = _available(run)
   sums = {name: sum(parts.values()) for name, parts in estimate(run).items()}
   if max(sums.values()) > _MARGIN * available:
     raise UserError(f"not enough memory: {shortage(run, sums, available)}")
+
+
+def _available(run: Run) -> float:
+  """Bytes that one device of this machine has left."""
+  devices = run.mesh.local_devices
+  if run.platform == "cpu":
+    return _free_memory() / len(devices)  # which they share
+  return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def gib(size: float) -> str:

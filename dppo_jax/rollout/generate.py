@@ -43,7 +43,7 @@ def sample(
 
   Args:
     rng: randomness, consumed; a key is enough.
-    num_slots: completions that each shard decodes at once.
+    num_slots: completions that each shard decodes at once; 0 for all.
     kept: prompts to roll out; None for all.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
@@ -85,7 +85,7 @@ def roll_out(
     model_config,
     sampling,
     group_size,
-    decode.slot_schedule(min(num_slots, most_slots), platform),
+    decode.slot_schedule(min(num_slots or most_slots, most_slots), platform),
   )
   keep = kept.keep
   if num_shards == 1:

@@ -193,7 +193,8 @@ def evaluation_program(run: Run, samples: int) -> Program:
       prompts,
       rng,
       group_size=samples or 1,
-      num_slots=c.rollout.num_slots,
+      # The mode evaluate knows no memory for training to choose slots by.
+      num_slots=c.rollout.num_slots or 64,
       platform=run.platform,
       **sampling._asdict(),
     )
