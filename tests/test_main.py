@@ -66,6 +66,8 @@ def arithmetic(**overrides):
     ("{arithmetic} --mode=export", "--to is missing"),
     ("{arithmetic} --to=x", "--to is for --mode=export"),
     ("{arithmetic} --step=3", "--step is for --mode=evaluate or export"),
+    ("{arithmetic} --workdir={tmp}/typo.py", "--workdir: .*typo.py' is a file"),
+    ("--workdir={tmp}/typo.py/a", "--workdir: .*typo.py' is a file"),
   ],
 )
 def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):

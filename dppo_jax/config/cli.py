@@ -60,8 +60,12 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  path, _, choice = (flags.config or "").partition(":")
-  path = pathlib.Path(path or pathlib.Path(flags.workdir or "", "config.json"))
+  workdir = pathlib.Path(flags.workdir or "")
+  for path in (workdir, *workdir.parents):
+    if path.is_file():
+      raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
+  name, _, choice = (flags.config or "").partition(":")
+  path = pathlib.Path(name or workdir / "config.json")
   if not flags.config and not (flags.workdir and path.is_file()):
     raise UserError("--config is missing, as in --config=configs/arithmetic.py")
   config = _override(_load(path, choice), words)
