@@ -116,7 +116,7 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
     groups.append(Group(shown, same, is_baseline=not groups))
   for i, x in enumerate(groups):
     others = [y.accuracy for y in groups if y.sweep == x.sweep and y is not x]
-    is_best = bool(others) and x.accuracy >= max(others)
+    is_best = bool(others) and max(others) <= x.accuracy > min(others)
     groups[i] = x._replace(is_best=is_best)
   methods, names = [x.options[_METHOD] for x in groups], _columns(groups)
   return sorted(

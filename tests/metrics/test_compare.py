@@ -161,6 +161,12 @@ def test_sweep_marks_the_best_learning_rate_of_each_method(tmp_path):
   assert len({*map(str, looks)}) == 3
 
 
+def test_learning_rates_of_equal_accuracy_have_no_mark(tmp_path):
+  name = "optimizer.learning_rate"
+  groups = _groups(*(_run(tmp_path, **{name: x}) for x in (1e-6, 2e-6)))
+  assert not any(group.is_best for group in groups)
+
+
 @pytest.mark.parametrize(
   ("scales", "shown"),
   [((40.0, 60.0), "50 prompts"), ((40.0, 1e6), "unknown"), ((), None)],
