@@ -32,7 +32,10 @@ setuptools.setup(
     "dppo_jax.configs",  # importable from outside a clone
   ],
   package_dir={"dppo_jax.configs": "configs"},
-  package_data={"dppo_jax.planning": ["*.json", "*.txtpb"]},
+  package_data={
+    "dppo_jax": ["py.typed"],
+    "dppo_jax.planning": ["*.json", "*.txtpb"],
+  },
   install_requires=[
     "absl-py>=2.1",
     "array_record>=0.8; sys_platform == 'linux'",
@@ -61,6 +64,7 @@ setuptools.setup(
     "test": [
       "beartype>=0.19",
       "hypothesis>=6.100",
+      "mypy>=1.15",
       *NOTEBOOKS,
       "pytest>=8",
       "pytest-xdist>=3.6",

@@ -6,7 +6,7 @@ when they are first named.
 
 import importlib
 
-__version__ = "0.1.0"  # setup.py reads it here
+__version__ = "0.2.0"  # setup.py reads it here
 
 _PACKAGES = (
   "algo",

@@ -11,10 +11,10 @@ prompt is False.
 from flax import struct
 import jax
 from jaxtyping import Array, Bool, Float, Int, PyTree
+import numpy as np
 
 
-@struct.dataclass
-class Selection:
+class Selection(struct.PyTreeNode):
   """A choice, with the inclusion probability of every item.
 
   Attributes:
@@ -25,8 +25,7 @@ class Selection:
   prob: Float[Array, "..."]
 
 
-@struct.dataclass
-class PromptBatch:
+class PromptBatch(struct.PyTreeNode):
   """Prompts of one step; `ids` are distinct row numbers of the data set.
 
   Attributes:
@@ -39,8 +38,7 @@ class PromptBatch:
   lengths: Int[Array, "N"]
 
 
-@struct.dataclass
-class Rollout:
+class Rollout(struct.PyTreeNode):
   """Completions as they were sampled.
 
   `algo.fill` and objectives do not need the last three fields; without them
@@ -64,8 +62,7 @@ class Rollout:
   slot_steps: Int[Array, ""] | None = None
 
 
-@struct.dataclass
-class StepCosts:
+class StepCosts(struct.PyTreeNode):
   """Smoothed timings of earlier steps, used to choose how much to prune.
 
   Seconds may be in any unit; they are 0 while unknown.
@@ -79,14 +76,13 @@ class StepCosts:
     other_seconds: seconds of a step outside its update.
   """
 
-  noise_fraction: Float[Array, ""]
-  micro_seconds: Float[Array, ""]
-  micro_tokens: Float[Array, ""]
-  other_seconds: Float[Array, ""]
+  noise_fraction: Float[Array | np.ndarray, ""]
+  micro_seconds: Float[Array | np.ndarray, ""]
+  micro_tokens: Float[Array | np.ndarray, ""]
+  other_seconds: Float[Array | np.ndarray, ""]
 
 
-@struct.dataclass
-class Groups:
+class Groups(struct.PyTreeNode):
   """The input of a completion rule.
 
   Attributes:
@@ -110,8 +106,7 @@ class Groups:
   costs: StepCosts | None = None
 
 
-@struct.dataclass
-class CompletionSummary:
+class CompletionSummary(struct.PyTreeNode):
   """Per-completion advantage, weight and length, for logging.
 
   Attributes:
@@ -127,8 +122,7 @@ class CompletionSummary:
   trained_lengths: Int[Array, "Q G"]
 
 
-@struct.dataclass
-class PackedBatch:
+class PackedBatch(struct.PyTreeNode):
   """Sequences laid side by side in rows; each position predicts its target.
 
   Attributes:
@@ -155,8 +149,7 @@ class PackedBatch:
   old_logprobs: Float[Array, "*rows L"]
 
 
-@struct.dataclass
-class TokenStats:
+class TokenStats(struct.PyTreeNode):
   """Statistics of each token from one pass over the vocabulary; 0 if unneeded.
 
   Attributes:
@@ -168,8 +161,7 @@ class TokenStats:
   entropy: Float[Array, "*rows L"]
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
   """Everything a run carries from step to step; randomness is not part of it.
 
   Attributes:

@@ -13,6 +13,7 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import data, rewards
+from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress, report, samples
@@ -207,9 +208,9 @@ class _Session:
     trained = f"trained {values['completions/trained'] / drawn:.0%}"
     if "budget/completions" in values:
       trained = (
-        f"trains on {values['budget/completions']:.0%} of the completions with "
-        "nonzero advantage, predicted "
-        f"{values['budget/predicted_speedup']:.1f}x faster than training on all"
+        f"trained {values['budget/completions']:.0%} of nonzero advantages, "
+        f"predicted {values['budget/predicted_speedup']:.1f}x faster, "
+        f"noise scale {runs.noise_scale([values])}"
       )
     self.writer.bar.advance(
       done,
@@ -239,8 +240,8 @@ class _Session:
         self.writer.write_samples(step, stage, completions.samples[:8])
         self.writer.say(
           f"step {step}: {name if len(sets) > 1 else 'held-out'} accuracy "
-          f"{new['accuracy']:.3f} ± {new['stderr']:.3f} "
-          f"({new['tokens']:.1f} tokens a completion)"
+          f"{statistics.with_interval(new['accuracy'], new['stderr'])} "
+          f"(95% interval), length {new['tokens']:.1f} tokens"
         )
     with distributed.sharing_errors():
       if values:

@@ -66,6 +66,8 @@ def arithmetic(**overrides):
     ("{arithmetic} --mode=export", "--to is missing"),
     ("{arithmetic} --to=x", "--to is for --mode=export"),
     ("{arithmetic} --step=3", "--step is for --mode=evaluate or export"),
+    ("{arithmetic} --workdir={tmp}/typo.py", "--workdir: .*typo.py' is a file"),
+    ("--workdir={tmp}/typo.py/a", "--workdir: .*typo.py' is a file"),
   ],
 )
 def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):
@@ -127,6 +129,27 @@ def test_help_names_every_method_objective_and_option():
   names |= methods.METHODS.keys() | objectives.OBJECTIVES.keys()
   names |= {"--config", "--mode", "--workdir", "--step", "--to", "--debug"}
   assert names <= first
+
+
+def test_help_marks_the_options_that_may_change_on_resume():
+  text = cli._parser().format_help()
+  legend, options = text.partition("options: --config.OPTION")[2].split("\n\n")
+  assert "  *         may change on resume" in legend
+  assert "[...]" in legend and "FUNCTION" in legend
+  names = re.findall(r"^  ([\w.]+)( \*)?  +", options, re.M)
+  expected = {
+    (name, " *" * metadata["may_change"])
+    for name, _, metadata in configs.walk(configs.Config())
+    if metadata
+  }
+  assert set(names) == expected and {mark for _, mark in expected} == {"", " *"}
+
+
+def test_texts_of_help_start_in_one_column():
+  for section in cli._parser().format_help().split("\n\n")[3:]:
+    lines = [x for x in section.splitlines() if x.startswith("  ")]
+    columns = {re.match(r"  [^ ]+(?: [^ ]+)?  +|  +", x).end() for x in lines}
+    assert len(columns) == 1, section
 
 
 # Configs by file ------------------------------------------------------------

@@ -78,6 +78,8 @@ def test_a_run_writes_all_documented_files(uninterrupted):
   for name in ("config.json", "metrics.jsonl", "samples.jsonl", "report.md"):
     assert (uninterrupted / name).stat().st_size > 0
   assert (uninterrupted / "report.png").read_bytes().startswith(b"\x89PNG")
+  log = (uninterrupted / "log.txt").read_text(encoding="utf-8")
+  assert re.search(r"accuracy 0\.\d+ ± 0\.\d+ \(95% interval\), length", log)
   steps = [m for m in _metrics(uninterrupted) if "reward/mean" in m]
   assert [m["step"] for m in steps] == [1, 2, 3, 4]
   assert all(m["update/compiles"] == 0 for m in steps[1:])

@@ -1,16 +1,17 @@
 """Compares runs in a table and a picture.
 
-Runs that differ only in their seed form a group, named after the options in
+Runs that differ only in their seed form a group, described by the options in
 which it differs from others. The first run's group is the baseline. Runs may be
 unfinished.
 """
 
 import argparse
 from collections.abc import Sequence
+import itertools
 import json
 import pathlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib import figure as figures
 import numpy as np
@@ -21,18 +22,43 @@ from dppo_jax.errors import UserError
 # Options, and sections of them, that do not make a run another experiment.
 _IGNORED = ("seed.", "steps.", "eval.every.", "eval.columns.", "sft.from_run.")
 _IGNORED += ("checkpoint.", "log.", "fingerprints.")
-_LEGEND = (
-  "Accuracy is the last held-out accuracy; seconds are those of training\n"
-  "steps; tokens are those trained on; ± and parentheses are 95% t-intervals\n"
-  "over seeds, differences and ratios paired by seed."
-)
+_METHOD, _RATE = "method.name", "optimizer.learning_rate"
+_DASHES = ("--", "-.", ":")  # of learning rates but the best
+_LEGEND = """\
+The baseline is the group of the first run; * is the most accurate learning rate
+of several. Accuracy is the last held-out one, seconds are those of training
+steps, tokens those trained on. ± and parentheses are 95% intervals over seeds
+(Student's t), of differences and ratios paired by seed."""
 
 
 class Group(NamedTuple):
-  """Runs that differ only in their seed."""
+  """Runs that differ only in their seed.
 
-  label: str
+  Attributes:
+    options: the method, and options in which groups differ, by dotted name.
+    is_best: the most accurate of several learning rates, all else being equal.
+  """
+
+  options: dict[str, Any]
   runs: list[runs.Run]
+  is_baseline: bool
+  is_best: bool = False
+
+  @property
+  def sweep(self) -> str:
+    """The options as text, without the learning rate."""
+    rest = {k: x for k, x in self.options.items() if k not in (_METHOD, _RATE)}
+    words = [f"{_short(name)}={value}" for name, value in rest.items()]
+    return " ".join([self.options[_METHOD], *words])
+
+  @property
+  def label(self) -> str:
+    rate = f" {_short(_RATE)}={self.options.get(_RATE)}{'*' * self.is_best}"
+    return self.sweep + rate * (_RATE in self.options)
+
+  @property
+  def accuracy(self) -> float:
+    return float(np.mean([*self.accuracies().values()]))
 
   def accuracies(self) -> dict[int, float]:
     """The last accuracy by seed."""
@@ -68,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def group(members: Sequence[runs.Run]) -> list[Group]:
-  """Groups runs by all options but the seed, in the order of the runs."""
+  """Groups runs by all options but the seed.
+
+  Methods are in the order of the runs, their options in that of numbers.
+  """
   by_options: dict[str, list[runs.Run]] = {}
   for run in members:
     same = by_options.setdefault(json.dumps(_options(run)), [])
@@ -80,8 +109,42 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
       )
     same.append(run)
   options = [json.loads(key) for key in by_options]
-  labels = [_label(x, options) for x in options]
-  return [*map(Group, labels, by_options.values())]
+  differs = lambda name, x: any(y.get(name, x) != x for y in options)
+  groups = []
+  for own, same in zip(options, by_options.values(), strict=True):
+    shown = {k: x for k, x in own.items() if k == _METHOD or differs(k, x)}
+    groups.append(Group(shown, same, is_baseline=not groups))
+  for i, x in enumerate(groups):
+    others = [y.accuracy for y in groups if y.sweep == x.sweep and y is not x]
+    is_best = bool(others) and max(others) <= x.accuracy > min(others)
+    groups[i] = x._replace(is_best=is_best)
+  methods, names = [x.options[_METHOD] for x in groups], _columns(groups)
+  return sorted(
+    groups,
+    key=lambda group: (
+      methods.index(group.options[_METHOD]),
+      *(_sort_key(group.options.get(name)) for name in names),
+    ),
+  )
+
+
+def _columns(groups: Sequence[Group]) -> list[str]:
+  """Names of the options that differ, the learning rate last."""
+  names = {name for group in groups for name in group.options}
+  return sorted(names - {_METHOD}, key=lambda name: (name == _RATE, name))
+
+
+def _sort_key(value: Any) -> tuple:
+  """Sorts numbers, in text too, as numbers and before other text."""
+  try:
+    return 0, float(value), ""
+  except (TypeError, ValueError):
+    return 1, 0.0, str(value)
+
+
+def _short(name: str) -> str:
+  """A dotted name without the section of arguments and of the optimizer."""
+  return name.split(".args.")[-1].removeprefix("optimizer.")
 
 
 def _options(run: runs.Run) -> dict:
@@ -96,16 +159,6 @@ def _options(run: runs.Run) -> dict:
   }
 
 
-def _label(options: dict, others: Sequence[dict]) -> str:
-  """The method, and the options that differ among the groups that have them."""
-  words = [options["method.name"]]
-  for name, value in options.items():
-    is_constant = all(x.get(name, value) == value for x in others)
-    if not is_constant and name != "method.name":
-      words.append(f"{name.split('.args.')[-1]}={value}")
-  return " ".join(words)
-
-
 def default_target(groups: Sequence[Group]) -> float:
   """Nine tenths of the way to the accuracy that every run reached."""
   curves = [run.curve()[1] for group in groups for run in group.runs]
@@ -115,24 +168,30 @@ def default_target(groups: Sequence[Group]) -> float:
 
 def table(groups: Sequence[Group], target: float) -> tuple[list, list[list]]:
   """Head and rows of the comparison, a row for each group."""
-  head = ["", "seeds", "accuracy", "difference", f"s to {target:.0%}"]
-  rows, baseline = [], groups[0]
-  for group in groups:
-    accuracies, is_other = group.accuracies(), group != baseline
+  names = _columns(groups)
+  head = ["method", *map(_short, names), "seeds", "accuracy", "difference"]
+  head += [f"s to {target:.0%}", "speed-up", "s/step", "tokens/step"]
+  last_steps = [[y for run in x.runs for y in run.steps[-1:]] for x in groups]
+  noise = [*map(runs.noise_scale, last_steps)]
+  rows, (baseline,) = [], [x for x in groups if x.is_baseline]
+  for group, scale in zip(groups, noise, strict=True):
+    accuracies, is_other = group.accuracies(), not group.is_baseline
     gain = statistics.difference(accuracies, baseline.accuracies())
     spent = [*group.seconds_to(target).values()]
     seconds = f"{np.mean(spent):.3g}" if spent else "-"
     if 0 < len(spent) < len(group.runs):
       seconds += f" ({len(spent)} runs)"
-    row = [group.label, str(len(group.runs))]
+    mark = {_RATE: "*" if group.is_best else " "}  # keeps numbers aligned
+    row = [str(group.options.get(x, "")) + mark.get(x, "") for x in names]
+    row = [group.options[_METHOD], *row, str(len(group.runs))]
     row.append(_with_error(statistics.mean([*accuracies.values()])))
-    row.append(_with_error(gain, "+") if is_other else "")
+    row.append(_with_error(gain, "+") if is_other else "baseline")
     row += [seconds, _speed_up(group, baseline, target) if is_other else ""]
     for metric in ("step/seconds", "tokens/trained"):
       x = np.mean([x[metric] for run in group.runs for x in run.steps])
       row.append(f"{x:,.3g}" if x < 1000 else f"{x:,.0f}")
-    rows.append(row)
-  return [*head, "speed-up", "s/step", "tokens/step"], rows
+    rows.append(row + [scale] * any(noise))
+  return head + ["noise scale"] * any(noise), rows
 
 
 def _with_error(x: statistics.Interval, sign: str = "") -> str:
@@ -156,14 +215,20 @@ def draw(groups: Sequence[Group], target: float) -> figures.Figure:
   """Draws the mean accuracy with its interval over training seconds."""
   figure = style.figure(height=4)
   axis = figure.subplots()
-  for group in groups:
+  sweeps = [group.sweep for group in groups]
+  colours = dict(zip(dict.fromkeys(sweeps), itertools.cycle(style.COLOURS)))
+  for number, group in enumerate(groups):
     x, (y, low, high) = statistics.band([run.curve() for run in group.runs])
-    axis.plot(x, y, label=group.label)
-    axis.fill_between(x, low, high, alpha=0.15, linewidth=0)
+    is_main = group.is_best or sweeps.count(group.sweep) == 1
+    dashes = _DASHES[sweeps[:number].count(group.sweep) % len(_DASHES)]
+    look = {"ls": "-", "lw": 2} if is_main else {"ls": dashes, "lw": 1}
+    look["color"] = colours[group.sweep]
+    axis.plot(x, y, label=group.label, **look)
+    axis.fill_between(x, low, high, color=look["color"], alpha=0.15, lw=0)
   axis.axhline(target, color=style.FAINT, linestyle=":")
   axis.set(xlabel="training seconds", ylabel="held-out accuracy")
   style.format_axes(axis)
-  axis.legend()
+  axis.legend(fontsize=8)
   return figure
 
 

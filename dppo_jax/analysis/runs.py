@@ -1,5 +1,6 @@
 """Reads runs from their working directories."""
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
@@ -10,6 +11,7 @@ from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
 
 SECONDS = "step/seconds"
+SCALE_LIMIT = 1e6  # prompts; a larger gradient noise scale is unknown
 STAGES = ("data", "rollout", "reward", "update_history", "dynamic_sampling")
 STAGES += ("select", "score", "update", "noise")
 
@@ -55,6 +57,15 @@ class Run:
     first = int(np.argmax(y >= target))
     near = slice(max(first - 1, 0), first + 1)
     return float(np.interp(target, y[near], x[near]))
+
+
+def noise_scale(steps: Sequence[dict]) -> str:
+  """The mean gradient noise scale of steps as text; empty if not measured."""
+  scales = [x["noise/scale"] for x in steps if "noise/scale" in x]
+  if not scales:
+    return ""
+  is_known = max(scales) < SCALE_LIMIT
+  return f"{np.mean(scales):,.0f} prompts" if is_known else "unknown"
 
 
 def load(workdir: str | pathlib.Path) -> Run:

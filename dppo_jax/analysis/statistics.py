@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+NORMAL = 1.96  # standard errors in half of a 95% interval of many values
 Curve = tuple[np.ndarray, np.ndarray]
 
 
@@ -27,6 +28,11 @@ def mean(values: Sequence[float]) -> Interval:
     quantile = special.stdtrit(len(x) - 1, 0.975)  # of Student's distribution
     error = quantile * x.std(ddof=1) / np.sqrt(len(x))
   return Interval(*(float(x.mean() + e) for e in (0, -error, error)))
+
+
+def with_interval(value: float, stderr: float) -> str:
+  """A mean of many values with its 95% interval, as text."""
+  return f"{value:.3f} ± {NORMAL * stderr:.3f}"
 
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:

@@ -36,7 +36,9 @@ def save(picture: figures.Figure, path: pathlib.Path) -> None:
 
 
 def format_axes(axis: mpl_axes.Axes) -> None:
-  """Starts x at 0, with ticks such as 2 k; shows y from 0 to 1 as percent."""
-  axis.set(xlim=(0, None), ylim=(-0.03, 1.03))
-  axis.xaxis.set_major_formatter(ticker.EngFormatter())
+  """Starts x at 0, with ticks such as 2 k; shows y as percent, up to 100%."""
+  top = min(max(1.2 * axis.dataLim.ymax, 0.1), 1.03)
+  axis.set(xlim=(0, None), ylim=(-0.03 * top, top))
+  tick = lambda x, _: f"{x:g}" if x < 1000 else f"{x / 1000:g} k"
+  axis.xaxis.set_major_formatter(tick)
   axis.yaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))

@@ -16,21 +16,3 @@ from dppo_jax.config.schema import (
   ModelConfig,
   ObjectiveConfig,
 )
-
-__all__ = [
-  "Config",
-  "MeshConfig",
-  "MethodConfig",
-  "ModelConfig",
-  "ObjectiveConfig",
-  "assign",
-  "default_args",
-  "flatten",
-  "load_callbacks",
-  "make_method",
-  "make_objective",
-  "read",
-  "use_method",
-  "validate",
-  "walk",
-]

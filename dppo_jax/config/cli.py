@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import inspect
 import pathlib
 import re
@@ -29,21 +30,27 @@ Trains language models by group-based policy optimisation with unbiased pruning.
 """
 _MODES = ("train", "evaluate", "export", "plan")
 _DTYPES = ("float32", "bfloat16", "float16")
-# Name, type or choices, modes that have the flag (empty: all), help.
+# Name, value or choices, modes that have the flag (empty: all), help.
 _FLAGS = (
-  ("config", str, "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
-  ("mode", _MODES, "", "default: train"),
-  ("workdir", str, "", "directory of the run; if it has a checkpoint, resume"),
-  ("step", int, "evaluate export", "step of a checkpoint (default: latest)"),
-  ("to", str, "export", "directory to export to"),
-  ("dtype", _DTYPES, "export", "dtype of the weights (default: initial dtype)"),
-  ("hardware", str, "plan", "devices to fit memory to, as in h200:8,v5p:16"),
-  ("topology", str, "plan", "absent devices to compile for, as in v5e:4x4"),
-  ("stages", str, "plan", "stages to compile, as in update,roll_out"),
-  ("coordinator", str, "train evaluate", "HOST:PORT of process 0 of several"),
-  ("num_processes", int, "", "number of processes"),
-  ("process_id", int, "train evaluate", "index of this process, from 0"),
+  ("config", "FILE", "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
+  ("mode", _MODES, "", "[train]"),
+  ("workdir", "DIR", "", "directory of the run; resumes from its checkpoint"),
+  ("step", "N", "evaluate export", "step of the checkpoint [latest]"),
+  ("to", "DIR", "export", "directory to export to"),
+  ("dtype", _DTYPES, "export", "[that of the model]"),
+  ("hardware", "KIND:N,...", "plan", "memory of devices, as in h200:8"),
+  ("topology", "KIND:AxB", "plan", "devices to compile for, as in v5e:4x4"),
+  ("stages", "NAME,...", "plan", "stages to compile, as in update,roll_out"),
+  ("coordinator", "ADDRESS", "train evaluate", "HOST:PORT of process 0"),
+  ("num_processes", "N", "", "number of processes"),
+  ("process_id", "N", "train evaluate", "index of this process, from 0"),
 )
+_LEGEND = """\
+options: --config.OPTION=VALUE
+  *         may change on resume, unless the method or a schedule depends on it
+  [...]     default
+  FUNCTION  FILE.py:NAME or MODULE:NAME
+"""
 
 
 def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
@@ -60,8 +67,12 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  path, _, choice = (flags.config or "").partition(":")
-  path = pathlib.Path(path or pathlib.Path(flags.workdir or "", "config.json"))
+  workdir = pathlib.Path(flags.workdir or "")
+  for path in (workdir, *workdir.parents):
+    if path.is_file():
+      raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
+  name, _, choice = (flags.config or "").partition(":")
+  path = pathlib.Path(name or workdir / "config.json")
   if not flags.config and not (flags.workdir and path.is_file()):
     raise UserError("--config is missing, as in --config=configs/arithmetic.py")
   config = _override(_load(path, choice), words)
@@ -127,29 +138,40 @@ def _override(config: Config, words: list[str]) -> Config:
 def _parser() -> argparse.ArgumentParser:
   """Returns the parser of all flags but options, which --help shows too."""
   sections = [
-    _table("methods: --config=FILE.py:METHOD", _factories(methods.METHODS)),
     _table(
-      "objectives: --config=FILE.py:METHOD,OBJECTIVE",
+      "methods: --config=FILE.py:METHOD --config.method.args.NAME=VALUE",
+      _factories(methods.METHODS),
+    ),
+    _table(
+      "objectives: --config=FILE.py:METHOD,OBJECTIVE "
+      "--config.objective.args.NAME=VALUE",
       _factories(objectives.OBJECTIVES),
     ),
-    _table("options: --config.OPTION=VALUE", _options()),
+    _table(_LEGEND, _options()),
   ]
   parser = argparse.ArgumentParser(
     usage="python -m dppo_jax.main --config=FILE.py [--FLAG=VALUE ...]",
     description=_EXAMPLES,
     epilog="\n\n".join(sections),
-    formatter_class=argparse.RawDescriptionHelpFormatter,
+    formatter_class=functools.partial(
+      argparse.RawDescriptionHelpFormatter, width=80, max_help_position=26
+    ),
     allow_abbrev=False,
+    add_help=False,
     exit_on_error=False,
   )
-  for name, kind, modes, text in _FLAGS:
-    note = f" [{', '.join(modes.split())}]" if modes else ""
-    values = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-    parser.add_argument(f"--{name}", help=text + note, **values)
+  add = parser.add_argument_group("flags").add_argument
+  for name, value, modes, meaning in _FLAGS:
+    text = ", ".join(modes.split()) + ": " * bool(modes)
+    if isinstance(value, tuple):
+      text += ", ".join(value) + " "
+      values = {"metavar": name.upper(), "choices": value}
+    else:
+      values = {"metavar": value, "type": int if value == "N" else str}
+    add(f"--{name}", help=text + meaning, **values)
   parser.set_defaults(mode="train")
-  parser.add_argument(
-    "--debug", action="store_true", help="show the tracebacks of user errors"
-  )
+  add("--debug", action="store_true", help="show the tracebacks of user errors")
+  add("-h", "--help", action="help", help="show this message")
   return parser
 
 
@@ -159,7 +181,7 @@ def _factories(factories: dict) -> dict[str, str]:
   for name, factory in factories.items():
     args = ", ".join(f"{k}={v}" for k, v in default_args(factory).items())
     summary = inspect.getdoc(factory).splitlines()[0]
-    lines[name] = f"{summary} [{args}]".removesuffix(" []")
+    lines[name] = f"{summary}\n[{args}]".removesuffix("\n[]")
   return lines
 
 
@@ -169,11 +191,11 @@ def _options() -> dict[str, str]:
   for name, default, metadata in walk(Config()):
     if metadata:  # factories are in the other tables
       text = metadata["meaning"]
+      if choices := metadata["choices"]:
+        text += f" {{{','.join(filter(None, choices))}}}"
       if default not in ("", ()) and not isinstance(default, dict):
         text += f" [{default}]"
-      if choices := metadata["choices"]:
-        text += f" ({' | '.join(filter(None, choices))})"
-      lines[name] = text
+      lines[name + " *" * metadata["may_change"]] = text
   return lines
 
 
@@ -182,8 +204,8 @@ def _table(title: str, items: dict[str, str]) -> str:
   column = 4 + max(map(len, items))
   lines = [title]
   for name, text in items.items():
-    head, indent = f"  {name}".ljust(column), " " * column
-    lines += textwrap.wrap(
-      text, 79, initial_indent=head, subsequent_indent=indent
-    )
+    wrap = lambda x: textwrap.fill(x, 79 - column, break_on_hyphens=False)
+    body = "\n".join(map(wrap, text.splitlines()))
+    body = textwrap.indent(body, " " * column).lstrip()
+    lines.append(f"  {name}".ljust(column) + body)
   return "\n".join(lines)

@@ -29,13 +29,11 @@ class ModelConfig:
   dtype: str = option("float32", "dtype of the computation", choices=DTYPES)
   remat: str = adjustable(
     "layers",
-    "recomputed in the backward pass: layers, all but matmuls (dots), or none",
+    "recomputed in the backward pass; dots: all but matmuls",
     choices=tuple(transformer.REMAT),
   )
   attention: str = adjustable(
-    "auto",
-    "kernel: splash on TPU, triton on NVIDIA GPUs, xla anywhere",
-    choices=attention.CHOICES,
+    "auto", "kernel; splash: TPU, triton: NVIDIA", choices=attention.CHOICES
   )
 
 
@@ -45,36 +43,22 @@ class DataConfig:
 
   train: str = option(
     "arithmetic",
-    "source to train on: arithmetic[:NUM[:MAX_OPERATIONS]], a file, "
-    "tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION",
+    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE, tfds:NAME[:SPLIT], FUNCTION",
     is_code=True,
   )
   eval: str = adjustable(
-    "arithmetic", "source to evaluate on, or NAME=SOURCE,...", is_code=True
+    "arithmetic", "SOURCE or NAME=SOURCE,...", is_code=True
   )
-  train_limit: int = option(0, "training rows to read; 0 reads all")
-  eval_limit: int = adjustable(
-    256, "rows to read per evaluation source; 0: all"
-  )
-  problem_key: str = option(
-    sources.PROBLEM_KEY, "columns of the problem, in order of preference"
-  )
-  answer_key: str = option(
-    sources.ANSWER_KEY, "columns of the answer, in order of preference"
-  )
+  train_limit: int = option(0, "rows to read of data.train; 0: all")
+  eval_limit: int = adjustable(256, "rows to read per eval source; 0: all")
+  problem_key: str = option(sources.PROBLEM_KEY, "problem columns, best first")
+  answer_key: str = option(sources.ANSWER_KEY, "answer columns, best first")
   prompts_per_step: int = option(16, "N, prompts drawn in a step", least=1)
-  max_prompt_tokens: int = option(
-    512, "longest prompt in tokens; longer ones are left out", least=1
-  )
+  max_prompt_tokens: int = option(512, "longer prompts are left out", least=1)
   template: str = option(
-    "",
-    "prompt, as in 'Q: {problem}' or 'system: Be brief.\\nuser: {problem}', or "
-    "a function of a row: FILE.py:FUNCTION or MODULE:FUNCTION",
-    is_code=True,
+    "", "prompt, as in 'Q: {problem}', or FUNCTION of a row", is_code=True
   )
-  template_args: dict = option(
-    {}, "arguments of the chat template, as in enable_thinking=False"
-  )
+  template_args: dict = option({}, "arguments of the chat template")
 
 
 @dataclass(slots=True)
@@ -82,28 +66,20 @@ class RolloutConfig:
   """Sampling of completions."""
 
   group_size: int = option(8, "G, completions per prompt", least=2)
-  max_tokens: int = option(
-    64, "T, tokens of the longest completion, stop token included", least=1
-  )
+  max_tokens: int = option(64, "T, completion tokens, stop included", least=1)
   num_slots: int = adjustable(
-    64, "completions decoded in parallel on a device; 0: all that fit", least=0
+    64, "parallel completions per device; 0: all that fit", least=0
   )
   dtype: str = option(
-    "", "dtype of the sampler (default: model.dtype)", choices=("", *DTYPES)
+    "", "dtype of the sampler; empty: model.dtype", choices=("", *DTYPES)
   )
-  shard_weights: bool = adjustable(
-    False, "divide the sampler's weights over mesh.data; saves memory, slower"
-  )
-  temperature: float = option(
-    1.0, "temperature of the sampler and of the trainer's logits", least=0.01
-  )
-  top_k: int = option(0, "most likely tokens to sample from; 0: all, on-policy")
+  shard_weights: bool = adjustable(False, "divide the weights over mesh.data")
+  temperature: float = option(1.0, "of sampler and trainer", least=0.01)
+  top_k: int = option(0, "number of likely tokens to sample from; 0: all")
   top_p: float = option(
-    1.0, "probability of the tokens to sample from; 1: all", least=0.001, most=1
+    1.0, "probability mass to sample from; 1: all", least=0.001, most=1
   )
-  stop_ids: tuple = option(
-    (), "ids of stop tokens (default: those of the checkpoint or tokenizer)"
-  )
+  stop_ids: tuple = option((), "stop tokens; empty: the checkpoint's")
 
 
 @dataclass(slots=True)
@@ -112,18 +88,13 @@ class RewardConfig:
 
   functions: str = option(
     "exact",
-    "exact, math, boxed, FILE.py:FUNCTION or MODULE:FUNCTION, separated by "
-    "commas, each with an optional :WEIGHT; the first one defines accuracy",
+    "NAME[:WEIGHT],...: exact, math, boxed, FUNCTION; the first is accuracy",
     is_code=True,
   )
   on_error: str = option(
-    "zero",
-    "effect of an exception in a user's function",
-    choices=("zero", "stop"),
+    "zero", "effect of an exception in a function", choices=("zero", "stop")
   )
-  overlong_tokens: int = option(
-    0, "length of DAPO's soft overlong penalty in tokens; 0 disables it"
-  )
+  overlong_tokens: int = option(0, "tokens of DAPO's overlong penalty; 0: none")
   num_workers: int = adjustable(2, "grading processes", least=1, most=1024)
   timeout_seconds: float = adjustable(
     5.0, "time limit of a function call in seconds", least=0.001, most=86_400
@@ -149,9 +120,7 @@ class ObjectiveConfig:
   factory: Callable = objectives.grpo
   args: dict = option(default_args(objectives.grpo), "arguments of the loss")
   inner_updates: int = option(1, "mu, passes over one rollout", least=1)
-  mini_batches: int = option(
-    1, "updates in each pass, on other prompts", least=1
-  )
+  mini_batches: int = option(1, "updates per pass, on other prompts", least=1)
 
   @property
   def name(self) -> str:
@@ -167,12 +136,8 @@ class ObjectiveConfig:
 class PackConfig:
   """Packing of completions into rows."""
 
-  row_length: int = option(
-    128, "L, tokens per row; a multiple of 8, at least P + T - 1", least=8
-  )
-  rows_per_micro: int = adjustable(
-    16, "rows per micro-batch on each device", least=1
-  )
+  row_length: int = option(128, "L, tokens per row, a multiple of 8", least=8)
+  rows_per_micro: int = adjustable(16, "micro-batch rows per device", least=1)
 
 
 @dataclass(slots=True)
@@ -181,14 +146,12 @@ class OptimizerConfig:
 
   learning_rate: float = option(1e-6, "peak learning rate")
   schedule: str = option(
-    "constant",
-    "learning rate after the warm-up",
-    choices=("constant", "linear", "cosine"),
+    "constant", "after the warm-up", choices=("constant", "linear", "cosine")
   )
   warmup_steps: int = option(0, "updates of the linear warm-up")
   weight_decay: float = option(0.0, "weight decay")
   clip_norm: float = option(
-    1.0, "largest gradient norm; 1e9 disables clipping", least=0.001, most=1e15
+    1.0, "largest gradient norm; 1e9: any", least=0.001, most=1e15
   )
 
 
@@ -196,10 +159,8 @@ class OptimizerConfig:
 class SftConfig:
   """Supervised fine-tuning before the first rollout."""
 
-  steps: int = option(0, "number of updates; 0 disables it")
-  from_run: str = option(
-    "", "RUN or RUN@STEP to start from its initial or a later checkpoint"
-  )
+  steps: int = option(0, "number of updates; 0: none")
+  from_run: str = option("", "RUN or RUN@STEP whose weights to start from")
 
   @property
   def needs_solutions(self) -> bool:
@@ -212,9 +173,7 @@ class EvalConfig:
   """Accuracy on evaluation problems."""
 
   every: int = adjustable(0, "steps between evaluations; 0: first and last")
-  samples: int = adjustable(
-    0, "n, samples of a problem for avg, maj, pass@k; 0: greedy", most=1000
-  )
+  samples: int = adjustable(0, "n, samples per problem; 0: greedy", most=1000)
   prompts: int = adjustable(64, "problems per batch", least=1)
 
 
@@ -230,22 +189,16 @@ class CheckpointConfig:
 class LogConfig:
   """Metrics in addition to metrics.jsonl and the report."""
 
-  writers: str = adjustable("tensorboard", "tensorboard, wandb, or both, or ''")
+  writers: str = adjustable("tensorboard", "tensorboard, wandb, both or ''")
 
 
 @dataclass(slots=True)
 class MeshConfig:
   """Devices."""
 
-  data: int = adjustable(
-    1, "devices that divide batch and train state; -1: all", least=-1
-  )
-  model: int = adjustable(
-    1, "devices that divide heads, features and vocabulary", least=1
-  )
-  replicas: int = adjustable(
-    1, "groups of data x model devices that divide the batch alone", least=1
-  )
+  data: int = adjustable(1, "devices for batch and state; -1: all", least=-1)
+  model: int = adjustable(1, "devices for heads and features", least=1)
+  replicas: int = adjustable(1, "copies of data x model devices", least=1)
 
 
 @dataclass(slots=True)
@@ -254,12 +207,7 @@ class Config:
 
   seed: int = option(0, "seed of all randomness", most=2**32 - 1)
   steps: int = adjustable(100, "training steps")
-  callbacks: str = adjustable(
-    "",
-    "functions called after each step: FILE.py:FUNCTION or MODULE:FUNCTION, "
-    "separated by commas",
-    is_code=True,
-  )
+  callbacks: str = adjustable("", "FUNCTION,... after each step", is_code=True)
   model: ModelConfig = field(default_factory=ModelConfig)
   data: DataConfig = field(default_factory=DataConfig)
   rollout: RolloutConfig = field(default_factory=RolloutConfig)

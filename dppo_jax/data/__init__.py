@@ -7,14 +7,3 @@ from dppo_jax.data.tokenizer import (
   PretrainedTokenizer,
   Tokenizer,
 )
-
-__all__ = [
-  "CharacterTokenizer",
-  "PretrainedTokenizer",
-  "ProblemSet",
-  "Row",
-  "Tokenizer",
-  "draw",
-  "load",
-  "prepare",
-]

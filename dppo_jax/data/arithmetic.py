@@ -31,7 +31,7 @@ def boxed(answer: str) -> str:
 
 
 def is_source(source: object) -> bool:
-  """Returns True for `arithmetic[:NUM[:MAX_OPERATIONS]]`."""
+  """Returns True for `arithmetic[:NUM[:MAX_OPS]]`."""
   return isinstance(source, str) and bool(_SOURCE.fullmatch(source))
 
 

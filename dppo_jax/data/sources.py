@@ -123,7 +123,7 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
     return user_code.load(source)
   except UserError as error:
     raise UserError(
-      f"{error}; a source is arithmetic[:NUM[:MAX_OPERATIONS]], *.jsonl, "
+      f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, "
       "*.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
       f"{_HINT}"
     ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from dppo_jax.data.sources import Prompt, first_line, text_of
 from dppo_jax.errors import UserError
+from dppo_jax.models.hf import reader
 
 
 class CharacterTokenizer:
@@ -172,6 +173,6 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
 
 def _read_eos_ids(path: str, name: str) -> list[int]:
   file = pathlib.Path(path, name)
-  text = file.read_text(encoding="utf-8") if file.exists() else "{}"
-  ids = json.loads(text).get("eos_token_id")
+  content = reader.read_json(file) if file.exists() else {}
+  ids = content.get("eos_token_id")
   return [] if ids is None else ids if isinstance(ids, list) else [ids]

@@ -93,8 +93,9 @@ def init_buffer(
 ) -> GroupBuffer:
   """Returns an empty buffer for chunks of these shapes."""
   chunk = (prompts, rollout, rewards)
-  empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), chunk)
-  return GroupBuffer(*empty, jnp.int32(0), jnp.int32(0))
+  empty = lambda x: jnp.zeros(x.shape, x.dtype)
+  prompts, rollout, zeros = jax.tree.map(empty, chunk)
+  return GroupBuffer(prompts, rollout, zeros, jnp.int32(0), jnp.int32(0))
 
 
 def add_groups(

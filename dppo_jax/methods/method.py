@@ -12,7 +12,7 @@ therefore independent of the rollouts, and weights 1 / prob are unbiased too.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from dppo_jax.records import Groups, PackedBatch, Selection
 from dppo_jax.rng import StepRng, keys_for_ids
 
 CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
-History = PyTree[jax.Array]
+History: TypeAlias = PyTree[jax.Array]
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]  # of the step
 Rate = float | Schedule  # constant or scheduled
 

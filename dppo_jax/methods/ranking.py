@@ -27,7 +27,7 @@ def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:
     shape = groups.advantages.shape
     rows = shape if scope == "group" else (1, groups.advantages.size)
     uniform = jax.random.uniform(rng.key, shape)
-    items = (uniform, finite_advantages(groups), groups.lengths > 0)
+    items = [uniform, finite_advantages(groups), groups.lengths > 0]
     items = [x.reshape(rows) for x in items]
     chosen = jax.vmap(choose, (None, 0, 0, 0))(rng.step, *items)
     return jax.tree.map(lambda x: x.reshape(shape), chosen)

@@ -8,7 +8,7 @@ import textwrap
 from matplotlib import figure as figures
 import numpy as np
 
-from dppo_jax.analysis import jsonl, runs, style, tables
+from dppo_jax.analysis import jsonl, runs, statistics, style, tables
 from dppo_jax.metrics import warnings as health
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours
@@ -36,6 +36,7 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
   parts = [
     f"# {_title(run)}",
     tables.markdown(("", ""), [*_summary(run)]),
+    "± and error bars are 95% intervals over problems.",
     "![accuracy, pruning, tokens and time](report.png)",
     tables.markdown(("stage", "seconds in all steps", ""), times),
     *_samples(samples),
@@ -52,7 +53,8 @@ def _summary(run: runs.Run) -> Iterator[tuple[str, str]]:
   for name in dict.fromkeys(name for line in run.evals for name in line):
     if re.fullmatch("eval/(.*/)?accuracy", name):
       error = name.removesuffix("accuracy") + "stderr"
-      ends = [f"{x[name]:.3f} ± {x[error]:.3f}" for x in run.evals if name in x]
+      evals = [x for x in run.evals if name in x]
+      ends = [statistics.with_interval(x[name], x[error]) for x in evals]
       yield f"held-out: {name}", f"{ends[0]} → {ends[-1]}"
   yield "training seconds", f"{run.total('step/seconds'):.1f}"
   for label, (part, total) in _FRACTIONS.items():
@@ -61,6 +63,8 @@ def _summary(run: runs.Run) -> Iterator[tuple[str, str]]:
     yield name, f"{run.total(name):,.0f}"
   skipped = max((x.get("update/skipped", 0) for x in run.steps), default=0)
   yield "updates skipped", f"{skipped:.0f}"
+  if scale := runs.noise_scale(run.steps[-1:]):
+    yield "gradient noise scale", scale
   for check in health.CHECKS:
     if count := run.total(f"warnings/{check.name}"):
       yield f"steps with the warning {check.name}", f"{count:.0f}"
@@ -84,7 +88,8 @@ def _draw(run: runs.Run) -> figures.Figure:
   (accuracy, pruning), (tokens, time) = figure.subplots(2, 2)
   if run.evals:
     errors = {x["step"]: x.get("eval/stderr", 0.0) for x in run.evals}
-    accuracy.errorbar(*run.curve(), [*errors.values()], fmt="o-", ms=3)
+    errors = statistics.NORMAL * np.array([*errors.values()])
+    accuracy.errorbar(*run.curve(), errors, fmt="o-", ms=3)
     accuracy.set(title="held-out accuracy", xlabel="training seconds")
   else:
     accuracy.plot(*_curves(run.steps, "reward/accuracy"))

@@ -50,12 +50,20 @@ class ModelConfig:
 
   @property
   def has_gpu_layout(self) -> bool:
-    """True with the kernels for NVIDIA GPUs, which launch slowly.
+    """True with the kernels for NVIDIA GPUs, so that few are launched.
 
-    Then layers are unrolled, since a loop would copy the weights of each; one
-    product makes queries, keys and values; slots share the cache of prompts.
+    Then one product makes queries, keys and values, and slots share the cache
+    of prompts.
     """
     return self.attention == "triton"
+
+  @property
+  def unrolls_layers(self) -> bool:
+    """True if no loop runs over layers: on a GPU it would copy their weights.
+
+    A mixture of experts would take too long to compile.
+    """
+    return self.has_gpu_layout and self.experts is None
 
 
 class Param(NamedTuple):

@@ -82,7 +82,7 @@ def forward_and_load(
 
   layer = lambda x, p: run(x, parameters.place_layer(p, config))
   x = _embed(params, tokens)
-  unroll = config.layers if config.has_gpu_layout else _UNROLL
+  unroll = config.layers if config.unrolls_layers else _UNROLL
   x, loads = jax.lax.scan(layer, x, params["layers"], unroll=unroll)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 

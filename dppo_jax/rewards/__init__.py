@@ -3,14 +3,3 @@
 from dppo_jax.rewards.functions import RewardFn, RewardSpec, Verdict, parse
 from dppo_jax.rewards.grader import Graded, Grader, check
 from dppo_jax.rewards.math_answers import last_boxed
-
-__all__ = [
-  "Graded",
-  "Grader",
-  "RewardFn",
-  "RewardSpec",
-  "Verdict",
-  "check",
-  "last_boxed",
-  "parse",
-]

@@ -13,17 +13,3 @@ from dppo_jax.step.update import (
   sum_gradients,
   zero_sums,
 )
-
-__all__ = [
-  "GradSums",
-  "PackingSpec",
-  "UpdateConfig",
-  "add_gradient",
-  "apply_gradient",
-  "choose_tokens",
-  "make_optimizer",
-  "pack",
-  "score",
-  "sum_gradients",
-  "zero_sums",
-]

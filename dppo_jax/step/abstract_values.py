@@ -12,12 +12,12 @@ from dppo_jax import sharding
 from dppo_jax.data import ProblemSet
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models import transformer
+from dppo_jax.models.transformer import Params
 from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run.setup import Run
 from dppo_jax.step.optimizer import make_optimizer
 
-Params = transformer.Params
 # Mesh axes of the results of stages; others are replicated.
 _PLACES = {
   "prompts": ("batch",),
@@ -36,12 +36,12 @@ def inputs(run: Run) -> dict[str, PyTree]:
   prompts = abstract_prompts(run, run.train_set, num_prompts)
   shape = (num_prompts, run.config.rollout.group_size)
   rewards = place(run, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32))
-  number = jax.ShapeDtypeStruct((), jnp.float32)
+  costs = lambda: StepCosts(*jnp.zeros(4, jnp.float32))
   replicated = {
     "rng": jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT)),
     "limit": jax.ShapeDtypeStruct((), jnp.int32),
-    "denominator": number,
-    "costs": StepCosts(*[number] * 4) if run.method.reads_costs else None,
+    "denominator": jax.ShapeDtypeStruct((), jnp.float32),
+    "costs": jax.eval_shape(costs) if run.method.reads_costs else None,
   }
   return {
     **vars(state),
@@ -148,6 +148,7 @@ def inference_model(run: Run) -> transformer.ModelConfig:
 
 
 def abstract_prompts(run: Run, problems: ProblemSet, num: int) -> PromptBatch:
-  ids = lengths = jax.ShapeDtypeStruct((num,), jnp.int32)
-  tokens = jax.ShapeDtypeStruct((num, problems.tokens.shape[1]), jnp.int32)
-  return place(run, "prompts", PromptBatch(ids, tokens, lengths))
+  zeros = lambda *shape: jnp.zeros((num, *shape), jnp.int32)
+  prompts = lambda tokens: PromptBatch(zeros(), zeros(tokens), zeros())
+  shapes = jax.eval_shape(lambda: prompts(problems.tokens.shape[1]))
+  return place(run, "prompts", shapes)

@@ -50,7 +50,8 @@ def grade(
     local = _grade_rows(
       rollout, rows, problems, tokenizer, grader, verifier_only
     )
-  all_lines, counts = [], collections.Counter()
+  all_lines: list[dict] = []
+  counts: collections.Counter = collections.Counter()
   for lines, of_process in distributed.gather(local):
     all_lines += lines
     counts.update(of_process)
@@ -72,10 +73,10 @@ def _grade_rows(
     For each completion its row, sample, stop flag and the value of each reward
     function; and counts of outcomes and faults, such as timeouts.
   """
-  lengths, group_size = rollout.lengths[rows], rollout.lengths.shape[1]
+  group_size = rollout.lengths.shape[1]
   ids = np.repeat(rollout.prompt_ids[rows], group_size)
   tokens = rollout.tokens[rows].reshape(len(ids), rollout.tokens.shape[-1])
-  lengths = lengths.reshape(-1).tolist()
+  lengths = rollout.lengths[rows].reshape(-1).tolist()
   prompts = [problems.problems[i] for i in ids]
   completions = [
     tokenizer.decode(tokens[:length])
@@ -146,7 +147,7 @@ def _summarise(
   )
   for name in lines[0]["earned"] if lines else ():
     values = np.array([line["earned"][name] for line in lines], np.float32)
-    counts[f"earned/{name}"] = float(values.sum())
+    counts.update({f"earned/{name}": float(values.sum())})
   return GradedRollout(earned, correct, counts, samples)
 
 

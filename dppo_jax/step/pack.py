@@ -12,8 +12,7 @@ from dppo_jax.algo import filling, packing
 from dppo_jax.records import PackedBatch, PromptBatch, Rollout
 
 
-@struct.dataclass
-class PackInfo:
+class PackInfo(struct.PyTreeNode):
   """Result of packing: the metrics `pack/NAME` of metrics/README.md."""
 
   rows: Float[Array, ""]
@@ -214,7 +213,8 @@ def _read_in_turn(
     row_tokens, tokens = carry
     first = (shard - i) % shards * num_here
     # Exactly one shard holds each token; the others contribute 0 to the sum.
-    row_tokens = jax.tree.map(jnp.add, row_tokens, read(*tokens, first))
+    found = functools.partial(read, first=first)(*tokens)
+    row_tokens = jax.tree.map(jnp.add, row_tokens, found)
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_next)
     return row_tokens, jax.tree.map(pass_on, tokens)
 

@@ -249,5 +249,5 @@ def compile_program(
 
   Level 1 compiles in an eighth less time and runs no slower where measured.
   """
-  options = {"xla_backend_optimization_level": 1} if platform == "cpu" else {}
-  return lowered.compile(options)
+  level: dict[str, Any] = {"xla_backend_optimization_level": 1}
+  return lowered.compile(level if platform == "cpu" else {})

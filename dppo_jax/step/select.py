@@ -22,8 +22,7 @@ from dppo_jax.rng import StepRng
 from dppo_jax.step.pack import PackInfo, pack
 
 
-@struct.dataclass
-class SelectInfo:
+class SelectInfo(struct.PyTreeNode):
   """Result of choosing and packing completions.
 
   Attributes:

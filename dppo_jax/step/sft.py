@@ -54,14 +54,14 @@ def run(
   state = abstract_values.new_train_state(run, params)
   draw = _sampler(run)
   with bar.task("compiling the supervised step"):
-    step = jax.jit(
+    jitted = jax.jit(
       functools.partial(
         sft_step, spec=run.packing, config=config, optimizer=optimizer
       ),
       donate_argnums=0,
       out_shardings=(abstract_values.shardings_of(state), None),
     )
-    step = step.lower(state, *draw(0)).compile()
+    step = jitted.lower(state, *draw(0)).compile()
   distributed.gather(None)  # see compile_programs
   with bar.steps("supervised step", steps) as shown:
     for done in range(1, steps + 1):

@@ -13,8 +13,7 @@ from dppo_jax.rng import StepRng
 from dppo_jax.step import update
 
 
-@struct.dataclass
-class ScoreInfo:
+class ScoreInfo(struct.PyTreeNode):
   """Result of choosing tokens: the metrics `tokens/NAME`."""
 
   invalid_probs: Float[Array, ""]

@@ -4,6 +4,7 @@ import collections
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import ArrayLike
 import numpy as np
 
 from dppo_jax import data, rewards
@@ -60,7 +61,9 @@ class StepInfo(NamedTuple):
   summary: CompletionSummary
   scalars: dict[str, float]
 
-  def metrics(self, specs: tuple[rewards.RewardSpec, ...]) -> dict[str, float]:
+  def metrics(
+    self, specs: tuple[rewards.RewardSpec, ...]
+  ) -> dict[str, ArrayLike]:
     """Returns the metrics of the step by name; each of `specs` has one."""
     return {
       **grade.to_metrics(
@@ -108,7 +111,7 @@ class TrainStep:
     params = self._timed("to_inference_params", state.params, clock="rollout")
     if self._run.method.dynamic_sampling:
       return self._gather_groups(state, params)
-    limit = np.int32(self._run.config.data.prompts_per_step)
+    limit = np.array(self._run.config.data.prompts_per_step, np.int32)
     return self._rollout_once(state, params, int(state.draws), limit)
 
   def _rollout_once(
@@ -146,7 +149,7 @@ class TrainStep:
       prompts,
       rollout,
       graded.rewards,
-      np.float32(num_prompts),
+      np.array(num_prompts, np.float32),
       graded.counts,
       graded.samples,
     )
@@ -162,8 +165,9 @@ class TrainStep:
       int(state.draws),
       draws_per_epoch=len(run.train_set) // num_prompts,
     )
-    buffer, limit = None, np.int32(num_prompts)
-    counts, samples = collections.Counter(), []
+    buffer, limit = None, np.array(num_prompts, np.int32)
+    counts: collections.Counter = collections.Counter()
+    samples: list[dict] = []
     for draw in draws:
       state, chunk = self._rollout_once(state, params, draw, limit)
       counts.update(chunk.counts)
@@ -203,7 +207,7 @@ class TrainStep:
     info = jax.device_get(info)
     runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
     group_size = self._run.config.rollout.group_size
-    denominator = np.float32(experience.num_prompts) * group_size
+    denominator = np.array(experience.num_prompts, np.float32) * group_size
     return Batch(rows, num_micro, denominator, info, summary, experience)
 
   def score(

@@ -43,8 +43,7 @@ class UpdateConfig(NamedTuple):
     return self.inner_updates * self.mini_batches == 1
 
 
-@struct.dataclass
-class UpdateInfo:
+class UpdateInfo(struct.PyTreeNode):
   """Result of an update: the metrics `update/NAME` of metrics/README.md.
 
   Token means are over the last pass, `grad_norm` is that of the last step.
@@ -276,9 +275,10 @@ def _describe(
     grad_norm=grad_norm,
     skipped=state.opt_state.total_notfinite.astype(jnp.float32),
     skipped_in_a_row=state.opt_state.notfinite_count.astype(jnp.float32),
-    nonfinite_params=sum(
-      jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
-      for x in jax.tree.leaves(state.params)
+    nonfinite_params=optax.tree.sum(
+      jax.tree.map(
+        lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32), state.params
+      )
     ),
     experts=moe.describe(sums.load, sums.num_read) if sums.load else {},
   )

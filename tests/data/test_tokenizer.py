@@ -231,3 +231,11 @@ def test_stop_ids(tmp_path, generation, model, eos, expected):
     if config is not None:
       (tmp_path / f"{name}.json").write_text(json.dumps(config))
   assert find_stop_ids(str(tmp_path), eos) == expected
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_damaged_file_of_stop_ids_is_named(tmp_path, name, text):
+  (tmp_path / name).write_bytes(text)
+  with pytest.raises(UserError, match=f"cannot read .*/{name}"):
+    find_stop_ids(str(tmp_path), None)

@@ -120,6 +120,69 @@ def test_labels_name_the_options_that_differ(tmp_path):
   assert labels(dppo[0]) == ["dppo"]
 
 
+def test_options_are_sorted_as_numbers(tmp_path):
+  """Even where a command line left them as text; methods as the runs are."""
+  paths = [
+    _run(tmp_path, method, **{"data.prompts_per_step": num})
+    for method in ("pods", "grpo")
+    for num in (10, 100, "2")
+  ]
+  groups = _groups(*paths)
+  head, rows = compare.table(groups, 0.8)
+  assert head[:2] == ["method", "data.prompts_per_step"]
+  numbers = ("2", "10", "100")
+  expected = [[method, num] for method in ("pods", "grpo") for num in numbers]
+  assert [row[:2] for row in rows] == expected
+  assert [row[head.index("difference")] for row in rows][:2] == [
+    "+0.000",
+    "baseline",  # of the first run
+  ]
+
+
+def test_sweep_marks_the_best_learning_rate_of_each_method(tmp_path):
+  name, tops = "optimizer.learning_rate", {1e-5: 0.5, 2e-6: 0.9, 1e-6: 0.7}
+  paths = [
+    _run(tmp_path, method, top=top, seed=seed, **{name: rate})
+    for method in ("grpo", "neyman")
+    for rate, top in tops.items()
+    for seed in (0, 1)
+  ]
+  paths.append(_run(tmp_path, "dppo", **{name: 1e-6}))
+  groups = _groups(*paths)
+  head, rows = compare.table(groups, 0.8)
+  assert head[1] == "learning_rate"
+  rates = ["1e-06 ", "2e-06*", "1e-05 "]
+  assert [row[1] for row in rows] == [*rates, *rates, "1e-06 "]
+  lines = compare.draw(groups, 0.8).axes[0].get_lines()[:-1]
+  assert [x.get_label() for x in lines][1] == "grpo learning_rate=2e-06*"
+  solid = [x.get_label() for x in lines if x.get_linestyle() == "-"]
+  assert len(solid) == 3 and len({x.get_color() for x in lines}) == 3
+  looks = [(x.get_color(), x.get_linestyle()) for x in lines[:3]]
+  assert len({*map(str, looks)}) == 3
+
+
+def test_learning_rates_of_equal_accuracy_have_no_mark(tmp_path):
+  name = "optimizer.learning_rate"
+  groups = _groups(*(_run(tmp_path, **{name: x}) for x in (1e-6, 2e-6)))
+  assert not any(group.is_best for group in groups)
+
+
+@pytest.mark.parametrize(
+  ("scales", "shown"),
+  [((40.0, 60.0), "50 prompts"), ((40.0, 1e6), "unknown"), ((), None)],
+)
+def test_saturated_noise_scale_is_unknown(tmp_path, scales, shown):
+  paths = [_run(tmp_path), _run(tmp_path, "neyman", 0)]
+  paths.append(_run(tmp_path, "neyman", 1))
+  for path, scale in zip(paths[1:], scales, strict=False):
+    with (path / "metrics.jsonl").open("a") as file:
+      line = {"step": 21, "step/seconds": 1.0, "tokens/trained": 100}
+      file.write(json.dumps(line | {"noise/scale": scale}) + "\n")
+  head, rows = compare.table(_groups(*paths), 0.8)
+  assert head[-1] == ("noise scale" if shown else "tokens/step")
+  assert [row[-1] for row in rows] == (["", shown] if shown else ["100"] * 2)
+
+
 def test_copy_of_a_run_and_a_run_without_evaluation_are_rejected(tmp_path):
   with pytest.raises(UserError, match="the seed of another run"):
     _groups(_run(tmp_path), _run(tmp_path))
@@ -134,6 +197,7 @@ def test_table_has_means_and_intervals(tmp_path):
   head, rows = compare.table(_groups(*paths), 0.8)
   grpo, dppo, cppo = (dict(zip(head, row, strict=True)) for row in rows)
   assert grpo["seeds"] == "3" and grpo["speed-up"] == ""
+  assert grpo["difference"] == "baseline"
   assert re.fullmatch(r"0.89\d ± 0.0\d\d", grpo["accuracy"])
   assert dppo["difference"] == "+0.000 ± 0.000"
   assert dppo["speed-up"] == "2.00 (2.00-2.00)"
@@ -150,6 +214,7 @@ def test_files_of_a_comparison_of_unfinished_runs(tmp_path, capsys):
   shown = capsys.readouterr().out
   assert str(folder / "compare.md") in shown
   assert shown.splitlines()[1].startswith("grpo")
+  assert shown.count("95% interval") == 1
   assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
   page = (folder / "compare.md").read_text()
   assert r"c\|d.jsonl | 1 |" in page and "s to 50%" in page

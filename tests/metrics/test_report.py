@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from dppo_jax.analysis import runs
 from dppo_jax.errors import UserError
+from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.metrics import report
 
 CONFIG = {
@@ -64,8 +67,8 @@ def test_report_has_accuracies_fractions_and_times(tmp_path):
   page = report.write(_workdir(tmp_path, lines)).read_text()
   for row in (
     "| method | dppo(a=1) |",
-    "| held-out: eval/accuracy | 0.000 ± 0.020 → 0.500 ± 0.020 |",
-    "| held-out: eval/aime/accuracy | 0.300 ± 0.100 → 0.300 ± 0.100 |",
+    "| held-out: eval/accuracy | 0.000 ± 0.039 → 0.500 ± 0.039 |",
+    "| held-out: eval/aime/accuracy | 0.300 ± 0.196 → 0.300 ± 0.196 |",
     "| prompts kept | 75.0% |",
     "| completions trained | 25.0% |",
     "| tokens/trained | 300 |",
@@ -77,6 +80,25 @@ def test_report_has_accuracies_fractions_and_times(tmp_path):
   with (tmp_path / "metrics.jsonl").open("a") as file:
     file.write('{"step": 3, "cut')
   assert report.write(tmp_path).read_text() == page
+
+
+def test_intervals_are_named_once_and_drawn(tmp_path):
+  workdir = _workdir(tmp_path, _lines(5))
+  assert report.write(workdir).read_text().count("95% interval") == 1
+  (bars,) = report._draw(runs.load(workdir)).axes[0].containers
+  segment = bars.lines[2][0].get_segments()[-1]
+  np.testing.assert_allclose(segment[:, 1], [0.5 - 0.0392, 0.5 + 0.0392])
+
+
+@pytest.mark.parametrize("num_prompts", [1, 16])
+def test_noise_scale_before_a_measurement_is_unknown(tmp_path, num_prompts):
+  row = "| gradient noise scale |"
+  lines = [{"step": 1, **STEP}]
+  assert row not in report.write(_workdir(tmp_path, lines)).read_text()
+  unmeasured = gradient_noise.describe(gradient_noise.init(), num_prompts)
+  for metrics, text in ((unmeasured, "unknown"), ({"noise/scale": 84.4}, "84")):
+    page = report.write(_workdir(tmp_path, [lines[0] | metrics])).read_text()
+    assert f"{row} {text}" in page
 
 
 def test_held_out_samples_of_first_and_last_step_are_shown(tmp_path):

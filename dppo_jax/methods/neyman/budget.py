@@ -64,11 +64,10 @@ class AutoBudget(NamedTuple):
     added = DESIGN_EFFECT * added_variance(prob, size * size)
     tokens = (prob * lengths[None]).sum(axis=1)
     update, other = self._seconds(tokens, lengths.sum(), groups.costs)
-    noise_fraction = 1.0
+    noise = jnp.float32(1)
     if groups.costs is not None:
-      noise_fraction = groups.costs.noise_fraction
-      noise_fraction = jnp.maximum(noise_fraction, MIN_NOISE_FRACTION)
-    times = (other + update) * (1 + added * noise_fraction)
+      noise = jnp.maximum(groups.costs.noise_fraction, MIN_NOISE_FRACTION)
+    times = (other + update) * (1 + added * noise)
     best = largest_near_optimal(times)
     return counts[best].astype(jnp.int32), {
       "budget/completions": _ratio(counts[best], num_needed),

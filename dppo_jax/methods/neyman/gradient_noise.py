@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dppo_jax.analysis.runs import SCALE_LIMIT
+
 DECAY = 0.7  # weight of earlier measurements, at each further one
 
 
@@ -70,7 +72,7 @@ def noise_fraction(noise: Noise) -> float:
 
 
 def describe(noise: Noise, num_prompts: int) -> dict[str, float]:
-  """Returns metrics: the fraction, and the noise scale in prompts up to 1e6."""
+  """Returns metrics: the fraction, and the noise scale in prompts, limited."""
   fraction = noise_fraction(noise)
   scale = num_prompts * fraction / max(1 - fraction, 1e-9)
-  return {"noise/fraction": fraction, "noise/scale": min(scale, 1e6)}
+  return {"noise/fraction": fraction, "noise/scale": min(scale, SCALE_LIMIT)}

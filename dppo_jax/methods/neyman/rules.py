@@ -59,7 +59,7 @@ def neyman(
   check(FRACTION, min_keep=min_keep)
   check(FINITE, update_cost=update_cost)
   if completion_budget == "auto":
-    budget = AutoBudget(min_keep, update_cost)
+    budget: float | AutoBudget = AutoBudget(min_keep, update_cost)
   else:
     limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
     check(limit, completion_budget=completion_budget)

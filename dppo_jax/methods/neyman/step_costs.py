@@ -47,9 +47,9 @@ class CostTracker:
   def costs(self, noise_fraction: float) -> StepCosts:
     """Returns the costs of a step; all seconds are 0 before the first."""
     sums = StepSample(*self._sums)
-    ratio = lambda x, y: np.float32(x / y if y > 0 else 0.0)
+    ratio = lambda x, y: np.array(x / y if y > 0 else 0.0, np.float32)
     return StepCosts(
-      np.float32(noise_fraction),
+      np.array(noise_fraction, np.float32),
       ratio(sums.update, sums.micros),
       ratio(self._rows_per_micro * sums.tokens, sums.rows),
       ratio(sums.other, self._weight),

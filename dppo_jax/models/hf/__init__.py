@@ -9,13 +9,3 @@ from dppo_jax.models.hf.reader import (
   stored_dtype,
 )
 from dppo_jax.models.hf.saver import save
-
-__all__ = [
-  "GENERATION",
-  "check",
-  "fetch",
-  "load",
-  "read_config",
-  "save",
-  "stored_dtype",
-]
