@@ -55,7 +55,7 @@ def arithmetic(**overrides):
     ),
     ("{arithmetic} --wrkdir=x", "no option --wrkdir: did you mean --workdir"),
     ("{arithmetic} --config.method.factory=grpo", "no option .*factory"),
-    ("{arithmetic} --config.method.args.prompt_rte=1", "prompt_rate"),
+    ("{arithmetic}:dppo --config.method.args.prompt_rte=1", "prompt_rate"),
     ("{arithmetic} --config.steps=few", "'few'"),
     ("{arithmetic} grpo", "unexpected argument 'grpo'"),
     ("{arithmetic} --mode=fly", "fly"),
@@ -107,7 +107,7 @@ def test_flags_may_be_written_in_two_words():
     ["main", *ARITHMETIC.split("="), "--config.steps", "3", "--mode", "plan"]
   )
   assert config.steps == 3 and flags.mode == "plan"
-  assert folder == pathlib.Path("runs/arithmetic-dppo-seed0")
+  assert folder == pathlib.Path("runs/arithmetic-neyman-seed0")
 
 
 def test_arguments_of_the_chat_template_are_flags():

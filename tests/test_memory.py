@@ -140,7 +140,7 @@ def test_simulated_devices_share_the_memory(monkeypatch):
 
 
 def test_zero_slots_are_as_many_as_fit():
-  """As many as there are completions, or halved until the rollout fits."""
+  """Slots are as many as completions, or halved until the rollout fits."""
   run = planned(rollout__num_slots=0)
   most = memory.choose_slots(run, 1e15).config.rollout.num_slots
   shards = sharding.num_shards(run.mesh, "batch")

@@ -47,8 +47,8 @@ class Group(NamedTuple):
   @property
   def sweep(self) -> str:
     """The options as text, without the learning rate."""
-    rest = {k: x for k, x in self.options.items() if k not in (_METHOD, _RATE)}
-    words = [f"{_short(name)}={value}" for name, value in rest.items()]
+    shown = (x for x in self.options.items() if x[0] not in (_METHOD, _RATE))
+    words = [f"{_short(name)}={value}" for name, value in shown]
     return " ".join([self.options[_METHOD], *words])
 
   @property
@@ -111,8 +111,8 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
   options = [json.loads(key) for key in by_options]
   differs = lambda name, x: any(y.get(name, x) != x for y in options)
   groups = []
-  for own, same in zip(options, by_options.values(), strict=True):
-    shown = {k: x for k, x in own.items() if k == _METHOD or differs(k, x)}
+  for values, same in zip(options, by_options.values(), strict=True):
+    shown = {k: x for k, x in values.items() if k == _METHOD or differs(k, x)}
     groups.append(Group(shown, same, is_baseline=not groups))
   for i, x in enumerate(groups):
     others = [y.accuracy for y in groups if y.sweep == x.sweep and y is not x]

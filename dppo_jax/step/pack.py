@@ -213,8 +213,8 @@ def _read_in_turn(
     row_tokens, tokens = carry
     first = (shard - i) % shards * num_here
     # Exactly one shard holds each token; the others contribute 0 to the sum.
-    found = functools.partial(read, first=first)(*tokens)
-    row_tokens = jax.tree.map(jnp.add, row_tokens, found)
+    read_here = functools.partial(read, first=first)
+    row_tokens = jax.tree.map(jnp.add, row_tokens, read_here(*tokens))
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_next)
     return row_tokens, jax.tree.map(pass_on, tokens)
 

@@ -11,7 +11,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(file: str, **overrides) -> Config:
-  """The config of `configs/FILE.py`; `rollout__top_k=2` overrides an option."""
+  """The config of `configs/FILE.py`; `rollout__top_k=2` overrides an option.
+
+  Its method is dppo by default, since neyman depends on measured times.
+  """
   return parse(_flags(file, overrides))
 
 
@@ -38,9 +41,9 @@ def command(*argv: str) -> subprocess.CompletedProcess:
 
 
 def _flags(file: str, overrides: dict) -> list[str]:
-  name, colon, method = file.partition(":")
+  name, _, method = file.partition(":")
   path = ROOT / "configs" / f"{name}.py"
   return [
-    f"--config={path}{colon}{method}",
+    f"--config={path}:{method or 'dppo'}",
     *(f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()),
   ]
