@@ -10,10 +10,12 @@ import sys
 import tempfile
 from unittest import mock
 
-# Tests compile longer than they compute: XLA's lowest level takes a third less
-# time than the level of a run. Set before JAX looks, for child processes too.
+import xla_flags
+
+# Tests compile longer than they compute. Set before JAX looks, for child
+# processes too.
 os.environ["XLA_FLAGS"] = " ".join(
-  [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+  [os.environ.get("XLA_FLAGS", ""), *xla_flags.known_flags()]
 )
 
 # What one process compiles, the others load: workers of pytest-xdist and
