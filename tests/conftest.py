@@ -10,10 +10,12 @@ import sys
 import tempfile
 from unittest import mock
 
-# Tests compile longer than they compute: XLA's lowest optimisation level saves
-# a third of the time. Set before JAX reads it, for child processes too.
+import xla_flags
+
+# Tests compile longer than they compute. Set before JAX reads it, for child
+# processes too.
 os.environ["XLA_FLAGS"] = " ".join(
-  [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+  [os.environ.get("XLA_FLAGS", ""), *xla_flags.known_flags()]
 )
 
 # A compilation cache that all processes share: workers of pytest-xdist and

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxtyping import Float
 import numpy as np
-from scipy import stats
+from scipy import special
 
 
 class Estimate(NamedTuple):
@@ -102,7 +102,7 @@ def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Estimate:
   effective = float(num)
   if variance > 0:
     effective = min(num * largest / variance, float(num * num_samples))
-  square = float(stats.t.ppf(0.975, num - 1)) ** 2 / effective
+  square = float(special.stdtrit(num - 1, 0.975)) ** 2 / effective
   centre = (mean + square / 2) / (1 + square)
   half = math.sqrt(square * (largest + square / 4)) / (1 + square)
   return Estimate(mean, max(centre - half, 0.0), min(centre + half, 1.0))
