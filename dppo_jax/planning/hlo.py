@@ -135,7 +135,12 @@ def _scope(line: str) -> str:
 
 def kernels(text: str) -> dict[str, int]:
   """Calls of each custom kernel in the program, by name."""
-  return dict(collections.Counter(_KERNEL.findall(text)))
+  names = []
+  for line in text.splitlines():
+    if match := _KERNEL.search(line):
+      pallas = re.search(r'(\w+)/pallas_call"', line)
+      names.append((pallas or match)[1])
+  return dict(collections.Counter(names))
 
 
 def collectives(text: str) -> list[Collective]:

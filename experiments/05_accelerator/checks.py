@@ -134,7 +134,11 @@ def _small_work() -> works.Work:
 def for_platform(work: works.Work) -> works.Work:
   """The attention that a run would take here."""
   backend = attention.choose_backend(
-    "auto", jax.devices()[0].platform, work.rows.row_length, work.group_size
+    "auto",
+    jax.devices()[0].platform,
+    work.rows.row_length,
+    work.group_size,
+    work.model.head_dim,
   )
   return works.with_model(work, attention=backend)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import attention, kv_cache, transformer
 
 from ..common import machine
 from ..common import work as works
@@ -24,9 +24,12 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
   """
   yard = machine.yardstick(5)["bytes"]
   for slots, context in ((64, 512), (256, 512), (256, 2048)):
-    config = dataclasses.replace(
-      works.WORKS[model].model, dtype="bfloat16", attention="xla"
+    config = works.WORKS[model].model
+    platform = jax.devices()[0].platform
+    backend = attention.choose_backend(
+      "auto", platform, 1024, 8, config.head_dim
     )
+    config = dataclasses.replace(config, dtype="bfloat16", attention=backend)
     compiled, args = _compiled(config, slots, context)
     seconds = machine.timed(lambda f=compiled, a=args: f(*a), 5)
     step = seconds.median / STEPS
@@ -48,7 +51,7 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _compiled(config: transformer.ModelConfig, slots: int, context: int):
-  sizes = kv_cache.part_sizes(context + STEPS)
+  sizes, _ = kv_cache.slot_and_prompt_sizes(config, 1, context + STEPS)
   # Made as they are read: master weights of the larger models would not fit
   # next to a cache.
   make = lambda key: transformer.to_inference_params(
@@ -60,13 +63,20 @@ def _compiled(config: transformer.ModelConfig, slots: int, context: int):
     def one(i, carry):
       tokens, cache = carry
       positions = jnp.full((slots,), context, jnp.int32) + i
+      shared = None
+      if (
+        config.has_gpu_layout
+      ):  # no prompt is shared: all tokens are the slot's
+        row = jnp.zeros(slots, jnp.int32)
+        shared = kv_cache.SharedPrompts(empty, row, count=positions)
       hidden, cache = transformer.decode(
-        params, config, tokens, positions, cache
+        params, config, tokens, positions, cache, shared
       )
       logits = transformer.logits(params, config, hidden)
       return logits.argmax(axis=-1).astype(jnp.int32), cache
 
     cache = kv_cache.init(config, slots, sizes)
+    empty = kv_cache.init(config, 1, [64])
     return jax.lax.fori_loop(0, STEPS, one, (tokens, cache))[0]
 
   tokens = jnp.arange(slots, dtype=jnp.int32)

@@ -18,7 +18,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 def known_flags() -> list[str]:
-  """Returns the `FLAGS` that this JAX has; an unknown one aborts the process."""
+  """Returns the `FLAGS` that this JAX has; any other aborts the process."""
   folder = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
   (path,) = pathlib.Path(folder).glob("libjax_common.*")
   with (

@@ -107,7 +107,7 @@ def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
     out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
     compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
     interpret=interpret,
-    name=kernel.func.__name__.strip("_"),
+    name=f"attention{kernel.func.__name__}",
   )(*arrays)
 
 
