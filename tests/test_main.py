@@ -33,6 +33,15 @@ SETTINGS = {
   "pack__rows_per_micro": 4,
 }
 
+TINY = {
+  "model__shape__layers": 1,
+  "model__shape__embed": 16,
+  "model__shape__mlp": 32,
+  "data__eval": "",
+  "rollout__num_slots": 2,
+  "rollout__group_size": 2,
+}
+
 
 def arithmetic(**overrides):
   """The arithmetic config with few problems."""
@@ -294,7 +303,7 @@ def test_steps_are_fixed_if_a_schedule_depends_on_them(begun, name):
 def test_log_of_a_run_keeps_its_traceback(tmp_path, monkeypatch):
   monkeypatch.setattr(train, "_train", lambda *unused: 1 / 0)
   with pytest.raises(ZeroDivisionError):
-    train.run(arithmetic(), tmp_path)
+    train.run(arithmetic(**TINY), tmp_path)
   log = (tmp_path / "log.txt").read_text()
   assert "model: Qwen3ForCausalLM" in log
   assert "Traceback" in log and "ZeroDivisionError" in log

@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import signal
+from unittest import mock
 
 import chex
 import jax
@@ -15,7 +16,7 @@ from dppo_jax.analysis import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import abstract_values, grade
+from dppo_jax.step import abstract_values, grade, programs
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
@@ -67,8 +68,35 @@ def _final_state(workdir, c):
     return jax.device_get(checkpoints.restore(c.steps, abstract))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_once():
+  """Makes runs of equal configs share compiled programs.
+
+  Programs compiled again, in another process, are the matter of test_kill.
+  """
+  compiled = {}
+  declare, compile_all = programs.programs, programs.compile_programs
+
+  def compile_new(run, mesh, task):
+    options = {
+      name: value
+      for name, value in config.flatten(run.config).items()
+      if not name.startswith("sft.")
+    }
+    key = json.dumps(options, sort_keys=True, default=str)
+    if key not in compiled:
+      compiled[key] = compile_all(declare(run), mesh, task)
+    return compiled[key]
+
+  with (
+    mock.patch.object(programs, "programs", lambda run: run),
+    mock.patch.object(programs, "compile_programs", compile_new),
+  ):
+    yield
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, compile_once):
   workdir = tmp_path_factory.mktemp("whole")
   train.run(_config(), workdir)
   return workdir
