@@ -130,7 +130,7 @@ def _train(session: "_Session") -> None:
     session.stop.after_step(),
     session.writer.bar.steps("step", config.steps, first),
   ):
-    for step in range(first, config.steps):
+    for step in range(first, config.steps):  # `TrainStep` says what is where
       rng = rng_at(run.root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
       batch = train_step.select(rng, experience, state)  # weights and rows

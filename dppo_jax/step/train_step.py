@@ -81,10 +81,11 @@ class TrainStep:
 
   `collect`, `select`, `score` and `update` are called in this order. Each
   blocks until its results are ready and adds its seconds to the clock; the
-  functions are declared in programs.py. A slot gets its next completion in
-  `rollout/decode.py`, `refill`. Completions are dropped in `step/select.py` by
-  a rule of `methods/`, which is where a new method goes, and weighted in
-  `algo/weights.py`. The loss of a token is in `algo/objectives.py`.
+  functions are declared in programs.py. Prompts are dropped in
+  `step/collect.py`, and completions in `step/select.py`, by rules of
+  `methods/`, which is where a new method goes; `algo/weights.py` weights them.
+  A slot gets its next completion in `rollout/decode.py`, `refill`. The loss of
+  a token is in `algo/objectives.py`, called by `algo/policy_loss.py`.
   """
 
   def __init__(
