@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from unittest import mock
 
 import xla_flags
 
@@ -39,16 +38,6 @@ hypothesis.settings.register_profile(
   "repeatable", derandomize=True, deadline=None, max_examples=50
 )
 hypothesis.settings.load_profile("repeatable")
-
-
-@pytest.fixture(scope="module")
-def fast_compiler():
-  """Compiles runs in this process at XLA's lowest level too."""
-  from dppo_jax.step import programs
-
-  compile_fast = lambda lowered, platform: lowered.compile()
-  with mock.patch.object(programs, "compile_program", compile_fast):
-    yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,12 +1,14 @@
 """A shipped config runs unchanged on any number of devices."""
 
 import types
+from unittest import mock
 
 import commands
 import pytest
 
 from dppo_jax import sharding
 from dppo_jax.run import preflight, setup
+from dppo_jax.step import programs
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 
@@ -78,3 +80,18 @@ def test_a_replica_is_on_one_slice_where_it_can_be(shape, slices):
   models = mesh.reshape(-1, shape[2])
   if shape[2] == 2:  # which stay on a slice
     assert all(len({x.slice_index for x in model}) == 1 for model in models)
+
+
+@pytest.mark.parametrize(
+  ("platform", "flags", "options"),
+  [
+    ("cpu", "", {"xla_backend_optimization_level": 1}),
+    ("cpu", "--xla_backend_optimization_level=3", {}),
+    ("gpu", "", {}),
+  ],
+)
+def test_level_of_a_user_is_kept(monkeypatch, platform, flags, options):
+  monkeypatch.setenv("XLA_FLAGS", flags)
+  lowered = mock.Mock()
+  programs.compile_program(lowered, platform)
+  lowered.compile.assert_called_once_with(options)

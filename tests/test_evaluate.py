@@ -13,7 +13,7 @@ from dppo_jax import evaluate, train
 from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
+pytestmark = pytest.mark.slow
 
 SMALL = {
   "steps": 2,

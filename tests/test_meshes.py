@@ -21,7 +21,7 @@ from dppo_jax.step import abstract_values, programs
 from dppo_jax.step.pack import pack
 from dppo_jax.step.train_step import TrainStep
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
+pytestmark = pytest.mark.slow
 
 
 class _Grader:

@@ -18,7 +18,7 @@ from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, train_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
+pytestmark = pytest.mark.slow
 
 # One compiled stage of decoding, rows of which each device has one.
 OPTIONS = {
@@ -139,7 +139,7 @@ class _Folder:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory, fast_compiler):
+def dense(tmp_path_factory):
   """Four steps alone; and one alone, two together, interrupted, one alone."""
   alone = _Folder(tmp_path_factory.mktemp("alone"))
   alone.alone(steps=4)

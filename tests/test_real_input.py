@@ -26,7 +26,7 @@ DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 if not DATA.is_dir():
   pytest.skip("the real data are not available", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
+pytestmark = pytest.mark.slow
 
 STOPS = ("<|im_end|>", "<|endoftext|>")
 # What the model leans towards, step by step.

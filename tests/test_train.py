@@ -19,7 +19,7 @@ from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values, grade, programs
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
+pytestmark = pytest.mark.slow
 
 
 def _config(**overrides) -> config.Config:

@@ -247,7 +247,10 @@ def compile_program(
 ) -> jax.stages.Compiled:
   """Compiles for `platform`; on a CPU at XLA's optimisation level 1.
 
-  Level 1 compiles in an eighth less time and runs no slower where measured.
+  Level 1 compiles in an eighth less time and runs no slower where measured. A
+  level that XLA_FLAGS names is kept.
   """
-  level: dict[str, Any] = {"xla_backend_optimization_level": 1}
-  return lowered.compile(level if platform == "cpu" else {})
+  level = "xla_backend_optimization_level"
+  is_ours = platform == "cpu" and level not in os.environ.get("XLA_FLAGS", "")
+  options: dict[str, Any] = {level: 1} if is_ours else {}
+  return lowered.compile(options)

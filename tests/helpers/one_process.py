@@ -15,7 +15,7 @@ from dppo_jax import main
 from dppo_jax.methods.neyman.step_costs import StepSample
 from dppo_jax.models.moe import Experts
 from dppo_jax.run import distributed, setup
-from dppo_jax.step import programs, train_step
+from dppo_jax.step import train_step
 
 EXPERTS = Experts(num=4, per_token=2, mlp=16, is_normalized=True)
 
@@ -56,7 +56,6 @@ if __name__ == "__main__":
   if hasattr(cache_key, "_hash_devices"):
     cache_key._hash_accelerator_config = cache_key._hash_devices
     jax.config.update("jax_share_binary_between_hosts", True)
-  programs.compile_program = lambda lowered, platform: lowered.compile()
   if "EXPERTS" in os.environ:
     setup.describe_model = with_experts(setup.describe_model)
     train_step.StepSample = sample_by_own_clock
