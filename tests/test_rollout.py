@@ -142,6 +142,27 @@ def test_slots_that_share_prompts_sample_the_same_tokens(
   np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("gathers_layers", [False, True])
+def test_shared_prompts_on_a_mesh_change_no_token(gpu_kernels, gathers_layers):
+  """Heads are divided, weights too, and projections have biases."""
+  config = dataclasses.replace(small.MODEL, has_qkv_bias=True)
+  shared = dataclasses.replace(
+    config, attention="triton", gathers_layers=gathers_layers
+  )
+  params = jax.tree.map(jnp.copy, small.params(config=config))
+  for name in ("q_bias", "k_bias", "v_bias"):
+    bias = params["layers"][name]
+    params["layers"][name] = jax.random.normal(jax.random.key(3), bias.shape)
+  prompts = _prompts(8)
+  want = _sample(prompts, params=params, model_config=config)
+  mesh = sharding.make_mesh(2, 2)
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, transformer.shardings(shared, mesh))
+    out = _sample(prompts, params=params, model_config=shared, platform="gpu")
+  np.testing.assert_array_equal(out.tokens, want.tokens)
+  np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
+
+
 def test_tokens_do_not_depend_on_neighbours_or_order():
   prompts, order = _prompts(), np.array([4, 0, 5, 2, 1, 3])
   want = _sample(prompts)
