@@ -41,7 +41,7 @@ class PromptBatch(struct.PyTreeNode):
 class Rollout(struct.PyTreeNode):
   """Completions as they were sampled.
 
-  `algo.fill` and objectives do not need the last three fields; without them
+  `algo.fill` and objectives do not need the last four fields; without them
   every prompt is assumed to be kept.
 
   Attributes:
@@ -51,6 +51,7 @@ class Rollout(struct.PyTreeNode):
     is_stopped: `[Q, G]`, True where a stop token ended the completion.
     kept: `[Q]`, the selection of prompts.
     slot_steps: decode slots times decode steps.
+    busy_steps: those of slots that had a completion.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -60,6 +61,7 @@ class Rollout(struct.PyTreeNode):
   is_stopped: Bool[Array, "Q G"] | None = None
   kept: Selection | None = None
   slot_steps: Int[Array, ""] | None = None
+  busy_steps: Int[Array, ""] | None = None
 
 
 class StepCosts(struct.PyTreeNode):

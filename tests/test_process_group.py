@@ -343,6 +343,7 @@ def test_divided_grading_equals_the_full_one(each, lengths):
     is_stopped=lengths > 2,
     kept=Selection(lengths[:, 0] > 0, np.ones(4, np.float32)),
     slot_steps=np.int32(9),
+    busy_steps=np.int32(8),
   )
 
   def grade(index):

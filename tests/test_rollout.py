@@ -318,3 +318,28 @@ def test_ties_at_the_last_place_add_no_tokens():
   token, logprob = sampling.sample_token(logits, uniform, 1.0, top_k=2)
   np.testing.assert_array_equal(np.bincount(token, minlength=4), [32, 32, 0, 0])
   np.testing.assert_allclose(np.exp(logprob), 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    dict(temperature=0.0),
+    dict(temperature=0.3, top_k=3, top_p=0.9, stop_ids=(small.STOP, 7)),
+    dict(num_slots=1, max_tokens=3),
+    dict(num_slots=24, platform="gpu"),
+  ],
+)
+def test_drafts_change_no_token(options, num_drafts):
+  keep = jnp.array([1, 0, 1, 1, 1, 1]) > 0
+  kept = Selection(keep, jnp.full(6, 0.5))
+  sample = functools.partial(_sample, _prompts(), kept)
+  want = sample(**options)
+  actual = sample(**options, draft_tokens=num_drafts)
+  np.testing.assert_array_equal(actual.tokens, want.tokens)
+  np.testing.assert_array_equal(actual.lengths, want.lengths)
+  np.testing.assert_array_equal(actual.is_stopped, want.is_stopped)
+  np.testing.assert_allclose(actual.logprobs, want.logprobs, atol=1e-5)
+  print(want.busy_steps, actual.busy_steps)
+  assert actual.busy_steps <= want.busy_steps == want.lengths.sum()

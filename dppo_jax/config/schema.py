@@ -70,6 +70,9 @@ class RolloutConfig:
   num_slots: int = adjustable(
     64, "parallel completions per device; 0: all that fit", least=0
   )
+  draft_tokens: int = adjustable(
+    0, "tokens guessed in each decode step; -1: 3 while faster", least=-1
+  )
   dtype: str = option(
     "", "dtype of the sampler; empty: model.dtype", choices=("", *DTYPES)
   )

@@ -212,29 +212,33 @@ def write_prompts(
 
 def write_tokens(
   cache: LayerCache,
-  k: Float[Array, "B K D"],
-  v: Float[Array, "B K D"],
+  k: Float[Array, "B n K D"],
+  v: Float[Array, "B n K D"],
   positions: Int[Array, "B"],
   rewrites: bool = False,
 ) -> LayerCache:
-  """Writes the key and value of one token of each slot.
+  """Writes the keys and values of each slot's next `n` tokens.
 
   Args:
+    positions: of the first of them; those beyond the cache are dropped.
     rewrites: the layer's full cache is rewritten, for TPUs: if single positions
       are written, their compiler copies the caches of all layers to another
       layout at every read.
   """
   layer, parts, start = cache.layer, [], 0
-  slots = jnp.arange(k.shape[0], dtype=jnp.int32)
+  slots = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+  ahead = jnp.arange(k.shape[1], dtype=jnp.int32)
   # Each part drops the positions that lie before or beyond it.
   drop = {"mode": "drop", "wrap_negative_indices": False}
   for keys, values in cache.parts:
-    at = positions - start
+    at = positions[:, None] + ahead - start
     if rewrites:
       index = jnp.arange(keys.shape[-1], dtype=jnp.int32)
-      is_new = (index == at[:, None])[:, None]
-      new_keys = jnp.where(is_new[:, :, None], k[..., None], keys[layer])
-      new_values = jnp.where(is_new[..., None], v[:, :, None], values[layer])
+      new_keys, new_values = keys[layer], values[layer]
+      for i in range(k.shape[1]):
+        is_new = (index == at[:, i, None])[:, None]
+        new_keys = jnp.where(is_new[:, :, None], k[:, i, ..., None], new_keys)
+        new_values = jnp.where(is_new[..., None], v[:, i, :, None], new_values)
       part = keys.at[layer].set(new_keys), values.at[layer].set(new_values)
     else:
       part = (
@@ -247,30 +251,34 @@ def write_tokens(
 
 
 def attend(
-  q: Float[Array, "B H D"], cache: LayerCache, positions: Int[Array, "B"]
-) -> Float[Array, "B H D"]:
-  """Attends with one query per slot to positions `0..positions[slot]`.
+  q: Float[Array, "B n H D"], cache: LayerCache, positions: Int[Array, "B"]
+) -> Float[Array, "B n H D"]:
+  """Attends with `n` queries per slot, to their own and all earlier positions.
 
   Parts that no slot has reached are not read. Reading them would not change the
   result (on a CPU, bit for bit): a fully masked part adds zeros.
+
+  Args:
+    positions: of the first query; the others follow it.
   """
   parts, layer = cache.parts, cache.layer
-  batch, heads, dim = q.shape
+  batch, num, heads, dim = q.shape
   kv_heads = parts[0].keys.shape[2]
-  q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+  q = q.reshape(batch, num, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
+  positions = positions[:, None] + jnp.arange(num, dtype=jnp.int32)
   ends = list(itertools.accumulate(sizes(parts)))
 
   einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def part_logits(part, end):
-    logits = einsum("bhgd,bhds->bhgs", q, part.keys[layer]) * dim**-0.5
+    logits = einsum("bhngd,bhds->bhngs", q, part.keys[layer]) * dim**-0.5
     index = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
-    is_seen = index <= positions[:, None]
-    return jnp.where(is_seen[:, None, None], logits, MASKED)
+    is_seen = index <= positions[..., None]
+    return jnp.where(is_seen[:, None, :, None], logits, MASKED)
 
   def weighted_values(probs, part):
     probs = probs.astype(part.values.dtype)
-    return einsum("bhgs,bhsd->bhgd", probs, part.values[layer])
+    return einsum("bhngs,bhsd->bhngd", probs, part.values[layer])
 
   def read(num_parts):
     here = parts[:num_parts]
@@ -285,7 +293,8 @@ def attend(
   out = jax.lax.switch(
     reached, [functools.partial(read, n + 1) for n in range(len(parts))]
   )
-  return out.reshape(batch, heads, dim).astype(q.dtype)
+  out = out.swapaxes(1, 2).reshape(batch, num, heads, dim)
+  return out.astype(q.dtype)
 
 
 def sizes(parts: Sequence[KVPart]) -> list[int]:

@@ -121,18 +121,18 @@ def prefill(
 def decode(
   params: Params,
   config: ModelConfig,
-  tokens: Int[Array, "B"],
+  tokens: Int[Array, "B n"],
   positions: Int[Array, "B"],
   cache: KVCache,
   prompts: kv_cache.SharedPrompts | None = None,
-) -> tuple[Float[Array, "B E"], KVCache]:
-  """Returns the final hidden state of one more token per slot, and the cache.
+) -> tuple[Float[Array, "B n E"], KVCache]:
+  """Returns the final hidden states of `n` more tokens per slot, and the cache.
 
   Args:
     params: weights of `to_inference_params`.
-    tokens: each slot's newest token.
-    positions: that token's position; the cache holds the slot's past.
-    cache: to be donated; the new keys and values are written at `positions`.
+    tokens: tokens that follow the slot's past, which the cache holds.
+    positions: position of the first of them.
+    cache: to be donated; the new keys and values are written from there on.
     prompts: if given, `cache` has only the tokens that follow them.
   """
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
@@ -150,7 +150,8 @@ def decode(
   shared = None if prompts is None else prompts.cache
   if shared is not None:
     num_positions += sum(kv_cache.sizes(shared[0]))
-  rotation = _rotation(config, positions, num_positions)
+  each = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  rotation = _rotation(config, each, num_positions)
   x, cache = _layers_with_cache(
     params,
     config,

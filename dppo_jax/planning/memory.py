@@ -21,6 +21,7 @@ from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, transformer
 from dppo_jax.rollout import decode
+from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values
@@ -71,6 +72,7 @@ def _roll_out(run: Run) -> Parts:
   num_prompts = -(-run.config.data.prompts_per_step // num_shards)
   width = run.train_set.tokens.shape[1]
   slots = _num_slots(run)
+  drafts = AUTOMATIC if r.draft_tokens < 0 else r.draft_tokens
   # Two stages of the decode loop overlap, each with its own slots.
   schedule = [*decode.slot_schedule(slots, run.platform), 0]
   # The TPU compiler keeps half of the cache in a second layout.
@@ -86,7 +88,7 @@ def _roll_out(run: Run) -> Parts:
   return {
     "gathered weights": r.shard_weights * _gathered_layers(run, item),
     "kv cache": token * cached,
-    "logits": 3 * 4 * slots * model.vocab,
+    "logits": 3 * 4 * slots * (1 + drafts) * model.vocab,
     "activations of a layer": item * prefill * _layer_width(run),
   }
 

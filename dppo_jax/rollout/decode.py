@@ -10,11 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch
+from dppo_jax.rollout import drafts
 from dppo_jax.rollout.sampling import Sampling, sample_token
 
 # Fewest slots of a stage: with fewer, a step is hardly any shorter.
 _FEWEST_SLOTS = 3
 _FEWEST_ON_ACCELERATORS = 16
+# Few matches are followed for longer.
+_MOST_DRAFTS = 7
 
 
 class Slots(NamedTuple):
@@ -47,6 +50,7 @@ class DecodeState(NamedTuple):
   num_taken: Int[Array, "1"]  # completions that have been given a slot
   num_done: Int[Array, "1"]
   slot_steps: Int[Array, "1"]  # slots times steps so far
+  busy_steps: Int[Array, "1"]  # those of slots that were not idle
 
 
 class Queue(NamedTuple):
@@ -81,6 +85,21 @@ def slot_schedule(num_slots: int, platform: str) -> list[int]:
   return sizes
 
 
+def draft_schedule(slots: list[int], num_drafts: int) -> list[int]:
+  """Returns the drafts of each slot in each stage of the decode loop.
+
+  Later stages read as many tokens in a step as the first: the fewer slots are
+  busy, the more drafts each of them has, up to `_MOST_DRAFTS`.
+
+  >>> from dppo_jax.rollout import decode
+  >>> decode.draft_schedule([64, 42, 21, 7], 1)
+  [1, 2, 5, 7]
+  """
+  most = max(num_drafts, _MOST_DRAFTS if num_drafts else 0)
+  num_tokens = slots[0] * (1 + num_drafts)
+  return [min(num_tokens // size - 1, most) for size in slots]
+
+
 def init_decode_state(
   model_config: transformer.ModelConfig,
   uniform: Float[Array, "QG T"],
@@ -99,6 +118,7 @@ def init_decode_state(
     num_taken=zeros[:1],
     num_done=zeros[:1],
     slot_steps=zeros[:1],
+    busy_steps=zeros[:1],
   )
 
 
@@ -198,43 +218,85 @@ def decode_step(
   model_config: transformer.ModelConfig,
   sampling: Sampling,
   queue: Queue,
+  num_drafts: int,
   state: DecodeState,
 ) -> DecodeState:
-  """Samples one more token in every slot, on one shard."""
-  slots, output = state.slots, state.output
-  num_items = state.uniform.shape[0]
+  """Samples the next tokens of every slot, on one shard.
+
+  Each slot gets one token, and one more for each of its `num_drafts` drafts in
+  turn that equals the token before; see `drafts`.
+  """
+  slots, num_items = state.slots, len(state.uniform)
+  tokens = slots.token[:, None]
+  if num_drafts:
+    tokens = jnp.concatenate([tokens, _drafts(state, queue, num_drafts)], 1)
   shared = None
   if queue.shares_prompts:
     shared = kv_cache.SharedPrompts(queue.cache, slots.row, slots.count)
   hidden, cache = transformer.decode(
-    params, model_config, slots.token, slots.position, slots.cache, shared
+    params, model_config, tokens, slots.position, slots.cache, shared
   )
   # Gathered over the model axis, before sampling: other shards of the batch may
   # take fewer steps, so that no collective may wait for them.
   logits = transformer.logits(params, model_config, hidden)
-  logits = sharding.constrain(logits, "batch", None)
-  at = (slots.item, slots.count)
-  options = sampling.temperature, sampling.top_k, sampling.top_p
-  token, logprob = sample_token(logits, state.uniform[at], *options)
+  logits = sharding.constrain(logits, "batch", None, None)
+  ahead = jnp.arange(1 + num_drafts, dtype=jnp.int32)
+  count = slots.count[:, None] + ahead
+  token, logprob = (
+    x.reshape(tokens.shape)
+    for x in sample_token(
+      logits.reshape(tokens.size, -1),
+      state.uniform[slots.item[:, None], count].reshape(-1),
+      sampling.temperature,
+      sampling.top_k,
+      sampling.top_p,
+    )
+  )
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-  is_stop = (token[:, None] == stop_ids).any(-1)
+  is_end = (token[..., None] == stop_ids).any(-1)
+  is_end |= count + 1 == sampling.max_tokens
+  # A token is valid if all before it equal their drafts and none is the last.
+  goes_on = (token[:, :-1] == tokens[:, 1:]) & ~is_end[:, :-1]
+  num_new = 1 + jnp.cumprod(goes_on, 1).sum(1, dtype=jnp.int32)
+  is_new = ahead < num_new[:, None]
   is_live = slots.item < num_items
-  is_done = is_live & (is_stop | (slots.count + 1 == sampling.max_tokens))
+  is_done = is_live & (is_end & is_new).any(1)
   bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+  at = slots.item[:, None], jnp.where(is_new, count, sampling.max_tokens)
   new = jnp.stack([token, bits], axis=-1)
+  advance = lambda x: jnp.where(is_live & ~is_done, x + num_new, 0)
   return state._replace(
-    output=output.at[at].set(new, mode="drop"),
+    output=state.output.at[at].set(new, mode="drop"),
     slots=Slots(
       item=jnp.where(is_done, num_items, slots.item),
-      token=token,
+      token=jnp.take_along_axis(token, num_new[:, None] - 1, 1)[:, 0],
       # Idle slots sit at position 0 so that they do not widen KV reads.
-      position=jnp.where(is_live & ~is_done, slots.position + 1, 0),
-      count=jnp.where(is_live & ~is_done, slots.count + 1, 0),
+      position=advance(slots.position),
+      count=advance(slots.count),
       row=slots.row,
       cache=cache,
     ),
     num_done=state.num_done + is_done.sum(dtype=jnp.int32),
     slot_steps=state.slot_steps + slots.item.shape[0],
+    busy_steps=state.busy_steps + is_live.sum(dtype=jnp.int32),
+  )
+
+
+def _drafts(
+  state: DecodeState, queue: Queue, num: int
+) -> Int[Array, "B {num}"]:
+  """Returns the drafts of every slot."""
+  slots, num_prompts = state.slots, len(queue.order)
+  prompt = jnp.minimum(slots.item // queue.group_size, num_prompts - 1)
+  tokens = state.output[..., 0]
+  groups = tokens.reshape(num_prompts, queue.group_size, -1)
+  return drafts.find(
+    queue.prompts.tokens[prompt],
+    queue.prompts.lengths[prompt],
+    groups[prompt],
+    slots.item % queue.group_size,
+    slots.count,
+    num,
   )
 
 

@@ -8,7 +8,6 @@ continues with fewer slots.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ def sample(
   *,
   group_size: int,
   num_slots: int,
+  draft_tokens: int = 0,
   kept: Selection | None = None,
   platform: str = "cpu",
   **sampling,
@@ -44,6 +44,8 @@ def sample(
   Args:
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once; 0 for all.
+    draft_tokens: tokens that are guessed and verified in each step, see
+      `drafts`; later stages guess more. 0 for none.
     kept: prompts to roll out; None for all.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
@@ -61,6 +63,7 @@ def sample(
     sampling=Sampling(**sampling),
     group_size=group_size,
     num_slots=num_slots,
+    draft_tokens=draft_tokens,
     platform=platform,
   )
 
@@ -75,6 +78,7 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
+  draft_tokens: int = 0,
   platform: str = "cpu",
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
@@ -86,10 +90,11 @@ def roll_out(
     sampling,
     group_size,
     decode.slot_schedule(min(num_slots or most_slots, most_slots), platform),
+    draft_tokens,
   )
   keep = kept.keep
   if num_shards == 1:
-    output, slot_steps = run(params, prompts, keep, rng.key)
+    output, *steps = run(params, prompts, keep, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
@@ -103,7 +108,7 @@ def roll_out(
       check_vma=False,
     )
     in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
-    output, slot_steps = run(params, *in_order, rng.key)
+    output, *steps = run(params, *in_order, rng.key)
   by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
   output = jax.tree.map(by_group, output)
   if num_shards > 1:
@@ -112,7 +117,8 @@ def roll_out(
     prompt_ids=prompts.ids,
     kept=kept,
     # All shards wait for the slowest.
-    slot_steps=slot_steps.max() * num_shards,
+    slot_steps=steps[0].max() * num_shards,
+    busy_steps=steps[1].sum(),
     **output._asdict(),
   )
 
@@ -133,9 +139,10 @@ def _roll_out_shard(
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
+  draft_tokens: int,
   *arrays,
-) -> tuple[decode.DecodeOutput, Int[Array, "1"]]:
-  """Returns the completions of one shard's prompts, and its slot steps."""
+) -> tuple[decode.DecodeOutput, Int[Array, "1"], Int[Array, "1"]]:
+  """Returns one shard's completions, its slot steps and busy ones."""
   params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
@@ -150,11 +157,6 @@ def _roll_out_shard(
   queue = decode.Queue(prompts, order, prompt_cache, group_size, shares)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
   lockstep = parameters.gathers_layers(model_config)
-  step = functools.partial(
-    decode.decode_step, params, model_config, sampling, queue
-  )
-  step_and_refill = lambda state: decode.refill(step(state), queue)
-
   state = decode.init_decode_state(
     model_config, uniform, num_kept * group_size, schedule[0], slot_sizes
   )
@@ -162,11 +164,18 @@ def _roll_out_shard(
   # The first stage ends when the next one has a slot for every unfinished
   # completion: later stages refill no slots.
   limits = [*schedule[1:], 0]
-  state = decode.decode_until(limits[0], step_and_refill, state, lockstep)
-  for size, limit in itertools.pairwise(limits):
-    state = decode.compact_slots(state, size)
-    state = decode.decode_until(limit, step, state, lockstep)
-  return decode.completions(state, sampling.stop_ids), state.slot_steps
+  num_drafts = decode.draft_schedule(schedule, draft_tokens)
+  for size, limit, num in zip(schedule, limits, num_drafts, strict=True):
+    step = functools.partial(
+      decode.decode_step, params, model_config, sampling, queue, num
+    )
+    if size == schedule[0]:
+      run = lambda state, step=step: decode.refill(step(state), queue)
+    else:
+      run, state = step, decode.compact_slots(state, size)
+    state = decode.decode_until(limit, run, state, lockstep)
+  output = decode.completions(state, sampling.stop_ids)
+  return output, state.slot_steps, state.busy_steps
 
 
 def _prefill(

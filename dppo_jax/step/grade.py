@@ -139,6 +139,7 @@ def _summarise(
       "stopped": sum(line["stopped"] for line in lines),
       "tokens": sum(sample["tokens"] for sample in samples),
       "slot_steps": int(rollout.slot_steps),
+      "busy_steps": int(rollout.busy_steps),
       "earned": float(earned.sum()),
       # Summed over groups; a group of one has no standard deviation.
       "std": float(graded.std(axis=1, ddof=int(shape[1] > 1)).sum()),
@@ -163,7 +164,7 @@ def to_metrics(
     samples: lines of samples.jsonl of every completion of the step.
   """
   num = max(counts["completions"], 1)
-  slot_steps = max(counts["slot_steps"], 1)
+  ratio = lambda x, y: counts[x] / max(counts[y], 1)
   lengths = [sample["tokens"] for sample in samples]
   metrics = {
     "prompts/drawn": counts["prompts"],
@@ -175,7 +176,8 @@ def to_metrics(
     "tokens/completion_mean": counts["tokens"] / num,
     "tokens/completion_min": min(lengths, default=0),
     "tokens/completion_max": max(lengths, default=0),
-    "rollout/slot_utilisation": counts["tokens"] / slot_steps,
+    "rollout/slot_utilisation": ratio("busy_steps", "slot_steps"),
+    "rollout/tokens_per_step": ratio("tokens", "busy_steps"),
     "reward/mean": counts["earned"] / num,
     "reward/std": counts["std"] / max(counts["rolled_out"], 1),
     "reward/accuracy": counts["correct"] / num,

@@ -17,6 +17,7 @@ from dppo_jax.methods import dynamic_sampling
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values, collect, select, tokens, update
@@ -58,6 +59,15 @@ def declare(run: Run) -> dict[str, Declaration]:
   """Declares the stages of the run's step, in the order of their data flow."""
   c, method, bind = run.config, run.method, functools.partial
   config = update_config(run)
+  drafts = c.rollout.draft_tokens
+  roll_out = bind(
+    rollout.roll_out,
+    model_config=inference_model(run),
+    sampling=_sampling(run),
+    group_size=c.rollout.group_size,
+    num_slots=c.rollout.num_slots,
+    platform=run.platform,
+  )
   stages = {
     "choose_prompts": Declaration(
       bind(collect.choose_prompts, method=method),
@@ -70,14 +80,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       out="inference_params",
     ),
     "roll_out": Declaration(
-      bind(
-        rollout.roll_out,
-        model_config=inference_model(run),
-        sampling=_sampling(run),
-        group_size=c.rollout.group_size,
-        num_slots=c.rollout.num_slots,
-        platform=run.platform,
-      ),
+      bind(roll_out, draft_tokens=max(drafts, 0)),
       args="inference_params prompts rng kept",
       out="rollout",
     ),
@@ -119,6 +122,10 @@ def declare(run: Run) -> dict[str, Declaration]:
       donate="state",
     ),
   }
+  if drafts < 0:
+    stages["roll_out_drafts"] = stages["roll_out"]._replace(
+      function=bind(roll_out, draft_tokens=AUTOMATIC)
+    )
   if not tokens.is_needed(method, config):
     del stages["score"]
   if not method.noise_every:

@@ -1,6 +1,7 @@
 """The stages of a training step, compiled, timed and checked."""
 
 import collections
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from dppo_jax.run.setup import Run
 from dppo_jax.step import grade, programs
 from dppo_jax.step.clock import StageClock
 from dppo_jax.step.collect import Experience
+from dppo_jax.step.draft_choice import DraftChoice
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 from dppo_jax.step.select import SelectInfo
 from dppo_jax.step.tokens import ScoreInfo
@@ -98,6 +100,9 @@ class TrainStep:
     self._grader = grader
     self._tracker = CostTracker(run.packing.rows_per_micro)
     self._clock = StageClock()
+    self._drafts = DraftChoice(
+      [name for name in self.programs if name.startswith("roll_out")]
+    )
     o = run.config.optimizer
     self._schedule = make_schedule(
       o.learning_rate, run.num_updates, o.schedule, o.warmup_steps
@@ -132,11 +137,13 @@ class TrainStep:
         rng, state.history, prompts.ids, limit
       )
     rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
-    rollout = self._timed(
-      "roll_out", params, prompts, rng, kept, clock="rollout"
-    )
+    name = self._drafts.next()
+    start = time.perf_counter()
+    rollout = self._timed(name, params, prompts, rng, kept, clock="rollout")
+    seconds = time.perf_counter() - start
     with self._clock("reward"):
       graded = grade.grade(rollout, run.train_set, run.tokenizer, self._grader)
+    self._drafts.add(name, seconds, graded.counts["tokens"])
     history, draws = self._timed(
       "update_history",
       state.history,

@@ -70,9 +70,9 @@ def _compiled(config: transformer.ModelConfig, slots: int, context: int):
         row = jnp.zeros(slots, jnp.int32)
         shared = kv_cache.SharedPrompts(empty, row, count=positions)
       hidden, cache = transformer.decode(
-        params, config, tokens, positions, cache, shared
+        params, config, tokens[:, None], positions, cache, shared
       )
-      logits = transformer.logits(params, config, hidden)
+      logits = transformer.logits(params, config, hidden)[:, 0]
       return logits.argmax(axis=-1).astype(jnp.int32), cache
 
     cache = kv_cache.init(config, slots, sizes)

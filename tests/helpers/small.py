@@ -50,6 +50,7 @@ def rollout(prompts: PromptBatch, group=3, tokens=5, seed=1) -> Rollout:
     is_stopped=jnp.ones(shape[:2], bool),
     kept=everything(shape[0]),
     slot_steps=jnp.int32(0),
+    busy_steps=jnp.int32(0),
   )
 
 

@@ -16,11 +16,11 @@ SHARED = [0, 64, 97, 128]  # prompt tokens of each slot
 ROWS = [0, 1, 1, 0]  # prompts
 
 
-def _inputs(heads, kv_heads, dtype=jnp.float32):
+def _inputs(heads, kv_heads, dtype=jnp.float32, num=1):
   shapes = {
-    "q": (4, heads, 32),
-    "k": (4, kv_heads, 32),
-    "v": (4, kv_heads, 32),
+    "q": (4, num, heads, 32),
+    "k": (4, num, kv_heads, 32),
+    "v": (4, num, kv_heads, 32),
     "cache": (2, 2, 4, kv_heads, 192, 32),
     "prompts": (2, 2, 2, kv_heads, 128, 32),
   }
@@ -40,44 +40,49 @@ def _run(inputs):
 
 
 def _plain(q, k, v, cache, prompts):
-  outs = []
-  for slot, (count, shared, row) in enumerate(
-    zip(COUNTS, SHARED, ROWS, strict=True)
-  ):
+  """Attends with each token to the prompt and to what precedes it."""
+  outs = np.zeros(q.shape, np.float32)
+  for slot, token in np.ndindex(q.shape[:2]):
+    count, shared, row = COUNTS[slot], SHARED[slot], ROWS[slot]
     keys, values = (
       np.concatenate(
         [
           p[LAYER, row, :, :shared],
           c[LAYER, slot, :, :count],
-          x[slot, :, None],
+          x[slot, : token + 1].swapaxes(0, 1),
         ],
         axis=1,
       )
       for p, c, x in zip(prompts, cache, (k, v), strict=True)
     )
-    queries = q[slot].reshape(keys.shape[0], -1, 32)
+    queries = q[slot, token].reshape(keys.shape[0], -1, 32)
     logits = np.einsum("kgd,ksd->kgs", queries, keys) * 32**-0.5
     out = np.einsum("kgs,ksd->kgd", jax.nn.softmax(logits), values)
-    outs.append(out.reshape(-1, 32))
-  return np.stack(outs)
+    outs[slot, token] = out.reshape(-1, 32)
+  return outs
 
 
+@pytest.mark.parametrize("num", [1, 2, 8])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (16, 1)])
 def test_output_is_attention_over_the_prompt_and_the_own_tokens(
-  heads, kv_heads, monkeypatch
+  heads, kv_heads, num, monkeypatch
 ):
   monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)  # several splits of each
-  inputs = _inputs(heads, kv_heads)
+  inputs = _inputs(heads, kv_heads, num=num)
   out, _ = _run(inputs)
   np.testing.assert_allclose(out, _plain(*inputs), atol=1e-6)
 
 
-def test_only_the_new_position_of_each_slot_is_written():
-  inputs = _inputs(4, 2)
+@pytest.mark.parametrize("num", [1, 3])
+def test_only_the_new_positions_of_each_slot_are_written(num):
+  """One slot is at the last position of its cache."""
+  inputs = _inputs(4, 2, num=num)
   _, written = _run(inputs)
   for new, old, x in zip(written, inputs[3], inputs[1:3], strict=True):
     expected = np.array(old)
-    expected[LAYER, np.arange(4), :, COUNTS] = x
+    for slot, i in np.ndindex(4, num):
+      if COUNTS[slot] + i < expected.shape[3]:
+        expected[LAYER, slot, :, COUNTS[slot] + i] = x[slot, i]
     np.testing.assert_array_equal(new, expected)
 
 

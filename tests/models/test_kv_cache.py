@@ -52,7 +52,7 @@ def test_attention_over_parts_is_the_plain_formula():
   @jax.jit
   def read(positions, parts=tuple(parts)):
     cache = kv_cache.LayerCache(parts, jnp.int32(1))
-    return kv_cache.attend(q, cache, positions)
+    return kv_cache.attend(q[:, None], cache, positions)[:, 0]
 
   k, v = (jnp.repeat(x[1], 2, axis=1) for x in cache)
   logits = jnp.einsum("bhd,bhsd->bhs", q, k) * 8**-0.5
@@ -87,7 +87,7 @@ def test_a_prompt_written_at_once_is_its_tokens_written_one_by_one():
   cache = one_layer
   for i in range(5):
     at = jnp.full(2, i, jnp.int32)
-    cache = kv_cache.write_tokens(cache, k[:, i], v[:, i], at)
+    cache = kv_cache.write_tokens(cache, k[:, i, None], v[:, i, None], at)
   _assert_equal(cache, kv_cache.write_prompts(one_layer, k, v))
 
 
@@ -96,7 +96,7 @@ def test_layers_use_their_own_weights_and_rows_in_order():
   cache = kv_cache.init(Model(), 1, SIZES)
 
   def layer(x, weight, cache):
-    k = jnp.full((1, 2, 3), weight)
+    k = jnp.full((1, 1, 2, 3), weight)
     cache = kv_cache.write_tokens(cache, k, k, jnp.zeros(1, jnp.int32))
     return x * 10 + weight, cache
 
@@ -124,7 +124,7 @@ def test_a_slot_is_copied_from_a_cache_of_fewer_parts():
 def test_rewriting_the_cache_equals_writing_tokens():
   cache = _filled(4)
   rng = np.random.default_rng(1)
-  k, v = jnp.float32(rng.normal(size=(2, 4, 2, 3)))
+  k, v = jnp.float32(rng.normal(size=(2, 4, 3, 2, 3)))  # the last ends beyond
   layer = kv_cache.LayerCache(cache[1], jnp.int32(1))
   positions = jnp.array([0, 2, 3, 7], jnp.int32)
   written, chosen = (

@@ -35,8 +35,8 @@ def decoded(params, config, tokens, starts, num_steps):
   def step(carry, _):
     at, cache = carry
     now = jnp.take_along_axis(tokens, at[:, None], 1)[:, 0]
-    hidden, cache = transformer.decode(params, config, now, at, cache)
-    return (at + 1, cache), transformer.logits(params, config, hidden)
+    hidden, cache = transformer.decode(params, config, now[:, None], at, cache)
+    return (at + 1, cache), transformer.logits(params, config, hidden)[:, 0]
 
   _, out = jax.lax.scan(step, (starts - 1, cache), length=num_steps)
   return out.swapaxes(0, 1)

@@ -1,9 +1,9 @@
-"""Attention of each decode slot's newest token, in one kernel for NVIDIA GPUs.
+"""Attention of each decode slot's new tokens, in one kernel for NVIDIA GPUs.
 
 A slot's past is its prompt, whose cache all completions of a group share, and
 its own tokens. Programs divide the slots, the heads of keys, and the positions
 (flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The
-program of the newest position also writes its key and value in place.
+program of the first new position also writes the new keys and values in place.
 """
 
 import functools
@@ -24,9 +24,9 @@ _MAX_SPLITS = 8  # programs of the longer of prompts and completions
 
 
 def attend(
-  q: Float[Array, "B H D"],
-  k: Float[Array, "B K D"],
-  v: Float[Array, "B K D"],
+  q: Float[Array, "B n H D"],
+  k: Float[Array, "B n K D"],
+  v: Float[Array, "B n K D"],
   cache: tuple[Float[Array, "Y B K T D"], Float[Array, "Y B K T D"]],
   prompts: tuple[Float[Array, "Y Q K P D"], Float[Array, "Y Q K P D"]],
   layer: Int[Array, ""],
@@ -34,23 +34,28 @@ def attend(
   positions: Int[Array, "B"],
   count: Int[Array, "B"],
   interpret: bool = False,
-) -> tuple[Float[Array, "B H D"], tuple[Array, Array]]:
-  """Writes each slot's new key and value, and attends to its past and itself.
+) -> tuple[Float[Array, "B n H D"], tuple[Array, Array]]:
+  """Writes keys and values of each slot's `n` tokens, and attends to its past.
 
   Args:
     cache: keys and values of each slot's own tokens; to be donated.
     prompts: keys and values of the prompts.
     layer: row of `cache` and `prompts` to use.
     prompt: row of `prompts` that each slot continues.
-    positions: position of the new token; the slot sees that many others.
-    count: own tokens so far, the place of the new one in `cache`.
+    positions: position of the first new token; it sees that many others.
+    count: own tokens so far, the place of the first new one in `cache`. Those
+      beyond the cache are not written.
     interpret: emulates the kernel on any platform, slowly.
   """
-  (batch, heads, dim), kv_heads = q.shape, k.shape[1]
-  # One array, so that a single operation computes it: [B, K, H/K + 2, D].
-  queries = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-  qkv = jnp.concatenate([queries, k[:, :, None], v[:, :, None]], 2)
-  run = functools.partial(_attend, interpret=interpret)
+  (batch, num, _, dim), kv_heads = q.shape, k.shape[2]
+  # One array, so that a single operation computes it: [B, K, n (H/K + 2), D].
+  by_head = lambda x: (
+    x.reshape(batch, num, kv_heads, -1, dim)
+    .swapaxes(1, 2)
+    .reshape(batch, kv_heads, -1, dim)
+  )
+  qkv = jnp.concatenate([by_head(x) for x in (q, k, v)], 2)
+  run = functools.partial(_attend, num=num, interpret=interpret)
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own heads: no compiler can divide a kernel.
@@ -65,20 +70,24 @@ def attend(
     )
   cache, prompts = tuple(cache), tuple(prompts)
   out, cache = run(qkv, cache, prompts, layer, prompt, positions, count)
+  out = out.reshape(batch, kv_heads, num, -1, dim).swapaxes(1, 2)
   return out.reshape(q.shape), cache
 
 
-def _attend(qkv, cache, prompts, layer, prompt, positions, count, interpret):
-  batch, kv_heads, group, dim = qkv.shape
-  group -= 2
-  rows = max(_MIN_ROWS, pl.next_power_of_2(group + 2))
+def _attend(
+  qkv, cache, prompts, layer, prompt, positions, count, num, interpret
+):
+  batch, kv_heads, rows, dim = qkv.shape
+  queries = rows - 2 * num
+  rows = max(_MIN_ROWS, pl.next_power_of_2(rows))
   lengths = [x.shape[3] for x in (prompts[0], cache[0])]
   split = max(_MIN_SPLIT, -(-max(lengths) // _MAX_SPLITS // BLOCK) * BLOCK)
   num_splits = [-(-length // split) for length in lengths]
-  shape = batch, kv_heads, sum(num_splits), group
+  shape = batch, kv_heads, sum(num_splits), queries
   kernel = functools.partial(
     _kernel,
-    group=group,
+    num=num,
+    queries=queries,
     split=split,
     prompt_splits=num_splits[0],
     scale=dim**-0.5,
@@ -119,47 +128,53 @@ def _attend(qkv, cache, prompts, layer, prompt, positions, count, interpret):
 
 def _kernel(
   layer, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
-  values, out, lse, new_keys, new_values, *, group, split, prompt_splits, scale,
+  values, out, lse, new_keys, new_values, *, num, queries, split, prompt_splits,
+  scale,
 ):  # fmt: skip
   """Attends from one slot and head of keys to the positions of one split."""
   slot, head, index = (pl.program_id(axis) for axis in range(3))
-  rows = qkv.shape[0]
-  is_row = jnp.arange(rows, dtype=jnp.int32) < group
+  rows = jnp.arange(qkv.shape[0], dtype=jnp.int32)
+  is_row = rows < queries
   query = plgpu.load(qkv, mask=is_row[:, None], other=0.0)
   exact = {"allow_tf32": False} if query.dtype == jnp.float32 else {}
   dot = functools.partial(plgpu.dot, **exact)
   own_index, newest, layer = index - prompt_splits, count[slot], layer[0]
 
+  def add(carry, logits, is_seen, weigh):
+    """Adds positions to the softmax; `weigh` multiplies values by weights."""
+    out, row_max, denom = carry
+    logits = jnp.where(is_seen, logits, MASKED)
+    new_max = jnp.maximum(row_max, logits.max(1))
+    rescale = jnp.exp(row_max - new_max)
+    probs = jnp.where(is_seen, jnp.exp(logits - new_max[:, None]), 0.0)
+    out = out * rescale[:, None] + weigh(probs)
+    return out, new_max, denom * rescale + probs.sum(1)
+
   def attend_to(keys, values, row, start, end, carry):
-    """Accumulates the softmax over positions `start` to `end` of a row."""
+    """Adds the positions `start` to `end` of a row of a cache."""
 
     def block(i, carry):
-      out, row_max, denom = carry
       first = pl.multiple_of(start + i * BLOCK, BLOCK)
       at = pl.ds(first, BLOCK)
       logits = dot(query, keys[layer, row, head, at, :].T) * scale
       is_seen = first + jnp.arange(BLOCK, dtype=jnp.int32) < end
-      logits = jnp.where(is_seen[None], logits, MASKED)
-      new_max = jnp.maximum(row_max, logits.max(1))
-      rescale = jnp.exp(row_max - new_max)
-      probs = jnp.exp(logits - new_max[:, None])
-      new = dot(probs.astype(values.dtype), values[layer, row, head, at, :])
-      out = out * rescale[:, None] + new
-      return out, new_max, denom * rescale + probs.sum(1)
+      block_values = values[layer, row, head, at, :]
+      weigh = lambda probs: dot(probs.astype(values.dtype), block_values)
+      return add(carry, logits, is_seen[None], weigh)
 
     return jax.lax.fori_loop(0, pl.cdiv(end - start, BLOCK), block, carry)
 
-  # The new token comes from the arguments: its cache may not be written yet.
+  # New tokens come from the arguments: their cache may not be written yet.
   has_new = newest // split == own_index
-  key, value = qkv[group, :], qkv[group + 1, :]
-  product = query.astype(jnp.float32) * key.astype(jnp.float32)
-  new_logits = product.sum(1) * scale
-  zeros = jnp.zeros(rows, jnp.float32)
-  carry = (
-    jnp.where(has_new, zeros[:, None] + value.astype(jnp.float32)[None], 0.0),
-    jnp.where(has_new, new_logits, zeros + MASKED),
-    jnp.where(has_new, zeros + 1, zeros),
-  )
+  zeros = jnp.zeros(rows.shape, jnp.float32)
+  carry = jnp.zeros(query.shape, jnp.float32), zeros + MASKED, zeros
+  number = rows // (queries // num)  # of each query among the new tokens
+  for i in range(num):
+    key, value = (qkv[queries + x * num + i, :] for x in range(2))
+    product = query.astype(jnp.float32) * key.astype(jnp.float32)
+    logits = product.sum(1, keepdims=True) * scale
+    weigh = lambda probs, value=value: probs * value.astype(jnp.float32)[None]
+    carry = add(carry, logits, has_new & (number >= i)[:, None], weigh)
   # One of the two ranges is empty.
   start = index * split
   end = jnp.minimum(positions[slot] - newest, start + split)
@@ -176,7 +191,9 @@ def _kernel(
   log_sum = jnp.where(denom > 0, row_max + jnp.log(denom), MASKED)
   plgpu.store(lse, log_sum, mask=is_row)
 
-  @pl.when(has_new)
-  def _():
-    new_keys[layer, slot, head, newest, :] = key
-    new_values[layer, slot, head, newest, :] = value
+  for i in range(num):
+
+    @pl.when(has_new & (newest + i < keys.shape[3]))
+    def _(at=newest + i, row=queries + i):
+      new_keys[layer, slot, head, at, :] = qkv[row, :]
+      new_values[layer, slot, head, at, :] = qkv[row + num, :]

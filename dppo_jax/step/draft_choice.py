@@ -1,0 +1,41 @@
+"""Choice between rollouts with and without drafts, by their measured speed."""
+
+from dppo_jax.run import distributed
+
+TRIES = 2  # rollouts of each kind before the first choice
+RETRY = 64  # rollouts after which the slower kind is tried again
+DECAY = 0.7  # weight of earlier rollouts, at each further one
+
+
+class DraftChoice:
+  """Chooses the program that samples the most tokens per second.
+
+  Tokens do not depend on the choice, so that a resumed run may choose anew.
+
+  Args:
+    names: the programs to choose from.
+  """
+
+  def __init__(self, names: list[str]):
+    self._sums = {name: [0.0, 0.0] for name in names}  # seconds and tokens
+    self._count = 0
+
+  def next(self) -> str:
+    """Returns the program of the next rollout."""
+    names = list(self._sums)
+    if self._count < TRIES * len(names):
+      return names[self._count % len(names)]
+    by_speed = sorted(names, key=self._seconds_per_token)
+    return by_speed[-1 if self._count % RETRY == 0 else 0]
+
+  def add(self, name: str, seconds: float, tokens: float) -> None:
+    """Adds a measurement; all processes use the first one's clock."""
+    if len(self._sums) > 1:
+      seconds, tokens = distributed.gather([seconds, tokens])[0]
+    sums = zip(self._sums[name], (seconds, tokens), strict=True)
+    self._sums[name] = [DECAY * old + new for old, new in sums]
+    self._count += 1
+
+  def _seconds_per_token(self, name: str) -> float:
+    seconds, tokens = self._sums[name]
+    return seconds / max(tokens, 1.0)
