@@ -4,7 +4,7 @@ from dppo_jax.run import distributed
 
 TRIES = 2  # rollouts of each kind before the first choice
 RETRY = 64  # rollouts after which the slower kind is tried again
-DECAY = 0.7  # weight of earlier rollouts, at each further one
+DECAY = 0.7  # weight of what was measured, at each further rollout
 
 
 class DraftChoice:
@@ -32,10 +32,12 @@ class DraftChoice:
     """Adds a measurement; all processes use the first one's clock."""
     if len(self._sums) > 1:
       seconds, tokens = distributed.gather([seconds, tokens])[0]
-    sums = zip(self._sums[name], (seconds, tokens), strict=True)
-    self._sums[name] = [DECAY * old + new for old, new in sums]
+    for sums in self._sums.values():
+      sums[:] = (DECAY * x for x in sums)
+    self._sums[name][0] += seconds
+    self._sums[name][1] += tokens
     self._count += 1
 
   def _seconds_per_token(self, name: str) -> float:
     seconds, tokens = self._sums[name]
-    return seconds / max(tokens, 1.0)
+    return seconds / tokens if tokens else 0.0

@@ -9,7 +9,6 @@ Results go to results.jsonl and table.md in this directory.
 """
 
 import argparse
-import dataclasses
 import functools
 import pathlib
 import statistics
@@ -95,7 +94,9 @@ def repetitive() -> list[Workload]:
     "stop_ids": (1,),
   }
   return [
-    Workload("long repetitive text", params, prompts, options | {"num_slots": x})
+    Workload(
+      "long repetitive text", params, prompts, options | {"num_slots": x}
+    )
     for x in (16, 4)
   ]
 
@@ -131,7 +132,9 @@ def measure(work: Workload, repeats: int) -> dict:
     "length": float(reference.lengths.mean()),
     "tokens_per_second": statistics.median(rates[0]),
     "tokens_per_step": per_step,
-    "ratio": {k: [statistics.median(x), min(x), max(x)] for k, x in ratios.items()},
+    "ratio": {
+      k: [statistics.median(x), min(x), max(x)] for k, x in ratios.items()
+    },
   }
 
 
@@ -148,7 +151,7 @@ def table(rows: list[dict]) -> str:
       f"{row['tokens_per_second']:,.0f}",
       *(
         cell
-        for k in map(str, DRAFTS[1:])
+        for k in DRAFTS[1:]
         for cell in (
           f"{row['tokens_per_step'][k]:.2f}",
           "{:.2f} ({:.2f}..{:.2f})".format(*row["ratio"][k]),
@@ -176,7 +179,7 @@ def main() -> None:
     rows.append({**measure(work, args.repeats), **machine.description()})
     print(rows[-1], flush=True)
   results.write(HERE / "results.jsonl", rows)
-  (HERE / "table.md").write_text(table(results.read(HERE / "results.jsonl")))
+  (HERE / "table.md").write_text(table(rows))
 
 
 if __name__ == "__main__":
