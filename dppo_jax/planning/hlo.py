@@ -9,7 +9,7 @@ from typing import NamedTuple
 _ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _KERNEL = re.compile(
   r'%([\w\-]+?)[.\d]* = .*custom_call_target="'
-  r'(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|__cu\w+\$\w+)"'
+  r'(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi|__cu\w+\$\w+)"'
 )
 _COLLECTIVE = re.compile(
   r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|"

@@ -25,5 +25,6 @@ def known_flags() -> list[str]:
     path.open("rb") as file,
     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
   ):
-    names = [name for name in FLAGS if library.find(name.encode()) >= 0]
+    # A flag is a C string; protocol buffers keep the names of removed flags.
+    names = [x for x in FLAGS if library.find(b"\0%b\0" % x.encode()) >= 0]
   return [f"--{name}={FLAGS[name]}" for name in names]

@@ -22,6 +22,7 @@ SEGMENTS = {
   "mixed": [(0, (7,)), (120, (20, 30, 1)), (0, (40,))],
   "whole": [(0, (256,))],
   "short": [(2, (3, 2))],
+  "gap": [(3, (70, 60, 100))],
 }
 
 
@@ -167,6 +168,24 @@ def test_blocks_that_share_no_segment_are_not_read():
     for x in _with_dq(q, k, v_spoilt, (segment, prefix)):
       assert jnp.isnan(x[:, here]).all()
       assert not jnp.isnan(x.at[:, here].set(0)).any()
+
+
+@pytest.mark.parametrize(
+  ("groups", "num_blocks"),
+  [
+    ([], 16),  # padding sees itself
+    ([(0, (500,)), (0, (300,))], 36 + 20 + 3),  # the second from block 7 on
+    # The prompt's block, four completions that each read it, and padding.
+    ([(64, (128, 128, 128, 128))], 1 + 4 * (2 + 3) + 7),
+  ],
+)
+def test_the_kernel_for_gpus_reads_few_blocks(groups, num_blocks):
+  """Numbers of pairs of blocks of 64 tokens, forward and backward."""
+  ids = (jnp.array([x], jnp.int32) for x in _ids(groups, 1024))
+  first, stop, resume, last = flash_kernel.block_ranges(*ids)
+  index = jnp.arange(16)
+  assert (index + 1 - first - (resume - stop)).sum() == num_blocks
+  assert (last + 1 - index).sum() <= num_blocks + 3
 
 
 def test_rows_do_not_compute_blocks_of_other_rows():

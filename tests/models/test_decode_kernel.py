@@ -63,7 +63,7 @@ def _plain(q, k, v, cache, prompts):
 
 
 @pytest.mark.parametrize("num", [1, 2, 8])
-@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (16, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (16, 1), (14, 2)])
 def test_output_is_attention_over_the_prompt_and_the_own_tokens(
   heads, kv_heads, num, monkeypatch
 ):

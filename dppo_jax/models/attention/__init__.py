@@ -58,7 +58,7 @@ def choose_backend(
     ("splash", "tpu"): row_length % LANES == 0 and group_size <= MAX_BRANCHES,
     # Its blocks are powers of two.
     ("triton", "gpu"): row_length % 16 == 0
-    and head_dim >= 16
+    and 16 <= head_dim <= 128  # 256 in float32 exceeds the shared memory
     and head_dim.bit_count() == 1,
   }
   if name in ("auto", "xla"):
@@ -69,7 +69,7 @@ def choose_backend(
       "splash": f"a TPU, config.pack.row_length a multiple of {LANES} and "
       f"config.rollout.group_size at most {MAX_BRANCHES}",
       "triton": "a GPU, config.pack.row_length a multiple of 16 and heads of "
-      "2^n >= 16 numbers",
+      "16, 32, 64 or 128 numbers",
     }
     raise UserError(
       f"config.model.attention={name} needs {limits[name]}, not a {platform}, "

@@ -2,7 +2,7 @@
 
 FlashAttention-2 (https://arxiv.org/abs/2307.08691) with the masks of packed
 rows: programs divide rows, heads and blocks of queries (backward also of keys),
-and skip blocks before the first and beyond the last that may share a sequence.
+and skip most blocks that share no sequence.
 """
 
 import functools
@@ -24,7 +24,7 @@ def attention(
 ):
   """Computes `models.attention.attention`.
 
-  Rows are multiples of 16 tokens, heads have 2^n >= 16 numbers.
+  Rows are multiples of 16 tokens, heads have 16, 32, 64 or 128 numbers.
 
   Args:
     ranges: result of `block_ranges`, computed here if not given.
@@ -38,25 +38,37 @@ def attention(
 
 def block_ranges(
   segment_ids: Int[Array, "B L"], prefix_ids: Int[Array, "B L"] | None
-) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-  """Returns the first block of keys for each of queries, and vice versa.
+) -> tuple[Int[Array, "B n"], ...]:
+  """Returns the blocks that may share a sequence, in four numbers for each.
 
-  Ids that ascend, as in packed rows, make the ranges tight.
+  A block of queries reads the blocks of keys from `first` to itself, except
+  those from `stop` up to `resume`: between a prompt and its completion there
+  may be other completions. A block of keys is read by those up to `last`. Ids
+  that ascend, with padding at the end as in packed rows, make the ranges tight.
   """
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   block = math.gcd(segment_ids.shape[1], _BLOCK)
   by_block = lambda x: x.reshape(len(x), -1, block)
-  segments, prefixes = by_block(segment_ids), by_block(prefix_ids)
-  least, most = segments.min(-1)[:, None], segments.max(-1)[:, None]
-  sees = (prefixes.min(-1)[..., None] <= most) & (
-    segments.max(-1)[..., None] >= least
+
+  def bounds(ids):  # of each block, without padding
+    no_padding = jnp.where(ids > 0, ids, jnp.iinfo(ids.dtype).max)
+    return by_block(no_padding).min(-1)[..., None], by_block(ids).max(-1)
+
+  least, most = bounds(segment_ids)
+  overlaps = lambda low, high: (
+    (low <= most[:, None]) & (high[..., None] >= least.swapaxes(1, 2))
   )
-  index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+  index = jnp.arange(most.shape[1], dtype=jnp.int32)
+  sees = overlaps(least, most) | overlaps(*bounds(prefix_ids))
   sees |= index == index[:, None]  # so that padding gets finite numbers
   sees &= index <= index[:, None]
-  first = jnp.where(sees, index, len(index)).min(2)
+  least_where = lambda x: jnp.where(x, index, len(index)).min(2)
+  first = least_where(sees)
+  stop = least_where(~sees & (index > first[..., None]))
+  resume = least_where(sees & (index > stop[..., None]))
+  stop, resume = (jnp.minimum(x, index + 1) for x in (stop, resume))
   last = jnp.where(sees, index[:, None], 0).max(1)
-  return first.astype(jnp.int32), last.astype(jnp.int32)
+  return first, stop, resume, last.astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -130,14 +142,24 @@ def _probs(q, k, segments, prefixes, row, i, j, block, scale, shift=None):
   return jnp.where(is_seen, logits, MASKED if shift is None else 0.0)
 
 
+def _blocks_of_keys(first, stop, resume, row, i):
+  """Returns the number of blocks that queries read, and a map to them."""
+  start, end, gap = first[row, i], stop[row, i], resume[row, i] - stop[row, i]
+  at = lambda n: start + n + jnp.where(start + n < end, 0, gap)
+  return i + 1 - gap - start, at
+
+
 def _forward_kernel(
-  q, k, v, segments, prefixes, first, last, out, lse, *, block, group, scale
-):
+  q, k, v, segments, prefixes, first, stop, resume, last, out, lse,
+  *, block, group, scale,
+):  # fmt: skip
   i, head, row = (pl.program_id(axis) for axis in range(3))
   queries = pl.ds(i * block, block)
   query = q[row, queries, head, :]
+  number, block_at = _blocks_of_keys(first, stop, resume, row, i)
 
-  def step(j, carry):
+  def step(n, carry):
+    j = block_at(n)
     total, row_max, denom = carry
     keys = row, pl.ds(j * block, block), head // group
     where = segments, prefixes, row, i, j, block, scale
@@ -153,13 +175,13 @@ def _forward_kernel(
 
   zeros = jnp.zeros(block, jnp.float32)
   carry = jnp.zeros(query.shape, jnp.float32), zeros + MASKED, zeros
-  total, row_max, denom = jax.lax.fori_loop(first[row, i], i + 1, step, carry)
+  total, row_max, denom = jax.lax.fori_loop(0, number, step, carry)
   out[row, queries, head, :] = (total / denom[:, None]).astype(out.dtype)
   lse[row, head, queries] = row_max + jnp.log(denom)
 
 
 def _dq_kernel(
-  q, k, v, segments, prefixes, first, last, grad, lse, delta, dq,
+  q, k, v, segments, prefixes, first, stop, resume, last, grad, lse, delta, dq,
   *, block, group, scale,
 ):  # fmt: skip
   i, head, row = (pl.program_id(axis) for axis in range(3))
@@ -167,7 +189,10 @@ def _dq_kernel(
   query, grad = q[row, at, head, :], grad[row, at, head, :]
   lse, delta = lse[row, head, at], delta[row, head, at]
 
-  def step(j, total):
+  number, block_at = _blocks_of_keys(first, stop, resume, row, i)
+
+  def step(n, total):
+    j = block_at(n)
     keys = row, pl.ds(j * block, block), head // group
     key, where = k[*keys, :], (segments, prefixes, row, i, j, block, scale)
     probs = _probs(query, key, *where, lse)
@@ -176,13 +201,13 @@ def _dq_kernel(
     return total + _dot(dlogits.astype(key.dtype), key)
 
   zeros = jnp.zeros(query.shape, jnp.float32)
-  total = jax.lax.fori_loop(first[row, i], i + 1, step, zeros)
+  total = jax.lax.fori_loop(0, number, step, zeros)
   dq[row, at, head, :] = total.astype(dq.dtype)
 
 
 def _dkv_kernel(
-  q, k, v, segments, prefixes, first, last, grad, lse, delta, dk, dv,
-  *, block, group, scale,
+  q, k, v, segments, prefixes, first, stop, resume, last, grad, lse, delta,
+  dk, dv, *, block, group, scale,
 ):  # fmt: skip
   j, kv_head, row = (pl.program_id(axis) for axis in range(3))
   at = row, pl.ds(j * block, block), kv_head
