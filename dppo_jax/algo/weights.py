@@ -2,7 +2,7 @@
 
 import chex
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dppo_jax.records import Selection
 
@@ -37,6 +37,34 @@ def horvitz_thompson(
     keep = keep[:, None] & completions.keep
     prob = prob[:, None] * completions.prob
   return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
+
+
+def group_share(
+  is_drawn: Bool[Array, "Q G"], includes_self: bool = False
+) -> Float[Array, "Q G"]:
+  """Weighs groups of any size as full ones: `G / g` for one of `g` completions.
+
+  The sum of `A_i s_i` over a group, of advantages `A_i` and scores `s_i`, has
+  an expectation proportional to `g` if each baseline is the mean of the others,
+  and to `g - 1` if it includes the completion itself. Sizes that depend on no
+  reward of the group, and are at least 2, therefore need no other weight.
+
+  >>> import jax.numpy as jnp
+  >>> from dppo_jax import algo
+  >>> is_drawn = jnp.array([[True, True, False], [True, True, True]])
+  >>> print(algo.group_share(is_drawn)[:, 0])
+  [1.5 1. ]
+
+  Args:
+    includes_self: True for `(G - 1) / (g - 1)`, as for `group_centred`. For
+      `group_normalized` it is an approximation, since the deviation depends
+      on `g` too.
+  """
+  lost = float(includes_self)
+  size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32) - lost
+  full = is_drawn.shape[1] - lost
+  share = jnp.where(size > 0, full / jnp.maximum(size, 1.0), 1.0)
+  return jnp.broadcast_to(share, is_drawn.shape)
 
 
 def invalid_probs(selection: Selection) -> Float[Array, ""]:

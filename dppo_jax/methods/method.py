@@ -71,6 +71,9 @@ class Method(NamedTuple):
   """A way to spend rollouts and updates.
 
   Attributes:
+    group_sizes: `(rng, history, ids [N], G) -> Int [N]`, completions to sample
+      of each prompt, from 2 to `G`; it sees what the prompt rule sees. None
+      samples `G`.
     tokens: chooses tokens of the kept completions; None takes all.
     describe: `(groups, chosen) -> dict` of scalars to log about a choice of
       completions; None logs nothing.
@@ -89,6 +92,7 @@ class Method(NamedTuple):
 
   prompts: PromptRule
   completions: CompletionRule
+  group_sizes: Callable[..., Int[Array, "N"]] | None = None
   tokens: TokenRule | None = None
   describe: Callable[[Groups, Selection], dict[str, jax.Array]] | None = None
   has_statistics_after: bool = False

@@ -1,6 +1,7 @@
 """Chooses the completions of a step that are written to samples.jsonl."""
 
 from collections.abc import Sequence
+import itertools
 
 import numpy as np
 
@@ -20,11 +21,19 @@ def of_step(
     lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
     advantages, weights: `[Q, G]`; a completion of weight 0 was pruned.
   """
-  rows, size = np.flatnonzero(lengths.max(axis=1)), lengths.shape[1]
-  groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+  rows, sizes = np.flatnonzero(lengths.max(axis=1)), (lengths > 0).sum(axis=1)
+  if sizes.sum() < len(samples):  # with dynamic sampling all are of one size
+    sizes = np.full(len(samples) // lengths.shape[1], lengths.shape[1])
+  ends = itertools.accumulate(sizes[sizes > 0], initial=0)
+  groups = [samples[i:j] for i, j in itertools.pairwise(ends)]
   if len(groups) > len(rows):  # dynamic sampling drops groups of equal rewards
     groups = [x for x in groups if len({line["reward"] for line in x}) > 1]
-  outcomes = [*zip(groups, advantages[rows], weights[rows], strict=False)]
+  outcomes = [
+    (group, a[: len(group)], w[: len(group)])
+    for group, a, w in zip(
+      groups, advantages[rows], weights[rows], strict=False
+    )
+  ]
   if not outcomes:
     nothing = np.zeros(len(samples))
     outcomes = [(samples, nothing, nothing)]

@@ -8,6 +8,7 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 import functools
+import itertools
 import queue
 from typing import Any, NamedTuple, Self
 
@@ -116,7 +117,7 @@ class Grader:
     completions: Sequence[str],
     answers: Sequence[str],
     columns: Columns | None = None,
-    group_size: int = 1,
+    group_sizes: Sequence[int] | None = None,
     verifier_only: bool = False,
   ) -> Graded:
     """Grades completions, in the order given.
@@ -126,8 +127,8 @@ class Grader:
       completions: texts to grade.
       answers: gold answer of each, without a box.
       columns: other columns of the data by name, with values that JSON has.
-      group_size: number of consecutive completions of one prompt, which a
-        function receives together.
+      group_sizes: numbers of consecutive completions of one prompt each, which
+        a function receives together; None gives it one at a time.
       verifier_only: True to call only the first function.
     Raises:
       UserError: if no process can start, or a function stops the run.
@@ -142,9 +143,10 @@ class Grader:
     # Starts all calls before it waits for the first.
     calls = {}
     for spec in specs:
-      size = 1 if spec.reference == "math" else group_size
-      starts = range(0, len(completions), size)
-      groups = [_slice(batch, i, i + size) for i in starts]
+      has_groups = group_sizes is not None and spec.reference != "math"
+      sizes = group_sizes if has_groups else [1] * len(completions)
+      ends = itertools.accumulate(sizes, initial=0)
+      groups = [_slice(batch, i, j) for i, j in itertools.pairwise(ends)]
       marks = functools.partial(self._marks, spec)
       calls[spec] = self._threads.map(marks, groups)
     counts = collections.Counter()

@@ -58,9 +58,18 @@ class Queue(NamedTuple):
 
   prompts: PromptBatch  # of the shard
   order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
+  ends: Int[Array, "Q"]  # completions up to each prompt's last, in this order
   cache: kv_cache.KVCache  # of the prompts, in this order
-  group_size: int
+  group_size: int  # G, of the largest group
   shares_prompts: bool  # slots read this cache, and copy nothing
+
+  def place(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
+    """Returns the place in the queue of completions, their item and prompt."""
+    place = (self.ends <= number[:, None]).sum(1, dtype=jnp.int32)
+    place = jnp.minimum(place, len(self.ends) - 1)
+    prompt = self.order[place]
+    start = jnp.where(place > 0, self.ends[place - 1], 0)
+    return place, prompt * self.group_size + number - start, prompt
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
@@ -135,12 +144,10 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
   def refill_one(carry):
     slots, num_taken = carry
     slot = jnp.argmax(is_idle(slots))
-    place = num_taken[0] // queue.group_size
-    member = num_taken[0] % queue.group_size
-    prompt = queue.order[place]
+    place, item, prompt = (x[0] for x in queue.place(num_taken))
     length = queue.prompts.lengths[prompt]
     slots = Slots(
-      item=slots.item.at[slot].set(prompt * queue.group_size + member),
+      item=slots.item.at[slot].set(item),
       # The last prompt token is read again: its successor is sampled in the
       # step that all other slots take.
       token=slots.token.at[slot].set(queue.prompts.tokens[prompt, length - 1]),
@@ -164,11 +171,10 @@ def _refill_all(state: DecodeState, queue: Queue) -> DecodeState:
   rank = (is_idle & (index < index[:, None])).sum(1, dtype=jnp.int32)
   number = state.num_taken + rank
   is_new = is_idle & (number < state.num_wanted)
-  row = number // queue.group_size
-  prompt = queue.order[row]
+  row, item, prompt = queue.place(number)
   length = queue.prompts.lengths[prompt]
   new = Slots(
-    item=prompt * queue.group_size + number % queue.group_size,
+    item=item,
     token=queue.prompts.tokens[prompt, length - 1],
     position=length - 1,
     count=0,

@@ -31,6 +31,7 @@ def sample(
   num_slots: int,
   draft_tokens: int = 0,
   kept: Selection | None = None,
+  group_sizes: Int[Array, "N"] | None = None,
   platform: str = "cpu",
   **sampling,
 ) -> Rollout:
@@ -47,6 +48,8 @@ def sample(
     draft_tokens: tokens that are guessed and verified in each step, see
       `drafts`; later stages guess more. 0 for none.
     kept: prompts to roll out; None for all.
+    group_sizes: completions of each prompt, at most `group_size`; the others
+      have length 0. None for `group_size`.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
   """
@@ -59,6 +62,7 @@ def sample(
     prompts,
     as_step_rng(rng),
     kept,
+    group_sizes,
     model_config=model_config,
     sampling=Sampling(**sampling),
     group_size=group_size,
@@ -73,6 +77,7 @@ def roll_out(
   prompts: PromptBatch,
   rng: StepRng,
   kept: Selection,
+  group_sizes: Int[Array, "N"] | None = None,
   *,
   model_config: transformer.ModelConfig,
   sampling: Sampling,
@@ -93,8 +98,10 @@ def roll_out(
     draft_tokens,
   )
   keep = kept.keep
+  if group_sizes is None:
+    group_sizes = jnp.full(keep.shape, group_size, jnp.int32)
   if num_shards == 1:
-    output, *steps = run(params, prompts, keep, rng.key)
+    output, *steps = run(params, prompts, keep, group_sizes, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
@@ -102,12 +109,12 @@ def roll_out(
     by_weight = parameters.inference_specs(model_config)
     run = jax.shard_map(
       run,
-      in_specs=(by_weight, by_prompt, by_prompt, jax.P()),
+      in_specs=(by_weight, by_prompt, by_prompt, by_prompt, jax.P()),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
     )
-    in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
+    in_order = jax.tree.map(lambda x: x[order], (prompts, keep, group_sizes))
     output, *steps = run(params, *in_order, rng.key)
   by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
   output = jax.tree.map(by_group, output)
@@ -143,22 +150,23 @@ def _roll_out_shard(
   *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1"], Int[Array, "1"]]:
   """Returns one shard's completions, its slot steps and busy ones."""
-  params, prompts, keep, key = arrays
+  params, prompts, keep, group_sizes, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   slot_sizes, prompt_sizes = kv_cache.slot_and_prompt_sizes(
     model_config, prompts.tokens.shape[1], sampling.max_tokens
   )
   num_kept = keep.sum(dtype=jnp.int32)
+  ends = jnp.cumsum(jnp.where(keep, group_sizes, 0)[order], dtype=jnp.int32)
   prompt_cache = _prefill(
     params, model_config, prompts, order, num_kept, prompt_sizes
   )
   shares = model_config.has_gpu_layout
-  queue = decode.Queue(prompts, order, prompt_cache, group_size, shares)
+  queue = decode.Queue(prompts, order, ends, prompt_cache, group_size, shares)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
   lockstep = parameters.gathers_layers(model_config)
   state = decode.init_decode_state(
-    model_config, uniform, num_kept * group_size, schedule[0], slot_sizes
+    model_config, uniform, ends[-1], schedule[0], slot_sizes
   )
   state = decode.refill(state, queue)
   # The first stage ends when the next one has a slot for every unfinished

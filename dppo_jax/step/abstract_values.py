@@ -22,6 +22,7 @@ from dppo_jax.step.optimizer import make_optimizer
 _PLACES = {
   "prompts": ("batch",),
   "kept": ("batch",),
+  "sizes": ("batch",),
   "rollout": ("batch",),
   "rewards": ("batch",),
   "buffer": ("batch",),

@@ -42,10 +42,19 @@ def choose_prompts(
   limit: Int[Array, ""],
   *,
   method: Method,
-) -> Selection:
-  """Chooses prompts to roll out: the first `limit` that the rule keeps."""
+  group_size: int,
+) -> tuple[Selection, Int[Array, "N"]]:
+  """Chooses prompts to roll out: the first `limit` that the rule keeps.
+
+  Returns:
+    The choice, and the number of completions of each prompt.
+  """
   kept = method.prompts.select(rng, history, ids)
-  return kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
+  kept = kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
+  sizes = jnp.full(ids.shape, group_size, jnp.int32)
+  if method.group_sizes:
+    sizes = method.group_sizes(rng, history, ids, group_size)
+  return kept, sizes
 
 
 def update_history(

@@ -44,7 +44,7 @@ def grade(
   owners = distributed.owners(rollout.lengths)
   # Log-probabilities stay on the devices: nothing here reads them.
   rollout = distributed.to_host(rollout.replace(logprobs=None))
-  is_sampled = rollout.lengths.max(axis=1) > 0  # groups are sampled as one
+  is_sampled = rollout.lengths.max(axis=1) > 0
   rows = np.flatnonzero(is_sampled & (owners == distributed.index()))
   with distributed.sharing_errors():
     local = _grade_rows(
@@ -70,13 +70,14 @@ def _grade_rows(
   """Grades the groups of some rows.
 
   Returns:
-    For each completion its row, sample, stop flag and the value of each reward
-    function; and counts of outcomes and faults, such as timeouts.
+    For each completion its row, number in the group, sample, stop flag and the
+    value of each reward function; and counts of outcomes and faults.
   """
-  group_size = rollout.lengths.shape[1]
-  ids = np.repeat(rollout.prompt_ids[rows], group_size)
-  tokens = rollout.tokens[rows].reshape(len(ids), rollout.tokens.shape[-1])
-  lengths = rollout.lengths[rows].reshape(-1).tolist()
+  sizes = (rollout.lengths[rows] > 0).sum(axis=1)
+  place, member = np.nonzero(rollout.lengths[rows] > 0)
+  at = rows[place], member
+  ids = rollout.prompt_ids[at[0]]
+  tokens, lengths = rollout.tokens[at], rollout.lengths[at].tolist()
   prompts = [problems.problems[i] for i in ids]
   completions = [
     tokenizer.decode(tokens[:length])
@@ -88,7 +89,7 @@ def _grade_rows(
     completions,
     answers,
     problems.columns_at(ids),
-    group_size=group_size,
+    group_sizes=sizes.tolist(),
     verifier_only=verifier_only,
   )
   samples = {
@@ -101,8 +102,9 @@ def _grade_rows(
   }
   earned = {name: x.tolist() for name, x in graded.values.items()}
   columns = {
-    "row": np.repeat(rows, group_size).tolist(),
-    "stopped": rollout.is_stopped[rows].reshape(-1).tolist(),
+    "row": at[0].tolist(),
+    "member": at[1].tolist(),
+    "stopped": rollout.is_stopped[at].tolist(),
     "sample": _lines(samples, len(ids)),
     "earned": _lines(earned, len(ids)),
   }
@@ -119,22 +121,25 @@ def _summarise(
 ) -> GradedRollout:
   """Arranges grades by group, and adds sums of them to `counts`."""
   shape = rollout.lengths.shape
-  rows = [line["row"] for line in lines[:: shape[1]]]
   samples = [line["sample"] for line in lines]
+  at = tuple(
+    np.array([line[x] for line in lines], int) for x in ("row", "member")
+  )
+  is_drawn = np.zeros(shape, bool)
+  is_drawn[at] = True
 
   def in_groups(name):
     out = np.zeros(shape, np.float32)
-    values = np.array([x[name] for x in samples], np.float32)
-    out[rows] = values.reshape(-1, shape[1])
+    out[at] = [x[name] for x in samples]
     return out
 
   earned, correct = in_groups("reward"), in_groups("correct")
-  graded = earned[rows]
+  groups = [x[y] for x, y in zip(earned, is_drawn, strict=True) if y.any()]
   counts.update(
     {
       "prompts": shape[0],
-      "rolled_out": len(rows),
-      "zero_std": int((graded.max(axis=1) == graded.min(axis=1)).sum()),
+      "rolled_out": len(groups),
+      "zero_std": sum(int(x.max() == x.min()) for x in groups),
       "completions": len(lines),
       "stopped": sum(line["stopped"] for line in lines),
       "tokens": sum(sample["tokens"] for sample in samples),
@@ -142,7 +147,7 @@ def _summarise(
       "busy_steps": int(rollout.busy_steps),
       "earned": float(earned.sum()),
       # Summed over groups; a group of one has no standard deviation.
-      "std": float(graded.std(axis=1, ddof=int(shape[1] > 1)).sum()),
+      "std": float(np.sum([x.std(ddof=int(len(x) > 1)) for x in groups])),
       "correct": float(correct.sum()),
     }
   )

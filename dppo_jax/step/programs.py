@@ -70,9 +70,11 @@ def declare(run: Run) -> dict[str, Declaration]:
   )
   stages = {
     "choose_prompts": Declaration(
-      bind(collect.choose_prompts, method=method),
+      bind(
+        collect.choose_prompts, method=method, group_size=c.rollout.group_size
+      ),
       args="rng history ids limit",
-      out="kept",
+      out="kept sizes",
     ),
     "to_inference_params": Declaration(
       bind(transformer.to_inference_params, config=inference_model(run)),
@@ -81,7 +83,7 @@ def declare(run: Run) -> dict[str, Declaration]:
     ),
     "roll_out": Declaration(
       bind(roll_out, draft_tokens=max(drafts, 0)),
-      args="inference_params prompts rng kept",
+      args="inference_params prompts rng kept sizes",
       out="rollout",
     ),
     "update_history": Declaration(

@@ -8,7 +8,7 @@ from dppo_jax.algo import diagnostics
 from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.algo.policy_loss import Objective
-from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
+from dppo_jax.algo.weights import group_share, horvitz_thompson, invalid_probs
 from dppo_jax.methods import Method
 from dppo_jax.records import (
   CompletionSummary,
@@ -79,10 +79,11 @@ def select(
   if overlong_tokens:
     limit = rollout.tokens.shape[2]
     rewards += overlong_penalty(rollout.lengths, limit, overlong_tokens)
-  advantages = objective.advantage(rewards)  # from all G, before any is dropped
+  is_drawn = rollout.lengths > 0
+  # From all that were sampled, before any is dropped.
+  advantages = objective.advantage(rewards, is_drawn)
   groups = make_groups(rollout, rewards, advantages, objective, costs)
   chosen = method.completions(rng, groups)  # drops completions
-  is_drawn = rollout.lengths > 0
   if method.has_statistics_after:
     advantages = objective.advantage(rewards, chosen.keep & is_drawn)
 
@@ -93,7 +94,7 @@ def select(
   if not method.trains_zero_advantage:
     is_trained &= is_needed
   trained_lengths = jnp.where(is_trained, rollout.lengths, 0)
-  token_share = objective.token_share(rollout)
+  token_share = token_shares(rollout, objective)
   batch, num_micro, pack_info = pack(
     prompts,
     rollout.replace(lengths=trained_lengths),
@@ -139,10 +140,16 @@ def make_groups(
     advantages,
     rollout.lengths,
     is_needed=adds_gradient(rollout, advantages, objective),
-    scale=objective.token_share(rollout) / rollout.kept.prob[:, None],
+    scale=token_shares(rollout, objective) / rollout.kept.prob[:, None],
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
   )
+
+
+def token_shares(rollout: Rollout, objective: Objective) -> Float[Array, "Q G"]:
+  """Returns the factor on the tokens of each completion, before any weight."""
+  share = group_share(rollout.lengths > 0, objective.includes_self)
+  return objective.token_share(rollout) * share
 
 
 def adds_gradient(

@@ -133,13 +133,13 @@ class TrainStep:
       prompts = data.draw(run.train_set, run.root_key, draw, num_prompts)
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept = self.programs["choose_prompts"](
+      chosen = self.programs["choose_prompts"](
         rng, state.history, prompts.ids, limit
       )
     rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
     name = self._drafts.next()
     start = time.perf_counter()
-    rollout = self._timed(name, params, prompts, rng, kept, clock="rollout")
+    rollout = self._timed(name, params, prompts, rng, *chosen, clock="rollout")
     seconds = time.perf_counter() - start
     with self._clock("reward"):
       graded = grade.grade(rollout, run.train_set, run.tokenizer, self._grader)

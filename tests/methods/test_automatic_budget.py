@@ -101,8 +101,8 @@ def test_one_micro_batch_is_not_pruned():
 
 
 def test_no_fraction_falls_below_the_least():
-  chosen = _describe(_costs(noise=0.1), update_cost=500.0, min_keep=0.4)
-  assert chosen["completions"] == pytest.approx(0.4, abs=0.01)
+  chosen = _describe(_costs(noise=0.1), update_cost=5000.0)
+  assert chosen["completions"] == pytest.approx(0.03, abs=0.01)
 
 
 @pytest.mark.parametrize("num", [0, 1])

@@ -256,8 +256,8 @@ def test_limit_keeps_the_first():
   @jax.jit
   def limited(size):
     choose = lambda x: collect.choose_prompts(
-      None, x, None, size, method=method
-    )
+      None, x, keep[0], size, method=method, group_size=4
+    )[0]
     return jax.vmap(choose)(keep)
 
   for size in range(6):

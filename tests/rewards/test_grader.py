@@ -131,7 +131,7 @@ def test_built_in_rewards_add_up_without_a_process(monkeypatch):
   texts = [r"\boxed{5}", r"\boxed{6}", r"\boxed{5", "5"]
   with Grader("exact,boxed:0.25", num_workers=0) as grader:
     grader.self_check()
-    graded = grade(grader, texts, ["5"] * 4, group_size=2)
+    graded = grade(grader, texts, ["5"] * 4, group_sizes=[2, 2])
     verdict = grade(grader, texts, ["5"] * 4, verifier_only=True)
   assert graded.rewards.tolist() == [1.25, 0.25, 0.0, 0.0]
   assert graded.rewards.dtype == graded.correct.dtype == np.float32
@@ -151,7 +151,7 @@ def test_functions_get_the_arguments_in_their_signature(path):
   functions = [f"{path}:{x}" for x in names.split()]
   with Grader(functions, 2, PATIENT) as grader:
     grader.self_check(columns)
-    graded = grade(grader, completions, [*"7777"], columns, group_size=2)
+    graded = grade(grader, completions, [*"7777"], columns, group_sizes=[2, 2])
     assert grader.pop_warnings() == []
     with pytest.raises(UserError, match=r"requires 'solution'.* no such col"):
       grader.self_check({"level": [1]})
@@ -194,7 +194,7 @@ def test_rewards_keep_their_order_and_correct_is_clipped(path):
 )
 def test_a_fault_costs_its_own_reward(nasty, culprit, fault, message):
   nasty._warnings.clear()
-  graded = grade(nasty, ["1", culprit, "2", "3"], group_size=4)
+  graded = grade(nasty, ["1", culprit, "2", "3"], group_sizes=[4])
   assert graded.rewards.tolist() == [1, 0, 2, 3]
   assert faults(graded) == ({fault: 1} if fault else {})
   again = grade(nasty, [culprit, "4"])  # one at a time from the start
@@ -212,7 +212,7 @@ def test_a_hang_costs_its_own_reward(path, tmp_path):
   hang = f"hang {tmp_path / 'pid'}"
   completions = ["7", hang, HANG, r"\boxed{0.5}"]
   with Grader(f"{path}:nasty,math:2", 2, timeout_seconds=2.0) as grader:
-    graded = grade(grader, completions, [r"\frac12"] * 4, group_size=2)
+    graded = grade(grader, completions, [r"\frac12"] * 4, group_sizes=[2, 2])
     assert graded.values["nasty"].tolist() == [7, 0, 0, 0]
     assert graded.rewards.tolist() == [7, 0, 0, 2]
     assert faults(graded) == {"timeouts": 2}
@@ -229,7 +229,7 @@ def test_a_fault_may_stop_the_run(path, culprit):
   with Grader(spec, 1, PATIENT, on_error="stop") as grader:
     assert grade(grader, ["1", "2"]).values["nasty"].tolist() == [1, 2]
     with pytest.raises(UserError, match=r"'nasty' .*on_error is 'stop'"):
-      grade(grader, ["1", culprit], group_size=2)
+      grade(grader, ["1", culprit], group_sizes=[2])
 
 
 def test_a_child_that_died_while_idle_costs_nothing(nasty):

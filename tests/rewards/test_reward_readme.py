@@ -36,7 +36,9 @@ def path(tmp_path) -> pathlib.Path:
 def test_pure_text(path):
   with Grader(f"{path}/brevity.py:brevity", 1, PATIENT) as grader:
     grader.self_check({})
-    graded = grader.grade(["?"] * 2, ["", "x" * 400], ["1"] * 2, group_size=2)
+    graded = grader.grade(
+      ["?"] * 2, ["", "x" * 400], ["1"] * 2, group_sizes=[2]
+    )
   assert graded.rewards.tolist() == [1.0, 0.5]
   assert not sum(graded.counts.values())
 
@@ -61,7 +63,7 @@ def test_a_function_that_may_hang(path):
   ]
   reference = f"{path}/unit_tests.py:unit_tests"
   with Grader(f"boxed:0,{reference}", 2, timeout_seconds=5.0) as grader:
-    graded = grader.grade(["?"] * 5, texts, ["42"] * 5, group_size=5)
+    graded = grader.grade(["?"] * 5, texts, ["42"] * 5, group_sizes=[5])
     (line,) = grader.pop_warnings()
   assert graded.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
   assert graded.counts["timeouts"] == 1

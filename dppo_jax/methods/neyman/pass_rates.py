@@ -72,10 +72,11 @@ def update(
   """Adds some groups to the counts; an id of `M` or more changes none.
 
   Args:
-    correct: correctness, clipped to [0, 1]; infinite or NaN is not counted.
+    correct: correctness, clipped to [0, 1]; infinite or NaN is not counted, nor
+      a completion of length 0.
   """
   old = decayed(counts, step, ids, forgetting)
-  is_counted = jnp.isfinite(correct)
+  is_counted = jnp.isfinite(correct) & (lengths > 0)
   right = jnp.where(is_counted, jnp.clip(correct, 0.0, 1.0), 0.0).sum(axis=1)
   count = is_counted.sum(axis=1, dtype=jnp.float32)
   tokens = jnp.where(is_counted, lengths, 0).sum(axis=1)
