@@ -20,9 +20,12 @@ def _functions():
         yield name, node.end_lineno - node.lineno + 1
 
 
-def test_package_has_at_most_15800_lines():
-  """The kernels for GPUs, and the count of launches, added 730 to 15,000."""
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 15_800
+def test_package_has_at_most_16300_lines():
+  """Kernels for GPUs and the count of launches added 760 to 15,000.
+
+  Drafts added 270, and groups of several sizes 180.
+  """
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 16_300
 
 
 def test_files_have_at_most_400_lines():

@@ -57,12 +57,12 @@ def test_drafts_change_no_token(options, draft_tokens):
 def _find(prompt, group, member, num):
   """Returns what followed the longest match; completions come first."""
   rows = [[*prompt[-drafts.LONGEST :], *x] for x in group]
-  own, best, guess = rows[member], 0, None
+  written, best, guess = rows[member], 0, None
   for text in (*rows, prompt):
     for i in range(1, len(text)):
       length = 0
       while length < min(drafts.LONGEST, i) and (
-        text[i - 1 - length] == own[-1 - length]
+        text[i - 1 - length] == written[-1 - length]
       ):
         length += 1
       if length > best:
@@ -71,7 +71,7 @@ def _find(prompt, group, member, num):
 
 
 def test_drafts_follow_the_longest_match():
-  """Few different tokens, so that there are many matches of each length."""
+  """Few different tokens, for many matches of each length."""
   rng, matched = np.random.default_rng(0), 0
   find = jax.jit(drafts.find, static_argnames="num")
   for _ in range(300):

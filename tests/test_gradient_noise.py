@@ -1,6 +1,7 @@
 """Gradient noise: measured with random signs, against per-prompt gradients."""
 
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -74,7 +75,7 @@ def _gradient(rollout, parts):
 @functools.partial(jax.jit, static_argnames="parts")
 def _measure(rollout, signs, parts=1):
   """One measurement with given signs."""
-  batch, num_micro, _, summary = _select(rollout, parts)
+  batch, num_micro, info, summary = _select(rollout, parts)
   with mock.patch.object(
     gradient_noise, "random_signs", lambda key, num: signs
   ):
@@ -88,6 +89,7 @@ def _measure(rollout, signs, parts=1):
       small.prompts(NUM),
       rollout,
       summary,
+      info,
       config=_config(parts),
       spec=SPEC,
     )
@@ -98,7 +100,7 @@ def _measure(rollout, signs, parts=1):
 def test_all_signs_average_to_the_noise_of_all_pairs_of_prompts(name, parts):
   """With mini-batches, the first is measured: that of every other prompt."""
   measured = np.arange(NUM) % parts == 0
-  num = measured.sum()
+  num = (measured & KEPT[name][0]).sum()
   alone = np.array(
     [
       _gradient(_rollout(*KEPT[name], np.arange(NUM) == q), parts)
@@ -120,6 +122,19 @@ def test_all_signs_average_to_the_noise_of_all_pairs_of_prompts(name, parts):
   )
 
 
+def test_the_signal_is_unbiased_over_draws_of_prompts():
+  """Two of four prompts, equally likely and weighted: every draw, all signs."""
+  half, signals = np.full(NUM, 0.5, np.float32), []
+  signs = np.array(list(np.ndindex(*(2,) * NUM)), np.float32) * 2 - 1
+  for pair in itertools.combinations(range(NUM), 2):
+    is_kept = np.isin(np.arange(NUM), pair)
+    rollout = _rollout(is_kept, half, EVERY)
+    signals += [_measure(rollout, x).signal for x in signs]
+  want = [_measure(_rollout(*KEPT["every prompt"], EVERY), x) for x in signs]
+  want = np.mean([x.signal for x in want])
+  np.testing.assert_allclose(np.mean(signals), want, rtol=1e-4)
+
+
 def test_signs_depend_on_the_seed():
   keys = jax.random.split(jax.random.key(0), 2)
   one, two = (gradient_noise.random_signs(key, 64) for key in keys)
@@ -132,6 +147,8 @@ def test_measurements_are_smoothed_and_non_finite_ones_left_out():
   assert (one.signal, one.noise) == (2, 1)
   two = add(one, jnp.float32(1), jnp.float32(1), 2)
   np.testing.assert_allclose((two.signal, two.noise), (1.4, 1.7), rtol=1e-6)
+  pruned = add(gradient_noise.init(), jnp.float32(3), jnp.float32(2), 2, 0.25)
+  assert (pruned.signal, pruned.noise) == (2, 0.8)
   assert add(one, jnp.float32(np.nan), jnp.float32(1), 2) == one
   metrics = gradient_noise.describe(one, 8)
   assert metrics["noise/scale"] == pytest.approx(4)  # half as much as signal

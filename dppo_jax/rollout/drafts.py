@@ -29,8 +29,8 @@ def find(
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax.rollout import drafts
-  >>> prompt, sibling, own = [9, 8, 7], [1, 2, 3, 4], [5, 2, -1, -1]
-  >>> args = jnp.array([prompt]), jnp.array([3]), jnp.array([[sibling, own]])
+  >>> prompt, sibling, short = [9, 8, 7], [1, 2, 3, 4], [5, 2, -1, -1]
+  >>> args = jnp.array([prompt]), jnp.array([3]), jnp.array([[sibling, short]])
   >>> print(drafts.find(*args, jnp.array([1]), jnp.array([2]), num=2))
   [[3 4]]
 
@@ -47,8 +47,8 @@ def find(
   ends = jnp.where(at >= 0, ends, -1)
   copies = jnp.broadcast_to(ends[:, None], (batch, group_size, LONGEST))
   rows = jnp.concatenate([copies, groups], 2)
-  own = jnp.take_along_axis(rows, members[:, None, None], 1)[:, 0]
-  newest = jnp.take_along_axis(own, counts[:, None] + LONGEST + back, 1)
+  written = jnp.take_along_axis(rows, members[:, None, None], 1)[:, 0]
+  newest = jnp.take_along_axis(written, counts[:, None] + LONGEST + back, 1)
   index = jnp.arange(prompts.shape[1], dtype=jnp.int32)
   prompt = jnp.where(index < prompt_lengths[:, None], prompts, -1)
   blank = jnp.full((batch, max(num, LONGEST)), -1, jnp.int32)

@@ -17,6 +17,7 @@ from dppo_jax.records import (
 from dppo_jax.rng import StepRng
 from dppo_jax.step import update
 from dppo_jax.step.pack import pack
+from dppo_jax.step.select import SelectInfo
 
 
 def measure_noise(
@@ -29,6 +30,7 @@ def measure_noise(
   prompts: PromptBatch,
   rollout: Rollout,
   summary: CompletionSummary,
+  select_info: SelectInfo,
   *,
   config: update.UpdateConfig,
   spec: PackingSpec,
@@ -38,6 +40,7 @@ def measure_noise(
   Args:
     batch: micro-batches `[M, R, L]` as they are trained on.
     num_micro: as returned by `pack`.
+    select_info: of the choice of completions, whose variance is taken off.
   """
   num_prompts = len(prompts.ids)
   signs = gradient_noise.random_signs(rng.key, num_prompts)
@@ -60,6 +63,8 @@ def measure_noise(
 
   both = jnp.stack([batch.weights, batch.weights * signed.weights])
   total, with_signs = jax.lax.map(squared_norm, both)
+  num_kept = rollout.kept.keep[:: config.mini_batches].sum(dtype=jnp.int32)
+  added = select_info.diagnostics.get("budget/added_variance", 0.0)
   return gradient_noise.add_measurement(
-    noise, total, with_signs, num_prompts // config.mini_batches
+    noise, total, with_signs, num_kept, added
   )

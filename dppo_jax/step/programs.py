@@ -60,14 +60,6 @@ def declare(run: Run) -> dict[str, Declaration]:
   c, method, bind = run.config, run.method, functools.partial
   config = update_config(run)
   drafts = c.rollout.draft_tokens
-  roll_out = bind(
-    rollout.roll_out,
-    model_config=inference_model(run),
-    sampling=_sampling(run),
-    group_size=c.rollout.group_size,
-    num_slots=c.rollout.num_slots,
-    platform=run.platform,
-  )
   stages = {
     "choose_prompts": Declaration(
       bind(
@@ -82,7 +74,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       out="inference_params",
     ),
     "roll_out": Declaration(
-      bind(roll_out, draft_tokens=max(drafts, 0)),
+      _roll_out(run, max(drafts, 0)),
       args="inference_params prompts rng kept sizes",
       out="rollout",
     ),
@@ -114,7 +106,8 @@ def declare(run: Run) -> dict[str, Declaration]:
     ),
     "measure_noise": Declaration(
       bind(measure_noise, config=config, spec=run.packing),
-      args="rng noise params reference batch num_micro prompts rollout summary",
+      args="rng noise params reference batch num_micro prompts rollout summary "
+      "select_info",
       out="noise",
     ),
     "update": Declaration(
@@ -126,7 +119,7 @@ def declare(run: Run) -> dict[str, Declaration]:
   }
   if drafts < 0:
     stages["roll_out_drafts"] = stages["roll_out"]._replace(
-      function=bind(roll_out, draft_tokens=AUTOMATIC)
+      function=_roll_out(run, AUTOMATIC)
     )
   if not tokens.is_needed(method, config):
     del stages["score"]
@@ -143,6 +136,19 @@ def declare(run: Run) -> dict[str, Declaration]:
       donate="buffer",
     )
   return stages
+
+
+def _roll_out(run: Run, draft_tokens: int) -> Callable[..., Any]:
+  r = run.config.rollout
+  return functools.partial(
+    rollout.roll_out,
+    model_config=inference_model(run),
+    sampling=_sampling(run),
+    group_size=r.group_size,
+    num_slots=r.num_slots,
+    draft_tokens=draft_tokens,
+    platform=run.platform,
+  )
 
 
 def programs(run: Run) -> dict[str, Program]:

@@ -27,6 +27,8 @@ from dppo_jax.step.select import SelectInfo
 from dppo_jax.step.tokens import ScoreInfo
 from dppo_jax.step.update import UpdateInfo
 
+FIRST_MEASUREMENTS = 4  # steps, from the first on, that measure the noise
+
 
 class Batch(NamedTuple):
   """Weighted and packed completions of one step.
@@ -277,7 +279,8 @@ class TrainStep:
     every, step = self._run.method.noise_every, int(state.step)
     if not every:
       return state, {}
-    is_due = step % every == 0
+    # One draw of signs is uncertain: there are several at the start.
+    is_due = step % every == 0 or step < FIRST_MEASUREMENTS
     if is_due:
       noise = self._timed(
         "measure_noise",
@@ -290,6 +293,7 @@ class TrainStep:
         batch.experience.prompts,
         batch.experience.rollout,
         batch.summary,
+        batch.info,
         clock="noise",
       )
       state = state.replace(noise=noise)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dppo_jax.analysis.runs import SCALE_LIMIT
 
@@ -27,7 +27,7 @@ class Noise(NamedTuple):
 
   Attributes:
     signal: estimate of `|E g|^2`, which may be negative.
-    noise: estimate of `E |g - E g|^2`, of the batch as it was trained.
+    noise: estimate of `E |g - E g|^2`, of the batch without pruning.
   """
 
   signal: Float[Array, ""]
@@ -48,20 +48,24 @@ def add_measurement(
   old: Noise,
   total: Float[Array, ""],
   signed: Float[Array, ""],
-  num_prompts: int,
+  num_prompts: int | Int[Array, ""],
+  added: float | Float[Array, ""] = 0.0,
 ) -> Noise:
   """Updates the estimates; a measurement that is not finite changes nothing.
 
   Args:
     total: squared norm of the gradient.
     signed: squared norm of the gradient with random signs.
-    num_prompts: prompts that the gradient is a sum of; with one, everything
-      counts as noise.
+    num_prompts: prompts that the gradient is a sum of, of a draw of fixed size;
+      with one, everything counts as noise.
+    added: variance that the choice of completions adds, over that of the batch.
   """
-  signal = (total - signed) / (1 - 1 / max(num_prompts, 2))
+  num_pairs = jnp.maximum(num_prompts, 2) - 1  # with any one prompt
+  signal = (total - signed) * (1 + 1 / num_pairs)
   signal = jnp.where(num_prompts > 1, signal, 0.0)
+  noise = (total - signal) / (1 + added)
   mix = lambda x, y: jnp.where(jnp.isfinite(total + signed), DECAY * x + y, x)
-  return Noise(mix(old.signal, signal), mix(old.noise, total - signal))
+  return Noise(mix(old.signal, signal), mix(old.noise, noise))
 
 
 def noise_fraction(noise: Noise) -> float:
