@@ -1,4 +1,4 @@
-"""Imports point down the code map, without cycles."""
+"""Imports point up the code map, without cycles."""
 
 import ast
 import graphlib
