@@ -17,7 +17,7 @@ tiny checkpoints on GSM8K's own rows.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "dppo") -> Config:
+def get_config(method: str = "neyman") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 200

@@ -16,7 +16,7 @@ checkpoints.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "dppo") -> Config:
+def get_config(method: str = "neyman") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 300

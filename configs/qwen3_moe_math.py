@@ -19,7 +19,7 @@ tiny checkpoints, also on meshes.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "dppo") -> Config:
+def get_config(method: str = "neyman") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 300

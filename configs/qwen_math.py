@@ -17,7 +17,7 @@ checkpoints on MATH's own rows.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "dppo") -> Config:
+def get_config(method: str = "neyman") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 300
