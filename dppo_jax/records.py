@@ -76,12 +76,18 @@ class StepCosts(struct.PyTreeNode):
     micro_seconds: seconds of an update per micro-batch.
     micro_tokens: trained tokens in a full micro-batch.
     other_seconds: seconds of a step outside its update.
+    apart_fraction: sum of the squared norms of the completions' gradients, over
+      that noise; 0.5 while unknown.
+    group_size: completions of a prompt at which a second of rollouts and
+      updates leaves the least noise; 0 while unknown.
   """
 
   noise_fraction: Float[Array | np.ndarray, ""]
   micro_seconds: Float[Array | np.ndarray, ""]
   micro_tokens: Float[Array | np.ndarray, ""]
   other_seconds: Float[Array | np.ndarray, ""]
+  apart_fraction: Float[Array | np.ndarray, ""]
+  group_size: Float[Array | np.ndarray, ""]
 
 
 class Groups(struct.PyTreeNode):

@@ -205,6 +205,8 @@ class _Session:
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
+    largest = self.run.config.rollout.group_size
+    sampled = drawn / max(values["prompts/kept"], 1)
     trained = f"trained {values['completions/trained'] / drawn:.0%}"
     if "budget/completions" in values:
       trained = (
@@ -212,6 +214,8 @@ class _Session:
         f"predicted {values['budget/predicted_speedup']:.1f}x faster, "
         f"noise scale {runs.noise_scale([values])}"
       )
+    if sampled < largest:
+      trained = f"sampled {sampled:.1f} of {largest} per prompt, {trained}"
     self.writer.bar.advance(
       done,
       f"sampled accuracy {values['reward/accuracy']:.2f}",

@@ -20,12 +20,12 @@ def _functions():
         yield name, node.end_lineno - node.lineno + 1
 
 
-def test_package_has_at_most_16300_lines():
+def test_package_has_at_most_16400_lines():
   """Kernels for GPUs and the count of launches added 760 to 15,000.
 
-  Drafts added 270, and groups of several sizes 180.
+  Drafts added 270, groups of several sizes and their automatic choice 270.
   """
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 16_300
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 16_400
 
 
 def test_files_have_at_most_400_lines():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 import small
 
 from dppo_jax import methods
@@ -73,11 +74,15 @@ def _gradient(rollout, parts):
 
 
 @functools.partial(jax.jit, static_argnames="parts")
-def _measure(rollout, signs, parts=1):
-  """One measurement with given signs."""
+def _measure(rollout, signs, parts=1, apart=None):
+  """One measurement with given signs of prompts and of completions."""
+  if apart is None:
+    apart = jnp.ones(REWARDS.shape)
   batch, num_micro, info, summary = _select(rollout, parts)
   with mock.patch.object(
-    gradient_noise, "random_signs", lambda key, num: signs
+    gradient_noise,
+    "random_signs",
+    lambda key, shape: signs if isinstance(shape, int) else apart,
   ):
     return measure_noise(
       RNG,
@@ -122,6 +127,34 @@ def test_all_signs_average_to_the_noise_of_all_pairs_of_prompts(name, parts):
   )
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_signs_of_completions_average_to_the_sum_of_their_squares(name):
+  """Over rows of a Hadamard matrix, whose columns are orthogonal.
+
+  Weighted terms count by the root of their weights: on average over draws that
+  is the sum of the full batch.
+  """
+  rollout, weights = _rollout(*KEPT[name], EVERY), 1 / KEPT[name][1]
+  matrix = scipy.linalg.hadamard(16)[:, : REWARDS.size].astype(np.float32)
+  noise = [
+    _measure(rollout, np.ones(NUM, np.float32), apart=x.reshape(REWARDS.shape))
+    for x in matrix
+  ]
+  total = 0.0
+  for q, i in np.argwhere(np.asarray(rollout.lengths) > 0):
+    one = np.zeros(REWARDS.shape, np.float32)
+    one[q, i] = 1
+    alone = _measure(rollout, np.ones(NUM, np.float32), apart=one).apart
+    total += alone
+  np.testing.assert_allclose(
+    np.mean([x.apart for x in noise]), total, rtol=1e-4
+  )
+  only = _rollout(*KEPT[name], np.arange(NUM) == 0)
+  first = _measure(only, np.ones(NUM, np.float32))
+  full = np.square(_gradient(only, 1)).sum()
+  np.testing.assert_allclose(first.apart, full / weights[0], rtol=1e-4)
+
+
 def test_the_signal_is_unbiased_over_draws_of_prompts():
   """Two of four prompts, equally likely and weighted: every draw, all signs."""
   half, signals = np.full(NUM, 0.5, np.float32), []
@@ -160,12 +193,16 @@ def test_measurements_are_smoothed_and_non_finite_ones_left_out():
 
 def test_costs_are_ratios_of_smoothed_seconds():
   tracker = CostTracker(rows_per_micro=4)
-  first = tracker.costs(0.5)
+  noise = gradient_noise.Noise(*(jnp.float32(x) for x in (3, 3, 6, 12, 3)))
+  first = tracker.costs(noise, 8)
   assert first.other_seconds == first.micro_seconds == 0
   sample = StepSample(update=6.0, other=2.0, micros=3, rows=10, tokens=50)
   for _ in range(3):
     tracker.add(sample)
-  costs = tracker.costs(0.5)
+  costs = tracker.costs(noise, 8)
+  assert (costs.apart_fraction, costs.group_size) == (2, 3)
+  assert tracker.costs(noise, 2).group_size == 2
+  assert tracker.costs(gradient_noise.init(), 8).group_size == 8
   np.testing.assert_allclose(
     [costs.noise_fraction, costs.micro_seconds, costs.micro_tokens],
     [0.5, 2.0, 20.0],

@@ -71,9 +71,9 @@ class Method(NamedTuple):
   """A way to spend rollouts and updates.
 
   Attributes:
-    group_sizes: `(rng, history, ids [N], G) -> Int [N]`, completions to sample
-      of each prompt, from 2 to `G`; it sees what the prompt rule sees. None
-      samples `G`.
+    group_sizes: `(rng, history, ids [N], G, costs) -> Int [N]`, completions to
+      sample of each prompt, from 2 to `G`; it sees what the prompt rule sees,
+      and costs if the method `reads_costs`. None samples `G`.
     tokens: chooses tokens of the kept completions; None takes all.
     describe: `(groups, chosen) -> dict` of scalars to log about a choice of
       completions; None logs nothing.
@@ -87,7 +87,7 @@ class Method(NamedTuple):
       which a resumed run may then not change.
     reads_costs: the completion rule reads `groups.costs`.
     noise_every: steps between measurements of the gradient noise, each of
-      which takes two extra backward passes; 0 measures none.
+      which takes three extra backward passes; 0 measures none.
   """
 
   prompts: PromptRule

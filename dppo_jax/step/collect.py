@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 import numpy as np
 
 from dppo_jax.methods import Method, dynamic_sampling
-from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.records import PromptBatch, Rollout, Selection, StepCosts
 from dppo_jax.rng import StepRng
 
 
@@ -40,6 +40,7 @@ def choose_prompts(
   history: PyTree,
   ids: Int[Array, "N"],
   limit: Int[Array, ""],
+  costs: StepCosts | None = None,
   *,
   method: Method,
   group_size: int,
@@ -53,7 +54,7 @@ def choose_prompts(
   kept = kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
   sizes = jnp.full(ids.shape, group_size, jnp.int32)
   if method.group_sizes:
-    sizes = method.group_sizes(rng, history, ids, group_size)
+    sizes = method.group_sizes(rng, history, ids, group_size, costs)
   return kept, sizes
 
 

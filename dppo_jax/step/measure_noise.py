@@ -35,25 +35,36 @@ def measure_noise(
   config: update.UpdateConfig,
   spec: PackingSpec,
 ) -> gradient_noise.Noise:
-  """Adds one measurement, from two backward passes over the first mini-batch.
+  """Adds one measurement, from three backward passes over the first mini-batch.
 
   Args:
     batch: micro-batches `[M, R, L]` as they are trained on.
     num_micro: as returned by `pack`.
     select_info: of the choice of completions, whose variance is taken off.
   """
-  num_prompts = len(prompts.ids)
-  signs = gradient_noise.random_signs(rng.key, num_prompts)
-  # Packed again with signs in place of weights: the plan depends on lengths
-  # alone, so each position of `batch` finds its sign in the same place.
-  signed, *_ = pack(
-    prompts,
-    rollout.replace(lengths=summary.trained_lengths),
-    summary.advantages,
-    jnp.broadcast_to(signs[:, None], summary.weights.shape),
-    spec,
-    config.mini_batches,
-  )
+  shape = summary.weights.shape
+  keys = jax.random.split(rng.key)
+  signs = gradient_noise.random_signs(keys[0], shape[0])
+  signs_apart = gradient_noise.random_signs(keys[1], shape)
+  # The root of the weight, so that the expectation is the full batch's.
+  signs_apart /= jnp.sqrt(jnp.maximum(summary.weights, 1.0))
+
+  def pack_again(values):
+    """Returns the batch's weights, each times the value of its completion.
+
+    The plan depends on lengths alone: each position of `batch` finds the value
+    in the same place.
+    """
+    rows, *_ = pack(
+      prompts,
+      rollout.replace(lengths=summary.trained_lengths),
+      summary.advantages,
+      jnp.broadcast_to(values, shape),
+      spec,
+      config.mini_batches,
+    )
+    return batch.weights * rows.weights
+
   end = jnp.atleast_1d(num_micro)[0]
 
   def squared_norm(weights):
@@ -61,10 +72,12 @@ def measure_noise(
     sums = update.sum_gradients(rows, end, params, reference, config)
     return optax.tree.norm(sums.grad, squared=True)
 
-  both = jnp.stack([batch.weights, batch.weights * signed.weights])
-  total, with_signs = jax.lax.map(squared_norm, both)
+  weights = batch.weights, pack_again(signs[:, None]), pack_again(signs_apart)
+  total, with_signs, apart = jax.lax.map(squared_norm, jnp.stack(weights))
   num_kept = rollout.kept.keep[:: config.mini_batches].sum(dtype=jnp.int32)
+  num_drawn = (rollout.lengths > 0).sum(dtype=jnp.float32)
+  all_kept = jnp.maximum(rollout.kept.keep.sum(dtype=jnp.float32), 1.0)
   added = select_info.diagnostics.get("budget/added_variance", 0.0)
   return gradient_noise.add_measurement(
-    noise, total, with_signs, num_kept, added
+    noise, total, with_signs, num_kept, added, apart, num_drawn / all_kept
   )

@@ -65,7 +65,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       bind(
         collect.choose_prompts, method=method, group_size=c.rollout.group_size
       ),
-      args="rng history ids limit",
+      args="rng history ids limit costs",
       out="kept sizes",
     ),
     "to_inference_params": Declaration(

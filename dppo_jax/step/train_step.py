@@ -14,7 +14,12 @@ from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
-from dppo_jax.records import CompletionSummary, PackedBatch, TrainState
+from dppo_jax.records import (
+  CompletionSummary,
+  PackedBatch,
+  StepCosts,
+  TrainState,
+)
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed, runtime_checks
 from dppo_jax.run.setup import Run
@@ -136,7 +141,7 @@ class TrainStep:
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
       chosen = self.programs["choose_prompts"](
-        rng, state.history, prompts.ids, limit
+        rng, state.history, prompts.ids, limit, self._costs(state)
       )
     rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
     name = self._drafts.next()
@@ -202,17 +207,13 @@ class TrainStep:
     self, rng: StepRng, experience: Experience, state: TrainState
   ) -> Batch:
     """Chooses the completions to train on, weights and packs them."""
-    costs = None
-    if self._run.method.reads_costs:
-      noise = jax.device_get(state.noise)
-      costs = self._tracker.costs(gradient_noise.noise_fraction(noise))
     rows, num_micro, info, summary = self._timed(
       "select",
       rng.at(Stage.COMPLETIONS),
       experience.prompts,
       experience.rollout,
       experience.rewards,
-      costs,
+      self._costs(state),
     )
     info = jax.device_get(info)
     runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
@@ -271,6 +272,13 @@ class TrainStep:
     """Returns the results of a stage, when they are ready."""
     with self._clock(clock or stage):
       return jax.block_until_ready(self.programs[stage](*args))
+
+  def _costs(self, state: TrainState) -> StepCosts | None:
+    """Returns the timings and noise so far, for methods that read them."""
+    if not self._run.method.reads_costs:
+      return None
+    largest = self._run.config.rollout.group_size
+    return self._tracker.costs(jax.device_get(state.noise), largest)
 
   def _measure_noise(
     self, state: TrainState, reference: transformer.Params | None, batch: Batch

@@ -21,8 +21,9 @@ ADVANTAGES = REWARDS - REWARDS.mean(axis=1, keepdims=True)
 TOKENS = int(LENGTHS[ADVANTAGES != 0].sum())  # of all needed completions
 
 
-def _costs(noise=1.0, micro=0.0, tokens=100.0, other=1.0):
-  return StepCosts(*(jnp.float32(x) for x in (noise, micro, tokens, other)))
+def _costs(noise=1.0, micro=0.0, tokens=100.0, other=1.0, apart=0.5):
+  values = noise, micro, tokens, other, apart, 8.0
+  return StepCosts(*(jnp.float32(x) for x in values))
 
 
 @functools.cache
@@ -91,6 +92,11 @@ def test_a_given_cost_replaces_measured_seconds_but_not_the_noise():
   slower = 1 + 0.3 * chosen["added_variance"]
   speedup = 3 / (seconds * slower)
   assert chosen["predicted_speedup"] == pytest.approx(speedup, rel=0.25)
+
+
+def test_more_are_kept_if_completions_vary_more_than_groups():
+  chosen = [_describe(_costs(0.5, apart=x), update_cost=3.0) for x in (0.5, 2)]
+  assert chosen[1]["completions"] > 1.2 * chosen[0]["completions"]
 
 
 def test_one_micro_batch_is_not_pruned():

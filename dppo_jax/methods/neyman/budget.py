@@ -12,11 +12,9 @@ from jaxtyping import Array, Float, Int
 from dppo_jax.records import Groups, StepCosts
 
 NUM_BUDGETS = 17  # on the grid, evenly in their logarithms
-# Ratio of the variance that a choice of completions adds to the formula of
-# `added_variance`. A batch varies twice as much as the sum of its completions,
-# which are alike within a group, and a systematic draw adds 0.4 to 0.7 of what
-# independent ones would. Measured in experiments/02_design_variance.
-DESIGN_EFFECT = 0.3
+# A systematic draw adds 0.4 to 0.7 of the variance of independent ones, as
+# measured in experiments/02_design_variance.
+DESIGN_EFFECT = 0.55
 # Fraction of the least time that may be spent on keeping more. Times are flat
 # around their minimum, where a few percent more halve the variance added.
 SLACK = 0.03
@@ -61,12 +59,14 @@ class AutoBudget(NamedTuple):
     counts = jnp.round(fractions * num_needed)
     counts = jnp.clip(counts, 1.0, jnp.maximum(num_needed, 1.0))
     prob = proportional(size, counts)
-    added = DESIGN_EFFECT * added_variance(prob, size * size)
+    added = added_variance(prob, size * size)
     tokens = (prob * lengths[None]).sum(axis=1)
     update, other = self._seconds(tokens, lengths.sum(), groups.costs)
-    noise = jnp.float32(1)
+    noise, apart = jnp.float32(1), jnp.float32(0.5)
     if groups.costs is not None:
       noise = jnp.maximum(groups.costs.noise_fraction, MIN_NOISE_FRACTION)
+      apart = groups.costs.apart_fraction
+    added = added * DESIGN_EFFECT * apart
     times = (other + update) * (1 + added * noise)
     best = largest_near_optimal(times)
     return counts[best].astype(jnp.int32), {

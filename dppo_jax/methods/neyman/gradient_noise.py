@@ -23,25 +23,35 @@ DECAY = 0.7  # weight of earlier measurements, at each further one
 
 
 class Noise(NamedTuple):
-  """Estimates smoothed over measurements; both are 0 before the first.
+  """Estimates smoothed over measurements; all are 0 before the first.
 
   Attributes:
     signal: estimate of `|E g|^2`, which may be negative.
     noise: estimate of `E |g - E g|^2`, of the batch without pruning.
+    apart: sum of the squared norms of the completions' gradients.
+    within: the same times the completions of a prompt less 1, which does not
+      depend on their number.
+    common: signal and noise without `apart`; it does not depend on it either.
   """
 
   signal: Float[Array, ""]
   noise: Float[Array, ""]
+  apart: Float[Array, ""]
+  within: Float[Array, ""]
+  common: Float[Array, ""]
 
 
 def init() -> Noise:
   """Returns the estimates before the first measurement."""
-  return Noise(jnp.float32(0), jnp.float32(0))
+  return Noise(*jnp.zeros(5, jnp.float32))
 
 
-def random_signs(key: jax.Array, num_prompts: int) -> Float[Array, "N"]:
-  """Draws 1 or -1 for each prompt."""
-  return jax.random.rademacher(key, (num_prompts,), jnp.float32)
+def random_signs(
+  key: jax.Array, shape: int | tuple[int, ...]
+) -> Float[Array, "..."]:
+  """Draws 1 or -1 for each prompt or completion."""
+  shape = (shape,) if isinstance(shape, int) else shape
+  return jax.random.rademacher(key, shape, jnp.float32)
 
 
 def add_measurement(
@@ -50,6 +60,8 @@ def add_measurement(
   signed: Float[Array, ""],
   num_prompts: int | Int[Array, ""],
   added: float | Float[Array, ""] = 0.0,
+  apart: float | Float[Array, ""] = 0.0,
+  group_size: float | Float[Array, ""] = 2.0,
 ) -> Noise:
   """Updates the estimates; a measurement that is not finite changes nothing.
 
@@ -59,13 +71,18 @@ def add_measurement(
     num_prompts: prompts that the gradient is a sum of, of a draw of fixed size;
       with one, everything counts as noise.
     added: variance that the choice of completions adds, over that of the batch.
+    apart: squared norm of the gradient with a random sign for each completion.
+    group_size: mean number of completions of a prompt.
   """
   num_pairs = jnp.maximum(num_prompts, 2) - 1  # with any one prompt
   signal = (total - signed) * (1 + 1 / num_pairs)
   signal = jnp.where(num_prompts > 1, signal, 0.0)
   noise = (total - signal) / (1 + added)
-  mix = lambda x, y: jnp.where(jnp.isfinite(total + signed), DECAY * x + y, x)
-  return Noise(mix(old.signal, signal), mix(old.noise, noise))
+  common = signal + noise - apart
+  new = Noise(signal, noise, apart, apart * (group_size - 1), common)
+  is_finite = jnp.isfinite(total + signed + apart)
+  mix = lambda x, y: jnp.where(is_finite, DECAY * x + y, x)
+  return jax.tree.map(mix, old, new)
 
 
 def noise_fraction(noise: Noise) -> float:
@@ -73,6 +90,23 @@ def noise_fraction(noise: Noise) -> float:
   signal = max(float(noise.signal), 0.0)
   total = signal + max(float(noise.noise), 0.0)
   return 1 - signal / total if total > 0 else 1.0
+
+
+def apart_fraction(noise: Noise) -> float:
+  """Computes `apart_fraction` of `records.StepCosts`, on the host."""
+  return float(noise.apart) / float(noise.noise) if noise.noise > 0 else 0.5
+
+
+def best_group_size(noise: Noise, largest: int) -> float:
+  """Returns the size that minimises the steps to a target times their cost.
+
+  With groups of `g`, steps are proportional to `common + within / (g - 1)` and
+  their cost to `g`, if that of prompts is small. The best `g - 1` is then the
+  root of `within / common`. It is `largest` before the first measurement.
+  """
+  within, common = max(float(noise.within), 0.0), float(noise.common)
+  ratio = within / common if common > 0 else float("inf")
+  return min(max(1 + ratio**0.5, 2.0), float(largest))
 
 
 def describe(noise: Noise, num_prompts: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ def neyman(
   prompt_budget: float = 1.0,
   completion_budget: float | str = "auto",
   token_budget: float = 1.0,
-  rollout_budget: float = 1.0,
+  rollout_budget: float | str = 1.0,
   min_prob: float = 0.05,
   update_cost: float = 0.0,
 ) -> method.Method:
@@ -47,7 +47,8 @@ def neyman(
     completion_budget: fraction of the completions trained on, as in
       `neyman_completions`; "auto" for an `AutoBudget`.
     token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
-    rollout_budget: fraction of the completions sampled, as in `group_sizes`.
+    rollout_budget: fraction of the completions sampled, as in `group_sizes`;
+      "auto" chooses it by the measured noise within and between prompts.
     min_prob: least probability of a completion or token, in [0, 1].
     update_cost: as in `AutoBudget`. With measured times no two runs are
       bit-identical.
@@ -62,7 +63,11 @@ def neyman(
        a prompt, depends on the size of its group.
   """
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
-  check(FRACTION, rollout_budget=rollout_budget)
+  is_auto = rollout_budget == "auto"
+  if not is_auto:
+    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
+    check(limit, rollout_budget=rollout_budget)
+    rollout_budget = float(rollout_budget)
   check(FINITE, update_cost=update_cost)
   if completion_budget == "auto":
     budget: float | AutoBudget = AutoBudget(update_cost=update_cost)
@@ -73,7 +78,7 @@ def neyman(
   rules = grpo()._replace(completions=neyman_completions(budget, min_prob))
   if prompt_budget < 1:
     rules = rules._replace(prompts=neyman_prompts(prompt_budget))
-  if rollout_budget < 1:
+  if is_auto or rollout_budget < 1:
     # The memory is that of the prompt rule, which keeps all at a budget of 1.
     rules = rules._replace(
       prompts=neyman_prompts(prompt_budget),
@@ -81,6 +86,8 @@ def neyman(
     )
   if token_budget < 1:
     rules = rules._replace(tokens=neyman_tokens(token_budget, min_prob))
+  if is_auto:
+    rules = rules._replace(reads_costs=True, noise_every=NOISE_EVERY)
   if not isinstance(budget, AutoBudget):
     return rules
 
@@ -153,7 +160,7 @@ def neyman_prompts(
 
 
 def group_sizes(
-  budget: float, forgetting: float = 0.5, prior: float = 0.2
+  budget: float | str, forgetting: float = 0.5, prior: float = 0.2
 ) -> Callable[..., Int[Array, "N"]]:
   """Returns a rule that samples more completions where rewards vary more.
 
@@ -166,26 +173,31 @@ def group_sizes(
 
   Args:
     budget: fraction of `N G` completions to sample, in (0, 1]; at least two of
-      each prompt.
+      each prompt. "auto" samples `N` times the `group_size` of the costs.
     forgetting, prior: as in `neyman_prompts`, whose memory it reads.
   Source: ours; VIP, arXiv:2602.01601, allocates by predicted variance under
     advantages divided by their deviation.
   """
-  check(FRACTION, budget=budget, forgetting=forgetting)
+  check(FRACTION, forgetting=forgetting)
+  if budget != "auto":
+    check(FRACTION, budget=budget)
   check(POSITIVE, prior=prior)
 
-  def rule(rng, history, ids, group_size):
+  def rule(rng, history, ids, group_size, costs=None):
     counts = pass_rates.decayed(history, rng.step, ids, forgetting)
     right, wrong = counts.right + prior, counts.wrong + prior
-    total = right + wrong
-    spread = right * wrong / (total * (total + 1))
+    count = right + wrong
+    spread = right * wrong / (count * (count + 1))
     spread = spread / pass_rates.expected_tokens(history, ids)
     # 1 / (g - 2) - 1 / (g - 1) for the completion number g
     number = jnp.arange(3.0, group_size + 1)[:, None]
     gain = spread / ((number - 2) * (number - 1))
-    num = round(budget * len(ids) * group_size) - 2 * len(ids)
+    if budget == "auto":
+      total = jnp.round(costs.group_size * len(ids))
+    else:
+      total = round(budget * len(ids) * group_size)
     rank = jnp.argsort(jnp.argsort(-gain.reshape(-1), stable=True))
-    is_sampled = (rank < num).reshape(gain.shape)
+    is_sampled = (rank < total - 2 * len(ids)).reshape(gain.shape)
     return 2 + is_sampled.sum(axis=0, dtype=jnp.int32)
 
   return rule

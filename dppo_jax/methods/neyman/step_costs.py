@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.records import StepCosts
 
 DECAY = 0.95  # weight of earlier steps, at each further one
@@ -44,13 +45,19 @@ class CostTracker:
     self._sums = DECAY * self._sums + np.array(sample)
     self._weight = DECAY * self._weight + 1
 
-  def costs(self, noise_fraction: float) -> StepCosts:
-    """Returns the costs of a step; all seconds are 0 before the first."""
+  def costs(self, noise: gradient_noise.Noise, largest: int) -> StepCosts:
+    """Returns the costs of a step; all seconds are 0 before the first.
+
+    Args:
+      largest: completions of a full group.
+    """
     sums = StepSample(*self._sums)
     ratio = lambda x, y: np.array(x / y if y > 0 else 0.0, np.float32)
     return StepCosts(
-      np.array(noise_fraction, np.float32),
+      np.float32(gradient_noise.noise_fraction(noise)),
       ratio(sums.update, sums.micros),
       ratio(self._rows_per_micro * sums.tokens, sums.rows),
       ratio(sums.other, self._weight),
+      np.float32(gradient_noise.apart_fraction(noise)),
+      np.float32(gradient_noise.best_group_size(noise, largest)),
     )
