@@ -2,8 +2,7 @@
 
 from dppo_jax.run import distributed
 
-TRIES = 2  # rollouts of each kind before the first choice
-RETRY = 64  # rollouts after which the slower kind is tried again
+RETRY = 32  # rollouts after which the slower kind is tried again; then 4 times
 DECAY = 0.7  # weight of what was measured, at each further rollout
 
 
@@ -18,15 +17,15 @@ class DraftChoice:
 
   def __init__(self, names: list[str]):
     self._sums = {name: [0.0, 0.0] for name in names}  # seconds and tokens
-    self._count = 0
+    self._count, self._retry = 0, RETRY
 
   def next(self) -> str:
     """Returns the program of the next rollout."""
     names = list(self._sums)
-    if self._count < TRIES * len(names):
-      return names[self._count % len(names)]
+    if self._count < len(names):
+      return names[self._count]
     by_speed = sorted(names, key=self._seconds_per_token)
-    return by_speed[-1 if self._count % RETRY == 0 else 0]
+    return by_speed[-1 if self._count == self._retry else 0]
 
   def add(self, name: str, seconds: float, tokens: float) -> None:
     """Adds a measurement; all processes use the first one's clock."""
@@ -36,6 +35,8 @@ class DraftChoice:
       sums[:] = (DECAY * x for x in sums)
     self._sums[name][0] += seconds
     self._sums[name][1] += tokens
+    if self._count == self._retry:
+      self._retry *= 4
     self._count += 1
 
   def _seconds_per_token(self, name: str) -> float:

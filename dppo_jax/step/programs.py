@@ -59,7 +59,6 @@ def declare(run: Run) -> dict[str, Declaration]:
   """Declares the stages of the run's step, in the order of their data flow."""
   c, method, bind = run.config, run.method, functools.partial
   config = update_config(run)
-  drafts = c.rollout.draft_tokens
   stages = {
     "choose_prompts": Declaration(
       bind(
@@ -74,7 +73,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       out="inference_params",
     ),
     "roll_out": Declaration(
-      _roll_out(run, max(drafts, 0)),
+      _roll_out(run, max(c.rollout.draft_tokens, 0)),
       args="inference_params prompts rng kept sizes",
       out="rollout",
     ),
@@ -117,7 +116,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       donate="state",
     ),
   }
-  if drafts < 0:
+  if c.rollout.draft_tokens < 0:
     stages["roll_out_drafts"] = stages["roll_out"]._replace(
       function=_roll_out(run, AUTOMATIC)
     )
