@@ -11,7 +11,7 @@ SHORT, LONG = 3, 6  # lengths: at most, at least
 
 
 class Setting(NamedTuple):
-  """Trained policy, the one that sampled, and what depends on both."""
+  """Trained policy, sampling policy, and what depends on both."""
 
   task: policies.Task
   probs: np.ndarray  # [Q, S], of the completions when they were sampled
@@ -137,9 +137,9 @@ def masked(here: Setting, name: str) -> dict:
   is_masked = corrections.MASKS[name](x) == 0
   weight = here.probs[..., None] * here.task.is_token
   lengths = here.task.lengths
-  fraction = lambda which: (weight * is_masked)[:, which].sum() / weight[
-    :, which
-  ].sum()
+  fraction = lambda which: (
+    (weight * is_masked)[:, which].sum() / weight[:, which].sum()
+  )
   return {
     "rule": name,
     "masked": fraction(lengths > 0),

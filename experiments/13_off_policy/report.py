@@ -8,9 +8,7 @@ COLUMNS = {
   "mse_64": "error, 64",
   "mse_512": "error, 512",
 }
-CELLS = [
-  (step, lag) for step in ("usual step", "large step") for lag in "124"
-]
+CELLS = [(step, lag) for step in ("usual step", "large step") for lag in "124"]
 
 
 def page(rows: list[dict]) -> str:
@@ -25,6 +23,8 @@ def page(rows: list[dict]) -> str:
     summary(rows, "mse_64"),
     "## Squared error of 512 completions",
     summary(rows, "mse_512"),
+    "## Bias with the baseline of the policy that sampled",
+    baselines(rows),
     "## Masked tokens",
     _masks(rows),
     "# All columns",
@@ -37,11 +37,24 @@ def page(rows: list[dict]) -> str:
 def summary(rows: list[dict], column: str) -> str:
   """Returns one column of every rule at every step and lag."""
   lines = [_header("rule")]
-  for part, sampler in (("corrections", "stale"), ("schedules", "carried")):
+  for part, sampler in (
+    ("corrections", "on policy"),
+    ("corrections", "stale"),
+    ("schedules", "carried"),
+  ):
     some = [r for r in rows if (r["part"], r["sampler"]) == (part, sampler)]
     for name in dict.fromkeys(r["rule"] for r in some):
-      lines.append(_line(name, some, name, column))
+      label = "no lag" if sampler == "on policy" else name
+      lines.append(_line(label, some, name, column))
   return "\n".join(lines)
+
+
+def baselines(rows: list[dict]) -> str:
+  """Returns the biases of rows with another baseline."""
+  some = [r for r in rows if r["sampler"] == "old baseline" and "bias" in r]
+  names = dict.fromkeys(r["rule"] for r in some)
+  lines = [_line(name, some, name, "bias") for name in names]
+  return "\n".join([_header("rule"), *lines])
 
 
 def _header(first: str) -> str:
@@ -94,6 +107,6 @@ def _full(rows: list[dict], step: str, lag: str) -> str:
 
 def number(value: float) -> str:
   """Formats three digits; rounding errors of exact zeros are 0."""
-  if abs(value) < 1e-5:
-    return "0"
+  if abs(value) < 5e-4:
+    return "0" if abs(value) < 1e-12 else "<0.001"
   return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

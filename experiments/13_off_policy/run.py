@@ -19,16 +19,17 @@ HERE = pathlib.Path(__file__).parent
 RATES = {"usual step": 2.0, "large step": 16.0}
 LAGS = (1, 2, 4)
 SEEDS = 8
+ON_POLICY = "on policy"
 
 
 def measure(task: policies.Task, path: list, lag: int) -> list[dict]:
   """Returns all rows of the last update of a path at one lag."""
   rows = []
-  for sampler, sampled in samplers(task, path, lag).items():
-    here = ledger.setting(task, path[-1], sampled)
+  for sampler, here in settings(task, path, lag).items():
     about = {"sampler": sampler}
     rows.append(about | {"part": "drift", "rule": ""} | ledger.drift(here))
-    for rule in corrections.RULES:
+    rules = corrections.RULES[:1] if sampler == ON_POLICY else corrections.RULES
+    for rule in rules:
       rows.append(about | {"part": "corrections"} | ledger.row(here, rule))
     for name in corrections.MASKS:
       rows.append(about | {"part": "masks"} | ledger.masked(here, name))
@@ -36,11 +37,23 @@ def measure(task: policies.Task, path: list, lag: int) -> list[dict]:
   return rows + [about | x for x in schedules.rows(task, path, lag)]
 
 
-def samplers(task: policies.Task, path: list, lag: int) -> dict:
-  """Returns log-probabilities of a stale policy, and of carried rollouts."""
+def settings(task: policies.Task, path: list, lag: int) -> dict:
+  """Returns the samplers to compare.
+
+  `stale` is the policy `lag` updates ago. Completions of `carried` started at
+  that time and continued with newer policies. `old baseline` is stale, with
+  advantages over the value of the policy that sampled.
+  """
+  drawn = policies.logprobs(task, path[-1 - lag])
+  stale = ledger.setting(task, path[-1], drawn)
+  old = task.rewards - policies.values(task, drawn)[:, None]
+  carried = schedules.window_logprobs(task, path, lag, lag)
+  new = policies.logprobs(task, path[-1])
   return {
-    "stale": policies.logprobs(task, path[-1 - lag]),
-    "carried": schedules.window_logprobs(task, path, lag, lag),
+    ON_POLICY: ledger.setting(task, path[-1], new),
+    "stale": stale,
+    "carried": ledger.setting(task, path[-1], carried),
+    "old baseline": stale._replace(advantage=old[..., None]),
   }
 
 

@@ -146,33 +146,34 @@ def finished_at(limit: int, lag: int, age: int) -> Choice:
 def rows(task: policies.Task, path: list, lag: int) -> list[dict]:
   """Returns the rows of all schedules for the update of `path[-1]`."""
   limit = task.tokens.shape[1]
-  here = {
-    age: ledger.setting(
-      task, path[-1], window_logprobs(task, path, lag, age)
-    )
-    for age in range(1, lag + 1)
+  sampled = {
+    age: window_logprobs(task, path, lag, age) for age in range(1, lag + 1)
   }
+  sampled[0] = policies.logprobs(task, path[-1])
+  here = {a: ledger.setting(task, path[-1], y) for a, y in sampled.items()}
   x = {age: group(y) for age, y in here.items()}
-  true = ledger.target(here[lag])
-  row = lambda name, parts, **options: {"rule": name} | errors(
-    true, parts, **options
-  )
+  fresh, true = x.pop(0), ledger.target(here[0])
   queue = [sums(x[a], finished_at(limit, lag, a)) for a in x]
-  first = first_to_finish(x[lag])
-  known = first_to_finish(x[lag], is_weighted=True)
   chosen = lambda choice: [sums(x[lag], choice)]
-  return [
-    row("FIFO, each group once", chosen(always(limit))),
-    row("drop late groups", chosen(within(limit, BUDGET * limit))),
-    row("first 4 of 8, abandon the others", chosen(first)),
-    row("same, weights 1/pi", chosen(known), started=TRAINED / STARTED),
-    row("queue, first to finish: update 1", queue[:1]),
-    row("queue, first to finish: later", queue, started=1.0),
-  ]
+  known = first_to_finish(x[lag], is_weighted=True)
+  results = {
+    "no lag, each group once": errors(true, [sums(fresh, always(limit))]),
+    "FIFO, each group once": errors(true, chosen(always(limit))),
+    "drop late groups": errors(true, chosen(within(limit, BUDGET * limit))),
+    "first 4 of 8, abandon the others": errors(
+      true, chosen(first_to_finish(x[lag]))
+    ),
+    "same, weights 1/pi": errors(true, chosen(known), TRAINED / STARTED),
+    "queue, first to finish: start": errors(true, queue[:1]),
+    "queue, first to finish: later": errors(true, queue, 1.0),
+  }
+  return [{"rule": name} | result for name, result in results.items()]
 
 
 def errors(true: np.ndarray, parts: list[Sums], started: float = 0.0) -> dict:
   """Compares groups of independent starts with the true gradient.
+
+  Groups count as independent, although those of the same eight are not quite.
 
   Args:
     parts: moments of a group started at each time, as many at each.
