@@ -208,6 +208,18 @@ def test_a_queue_of_one_policy_is_unbiased_once_it_is_full(task, path):
   assert bias["queue, first to finish: start"] > 0.01
 
 
+def test_a_queue_of_single_completions_has_no_bias(task, path):
+  """The rest of a queue's bias is that groups wait for their longest."""
+  mean = 0.0
+  for age in (1, 2):
+    drawn = schedules.window_logprobs(task, path, 2, age)
+    x = schedules.group(ledger.setting(task, path[-1], drawn))
+    prob = schedules.finished_at(4, 2, age).prob
+    mean += np.einsum("qlp,l->p", x.mean, prob) / len(x.mean)
+  here = ledger.setting(task, path[-1], drawn)
+  np.testing.assert_allclose(mean, ledger.target(here), atol=1e-12)
+
+
 def test_the_table_is_that_of_the_results():
   lines = (FOLDER / "results.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
