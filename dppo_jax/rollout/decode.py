@@ -58,18 +58,17 @@ class Queue(NamedTuple):
 
   prompts: PromptBatch  # of the shard
   order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
-  ends: Int[Array, "Q"]  # completions up to each prompt's last, in this order
+  waiting: Int[Array, "QG"]  # completions as place * G + member, in this order
   cache: kv_cache.KVCache  # of the prompts, in this order
   group_size: int  # G, of the largest group
   shares_prompts: bool  # slots read this cache, and copy nothing
 
   def place(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
     """Returns the place in the queue of completions, their item and prompt."""
-    place = (self.ends <= number[:, None]).sum(1, dtype=jnp.int32)
-    place = jnp.minimum(place, len(self.ends) - 1)
+    number = self.waiting[jnp.minimum(number, len(self.waiting) - 1)]
+    place, member = number // self.group_size, number % self.group_size
     prompt = self.order[place]
-    start = jnp.where(place > 0, self.ends[place - 1], 0)
-    return place, prompt * self.group_size + number - start, prompt
+    return place, prompt * self.group_size + member, prompt
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:

@@ -157,16 +157,19 @@ def _roll_out_shard(
     model_config, prompts.tokens.shape[1], sampling.max_tokens
   )
   num_kept = keep.sum(dtype=jnp.int32)
-  ends = jnp.cumsum(jnp.where(keep, group_sizes, 0)[order], dtype=jnp.int32)
+  sizes = jnp.where(keep, group_sizes, 0)[order]
+  waiting = _in_turn(sizes, group_size, by_member=draft_tokens > 0)
   prompt_cache = _prefill(
     params, model_config, prompts, order, num_kept, prompt_sizes
   )
   shares = model_config.has_gpu_layout
-  queue = decode.Queue(prompts, order, ends, prompt_cache, group_size, shares)
+  queue = decode.Queue(
+    prompts, order, waiting, prompt_cache, group_size, shares
+  )
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
   lockstep = parameters.gathers_layers(model_config)
   state = decode.init_decode_state(
-    model_config, uniform, ends[-1], schedule[0], slot_sizes
+    model_config, uniform, sizes.sum(), schedule[0], slot_sizes
   )
   state = decode.refill(state, queue)
   # The first stage ends when the next one has a slot for every unfinished
@@ -184,6 +187,24 @@ def _roll_out_shard(
     state = decode.decode_until(limit, run, state, lockstep)
   output = decode.completions(state, sampling.stop_ids)
   return output, state.slot_steps, state.busy_steps
+
+
+def _in_turn(
+  sizes: Int[Array, "Q"], group_size: int, by_member: bool
+) -> Int[Array, "QG"]:
+  """Returns the completions to sample in their order, then the others.
+
+  Args:
+    by_member: all prompts have one completion before any has two, so that
+      drafts come from completions that have ended.
+  """
+  place = jnp.arange(len(sizes), dtype=jnp.int32)[:, None]
+  member = jnp.arange(group_size, dtype=jnp.int32)
+  turn = (
+    member * len(sizes) + place if by_member else place * group_size + member
+  )
+  turn = jnp.where(member < sizes[:, None], turn, len(sizes) * group_size)
+  return jnp.argsort(turn.reshape(-1)).astype(jnp.int32)
 
 
 def _prefill(
