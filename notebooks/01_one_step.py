@@ -141,8 +141,8 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 
 # %%
 rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-chosen = stages["choose_prompts"](
-  rng, state.history, prompts.ids, np.int32(num_prompts)
+chosen, sizes = stages["choose_prompts"](
+  rng, state.history, prompts.ids, np.int32(num_prompts), None
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))
 print("prob", chosen.prob.shape, chosen.prob)
@@ -159,9 +159,8 @@ print("score of the last visit", score.shape, score.round(2))
 # %%
 with jax.set_mesh(run.mesh):
   inference_params = stages["to_inference_params"](state.params)
-  rollout = stages["roll_out"](
-    inference_params, prompts, rng_at(run.root_key, draw, Stage.ROLLOUT), chosen
-  )
+  rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
+  rollout = stages["roll_out"](inference_params, prompts, rng, chosen, sizes)
 print("tokens    ", rollout.tokens.shape, "[Q, G, T]")
 print("logprobs  ", rollout.logprobs.shape, "nats, of each token sampled")
 print("lengths   ", rollout.lengths.shape)
