@@ -35,6 +35,7 @@ INVALID = [
   (methods.neyman, {"completion_budget": 1.5}),
   (methods.neyman, {"completion_budget": "half"}),
   (methods.neyman, {"rollout_budget": 0.0}),
+  (methods.neyman, {"rollout_budget": "some"}),
   (methods.group_sizes, {"budget": 1.1}),
   (methods.neyman, {"update_cost": float("inf")}),
   (methods.dppo, {"completion_rate": 1.0}),

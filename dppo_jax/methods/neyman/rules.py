@@ -32,7 +32,7 @@ def neyman(
   prompt_budget: float = 1.0,
   completion_budget: float | str = "auto",
   token_budget: float = 1.0,
-  rollout_budget: float | str = 1.0,
+  rollout_budget: float | str = "all",
   min_prob: float = 0.05,
   update_cost: float = 0.0,
 ) -> method.Method:
@@ -47,8 +47,8 @@ def neyman(
     completion_budget: fraction of the completions trained on, as in
       `neyman_completions`; "auto" for an `AutoBudget`.
     token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
-    rollout_budget: fraction of the completions sampled, as in `group_sizes`;
-      "auto" chooses it by the measured noise within and between prompts.
+    rollout_budget: "all", or the fraction of the completions sampled, as in
+      `group_sizes`; "auto" chooses it by the noise within and between prompts.
     min_prob: least probability of a completion or token, in [0, 1].
     update_cost: as in `AutoBudget`. With measured times no two runs are
       bit-identical.
@@ -63,9 +63,9 @@ def neyman(
        a prompt, depends on the size of its group.
   """
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
-  is_auto = rollout_budget == "auto"
-  if not is_auto:
-    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
+  samples_all, is_auto = (rollout_budget == x for x in ("all", "auto"))
+  if not samples_all and not is_auto:
+    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], "all" or "auto"')
     check(limit, rollout_budget=rollout_budget)
     rollout_budget = float(rollout_budget)
   check(FINITE, update_cost=update_cost)
@@ -78,7 +78,7 @@ def neyman(
   rules = grpo()._replace(completions=neyman_completions(budget, min_prob))
   if prompt_budget < 1:
     rules = rules._replace(prompts=neyman_prompts(prompt_budget))
-  if is_auto or rollout_budget < 1:
+  if not samples_all:
     # The memory is that of the prompt rule, which keeps all at a budget of 1.
     rules = rules._replace(
       prompts=neyman_prompts(prompt_budget),
