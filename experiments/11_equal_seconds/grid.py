@@ -42,7 +42,13 @@ TASKS = {
   "arithmetic": Task(CONFIGS["arithmetic"], 30, 2.8e-6, 8),
   "long rings": Task(CONFIGS["rings"], 120, 7e-4, 3, _LONG),
 }
-METHODS = {"grpo": "grpo", "neyman": "neyman", "dppo": "dppo"}
+# The last chooses the group size itself, below 16, in steps of 32 prompts.
+METHODS = {
+  "grpo": ("grpo",),
+  "dppo": ("dppo",),
+  "neyman": ("neyman",),
+  "automatic": ("neyman", "--config.method.args.rollout_budget=auto"),
+}
 GROUPS = (2, 4, 8, 16)
 COMPLETIONS = (128, 256, 512)  # of a step
 SEEDS = (1, 2, 3, 4, 5)
@@ -145,10 +151,16 @@ def seeds(task: str, rows: list[dict]) -> list[Run]:
     for group in GROUPS
   ]
   top = max(chosen, key=lambda x: score(of_run[x]))
-  variants = [(cell, method) for cell in chosen for method in ("grpo", "neyman")]
-  variants.append((top, "dppo"))
+  start = next(x for x in best if (x.prompts, x.group) == (32, 16))
+  variants = [
+    *((cell, "grpo") for cell in chosen),
+    (top, "dppo"),
+    *((cell, "neyman") for cell in chosen),
+    (start, "automatic"),
+  ]
   return [
     cell._replace(method=method, seed=seed)
+    for part in (variants[:4], variants[4:])
     for seed in SEEDS
-    for cell, method in variants
+    for cell, method in part
   ]

@@ -51,6 +51,7 @@ def summary(workdir: pathlib.Path) -> dict:
     "rollout_share": stages["rollout"] / sum(stages.values()),
     "tokens_generated": run.total("tokens/generated"),
     "tokens_trained": run.total("tokens/trained"),
+    "completions": run.total("completions/drawn") / run.total("prompts/kept"),
     "zero_std": run.total("groups/zero_std") / run.total("prompts/kept"),
     "noise": next(
       (x["noise/fraction"] for x in run.steps if "noise/fraction" in x), None
@@ -77,18 +78,22 @@ class Pool:
 
   def run_all(self, cells: list[grid.Run]) -> None:
     """Runs what is not in results.jsonl yet, in order."""
-    todo = [cell for cell in cells if grid.key(cell._asdict()) not in self._done]
+    todo = [
+      cell for cell in cells if grid.key(cell._asdict()) not in self._done
+    ]
     for run in [self._threads.submit(self._run, cell) for cell in todo]:
       run.result()
 
   def _run(self, cell: grid.Run) -> None:
     task = grid.TASKS[cell.task]
     workdir = pathlib.Path(tempfile.mkdtemp(dir=self._root)) / "run"
+    method, *options = grid.METHODS[cell.method]
     flags = [
       f"--config.sft.from_run={self._root / f'{cell.task}-warm'}",
       *grid.flags(cell),
+      *options,
     ]
-    self._execute(workdir, task, grid.METHODS[cell.method], flags)
+    self._execute(workdir, task, method, flags)
     row = {**cell._asdict(), **summary(workdir), **results.facts()}
     with RESULTS.open("a") as file:
       file.write(json.dumps(row) + "\n")
@@ -96,11 +101,7 @@ class Pool:
     shutil.rmtree(workdir.parent)
 
   def _execute(
-    self,
-    workdir: pathlib.Path,
-    task: grid.Task,
-    method: str,
-    flags: list[str],
+    self, workdir: pathlib.Path, task: grid.Task, method: str, flags: list[str]
   ) -> None:
     core = self._free.get()
     command = processes.train_command(f"{task.config}:{method}", workdir)

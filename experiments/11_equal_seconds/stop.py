@@ -3,12 +3,11 @@
 import os
 import signal
 
-_spent = 0.0
+_spent = [0.0]
 
 
 def after_step(done, info, state):
   """Requests the end of the run once its steps have taken long enough."""
-  global _spent
-  _spent += info.scalars["step/cpu_seconds"]
-  if _spent >= float(os.environ["EQUAL_SECONDS"]):
+  _spent[0] += info.scalars["step/cpu_seconds"]
+  if _spent[0] >= float(os.environ["EQUAL_SECONDS"]):
     os.kill(os.getpid(), signal.SIGTERM)
