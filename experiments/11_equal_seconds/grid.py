@@ -160,7 +160,7 @@ def seeds(task: str, rows: list[dict]) -> list[Run]:
   ]
   return [
     cell._replace(method=method, seed=seed)
-    for part in (variants[:4], variants[4:])
+    for part in (variants[:4], variants[-1:], variants[4:-1])
     for seed in SEEDS
     for cell, method in part
   ]
