@@ -27,7 +27,7 @@ from typing import NamedTuple
 OPERATORS = "+-*"
 STEPS = 10  # in a ring
 ROUNDS = (2, 3, 4)
-MARKS = ("\\boxed{", " ", ",", "(", ")")  # rounds left
+MARKS = ("\\boxed{", " ", ",", "(", ")", ":", "=", "<", ">")  # rounds left
 SLIP = 1  # so that several mistakes seldom cancel modulo 10
 NUM_FAULTY = 14  # skills, of 30
 
@@ -82,18 +82,19 @@ def make_row(
   faulty: list[Skill],
   mix: Mix,
   name: str,
+  rounds: tuple[int, ...] = ROUNDS,
 ) -> dict[str, str]:
   """Returns a problem, its answer and a solution that may go wrong."""
   num_faulty = generator.choice(mix.num_faulty)
   ring = generator.sample(faulty, num_faulty)
   ring += generator.sample(intact, STEPS - num_faulty)
   generator.shuffle(ring)
-  rounds = generator.choice(ROUNDS)
+  left_rounds = generator.choice(rounds)
   truth = written = generator.randrange(10)
   problem = "".join(f"{skill.name};" for skill in ring)
-  problem += f"{MARKS[rounds]}{truth}"
+  problem += f"{MARKS[left_rounds]}{truth}"
   solution = ""
-  for left in reversed(range(rounds)):
+  for left in reversed(range(left_rounds)):
     for skill in ring:
       errs = generator.random() < skill.error_rate
       truth = (truth + skill.turn) % 10
@@ -114,15 +115,20 @@ def write(
   train: int = 1536,
   held_out: int = 512,
   mix: Mix = DEFAULT_MIX,
+  rounds: tuple[int, ...] = ROUNDS,
 ) -> None:
-  """Writes train.jsonl and eval.jsonl, whose problems share their skills."""
+  """Writes train.jsonl and eval.jsonl, whose problems share their skills.
+
+  Args:
+    rounds: numbers of rounds of a ring, each equally likely, below 9.
+  """
   folder.mkdir(parents=True, exist_ok=True)
   generator = random.Random(seed)
   intact, faulty = make_skills(generator, mix)
   for split, count in (("train", train), ("eval", held_out)):
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
       for i in range(count):
-        row = make_row(generator, intact, faulty, mix, f"{split}/{i}")
+        row = make_row(generator, intact, faulty, mix, f"{split}/{i}", rounds)
         file.write(json.dumps(row) + "\n")
 
 
