@@ -89,7 +89,7 @@ def repetitive() -> list[Workload]:
   options = {
     "model_config": model,
     "group_size": 4,
-    "max_tokens": 512,
+    "max_tokens": 256,
     "temperature": 0.1,
     "stop_ids": (1,),
   }
@@ -165,7 +165,7 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--repeats", type=int, default=9)
+  parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--cores", default="0,1")
   parser.add_argument(
     "--workdir", type=pathlib.Path, default=pathlib.Path("runs/drafts")
