@@ -13,7 +13,7 @@ from . import grid
 HERE = pathlib.Path(__file__).parent
 # Of 32 groups of 16 on rings, from experiments 10 and 02: the noise scale over
 # the batch, and the fraction of the noise that is between the completions of a
-# prompt: half of the completions cost 0.4 of the noise that half the prompts do.
+# prompt: half the completions cost 0.4 of the noise that half the prompts do.
 NOISE, WITHIN = 10.0, 0.35
 
 

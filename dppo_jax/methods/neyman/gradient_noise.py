@@ -79,7 +79,9 @@ def add_measurement(
   signal = jnp.where(num_prompts > 1, signal, 0.0)
   noise = (total - signal) / (1 + added)
   common = signal + noise - apart
-  new = Noise(signal, noise, apart, apart * (group_size - 1), common)
+  apart = jnp.asarray(apart)
+  within = apart * (group_size - 1)
+  new = Noise(signal, noise, apart, within, common)
   is_finite = jnp.isfinite(total + signed + apart)
   mix = lambda x, y: jnp.where(is_finite, DECAY * x + y, x)
   return jax.tree.map(mix, old, new)

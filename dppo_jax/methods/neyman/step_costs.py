@@ -54,10 +54,10 @@ class CostTracker:
     sums = StepSample(*self._sums)
     ratio = lambda x, y: np.array(x / y if y > 0 else 0.0, np.float32)
     return StepCosts(
-      np.float32(gradient_noise.noise_fraction(noise)),
+      np.array(gradient_noise.noise_fraction(noise), np.float32),
       ratio(sums.update, sums.micros),
       ratio(self._rows_per_micro * sums.tokens, sums.rows),
       ratio(sums.other, self._weight),
-      np.float32(gradient_noise.apart_fraction(noise)),
-      np.float32(gradient_noise.best_group_size(noise, largest)),
+      np.array(gradient_noise.apart_fraction(noise), np.float32),
+      np.array(gradient_noise.best_group_size(noise, largest), np.float32),
     )
