@@ -12,18 +12,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import attention, kv_cache, layers, moe, parameters
+from dppo_jax.models import attention, kv_cache, layers, lora, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
 from dppo_jax.models.parameters import (  # noqa: F401, for callers
   ModelConfig,
+  Param,
   Params,
+  cast,
   flatten,
   inference_shardings,
   init,
+  init_adapters,
   num_parameters,
   parameter_table,
   shardings,
   to_inference_params,
+  trainable_table,
   unflatten,
 )
 
@@ -76,14 +80,18 @@ def forward_and_load(
   rotation = _rotation(config, positions, tokens.shape[1])
 
   @REMAT[config.remat]
-  def run(x, p):
+  def run(x, p, adapters):
+    p = merge(p, adapters) if adapters else p
     x, _, routing = _layer(x, p, None, config, rotation, attend)
     return x, routing and moe.load(routing, segment_ids > 0, config.experts)
 
-  layer = lambda x, p: run(x, parameters.place_layer(p, config))
+  # Merged again in the backward pass, whatever else is kept for it.
+  merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
+  layer = lambda x, p: run(x, parameters.place_layer(p[0], config), p[1])
   x = _embed(params, tokens)
   unroll = config.layers if config.unrolls_layers else _UNROLL
-  x, loads = jax.lax.scan(layer, x, params["layers"], unroll=unroll)
+  stacks = params["layers"], params.get(lora.KEY, {})
+  x, loads = jax.lax.scan(layer, x, stacks, unroll=unroll)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
 
 
