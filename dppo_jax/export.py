@@ -55,7 +55,7 @@ def run(
   model = setup.with_lora(model, config.lora)
   if is_adapter and not model.lora:
     raise UserError(
-      "--format=adapter needs a run with adapters, but its config.lora.rank is 0"
+      "--format=adapter needs a run with adapters, but config.lora.rank is 0"
     )
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
   init = functools.partial(transformer.init, model)
@@ -87,11 +87,11 @@ def run(
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
   written = "adapters" if is_adapter else "weights"
-  done = f"wrote the {written} of {workdir} after step {step} to {to}, in {dtype}"
+  done = (
+    f"wrote the {written} of {workdir} after step {step} to {to}, in {dtype}"
+  )
   if is_adapter and config.sft.steps + bool(config.sft.from_run):
-    done += (
-      "; they belong to the fine-tuned weights of step 0, which --step=0 exports"
-    )
+    done += "; --step=0 exports the fine-tuned weights that they adapt"
   print(progress.wrapped(done), flush=True)
 
 

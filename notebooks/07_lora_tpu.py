@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Qwen3-0.6B with LoRA on GSM8K, on a TPU v5e-8
 #
-# Kaggle and Colab lend slices of eight v5e chips. On one of them this notebook
-# trains adapters of Qwen3-0.6B on grade-school problems. On any other machine it
-# runs the same cells with a model of 0.1 M parameters and sums of small numbers,
-# in two minutes.
+# Kaggle and Colab lend slices of eight v5e chips. On such a slice this notebook
+# trains adapters of Qwen3-0.6B on grade-school problems. On any other machine
+# it runs the same cells with a model of 0.1 M parameters and sums of small
+# numbers, in two minutes.
 #
 # **It has never been run on a TPU.** The full size was compiled for `v5e:2x4`
 # with XLA's TPU compiler, which needs no TPU. Memory and seconds below are
@@ -15,12 +15,12 @@ import json
 import pathlib
 import tempfile
 
+from dppo_jax.configs import arithmetic, gsm8k
 import jax
 import matplotlib.pyplot as plt
 
-from dppo_jax import config, export, plan, train
+from dppo_jax import export, plan, train
 from dppo_jax.analysis import runs
-from dppo_jax.configs import arithmetic, gsm8k
 from dppo_jax.models.hf import families
 from dppo_jax.planning import assumed, topology
 
@@ -31,9 +31,9 @@ print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## The config
 #
-# `lora.rank` is all that LoRA needs: weights are frozen in bfloat16, and adapters
-# of every linear layer are trained with AdamW in float32. They learn with about
-# ten times the rate of full training.
+# `lora.rank` is all that LoRA needs: weights are frozen in bfloat16, and
+# adapters of every linear layer are trained with AdamW in float32. They learn
+# with about ten times the rate of full training.
 
 
 # %%
@@ -70,8 +70,8 @@ for rank in (0, 16):
   plan.run(planned, hardware="v5e:8")
 
 # %% [markdown]
-# `pip install "jax[tpu]"` brings the compiler, and this compiles what the estimate
-# only adds up. It takes minutes, so it is off here:
+# `pip install "jax[tpu]"` brings the compiler, and this compiles what the
+# estimate only adds up. It takes minutes, so it is off here:
 #
 # ```python
 # plan.run(full_size(), topology="v5e:2x4", stages="roll_out,update")
@@ -79,11 +79,11 @@ for rank in (0, 16):
 #
 # ## How long is a step?
 #
-# A prediction from two facts of a chip: 197 TFLOP/s in bfloat16 and 819 GB/s of
-# memory ([cloud.google.com](https://cloud.google.com/tpu/docs/v5e)). Each decode
-# step reads the weights and the cache of its slots; an update takes 8 FLOPs per
-# parameter and token, with the forward pass computed twice. Half of either peak
-# is assumed.
+# A prediction from two facts of a chip: 197 TFLOP/s in bfloat16 and 819 GB/s
+# of memory ([cloud.google.com](https://cloud.google.com/tpu/docs/v5e)). Each
+# decode step reads the weights and the cache of its slots; an update takes 8
+# FLOPs per parameter and token, with the forward pass computed twice. Half of
+# either peak is assumed.
 
 # %%
 FLOPS, BANDWIDTH, EFFICIENCY = 197e12, 819e9, 0.5
@@ -126,8 +126,9 @@ plt.show()
 # %% [markdown]
 # ## Take it home
 #
-# `is_adapter=True` writes the adapter alone, a few MB, in PEFT's format; without
-# it the merged weights are written, as a checkpoint for transformers and vLLM.
+# `is_adapter=True` writes the adapter alone, a few MB, in PEFT's format;
+# without it the merged weights are written, as a checkpoint for transformers
+# and vLLM.
 
 # %%
 export.run(c, workdir, folder / "adapter", is_adapter=True)
@@ -135,4 +136,3 @@ for path in sorted((folder / "adapter").iterdir()):
   print(f"{path.name:28}{path.stat().st_size:>10,} bytes")
 settings = json.loads((folder / "adapter/adapter_config.json").read_text())
 print({k: settings[k] for k in ("r", "lora_alpha", "target_modules")})
-

@@ -16,13 +16,13 @@ from test_meshes import _three_steps
 
 from dppo_jax import export, train
 from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lora, transformer
 from dppo_jax.models.hf import peft
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, update
 from dppo_jax.step.pack import pack
-from dppo_jax.algo.packing import PackingSpec
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_new_adapters_change_nothing():
 
 @pytest.mark.parametrize("remat", ["none", "layers", "dots"])
 def test_gradient_follows_from_that_of_the_merged_weights(remat):
-  """By the chain rule: `dA = dW B^T` and `dB = A^T dW`, times alpha / rank.
+  """Chain rule: `dA = dW B^T` and `dB = A^T dW`, times alpha / rank.
 
   So what holds for gradients of weights in expectation holds for adapters.
   """
@@ -87,7 +87,9 @@ def test_gradient_follows_from_that_of_the_merged_weights(remat):
   merge = lambda x: lora.merge(params["layers"], x, ADAPTERS)
   _, pull_back = jax.vjp(merge, params["adapters"])
   (expected,) = pull_back(full)
-  chex.assert_trees_all_close(actual["adapters"], expected, rtol=2e-4, atol=1e-6)
+  chex.assert_trees_all_close(
+    actual["adapters"], expected, rtol=2e-4, atol=1e-6
+  )
 
 
 def trained(workdir, **options):
@@ -113,7 +115,9 @@ def test_run_trains_only_adapters_on_policy(run):
   like = abstract_values.abstract_train_state(first)
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     start = checkpoints.restore(0, like)
-  chex.assert_trees_all_equal(lora.frozen(start.params), lora.frozen(state.params))
+  chex.assert_trees_all_equal(
+    lora.frozen(start.params), lora.frozen(state.params)
+  )
   b = state.params["adapters"]["q"]["b"]
   assert (start.params["adapters"]["q"]["b"] == 0).all() and (b != 0).any()
   moments = [x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim]
@@ -139,7 +143,9 @@ def test_export_has_the_merged_weights(run, tmp_path):
   params, _ = hf.load(str(tmp_path / "merged"))
   model = setup.setup_run(c).model
   chex.assert_trees_all_close(params, lora.merge_all(state.params, model.lora))
-  assert our_tokens(tmp_path / "merged") != our_tokens_of_base(c, workdir, tmp_path)
+  assert our_tokens(tmp_path / "merged") != our_tokens_of_base(
+    c, workdir, tmp_path
+  )
 
 
 def our_tokens_of_base(c, workdir, tmp_path):
@@ -207,8 +213,10 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
   }.items():
     with pytest.raises(UserError, match=message):
       peft.check(str(tmp_path), wrong)
-  with pytest.raises(UserError, match="none has no adapter_config.json"):
+  with pytest.raises(UserError, match=r"none has no adapter_config\.json"):
     peft.check("none", ADAPTERS)
   table = transformer.parameter_table(small.MODEL)
-  with pytest.raises(UserError, match="has 'w', which this model lacks: use all"):
+  with pytest.raises(
+    UserError, match="has 'w', which this model lacks: use all"
+  ):
     lora.choose(table, 2, 1.0, "q_proj,w")

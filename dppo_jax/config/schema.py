@@ -42,7 +42,7 @@ class LoraConfig:
   """Low-rank adapters, trained while the model's weights are frozen."""
 
   rank: int = option(0, "rank of the adapters; 0: train all weights")
-  alpha: float = option(32.0, "factor alpha / rank of the adapters", least=0.001)
+  alpha: float = option(32.0, "alpha / rank scales the adapters", least=0.001)
   targets: str = option("all", "linear layers to adapt: all, or q,k,v,o,...")
   adapter: str = option("", "directory of a PEFT adapter to start from")
 

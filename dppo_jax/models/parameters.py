@@ -214,8 +214,9 @@ def cast(params: Params, config: ModelConfig) -> Params:
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
   """Returns weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Adapters are merged. Heads of keys and values are repeated as the mesh needs them. One layer of
-  each group is gathered at a time: all at once would need twice the memory.
+  Adapters are merged. Heads of keys and values are repeated as the mesh needs
+  them. One layer of each group is gathered at a time: all at once would need
+  twice the memory.
   """
   axes = unflatten(_inference_axes(config))
   num_groups = kv_cache.num_groups(config)

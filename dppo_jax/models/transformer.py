@@ -85,7 +85,7 @@ def forward_and_load(
     x, _, routing = _layer(x, p, None, config, rotation, attend)
     return x, routing and moe.load(routing, segment_ids > 0, config.experts)
 
-  # Merged again in the backward pass, whatever else is kept for it.
+  # Merged again in the backward pass, so that no merged weights are kept.
   merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
   layer = lambda x, p: run(x, parameters.place_layer(p[0], config), p[1])
   x = _embed(params, tokens)

@@ -1,8 +1,9 @@
 """Checkpoints of the train state: written by orbax, verified by checksums.
 
-Each part of a checkpoint, the trained weights and the rest, has a file of SHA-256
-checksums, written before orbax marks the checkpoint as complete. A checkpoint
-is damaged if that file is missing or if a file that it lists has changed.
+Each part of a checkpoint, the trained weights and the rest, has a file of
+SHA-256 checksums, written before orbax marks the checkpoint as complete. A
+checkpoint is damaged if that file is missing or if a file that it lists has
+changed.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,8 @@ class Checkpoints:
   """The checkpoints of one run; a context manager that waits for the last one.
 
   The checkpoint of step 0 is never deleted: it holds the weights of the
-  reference policy and, of a run with adapters, the frozen weights. All processes of a run make the same calls.
+  reference policy and, of a run with adapters, the frozen weights. All
+  processes of a run make the same calls.
   """
 
   def __init__(

@@ -51,7 +51,9 @@ def check(path: str, adapters: lora.Lora | None) -> None:
   label = f"config.lora.adapter {path}"
   for name in (CONFIG, WEIGHTS):
     if not pathlib.Path(path, name).is_file():
-      raise UserError(f"{label} has no {name}: name the directory of an adapter")
+      raise UserError(
+        f"{label} has no {name}: name the directory of an adapter"
+      )
   settings = reader.read_json(pathlib.Path(path, CONFIG))
   for key, values in _SUPPORTED.items():
     if key in settings and settings[key] not in values:

@@ -137,7 +137,7 @@ def stored_dtype(path: str) -> str:
 def open_tensors(
   path: str, weights: str = WEIGHTS
 ) -> dict[str, safetensors.safe_open]:
-  """Returns the open file of each tensor; those of WEIGHTS may be in several."""
+  """Returns the open file of each tensor; WEIGHTS may be several files."""
   path, files = pathlib.Path(path), [weights]
   if not (path / weights).is_file():
     if not (path / INDEX).is_file():
