@@ -36,6 +36,21 @@ EXTRAS = {
       "original_max_position_embeddings": 32,
     }
   },
+  "Gemma3ForCausalLM": {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "rope_parameters": {
+      "full_attention": {
+        "rope_type": "linear",
+        "rope_theta": 1e3,
+        "factor": 8.0,
+      },
+      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+  },
 }
 
 

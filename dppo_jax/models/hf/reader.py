@@ -34,6 +34,8 @@ COMPANIONS = (
 # Stored dtypes, which float32 holds without loss, and their NumPy names.
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_TEXT = "language_model."  # marks the tensors of a model's text part
+
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
 
@@ -99,7 +101,8 @@ def load(
   for name, p in transformer.parameter_table(config).items():
     weight = np.empty(p.shape, np.float32)
     for index, tensor in families.parts(name, p.shape):
-      stored = tensors[tensor].get_tensor(tensor)
+      file, stored_name = tensors[tensor]
+      stored = file.get_tensor(stored_name)
       weight[index] = families.from_file(name, stored, p.shape)
       if not np.isfinite(weight[index]).all():
         raise UserError(
@@ -114,12 +117,20 @@ def load(
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
-  name = families.TENSORS["embed"].name
-  return FLOATS[_open_tensors(path)[name].get_slice(name).get_dtype()]
+  file, name = _open_tensors(path)[families.TENSORS["embed"].name]
+  return FLOATS[file.get_slice(name).get_dtype()]
 
 
-def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
-  """Returns the open file of each tensor."""
+# Open file of a tensor, and its name there.
+_Stored = tuple[safetensors.safe_open, str]
+
+
+def _open_tensors(path: str) -> dict[str, _Stored]:
+  """Returns each tensor by its name in a model of text alone.
+
+  In a checkpoint of a model with images, those of its text part have a further
+  `language_model` in their names, in one of two places.
+  """
   path, files = pathlib.Path(path), [WEIGHTS]
   if not (path / WEIGHTS).is_file():
     if not (path / INDEX).is_file():
@@ -136,17 +147,18 @@ def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
         f"{path / file} is missing, truncated, damaged or a git-lfs pointer "
         f"({error}): download it again"
       ) from None
-    tensors |= dict.fromkeys(opened.keys(), opened)
-  return tensors
+    tensors |= {name: (opened, name) for name in opened.keys()}
+  text = {k: x for k, x in tensors.items() if _TEXT in k}
+  return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
 def _check_tensors(
-  path: str, tensors: Mapping[str, safetensors.safe_open], config: ModelConfig
+  path: str, tensors: Mapping[str, _Stored], config: ModelConfig
 ) -> None:
   """Raises UserError unless the tensors are the model's."""
   shapes = {}
-  for name, file in tensors.items():
-    stored = file.get_slice(name)
+  for name, (file, stored_name) in tensors.items():
+    stored = file.get_slice(stored_name)
     if stored.get_dtype() not in FLOATS:
       raise UserError(
         f"{path} has {name} in {stored.get_dtype()}, which is not supported: "
