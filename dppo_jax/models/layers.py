@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from dppo_jax import sharding
 
-
 # The activation of a gated feed-forward part, by its name in config.json.
 ACTIVATIONS = {
   "silu": jax.nn.silu,

@@ -52,6 +52,16 @@ EXTRAS = {
     },
   },
 }
+EXTRAS["Gemma3ForConditionalGeneration"] = EXTRAS["Gemma3ForCausalLM"]
+
+VISION = {
+  "hidden_size": 16,
+  "intermediate_size": 16,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "image_size": 28,
+  "patch_size": 14,
+}
 
 
 def write(
@@ -77,6 +87,8 @@ def write(
   """
   model_class = getattr(transformers, family)
   settings = SHAPE | EXTRAS[family] | settings
+  if family == "Gemma3ForConditionalGeneration":
+    settings = {"text_config": settings, "vision_config": VISION}
   config = model_class.config_class(tie_word_embeddings=is_tied, **settings)
   model = model_class(config)
   generator = torch.Generator().manual_seed(seed)
@@ -92,4 +104,6 @@ def write(
     path, max_shard_size=max_shard_size
   )
   # Read again, as `to` rounds the rotary frequencies too.
-  return model_class.from_pretrained(path, dtype=torch.float32).eval()
+  return model_class.from_pretrained(
+    path, dtype=torch.float32, attn_implementation="eager"
+  ).eval()
