@@ -3,6 +3,9 @@
 import torch
 import transformers
 
+# Threads would wait for each other, longer than such models compute.
+torch.set_num_threads(1)
+
 SHAPE = {
   "vocab_size": 64,
   "hidden_size": 32,

@@ -319,7 +319,7 @@ def test_kernels_take_no_windows():
     assert attention.choose_backend("auto", *shapes) == kernel
     plain = attention.choose_backend("xla", *shapes)
     assert attention.choose_backend("auto", *shapes, has_window=True) == plain
-    with pytest.raises(ValueError, match="no window, not .* shorter than"):
+    with pytest.raises(ValueError, match=r"no window, not .* shorter than"):
       attention.choose_backend(kernel, *shapes, has_window=True)
 
 
