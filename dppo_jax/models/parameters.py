@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, layers, lora, moe
@@ -23,6 +23,23 @@ Params = PyTree[jax.Array]
 
 _KV = ("k", "v", "k_bias", "v_bias")  # weights that make keys and values
 _FUSED = (*_KV, "q", "q_bias", "q_norm", "k_norm")  # in `fuse_projections`
+
+
+class LocalLayers(NamedTuple):
+  """The layers that see only the newest positions of a sequence.
+
+  Their cache holds all positions nevertheless: simple, and in models with five
+  local layers to one global one up to six times as large as needed.
+
+  Attributes:
+    is_local: of each layer.
+    window: positions that a token sees, its own included; None for all.
+    rope_theta: base of their rotary frequencies, which are not scaled.
+  """
+
+  is_local: tuple[bool, ...]
+  window: int | None
+  rope_theta: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +58,12 @@ class ModelConfig:
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
+  has_post_norms: bool = False  # of the outputs of attention and mlp
+  has_zero_centred_norms: bool = False  # multiply by 1 + weight, in float32
+  has_scaled_embedding: bool = False  # by the square root of the width
+  query_size: int | None = None  # in place of head_dim in 1 / sqrt(head_dim)
+  activation: str = "silu"  # a key of layers.ACTIVATIONS
+  local: LocalLayers | None = None  # None if all layers are global
   is_tied: bool = True  # the output head is the embedding
   experts: moe.Experts | None = None  # in place of one feed-forward part
   lora: Lora | None = None  # adapters, trained in place of the weights
@@ -73,6 +96,17 @@ class ModelConfig:
     return self.has_gpu_layout and self.experts is None
 
 
+def drop_idle_window(config: ModelConfig, longest: int) -> ModelConfig:
+  """Drops a window that no sequence of up to `longest` tokens exceeds.
+
+  The result is the same, but kernels take no windows.
+  """
+  if config.local is None or (config.local.window or 0) < longest:
+    return config
+  local = config.local._replace(window=None)
+  return dataclasses.replace(config, local=local)
+
+
 class Param(NamedTuple):
   """One weight's declaration; its initial value is normal(0, scale) + fill."""
 
@@ -86,7 +120,8 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   """Declares every weight of the model by its `/`-separated name."""
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
-  norm = lambda size: Param((size,), (None,), fill=1.0)
+  norm_fill = 0.0 if c.has_zero_centred_norms else 1.0
+  norm = lambda size: Param((size,), (None,), fill=norm_fill)
   to_heads = lambda num, axis: Param(
     (c.embed, num, c.head_dim), ("embed", axis, None), inward
   )
@@ -101,8 +136,13 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
       ("heads", None, "embed"),
       outward * (c.heads * c.head_dim) ** -0.5,
     ),
-    "mlp_norm": norm(c.embed),
   }
+  if c.has_post_norms:
+    # No `mlp_norm`: files use the name of its tensor for `attention_post_norm`.
+    for name in ("attention_post_norm", "mlp_pre_norm", "mlp_post_norm"):
+      per_layer[name] = norm(c.embed)
+  else:
+    per_layer["mlp_norm"] = norm(c.embed)
   if c.experts:
     x, mlp = c.experts.num, c.experts.mlp
     wide = Param((x, c.embed, mlp), ("expert", "embed", None), inward)
@@ -261,10 +301,19 @@ def fuse_projections(weights: Params, config: ModelConfig) -> Params:
   if config.has_qkv_bias:
     weights["qkv_bias"] = fuse("q_bias", "k_bias", "v_bias")
   if config.has_qk_norm:
-    q, k = weights.pop("q_norm"), weights.pop("k_norm")
+    q, k = (norm_scale(weights.pop(x), config) for x in ("q_norm", "k_norm"))
     scales = [q] * (weights["qkv"].shape[-2] - 2) + [k, jnp.ones_like(k)]
     weights["qkv_norm"] = jnp.stack(scales)
   return weights
+
+
+def norm_scale(
+  weight: Float[Array, "..."], config: ModelConfig
+) -> Float[Array, "..."]:
+  """Returns what a norm with this weight multiplies by."""
+  if config.has_zero_centred_norms:
+    return 1 + weight.astype(jnp.float32)
+  return weight
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:

@@ -129,6 +129,9 @@ def _update(run: Run) -> Parts:
   num_shards = sharding.num_shards(run.mesh, "batch")
   chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
   width = _layer_width(run)
+  pairs = 0  # of tokens, whose logits a backend holds for all heads at once
+  if model.attention == "xla_dense":
+    pairs = tokens * p.row_length * model.heads / shards
   saved = {  # numbers that a layer keeps of each token
     "layers": model.embed,
     "dots": model.embed + width,
@@ -139,7 +142,7 @@ def _update(run: Run) -> Parts:
     # Gathered, its gradient, and the float32 sum of that over devices.
     "output head": (2 * item + 4) * model.vocab * model.embed / shards,
     "activations": item * tokens * model.layers * saved,
-    "activations of a layer": item * tokens * 4 * width,
+    "activations of a layer": item * tokens * 4 * width + 3 * 4 * pairs,
     "logits": 3 * 4 * chunk * model.vocab / shards,
   }
 

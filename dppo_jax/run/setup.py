@@ -160,12 +160,19 @@ def make_run(
 
   For the arguments see `Run`.
   """
+  problems = [x for x in (train_set, *eval_sets.values()) if x]
+  longest = max((x.tokens.shape[1] for x in problems), default=0)
+  longest += config.rollout.max_tokens
+  if config.sft.steps:
+    longest = max(longest, config.pack.row_length)
+  model = transformer.drop_idle_window(model, longest)
   backend = attention.choose_backend(
     config.model.attention,
     platform,
     config.pack.row_length,
     config.rollout.group_size,
     model.head_dim,
+    has_window=bool(model.local and model.local.window),
   )
   model = dataclasses.replace(model, attention=backend)
   model = with_lora(model, config.lora)

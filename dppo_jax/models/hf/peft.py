@@ -38,8 +38,8 @@ def load(path: str, config: ModelConfig, shardings: Params) -> Params:
   """
   tensors = reader.open_tensors(path, WEIGHTS)
   shapes = {
-    name: tuple(file.get_slice(name).get_shape())
-    for name, file in tensors.items()
+    name: tuple(file.get_slice(stored_name).get_shape())
+    for name, (file, stored_name) in tensors.items()
   }
   table = transformer.trainable_table(config)
   reader.compare_shapes(path, shapes, table)

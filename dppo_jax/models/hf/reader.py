@@ -34,6 +34,11 @@ COMPANIONS = (
 # Stored dtypes, which float32 holds without loss, and their NumPy names.
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_TEXT = "language_model."  # marks the tensors of a model's text part
+
+# Open file of a tensor, and its name there.
+Stored = tuple[safetensors.safe_open, str]
+
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
 
@@ -102,7 +107,7 @@ def load(
 
 def read_table(
   path: str,
-  tensors: Mapping[str, safetensors.safe_open],
+  tensors: Mapping[str, Stored],
   table: Mapping[str, transformer.Param],
   shardings: Params | None,
   dtype: str,
@@ -114,7 +119,8 @@ def read_table(
   for name, p in table.items():
     weight = np.empty(p.shape, np.float32)
     for index, tensor in families.parts(name, p.shape):
-      stored = tensors[tensor].get_tensor(tensor)
+      file, stored_name = tensors[tensor]
+      stored = file.get_tensor(stored_name)
       weight[index] = families.from_file(name, stored, p.shape)
       if not np.isfinite(weight[index]).all():
         raise UserError(
@@ -130,14 +136,19 @@ def read_table(
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
-  name = families.TENSORS["embed"].name
-  return FLOATS[open_tensors(path)[name].get_slice(name).get_dtype()]
+  file, name = open_tensors(path)[families.TENSORS["embed"].name]
+  return FLOATS[file.get_slice(name).get_dtype()]
 
 
-def open_tensors(
-  path: str, weights: str = WEIGHTS
-) -> dict[str, safetensors.safe_open]:
-  """Returns the open file of each tensor; WEIGHTS may be several files."""
+def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
+  """Returns each tensor by its name in a model of text alone.
+
+  In a checkpoint of a model with images, those of its text part have a further
+  `language_model` in their names, in one of two places.
+
+  Args:
+    weights: name of the file; WEIGHTS may be several files with an index.
+  """
   path, files = pathlib.Path(path), [weights]
   if not (path / weights).is_file():
     if not (path / INDEX).is_file():
@@ -154,17 +165,18 @@ def open_tensors(
         f"{path / file} is missing, truncated, damaged or a git-lfs pointer "
         f"({error}): download it again"
       ) from None
-    tensors |= dict.fromkeys(opened.keys(), opened)
-  return tensors
+    tensors |= {name: (opened, name) for name in opened.keys()}
+  text = {k: x for k, x in tensors.items() if _TEXT in k}
+  return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
 def _check_tensors(
-  path: str, tensors: Mapping[str, safetensors.safe_open], config: ModelConfig
+  path: str, tensors: Mapping[str, Stored], config: ModelConfig
 ) -> None:
   """Raises UserError unless the tensors are the model's."""
   shapes = {}
-  for name, file in tensors.items():
-    stored = file.get_slice(name)
+  for name, (file, stored_name) in tensors.items():
+    stored = file.get_slice(stored_name)
     if stored.get_dtype() not in FLOATS:
       raise UserError(
         f"{path} has {name} in {stored.get_dtype()}, which is not supported: "

@@ -67,9 +67,13 @@ def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
   settings = families.to_settings(config)
   if source:
     copied = reader.read_json(pathlib.Path(source, "config.json"))
+    part = families.text_part(copied)
+    if part is not copied:  # its settings may be incomplete
+      copied = {**settings, **part}
     if "rope_theta" not in copied:  # transformers 4 looks nowhere else
-      keys = ("rope_theta", "rope_scaling")
-      copied |= {k: settings[k] for k in keys if settings[k] is not None}
+      keys = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+      known = {k: x for k, x in settings.items() if x is not None}
+      copied |= {k: known[k] for k in keys if k in known}
     settings = copied
   settings.pop("dtype", None)  # transformers 5; 4 and 5 read torch_dtype
   return settings
