@@ -91,7 +91,7 @@ class RewardConfig:
 
   functions: str = option(
     "exact",
-    "NAME[:WEIGHT],...: exact, math, boxed, FUNCTION; the first is accuracy",
+    "NAME[:WEIGHT][:batched],...: exact, math, boxed, FUNCTION; first: accuracy",
     is_code=True,
   )
   on_error: str = option(
