@@ -91,7 +91,7 @@ class RewardConfig:
 
   functions: str = option(
     "exact",
-    "NAME[:WEIGHT][:batched],...: exact, math, boxed, FUNCTION; first: accuracy",
+    "NAME[:WEIGHT][:batched],...: exact, math, boxed, FUNCTION; verifier first",
     is_code=True,
   )
   on_error: str = option(

@@ -141,19 +141,26 @@ def load(reference: str) -> RewardFn:
     function = OURS.get(reference) or user_code.load(reference)
   except UserError as error:
     raise _error(str(error)) from error
-  if not inspect.isclass(function):
-    return function
-  try:
-    instance = _instance(function)
-  except (Exception, SystemExit) as error:
-    reason = user_code.one_line(error)
-    raise _error(f"{reference}() cannot be constructed: {reason}") from error
-  if not callable(instance):
-    raise _error(f"{reference}: the class has no method __call__")
-  return instance
+  if inspect.isclass(function):
+    try:
+      function = _instance(function)
+    except (Exception, SystemExit) as error:
+      reason = user_code.one_line(error)
+      raise _error(f"{reference}() cannot be constructed: {reason}") from error
+    if not callable(function):
+      raise _error(f"{reference}: the class has no method __call__")
+  if not _takes(function, "completions"):
+    raise _error(f"{reference} does not take an argument 'completions'")
+  return function
 
 
 _instance = functools.cache(lambda cls: cls())
+
+
+def _takes(function: RewardFn, name: str) -> bool:
+  parameters = inspect.signature(function).parameters
+  has_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  return has_any or name in parameters
 
 
 def required_arguments(function: RewardFn) -> list[str]:
@@ -171,10 +178,7 @@ Mark = float | str | None
 
 def call(function: RewardFn, batch: Mapping[str, Sequence]) -> list[Mark]:
   """Calls a function; raises if it does not return a number per completion."""
-  parameters = inspect.signature(function).parameters
-  takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  arguments = {x: y for x, y in batch.items() if takes_all or x in parameters}
-  values = function(**arguments)
+  values = function(**{x: y for x, y in batch.items() if _takes(function, x)})
   if not isinstance(values, Iterable) or not getattr(values, "shape", True):
     raise TypeError(f"returned {values!r}"[:60] + ", not a list of numbers")
   # Numbers of numpy and torch have no common type.

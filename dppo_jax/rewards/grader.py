@@ -115,7 +115,7 @@ class Grader:
       worker.stop()
 
   def self_check(self, columns: Iterable[str] | None = None) -> None:
-    """Loads every function; `math` compares two answers.
+    """Loads every function in all workers; `math` compares two answers.
 
     Args:
       columns: names of the data's columns; None if they are not known yet.
@@ -128,9 +128,8 @@ class Grader:
       for spec, function in self._here.items()
       for name in required_arguments(function)
     ]
-    for worker in self._workers[:1]:
-      worker.start()
-      required += worker.required
+    for of_worker in self._threads.map(Worker.start, self._workers):
+      required += of_worker
     for reference, name in required:
       if columns is not None and name not in names:
         raise UserError(

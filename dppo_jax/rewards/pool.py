@@ -49,14 +49,10 @@ class Fault(Exception):
 
 
 class Worker:
-  """A process that executes one call at a time; `start` starts it.
-
-  Attributes:
-    required: references and names of required arguments, once started.
-  """
+  """A process that executes one call at a time; `start` starts it."""
 
   def __init__(self, references: Sequence[str], timeout_seconds: float):
-    self.required: list[tuple[str, str]] = []
+    self._required: list[tuple[str, str]] = []
     self._references = references
     self._timeout_seconds = timeout_seconds
     self._process: subprocess.Popen | None = None
@@ -93,15 +89,17 @@ class Worker:
       raise Fault("errors", reply["error"])
     return reply["marks"]
 
-  def start(self) -> None:
+  def start(self) -> list[tuple[str, str]]:
     """Starts the process if there is none; it loads the functions.
 
+    Returns:
+      Pairs of a function's reference and the name of a required argument.
     Raises:
       UserError: if a function cannot be loaded, or after `START_ATTEMPTS`
         processes that died, or if one takes longer than `LOAD_SECONDS`.
     """
     if self._process:
-      return
+      return self._required
     for _ in range(START_ATTEMPTS):
       if self._is_closed:
         raise RuntimeError("the grader is closed")
@@ -129,7 +127,8 @@ class Worker:
       line, _, details = reply["error"].partition("\n")
       cause = RuntimeError(details)
       raise UserError(line) from cause
-    self.required = reply["required"]
+    self._required = reply["required"]
+    return self._required
 
   def _launch(self) -> None:
     self._pipe, theirs = multiprocessing.Pipe()
