@@ -69,7 +69,7 @@ class Grader:
     timeout_seconds: float = 5.0,
     on_error: str = "zero",
   ):
-    """Loads batched functions; a worker process starts with its first call.
+    """Loads batched functions; starts no process before the first call.
 
     Args:
       functions: the reward functions, as for `parse`.
@@ -262,7 +262,7 @@ class Grader:
     if num == 1:
       target, cost = "a completion", "it earns 0"
     elif spec not in self._here:
-      target, cost = f"{target} of a prompt", "one that fails alone earns 0"
+      target, cost = f"{target} of a prompt", "a lone failure earns 0"
     text = f"reward function {spec.name!r} {line} on {target}"
     if self._stops:
       text = f"{text}; config.reward.on_error is 'stop'\n{details}"
@@ -289,7 +289,7 @@ class Grader:
 
 
 def check(functions: Items) -> None:
-  """Loads the functions in a process that then ends; raises UserError."""
+  """Loads the functions, in a worker that then ends; raises UserError."""
   with Grader(functions, num_workers=1) as grader:
     grader.self_check()
 

@@ -93,7 +93,7 @@ def grade(grader, completions, **options):
 
 
 def test_batched_equals_alone_and_in_groups(path):
-  """Of a pure function, with weights, None and the outcomes of a verifier."""
+  """Pure functions, with weights, None and the outcomes of a verifier."""
   texts = ["1", "none", "", "12345", "1", "1"]
   inputs = [str(x) * x for x in range(6)], texts, ["1"] * 6
   results = []
