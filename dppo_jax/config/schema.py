@@ -101,7 +101,7 @@ class RewardConfig:
 
   functions: str = option(
     "exact",
-    "NAME[:WEIGHT],...: exact, math, boxed, FUNCTION; the first is accuracy",
+    "NAME[:WEIGHT][:batched],...: exact, math, boxed, FUNCTION; verifier first",
     is_code=True,
   )
   on_error: str = option(

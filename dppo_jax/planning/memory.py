@@ -212,7 +212,9 @@ def _available(run: Run) -> float:
   devices = run.mesh.local_devices
   if run.platform == "cpu":
     return _free_memory() / len(devices)  # which they share
-  return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+  stats = devices[0].memory_stats() or {}
+  # A batched reward may hold a model.
+  return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
 
 def gib(size: float) -> str:
