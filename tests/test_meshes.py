@@ -80,7 +80,9 @@ def _three_steps(mesh, method="dppo", **overrides):
   with jax.set_mesh(run.mesh):
     step = TrainStep(run, _Grader())
     state = abstract_values.new_train_state(run, run.initial_params())
-    reference = jax.tree.map(lambda x: x.copy(), state.params)
+    reference = None
+    if abstract_values.has_reference(run):
+      reference = jax.tree.map(lambda x: x.copy(), state.params)
     tokens = []
     for i in range(3):
       rng = rng_at(run.root_key, i)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, layers, moe
+from dppo_jax.models import kv_cache, layers, lora, moe
+from dppo_jax.models.lora import Lora
 
 Params = PyTree[jax.Array]
 
@@ -65,11 +66,17 @@ class ModelConfig:
   local: LocalLayers | None = None  # None if all layers are global
   is_tied: bool = True  # the output head is the embedding
   experts: moe.Experts | None = None  # in place of one feed-forward part
+  lora: Lora | None = None  # adapters, trained in place of the weights
   family: str = "Qwen3ForCausalLM"  # a key of hf.families.FAMILIES
   dtype: str = "float32"  # of the computation
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
   gathers_layers: bool = False  # one by one in a rollout; else all at once
+
+  @property
+  def param_dtype(self) -> str:
+    """Dtype of the weights in the train state, adapters excluded."""
+    return self.dtype if self.lora else "float32"
 
   @property
   def has_gpu_layout(self) -> bool:
@@ -172,8 +179,14 @@ flatten = functools.partial(traverse_util.flatten_dict, sep="/")
 unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
 
 
+def trainable_table(config: ModelConfig) -> dict[str, Param]:
+  """Declares the weights that gradients update: adapters, if there are any."""
+  table = parameter_table(config)
+  return lora.adapter_table(table, config.lora) or table
+
+
 def num_parameters(config: ModelConfig) -> int:
-  """Returns the number of scalar weights of the model."""
+  """Returns the number of scalar weights of the model, without adapters."""
   return sum(math.prod(p.shape) for p in parameter_table(config).values())
 
 
@@ -190,7 +203,7 @@ def _weight_axes(
   replicated = "kv_heads" if config.kv_heads % shards else None
   return {
     name: tuple(None if axis == replicated else axis for axis in p.axes)
-    for name, p in parameter_table(config).items()
+    for name, p in (parameter_table(config) | trainable_table(config)).items()
   }
 
 
@@ -206,27 +219,48 @@ def inference_specs(config: ModelConfig) -> Params:
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-  """Returns randomly initialised float32 weights; consumes the key."""
+  """Returns randomly initialised weights and adapters; consumes the key.
+
+  Trained weights are float32, frozen ones in the dtype of the computation.
+  """
+  weights = _init(parameter_table(config), key)
+  if not config.lora:
+    return weights
+  return cast(weights, config) | init_adapters(config, key)
+
+
+def init_adapters(config: ModelConfig, key: jax.Array) -> Params:
+  """Returns new adapters, `{"adapters": ...}`, float32."""
+  return _init(trainable_table(config), jax.random.fold_in(key, 2**31))
+
+
+def _init(table: dict[str, Param], key: jax.Array) -> Params:
   flat = {}
-  for i, (name, p) in enumerate(parameter_table(config).items()):
+  for i, (name, p) in enumerate(table.items()):
     noise = jax.random.normal(jax.random.fold_in(key, i), p.shape)
     flat[name] = noise * p.scale + p.fill
   return unflatten(flat)
 
 
 def cast(params: Params, config: ModelConfig) -> Params:
-  """Casts the weights to the dtype of the computation."""
-  return jax.tree.map(lambda p: p.astype(config.dtype), params)
+  """Casts the weights to the dtype of the computation, adapters excluded."""
+  cast = lambda p: p.astype(config.dtype)
+  return {
+    name: tree if name == lora.KEY else jax.tree.map(cast, tree)
+    for name, tree in params.items()
+  }
 
 
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
   """Returns weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Heads of keys and values are repeated as the mesh needs them. One layer of
-  each group is gathered at a time: all at once would need twice the memory.
+  Adapters are merged. Heads of keys and values are repeated as the mesh needs
+  them. One layer of each group is gathered at a time: all at once would need
+  twice the memory.
   """
   axes = unflatten(_inference_axes(config))
   num_groups = kv_cache.num_groups(config)
+  stacks = params["layers"], params.get(lora.KEY, {})
 
   def place(weights, axes):
     put = lambda name, w: sharding.constrain(w, *axes[name][-w.ndim :])
@@ -234,7 +268,8 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
   def layer(number):
     take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
-    weights = cast(jax.tree.map(take, params["layers"]), config)
+    weights, adapters = jax.tree.map(take, stacks)
+    weights = lora.merge(cast(weights, config), adapters, config.lora)
     weights |= repeat_kv_heads(weights, config)
     return place(fuse_projections(weights, config), axes["layers"])
 
@@ -242,7 +277,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
     lambda numbers: tuple(layer(number) for number in numbers),
     tuple(jnp.arange(i, config.layers, num_groups) for i in range(num_groups)),
   )
-  outer = {name: w for name, w in params.items() if name != "layers"}
+  outer = {k: w for k, w in params.items() if k not in ("layers", lora.KEY)}
   return {**place(cast(outer, config), axes), "layers": groups}
 
 

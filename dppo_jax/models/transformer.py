@@ -12,19 +12,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import attention, kv_cache, layers, moe, parameters
+from dppo_jax.models import attention, kv_cache, layers, lora, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
 from dppo_jax.models.parameters import (  # noqa: F401, for callers
   ModelConfig,
+  Param,
   Params,
+  cast,
   drop_idle_window,
   flatten,
   inference_shardings,
   init,
+  init_adapters,
   num_parameters,
   parameter_table,
   shardings,
   to_inference_params,
+  trainable_table,
   unflatten,
 )
 
@@ -91,15 +95,18 @@ def forward_and_load(
   places = _places(config, positions, tokens.shape[1])
 
   @REMAT[config.remat]
-  def run(x, p, kind):
+  def run(x, p, kind, adapters):
+    p = merge(p, adapters) if adapters else p
     here = _of_kind(places, kind)
     x, _, routing = _layer(x, p, None, config, here, attend)
     return x, routing and moe.load(routing, segment_ids > 0, config.experts)
 
-  layer = lambda x, xs: run(x, parameters.place_layer(xs[0], config), xs[1])
+  # Merged again in the backward pass, so that no merged weights are kept.
+  merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
+  layer = lambda x, xs: run(x, parameters.place_layer(xs[0], config), *xs[1:])
   x = _embed(params, config, tokens)
   unroll = config.layers if config.unrolls_layers else _UNROLL
-  xs = params["layers"], _kinds(config)
+  xs = params["layers"], _kinds(config), params.get(lora.KEY, {})
   x, loads = jax.lax.scan(layer, x, xs, unroll=unroll)
   return _norm(x, params["final_norm"], config), loads
 

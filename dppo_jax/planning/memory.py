@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import kv_cache, lm_head, transformer
+from dppo_jax.models import kv_cache, lm_head, lora, transformer
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
@@ -49,9 +49,10 @@ def estimate(run: Run) -> dict[str, Parts]:
     copy = abstract_values.abstract_inference_params(run)
   weights = _held(train_state.params)
   state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
-  if run.objective.beta:
+  if abstract_values.has_reference(run):
     state["reference"] = weights
-  gradients = 2 * weights  # of all micro-batches, and of one
+  # Of all micro-batches, and of one.
+  gradients = 2 * _held(lora.trainable(train_state.params))
   return {
     "roll_out": state | {"inference copy": _held(copy)} | _roll_out(run),
     "update": state | {"gradients": gradients} | _update(run),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.errors import UserError
+from dppo_jax.models import lora
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
 from dppo_jax.models.parameters import LocalLayers
@@ -159,6 +160,18 @@ TENSORS = {
     ("experts_down", "mlp.experts.{}.down_proj.weight", "me", "e m"),
   )
 }
+
+
+for _name in lora.LINEAR:
+  _file_name, _, _theirs = TENSORS[f"layers/{_name}"]
+  _out, _in = _theirs.split()
+  _stem = "base_model.model." + _file_name.removesuffix("weight")
+  TENSORS[f"{lora.KEY}/{_name}/a"] = Tensor(
+    _stem + "lora_A.weight", _in + "r", "r " + _in
+  )
+  TENSORS[f"{lora.KEY}/{_name}/b"] = Tensor(
+    _stem + "lora_B.weight", "r" + _out, _out + " r"
+  )
 
 
 def parts(name: str, shape: Shape) -> Iterator[tuple[Shape, str]]:
