@@ -29,7 +29,7 @@ class LocalLayers(NamedTuple):
   """The layers that see only the newest positions of a sequence.
 
   Their cache holds all positions nevertheless: simple, and in models with five
-  local layers to one global one up to six times as large as needed.
+  local layers to one global one up to seven times as large as needed.
 
   Attributes:
     is_local: of each layer.

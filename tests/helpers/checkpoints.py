@@ -103,6 +103,8 @@ def write(
       weight.copy_(
         0.3 * torch.randn(weight.shape, generator=generator) + float(is_norm)
       )
+    if family.startswith("Gemma3"):  # else a tied head repeats its input
+      model.get_input_embeddings().weight.mul_(0.2)
   model.to(getattr(torch, dtype)).save_pretrained(
     path, max_shard_size=max_shard_size
   )

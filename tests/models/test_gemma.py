@@ -161,7 +161,7 @@ def test_text_part_of_a_model_with_images(tmp_path, is_older):
     expected = [run(x).numpy() for x in prompts()]
   assert_close(our_logits(params, config), expected)
   tokens = our_tokens(params, config)
-  assert tokens == their_tokens(theirs) and tokens[0] != tokens[1]
+  assert tokens == their_tokens(theirs) and len(set(tokens[0])) > 8
   assert hf.stored_dtype(source) == "float32"
 
   moved = jax.tree.map(lambda x: x * 1.25, params)
@@ -174,7 +174,7 @@ def test_text_part_of_a_model_with_images(tmp_path, is_older):
   assert type(model).__name__ == "Gemma3ForCausalLM"
   assert model.generation_config.eos_token_id == [1, 6]
   tokens = our_tokens(moved, config)
-  assert tokens == their_tokens(model) and tokens[0] != tokens[1]
+  assert tokens == their_tokens(model) and len(set(tokens[0])) > 8
 
 
 def test_five_local_layers_precede_a_global_one():
@@ -238,14 +238,14 @@ def test_packed_equals_alone_and_decoding_equals_forward():
     assert_close([out[9:46], out[46:55]], alone)
 
   weights = transformer.to_inference_params(params, MODEL)
-  start, sizes = np.array([4], np.int32), [16, 32]
+  start, sizes = np.array([12], np.int32), [16, 32]
   cache = transformer.prefill(weights, MODEL, a[None, :16], start, sizes)
   read = jax.jit(
     lambda cache, at: transformer.decode(
       weights, MODEL, tokens[:, 9:46][:, at + jnp.arange(3)], at[None], cache
     )
   )
-  for at in range(3, 36, 3):  # three tokens at once, as with drafts
+  for at in range(11, 36, 3):  # three tokens at once, as with drafts
     hidden, cache = read(cache, jnp.int32(at))
     actual = transformer.logits(weights, MODEL, hidden)[0]
     count = min(3, 37 - at)
