@@ -43,7 +43,7 @@ class DataConfig:
 
   train: str = option(
     "arithmetic",
-    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE, tfds:NAME[:SPLIT], FUNCTION",
+    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE/DIR, tfds:NAME[:SPLIT], FUNCTION",
     is_code=True,
   )
   eval: str = adjustable(

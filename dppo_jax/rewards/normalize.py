@@ -189,7 +189,7 @@ def is_readable(answer: str) -> bool:
   r"""Returns False for the misread `5\text{ h }30`, `1 2` and `1,\ldots,9`."""
   has_text = rf"[\d}})] ?(?:\\[ ,;:] ?)*{_TEXT}(?!{_AND})"
   is_row = rf"{_BARE}\d[\d.]*+{_BLANK}+\d"
-  has_gap = rf"[\d)\]] ?\\q?quad(?! ?(?:{_TEXT}|[,;]|\\q?quad))|\\[lc]?dots"
+  has_gap = rf"[\d)\]] ?\\q?quad(?! ?(?:{_TEXT}|[,;]|\\q?quad|$))|\\[lc]?dots"
   return not re.search(f"{has_text}|{is_row}|{has_gap}", answer)
 
 
