@@ -53,7 +53,7 @@ class DataConfig:
 
   train: str = option(
     "arithmetic",
-    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE, tfds:NAME[:SPLIT], FUNCTION",
+    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE/DIR, tfds:NAME[:SPLIT], FUNCTION",
     is_code=True,
   )
   eval: str = adjustable(

@@ -7,6 +7,7 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
+import json
 import re
 from typing import Any
 
@@ -155,6 +156,11 @@ def prepare(
   if left_out:
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
     report += f"; left out: {', '.join(counts)}"
+  if num_json := sum(_is_json(row.answer) for row in used):
+    report += (
+      f"; {num_json:,} answers are JSON text, which math and exact compare as "
+      "it is: set config.data.answer_key or a reward of your own"
+    )
   if not used:
     raise UserError(
       f"{report}; the columns are {', '.join(names) or 'none'}: check "
@@ -173,6 +179,16 @@ def prepare(
     first_prompt=f"first prompt ({lengths[0]} tokens): {first_text!r}",
     report=report,
   )
+
+
+def _is_json(answer: str) -> bool:
+  """Returns True for a JSON object, text or list of texts, unlike `[1, 2]`."""
+  try:
+    value = json.loads(answer)
+  except (ValueError, RecursionError):
+    return False
+  items = value if isinstance(value, list) else [value]
+  return any(isinstance(x, str | dict) for x in items)
 
 
 def _pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -198,6 +214,7 @@ def make_prompt(
       is_name = isinstance(template, str)
       function = user_code.load(template) if is_name else template
       result = function(dict(columns))
+    prompt = result if isinstance(result, str) else parse_messages(result)
   except UserError as error:
     raise UserError(f"config.data.template: {error}") from error
   except Exception as error:  # of the user's code or format
@@ -205,7 +222,6 @@ def make_prompt(
       f"config.data.template: {user_code.one_line(error)}; the columns are "
       f"{', '.join(columns)}, and literal braces are written {{{{ and }}}}"
     ) from error
-  prompt = result if isinstance(result, str) else parse_messages(result)
   if not prompt or not text_of(prompt).strip():
     raise UserError(
       "config.data.template must give text or a list of messages with role and "

@@ -14,13 +14,17 @@ import numpy as np
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.rewards import last_boxed
 
 Record = Mapping[str, Any]
 Source = str | Callable[[], Iterable[Record]]
 Prompt = str | list[dict[str, str]]  # text, or messages of role and content
 
 PROBLEM_KEY = "problem,question,prompt"
-ANSWER_KEY = "answer,final_answer,reward_model.ground_truth"
+ANSWER_KEY = (
+  "answer,final_answer,expected_answer,ground_truth,reward_model.ground_truth,"
+  "solution"
+)
 _ID_KEY = "id,unique_id,extra_info.index"
 _HINT = "set config.data.train and config.data.eval"
 
@@ -72,7 +76,8 @@ def read(
   """Reads the first `limit` rows of a source, in order; 0 reads all.
 
   Only the part of an answer after its last `####` counts, commas removed
-  (GSM8K's format). In columns, bytes become text and arrays become lists.
+  (GSM8K's format), or what its last box holds. In columns, bytes become text
+  and arrays become lists.
   """
   name = getattr(source, "__name__", str(source))
   read_records, number = _reader(source), 0
@@ -88,22 +93,30 @@ def read(
 
 
 def first_line(error: Exception) -> str:
-  """Returns the type of the error and the first line of its message."""
-  return f"{type(error).__name__}: {error}".partition("\n")[0]
+  """Returns the first line of the message, after the type of the error."""
+  kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+  return f"{kind}{error}".partition("\n")[0]
 
 
 def _make_row(
   columns: Record, problem_key: str, answer_key: str, default_id: str
 ) -> Row:
   id_, problem = _find(columns, _ID_KEY), _find(columns, problem_key)
-  answer = _to_text(_find(columns, answer_key))
+  value, solution = _find(columns, answer_key), columns.get("solution")
+  answer = _to_text(value).strip()
   _, marker, tail = answer.rpartition("####")
-  solution = columns.get("solution")
+  if marker:
+    answer = tail.replace(",", "").strip()
+  elif (box := last_boxed(answer)) is not None:
+    answer = box.strip()
+  elif value is solution and "\n" in answer:  # worked, but without an answer
+    answer = ""
+  is_worked = isinstance(solution, str) and solution.strip() != answer
   return Row(
     id=str(id_) if isinstance(id_, str | int) else default_id,
     problem=parse_messages(problem) or _to_text(problem),
-    answer=(tail.replace(",", "") if marker else answer).strip(),
-    solution=solution if isinstance(solution, str) else "",
+    answer=answer,
+    solution=solution if is_worked else "",
     columns=columns,
   )
 
@@ -114,6 +127,8 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
     return source
   if source.startswith("tfds:"):
     return lambda: _read_tfds(source)
+  if os.path.isdir(source):
+    return lambda: _read_saved_dataset(source)
   if source.endswith((".jsonl", ".parquet")):
     if not os.path.isfile(source):
       raise UserError(f"there is no file {source!r}: {_HINT}")
@@ -123,8 +138,8 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
     return user_code.load(source)
   except UserError as error:
     raise UserError(
-      f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, "
-      "*.parquet, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
+      f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, *.parquet, "
+      "DIR, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
       f"{_HINT}"
     ) from error
 
@@ -140,6 +155,29 @@ def _read_parquet(path: str) -> Iterator[Record]:
   with pyarrow.parquet.ParquetFile(path) as file:
     for batch in file.iter_batches():
       yield from batch.to_pylist()
+
+
+def _read_saved_dataset(directory: str) -> Iterator[Record]:
+  """Reads what `save_to_disk` of Hugging Face datasets wrote."""
+  import pyarrow  # slow to import, and few sources need it
+
+  if os.path.exists(os.path.join(directory, "dataset_dict.json")):
+    with open(os.path.join(directory, "dataset_dict.json"), "rb") as file:
+      splits = json.load(file)["splits"]
+    choices = " or ".join(os.path.join(directory, x) for x in splits)
+    raise UserError(f"the directory has several splits: use {choices}")
+  state = os.path.join(directory, "state.json")
+  if not os.path.exists(state):
+    raise UserError(
+      "the directory has no state.json, so it was not written by save_to_disk "
+      "of Hugging Face datasets: name a file in it instead"
+    )
+  with open(state, "rb") as file:
+    names = [x["filename"] for x in json.load(file)["_data_files"]]
+  for name in names:
+    with pyarrow.memory_map(os.path.join(directory, name)) as file:
+      for batch in pyarrow.ipc.open_stream(file):
+        yield from batch.to_pylist()
 
 
 def _read_tfds(source: str) -> Iterator[Record]:
@@ -190,14 +228,22 @@ def _to_text(value: Any) -> str:
 
 
 def parse_messages(value: Any) -> Prompt | None:
-  """Returns `value` as a conversation, or None if it is not one."""
-  is_message = lambda m: (
-    isinstance(m, Mapping)
-    and all(isinstance(m.get(name), str) for name in ("role", "content"))
-  )
-  if isinstance(value, list) and value and all(map(is_message, value)):
-    return [{"role": m["role"], "content": m["content"]} for m in value]
-  return None
+  """Returns `value` as a conversation, or None if it is no list of messages.
+
+  Raises UserError for a message without a role or with other content than text.
+  """
+  if not isinstance(value, list) or not any(
+    isinstance(x, Mapping) for x in value
+  ):
+    return None
+  for number, message in enumerate(value, 1):
+    fields = message if isinstance(message, Mapping) else {}
+    if not all(isinstance(fields.get(x), str) for x in ("role", "content")):
+      raise UserError(
+        f"message {number} of the prompt must have text as role and content, "
+        f"but is {str(message)[:80]!r}"
+      )
+  return [{"role": m["role"], "content": m["content"]} for m in value]
 
 
 def text_of(prompt: Prompt, with_system: bool = False) -> str:

@@ -94,6 +94,12 @@ class PretrainedTokenizer:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, name)) for name in names):
       raise UserError(f"config.model.path {path!r} has no {' or '.join(names)}")
+    if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
+      # transformers would drop <s> and padding, or take those of its own model.
+      raise UserError(
+        f"config.model.path {path!r} has no tokenizer_config.json, which names "
+        "the special tokens: copy it from the original checkpoint"
+      )
     # Suppresses transformers' warning that PyTorch is not installed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes a second, which the arithmetic task can spare

@@ -103,26 +103,48 @@ def _compare_parsed(gold: str, answer: str) -> str:
 
   gold, answer = notation.without_units(gold), notation.without_units(answer)
   answer = notation.without_letter_unit(answer, gold)
-  golds, answers = _parse(gold), _parse(answer)
+  answer = notation.with_unions(answer, gold)
+  golds, answers = _parse(notation.with_unions(gold, answer)), _parse(answer)
   if not golds or not answers:
     return "unparsed"
   is_equal = _are_equal_numbers(golds[0], answers[0])
-  if is_equal is None:  # not symmetric: the gold answer comes first
+  if is_equal is None:
+    if "set" not in {notation.brackets(gold), notation.brackets(answer)}:
+      golds, answers = _with_repeats(golds[0], answers[0])
+    # Not symmetric: the gold answer comes first.
     is_equal = math_verify.verify(golds, answers, timeout_seconds=None)
   return "right" if is_equal else "wrong"
+
+
+def _with_repeats(*forms: object) -> list:
+  """Writes lists such as 1, 1, 2 as sorted tuples, for sets have no repeats."""
+  import sympy
+
+  # Of x = 1, 1, 2, the right side; `_unsorted_args` keeps what was written.
+  rows = [getattr(getattr(x, "rhs", x), "_unsorted_args", ()) for x in forms]
+  if not any(len({*row}) < len(row) for row in rows):
+    return [*forms]
+  key = lambda form: sympy.default_sort_key(sympy.N(form))
+  return [sympy.Tuple(*sorted(row, key=key)) for row in rows]
 
 
 def _are_equal_numbers(gold: object, answer: object) -> bool | None:
   """Compares real closed forms to 60 digits; returns None if that is unclear.
 
   Takes milliseconds for sums of roots that math-verify simplifies in minutes.
+  Decimals are left to math-verify, which rounds them to six places, unless they
+  differ by more than 1%, as 1e-9 and 2e-9 do.
   """
+  import sympy
+
   first, second = _number(gold), _number(answer)
   if first is None or second is None:
     return None
+  error = abs(first - second)
+  if gold.has(sympy.Float) or answer.has(sympy.Float):
+    return False if error > abs(first) / 100 else None
   if first.is_Rational and second.is_Rational:
     return first == second
-  error = abs(first - second)
   if error <= abs(first) * Fraction(1, 10**60):
     return True
   return False if error > abs(first) * Fraction(1, 10**9) else None
@@ -137,8 +159,7 @@ def _number(form: object) -> object | None:
     return None
   try:
     form = form.doit()
-    # math-verify rounds a Float; a percent sign is an UnevaluatedExpr.
-    if form.has(sympy.Float, sympy.UnevaluatedExpr, ExprWithLimits):
+    if form.has(sympy.UnevaluatedExpr, ExprWithLimits):  # such as a percentage
       return None
     if not form.is_Rational:
       form = form.evalf(80, maxn=400, strict=True)
@@ -151,23 +172,45 @@ def _number(form: object) -> object | None:
 
 @functools.lru_cache(maxsize=64)  # a group shares its gold answer
 def _parse(text: str) -> list:
-  from latex2sympy2_extended import NormalizationConfig
-  import math_verify
+  """Returns what the text means, in a list as math-verify's parser does."""
+  from latex2sympy2_extended import NormalizationConfig, normalize_latex
+  from math_verify import grader, parser
 
+  text = notation.in_plain_forms(text)
   if not notation.is_readable(text):
     return []
-  # LaTeX only, first match only: by default math-verify accepts any number in a
-  # text that it could not parse, which a policy learns to exploit.
-  config = math_verify.LatexExtractionConfig(
-    boxed_match_priority=0,
-    normalization_config=NormalizationConfig(
-      basic_latex=True, malformed_operators=True, nits=True
-    ),
+  config = NormalizationConfig(
+    basic_latex=True, malformed_operators=True, nits=True, boxed="none"
   )
-  return math_verify.parse(
-    rf"\boxed{{{notation.in_radians(text)}}}",
-    [config],
-    fallback_mode="no_fallback",
-    extraction_mode="first_match",
-    parsing_timeout=None,
-  )
+  text = normalize_latex(notation.in_radians(text), config)
+  # Of a = b = c, the last equation. math-verify's own search in a text would
+  # accept any number that it finds, which a policy learns to exploit.
+  for part in dict.fromkeys([text, parser.get_last_eq(text)]):
+    is_real = not grader.should_treat_as_complex(part)
+    try:
+      return [_converter()(is_real=is_real).parse(part)]
+    except MemoryError:
+      raise
+    except Exception:  # the parser raises no type of its own
+      continue
+  return []
+
+
+@functools.cache
+def _converter() -> type:
+  """Returns math-verify's parser, without the sum or product of 1 in `1 {2}`.
+
+  What may stand side by side in an answer, `in_plain_forms` writes as one.
+  """
+  from latex2sympy2_extended import latex2sympy2
+  import sympy
+
+  class Converter(latex2sympy2._Latex2Sympy):
+    def convert_postfix_list(self, arr, i=0):
+      form = super().convert_postfix_list(arr, i)
+      factors = form.args if isinstance(form, sympy.Mul) else (form,)
+      if i < len(arr) - 1 and all(isinstance(x, sympy.Number) for x in factors):
+        raise ValueError("two numbers side by side")
+      return form
+
+  return Converter

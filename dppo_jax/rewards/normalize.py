@@ -5,6 +5,7 @@ functions run in workers, on short answers that `normalize` returned.
 """
 
 from decimal import Decimal
+from fractions import Fraction
 import re
 
 _COMMANDS = (
@@ -16,6 +17,8 @@ _CHARS = str.maketrans(
   {c: f"{x} " for c, x in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
   | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")  # en dash, minus, ...
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
+  | {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}  # full-width ASCII
+  | dict.fromkeys("€£¥", "")
   | {"~": " "}
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -50,7 +53,7 @@ _RULES = [
   (r"^ ?(?:=|\\approx(?![a-zA-Z])) ?", ""),
   (r",?\\!", ""),
   (r"\\degree(?![a-zA-Z])", r"^\\circ"),
-  (r"\\displaystyle(?![a-zA-Z]) ?", ""),
+  (r"\\(?:displaystyle|euro|pounds)(?![a-zA-Z]) ?", ""),
   (r"\\(?:text)?color ?\{[^{}]{0,40}\} ?", ""),
   (r"\\mathrm ?\{ ?([ei]) ?\}", r"\1"),  # no units
   # 1 000, but neither 1 2 nor 1 100/300 nor \frac 1 200.
@@ -86,7 +89,7 @@ def normalize(answer: str) -> str:
   answer = answer.translate(_CHARS)
   for pattern, new in _RULES:
     answer = re.sub(pattern, new, answer)
-  answer = answer.strip().removesuffix(".").strip()
+  answer = re.sub(r"(?<!\\)[.,;]$", "", answer.strip()).strip()
   # Braces around everything are TeX's, but those of {1,2} stand for a set.
   if _is_group(answer) and (is_colored or "," not in answer):
     answer = answer[1:-1].strip()
@@ -113,7 +116,7 @@ _POWER = r"(?: ?\^ ?(?:\d|\{-?\d\}))?"
 _AND = r"[,\s]*(?:and|or)\b"
 _UNITS = [
   # A text between a value and the end, or the end of one of several values.
-  rf"(?<=[\d}})%a-zA-Z]) ?(?:\\[ ,;:] ?|\\q?quad ?)*{_TEXT}(?!{_AND})"
+  rf"(?<=[\d}})%a-zA-Z]) ?(?:\\[ ,;:] ?|\\q?quad ?)*{_TEXT}(?!{_AND})(?! ?\d)"
   rf"[^{{}}]*\}}{_POWER}(?= ?(?:$|[,;)\]]|\\right|\\\}}|{_TEXT}{_AND}))",
   # Words that are units.
   rf"(?<=[\d}}]) ?(?:{_WORDS})(?: (?:{_WORDS}))*{_POWER}$",
@@ -134,11 +137,60 @@ def without_letter_unit(answer: str, other: str) -> str:
   return re.sub(rf"(?<=\d) ?[mgshlL]{_POWER}$", "", answer)
 
 
+# Not an argument, exponent or index, such as the 1 and 2 of \frac 1 2.
+_BARE = r"(?<![\w.}\]^_])(?<!frac )(?<!sqrt )"
+_FRAC = r"\\[dtc]?frac ?(?:\{ ?(\d++) ?\}|(\d)) ?(?:\{ ?(\d++) ?\}|(\d))"
+_BLANK = r"(?: |\\[ ,;:])"
+_BAR = r"(?:\\left ?|\\right ?)?(?:\||\\[lr]?vert(?![a-zA-Z])) ?"
+_BELOW = r"(<|\\leq?q?(?![a-zA-Z])|\\leqslant(?![a-zA-Z])) ?"
+
+
+def _mixed(match: re.Match) -> str:
+  r"""Writes 3 1/2 as \frac{7}{2}, if the fraction is below 1."""
+  whole, top, bottom = (int(digits) for digits in match.groups() if digits)
+  if not 0 < top < bottom:
+    return match[0]
+  return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+def _scientific(match: re.Match) -> str:
+  r"""Writes 1.5e-3 as \frac{3}{2000}."""
+  number = Fraction(match[0])
+  return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+_FORMS = [
+  (r"(?<![\w.}])\d++(?:\.\d++)?[eE][+-]?0*\d{1,3}(?![\w.])", _scientific),
+  (
+    rf"{_BARE}(?!(?<=\d,)\d{{3}}\D)(\d++)"
+    rf"(?:{_BLANK}*+{_FRAC}|{_BLANK}++(\d\d?)/(\d++)(?![\d/^.]))",
+    _mixed,
+  ),
+  (
+    rf"^{_BAR}([^|<>=,]+?){_BAR}{_BELOW}"
+    r"((?:[^|<>=,;\\]|\\(?:[dt]?frac|sqrt|pi)(?![a-zA-Z]))+)$",
+    r"-(\3) \2 \1 \2 \3",
+  ),
+]
+
+
+def in_plain_forms(answer: str) -> str:
+  r"""Returns the answer without forms that parsers misread.
+
+  >>> in_plain_forms("3 1/2"), in_plain_forms("2e3"), in_plain_forms("|x|<1")
+  ('\\frac{7}{2}', '\\frac{2000}{1}', '-(1) < x < 1')
+  """
+  for pattern, new in _FORMS:
+    answer = re.sub(pattern, new, answer)
+  return answer
+
+
 def is_readable(answer: str) -> bool:
-  r"""Returns False for `5\text{ h }30` and `1 2`, which parsers misread."""
+  r"""Returns False for the misread `5\text{ h }30`, `1 2` and `1,\ldots,9`."""
   has_text = rf"[\d}})] ?(?:\\[ ,;:] ?)*{_TEXT}(?!{_AND})"
-  is_row = r"^-?[\d.]+(?:(?: |\\[,;: ] ?)[\d.]+)+$"
-  return not re.search(f"{has_text}|{is_row}", answer)
+  is_row = rf"{_BARE}\d[\d.]*+{_BLANK}+\d"
+  has_gap = rf"[\d)\]] ?\\q?quad(?! ?(?:{_TEXT}|[,;]|\\q?quad|$))|\\[lc]?dots"
+  return not re.search(f"{has_text}|{is_row}|{has_gap}", answer)
 
 
 def in_radians(answer: str) -> str:
@@ -159,15 +211,28 @@ def percent(answer: str) -> str | None:
   return match[1] if match and "=" not in match[1] else None
 
 
+def with_unions(answer: str, other: str) -> str:
+  """Writes `or` between intervals as a union if the other answer has one."""
+  if r"\cup" not in other:
+    return answer
+  word = rf"(?<=[)\]]),? ?(?:{_TEXT} ?or ?\}}|or) ?(?=[(\[]|\\left)"
+  return re.sub(word, r"\\cup ", answer)
+
+
 def differ_in_kind(first: str, second: str) -> bool:
-  """Returns True for a set and a tuple, and for 9 a.m. and 9 p.m."""
+  """Returns True for a set and a tuple, and for different times of day."""
   noon = r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b"
   halves = {x.lower() for x in re.findall(noon, f"{first} & {second}", re.I)}
-  kinds = {_brackets(first), _brackets(second)}
-  return kinds == {"set", "tuple"} or len(halves) > 1
+  kinds = {brackets(first), brackets(second)}
+  # 8:30 is no 4:15, but 4:6 may be the ratio 2:3.
+  clock = re.search(r"(?<![\d.:])\d\d?:[0-5]\d(?![\d.])", f"{first} & {second}")
+  times = [re.findall(r"\d[\d:]*:\d+", x) for x in (first, second)]
+  times = [[x.lstrip("0") for x in row] for row in times]
+  is_other_time = clock and all(times) and times[0] != times[1]
+  return kinds == {"set", "tuple"} or len(halves) > 1 or bool(is_other_time)
 
 
-def _brackets(answer: str) -> str | None:
+def brackets(answer: str) -> str | None:
   r"""Returns `set` for `\{1,2\}`, `tuple` for `(1,2)`, None for `1,2`."""
   value = re.split(r"=|\\in(?![a-zA-Z])", answer)[-1]
   value = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", value).strip()

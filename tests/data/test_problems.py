@@ -76,6 +76,15 @@ def test_source_without_a_usable_row_is_rejected():
     prepare([row(answer="", columns={"q": 1, "a": 2})])
 
 
+@pytest.mark.parametrize("answer", ['["3"]', '{"target": 3}', '"3"'])
+def test_answers_in_json_are_reported(answer):
+  answers = [answer, "[1, 2]", "3", r"\{1\}"]
+  report = prepare(
+    [row(str(i), answer=x) for i, x in enumerate(answers)]
+  ).report
+  assert "4 used; 1 answers are JSON text, which" in report
+
+
 def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
   paths = [write_jsonl(tmp_path / f"{n}.jsonl", ROWS[:n]) for n in (1, 2)]
   rows = [
@@ -170,7 +179,8 @@ def test_function_returns_text_or_messages(tmp_path):
     ("{quest}", "KeyError: 'quest'; the columns are x, problem"),
     (r"{problem} \frac{1}{2}", "literal braces are written {{ and }}"),
     (lambda row: " ", "must give text or a list of messages .*, not ' '"),
-    (lambda row: [{"role": "user"}], "must give text or a list .*, not"),
+    (lambda row: [], "must give text or a list .*, not"),
+    (lambda row: [{"role": "user"}], "template: message 1 of the prompt"),
     (lambda row: row["z"], r"KeyError: 'z' \(.*test_problems.py, line"),
     ("y{problem}", "character 'y' of 'y1"),  # the tokenizer's
   ],

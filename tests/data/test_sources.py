@@ -2,7 +2,7 @@
 
 from problems import ROWS, row
 import pytest
-from sources import write_jsonl, write_parquet, write_tfds
+from sources import write_jsonl, write_parquet, write_saved_dataset, write_tfds
 import tensorflow_datasets as tfds
 
 from dppo_jax import data
@@ -23,6 +23,7 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, monkeypatch):
       lambda: iter(ROWS),
       write_jsonl(tmp_path / "rows.jsonl", ROWS),
       write_parquet(tmp_path / "rows.parquet", ROWS),
+      write_saved_dataset(tmp_path / "saved", ROWS),
       f"tfds:{directory}",
       f"tfds:{directory}:train",
       "tfds:tiny",
@@ -98,6 +99,31 @@ def test_first_column_with_a_value_counts():
   assert (row.problem, row.answer) == ("p", "1")
 
 
+@pytest.mark.parametrize("key", ["ground_truth", "expected_answer", "solution"])
+def test_the_columns_of_trl_need_no_option(key):
+  messages = [{"role": "user", "content": "1+1="}]
+  (row,) = read(lambda: [{"prompt": messages, key: "2", "answer": None}])
+  assert (row.problem, row.answer, row.solution) == (messages, "2", "")
+
+
+@pytest.mark.parametrize(
+  ("columns", "answer", "is_worked"),
+  [
+    ({"solution": r"As 1+1=2,\nit is $\boxed{2}$."}, "2", True),
+    ({"solution": "1+1\nis 2."}, "", True),
+    ({"solution": r"\frac{1}{2}"}, r"\frac{1}{2}", False),
+    ({"solution": "1+1=2", "ground_truth": "2"}, "2", True),
+    ({"answer": r"It is \boxed{ 2 }."}, "2", False),
+  ],
+)
+def test_a_solution_is_the_answer_if_no_other_column_is(
+  columns, answer, is_worked
+):
+  (row,) = read(lambda: [columns])
+  assert row.answer == answer
+  assert row.solution == (columns["solution"] if is_worked else "")
+
+
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 def test_well_known_layouts_need_no_option(tmp_path, write):
   messages = [
@@ -143,6 +169,32 @@ def test_malformed_record_is_named(tmp_path, name, contents, complaint):
   with pytest.raises(UserError, match=f"^{source} row {complaint}") as error:
     read(source)
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    {"content": "1+1="},
+    {"role": "user"},
+    {"role": "user", "content": None},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text"}]},
+    "1+1=",
+  ],
+)
+def test_a_message_without_role_or_text_is_named(tmp_path, message):
+  rows = [{"prompt": [{"role": "system", "content": ""}, message]}]
+  source = write_jsonl(tmp_path / "r.jsonl", rows)
+  with pytest.raises(UserError, match=r"jsonl row 1: message 2 of the prompt"):
+    read(source)
+
+
+def test_a_directory_must_be_one_saved_split(tmp_path):
+  with pytest.raises(UserError, match=r"no state\.json"):
+    read(str(tmp_path))
+  write_saved_dataset(tmp_path / "train", ROWS)
+  (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+  with pytest.raises(UserError, match=f"use {tmp_path}/train or {tmp_path}/t"):
+    read(str(tmp_path))
 
 
 @pytest.mark.parametrize(

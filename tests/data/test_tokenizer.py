@@ -204,6 +204,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(small, tmp_path):
   [
     ("tokenizer.json", '{"version": '),
     ("tokenizer_config.json", "no"),
+    ("tokenizer_config.json", None),
     ("tokenizer.json", None),
   ],
 )

@@ -27,6 +27,20 @@ def write_parquet(path: pathlib.Path, rows: Rows) -> str:
   return str(path)
 
 
+def write_saved_dataset(path: pathlib.Path, rows: Rows) -> str:
+  """Writes a directory as `save_to_disk` does, with a shard for each row."""
+  path.mkdir(parents=True)
+  table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+  names = [f"data-{i:05}-of-{len(rows):05}.arrow" for i in range(len(rows))]
+  for i, name in enumerate(names):
+    with pyarrow.ipc.new_stream(path / name, table.schema) as file:
+      file.write_table(table.slice(i, 1))
+  state = {"_data_files": [{"filename": x} for x in names], "_split": None}
+  (path / "state.json").write_text(json.dumps(state))
+  (path / "dataset_info.json").write_text("{}")
+  return str(path)
+
+
 def write_tfds(
   data_dir: pathlib.Path, rows: Rows, name: str = "tiny", split: str = "train"
 ) -> str:

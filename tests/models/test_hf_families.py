@@ -151,6 +151,7 @@ def test_both_styles_of_rotary_settings_are_equivalent(settings):
     (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}),
     (MOE, {"decoder_sparse_step": 2}),
     (MOE, {"mlp_only_layers": [3]}),
+    (LLAMA, {"model_type": "mistral"}),
     (LLAMA, {"attention_bias": True}),
     (LLAMA, {"mlp_bias": True}),
     (LLAMA, {"attention_dropout": 0.1}),
@@ -164,6 +165,16 @@ def test_unsupported_options_are_rejected(settings, changes):
   (key,) = changes
   key = "rope_type" if key.startswith("rope") else key
   with pytest.raises(UserError, match=f"{key} to .*not supported"):
+    families.from_settings(settings | changes)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("per_token", [0, 129])
+def test_a_token_has_at_least_one_and_at_most_all_experts(key, per_token):
+  settings = {k: v for k, v in MOE.items() if k != "num_experts"} | {key: 128}
+  changes = {"num_experts_per_tok": per_token}
+  message = f"num_experts_per_tok to {per_token}, but a layer has 128 experts"
+  with pytest.raises(UserError, match=message):
     families.from_settings(settings | changes)
 
 

@@ -99,6 +99,17 @@ EQUAL = [
   (r"\frac{270}7\text{ degrees}", r"$\frac{270}7$"),
   (r"\sin^2 t", r"1-\cos^2 t"),
   ("2", r"\sqrt[3]{7+5\sqrt{2}}-\sqrt[3]{5\sqrt{2}-7}"),
+  *[(r"\frac72", x) for x in ("3 1/2", r"3\,1/2", r"3\frac12", r"3½")],
+  (r"(1, \frac52)", r"(1,2\tfrac{1}{2})"),
+  (r"-\frac{5}{2}x", r"-2\frac12 x"),
+  *[("5", "5e0"), ("3e8", "300000000"), ("1.5e-3", "0.0015"), ("2e-9", "2E-9")],
+  ("(0,1]", r"(0,1]\quad\text{(units)}"),
+  *[("12:05", r"12\!:\!05"), ("2:3", "4:6"), ("-1,3,3", "x = 3, 6/2, -1")],
+  *[("12", "１２"), ("12", "€12"), ("12", r"£12.00"), ("7", "7,"), ("7", "7;")],
+  *[(r"(1,2)\cup[3,4)", rf"(1,2) {x} [3,4)") for x in ("or", r"\text{ or }")],
+  (r"\left(1,2\right) \text{ or }(3,4)", r"(1,2)\cup(3,4)"),
+  *[(r"-1\le x\le 1", x) for x in (r"|x|\le 1", r"\left|x\right| \leq 1")],
+  (r"|x-2|<\frac{1}{2}", r"\frac32<x<\frac52"),
   (
     r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
     r"\begin{bmatrix}1\\2\end{bmatrix}",
@@ -125,6 +136,12 @@ UNEQUAL = [
   ("10^{80}", "10^{80}+1"),
   ("0", "10^{-80}"),
   (r"\sqrt{2}", r"\frac{665857}{470832}"),
+  (r"\frac32", "3 1/2"),
+  *[("0", "5e0"), ("0", "7e000"), ("2e-9", "1e-9"), ("2e-9", "0.000000001")],
+  *[("12:05", "12:5"), ("4:15", "8:30")],
+  *[("1,1,2", "1,2"), ("1,2", "1,1,2"), ("-1,3,3", "-1,-1,3")],
+  (r"(1,2)\cup(3,4)", r"(1,2)\text{ or }(3,5)"),
+  (r"-1\le x\le 1", "|x|<1"),
 ]
 
 
@@ -132,6 +149,22 @@ UNEQUAL = [
 def test_equal_answers_are_right_and_others_wrong(math, pairs, value):
   earned = grade(math, pairs)
   assert [p for p, x in zip(pairs, earned, strict=True) if x != value] == []
+
+
+def test_two_numbers_side_by_side_equal_nothing(math):
+  """Neither their sum nor product, nor one of them, nor both in a row."""
+  rows = [
+    *["7{}5", "{{7}}{}{{5}}", "(7){}(5)", "7{}(5)", r"7{}\frac{{5}}{{1}}"],
+    *["[7]{}[5]", r"\left(7\right){}5", r"\text{{7}}{}5", r"7{}\text{{5}}"],
+  ]
+  gaps = [" ", r"\quad ", r"\qquad ", r"\, ", r"\ ", r"\ldots ", r"\text{ } "]
+  answers = [row.format(gap) for row in rows for gap in (*gaps, "")]
+  answers.remove("75")
+  golds = ["12", "35", "7", "5", "75", "7, 5"]
+  pairs = [(gold, answer) for answer in answers for gold in golds]
+  earned = grade(math, pairs)
+  assert [p for p, x in zip(pairs, earned, strict=True) if x] == []
+  assert grade(math, [(x, x) for x in answers]) == [1.0] * len(answers)
 
 
 def test_only_the_last_box_counts(math):

@@ -237,6 +237,11 @@ def from_settings(
     if "num_local_experts" in settings:  # written by transformers 5
       keys.setdefault("num_experts", settings["num_local_experts"])
     experts = Experts(**{k: _get(keys, key) for k, key in EXPERT_KEYS.items()})
+    if not 0 < experts.per_token <= experts.num:
+      raise UserError(
+        f"config.json sets num_experts_per_tok to {experts.per_token}, but a "
+        f"layer has {experts.num} experts"
+      )
   scaling = None
   if rope["rope_type"] == "llama3":
     scaling = RopeScaling(**{k: _get(rope, x) for k, x in ROPE_KEYS.items()})
@@ -348,7 +353,8 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
-  supported = dict(SUPPORTED)
+  # transformers takes the model of model_type, whatever the architecture.
+  supported = SUPPORTED | {"model_type": (family.model_type,)}
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
     supported["attention_bias"] = (False,)
   known_types = {"full_attention"}
