@@ -51,7 +51,7 @@ def run(
         with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
-        step, params, weights = _read_weights(run, workdir, step)
+        step, params, weights = read_weights(run, workdir, step)
       bar.say(progress.wrapped(f"weights: {weights}"))
       to_compile = {"greedy": programs.evaluation_program(run, 0)}
       if samples := config.eval.samples:
@@ -85,10 +85,13 @@ def run(
       bar.say(f"\n{page.table(sets, tables.aligned)}\n\nresults: {path}")
 
 
-def _read_weights(
+def read_weights(
   run: Run, workdir: pathlib.Path, step: int | None
 ) -> tuple[int, transformer.Params, str]:
-  """Returns the step, the weights and their origin as text."""
+  """Returns the step, the weights and their origin as text.
+
+  Without checkpoints in `workdir` and a step, they are those of config.model.
+  """
   if step is None and not checkpoint.complete_steps(workdir):
     model = run.config.model
     origin = model.path or model.hub_id or "random, without a checkpoint"
@@ -99,7 +102,7 @@ def _read_weights(
       like = abstract_values.abstract_params(run)
       params = checkpoints.restore_params(step, like)
     origin = f"step {step} of {workdir}"
-  advice = f"{origin} cannot be evaluated; choose other weights with --step"
+  advice = f"{origin} cannot be used; choose other weights with --step"
   runtime_checks.check_params(params, advice)
   return step, params, origin
 

@@ -36,6 +36,10 @@ def main(argv: list[str]) -> None:
     from dppo_jax import export
 
     export.run(config, workdir, pathlib.Path(flags.to), flags.step, flags.dtype)
+  elif flags.mode == "sample":
+    from dppo_jax import sample
+
+    sample.run(config, workdir, flags.step, flags.prompt)
   else:
     from dppo_jax import plan
 

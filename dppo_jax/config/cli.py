@@ -26,16 +26,23 @@ Trains language models by group-based policy optimisation with unbiased pruning.
   python -m dppo_jax.main --config=configs/gsm8k.py --config.model.path=DIR
   python -m dppo_jax.main --mode=evaluate --workdir=RUN
   python -m dppo_jax.main --mode=export --workdir=RUN --to=DIR
+  python -m dppo_jax.main --mode=sample --workdir=RUN --prompt="Is 7 prime?"
   python -m dppo_jax.main --mode=plan --config=FILE.py --hardware=h200:1
 """
-_MODES = ("train", "evaluate", "export", "plan")
+_MODES = ("train", "evaluate", "export", "sample", "plan")
 _DTYPES = ("float32", "bfloat16", "float16")
 # Name, value or choices, modes that have the flag (empty: all), help.
 _FLAGS = (
   ("config", "FILE", "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
   ("mode", _MODES, "", "[train]"),
   ("workdir", "DIR", "", "directory of the run; resumes from its checkpoint"),
-  ("step", "N", "evaluate export", "step of the checkpoint [latest]"),
+  ("step", "N", "evaluate export sample", "step of the checkpoint [latest]"),
+  (
+    "prompt",
+    "TEXT",
+    "sample",
+    "@FILE.txt reads lines, @SOURCE problems, @ data.eval [standard input]",
+  ),
   ("to", "DIR", "export", "directory to export to"),
   ("dtype", _DTYPES, "export", "[that of the model]"),
   ("hardware", "KIND:N,...", "plan", "memory of devices, as in h200:8"),
@@ -73,9 +80,14 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
   name, _, choice = (flags.config or "").partition(":")
   path = pathlib.Path(name or workdir / "config.json")
-  if not flags.config and not (flags.workdir and path.is_file()):
-    raise UserError("--config is missing, as in --config=configs/arithmetic.py")
-  config = _override(_load(path, choice), words)
+  has_config = flags.config or (flags.workdir and path.is_file())
+  config = _override(_load(path, choice) if has_config else Config(), words)
+  if not has_config:  # a model can be sampled without one
+    model = config.model.path or config.model.hub_id
+    if flags.mode != "sample" or not model:
+      example = "--config=configs/arithmetic.py"
+      raise UserError(f"--config is missing, as in {example}")
+    path = pathlib.Path(model, "config.json")
   name = config.method.name
   if config.objective.name != "grpo":
     name += f"-{config.objective.name}"
