@@ -145,8 +145,11 @@ class PackConfig:
 
 @dataclass(slots=True)
 class OptimizerConfig:
-  """AdamW with global-norm clipping."""
+  """AdamW, or an optimizer of the user's, with global-norm clipping."""
 
+  function: str = option(
+    "", "FUNCTION of a learning rate, as optax:lion; empty: AdamW", is_code=True
+  )
   learning_rate: float = option(1e-6, "peak learning rate")
   schedule: str = option(
     "constant", "after the warm-up", choices=("constant", "linear", "cosine")
