@@ -25,7 +25,7 @@ from dppo_jax.step import abstract_values, programs
 
 
 def run(
-  config: configs.Config, workdir: pathlib.Path, step: int | None = None
+  config: configs.Config, workdir: pathlib.Path, step: int | str | None = None
 ) -> None:
   """Evaluates weights and writes the results to `workdir/evaluation/step-K`.
 
@@ -33,7 +33,7 @@ def run(
     config: names the evaluation sets, and the model if there is no checkpoint.
     workdir: directory of the run; without checkpoints in it the weights are
       those of config.model, before supervised fine-tuning.
-    step: checkpoint step; None for the latest.
+    step: checkpoint step, or "best"; None for the latest.
   Raises:
     UserError: for an invalid config, data set or checkpoint.
   """
@@ -86,7 +86,7 @@ def run(
 
 
 def read_weights(
-  run: Run, workdir: pathlib.Path, step: int | None
+  run: Run, workdir: pathlib.Path, step: int | str | None
 ) -> tuple[int, transformer.Params, str]:
   """Returns the step, the weights and their origin as text.
 
@@ -97,7 +97,8 @@ def read_weights(
     origin = model.path or model.hub_id or "random, without a checkpoint"
     step, params = 0, run.initial_params()
   else:
-    step = checkpoint.find(workdir, step)
+    best = run.config.checkpoint.best
+    step = checkpoint.find(workdir, step, best=best)
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
       like = abstract_values.abstract_params(run)
       params = checkpoints.restore_params(step, like)

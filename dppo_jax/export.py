@@ -22,7 +22,7 @@ def run(
   config: configs.Config,
   workdir: pathlib.Path,
   to: pathlib.Path,
-  step: int | None = None,
+  step: int | str | None = None,
   dtype: str | None = None,
 ) -> None:
   """Writes the weights of a checkpoint, complete or not at all.
@@ -34,7 +34,7 @@ def run(
   Args:
     config, workdir: of the run.
     to: directory that does not exist or is empty.
-    step: checkpoint step; None for the latest.
+    step: checkpoint step, or "best"; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
       began with, or float32 without one.
   Raises:
@@ -43,7 +43,7 @@ def run(
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
-  step = checkpoint.find(workdir, step)
+  step = checkpoint.find(workdir, step, best=config.checkpoint.best)
   path, tokenizer, model = setup.read_model(config)
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
   table = transformer.parameter_table(model)

@@ -1,4 +1,4 @@
-"""Optimizers and schedules of the user: steps, learning rate, resume, errors."""
+"""Optimizers of the user: steps, learning rate, resume, errors."""
 
 import json
 
@@ -154,6 +154,6 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
   chex.assert_trees_all_equal(*states)
   assert states[0].opt_state.total_notfinite == 0
   (tmp_path / "my.py").write_text(OWN + "\n")
-  with pytest.raises(UserError, match="fingerprints.code was"):
+  with pytest.raises(UserError, match=r"fingerprints\.code was"):
     prints = workdir.fingerprints(c, setup_run(c).train_set)
     workdir.check(tmp_path / "stopped" / "config.json", c, prints)

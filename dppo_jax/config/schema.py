@@ -189,6 +189,9 @@ class CheckpointConfig:
 
   every: int = adjustable(0, "steps between checkpoints; 0: first and last")
   keep: int = adjustable(2, "latest checkpoints to keep; step 0 stays", least=1)
+  best: str = adjustable(
+    "", "METRIC to keep the best checkpoint by; -METRIC: the lowest"
+  )
 
 
 @dataclass(slots=True)
@@ -196,6 +199,9 @@ class LogConfig:
   """Metrics in addition to metrics.jsonl and the report."""
 
   writers: str = adjustable("tensorboard", "tensorboard, wandb, both or ''")
+  completions: str = adjustable(
+    "", "all: every completion; empty: four of a step", choices=("", "all")
+  )
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 import numpy as np
 
 from dppo_jax import rewards, sharding
+from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
 from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rewards.normalize import normalize
@@ -90,6 +91,26 @@ def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
   """
   step = zlib.crc32(name.encode()) >> 1 if number else 0
   return rng_at(root_key, step, Stage.EVALUATE)
+
+
+def stage(number: int, name: str) -> str:
+  """Returns the prefix of a set's metrics; the first set's has no name."""
+  return f"eval/{name}" if number else "eval"
+
+
+def check_metric(run: Run, metric: str) -> None:
+  """Raises UserError unless the run evaluates `config.checkpoint.best`."""
+  zeros = np.zeros((1, max(run.config.eval.samples, 1)))
+  known = [
+    f"{stage(number, name)}/{x}"
+    for number, name in enumerate(run.eval_sets)
+    for x in Completions(zeros, zeros, zeros > 0, []).metrics()
+  ]
+  if metric and metric.removeprefix("-") not in known:
+    raise UserError(
+      f"config.checkpoint.best is {metric!r} but must be one of "
+      f"{', '.join(known) or 'the metrics of config.data.eval, which is empty'}"
+    )
 
 
 def rollouts(

@@ -132,8 +132,8 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   latest = max(checkpoint.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
-  keep = config.checkpoint.keep
-  with checkpoint.Checkpoints(workdir, keep, read_only=True) as checkpoints:
+  kept = config.checkpoint.keep, config.checkpoint.best
+  with checkpoint.Checkpoints(workdir, *kept, read_only=True) as checkpoints:
     check(workdir / "config.json", config)
     if checkpoints.corruption(latest):
       return False
