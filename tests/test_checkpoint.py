@@ -153,7 +153,7 @@ def test_best_checkpoint_is_kept_and_remembered(tmp_path):
   # The option may change; the lowest of those that are left is step 0.
   _evaluated(tmp_path, "-" + metric, [0.4, 0.0, 0.3], first=7)
   assert checkpoint.complete_steps(tmp_path) == [0, 8]
-  _evaluated(tmp_path, "-" + metric, [0.5, float("1"), 0.2], first=10)
+  _evaluated(tmp_path, "-" + metric, [0.5, 1.0, 0.2], first=10)
   assert checkpoint.complete_steps(tmp_path) == [0, 8, 12]
   assert checkpoint.find(tmp_path, "best", best="-" + metric) == 8
 
