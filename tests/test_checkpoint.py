@@ -143,14 +143,14 @@ def _evaluated(workdir, metric, values, first=0):
 
 
 def test_best_checkpoint_is_kept_and_remembered(tmp_path):
-  """Also one that is not due; of equal ones the first; across a restart."""
+  """Also if it is not due; of equals the first; across a restart."""
   metric = "eval/accuracy"
   _evaluated(tmp_path, metric, [0.1, 0.7, 0.7, 0.3, 0.5])
   assert checkpoint.complete_steps(tmp_path) == [0, 1, 4]
   _evaluated(tmp_path, metric, [0.6, 0.2], first=5)
   assert checkpoint.complete_steps(tmp_path) == [0, 1, 6]
   assert checkpoint.find(tmp_path, "best") == 1
-  # The option may change; the lowest of those that are left is step 0.
+  # The option may change; the lowest score left is that of step 0.
   _evaluated(tmp_path, "-" + metric, [0.4, 0.0, 0.3], first=7)
   assert checkpoint.complete_steps(tmp_path) == [0, 8]
   _evaluated(tmp_path, "-" + metric, [0.5, 1.0, 0.2], first=10)

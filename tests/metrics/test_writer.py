@@ -53,7 +53,7 @@ def test_compilations_are_counted_while_the_context_lasts():
   assert not compilations
 
 
-def test_every_completion_is_written_once_whatever_is_repeated(tmp_path):
+def test_every_completion_is_written_once_after_a_crash(tmp_path):
   """Stops in step 4, with a checkpoint of step `latest`; a line is cut."""
   write = lambda out, step: out.write_completions(
     step, [{"n": i} for i in "ab"]
