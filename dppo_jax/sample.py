@@ -62,8 +62,8 @@ def run(
       bar.say(progress.wrapped(f"weights: {weights}\n{how}"))
       sampler = _Sampler(run, params, grader, bar)
       if prompt is not None:
-        source = _source(config, prompt)
-        return sampler.print_completions(source, run.root_key)
+        sampler.print_completions(_source(config, prompt), run.root_key)
+        return
       is_typed = sys.stdin.isatty()
       for number, line in enumerate(_lines(is_typed)):
         key = jax.random.fold_in(run.root_key, number)  # of a repeated line too
@@ -148,6 +148,8 @@ class _Sampler:
     run.config.eval.prompts = min(run.config.eval.prompts, largest)
     run = run._replace(eval_sets={x: _widened(y) for x, y in sets.items()})
     for i, (name, problems) in enumerate(run.eval_sets.items()):
+      if "left out" in problems.report:
+        self._bar.say(progress.wrapped(problems.report))
       rng = eval_sets.rng_of_set(key, name, i)
       for rollout in eval_sets.rollouts(run, name, self._program(run), rng):
         self._print_rollout(rollout, problems)
