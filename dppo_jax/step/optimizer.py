@@ -51,13 +51,14 @@ def make_optimizer(
   warmup_steps: int = 0,
   weight_decay: float = 0.0,
   clip_norm: float = 1.0,
-  factory: Callable[..., Any] = optax.adamw,
+  factory: Callable[..., Any] | None = None,
 ) -> optax.GradientTransformation:
-  """Returns an optimizer with global-norm clipping.
+  """Returns an optimizer with global-norm clipping, by default AdamW.
 
   Non-finite gradients are skipped. The first four arguments are those of
   `make_schedule`, `factory` is that of `call_factory`.
   """
+  factory = factory or optax.adamw
   rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)
   optimizer, _ = call_factory(factory, rate, weight_decay, total_steps)
   return optax.apply_if_finite(
