@@ -25,7 +25,7 @@ from dppo_jax.step import abstract_values, programs
 
 
 def run(
-  config: configs.Config, workdir: pathlib.Path, step: int | None = None
+  config: configs.Config, workdir: pathlib.Path, step: int | str | None = None
 ) -> None:
   """Evaluates weights and writes the results to `workdir/evaluation/step-K`.
 
@@ -33,7 +33,7 @@ def run(
     config: names the evaluation sets, and the model if there is no checkpoint.
     workdir: directory of the run; without checkpoints in it the weights are
       those of config.model, before supervised fine-tuning.
-    step: checkpoint step; None for the latest.
+    step: checkpoint step, or "best"; None for the latest.
   Raises:
     UserError: for an invalid config, data set or checkpoint.
   """
@@ -51,7 +51,7 @@ def run(
         with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
-        step, params, weights = _read_weights(run, workdir, step)
+        step, params, weights = read_weights(run, workdir, step)
       bar.say(progress.wrapped(f"weights: {weights}"))
       to_compile = {"greedy": programs.evaluation_program(run, 0)}
       if samples := config.eval.samples:
@@ -85,21 +85,25 @@ def run(
       bar.say(f"\n{page.table(sets, tables.aligned)}\n\nresults: {path}")
 
 
-def _read_weights(
-  run: Run, workdir: pathlib.Path, step: int | None
+def read_weights(
+  run: Run, workdir: pathlib.Path, step: int | str | None
 ) -> tuple[int, transformer.Params, str]:
-  """Returns the step, the weights and their origin as text."""
+  """Returns the step, the weights and their origin as text.
+
+  Without checkpoints in `workdir` and a step, they are those of config.model.
+  """
   if step is None and not checkpoint.complete_steps(workdir):
     model = run.config.model
     origin = model.path or model.hub_id or "random, without a checkpoint"
     step, params = 0, run.initial_params()
   else:
-    step = checkpoint.find(workdir, step)
+    best = run.config.checkpoint.best
+    step = checkpoint.find(workdir, step, best=best)
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
       like = abstract_values.abstract_params(run)
       params = checkpoints.restore_params(step, like)
     origin = f"step {step} of {workdir}"
-  advice = f"{origin} cannot be evaluated; choose other weights with --step"
+  advice = f"{origin} cannot be used; choose other weights with --step"
   runtime_checks.check_params(params, advice)
   return step, params, origin
 

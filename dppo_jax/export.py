@@ -25,7 +25,7 @@ def run(
   config: configs.Config,
   workdir: pathlib.Path,
   to: pathlib.Path,
-  step: int | None = None,
+  step: int | str | None = None,
   dtype: str | None = None,
   is_adapter: bool = False,
 ) -> None:
@@ -40,7 +40,7 @@ def run(
   Args:
     config, workdir: of the run.
     to: directory that does not exist or is empty.
-    step: checkpoint step; None for the latest.
+    step: checkpoint step, or "best"; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
       began with, or float32 without one.
     is_adapter: True to write only the adapters, for PEFT.
@@ -50,7 +50,7 @@ def run(
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
-  step = checkpoint.find(workdir, step)
+  step = checkpoint.find(workdir, step, best=config.checkpoint.best)
   path, tokenizer, model = setup.read_model(config)
   model = setup.with_lora(model, config.lora)
   if is_adapter and not model.lora:

@@ -37,6 +37,10 @@ def main(argv: list[str]) -> None:
 
     to, is_adapter = pathlib.Path(flags.to), flags.format == "adapter"
     export.run(config, workdir, to, flags.step, flags.dtype, is_adapter)
+  elif flags.mode == "sample":
+    from dppo_jax import sample
+
+    sample.run(config, workdir, flags.step, flags.prompt)
   else:
     from dppo_jax import plan
 

@@ -77,12 +77,15 @@ def _run(
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = memory.choose_slots(setup_run(config))
       memory.check(run)
+      eval_sets.check_metric(run, config.checkpoint.best)
     prints = resume.fingerprints(config, run.train_set)
     stack.enter_context(resume.held(workdir / "config.json", config, prints))
     stack.enter_context(jax.set_mesh(run.mesh))
     grader = stack.enter_context(run.make_grader())
     checkpoints = stack.enter_context(
-      checkpoint.Checkpoints(workdir, config.checkpoint.keep)
+      checkpoint.Checkpoints(
+        workdir, config.checkpoint.keep, config.checkpoint.best
+      )
     )
     # Before the writer, which drops lines after the latest intact checkpoint.
     warnings = checkpoints.recover()
@@ -178,10 +181,12 @@ class _Session:
     )
     config = self.run.config
     is_last = done == config.steps
+    is_best = False
     if is_last or _is_due(done, config.eval.every):
-      self._evaluate(state)
+      is_best = self._evaluate(state)
     stops = any(distributed.gather(self.stop.is_requested))
-    if is_last or stops or _is_due(done, config.checkpoint.every):
+    is_due = _is_due(done, config.checkpoint.every)
+    if is_last or stops or is_best or is_due:
       self._save(done, state)
     if stops and not is_last:
       raise KeyboardInterrupt
@@ -195,13 +200,15 @@ class _Session:
     for callback in self.callbacks:
       values |= callback(done, info, state) or {}
     x = info.summary
-    lines = samples.of_step(
+    groups = samples.with_outcomes(
       info.experience.samples, x.lengths, x.advantages, x.weights
     )
     warnings = distributed.gather(self.grader.pop_warnings())
     with distributed.sharing_errors():
       self.writer.write(done, values)
-      self.writer.write_samples(done, "train", lines)
+      self.writer.write_samples(done, "train", samples.choose(groups))
+      if self.run.config.log.completions:
+        self.writer.write_completions(done, itertools.chain(*groups))
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
@@ -228,16 +235,18 @@ class _Session:
       self.writer.sync()
     self.checkpoints.save(step, state)
 
-  def _evaluate(self, state: TrainState) -> None:
-    """Writes the accuracy on every evaluation set, and some answers."""
+  def _evaluate(self, state: TrainState) -> bool:
+    """Writes the accuracy on every evaluation set, and some answers.
+
+    Returns True if the state is the best so far, by `checkpoint.best`.
+    """
     step, values, sets = int(state.step), {}, self.run.eval_sets
     for number, name in enumerate(sets):
       with self.writer.bar.task(f"evaluating on {name}"):
         program = self.train_step.programs["evaluate"]
         roll_out = functools.partial(program, state.params)
         completions = eval_sets.evaluate(self.run, name, roll_out, self.grader)
-      # Metrics of the first set do not depend on its name.
-      stage = f"eval/{name}" if number else "eval"
+      stage = eval_sets.stage(number, name)
       new = completions.metrics()
       values |= {f"{stage}/{x}": value for x, value in new.items()}
       with distributed.sharing_errors():
@@ -250,6 +259,7 @@ class _Session:
     with distributed.sharing_errors():
       if values:
         self.writer.write(step, values)
+    return self.checkpoints.is_best(step, values)
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -129,6 +129,40 @@ def test_latest_checkpoints_are_kept(tmp_path):
   assert checkpoint.complete_steps(tmp_path) == [0, 3, 4]
 
 
+def _evaluated(workdir, metric, values, first=0):
+  """Saves steps whose evaluation is due or best, keeping the latest one."""
+  with checkpoint.Checkpoints(workdir, 1, metric) as checkpoints:
+    if first:
+      checkpoints.recover()
+    for step, value in enumerate(values, first):
+      with (workdir / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}, "eval/accuracy": {value}}}\n')
+      is_best = checkpoints.is_best(step, {"eval/accuracy": value})
+      if is_best or step % 2 == 0:
+        checkpoints.save(step, _state(step))
+
+
+def test_best_checkpoint_is_kept_and_remembered(tmp_path):
+  """Also if it is not due; of equals the first; across a restart."""
+  metric = "eval/accuracy"
+  _evaluated(tmp_path, metric, [0.1, 0.7, 0.7, 0.3, 0.5])
+  assert checkpoint.complete_steps(tmp_path) == [0, 1, 4]
+  _evaluated(tmp_path, metric, [0.6, 0.2], first=5)
+  assert checkpoint.complete_steps(tmp_path) == [0, 1, 6]
+  assert checkpoint.find(tmp_path, "best") == 1
+  # The option may change; the lowest score left is that of step 0.
+  _evaluated(tmp_path, "-" + metric, [0.4, 0.0, 0.3], first=7)
+  assert checkpoint.complete_steps(tmp_path) == [0, 8]
+  _evaluated(tmp_path, "-" + metric, [0.5, 1.0, 0.2], first=10)
+  assert checkpoint.complete_steps(tmp_path) == [0, 8, 12]
+  assert checkpoint.find(tmp_path, "best", best="-" + metric) == 8
+
+
+def test_best_of_nothing_is_rejected(three):
+  with pytest.raises(UserError, match=r"--step=best: no checkpoint in .* by e"):
+    checkpoint.find(three, "best")
+
+
 @pytest.mark.parametrize("is_over", [True, False])
 def test_checkpoints_left_by_a_kill_are_deleted_later(copy, is_over):
   """The next start deletes it, also if all steps are done."""

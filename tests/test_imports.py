@@ -19,7 +19,7 @@ LEVELS = [
   {"run"},
   {"step"},
   {"eval", "planning"},
-  {"evaluate", "train", "export", "plan"},
+  {"evaluate", "train", "export", "plan", "sample"},
   {"main"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

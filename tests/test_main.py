@@ -74,7 +74,8 @@ def arithmetic(**overrides):
     ("--config={tmp}/typo.py", "'grop_size'.*typo.py, line 4"),
     ("{arithmetic} --mode=export", "--to is missing"),
     ("{arithmetic} --to=x", "--to is for --mode=export"),
-    ("{arithmetic} --step=3", "--step is for --mode=evaluate or export"),
+    ("{arithmetic} --step=3", "--step is for --mode=evaluate or export or s"),
+    ("--mode=sample", "--config is missing"),
     ("{arithmetic} --workdir={tmp}/typo.py", "--workdir: .*typo.py' is a file"),
     ("--workdir={tmp}/typo.py/a", "--workdir: .*typo.py' is a file"),
   ],
@@ -117,6 +118,29 @@ def test_flags_may_be_written_in_two_words():
   )
   assert config.steps == 3 and flags.mode == "plan"
   assert folder == pathlib.Path("runs/arithmetic-neyman-seed0")
+
+
+def test_settings_of_a_sweep_have_different_default_directories():
+  """Options that a resumed run may change, and unchanged ones, do not count."""
+  parse = lambda *words: str(cli.parse(["main", ARITHMETIC, *words])[1])
+  rate = "--config.optimizer.learning_rate="
+  cases = [
+    ([], ""),
+    (["--config.steps=9", "--config.rollout.group_size=8"], ""),
+    ([rate + "1e-6"], "-optimizer.learning_rate=1e-06"),
+    ([rate + "0.000001"], "-optimizer.learning_rate=1e-06"),
+    (["--config.method.args.prompt_budget=0.5"], "-method.prompt_budget=0.5"),
+    (["--config.data.train=my.jsonl"], "-data.train=my.jsonl"),
+  ]
+  for words, changes in cases:
+    expected = f"runs/arithmetic-neyman{changes}-seed0"
+    assert parse(*words) == expected == parse(*words)
+  templates = ["a/{problem}", "b/{problem}", "b/{problem}?", "x" * 500]
+  names = [parse(f"--config.data.template={x}") for x in templates]
+  assert len(set(names)) == 4
+  assert names[0].startswith("runs/arithmetic-neyman-data.template=_problem_-")
+  for name in names:
+    assert len(name) < 160 and re.fullmatch(r"runs/[\w.,:=+-]+", name)
 
 
 def test_arguments_of_the_chat_template_are_flags():

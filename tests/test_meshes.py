@@ -197,6 +197,25 @@ def test_a_mesh_does_not_change_a_mixture_of_experts(tmp_path):
   assert np.abs(router - np.asarray(start)).max() > 1e-3
 
 
+def test_a_mesh_does_not_change_the_steps_of_another_optimizer(tmp_path):
+  """Adafactor's moments have other shapes than their weights."""
+  (tmp_path / "my.py").write_text(
+    "import optax\n"
+    "def factored(learning_rate):\n"
+    "  return optax.adafactor(learning_rate, min_dim_size_to_factor=8)\n"
+  )
+  function = {"optimizer__function": f"{tmp_path}/my.py:factored"}
+  (want, reference), (tokens, state) = (
+    _three_steps(mesh, **function) for mesh in ((1, 1, 1), (2, 2, 2))
+  )
+  chex.assert_trees_all_equal(tokens, want)
+  chex.assert_trees_all_close(
+    state.params, reference.params, rtol=1e-7, atol=2e-4
+  )
+  shapes = {x.shape for x in jax.tree.leaves(state.opt_state)}
+  assert not shapes <= {x.shape for x in jax.tree.leaves(state.params)} | {()}
+
+
 def test_gather_width_moves_only_the_parts_of_other_devices():
   """A device receives only its slice of the axes that `model` divides."""
   mesh, axes = sharding.make_mesh(2, 4), ("embed", "mlp")

@@ -57,7 +57,8 @@ def test_every_command_of_a_readme_is_valid(page, words, elsewhere):
     return
   if not any(re.match(r"--config=\S+\.py", w) for w in words):
     # The config of a run, replaced by that of the default task.
-    assert any(re.match(r"--(config|workdir)=", w) for w in words)
+    place = r"--(config|workdir|config\.model\.path)="
+    assert any(re.match(place, w) for w in words)
     words = [w for w in words if not w.startswith("--config=")]
     words.insert(0, "--config=configs/arithmetic.py")
   configs.validate(commands.parse(words))

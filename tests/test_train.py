@@ -47,6 +47,7 @@ def _config(**overrides) -> config.Config:
     "eval.prompts": 8,
     "checkpoint.every": 2,
     "reward.functions": "exact,boxed:0.5",
+    "log.completions": "all",
   }
   for name, value in (settings | overrides).items():
     config.assign(c, name, value)
@@ -60,6 +61,10 @@ def _metrics(workdir):
     {k: v for k, v in json.loads(line).items() if "seconds" not in k}
     for line in lines
   ]
+
+
+def _completions(workdir):
+  return jsonl.read(workdir / "completions" / "000001.jsonl")
 
 
 def _final_state(workdir, c):
@@ -120,6 +125,15 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert m["update/clipped_norm"] == (m["update/grad_norm"] >= 1)
     assert m["update/learning_rate"] == 1e-2
   assert any(m["reward/std"] > 0 for m in steps)
+  for m in steps:
+    lines = [x for x in _completions(uninterrupted) if x["step"] == m["step"]]
+    assert len(lines) == m["completions/drawn"]
+    assert sum(x["kept"] for x in lines) == m["completions/kept"]
+    mean = np.mean([x["reward"] for x in lines])
+    assert mean == pytest.approx(m["reward/mean"])
+    for x in lines:
+      weighted = x["rewards"]["exact"] + 0.5 * x["rewards"]["boxed"]
+      assert x["reward"] == weighted and x["logprob"] < 0
   evals = [m["step"] for m in _metrics(uninterrupted) if "eval/accuracy" in m]
   assert evals == [0, 4]
 
@@ -169,6 +183,7 @@ def _assert_same_run(workdir, other):
     _final_state(workdir, _config()), _final_state(other, _config())
   )
   assert _without_compiles(workdir) == _without_compiles(other)
+  assert _completions(workdir) == _completions(other)
 
 
 def _at_grading(monkeypatch, number, act):

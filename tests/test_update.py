@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import small
 
@@ -256,7 +257,9 @@ def test_non_finite_gradient_changes_no_weight_and_is_counted():
 
 def test_weights_that_the_optimizer_destroys_are_counted():
   """A non-finite moment destroys weights although the gradient is finite."""
-  optimizer = make_optimizer(1e-3, 10, b1=float("nan"))
+  optimizer = make_optimizer(
+    1e-3, 10, factory=lambda rate: optax.adam(rate, b1=float("nan"))
+  )
   start = _state(optimizer)
   sums = update.zero_sums(start.params, small.MODEL)
   sums = sums._replace(grad=jax.tree.map(jnp.ones_like, sums.grad))

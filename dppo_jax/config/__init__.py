@@ -2,6 +2,7 @@
 
 from dppo_jax.config.choose import (
   load_callbacks,
+  load_optimizer,
   make_method,
   make_objective,
   read,

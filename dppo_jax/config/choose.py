@@ -8,6 +8,8 @@ import os
 import pathlib
 from typing import Any
 
+import optax
+
 from dppo_jax import algo, methods, rewards, user_code
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import assign, check_option, default_args, walk
@@ -84,6 +86,12 @@ def load_callbacks(config: Config) -> tuple[Callable, ...]:
   return tuple(_function("config.callbacks", x) for x in callbacks)
 
 
+def load_optimizer(config: Config) -> Callable:
+  """Returns the optimizer factory of the config, by default that of AdamW."""
+  choice = config.optimizer.function or optax.adamw
+  return _function("config.optimizer.function", choice)
+
+
 def read(path: str | os.PathLike) -> Config:
   """Returns the config in a run's config.json; raises UserError."""
   config = Config()
@@ -147,6 +155,7 @@ def validate(config: Config) -> None:
   make_method(config)
   make_objective(config)
   load_callbacks(config)
+  load_optimizer(config)
   rewards.parse(config.reward.functions)
   trackers.parse(config.log.writers)
   ramp, limit = config.reward.overlong_tokens, config.rollout.max_tokens

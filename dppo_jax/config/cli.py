@@ -3,10 +3,12 @@
 import argparse
 import difflib
 import functools
+import hashlib
 import inspect
 import pathlib
 import re
 import textwrap
+from typing import Any
 
 from absl import flags as absl_flags
 from ml_collections import config_flags
@@ -14,7 +16,7 @@ from ml_collections import config_flags
 from dppo_jax import methods, user_code
 from dppo_jax.algo import objectives
 from dppo_jax.config.choose import read
-from dppo_jax.config.options import default_args, walk
+from dppo_jax.config.options import default_args, flatten, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.errors import UserError
 
@@ -26,9 +28,10 @@ Trains language models by group-based policy optimisation with unbiased pruning.
   python -m dppo_jax.main --config=configs/gsm8k.py --config.model.path=DIR
   python -m dppo_jax.main --mode=evaluate --workdir=RUN
   python -m dppo_jax.main --mode=export --workdir=RUN --to=DIR
+  python -m dppo_jax.main --mode=sample --workdir=RUN --prompt="Is 7 prime?"
   python -m dppo_jax.main --mode=plan --config=FILE.py --hardware=h200:1
 """
-_MODES = ("train", "evaluate", "export", "plan")
+_MODES = ("train", "evaluate", "export", "sample", "plan")
 _DTYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("model", "adapter")
 # Name, value or choices, modes that have the flag (empty: all), help.
@@ -36,7 +39,13 @@ _FLAGS = (
   ("config", "FILE", "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
   ("mode", _MODES, "", "[train]"),
   ("workdir", "DIR", "", "directory of the run; resumes from its checkpoint"),
-  ("step", "N", "evaluate export", "step of the checkpoint [latest]"),
+  ("step", "STEP", "evaluate export sample", "N or best [latest]"),
+  (
+    "prompt",
+    "TEXT",
+    "sample",
+    "@FILE.txt reads lines, @SOURCE problems, @ data.eval [standard input]",
+  ),
   ("to", "DIR", "export", "directory to export to"),
   ("dtype", _DTYPES, "export", "[that of the model]"),
   ("format", _FORMATS, "export", "adapter: PEFT, of a LoRA run [model]"),
@@ -75,16 +84,49 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
   name, _, choice = (flags.config or "").partition(":")
   path = pathlib.Path(name or workdir / "config.json")
-  if not flags.config and not (flags.workdir and path.is_file()):
-    raise UserError("--config is missing, as in --config=configs/arithmetic.py")
-  config = _override(_load(path, choice), words)
+  has_config = flags.config or (flags.workdir and path.is_file())
+  config = _load(path, choice) if has_config else Config()
+  before = flatten(config)
+  config = _override(config, words)
+  if not has_config:  # a model can be sampled without one
+    model = config.model.path or config.model.hub_id
+    if flags.mode != "sample" or not model:
+      example = "--config=configs/arithmetic.py"
+      raise UserError(f"--config is missing, as in {example}")
+    path = pathlib.Path(model, "config.json")
   name = config.method.name
   if config.objective.name != "grpo":
     name += f"-{config.objective.name}"
+  name += _changes(before, config)
   folder = f"runs/{path.stem}-{name}-seed{config.seed}"
   if path.suffix == ".json":  # of a run
     folder = path.parent
   return config, pathlib.Path(flags.workdir or folder), flags
+
+
+def _changes(before: dict[str, Any], config: Config) -> str:
+  """Returns the part of a directory's name for options set by flags.
+
+  Options that a resumed run may change are left out. A hash stands for what a
+  name of a directory cannot hold.
+  """
+  after, changes = flatten(config), {}
+  for name, _, metadata in walk(config):
+    if not metadata or metadata["may_change"] or name == "seed":
+      continue
+    if isinstance(after[name], dict):
+      prefix, old = name.removesuffix(".args"), before[name]
+      new = after[name].items()
+      changes |= {f"{prefix}.{x}": y for x, y in new if old.get(x) != y}
+    elif after[name] != before[name]:
+      changes[name] = after[name]
+  full = "".join(f"-{name}={value}" for name, value in changes.items())
+  # Of a path, its last part; then only what file systems and shells allow.
+  short = re.sub(r"[^-=\s]*/", "", full)
+  short = re.sub(r"[^\w.,:=+-]+", "_", short)[:100]
+  if short == full:
+    return full
+  return f"{short}-{hashlib.sha256(full.encode()).hexdigest()[:6]}"
 
 
 def _load(path: pathlib.Path, choice: str) -> Config:
@@ -169,12 +211,18 @@ def _parser() -> argparse.ArgumentParser:
       text += ", ".join(value) + " "
       values = {"metavar": name.upper(), "choices": value}
     else:
-      values = {"metavar": value, "type": int if value == "N" else str}
+      types = {"N": int, "STEP": _step}
+      values = {"metavar": value, "type": types.get(value, str)}
     add(f"--{name}", help=text + meaning, **values)
   parser.set_defaults(mode="train")
   add("--debug", action="store_true", help="show the tracebacks of user errors")
   add("-h", "--help", action="help", help="show this message")
   return parser
+
+
+def _step(text: str) -> int | str:
+  """Parses --step: a number, or best."""
+  return text if text == "best" else int(text)
 
 
 def _factories(factories: dict) -> dict[str, str]:

@@ -155,8 +155,11 @@ class PackConfig:
 
 @dataclass(slots=True)
 class OptimizerConfig:
-  """AdamW with global-norm clipping."""
+  """AdamW, or an optimizer of the user's, with global-norm clipping."""
 
+  function: str = option(
+    "", "FUNCTION of a learning rate, as optax:lion; empty: AdamW", is_code=True
+  )
   learning_rate: float = option(1e-6, "peak learning rate")
   schedule: str = option(
     "constant", "after the warm-up", choices=("constant", "linear", "cosine")
@@ -196,6 +199,9 @@ class CheckpointConfig:
 
   every: int = adjustable(0, "steps between checkpoints; 0: first and last")
   keep: int = adjustable(2, "latest checkpoints to keep; step 0 stays", least=1)
+  best: str = adjustable(
+    "", "METRIC to keep the best checkpoint by; -METRIC: the lowest"
+  )
 
 
 @dataclass(slots=True)
@@ -203,6 +209,9 @@ class LogConfig:
   """Metrics in addition to metrics.jsonl and the report."""
 
   writers: str = adjustable("tensorboard", "tensorboard, wandb, both or ''")
+  completions: str = adjustable(
+    "", "all: every completion; empty: four of a step", choices=("", "all")
+  )
 
 
 @dataclass(slots=True)

@@ -74,6 +74,7 @@ def load(
   max_prompt_tokens: int = 512,
   template: str | Callable = "",
   trains: bool = True,
+  needs_answers: bool = True,
 ) -> tuple[ProblemSet | None, dict[str, ProblemSet]]:
   """Reads the problems to train on and, by name, those to evaluate on.
 
@@ -83,6 +84,7 @@ def load(
   Args:
     seed: seed of the arithmetic problems; for the others see `config.data`.
     trains: False to skip `train` and return None in its place.
+    needs_answers: False to use rows without an answer too.
   """
 
   def read(label: str, source: sources.Source, limit: int) -> ProblemSet:
@@ -91,7 +93,8 @@ def load(
       rows = rows[: limit or None]
     else:
       rows = sources.read(source, problem_key, answer_key, limit)
-    return prepare(label, rows, tokenizer, max_prompt_tokens, template)
+    limits = max_prompt_tokens, template, needs_answers
+    return prepare(label, rows, tokenizer, *limits)
 
   train_set = read("train", train, train_limit) if trains else None
   named = sources.parse_named(eval)
@@ -120,6 +123,7 @@ def prepare(
   tokenizer: Tokenizer,
   max_prompt_tokens: int,
   template: str | Callable = "",
+  needs_answers: bool = True,
 ) -> ProblemSet:
   """Tokenizes the usable rows; leaves out and counts the others.
 
@@ -132,7 +136,8 @@ def prepare(
   seen, used, tokens = set(), [], []
   for row in rows:
     problem = text_of(row.problem)
-    if not (problem.strip() and row.answer.strip()):
+    has_answer = row.answer.strip() or not needs_answers
+    if not (problem.strip() and has_answer):
       left_out["without problem or answer (text or a number)"] += 1
       continue
     if (row.id, problem) in seen:

@@ -9,7 +9,8 @@ import jax
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from dppo_jax import data, rewards, sharding
+from dppo_jax import rewards, sharding
+from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
 from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rewards.normalize import normalize
@@ -73,13 +74,11 @@ def evaluate(
   """
   problems = run.eval_sets[name]
   rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
-  num_shards = sharding.num_shards(run.mesh, "batch")
-  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
   arrays, samples = [], []
-  for rollout in _rollouts(roll_out, problems, rng, num_prompts):
+  for rollout in rollouts(run, name, roll_out, rng):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
     arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
-    samples += _records(rollout, problems, graded.samples)
+    samples += _records(rollout, graded.samples)
     advance(len(samples) // rollout.lengths.shape[1])
   return Completions(*map(np.concatenate, zip(*arrays, strict=True)), samples)
 
@@ -94,13 +93,39 @@ def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
   return rng_at(root_key, step, Stage.EVALUATE)
 
 
-def _rollouts(
+def stage(number: int, name: str) -> str:
+  """Returns the prefix of a set's metrics; the first set's has no name."""
+  return f"eval/{name}" if number else "eval"
+
+
+def check_metric(run: Run, metric: str) -> None:
+  """Raises UserError unless the run evaluates `config.checkpoint.best`."""
+  zeros = np.zeros((1, max(run.config.eval.samples, 1)))
+  known = [
+    f"{stage(number, name)}/{x}"
+    for number, name in enumerate(run.eval_sets)
+    for x in Completions(zeros, zeros, zeros > 0, []).metrics()
+  ]
+  if metric and metric.removeprefix("-") not in known:
+    raise UserError(
+      f"config.checkpoint.best is {metric!r} but must be one of "
+      f"{', '.join(known) or 'the metrics of config.data.eval, which is empty'}"
+    )
+
+
+def rollouts(
+  run: Run,
+  name: str,
   roll_out: Callable[[PromptBatch, StepRng], Rollout],
-  problems: data.ProblemSet,
   rng: StepRng,
-  num_prompts: int,
 ) -> Iterator[Rollout]:
-  """Yields rollouts of every problem once, while the next one decodes."""
+  """Yields rollouts of every problem once, while the next one decodes.
+
+  The arguments are those of `evaluate`.
+  """
+  problems = run.eval_sets[name]
+  num_shards = sharding.num_shards(run.mesh, "batch")
+  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
 
   def begin(start: int) -> Rollout:
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
@@ -109,25 +134,18 @@ def _rollouts(
     return roll_out(batch, rng)
 
   starts = range(0, len(problems), num_prompts)
-  rollouts = itertools.pairwise(itertools.chain(map(begin, starts), [None]))
-  for start, (rollout, _) in zip(starts, rollouts, strict=True):
+  started = itertools.pairwise(itertools.chain(map(begin, starts), [None]))
+  for start, (rollout, _) in zip(starts, started, strict=True):
     num = len(problems) - start
     cut = lambda x, num=num: x[:num] if x.ndim else x
     yield jax.tree.map(cut, distributed.to_host(rollout))
 
 
-def _records(
-  rollout: Rollout, problems: data.ProblemSet, samples: list[dict]
-) -> list[dict]:
+def _records(rollout: Rollout, samples: list[dict]) -> list[dict]:
   """Adds to each graded sample what only an evaluation reports."""
   positions = np.ndindex(rollout.lengths.shape)
   return [
-    {
-      "id": problems.names[rollout.prompt_ids[row]],
-      "sample": column,
-      "extracted": rewards.last_boxed(sample["completion"]),
-      "stopped": bool(rollout.is_stopped[row, column]),
-    }
+    {"sample": column, "extracted": rewards.last_boxed(sample["completion"])}
     | sample
-    for (row, column), sample in zip(positions, samples, strict=True)
+    for (_, column), sample in zip(positions, samples, strict=True)
   ]

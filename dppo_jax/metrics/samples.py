@@ -1,4 +1,4 @@
-"""Chooses the completions of a step that are written to samples.jsonl."""
+"""Completions of a step with their outcomes, for samples.jsonl and others."""
 
 from collections.abc import Sequence
 import itertools
@@ -6,15 +6,13 @@ import itertools
 import numpy as np
 
 
-def of_step(
+def with_outcomes(
   samples: Sequence[dict],
   lengths: np.ndarray,
   advantages: np.ndarray,
   weights: np.ndarray,
-) -> list[dict]:
-  """Chooses four completions of one group, two of them pruned if possible.
-
-  Each has `advantage`, `kept` and `weight` added.
+) -> list[list[dict]]:
+  """Returns the groups of a step, `advantage`, `weight` and `kept` added.
 
   Args:
     samples: one for each sampled completion, group by group.
@@ -26,24 +24,33 @@ def of_step(
     sizes = np.full(len(samples) // lengths.shape[1], lengths.shape[1])
   ends = itertools.accumulate(sizes[sizes > 0], initial=0)
   groups = [samples[i:j] for i, j in itertools.pairwise(ends)]
-  if len(groups) > len(rows):  # dynamic sampling drops groups of equal rewards
-    groups = [x for x in groups if len({line["reward"] for line in x}) > 1]
-  outcomes = [
-    (group, a[: len(group)], w[: len(group)])
-    for group, a, w in zip(
-      groups, advantages[rows], weights[rows], strict=False
+  # Dynamic sampling drops groups of equal rewards: they have no row.
+  drops, rows = len(groups) > len(rows), iter(rows)
+  nothing = np.zeros(lengths.shape[1])
+  outcomes = []
+  for group in groups:
+    is_dropped = drops and len({line["reward"] for line in group}) == 1
+    row = None if is_dropped else next(rows, None)
+    a, w = (nothing if row is None else x[row] for x in (advantages, weights))
+    outcomes.append(
+      [
+        line
+        | {"advantage": float(a[i]), "weight": float(w[i])}
+        | {"kept": bool(w[i])}
+        for i, line in enumerate(group)
+      ]
     )
-  ]
-  if not outcomes:
-    nothing = np.zeros(len(samples))
-    outcomes = [(samples, nothing, nothing)]
-  rank = lambda x: (x[1].any(), (x[2] > 0).any() and not (x[2] > 0).all())
-  group, advantage, weight = max(outcomes, key=rank)
-  kept, pruned = np.flatnonzero(weight > 0), np.flatnonzero(weight == 0)
+  return outcomes
+
+
+def choose(groups: list[list[dict]]) -> list[dict]:
+  """Chooses four completions of one group, two of them pruned if possible."""
+  rank = lambda group: (
+    any(x["advantage"] for x in group),
+    len({x["kept"] for x in group}) > 1,
+  )
+  group = max(groups, key=rank, default=[])
+  kept = [i for i, x in enumerate(group) if x["kept"]]
+  pruned = [i for i, x in enumerate(group) if not x["kept"]]
   kept = kept[: max(2, 4 - len(pruned))]
-  return [
-    group[i]
-    | {"advantage": float(advantage[i]), "weight": float(weight[i])}
-    | {"kept": bool(weight[i])}
-    for i in sorted([*kept, *pruned[: 4 - len(kept)]])
-  ]
+  return [group[i] for i in sorted([*kept, *pruned[: 4 - len(kept)]])]

@@ -3,7 +3,7 @@
 Metrics are named `stage/quantity`; README.md explains each of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import os
 import pathlib
@@ -16,9 +16,11 @@ from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress, trackers
 from dppo_jax.metrics import warnings as health
 
+STEPS_PER_FILE = 100  # of completions
+
 
 class Writer(contextlib.AbstractContextManager):
-  """Writes `metrics.jsonl`, `samples.jsonl` and `log.txt`, and to trackers.
+  """Writes metrics, samples, all completions, `log.txt`, and to trackers.
 
   The `step` of a line is the number of steps done. A tracker that fails is
   dropped: it must not end the run.
@@ -45,6 +47,11 @@ class Writer(contextlib.AbstractContextManager):
     self._files, self._trackers = {}, {}
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
+    for path in (workdir / "completions").glob("*.jsonl"):
+      if int(path.stem) > first_step:  # all of its steps are
+        path.unlink()
+      elif int(path.stem) + STEPS_PER_FILE > first_step + 1:
+        jsonl.keep_until(path, first_step)
     for line in jsonl.read(workdir / "metrics.jsonl"):
       watch.check(line["step"], line)
     for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
@@ -74,6 +81,21 @@ class Writer(contextlib.AbstractContextManager):
     """Writes completions; `split` is "train", "eval" or "eval/NAME"."""
     lines = [{"step": step, "split": split, **x} for x in samples]
     self._append("samples.jsonl", "".join(map(jsonl.line, lines)))
+
+  def write_completions(self, step: int, lines: Iterable[dict]) -> None:
+    """Writes all completions of a training step to the file of its steps."""
+    first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
+    name = f"completions/{first:06d}.jsonl"
+    if name not in self._files:
+      self.sync()
+      for other in [x for x in self._files if x.startswith("completions/")]:
+        self._files.pop(other).close()
+      path = self._workdir / name
+      with jsonl.writing(path):
+        path.parent.mkdir(exist_ok=True)
+        self._files[name] = path.open("a", **jsonl.ENCODING)
+    lines = (jsonl.line({"step": step, **line}) for line in lines)
+    self._append(name, "".join(lines))
 
   def sync(self) -> None:
     """Makes sure that all files are on disk before a checkpoint is saved."""
@@ -122,4 +144,5 @@ class Silent:
   def __init__(self, bar: progress.Progress):
     self.bar = bar
     self.write = self.write_samples = lambda *unused: None
+    self.write_completions = lambda *unused: None
     self.say = self.log = self.sync = lambda *unused: None

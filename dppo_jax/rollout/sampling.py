@@ -14,7 +14,7 @@ class Sampling(NamedTuple):
 
   max_tokens: int  # of a completion, its stop token included
   stop_ids: tuple[int, ...]  # tokens that end a completion, as its last token
-  temperature: float = 1.0  # 0: the most likely token, with log-probability 0
+  temperature: float = 1.0  # 0: the most likely token
   top_k: int = 0  # number of most likely tokens to sample from; 0 for all
   top_p: float = 1.0  # probability of the most likely tokens to sample from
 
@@ -28,7 +28,8 @@ def sample_token(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
   """Returns a token for each row of logits and its log-probability.
 
-  The log-probability is that after temperature and truncation.
+  The log-probability is that after temperature and truncation; of the most
+  likely token, at temperature 0, it is that at temperature 1.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import rollout
@@ -44,7 +45,7 @@ def sample_token(
   """
   if temperature == 0:
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return token, jnp.zeros(token.shape, jnp.float32)
+    return token, _at(jax.nn.log_softmax(logits, axis=-1), token)
   logits = logits / temperature
   if top_k:
     # By index, so that ties at the k-th place do not add tokens.
@@ -60,7 +61,11 @@ def sample_token(
     logits = jnp.where(logits < lowest, -jnp.inf, logits)
   logprobs = jax.nn.log_softmax(logits, axis=-1)
   token = _invert_cdf(jnp.exp(logprobs), uniform)
-  return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+  return token, _at(logprobs, token)
+
+
+def _at(values: Float[Array, "B V"], index: Int[Array, "B"]) -> Array:
+  return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
 
 
 def _invert_cdf(

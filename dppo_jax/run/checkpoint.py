@@ -6,11 +6,12 @@ checkpoint is damaged if that file is missing or if a file that it lists has
 changed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ from jaxtyping import PyTree
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
 from dppo_jax.models import lora
 from dppo_jax.records import TrainState
@@ -39,6 +41,15 @@ class _Handler(ocp.StandardCheckpointHandler):
     write_checksums(pathlib.Path(directory))
 
 
+class _Best(policies.PreservationPolicy):
+  """Preserves the checkpoint with the best evaluation."""
+
+  step, score = 0, -math.inf
+
+  def should_preserve(self, checkpoints, *, context) -> list[bool]:
+    return [info.step == self.step for info in checkpoints]
+
+
 class Checkpoints:
   """The checkpoints of one run; a context manager that waits for the last one.
 
@@ -48,18 +59,28 @@ class Checkpoints:
   """
 
   def __init__(
-    self, workdir: pathlib.Path, keep: int = 1, *, read_only: bool = False
+    self,
+    workdir: pathlib.Path,
+    keep: int = 1,
+    best: str = "",
+    *,
+    read_only: bool = False,
   ):
-    """Opens, or makes, `workdir/checkpoints`; keeps the latest `keep`."""
+    """Opens, or makes, `workdir/checkpoints`; keeps the latest `keep`.
+
+    Args:
+      best: metric by which to keep the best checkpoint too, as in `find_best`.
+    """
     self._workdir, self._folder = workdir, workdir / "checkpoints"
-    self._keep = keep
+    self._keep, self._metric = keep, best
+    self._best = _Best()
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item in (*_ITEMS, _FROZEN):
       handler = _Handler()
       registry.add(item, ocp.args.StandardSave, handler)
       registry.add(item, ocp.args.StandardRestore, handler)
-    kept = [policies.LatestN(keep), policies.CustomSteps([0])]
+    kept = [policies.LatestN(keep), policies.CustomSteps([0]), self._best]
     self._manager = ocp.CheckpointManager(
       self._folder.absolute(),
       handler_registry=registry,
@@ -111,13 +132,25 @@ class Checkpoints:
     ]
     self.prune()
     self._manager.reload()
+    best = distributed.on_first_process(find_best)(self._workdir, self._metric)
+    if best:
+      self._best.step, self._best.score = best
     return warnings
+
+  def is_best(self, step: int, values: Mapping[str, float]) -> bool:
+    """Adds an evaluation; returns True if `step` is the best so far."""
+    sign, metric = _split_sign(self._metric)
+    score = sign * values.get(metric, math.nan)
+    if is_best := score > self._best.score:
+      self._best.step, self._best.score = step, float(score)
+    return is_best
 
   @distributed.on_first_process
   def prune(self) -> None:
-    """Deletes all but the latest `keep` checkpoints and that of step 0."""
+    """Deletes all but the latest `keep` checkpoints, step 0 and the best."""
+    best = find_best(self._workdir, self._metric) or [0]
     for step in complete_steps(self._workdir)[: -self._keep]:
-      if step > 0:
+      if step not in (0, best[0]):
         shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
   def save(self, step: int, state: TrainState) -> None:
@@ -216,10 +249,46 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
   return sorted(int(name) for name in names if name.isdigit())
 
 
+def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:
+  """Returns the checkpoint with the best evaluation, and its score.
+
+  Args:
+    metric: name in metrics.jsonl; higher is better, or lower after a leading
+      `-`, which negates the score. Of equal scores, the first one counts.
+  """
+  sign, metric = _split_sign(metric)
+  steps, best = complete_steps(workdir), None
+  for line in jsonl.read(workdir / "metrics.jsonl") if metric else ():
+    score = sign * line.get(metric, math.nan)
+    if line["step"] in steps and score > (best or (0, -math.inf))[1]:
+      best = line["step"], score
+  return best
+
+
+def _split_sign(metric: str) -> tuple[int, str]:
+  return -1 if metric.startswith("-") else 1, metric.removeprefix("-")
+
+
 def find(
-  workdir: pathlib.Path, step: int | None = None, option: str = "--workdir"
+  workdir: pathlib.Path,
+  step: int | str | None = None,
+  option: str = "--workdir",
+  best: str = "",
 ) -> int:
-  """Returns `step` or the latest; raises UserError, about `option`, if none."""
+  """Returns `step` or the latest; raises UserError, about `option`, if none.
+
+  Args:
+    step: number, "best" or None.
+    best: metric that "best" refers to; empty for eval/accuracy.
+  """
+  if step == "best":
+    metric = best or "eval/accuracy"
+    if score := find_best(workdir, metric):
+      return score[0]
+    raise UserError(
+      f"--step=best: no checkpoint in {workdir} has been evaluated by "
+      f"{metric.removeprefix('-')}: set config.checkpoint.best, or use a number"
+    )
   steps = complete_steps(workdir)
   if step in steps:
     return step

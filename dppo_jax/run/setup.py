@@ -248,13 +248,17 @@ def describe_model(
 
 
 def read_problems(
-  config: configs.Config, tokenizer: data.Tokenizer, trains: bool = True
+  config: configs.Config,
+  tokenizer: data.Tokenizer,
+  trains: bool = True,
+  needs_answers: bool = True,
 ) -> tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]:
   """Returns the problems to train on and, by name, those to evaluate on."""
   c, options = config, dataclasses.asdict(config.data)
   prompts = options.pop("prompts_per_step")
   del options["template_args"]
-  train_set, eval_sets = data.load(tokenizer, c.seed, trains=trains, **options)
+  options |= {"trains": trains, "needs_answers": needs_answers}
+  train_set, eval_sets = data.load(tokenizer, c.seed, **options)
   if trains and len(train_set) < prompts:
     raise UserError(
       f"config.data.prompts_per_step is {prompts} but {c.data.train} has "

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -29,7 +30,9 @@ def may_change(config: configs.Config) -> set[str]:
     x for x, _, metadata in configs.walk(config) if metadata.get("may_change")
   }
   method = configs.make_method(config)
-  if config.optimizer.schedule != "constant" or method.has_schedule:
+  arguments = inspect.signature(configs.load_optimizer(config)).parameters
+  has_schedule = config.optimizer.schedule != "constant"
+  if has_schedule or "total_steps" in arguments or method.has_schedule:
     free.discard("steps")  # the learning rate, or pruning, depends on it
   if method.tokens:  # tokens are drawn along the rows, which depend on these
     free -= {"pack.rows_per_micro", "mesh.data", "mesh.replicas"}
@@ -50,7 +53,8 @@ def check(
   if not checkpoint.complete_steps(path.parent):
     return
   try:
-    old = json.loads(path.read_bytes())
+    # An option that is newer than the run had its default.
+    old = configs.flatten(configs.Config()) | json.loads(path.read_bytes())
   except (OSError, ValueError) as error:
     raise UserError(
       f"{path.parent} has checkpoints but its config.json cannot be read "
@@ -128,8 +132,8 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   latest = max(checkpoint.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
-  keep = config.checkpoint.keep
-  with checkpoint.Checkpoints(workdir, keep, read_only=True) as checkpoints:
+  kept = config.checkpoint.keep, config.checkpoint.best
+  with checkpoint.Checkpoints(workdir, *kept, read_only=True) as checkpoints:
     check(workdir / "config.json", config)
     if checkpoints.corruption(latest):
       return False
@@ -163,6 +167,7 @@ def fingerprints(
   flat = configs.flatten(config)
   references = [x.reference for x in rewards.parse(config.reward.functions)]
   references += [flat.get(f"{x}.source", "") for x in ("method", "objective")]
+  references.append(flat["optimizer.function"])
   files = filter(os.path.isfile, (x.rpartition(":")[0] for x in references))
   answers = json.dumps(train_set.answers).encode()
   contents = {

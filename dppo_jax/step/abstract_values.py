@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 import optax
 
+from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.data import ProblemSet
 from dppo_jax.methods.neyman import gradient_noise
@@ -16,7 +17,7 @@ from dppo_jax.models.transformer import Params
 from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run.setup import Run
-from dppo_jax.step.optimizer import make_optimizer
+from dppo_jax.step.optimizer import call_factory, make_optimizer, make_schedule
 
 # Mesh axes of the results of stages; others are replicated.
 _PLACES = {
@@ -79,8 +80,24 @@ def shardings_of(tree: PyTree) -> PyTree:
 
 def optimizer(run: Run) -> optax.GradientTransformation:
   """Returns the optimizer that the config describes."""
-  options = dataclasses.asdict(run.config.optimizer)
-  return make_optimizer(total_steps=run.num_updates, **options)
+  o = run.config.optimizer
+  return make_optimizer(
+    o.learning_rate,
+    run.num_updates,
+    o.schedule,
+    o.warmup_steps,
+    o.weight_decay,
+    o.clip_norm,
+    configs.load_optimizer(run.config),
+  )
+
+
+def learning_rate(run: Run) -> optax.Schedule:
+  """Returns the optimizer's rate as a function of the number of updates."""
+  o, num = run.config.optimizer, run.num_updates
+  rate = make_schedule(o.learning_rate, num, o.schedule, o.warmup_steps)
+  factory = configs.load_optimizer(run.config)
+  return call_factory(factory, rate, o.weight_decay, num)[1]
 
 
 def has_reference(run: Run) -> bool:
@@ -137,13 +154,22 @@ def abstract_train_state(run: Run) -> TrainState:
   params = abstract_params(run)
   state = jax.eval_shape(functools.partial(init_train_state, run), params)
   state = place(run, "", state)
-  opt_state = optax.tree_utils.tree_map_params(
-    optimizer(run),
-    lambda _, weight: weight,  # moments have the layout of their weight
-    state.opt_state,
-    lora.trainable(params),
-  )
+  trainable = lora.trainable(params)
+  opt_state = _placed_as_weights(state.opt_state, trainable)
   return state.replace(params=params, opt_state=opt_state)
+
+
+def _placed_as_weights(opt_state: PyTree, params: Params) -> PyTree:
+  """Gives the shape of a weight, at its path, the weight's sharding too."""
+  weights = dict(jax.tree.leaves_with_path(params))
+
+  def place(path, x):
+    ends = (path[i:] for i in range(len(path)))
+    weight = next((weights[end] for end in ends if end in weights), None)
+    is_like = weight is not None and weight.shape == x.shape
+    return x.update(sharding=weight.sharding) if is_like else x
+
+  return jax.tree.map_with_path(place, opt_state)
 
 
 def inference_model(run: Run) -> transformer.ModelConfig:

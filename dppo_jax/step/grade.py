@@ -42,8 +42,7 @@ def grade(
     verifier_only: leaves out the functions that shape the reward.
   """
   owners = distributed.owners(rollout.lengths)
-  # Log-probabilities stay on the devices: nothing here reads them.
-  rollout = distributed.to_host(rollout.replace(logprobs=None))
+  rollout = distributed.to_host(rollout)
   is_sampled = rollout.lengths.max(axis=1) > 0
   rows = np.flatnonzero(is_sampled & (owners == distributed.index()))
   with distributed.sharing_errors():
@@ -70,14 +69,15 @@ def _grade_rows(
   """Grades the groups of some rows.
 
   Returns:
-    For each completion its row, number in the group, sample, stop flag and the
-    value of each reward function; and counts of outcomes and faults.
+    For each completion its row, number in the group and sample; and counts of
+    outcomes and faults.
   """
   sizes = (rollout.lengths[rows] > 0).sum(axis=1)
   place, member = np.nonzero(rollout.lengths[rows] > 0)
   at = rows[place], member
   ids = rollout.prompt_ids[at[0]]
   tokens, lengths = rollout.tokens[at], rollout.lengths[at].tolist()
+  is_sampled = np.arange(tokens.shape[1]) < rollout.lengths[at][:, None]
   prompts = [problems.problems[i] for i in ids]
   completions = [
     tokenizer.decode(tokens[:length])
@@ -92,21 +92,23 @@ def _grade_rows(
     group_sizes=sizes.tolist(),
     verifier_only=verifier_only,
   )
+  earned = {name: x.tolist() for name, x in graded.values.items()}
   samples = {
+    "id": [problems.names[i] for i in ids],
     "problem": prompts,
     "completion": completions,
     "answer": answers,
     "tokens": lengths,
+    "stopped": rollout.is_stopped[at].tolist(),
+    "logprob": (rollout.logprobs[at] * is_sampled).sum(1).tolist(),
     "reward": graded.rewards.tolist(),
+    "rewards": _lines(earned, len(ids)),
     "correct": graded.correct.tolist(),
   }
-  earned = {name: x.tolist() for name, x in graded.values.items()}
   columns = {
     "row": at[0].tolist(),
     "member": at[1].tolist(),
-    "stopped": rollout.is_stopped[at].tolist(),
     "sample": _lines(samples, len(ids)),
-    "earned": _lines(earned, len(ids)),
   }
   return _lines(columns, len(ids)), graded.counts
 
@@ -141,7 +143,7 @@ def _summarise(
       "rolled_out": len(groups),
       "zero_std": sum(int(x.max() == x.min()) for x in groups),
       "completions": len(lines),
-      "stopped": sum(line["stopped"] for line in lines),
+      "stopped": sum(sample["stopped"] for sample in samples),
       "tokens": sum(sample["tokens"] for sample in samples),
       "slot_steps": int(rollout.slot_steps),
       "busy_steps": int(rollout.busy_steps),
@@ -151,8 +153,8 @@ def _summarise(
       "correct": float(correct.sum()),
     }
   )
-  for name in lines[0]["earned"] if lines else ():
-    values = np.array([line["earned"][name] for line in lines], np.float32)
+  for name in samples[0]["rewards"] if samples else ():
+    values = np.array([x["rewards"][name] for x in samples], np.float32)
     counts.update({f"earned/{name}": float(values.sum())})
   return GradedRollout(earned, correct, counts, samples)
 

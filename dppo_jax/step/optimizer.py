@@ -1,6 +1,13 @@
-"""AdamW with norm clipping, and the learning rate of each update."""
+"""AdamW or a user's optimizer, clipping, and each update's learning rate."""
+
+from collections.abc import Callable
+import inspect
+from typing import Any
 
 import optax
+
+from dppo_jax import user_code
+from dppo_jax.errors import UserError
 
 
 def make_schedule(
@@ -43,20 +50,62 @@ def make_optimizer(
   schedule: str = "constant",
   warmup_steps: int = 0,
   weight_decay: float = 0.0,
-  b1: float = 0.9,
-  b2: float = 0.999,
   clip_norm: float = 1.0,
+  factory: Callable[..., Any] | None = None,
 ) -> optax.GradientTransformation:
-  """Returns AdamW with global-norm clipping; skips non-finite gradients.
+  """Returns an optimizer with global-norm clipping, by default AdamW.
 
-  The first four arguments are those of `make_schedule`.
+  Non-finite gradients are skipped. The first four arguments are those of
+  `make_schedule`, `factory` is that of `call_factory`.
   """
+  factory = factory or optax.adamw
   rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)
+  optimizer, _ = call_factory(factory, rate, weight_decay, total_steps)
   return optax.apply_if_finite(
-    optax.chain(
-      optax.clip_by_global_norm(clip_norm),
-      optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay),
-    ),
+    optax.chain(optax.clip_by_global_norm(clip_norm), optimizer),
     # The run stops long before optax would let such a gradient through.
     max_consecutive_errors=2**30,
   )
+
+
+def call_factory(
+  factory: Callable[..., Any],
+  rate: optax.Schedule,
+  weight_decay: float,
+  total_steps: int,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """Returns a factory's optimizer, and its rate by the number of updates.
+
+  Args:
+    factory: function such as `optax.lion`. Its first argument is `rate`; it
+      also gets `weight_decay` and `total_steps`, the updates of the run, if it
+      has arguments of these names. It returns an optimizer or, if it does not
+      follow `rate`, `(optimizer, schedule)`.
+  Raises:
+    UserError: if it fails, or returns anything else.
+  """
+  name = f"config.optimizer.function: {factory.__name__}()"
+  options = {"weight_decay": weight_decay, "total_steps": total_steps}
+  known = options.keys() & inspect.signature(factory).parameters
+  if weight_decay and "weight_decay" not in known:
+    raise UserError(
+      f"config.optimizer.weight_decay is {weight_decay} but {name} has no "
+      "argument weight_decay: set it to 0"
+    )
+  try:
+    result = factory(rate, **{x: options[x] for x in known})
+  except Exception as error:  # the user's code may raise anything
+    raise UserError(f"{name}: {user_code.one_line(error)}") from error
+  is_pair = type(result) is tuple and len(result) == 2
+  optimizer, rate = result if is_pair else (result, rate)
+  if not isinstance(optimizer, optax.GradientTransformation):
+    raise UserError(
+      f"{name} returned {type(optimizer).__name__} but must return an "
+      "optax.GradientTransformation, alone or with its schedule"
+    )
+  if not callable(rate):
+    raise UserError(
+      f"{name} returned {type(rate).__name__} as the schedule but must return "
+      "a function from the number of updates to the learning rate"
+    )
+  return optimizer, rate

@@ -5,6 +5,7 @@ so a supervised step is an update on rows whose completions are solutions.
 """
 
 from collections.abc import Callable
+import copy
 import functools
 
 import jax
@@ -50,8 +51,10 @@ def run(
     LEARNING_RATE, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
   config = update.UpdateConfig(run.model, objectives.grpo())
-  # The run's own optimizer has a state of the same form.
-  state = abstract_values.new_train_state(run, params)
+  # With AdamW's state, which this optimizer needs.
+  of_sft = run._replace(config=copy.deepcopy(run.config))
+  of_sft.config.optimizer.function = ""
+  state = abstract_values.new_train_state(of_sft, params)
   draw = _sampler(run)
   with bar.task("compiling the supervised step"):
     jitted = jax.jit(

@@ -23,11 +23,11 @@ from dppo_jax.records import (
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed, runtime_checks
 from dppo_jax.run.setup import Run
-from dppo_jax.step import grade, programs
+from dppo_jax.step import abstract_values, grade, programs
 from dppo_jax.step.clock import StageClock
 from dppo_jax.step.collect import Experience
 from dppo_jax.step.draft_choice import DraftChoice
-from dppo_jax.step.optimizer import last_learning_rate, make_schedule
+from dppo_jax.step.optimizer import last_learning_rate
 from dppo_jax.step.select import SelectInfo
 from dppo_jax.step.tokens import ScoreInfo
 from dppo_jax.step.update import UpdateInfo
@@ -110,10 +110,7 @@ class TrainStep:
     self._drafts = DraftChoice(
       [name for name in self.programs if name.startswith("roll_out")]
     )
-    o = run.config.optimizer
-    self._schedule = make_schedule(
-      o.learning_rate, run.num_updates, o.schedule, o.warmup_steps
-    )
+    self._learning_rate = abstract_values.learning_rate(run)
 
   def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
     """Rolls out and grades the next prompts; starts the clock of a step.
@@ -252,7 +249,7 @@ class TrainStep:
     num_updates = int(state.step) * options.objective.num_updates
     scalars = {
       "update/learning_rate": last_learning_rate(
-        self._schedule, num_updates, info.skipped
+        self._learning_rate, num_updates, info.skipped
       ),
       "update/clipped_norm": info.grad_norm >= options.optimizer.clip_norm,
       "update/micro_batches": num_micro,

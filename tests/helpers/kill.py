@@ -53,7 +53,7 @@ PLACES = {
 # Faults that end a run with an error, and the expected messages.
 FAULTS = {
   "NaN": "update of step [2-4] made .* NaN: they are not saved",
-  "full disk": "(metrics.jsonl|samples.jsonl|checkpoints).*: File too large",
+  "full disk": "(metrics|samples|completions|checkpoints).*: File too large",
 }
 
 
@@ -79,6 +79,7 @@ def make_config(num_devices: int = 1) -> config.Config:
     "optimizer.learning_rate": 1e-2,
     "reward.overlong_tokens": 8,
     "checkpoint.every": 2,
+    "log.completions": "all",
     "mesh.data": num_devices,
   }
   for name, value in settings.items():
@@ -210,7 +211,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
       {k: x for k, x in json.loads(line).items() if not is_timed(k)}
       for line in (workdir / name).read_text().splitlines()
     ]
-    for name in ("metrics.jsonl", "samples.jsonl")
+    for name in ("metrics.jsonl", "samples.jsonl", "completions/000001.jsonl")
   }
   scalars = sorted(
     (value.tag, event.step, value.simple_value)

@@ -14,7 +14,7 @@ def _chosen(rewards, lengths, advantages, weights):
     for i, reward in enumerate(group)
   ]
   arrays = map(np.asarray, (lengths, advantages, weights))
-  chosen = samples.of_step(lines, *arrays)
+  chosen = samples.choose(samples.with_outcomes(lines, *arrays))
   assert all(x["kept"] == (x["weight"] > 0) for x in chosen)
   return [(x["completion"], x["advantage"], x["weight"]) for x in chosen]
 

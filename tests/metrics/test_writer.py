@@ -53,6 +53,27 @@ def test_compilations_are_counted_while_the_context_lasts():
   assert not compilations
 
 
+def test_every_completion_is_written_once_after_a_crash(tmp_path):
+  """Stops in step 4, with a checkpoint of step `latest`; a line is cut."""
+  write = lambda out, step: out.write_completions(
+    step, [{"n": i} for i in "ab"]
+  )
+  with mock.patch.object(writer, "STEPS_PER_FILE", 2):
+    for latest in (3, 2, 1, None):
+      with _writer(tmp_path) as out:
+        for step in (1, 2, 3, 4):
+          write(out, step)
+      *_, newest = sorted((tmp_path / "completions").iterdir())
+      newest.write_text(newest.read_text()[:-3])
+      with _writer(tmp_path, first_step=latest) as out:
+        for step in range((latest or 0) + 1, 6):
+          write(out, step)
+      files = sorted((tmp_path / "completions").glob("*.jsonl"))
+      assert [x.stem for x in files] == ["000001", "000003", "000005"]
+      steps = [[x["step"] for x in jsonl.read(path)] for path in files]
+      assert steps == [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5]], latest
+
+
 def test_writer_keeps_metrics_and_messages(tmp_path, capsys):
   path = "/a/path/" + "long/" * 20
   message = f"a reward failed in {path}, {'and so on ' * 9}to the end"

@@ -1,0 +1,206 @@
+"""--mode=sample: completions of prompts, printed with log-probabilities."""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+import dataclasses
+import functools
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from dppo_jax import config as configs
+from dppo_jax import data, rewards
+from dppo_jax.data.sources import Source
+from dppo_jax.errors import UserError
+from dppo_jax.eval import sets as eval_sets
+from dppo_jax.evaluate import read_weights
+from dppo_jax.metrics import progress
+from dppo_jax.models import transformer
+from dppo_jax.records import Rollout
+from dppo_jax.run import compile_cache, preflight
+from dppo_jax.run.setup import Run, read_problems, setup_run
+from dppo_jax.step import programs
+from dppo_jax.step.grade import grade
+
+_SHORTEST = 64  # width of prompts, doubled for longer ones: each is compiled
+
+
+def run(
+  config: configs.Config,
+  workdir: pathlib.Path,
+  step: int | str | None = None,
+  prompt: str | None = None,
+) -> None:
+  """Prints `eval.samples` completions of each prompt, or a greedy one.
+
+  Args:
+    config: has the model, if `workdir` has no checkpoint, and the options of
+      sampling and grading.
+    step: checkpoint step, or "best"; None for the latest.
+    prompt: a text, `@FILE.txt` with a prompt on each line, `@SOURCE` as in
+      config.data.eval, or `@` for config.data.eval. None reads lines from
+      standard input.
+  Raises:
+    UserError: for an invalid config, checkpoint, source or prompt.
+  """
+  compile_cache.enable_compilation_cache()
+  with progress.Progress() as bar:
+    with bar.task("reading the model"):
+      without_problems = copy.deepcopy(config)
+      without_problems.data.eval = ""
+      run = setup_run(without_problems, trains=False)
+    with jax.set_mesh(run.mesh), run.make_grader() as grader:
+      with bar.task("reading weights"):
+        _, params, weights = read_weights(run, workdir, step)
+      r, samples = config.rollout, config.eval.samples
+      how = f"temperature {r.temperature:g}, top-p {r.top_p:g}"
+      how = f"{samples} samples of a prompt, {how}" if samples else "greedy"
+      how += f", at most {r.max_tokens:,} tokens"
+      bar.say(progress.wrapped(f"weights: {weights}\n{how}"))
+      sampler = _Sampler(run, params, grader, bar)
+      if prompt is not None:
+        sampler.print_completions(_source(config, prompt), run.root_key)
+        return
+      is_typed = sys.stdin.isatty()
+      for number, line in enumerate(_lines(is_typed)):
+        key = jax.random.fold_in(run.root_key, number)  # of a repeated line too
+        try:
+          sampler.print_completions(_source_of(config, [line]), key)
+        except UserError as error:
+          if not is_typed:
+            raise
+          bar.say(f"error: {error}")
+
+
+def _source(config: configs.Config, prompt: str) -> Source:
+  """Returns the source that --prompt names."""
+  place = prompt.removeprefix("@")
+  if place == prompt:
+    return _source_of(config, [prompt])
+  if place.endswith(".txt"):
+    try:
+      text = pathlib.Path(place).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+      raise UserError(f"--prompt: {place} cannot be read: {error}") from error
+    return _source_of(config, filter(str.strip, text.splitlines()))
+  if not (place or config.data.eval):
+    raise UserError("--prompt=@ takes config.data.eval, which is empty")
+  return place or config.data.eval
+
+
+def _source_of(config: configs.Config, prompts: Iterable[str]) -> Source:
+  """Returns a source of rows that have a text in each problem column."""
+  names = config.data.problem_key.split(",")
+  rows = [dict.fromkeys(names, text) for text in prompts]
+
+  def prompt():  # errors name it
+    return rows
+
+  return prompt
+
+
+def _lines(is_typed: bool) -> Iterator[str]:
+  """Yields lines of standard input, asking for them on a terminal."""
+  while True:
+    if is_typed:
+      print("prompt (Ctrl-D ends): ", end="", flush=True)
+    line = sys.stdin.readline()
+    if not line:
+      return
+    if line.strip():
+      yield line.strip()
+
+
+class _Ungraded:
+  """Grader of prompts whose answers are unknown."""
+
+  def grade(self, prompts: Sequence[str], *unused, **options) -> rewards.Graded:
+    zeros = np.zeros(len(prompts), np.float32)
+    return rewards.Graded(zeros, zeros, collections.Counter(), {})
+
+
+class _Sampler:
+  """Weights and the programs that sample from them, by size of their input."""
+
+  def __init__(
+    self,
+    run: Run,
+    params: transformer.Params,
+    grader: rewards.Grader,
+    bar: progress.Progress,
+  ):
+    self._run, self._params = run, params
+    self._grader, self._bar = grader, bar
+    self._compiled: dict[tuple[int, int], Callable[..., Rollout]] = {}
+
+  def print_completions(self, source: Source, key: jax.Array) -> None:
+    """Prints completions of every prompt of a source."""
+    run = self._run._replace(config=copy.deepcopy(self._run.config))
+    run.config.data.eval = source
+    sets = read_problems(
+      run.config, run.tokenizer, trains=False, needs_answers=False
+    )[1]
+    preflight.check_ids(run.config, run.model, run.stop_ids, [*sets.values()])
+    largest = max(len(x) for x in sets.values())
+    run.config.eval.prompts = min(run.config.eval.prompts, largest)
+    run = run._replace(eval_sets={x: _widened(y) for x, y in sets.items()})
+    for i, (name, problems) in enumerate(run.eval_sets.items()):
+      if "left out" in problems.report:
+        self._bar.say(progress.wrapped(problems.report))
+      rng = eval_sets.rng_of_set(key, name, i)
+      for rollout in eval_sets.rollouts(run, name, self._program(run), rng):
+        self._print_rollout(rollout, problems)
+
+  def _program(self, run: Run) -> Callable[..., Rollout]:
+    width = next(iter(run.eval_sets.values())).tokens.shape[1]
+    size = width, run.config.eval.prompts
+    if size not in self._compiled:
+      program = programs.evaluation_program(run, run.config.eval.samples)
+      with self._bar.task("compiling") as task:
+        compiled = programs.compile_programs(
+          {"sample": program}, run.mesh, task
+        )
+      self._compiled[size] = functools.partial(compiled["sample"], self._params)
+    return self._compiled[size]
+
+  def _print_rollout(self, rollout: Rollout, problems: data.ProblemSet) -> None:
+    """Prints the completions of a batch, graded if answers are known."""
+    has_answers = any(problems.answers)
+    grader = self._grader if has_answers else _Ungraded()
+    with self._bar.task("grading", is_brief=True):
+      lines = grade(rollout, problems, self._run.tokenizer, grader).samples
+    text = ""
+    for i, line in enumerate(lines):
+      member = i % rollout.lengths.shape[1]
+      if member == 0:
+        text += f"\nprompt: {line['problem']}\n"
+        text += f"answer: {line['answer']}\n" * bool(line["answer"])
+      text += f"{_summary(member + 1, line)}\n{line['completion']}\n"
+    self._bar.say(text.removesuffix("\n"))
+    for warning in self._grader.pop_warnings():
+      self._bar.say(warning)
+
+
+def _summary(number: int, line: dict) -> str:
+  """Describes length, end, log-probability and grades of a completion."""
+  num, logprob = line["tokens"], line["logprob"]
+  end = "stop" if line["stopped"] else "length"
+  grades = [f"{name} {x:g}" for name, x in line["rewards"].items()]
+  return ", ".join(
+    [
+      f"[{number}] {num} tokens, {end}",
+      f"log-probability {logprob:.3f} ({logprob / num:.3f} per token)",
+      *(grades if line["answer"] else ()),
+    ]
+  )
+
+
+def _widened(problems: data.ProblemSet) -> data.ProblemSet:
+  """Pads prompts to the next power of two, so that few programs serve all."""
+  width = problems.tokens.shape[1]
+  wide = max(_SHORTEST, 1 << (width - 1).bit_length())
+  tokens = np.pad(problems.tokens, ((0, 0), (0, wide - width)))
+  return dataclasses.replace(problems, tokens=tokens)
