@@ -180,7 +180,9 @@ def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
   source = str(path) if has_source else ""
   eos = {"eos_token_id": [3, 5]}
   hf.save(tmp_path, params, config, source=source, generation=eos)
-  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, attn_implementation="eager"
+  )
   assert model.dtype == torch.float32
   assert model.config.tie_word_embeddings == config.is_tied
   assert model.generation_config.eos_token_id == [3, 5]
