@@ -1,10 +1,12 @@
 """--mode=export: the weights of a run as a checkpoint for transformers."""
 
 import contextlib
+import functools
 import json
 import pathlib
 import tempfile
 
+import jax
 import numpy as np
 
 from dppo_jax import config as configs
@@ -14,7 +16,8 @@ from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 from dppo_jax.metrics import progress
-from dppo_jax.models import hf, transformer
+from dppo_jax.models import hf, lora, transformer
+from dppo_jax.models.hf import peft
 from dppo_jax.run import checkpoint, setup
 
 
@@ -24,8 +27,11 @@ def run(
   to: pathlib.Path,
   step: int | None = None,
   dtype: str | None = None,
+  is_adapter: bool = False,
 ) -> None:
   """Writes the weights of a checkpoint, complete or not at all.
+
+  Adapters are merged with the frozen weights, or written alone.
 
   The directory also gets config.json, the tokenizer, the generation settings
   and a model card. All but the card are copies of the files that training began
@@ -37,6 +43,7 @@ def run(
     step: checkpoint step; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
       began with, or float32 without one.
+    is_adapter: True to write only the adapters, for PEFT.
   Raises:
     UserError: if there are no such weights, or `to` is not empty.
   """
@@ -45,11 +52,17 @@ def run(
     raise UserError(f"--to: {to} is not an empty directory: choose another")
   step = checkpoint.find(workdir, step)
   path, tokenizer, model = setup.read_model(config)
+  model = setup.with_lora(model, config.lora)
+  if is_adapter and not model.lora:
+    raise UserError(
+      "--format=adapter needs a run with adapters, but config.lora.rank is 0"
+    )
   dtype = dtype or (hf.stored_dtype(path) if path else "float32")
-  table = transformer.parameter_table(model)
-  like = {name: np.empty(p.shape, np.float32) for name, p in table.items()}
+  init = functools.partial(transformer.init, model)
+  like = jax.eval_shape(init, jax.random.key(0))
+  like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-    params = checkpoints.restore_params(step, transformer.unflatten(like))
+    params = checkpoints.restore_params(step, like)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   json_keys = {"generation": {"eos_token_id": list(stop_ids)}}
   if not path:
@@ -62,13 +75,23 @@ def run(
   to.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent) as parent:
     folder = pathlib.Path(parent, to.name)
-    hf.save(str(folder), params, model, dtype=dtype, source=path, **json_keys)
-    if not path:
+    if is_adapter:
+      base = config.model.hub_id or path
+      peft.save(str(folder), params, model, base, dtype)
+    else:
+      params = lora.merge_all(params, model.lora)
+      hf.save(str(folder), params, model, dtype=dtype, source=path, **json_keys)
+    if not (path or is_adapter):
       tokenizer.save(folder)
     card = _card(config, workdir, step, tokenizer, to.name)
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
-  done = f"wrote the weights of {workdir} after step {step} to {to}, in {dtype}"
+  written = "adapters" if is_adapter else "weights"
+  done = (
+    f"wrote the {written} of {workdir} after step {step} to {to}, in {dtype}"
+  )
+  if is_adapter and config.sft.steps + bool(config.sft.from_run):
+    done += "; --step=0 exports the fine-tuned weights that they adapt"
   print(progress.wrapped(done), flush=True)
 
 

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> None:
   elif flags.mode == "export":
     from dppo_jax import export
 
-    export.run(config, workdir, pathlib.Path(flags.to), flags.step, flags.dtype)
+    to, is_adapter = pathlib.Path(flags.to), flags.format == "adapter"
+    export.run(config, workdir, to, flags.step, flags.dtype, is_adapter)
   else:
     from dppo_jax import plan
 

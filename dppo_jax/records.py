@@ -175,7 +175,8 @@ class TrainState(struct.PyTreeNode):
   Attributes:
     step: steps done.
     draws: batches of prompts drawn; more than `step` if steps draw again.
-    params: master weights.
+    params: master weights, or frozen ones with adapters (models/lora.py).
+    opt_state: of the weights that are trained.
     history: per-problem memory of the method's prompt rule.
     noise: a `gradient_noise.Noise`; None if the method measures none.
   """

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import functools
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -36,18 +35,19 @@ def load(reference: str) -> Callable:
     raise UserError(f"{place} cannot be imported: {one_line(error)}") from error
   function = getattr(module, name, None)
   if not callable(function):
-    raise UserError(f"there is no function {name!r} in {place}")
+    value = f": it is {function!r}"[:60] if hasattr(module, name) else ""
+    raise UserError(f"there is no function {name!r} in {place}{value}")
   return function
 
 
 def reference_of(function: Callable) -> str:
-  """Returns the reference by which `load` finds a module-level function."""
+  """Returns the reference by which `load` finds a function or class."""
   if not hasattr(function, "__qualname__"):
     raise UserError(f"{function!r} has no name to save: define it with def")
   place = function.__module__
-  if "." not in place and inspect.isfunction(function):  # in no package
-    file = os.path.abspath(inspect.getsourcefile(function) or "")
-    place = file if os.path.isfile(file) else place
+  file = getattr(sys.modules.get(place), "__file__", None) or ""
+  if "." not in place and file.endswith(".py") and os.path.isfile(file):
+    place = os.path.abspath(file)  # a file in no package
   return f"{place}:{function.__qualname__}"
 
 

@@ -125,6 +125,7 @@ def their_tokens(path, num_tokens=12) -> list[list[int]]:
     ("Qwen2ForCausalLM", True),
     ("Qwen3ForCausalLM", False),
     ("LlamaForCausalLM", False),
+    ("Gemma3ForConditionalGeneration", True),
   ],
 )
 def test_transformers_continues_greedily_as_we_do(tmp_path, family, is_tied):

@@ -16,6 +16,7 @@ from dppo_jax.planning import assumed, hlo, topology
 SHIPPED = {
   "arithmetic": "v5e:1",
   "gsm8k": "v5e:2x4",
+  "gemma_gsm8k": "v5e:2x4",
   "qwen_math": "v5e:4x4",
   "llama_math": "v5e:4x4",
   "qwen3_moe_math": "v5p:2x2x4",

@@ -1,5 +1,6 @@
 """The update: exact in expectation, for any division into rows."""
 
+import dataclasses
 import functools
 
 import chex
@@ -13,6 +14,7 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives, policy_loss
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.metrics import warnings as health
+from dppo_jax.models.parameters import LocalLayers
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update
@@ -27,9 +29,15 @@ SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 ACTIVE = objectives.grpo(clip_low=0.1, clip_high=0.15, beta=0.3)
 
 
-def _config(objective=ACTIVE, inner_updates=2):
+# Windows of three tokens in every other layer: shorter than the prompts.
+WITH_WINDOWS = dataclasses.replace(
+  small.MODEL, local=LocalLayers((True, False), window=3, rope_theta=100.0)
+)
+
+
+def _config(objective=ACTIVE, inner_updates=2, model=small.MODEL):
   return update.UpdateConfig(
-    small.MODEL, objective, logit_chunk=16, inner_updates=inner_updates
+    model, objective, logit_chunk=16, inner_updates=inner_updates
   )
 
 
@@ -117,15 +125,24 @@ def test_gradient_does_not_depend_on_rows_or_micro_batches(spec):
   )
 
 
-@pytest.mark.parametrize("objective", [ACTIVE, objectives.gspo(beta=0.3)])
-def test_gradient_does_not_depend_on_whether_prompts_are_shared(objective):
+@pytest.mark.parametrize(
+  ("objective", "model"),
+  [
+    (ACTIVE, small.MODEL),
+    (objectives.gspo(beta=0.3), small.MODEL),
+    (ACTIVE, WITH_WINDOWS),
+  ],
+)
+def test_gradient_does_not_depend_on_whether_prompts_are_shared(
+  objective, model
+):
   rollout = small.rollout(small.prompts())
   sums = {}
   for shares in (False, True):
     spec = PackingSpec(40, 2, 9, share_prefix=shares)
     batch, num_micro, info, _ = _select(rollout, objective, spec=spec)
     assert (info.pack.shared > 0) == shares
-    config = _config(objective)
+    config = _config(objective, model=model)
     sums[shares] = _gradient(
       small.params(0), small.params(1), batch, num_micro, config
     )

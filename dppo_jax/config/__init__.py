@@ -11,6 +11,7 @@ from dppo_jax.config.choose import (
 from dppo_jax.config.options import assign, default_args, flatten, walk
 from dppo_jax.config.schema import (
   Config,
+  LoraConfig,
   MeshConfig,
   MethodConfig,
   ModelConfig,

@@ -30,6 +30,7 @@ Trains language models by group-based policy optimisation with unbiased pruning.
 """
 _MODES = ("train", "evaluate", "export", "plan")
 _DTYPES = ("float32", "bfloat16", "float16")
+_FORMATS = ("model", "adapter")
 # Name, value or choices, modes that have the flag (empty: all), help.
 _FLAGS = (
   ("config", "FILE", "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
@@ -38,6 +39,7 @@ _FLAGS = (
   ("step", "N", "evaluate export", "step of the checkpoint [latest]"),
   ("to", "DIR", "export", "directory to export to"),
   ("dtype", _DTYPES, "export", "[that of the model]"),
+  ("format", _FORMATS, "export", "adapter: PEFT, of a LoRA run [model]"),
   ("hardware", "KIND:N,...", "plan", "memory of devices, as in h200:8"),
   ("topology", "KIND:AxB", "plan", "devices to compile for, as in v5e:4x4"),
   ("stages", "NAME,...", "plan", "stages to compile, as in update,roll_out"),

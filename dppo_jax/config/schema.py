@@ -38,6 +38,16 @@ class ModelConfig:
 
 
 @dataclass(slots=True)
+class LoraConfig:
+  """Low-rank adapters, trained while the model's weights are frozen."""
+
+  rank: int = option(0, "rank of the adapters; 0: train all weights")
+  alpha: float = option(32.0, "alpha / rank scales the adapters", least=0.001)
+  targets: str = option("all", "linear layers to adapt: all, or q,k,v,o,...")
+  adapter: str = option("", "directory of a PEFT adapter to start from")
+
+
+@dataclass(slots=True)
 class DataConfig:
   """Problems; see dppo_jax/data/README.md."""
 
@@ -91,7 +101,7 @@ class RewardConfig:
 
   functions: str = option(
     "exact",
-    "NAME[:WEIGHT],...: exact, math, boxed, FUNCTION; the first is accuracy",
+    "NAME[:WEIGHT][:batched],...: exact, math, boxed, FUNCTION; verifier first",
     is_code=True,
   )
   on_error: str = option(
@@ -212,6 +222,7 @@ class Config:
   steps: int = adjustable(100, "training steps")
   callbacks: str = adjustable("", "FUNCTION,... after each step", is_code=True)
   model: ModelConfig = field(default_factory=ModelConfig)
+  lora: LoraConfig = field(default_factory=LoraConfig)
   data: DataConfig = field(default_factory=DataConfig)
   rollout: RolloutConfig = field(default_factory=RolloutConfig)
   reward: RewardConfig = field(default_factory=RewardConfig)

@@ -20,7 +20,8 @@ _FRACTIONS = {
 }
 _TOTALS = (
   "prompts/drawn tokens/generated tokens/trained "
-  "reward/timeouts reward/crashes reward/errors reward/nonfinite"
+  "reward/timeouts reward/crashes reward/errors reward/switched_off "
+  "reward/nonfinite"
 ).split()
 
 

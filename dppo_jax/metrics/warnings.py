@@ -25,7 +25,10 @@ def _sum(lines: Sequence[Line], names: str, default: float = 0.0) -> float:
   return sum(x.get(name, default) for x in lines for name in names.split())
 
 
-_FAILURES = "reward/timeouts reward/crashes reward/errors reward/nonfinite"
+_FAILURES = (
+  "reward/timeouts reward/crashes reward/errors reward/switched_off "
+  "reward/nonfinite"
+)
 CHECKS = (
   Check(
     "skipped_update",
@@ -80,7 +83,7 @@ CHECKS = (
   Check(
     "reward_failures",
     lambda x: _sum(x, _FAILURES) / max(_sum(x, "completions/drawn"), 1),
-    "{value:.1%} of rewards failed and count as 0. See log.txt for a traceback "
+    "{value:.1%} of rewards failed and count as 0. See log.txt for the cause "
     "or raise config.reward.timeout_seconds.",
     limit=0.01,
   ),

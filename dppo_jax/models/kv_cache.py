@@ -165,7 +165,7 @@ def scan_layers(
 
   Args:
     layer: `(x, weights, cache) -> (x, cache)` of one layer.
-    weights: stacked weights of each group of layers.
+    weights: stacked data of each group of layers.
     inline: the layer's operations are copied for each group, not called.
     prompts: the cache of shared prompts.
   """
@@ -251,7 +251,10 @@ def write_tokens(
 
 
 def attend(
-  q: Float[Array, "B n H D"], cache: LayerCache, positions: Int[Array, "B"]
+  q: Float[Array, "B n H D"],
+  cache: LayerCache,
+  positions: Int[Array, "B"],
+  oldest: Int[Array, "B n"] | None = None,
 ) -> Float[Array, "B n H D"]:
   """Attends with `n` queries per slot, to their own and all earlier positions.
 
@@ -260,6 +263,7 @@ def attend(
 
   Args:
     positions: of the first query; the others follow it.
+    oldest: first position that each query sees; None for 0.
   """
   parts, layer = cache.parts, cache.layer
   batch, num, heads, dim = q.shape
@@ -274,6 +278,8 @@ def attend(
     logits = einsum("bhngd,bhds->bhngs", q, part.keys[layer]) * dim**-0.5
     index = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
     is_seen = index <= positions[..., None]
+    if oldest is not None:
+      is_seen &= index >= oldest[..., None]
     return jnp.where(is_seen[:, None, :, None], logits, MASKED)
 
   def weighted_values(probs, part):

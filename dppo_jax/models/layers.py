@@ -10,14 +10,23 @@ from jaxtyping import Array, Float
 
 from dppo_jax import sharding
 
+# The activation of a gated feed-forward part, by its name in config.json.
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
 
 class RopeScaling(NamedTuple):
-  """Llama 3's scaling of low rotary frequencies to longer contexts."""
+  """Division of rotary frequencies by a factor, for longer contexts.
+
+  With the other fields it is Llama 3's, of the low frequencies alone.
+  """
 
   factor: float
-  low_freq_factor: float
-  high_freq_factor: float
-  original_length: int  # context before scaling, in tokens
+  low_freq_factor: float | None = None
+  high_freq_factor: float | None = None
+  original_length: int | None = None  # context before scaling, in tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -25,6 +34,8 @@ def rms_norm(
   x: Float[Array, "*B E"], scale: Float[Array, "E"], eps: float
 ) -> Float[Array, "*B E"]:
   """Returns `x / sqrt(mean(x^2) + eps) * scale`, the mean in float32.
+
+  The product with `scale` is computed in the dtype of `scale`.
 
   The backward pass is written by hand for XLA's CPU backend: there, sums
   written as matrix products are up to ten times faster than reductions.
@@ -35,7 +46,8 @@ def rms_norm(
 def _rms_norm_forward(x, scale, eps):
   x32 = x.astype(jnp.float32)
   inv_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-  return (x32 * inv_rms).astype(x.dtype) * scale, (x, scale, inv_rms)
+  out = (x32 * inv_rms).astype(scale.dtype) * scale
+  return out.astype(x.dtype), (x, scale, inv_rms)
 
 
 def _rms_norm_backward(eps, saved, grad):
@@ -77,7 +89,9 @@ def cos_sin_table(
   """
   half = head_dim // 2
   frequency = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-  if scaling is not None:
+  if scaling is not None and scaling.low_freq_factor is None:
+    frequency = frequency / scaling.factor
+  elif scaling is not None:
     rotations = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)

@@ -13,15 +13,33 @@ from typing import NamedTuple
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, layers, moe
+from dppo_jax.models import kv_cache, layers, lora, moe
+from dppo_jax.models.lora import Lora
 
 Params = PyTree[jax.Array]
 
 _KV = ("k", "v", "k_bias", "v_bias")  # weights that make keys and values
 _FUSED = (*_KV, "q", "q_bias", "q_norm", "k_norm")  # in `fuse_projections`
+
+
+class LocalLayers(NamedTuple):
+  """The layers that see only the newest positions of a sequence.
+
+  Their cache holds all positions nevertheless: simple, and in models with five
+  local layers to one global one up to seven times as large as needed.
+
+  Attributes:
+    is_local: of each layer.
+    window: positions that a token sees, its own included; None for all.
+    rope_theta: base of their rotary frequencies, which are not scaled.
+  """
+
+  is_local: tuple[bool, ...]
+  window: int | None
+  rope_theta: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +58,25 @@ class ModelConfig:
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
+  has_post_norms: bool = False  # of the outputs of attention and mlp
+  has_zero_centred_norms: bool = False  # multiply by 1 + weight, in float32
+  has_scaled_embedding: bool = False  # by the square root of the width
+  query_size: int | None = None  # in place of head_dim in 1 / sqrt(head_dim)
+  activation: str = "silu"  # a key of layers.ACTIVATIONS
+  local: LocalLayers | None = None  # None if all layers are global
   is_tied: bool = True  # the output head is the embedding
   experts: moe.Experts | None = None  # in place of one feed-forward part
+  lora: Lora | None = None  # adapters, trained in place of the weights
   family: str = "Qwen3ForCausalLM"  # a key of hf.families.FAMILIES
   dtype: str = "float32"  # of the computation
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
   gathers_layers: bool = False  # one by one in a rollout; else all at once
+
+  @property
+  def param_dtype(self) -> str:
+    """Dtype of the weights in the train state, adapters excluded."""
+    return self.dtype if self.lora else "float32"
 
   @property
   def has_gpu_layout(self) -> bool:
@@ -66,6 +96,17 @@ class ModelConfig:
     return self.has_gpu_layout and self.experts is None
 
 
+def drop_idle_window(config: ModelConfig, longest: int) -> ModelConfig:
+  """Drops a window that no sequence of up to `longest` tokens exceeds.
+
+  The result is the same, but kernels take no windows.
+  """
+  if config.local is None or (config.local.window or 0) < longest:
+    return config
+  local = config.local._replace(window=None)
+  return dataclasses.replace(config, local=local)
+
+
 class Param(NamedTuple):
   """One weight's declaration; its initial value is normal(0, scale) + fill."""
 
@@ -79,7 +120,8 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
   """Declares every weight of the model by its `/`-separated name."""
   c = config
   inward, outward = c.embed**-0.5, (2 * c.layers) ** -0.5
-  norm = lambda size: Param((size,), (None,), fill=1.0)
+  norm_fill = 0.0 if c.has_zero_centred_norms else 1.0
+  norm = lambda size: Param((size,), (None,), fill=norm_fill)
   to_heads = lambda num, axis: Param(
     (c.embed, num, c.head_dim), ("embed", axis, None), inward
   )
@@ -94,8 +136,13 @@ def parameter_table(config: ModelConfig) -> dict[str, Param]:
       ("heads", None, "embed"),
       outward * (c.heads * c.head_dim) ** -0.5,
     ),
-    "mlp_norm": norm(c.embed),
   }
+  if c.has_post_norms:
+    # No `mlp_norm`: files use the name of its tensor for `attention_post_norm`.
+    for name in ("attention_post_norm", "mlp_pre_norm", "mlp_post_norm"):
+      per_layer[name] = norm(c.embed)
+  else:
+    per_layer["mlp_norm"] = norm(c.embed)
   if c.experts:
     x, mlp = c.experts.num, c.experts.mlp
     wide = Param((x, c.embed, mlp), ("expert", "embed", None), inward)
@@ -132,8 +179,14 @@ flatten = functools.partial(traverse_util.flatten_dict, sep="/")
 unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
 
 
+def trainable_table(config: ModelConfig) -> dict[str, Param]:
+  """Declares the weights that gradients update: adapters, if there are any."""
+  table = parameter_table(config)
+  return lora.adapter_table(table, config.lora) or table
+
+
 def num_parameters(config: ModelConfig) -> int:
-  """Returns the number of scalar weights of the model."""
+  """Returns the number of scalar weights of the model, without adapters."""
   return sum(math.prod(p.shape) for p in parameter_table(config).values())
 
 
@@ -150,7 +203,7 @@ def _weight_axes(
   replicated = "kv_heads" if config.kv_heads % shards else None
   return {
     name: tuple(None if axis == replicated else axis for axis in p.axes)
-    for name, p in parameter_table(config).items()
+    for name, p in (parameter_table(config) | trainable_table(config)).items()
   }
 
 
@@ -166,27 +219,48 @@ def inference_specs(config: ModelConfig) -> Params:
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-  """Returns randomly initialised float32 weights; consumes the key."""
+  """Returns randomly initialised weights and adapters; consumes the key.
+
+  Trained weights are float32, frozen ones in the dtype of the computation.
+  """
+  weights = _init(parameter_table(config), key)
+  if not config.lora:
+    return weights
+  return cast(weights, config) | init_adapters(config, key)
+
+
+def init_adapters(config: ModelConfig, key: jax.Array) -> Params:
+  """Returns new adapters, `{"adapters": ...}`, float32."""
+  return _init(trainable_table(config), jax.random.fold_in(key, 2**31))
+
+
+def _init(table: dict[str, Param], key: jax.Array) -> Params:
   flat = {}
-  for i, (name, p) in enumerate(parameter_table(config).items()):
+  for i, (name, p) in enumerate(table.items()):
     noise = jax.random.normal(jax.random.fold_in(key, i), p.shape)
     flat[name] = noise * p.scale + p.fill
   return unflatten(flat)
 
 
 def cast(params: Params, config: ModelConfig) -> Params:
-  """Casts the weights to the dtype of the computation."""
-  return jax.tree.map(lambda p: p.astype(config.dtype), params)
+  """Casts the weights to the dtype of the computation, adapters excluded."""
+  cast = lambda p: p.astype(config.dtype)
+  return {
+    name: tree if name == lora.KEY else jax.tree.map(cast, tree)
+    for name, tree in params.items()
+  }
 
 
 def to_inference_params(params: Params, config: ModelConfig) -> Params:
   """Returns weights for `prefill` and `decode`: cast, grouped like the cache.
 
-  Heads of keys and values are repeated as the mesh needs them. One layer of
-  each group is gathered at a time: all at once would need twice the memory.
+  Adapters are merged. Heads of keys and values are repeated as the mesh needs
+  them. One layer of each group is gathered at a time: all at once would need
+  twice the memory.
   """
   axes = unflatten(_inference_axes(config))
   num_groups = kv_cache.num_groups(config)
+  stacks = params["layers"], params.get(lora.KEY, {})
 
   def place(weights, axes):
     put = lambda name, w: sharding.constrain(w, *axes[name][-w.ndim :])
@@ -194,7 +268,8 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
 
   def layer(number):
     take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
-    weights = cast(jax.tree.map(take, params["layers"]), config)
+    weights, adapters = jax.tree.map(take, stacks)
+    weights = lora.merge(cast(weights, config), adapters, config.lora)
     weights |= repeat_kv_heads(weights, config)
     return place(fuse_projections(weights, config), axes["layers"])
 
@@ -202,7 +277,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
     lambda numbers: tuple(layer(number) for number in numbers),
     tuple(jnp.arange(i, config.layers, num_groups) for i in range(num_groups)),
   )
-  outer = {name: w for name, w in params.items() if name != "layers"}
+  outer = {k: w for k, w in params.items() if k not in ("layers", lora.KEY)}
   return {**place(cast(outer, config), axes), "layers": groups}
 
 
@@ -226,10 +301,19 @@ def fuse_projections(weights: Params, config: ModelConfig) -> Params:
   if config.has_qkv_bias:
     weights["qkv_bias"] = fuse("q_bias", "k_bias", "v_bias")
   if config.has_qk_norm:
-    q, k = weights.pop("q_norm"), weights.pop("k_norm")
+    q, k = (norm_scale(weights.pop(x), config) for x in ("q_norm", "k_norm"))
     scales = [q] * (weights["qkv"].shape[-2] - 2) + [k, jnp.ones_like(k)]
     weights["qkv_norm"] = jnp.stack(scales)
   return weights
+
+
+def norm_scale(
+  weight: Float[Array, "..."], config: ModelConfig
+) -> Float[Array, "..."]:
+  """Returns what a norm with this weight multiplies by."""
+  if config.has_zero_centred_norms:
+    return 1 + weight.astype(jnp.float32)
+  return weight
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:

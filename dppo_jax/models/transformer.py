@@ -1,29 +1,34 @@
-"""One decoder-only transformer: Qwen2/2.5, Qwen3, Qwen3-MoE or Llama 3.
+"""One decoder-only transformer: Qwen2/2.5, Qwen3, Qwen3-MoE, Llama 3, Gemma 3.
 
 Its weights are those of `parameters`. Layers are stacked and scanned.
 """
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import attention, kv_cache, layers, moe, parameters
+from dppo_jax.models import attention, kv_cache, layers, lora, moe, parameters
 from dppo_jax.models.kv_cache import KVCache
 from dppo_jax.models.parameters import (  # noqa: F401, for callers
   ModelConfig,
+  Param,
   Params,
+  cast,
+  drop_idle_window,
   flatten,
   inference_shardings,
   init,
+  init_adapters,
   num_parameters,
   parameter_table,
   shardings,
   to_inference_params,
+  trainable_table,
   unflatten,
 )
 
@@ -40,6 +45,19 @@ REMAT = {
 # Layers in one iteration of `forward`'s scan, whose activations are not copied
 # into one array of all layers. Each takes time to compile. On GPUs it is all.
 _UNROLL = 4
+
+
+class Places(NamedTuple):
+  """Positions of tokens as a layer reads them.
+
+  Attributes:
+    cos, sin: of the rotary angles.
+    oldest: first position that each token sees; None for 0.
+  """
+
+  cos: Float[Array, "... 1 D/2"]
+  sin: Float[Array, "... 1 D/2"]
+  oldest: Int[Array, "..."] | None = None
 
 
 def forward(*args) -> Float[Array, "B L E"]:
@@ -70,21 +88,27 @@ def forward_and_load(
   ids = segment_ids, prefix_ids, config.attention
   ranges = attention.block_ranges(*ids)
 
-  def attend(q, k, v, cache):
-    return attention.attention(q, k, v, *ids, ranges), cache
+  def attend(q, k, v, cache, oldest):
+    window = None if oldest is None else (positions, oldest)
+    return attention.attention(q, k, v, *ids, ranges, window), cache
 
-  rotation = _rotation(config, positions, tokens.shape[1])
+  places = _places(config, positions, tokens.shape[1])
 
   @REMAT[config.remat]
-  def run(x, p):
-    x, _, routing = _layer(x, p, None, config, rotation, attend)
+  def run(x, p, kind, adapters):
+    p = merge(p, adapters) if adapters else p
+    here = _of_kind(places, kind)
+    x, _, routing = _layer(x, p, None, config, here, attend)
     return x, routing and moe.load(routing, segment_ids > 0, config.experts)
 
-  layer = lambda x, p: run(x, parameters.place_layer(p, config))
-  x = _embed(params, tokens)
+  # Merged again in the backward pass, so that no merged weights are kept.
+  merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
+  layer = lambda x, xs: run(x, parameters.place_layer(xs[0], config), *xs[1:])
+  x = _embed(params, config, tokens)
   unroll = config.layers if config.unrolls_layers else _UNROLL
-  x, loads = jax.lax.scan(layer, x, params["layers"], unroll=unroll)
-  return layers.rms_norm(x, params["final_norm"], config.norm_eps), loads
+  xs = params["layers"], _kinds(config), params.get(lora.KEY, {})
+  x, loads = jax.lax.scan(layer, x, xs, unroll=unroll)
+  return _norm(x, params["final_norm"], config), loads
 
 
 def prefill(
@@ -105,16 +129,17 @@ def prefill(
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index, tokens.shape)
 
-  def attend(q, k, v, cache):
-    out = attention.attend_prompts(q, k, v, lengths, config.attention)
+  def attend(q, k, v, cache, oldest):
+    prompts = q, k, v, lengths, config.attention, oldest
+    out = attention.attend_prompts(*prompts)
     keys_last = not config.has_gpu_layout
     return out, kv_cache.write_prompts(cache, k, v, keys_last)
 
-  rotation = _rotation(config, positions, tokens.shape[1])
+  places = _places(config, positions, tokens.shape[1])
   cache = kv_cache.init(config, len(tokens), sizes)
   has_shard_map = config.attention in attention.KERNELS
   return _layers_with_cache(
-    params, config, tokens, rotation, attend, cache, has_shard_map
+    params, config, tokens, places, attend, cache, has_shard_map
   )[1]
 
 
@@ -137,32 +162,32 @@ def decode(
   """
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
 
-  def attend(q, k, v, cache):
-    if prompts is not None:
+  def attend(q, k, v, cache, oldest):
+    if prompts is not None:  # in no model with windows
       where = cache.layer, prompts.row, positions, prompts.count
       arrays = q, k, v, cache.parts[0], cache.prompts[0]
       out, part = attention.decode_kernel.attend(*arrays, *where)
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
-    return kv_cache.attend(q, cache, positions), cache
+    return kv_cache.attend(q, cache, positions, oldest), cache
 
   num_positions = sum(kv_cache.sizes(cache[0]))
   shared = None if prompts is None else prompts.cache
   if shared is not None:
     num_positions += sum(kv_cache.sizes(shared[0]))
   each = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  rotation = _rotation(config, each, num_positions)
+  places = _places(config, each, num_positions)
   x, cache = _layers_with_cache(
     params,
     config,
     tokens,
-    rotation,
+    places,
     attend,
     cache,
     has_shard_map=shared is not None,
     prompts=shared,
   )
-  return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
+  return _norm(x, params["final_norm"], config), cache
 
 
 def head(params: Params, config: ModelConfig) -> Float[Array, "V E"]:
@@ -180,23 +205,53 @@ def logits(
   )
 
 
-def _embed(params, tokens: Int[Array, "B *L"]) -> Float[Array, "B *L E"]:
+def _embed(
+  params: Params, config: ModelConfig, tokens: Int[Array, "B *L"]
+) -> Float[Array, "B *L E"]:
   """Returns the embedded tokens, divided by rows."""
   # Each device looks up its part of the width, for all rows of its replica.
   by_replica = ("replica",) + (None,) * (tokens.ndim - 1)
   x = params["embed"][sharding.constrain(tokens, *by_replica)]
   x = sharding.constrain(x, *by_replica, "embed")
-  return sharding.constrain(x, "batch", *(None,) * tokens.ndim)
+  x = sharding.constrain(x, "batch", *(None,) * tokens.ndim)
+  if config.has_scaled_embedding:
+    x = x * jnp.float32(config.embed**0.5).astype(x.dtype)
+  return x
 
 
-def _rotation(
+def _norm(x, weight, config: ModelConfig):
+  scale = parameters.norm_scale(weight, config)
+  return layers.rms_norm(x, scale, config.norm_eps)
+
+
+def _kinds(config: ModelConfig) -> Int[Array, "Y"] | None:
+  """Returns 1 for each local layer, 0 for global ones; None if all are."""
+  return config.local and jnp.array(config.local.is_local, jnp.int32)
+
+
+def _places(
   config: ModelConfig, positions: Int[Array, "B *L"], num_positions: int
-) -> tuple[Float[Array, "B *L 1 D/2"], ...]:
-  """Returns cosines and sines of the tokens' rotary angles."""
-  options = config.head_dim, config.rope_theta, config.rope_scaling
-  table = layers.cos_sin_table(num_positions, *options)
-  # A lookup, since XLA would compute cosines again for each head and layer.
-  return tuple(x[positions] for x in table)
+) -> Places:
+  """Returns the tokens' places; with local layers, stacked by their kind."""
+
+  def rotation(*options):
+    table = layers.cos_sin_table(num_positions, config.head_dim, *options)
+    # A lookup, since XLA would compute cosines again for each head and layer.
+    return tuple(x[positions] for x in table)
+
+  in_global = Places(*rotation(config.rope_theta, config.rope_scaling))
+  if config.local is None:
+    return in_global
+  in_local = Places(*rotation(config.local.rope_theta))
+  if config.local.window:
+    in_global = in_global._replace(oldest=jnp.zeros_like(positions))
+    in_local = in_local._replace(oldest=positions - config.local.window + 1)
+  return jax.tree.map(lambda *x: jnp.stack(x), in_global, in_local)
+
+
+def _of_kind(places: Places, kind: Int[Array, ""] | None) -> Places:
+  """Returns the places as layers of one kind read them."""
+  return places if kind is None else jax.tree.map(lambda x: x[kind], places)
 
 
 def _layer(
@@ -204,36 +259,47 @@ def _layer(
   p: Params,
   cache: Any,
   config: ModelConfig,
-  rotation: tuple[Float[Array, "B *L 1 D/2"], ...],
+  places: Places,
   attend: Callable,
 ) -> tuple[Float[Array, "B *L E"], Any, moe.Routing | None]:
   """Returns the tokens after one layer, its cache, and their experts.
 
-  Training, prefill and decoding differ only in `attend(q, k, v, cache)`, which
-  returns `(out, cache)`.
+  Training, prefill and decoding differ only in `attend(q, k, v, cache,
+  oldest)`, which returns `(out, cache)`.
   """
   batch_axes = ("batch",) + (None,) * (x.ndim - 1)
-  h = layers.rms_norm(x, p["attention_norm"], config.norm_eps)
+  add = lambda x, out: sharding.constrain(x + out, *batch_axes)
+  h = _norm(x, p["attention_norm"], config)
   q, k, v = _project(h, p | parameters.repeat_kv_heads(p, config), config)
-  q, k = (layers.apply_rope(x, *rotation) for x in (q, k))
-  out, cache = attend(q, k, v, cache)
+  rotation = of_queries = places.cos, places.sin
+  if config.query_size:
+    scale = (config.head_dim / config.query_size) ** 0.5
+    of_queries = tuple(x * scale for x in rotation)
+  q, k = layers.apply_rope(q, *of_queries), layers.apply_rope(k, *rotation)
+  out, cache = attend(q, k, v, cache, places.oldest)
   out = out.reshape(*out.shape[:-2], -1)
-  x = x + layers.linear(out, p["o"].reshape(-1, config.embed))
-  x = sharding.constrain(x, *batch_axes)
-  h = layers.rms_norm(x, p["mlp_norm"], config.norm_eps)
+  out = layers.linear(out, p["o"].reshape(-1, config.embed))
+  if config.has_post_norms:
+    x = add(x, _norm(out, p["attention_post_norm"], config))
+    h = _norm(x, p["mlp_pre_norm"], config)
+  else:
+    x = add(x, out)
+    h = _norm(x, p["mlp_norm"], config)
   if config.experts:
     names = ("router", "experts_gate", "experts_up", "experts_down")
     weights = (p[name] for name in names)
     out, routing = moe.mixture(h, *weights, config.experts)
   else:
-    h = jax.nn.silu(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
+    activation = layers.ACTIVATIONS[config.activation]
+    h = activation(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
     out, routing = layers.linear(h, p["down"]), None
-  return sharding.constrain(x + out, *batch_axes), cache, routing
+  if config.has_post_norms:
+    out = _norm(out, p["mlp_post_norm"], config)
+  return add(x, out), cache, routing
 
 
 def _project(h, p, config):
   """Returns the queries, keys and values of tokens, normalised if need be."""
-  norm = lambda x, scale: layers.rms_norm(x, scale, config.norm_eps)
   if config.has_gpu_layout:  # by heads of keys, so that each step is one kernel
     p = parameters.fuse_projections(p, config)
     qkv = layers.linear(h, p["qkv"])
@@ -241,15 +307,16 @@ def _project(h, p, config):
       qkv = qkv + p["qkv_bias"]
     v = qkv[..., -1, :]
     if config.has_qk_norm:
-      ones = jnp.ones(config.head_dim, qkv.dtype)
-      qkv = norm(qkv, ones) * p["qkv_norm"]
+      ones, scale = jnp.ones(config.head_dim, qkv.dtype), p["qkv_norm"]
+      normed = layers.rms_norm(qkv, ones, config.norm_eps).astype(scale.dtype)
+      qkv = (normed * scale).astype(qkv.dtype)
     q = qkv[..., :-2, :].reshape(*h.shape[:-1], config.heads, config.head_dim)
     return q, qkv[..., -2, :], v
   q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
   if config.has_qkv_bias:
     q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]
   if config.has_qk_norm:
-    q, k = norm(q, p["q_norm"]), norm(k, p["k_norm"])
+    q, k = _norm(q, p["q_norm"], config), _norm(k, p["k_norm"], config)
   return q, k, v
 
 
@@ -257,7 +324,7 @@ def _layers_with_cache(
   params,
   config,
   tokens,
-  rotation,
+  places,
   attend,
   cache,
   has_shard_map=False,
@@ -265,15 +332,21 @@ def _layers_with_cache(
 ) -> tuple[Float[Array, "B *L E"], KVCache]:
   """Returns the tokens after all layers, and the cache."""
 
-  def run(x, p, cache):
+  def run(x, layer, cache):
+    p, kind = layer
     p = parameters.gather_layer(p, config)
-    return _layer(x, p, cache, config, rotation, attend)[:2]
+    here = _of_kind(places, kind)
+    return _layer(x, p, cache, config, here, attend)[:2]
 
   # The TPU compiler aborts if a scan in the rollout's shard_map calls a
   # function that has a shard_map of its own: around a gathered weight, a
   # kernel or a mixture of experts. Its operations are copied instead.
   has_shard_map |= parameters.gathers_layers(config)
   has_shard_map |= config.experts is not None
-  x = _embed(params, tokens)
-  weights = params["layers"]
-  return kv_cache.scan_layers(run, x, weights, cache, has_shard_map, prompts)
+  x = _embed(params, config, tokens)
+  kinds, num_groups = _kinds(config), len(cache)
+  by_group = tuple(
+    (weights, None if kinds is None else kinds[i::num_groups])
+    for i, weights in enumerate(params["layers"])
+  )
+  return kv_cache.scan_layers(run, x, by_group, cache, has_shard_map, prompts)

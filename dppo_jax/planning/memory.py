@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import kv_cache, lm_head, transformer
+from dppo_jax.models import kv_cache, lm_head, lora, transformer
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
@@ -49,9 +49,10 @@ def estimate(run: Run) -> dict[str, Parts]:
     copy = abstract_values.abstract_inference_params(run)
   weights = _held(train_state.params)
   state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
-  if run.objective.beta:
+  if abstract_values.has_reference(run):
     state["reference"] = weights
-  gradients = 2 * weights  # of all micro-batches, and of one
+  # Of all micro-batches, and of one.
+  gradients = 2 * _held(lora.trainable(train_state.params))
   return {
     "roll_out": state | {"inference copy": _held(copy)} | _roll_out(run),
     "update": state | {"gradients": gradients} | _update(run),
@@ -128,6 +129,9 @@ def _update(run: Run) -> Parts:
   num_shards = sharding.num_shards(run.mesh, "batch")
   chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
   width = _layer_width(run)
+  pairs = 0  # of tokens, whose logits a backend holds for all heads at once
+  if model.attention == "xla_dense":
+    pairs = tokens * p.row_length * model.heads / shards
   saved = {  # numbers that a layer keeps of each token
     "layers": model.embed,
     "dots": model.embed + width,
@@ -138,7 +142,7 @@ def _update(run: Run) -> Parts:
     # Gathered, its gradient, and the float32 sum of that over devices.
     "output head": (2 * item + 4) * model.vocab * model.embed / shards,
     "activations": item * tokens * model.layers * saved,
-    "activations of a layer": item * tokens * 4 * width,
+    "activations of a layer": item * tokens * 4 * width + 3 * 4 * pairs,
     "logits": 3 * 4 * chunk * model.vocab / shards,
   }
 
@@ -208,7 +212,9 @@ def _available(run: Run) -> float:
   devices = run.mesh.local_devices
   if run.platform == "cpu":
     return _free_memory() / len(devices)  # which they share
-  return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+  stats = devices[0].memory_stats() or {}
+  # A batched reward may hold a model.
+  return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
 
 def gib(size: float) -> str:

@@ -3,8 +3,9 @@
 README.md has the convention for functions of your own, which is TRL's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
+import functools
 import inspect
 from math import isfinite
 import os
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
-from dppo_jax.rewards.math_answers import last_boxed, outcome
+from dppo_jax.rewards.math_answers import last_boxed, outcome, warm_up
 
 RewardFn = Callable[..., Sequence[float | None]]
 
@@ -55,8 +56,10 @@ def boxed(completions: list[str]) -> list[float]:
 
 
 OURS: dict[str, RewardFn] = {"exact": exact, "math": math, "boxed": boxed}
-# A reference and, if given, a weight.
-_ITEM = re.compile(rf"({'|'.join(OURS)}|[^:]+:[^:]+)(?::([^:]+))?")
+# A reference and, if given, a weight and the word `batched`.
+_ITEM = re.compile(
+  rf"({'|'.join(OURS)}|[^:]+:[^:]+)(?::(?!batched$)([^:]+))?(:batched)?"
+)
 
 
 class RewardSpec(NamedTuple):
@@ -67,11 +70,14 @@ class RewardSpec(NamedTuple):
     reference: a key of `OURS`, `/absolute/FILE.py:FUNCTION` or
       `PACKAGE.MODULE:FUNCTION`.
     weight: factor of its values in the reward; finite.
+    batched: True to call it once for all completions of a rollout, in the
+      trainer's process.
   """
 
   name: str
   reference: str
   weight: float = 1.0
+  batched: bool = False
 
 
 Items = str | Callable | Sequence[str | Callable]
@@ -81,8 +87,9 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
   """Returns the specs of config.reward.functions, without importing anything.
 
   Args:
-    functions: items such as "math,boxed:0.5,my_rewards.py:brevity:0.1". From
-      Python also a function of the top level of a module, or a sequence.
+    functions: items such as "math,my.py:brevity:0.1,my.py:Model:2:batched".
+      From Python also a function or class of the top level of a module, or a
+      sequence.
   Raises:
     UserError: for an invalid item or a repeated name.
   """
@@ -104,19 +111,56 @@ def _error(reason: str) -> UserError:
 def _spec(item: str | Callable) -> RewardSpec:
   text = item if isinstance(item, str) else user_code.reference_of(item)
   match = _ITEM.fullmatch(text.strip())
-  reference, weight = match.groups("1") if match else ("", "")
+  reference, weight = match.group(1, 2) if match else ("", "")
+  batched = bool(match and match[3])
   if reference not in OURS and not user_code.is_reference(reference):
     raise _error(
       f"{text!r} is none of {', '.join(OURS)}, FILE.py:FUNCTION and "
-      "PACKAGE.MODULE:FUNCTION, with or without :WEIGHT"
+      "PACKAGE.MODULE:FUNCTION, with or without :WEIGHT and, last, :batched"
     )
+  if batched and reference in OURS:
+    raise _error(f"{text!r}: only functions of your own may be batched")
   if ".py:" in reference:
     reference = os.path.abspath(reference)
   name = reference.rpartition(":")[2]
   with contextlib.suppress(ValueError):
-    if isfinite(float(weight)):
-      return RewardSpec(name, reference, float(weight))
+    if isfinite(number := float(weight or 1)):
+      return RewardSpec(name, reference, number, batched)
   raise _error(f"{text!r}: the weight {weight!r} is not a finite number")
+
+
+def load(reference: str) -> RewardFn:
+  """Imports a function or, of a class, returns this process's only instance.
+
+  Raises:
+    UserError: if it cannot be imported or constructed.
+  """
+  try:
+    if reference == "math":
+      warm_up()
+    function = OURS.get(reference) or user_code.load(reference)
+  except UserError as error:
+    raise _error(str(error)) from error
+  if inspect.isclass(function):
+    try:
+      function = _instance(function)
+    except (Exception, SystemExit) as error:
+      reason = user_code.one_line(error)
+      raise _error(f"{reference}() cannot be constructed: {reason}") from error
+    if not callable(function):
+      raise _error(f"{reference}: the class has no method __call__")
+  if not _takes(function, "completions"):
+    raise _error(f"{reference} does not take an argument 'completions'")
+  return function
+
+
+_instance = functools.cache(lambda cls: cls())
+
+
+def _takes(function: RewardFn, name: str) -> bool:
+  parameters = inspect.signature(function).parameters
+  has_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  return has_any or name in parameters
 
 
 def required_arguments(function: RewardFn) -> list[str]:
@@ -134,10 +178,9 @@ Mark = float | str | None
 
 def call(function: RewardFn, batch: Mapping[str, Sequence]) -> list[Mark]:
   """Calls a function; raises if it does not return a number per completion."""
-  parameters = inspect.signature(function).parameters
-  takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  arguments = {x: y for x, y in batch.items() if takes_all or x in parameters}
-  values = function(**arguments)
+  values = function(**{x: y for x, y in batch.items() if _takes(function, x)})
+  if not isinstance(values, Iterable) or not getattr(values, "shape", True):
+    raise TypeError(f"returned {values!r}"[:60] + ", not a list of numbers")
   # Numbers of numpy and torch have no common type.
   marks = [
     getattr(x, "outcome", None if x is None else float(x)) for x in values

@@ -15,14 +15,23 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from dppo_jax.errors import UserError
-from dppo_jax.rewards.functions import OURS, Items, RewardSpec, call, parse
+from dppo_jax.rewards.functions import (
+  OURS,
+  Items,
+  RewardSpec,
+  call,
+  load,
+  parse,
+  required_arguments,
+)
 from dppo_jax.rewards.math_answers import last_boxed, outcome_by_text
-from dppo_jax.rewards.pool import Fault, Worker
+from dppo_jax.rewards.pool import Fault, Worker, explain
 
 Columns = Mapping[str, Sequence[Any]]
 
-FAULTS = ("timeouts", "crashes", "errors")
+FAULTS = ("timeouts", "crashes", "errors", "switched_off")
 IN_PROCESS = ("exact", "boxed")  # take time linear in the text
+MAX_HANGS = 20  # calls in a row without an answer that switch a function off
 
 
 class Graded(NamedTuple):
@@ -34,7 +43,8 @@ class Graded(NamedTuple):
     counts: completions by the first function's outcome, if it returns Verdicts
       (`right`, ...); values of any function that a fault made 0: `timeouts`,
       `crashes` of the process, `errors` (exceptions, also for a wrong number or
-      type of values) and `nonfinite`.
+      type of values), `switched_off` (not called, because it always hangs) and
+      `nonfinite`.
     values: f32 `[n]` by function, before its weight; 0 for a fault and None.
   """
 
@@ -59,18 +69,25 @@ class Grader:
     timeout_seconds: float = 5.0,
     on_error: str = "zero",
   ):
-    """Starts no process: a worker starts with its first call.
+    """Loads batched functions; starts no process before the first call.
 
     Args:
       functions: the reward functions, as for `parse`.
-      num_workers: number of processes; `exact` and `boxed` need none.
+      num_workers: number of processes; `exact`, `boxed` and batched functions
+        need none.
       timeout_seconds: wall-clock limit of a call.
       on_error: "zero", or "stop" to raise if a user's function has a fault.
+    Raises:
+      UserError: if a batched function cannot be loaded.
     """
     self.specs = parse(functions)
     self._stops = on_error == "stop"
-    references = [x.reference for x in self.specs]
-    references = [x for x in references if x not in IN_PROCESS]
+    self._here = {
+      spec: load(spec.reference)
+      for spec in self.specs
+      if spec.batched or spec.reference in IN_PROCESS
+    }
+    references = [x.reference for x in self.specs if x not in self._here]
     num_workers = max(num_workers, 1)
     self._workers = [
       Worker(references, timeout_seconds)
@@ -81,7 +98,10 @@ class Grader:
       self._idle.put(worker)
     # A thread per worker waits for its answers.
     self._threads = futures.ThreadPoolExecutor(num_workers)
-    self._warnings: dict[str, str] = {}  # by function; empty once popped
+    # One more, without the trainer's mesh, calls the functions `_here`.
+    self._thread = futures.ThreadPoolExecutor(1)
+    self._hangs = dict.fromkeys(self.specs, 0)  # calls in a row, unanswered
+    self._warnings: dict[tuple, str] = {}  # by function; empty once popped
 
   def __enter__(self) -> Self:
     return self
@@ -89,12 +109,13 @@ class Grader:
   def __exit__(self, *exception) -> None:
     for worker in self._workers:
       worker.close()
+    self._thread.shutdown(cancel_futures=True)
     self._threads.shutdown(cancel_futures=True)
     for worker in self._workers:
       worker.stop()
 
   def self_check(self, columns: Iterable[str] | None = None) -> None:
-    """Loads every function in a worker; `math` compares two answers.
+    """Loads every function in all workers; `math` compares two answers.
 
     Args:
       columns: names of the data's columns; None if they are not known yet.
@@ -102,14 +123,19 @@ class Grader:
       UserError: if a function cannot be loaded or requires another column.
     """
     names = {"prompts", "completions", "answers", *(columns or ())}
-    for worker in self._workers[:1]:
-      worker.start()
-      for reference, name in worker.required:
-        if columns is not None and name not in names:
-          raise UserError(
-            f"config.reward.functions: {reference} requires {name!r}, but the "
-            f"data has no such column: it has {', '.join(sorted(names))}"
-          )
+    required = [
+      (spec.reference, name)
+      for spec, function in self._here.items()
+      for name in required_arguments(function)
+    ]
+    for of_worker in self._threads.map(Worker.start, self._workers):
+      required += of_worker
+    for reference, name in required:
+      if columns is not None and name not in names:
+        raise UserError(
+          f"config.reward.functions: {reference} requires {name!r}, but the "
+          f"data has no such column: it has {', '.join(sorted(names))}"
+        )
 
   def grade(
     self,
@@ -128,7 +154,8 @@ class Grader:
       answers: gold answer of each, without a box.
       columns: other columns of the data by name, with values that JSON has.
       group_sizes: numbers of consecutive completions of one prompt each, which
-        a function receives together; None gives it one at a time.
+        a function receives together; None gives it one at a time. A batched
+        function receives all.
       verifier_only: True to call only the first function.
     Raises:
       UserError: if no process can start, or a function stops the run.
@@ -143,12 +170,18 @@ class Grader:
     # Starts all calls before it waits for the first.
     calls = {}
     for spec in specs:
-      has_groups = group_sizes is not None and spec.reference != "math"
-      sizes = group_sizes if has_groups else [1] * len(completions)
+      # One call tries a function that is switched off.
+      self._hangs[spec] = min(self._hangs[spec], MAX_HANGS - 1)
+      num, threads = len(completions), self._threads
+      sizes = group_sizes
+      if spec in self._here:
+        sizes, threads = [num] if num else [], self._thread
+      elif group_sizes is None or spec.reference == "math":
+        sizes = [1] * num
       ends = itertools.accumulate(sizes, initial=0)
       groups = [_slice(batch, i, j) for i, j in itertools.pairwise(ends)]
       marks = functools.partial(self._marks, spec)
-      calls[spec] = self._threads.map(marks, groups)
+      calls[spec] = threads.map(marks, groups)
     counts = collections.Counter()
     values = {
       spec.name: self._values(spec, [x for y in groups for x in y], counts)
@@ -182,9 +215,14 @@ class Grader:
     return np.where(is_finite, values, 0.0)
 
   def _marks(self, spec: RewardSpec, group: Columns) -> list:
-    """Calls a function on a group, which is one completion for `math`."""
-    if spec.reference in IN_PROCESS:
-      return call(OURS[spec.reference], group)
+    """Calls a function on a group; `math` takes groups of one completion."""
+    if spec in self._here:
+      try:
+        return call(self._here[spec], group)
+      except (Exception, SystemExit) as error:
+        num = len(group["completions"])
+        self._record_fault(spec, "errors", explain(error), num)
+        return ["errors"] * num
     if spec.reference == "math":
       (text,), (gold,) = group["completions"], group["answers"]
       if outcome := outcome_by_text(text, gold):  # saves most calls
@@ -198,10 +236,15 @@ class Grader:
     num = len(batch["completions"])
     worker = self._idle.get()
     try:
-      return worker.call(spec.reference, batch)
+      if self._hangs[spec] >= MAX_HANGS:
+        return ["switched_off"] * num
+      marks = worker.call(spec.reference, batch)
+      self._hangs[spec] = 0
+      return marks
     except Fault as fault:
       kind, text = fault.args
       self._record_fault(spec, kind, text, num)
+      self._count_hang(spec, kind, text)
       if num == 1:
         return [kind]
     finally:
@@ -211,24 +254,42 @@ class Grader:
   def _record_fault(
     self, spec: RewardSpec, kind: str, fault: str, num: int = 1
   ) -> None:
-    """Keeps a function's first fault as a warning, or raises it."""
+    """Keeps a function's first fault of a kind as a warning, or raises it."""
     if spec.reference in OURS and kind != "errors":
       return
     line, _, details = fault.partition("\n")
-    target = "a completion" if num == 1 else f"{num} completions of a prompt"
+    target, cost = f"{num} completions", "they earn 0"
+    if num == 1:
+      target, cost = "a completion", "it earns 0"
+    elif spec not in self._here:
+      target, cost = f"{target} of a prompt", "a lone failure earns 0"
     text = f"reward function {spec.name!r} {line} on {target}"
     if self._stops:
       text = f"{text}; config.reward.on_error is 'stop'\n{details}"
       raise UserError(text.strip())
     text += (
-      f"; if it fails alone it earns 0, counted as reward/{kind}; "
+      f"; {cost}, counted as reward/{kind}; "
       "config.reward.on_error=stop ends the run instead"
     )
-    self._warnings.setdefault(spec.name, text)
+    self._warnings.setdefault((spec, kind), text)
+
+  def _count_hang(self, spec: RewardSpec, kind: str, fault: str) -> None:
+    """Switches off a user's function that has given no answer for too long."""
+    is_hang = kind == "timeouts" and spec.reference not in OURS
+    self._hangs[spec] = self._hangs[spec] + 1 if is_hang else 0
+    if self._hangs[spec] == MAX_HANGS:
+      text = (
+        f"reward function {spec.name!r} is switched off, since it {fault} in "
+        f"{MAX_HANGS} calls in a row: completions earn 0, counted as "
+        "reward/switched_off. Each step tries it again with one call. Load "
+        "models in a class (dppo_jax/rewards/README.md) or raise "
+        "config.reward.timeout_seconds"
+      )
+      self._warnings.setdefault((spec, "switched_off"), text)
 
 
 def check(functions: Items) -> None:
-  """Loads the functions in a process that then ends; raises UserError."""
+  """Loads the functions, in a worker that then ends; raises UserError."""
   with Grader(functions, num_workers=1) as grader:
     grader.self_check()
 

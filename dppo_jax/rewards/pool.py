@@ -4,7 +4,7 @@ The trainer's half is `Worker`, the process's half `serve`; they exchange JSON.
 A worker that misses its deadline, dies or fills its memory is replaced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import errno
 import json
@@ -20,9 +20,9 @@ import traceback
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
-from dppo_jax.rewards import functions, math_answers
+from dppo_jax.rewards import functions
 
-START_SECONDS = 120.0  # for a process to import everything: usually 0.5 s
+LOAD_SECONDS = 600.0  # for a process to load a function: usually 0.5 s
 START_ATTEMPTS = 3
 MEMORY_BYTES = 4 << 30  # address space of a process
 MAX_CHARS = 4000  # of an error message or a traceback
@@ -49,14 +49,10 @@ class Fault(Exception):
 
 
 class Worker:
-  """A process that executes one call at a time; `start` starts it.
-
-  Attributes:
-    required: references and names of required arguments, once started.
-  """
+  """A process that executes one call at a time; `start` starts it."""
 
   def __init__(self, references: Sequence[str], timeout_seconds: float):
-    self.required: list[tuple[str, str]] = []
+    self._required: list[tuple[str, str]] = []
     self._references = references
     self._timeout_seconds = timeout_seconds
     self._process: subprocess.Popen | None = None
@@ -93,38 +89,46 @@ class Worker:
       raise Fault("errors", reply["error"])
     return reply["marks"]
 
-  def start(self) -> None:
+  def start(self) -> list[tuple[str, str]]:
     """Starts the process if there is none; it loads the functions.
 
+    Returns:
+      Pairs of a function's reference and the name of a required argument.
     Raises:
       UserError: if a function cannot be loaded, or after `START_ATTEMPTS`
-        processes that died or were not ready in `START_SECONDS`.
+        processes that died, or if one takes longer than `LOAD_SECONDS`.
     """
     if self._process:
-      return
+      return self._required
     for _ in range(START_ATTEMPTS):
       if self._is_closed:
         raise RuntimeError("the grader is closed")
       self._launch()
+      name = self._references[0]
       try:
-        reply = self._receive(START_SECONDS)
+        while "loading" in (reply := self._receive(LOAD_SECONDS)):
+          name = reply["loading"]
         break
-      except (OSError, EOFError) as error:
-        is_slow = isinstance(error, TimeoutError)
+      except TimeoutError:
+        self.stop()
+        raise UserError(
+          f"config.reward.functions: {name} did not load within "
+          f"{LOAD_SECONDS:g} s: load it in Python to see why"
+        ) from None
+      except (OSError, EOFError):
         self.stop()
     else:
-      reason = f"was not ready in {START_SECONDS:g} s" if is_slow else "died"
       raise UserError(
-        f"config.reward.functions: a worker process {reason} while it loaded "
-        f"{', '.join(self._references)} ({START_ATTEMPTS} attempts): import "
-        "them in Python to see why"
+        f"config.reward.functions: a worker process died while it loaded {name}"
+        f" ({START_ATTEMPTS} attempts): load it in Python to see why"
       )
     if "error" in reply:
       self.stop()
       line, _, details = reply["error"].partition("\n")
       cause = RuntimeError(details)
-      raise UserError(f"config.reward.functions: {line}") from cause
-    self.required = reply["required"]
+      raise UserError(line) from cause
+    self._required = reply["required"]
+    return self._required
 
   def _launch(self) -> None:
     self._pipe, theirs = multiprocessing.Pipe()
@@ -181,12 +185,14 @@ def serve(
   with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
   logging.disable()  # math-verify warns that it has no deadline of its own
+  loaded = {}
   try:
-    loaded = {x: functions.OURS.get(x) or user_code.load(x) for x in references}
-    if "math" in references:
-      math_answers.warm_up()
+    for reference in references:
+      _send(pipe, {"loading": reference})
+      with _alarm(LOAD_SECONDS):
+        loaded[reference] = functions.load(reference)
   except Exception as error:
-    return _send(pipe, _explain(error, str(error)))
+    return _send(pipe, {"error": explain(error, str(error))})
   required = [
     (reference, name)
     for reference, function in loaded.items()
@@ -195,12 +201,18 @@ def serve(
   _send(pipe, {"required": required})
   with contextlib.suppress(EOFError, OSError):
     while request := json.loads(pipe.recv_bytes()):
-      # Ends an orphan that hangs; the trainer's own deadline comes first.
-      signal.signal(signal.SIGALRM, signal.SIG_DFL)
-      signal.setitimer(signal.ITIMER_REAL, 2 * timeout_seconds + 1)
-      reply = _reply(loaded, **request)
-      signal.setitimer(signal.ITIMER_REAL, 0)
+      with _alarm(timeout_seconds):
+        reply = _reply(loaded, **request)
       _send(pipe, reply)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+  """Ends an orphan that hangs; the trainer's own deadline comes first."""
+  signal.signal(signal.SIGALRM, signal.SIG_DFL)
+  signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
+  yield
+  signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _reply(loaded: dict, reference: str, batch: dict) -> dict:
@@ -209,12 +221,14 @@ def _reply(loaded: dict, reference: str, batch: dict) -> dict:
   except MemoryError:  # the next call gets a process with free memory
     os._exit(errno.ENOMEM)
   except BaseException as error:  # also sys.exit()
-    return _explain(error, f"raised {user_code.one_line(error)}")
+    return {"error": explain(error)}
 
 
-def _explain(error: BaseException, line: str) -> dict:
+def explain(error: BaseException, line: str = "") -> str:
+  """Returns a line, by default "raised ...", and below it the traceback."""
+  line = line or f"raised {user_code.one_line(error)}"
   lines = "".join(traceback.format_exception(error))
-  return {"error": f"{line[:MAX_CHARS]}\n{lines[-MAX_CHARS:]}"}
+  return f"{line[:MAX_CHARS]}\n{lines[-MAX_CHARS:]}"
 
 
 def _send(pipe: connection.Connection, message: dict) -> None:

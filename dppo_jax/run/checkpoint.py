@@ -1,8 +1,9 @@
 """Checkpoints of the train state: written by orbax, verified by checksums.
 
-Each half of a checkpoint, the weights and the rest, has a file of SHA-256
-checksums, written before orbax marks the checkpoint as complete. A checkpoint
-is damaged if that file is missing or if a file that it lists has changed.
+Each part of a checkpoint, the trained weights and the rest, has a file of
+SHA-256 checksums, written before orbax marks the checkpoint as complete. A
+checkpoint is damaged if that file is missing or if a file that it lists has
+changed.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,13 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from dppo_jax.errors import UserError
+from dppo_jax.models import lora
 from dppo_jax.records import TrainState
 from dppo_jax.run import distributed
 
 CHECKSUMS = "sha256.json"
 _ITEMS = ("params", "rest")
+_FROZEN = "frozen"  # weights that adapters belong to; only in step 0
 
 
 class _Handler(ocp.StandardCheckpointHandler):
@@ -40,7 +43,8 @@ class Checkpoints:
   """The checkpoints of one run; a context manager that waits for the last one.
 
   The checkpoint of step 0 is never deleted: it holds the weights of the
-  reference policy. All processes of a run make the same calls.
+  reference policy and, of a run with adapters, the frozen weights. All
+  processes of a run make the same calls.
   """
 
   def __init__(
@@ -51,7 +55,7 @@ class Checkpoints:
     self._keep = keep
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for item in _ITEMS:
+    for item in (*_ITEMS, _FROZEN):
       handler = _Handler()
       registry.add(item, ocp.args.StandardSave, handler)
       registry.add(item, ocp.args.StandardRestore, handler)
@@ -118,9 +122,14 @@ class Checkpoints:
 
   def save(self, step: int, state: TrainState) -> None:
     """Writes `state` in the background; raises if the previous write failed."""
+    items = {
+      "params": lora.trainable(state.params),
+      "rest": state.replace(params=None),
+    }
+    if step == 0 and (frozen := lora.frozen(state.params)):
+      items[_FROZEN] = frozen
     args = ocp.args.Composite(
-      params=ocp.args.StandardSave(state.params),
-      rest=ocp.args.StandardSave(state.replace(params=None)),
+      **{name: ocp.args.StandardSave(tree) for name, tree in items.items()}
     )
     with self._explaining_errors():
       self._manager.save(step, args=args, force=True)
@@ -140,8 +149,14 @@ class Checkpoints:
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
     """Returns the weights of `step` alone; otherwise as `restore`."""
-    self.check(step, ("params",))
-    stored = _shapes(self._manager.item_metadata(step).params.tree)
+    params = self._restore_item(step, "params", lora.trainable(like))
+    if frozen := lora.frozen(like):
+      params |= self._restore_item(0, _FROZEN, frozen)
+    return params
+
+  def _restore_item(self, step: int, item: str, like: PyTree) -> PyTree:
+    self.check(step, (item,))
+    stored = _shapes(self._manager.item_metadata(step)[item].tree)
     expected = _shapes(like)
     for name in sorted(stored.keys() | expected.keys()):
       if stored.get(name) != expected.get(name):
@@ -150,8 +165,8 @@ class Checkpoints:
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
           "config; omit --config to use the config of the run"
         )
-    args = ocp.args.Composite(params=ocp.args.StandardRestore(like))
-    return self._manager.restore(step, args=args).params
+    args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
+    return self._manager.restore(step, args=args)[item]
 
   def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
     """Raises UserError if the files of `step` are damaged."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,8 @@ from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
-from dppo_jax.models import attention, hf, transformer
+from dppo_jax.models import attention, hf, lora, transformer
+from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint, preflight
 
@@ -58,10 +60,28 @@ class Run(NamedTuple):
     """Returns the initial weights, placed on the mesh."""
     shardings = transformer.shardings(self.model, self.mesh)
     if self.path:
-      return hf.load(self.path, shardings=shardings)[0]
+      dtype = self.model.param_dtype
+      params = hf.load(self.path, shardings=shardings, param_dtype=dtype)[0]
+      return self.add_adapters(params)
     init = functools.partial(transformer.init, self.model)
-    key = rng_at(self.root_key, 0, Stage.INIT).key
-    return jax.jit(init, out_shardings=shardings)(key)
+    return jax.jit(init, out_shardings=shardings)(self._init_key)
+
+  def add_adapters(self, params: transformer.Params) -> transformer.Params:
+    """Returns weights with the adapters that training starts from, if any."""
+    if not self.model.lora:
+      return params
+    shardings = transformer.shardings(self.model, self.mesh)
+    places = {lora.KEY: shardings[lora.KEY]}
+    cast = functools.partial(transformer.cast, config=self.model)
+    params = jax.jit(cast, donate_argnums=0)(params)
+    if path := self.config.lora.adapter:
+      return params | peft.load(path, self.model, places)
+    init = functools.partial(transformer.init_adapters, self.model)
+    return params | jax.jit(init, out_shardings=places)(self._init_key)
+
+  @property
+  def _init_key(self) -> jax.Array:
+    return rng_at(self.root_key, 0, Stage.INIT).key
 
   def description(self) -> str:
     """Model, problems and batch sizes of the run, as text."""
@@ -77,6 +97,7 @@ class Run(NamedTuple):
         f"model: {m.family}, {m.layers} layers of width {m.embed}, "
         f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
         f"{sharding.describe(self.mesh)}",
+        *([_adapters(m)] if m.lora else []),
         self.train_set.report,
         *(reports or ["eval: no problems"]),
         self.train_set.first_prompt,
@@ -91,6 +112,15 @@ class Run(NamedTuple):
         f"{c.steps} steps",
       ]
     )
+
+
+def _adapters(model: transformer.ModelConfig) -> str:
+  table = transformer.trainable_table(model).values()
+  return (
+    f"lora: rank {model.lora.rank} on {', '.join(model.lora.targets)}, "
+    f"{sum(math.prod(p.shape) for p in table):,} parameters are trained; their "
+    "learning rate is usually ten times that of full training"
+  )
 
 
 def setup_run(config: configs.Config, trains: bool = True) -> Run:
@@ -130,14 +160,22 @@ def make_run(
 
   For the arguments see `Run`.
   """
+  problems = [x for x in (train_set, *eval_sets.values()) if x]
+  longest = max((x.tokens.shape[1] for x in problems), default=0)
+  longest += config.rollout.max_tokens
+  if config.sft.steps:
+    longest = max(longest, config.pack.row_length)
+  model = transformer.drop_idle_window(model, longest)
   backend = attention.choose_backend(
     config.model.attention,
     platform,
     config.pack.row_length,
     config.rollout.group_size,
     model.head_dim,
+    has_window=bool(model.local and model.local.window),
   )
   model = dataclasses.replace(model, attention=backend)
+  model = with_lora(model, config.lora)
   preflight.check_weights(mesh, model)
   default = tokenizer.stop_ids if tokenizer else (0,)
   stop_ids = tuple(config.rollout.stop_ids) or default
@@ -165,6 +203,17 @@ def make_run(
       spread_rows=method.tokens is None,
     ),
   )
+
+
+def with_lora(
+  model: transformer.ModelConfig, options: configs.LoraConfig
+) -> transformer.ModelConfig:
+  """Returns the architecture with the adapters that the options describe."""
+  table = transformer.parameter_table(model)
+  adapters = lora.choose(table, options.rank, options.alpha, options.targets)
+  if options.adapter:
+    peft.check(options.adapter, adapters)
+  return dataclasses.replace(model, lora=adapters)
 
 
 def read_model(

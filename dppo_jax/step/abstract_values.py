@@ -11,7 +11,7 @@ import optax
 from dppo_jax import sharding
 from dppo_jax.data import ProblemSet
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.models import transformer
+from dppo_jax.models import lora, transformer
 from dppo_jax.models.transformer import Params
 from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
@@ -48,7 +48,7 @@ def inputs(run: Run) -> dict[str, PyTree]:
     **vars(state),
     **place(run, "", replicated),
     "state": state,
-    "reference": state.params if run.objective.beta else None,
+    "reference": state.params if has_reference(run) else None,
     "inference_params": abstract_inference_params(run),
     "prompts": prompts,
     "ids": prompts.ids,
@@ -83,13 +83,21 @@ def optimizer(run: Run) -> optax.GradientTransformation:
   return make_optimizer(total_steps=run.num_updates, **options)
 
 
+def has_reference(run: Run) -> bool:
+  """True if a KL penalty needs a copy of the first weights.
+
+  With adapters, the frozen weights are those of the reference policy.
+  """
+  return bool(run.objective.beta) and not run.model.lora
+
+
 def init_train_state(run: Run, params: Params) -> TrainState:
   """Returns the state before the first step."""
   return TrainState(
     step=jnp.int32(0),
     draws=jnp.int32(0),
     params=params,
-    opt_state=optimizer(run).init(params),
+    opt_state=optimizer(run).init(lora.trainable(params)),
     history=run.method.prompts.init(len(run.train_set)),
     noise=gradient_noise.init() if run.method.noise_every else None,
   )
@@ -133,7 +141,7 @@ def abstract_train_state(run: Run) -> TrainState:
     optimizer(run),
     lambda _, weight: weight,  # moments have the layout of their weight
     state.opt_state,
-    params,
+    lora.trainable(params),
   )
   return state.replace(params=params, opt_state=opt_state)
 

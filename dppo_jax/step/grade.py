@@ -191,6 +191,7 @@ def to_metrics(
     "reward/timeouts": counts["timeouts"],
     "reward/crashes": counts["crashes"],
     "reward/errors": counts["errors"],
+    "reward/switched_off": counts["switched_off"],
     "reward/nonfinite": counts["nonfinite"],
   }
   if len(functions) > 1:  # else it is reward/mean

@@ -1,5 +1,7 @@
 """The train state that a run begins or resumes with."""
 
+import dataclasses
+
 import jax
 
 from dppo_jax.metrics import writer as metrics
@@ -46,16 +48,23 @@ def resumed_state(
 def reference_params(
   run: Run, checkpoints: checkpoint.Checkpoints
 ) -> transformer.Params | None:
-  """Returns the weights of step 0 if the objective has a KL penalty."""
-  if not run.objective.beta:
+  """Returns the weights of step 0 if a KL penalty needs a copy of them."""
+  if not abstract_values.has_reference(run):
     return None
   checkpoints.wait()
   return checkpoints.restore_params(0, abstract_values.abstract_params(run))
 
 
 def _first_params(run: Run, writer: metrics.Writer) -> transformer.Params:
-  """Loads or initialises the weights, and fine-tunes them if asked to."""
+  """Loads or initialises the weights, and fine-tunes them if asked to.
+
+  All weights are fine-tuned, before there are adapters.
+  """
   from_run, steps = run.config.sft.from_run, run.config.sft.steps
+  if run.model.lora and (from_run or steps):
+    plain = dataclasses.replace(run.model, lora=None)
+    params = _first_params(run._replace(model=plain), writer)
+    return run.add_adapters(params)
   if from_run:
     workdir, step = checkpoint.split_step(from_run)
     writer.say(f"starting from the weights of {workdir} after step {step}")

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.algo import policy_loss
-from dppo_jax.models import lm_head, moe, transformer
+from dppo_jax.models import lm_head, lora, moe, transformer
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 
 
@@ -74,7 +74,7 @@ class GradSums(NamedTuple):
   """Running sums over micro-batches.
 
   Attributes:
-    grad: gradient of the loss sum.
+    grad: gradient of the loss sum by the trainable weights.
     sums: token sums to log: `loss tokens clipped kl logprob entropy`.
     log_ratio: the largest |log(policy / sampler)| of any trained token.
     load: of each layer's experts; None for a dense model.
@@ -148,7 +148,7 @@ def zero_sums(
   """Returns the empty sum."""
   names = "loss logprob entropy tokens clipped kl".split()
   return GradSums(
-    grad=jax.tree.map(jnp.zeros_like, params),
+    grad=jax.tree.map(jnp.zeros_like, lora.trainable(params)),
     sums={name: jnp.float32(0) for name in names},
     log_ratio=jnp.float32(0),
     load=model.experts and moe.zero_load(model.experts, model.layers),
@@ -166,15 +166,20 @@ def add_gradient(
   """Adds the gradient of one micro-batch, `[R, L]`, to the sums.
 
   Args:
-    reference: parameters of the reference policy; needed if beta is not 0.
+    reference: parameters of the reference policy; needed if beta is not 0 and
+      there are no adapters, without which the policy is the reference.
   """
   is_chosen = rows.is_trained & (rows.weights != 0)
   # A sequence's ratio needs all of its tokens, unless it is 1 by definition.
   has_ratio = config.objective.is_sequence_ratio and not config.is_on_policy
   is_needed = rows.is_trained if has_ratio else is_chosen
 
-  def loss_sum(params):
-    arguments, load = _head_args(params, config, rows, is_needed)
+  reference = lora.frozen(params) or reference
+
+  def loss_sum(trainable):
+    arguments, load = _head_args(
+      {**params, **trainable}, config, rows, is_needed
+    )
     new, entropy = lm_head.logprobs_and_entropy(*arguments)
     constant = jax.lax.stop_gradient(new)
     ref_logprobs = None
@@ -205,7 +210,9 @@ def add_gradient(
     }
     return loss, (scalars, jnp.abs(log_ratio).max(), load)
 
-  grad, (scalars, log_ratio, load) = jax.grad(loss_sum, has_aux=True)(params)
+  grad, (scalars, log_ratio, load) = jax.grad(loss_sum, has_aux=True)(
+    lora.trainable(params)
+  )
   num_read = (rows.segment_ids > 0).sum(dtype=jnp.float32)
   return _add(sums, GradSums(grad, scalars, log_ratio, load, num_read))
 
@@ -249,9 +256,10 @@ def apply_gradient(
     denominator: the loss denominator, in completions of the unpruned batch.
   """
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
-  updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
-  params = optax.apply_updates(state.params, updates)
-  state = state.replace(params=params, opt_state=opt_state)
+  params = lora.trainable(state.params)
+  updates, opt_state = optimizer.update(grad, state.opt_state, params)
+  params = optax.apply_updates(params, updates)
+  state = state.replace(params={**state.params, **params}, opt_state=opt_state)
   return state, _describe(state, sums, denominator, optax.tree.norm(grad))
 
 
@@ -277,7 +285,8 @@ def _describe(
     skipped_in_a_row=state.opt_state.notfinite_count.astype(jnp.float32),
     nonfinite_params=optax.tree.sum(
       jax.tree.map(
-        lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32), state.params
+        lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32),
+        lora.trainable(state.params),
       )
     ),
     experts=moe.describe(sums.load, sums.num_read) if sums.load else {},

@@ -3,6 +3,9 @@
 import torch
 import transformers
 
+# Threads would wait for each other, longer than such models compute.
+torch.set_num_threads(1)
+
 SHAPE = {
   "vocab_size": 64,
   "hidden_size": 32,
@@ -36,6 +39,31 @@ EXTRAS = {
       "original_max_position_embeddings": 32,
     }
   },
+  "Gemma3ForCausalLM": {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "rope_parameters": {
+      "full_attention": {
+        "rope_type": "linear",
+        "rope_theta": 1e3,
+        "factor": 8.0,
+      },
+      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+  },
+}
+EXTRAS["Gemma3ForConditionalGeneration"] = EXTRAS["Gemma3ForCausalLM"]
+
+VISION = {
+  "hidden_size": 16,
+  "intermediate_size": 16,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "image_size": 28,
+  "patch_size": 14,
 }
 
 
@@ -62,6 +90,8 @@ def write(
   """
   model_class = getattr(transformers, family)
   settings = SHAPE | EXTRAS[family] | settings
+  if family == "Gemma3ForConditionalGeneration":
+    settings = {"text_config": settings, "vision_config": VISION}
   config = model_class.config_class(tie_word_embeddings=is_tied, **settings)
   model = model_class(config)
   generator = torch.Generator().manual_seed(seed)
@@ -73,8 +103,12 @@ def write(
       weight.copy_(
         0.3 * torch.randn(weight.shape, generator=generator) + float(is_norm)
       )
+    if family.startswith("Gemma3"):  # else a tied head repeats its input
+      model.get_input_embeddings().weight.mul_(0.2)
   model.to(getattr(torch, dtype)).save_pretrained(
     path, max_shard_size=max_shard_size
   )
   # Read again, as `to` rounds the rotary frequencies too.
-  return model_class.from_pretrained(path, dtype=torch.float32).eval()
+  return model_class.from_pretrained(
+    path, dtype=torch.float32, attn_implementation="eager"
+  ).eval()

@@ -53,7 +53,17 @@ def _inputs(rows, length, heads=4, kv_heads=2, dim=16, seed=0):
   return make(0, heads), make(1, kv_heads), make(2, kv_heads)
 
 
-def _plain(q, k, v, segment_ids, prefix_ids):
+def _positions(groups, length):
+  """Each token's position in its sequence: completions follow their prompt."""
+  positions = []
+  for prefix, completions in groups:
+    positions += range(prefix)
+    for size in completions:
+      positions += range(prefix, prefix + size)
+  return positions + [0] * (length - len(positions))
+
+
+def _plain(q, k, v, segment_ids, prefix_ids, window=None):
   """The formula, with all logits at once."""
   repeat = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
@@ -61,6 +71,9 @@ def _plain(q, k, v, segment_ids, prefix_ids):
   keys = segment_ids[:, None, :]
   is_seen = (segment_ids[:, :, None] == keys) | (prefix_ids[:, :, None] == keys)
   is_seen &= jnp.tri(q.shape[1], dtype=bool)
+  if window is not None:
+    position, oldest = window
+    is_seen &= position[:, None, :] >= oldest[:, :, None]
   probs = jax.nn.softmax(
     jnp.where(is_seen[:, None], logits, blockwise.MASKED), -1
   )
@@ -95,6 +108,18 @@ def _assert_close(actual, expected, atol=2e-5, rtol=1e-7):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_is_the_plain_formula(backend):
   ids = _rows(256)
+  inputs = _inputs(len(SEGMENTS), 256)
+  actual = _with_grads(BACKENDS[backend], *inputs, ids)
+  _assert_close(actual, _with_grads(_plain, *inputs, ids))
+
+
+@pytest.mark.parametrize("size", [1, 7, 65])
+@pytest.mark.parametrize("backend", ["xla", "xla_by_row", "xla_dense"])
+def test_a_window_counts_positions_of_the_sequence(backend, size):
+  """Other completions between a prompt and its completion do not count."""
+  rows = [_positions(groups, 256) for groups in SEGMENTS.values()]
+  position = jnp.array(rows, jnp.int32)
+  ids = *_rows(256), (position, position - size + 1)
   inputs = _inputs(len(SEGMENTS), 256)
   actual = _with_grads(BACKENDS[backend], *inputs, ids)
   _assert_close(actual, _with_grads(_plain, *inputs, ids))
@@ -168,6 +193,17 @@ def test_blocks_that_share_no_segment_are_not_read():
     for x in _with_dq(q, k, v_spoilt, (segment, prefix)):
       assert jnp.isnan(x[:, here]).all()
       assert not jnp.isnan(x.at[:, here].set(0)).any()
+
+
+def test_blocks_before_a_window_are_not_read():
+  q, k, v = _inputs(1, 512)
+  block, position = blockwise.BLOCK, jnp.arange(512, dtype=jnp.int32)[None]
+  ids = jnp.ones_like(position)
+  window = position, position - block + 1  # it reaches into the block before
+  v = v.at[:, :block].set(jnp.nan)
+  for x in _with_dq(q, k, v, (ids, ids, window)):
+    assert jnp.isnan(x[:, :block]).all()
+    assert not jnp.isnan(x[:, 2 * block :]).any()
 
 
 @pytest.mark.parametrize(
@@ -275,6 +311,16 @@ CHOSEN = {
   ("triton", "gpu", 1000, 8, 128): None,
   ("triton", "gpu", 1024, 8, 96): None,
 }
+
+
+def test_kernels_take_no_windows():
+  for platform, kernel in (("gpu", "triton"), ("tpu", "splash")):
+    shapes = platform, 1024, 8, 128
+    assert attention.choose_backend("auto", *shapes) == kernel
+    plain = attention.choose_backend("xla", *shapes)
+    assert attention.choose_backend("auto", *shapes, has_window=True) == plain
+    with pytest.raises(ValueError, match=r"no window, not .* shorter than"):
+      attention.choose_backend(kernel, *shapes, has_window=True)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

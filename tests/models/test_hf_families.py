@@ -77,12 +77,35 @@ LLAMA = {  # Llama-3.2-1B
   "torch_dtype": "bfloat16",
   "vocab_size": 128256,
 }
-# Number of weights -> config.json of four published models.
+GEMMA = {  # gemma-3-1b-it
+  "architectures": ["Gemma3ForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "attn_logit_softcapping": None,
+  "final_logit_softcapping": None,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "hidden_size": 1152,
+  "intermediate_size": 6912,
+  "num_attention_heads": 4,
+  "num_hidden_layers": 26,
+  "num_key_value_heads": 1,
+  "query_pre_attn_scalar": 256,
+  "rms_norm_eps": 1e-06,
+  "rope_local_base_freq": 10000,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": 512,
+  "sliding_window_pattern": 6,
+  "vocab_size": 262144,
+}
+# Number of weights -> config.json of five published models.
 PUBLISHED = {
   1_543_714_304: QWEN2,
   596_049_920: QWEN3,
   30_532_122_624: MOE,
   1_235_814_400: LLAMA,
+  999_885_952: GEMMA,
 }
 
 

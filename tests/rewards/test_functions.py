@@ -28,13 +28,19 @@ def test_built_in_functions_return_their_outcome():
 
 def test_a_config_names_functions_and_weights(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  text = "math, boxed:0.5,mine.py:f:-1e-1,a.b:h,c:g:2"
+  text = (
+    "math, boxed:0.5,mine.py:f:-1e-1,a.b:h,c:g:2,"
+    "m:M:batched,n:N:0.5:batched,o:batched"
+  )
   assert parse(text) == (
     RewardSpec("math", "math", 1.0),
     RewardSpec("boxed", "boxed", 0.5),
     RewardSpec("f", f"{tmp_path}/mine.py:f", -0.1),
     RewardSpec("h", "a.b:h", 1.0),
     RewardSpec("g", "c:g", 2.0),
+    RewardSpec("M", "m:M", 1.0, batched=True),
+    RewardSpec("N", "n:N", 0.5, batched=True),
+    RewardSpec("batched", "o:batched"),
   )
 
 
@@ -44,18 +50,22 @@ def test_a_config_file_may_give_a_function_of_its_own(tmp_path):
     "from dppo_jax.config import Config\n\n\n"
     "def brevity(completions):\n"
     "  return [1 / len(text) for text in completions]\n\n\n"
+    "class Length:\n"
+    "  def __call__(self, completions):\n"
+    "    return [len(text) for text in completions]\n\n\n"
     "def get_config():\n"
     "  config = Config()\n"
-    "  config.reward.functions = [brevity, 'boxed:2']\n"
+    "  config.reward.functions = [brevity, Length, 'boxed:2']\n"
     "  return config\n"
   )
   chosen = commands.parse([f"--config={path}"]).reward.functions
-  brevity, boxed = parse(chosen)
+  brevity, length, boxed = parse(chosen)
   assert brevity == RewardSpec("brevity", f"{path}:brevity")
+  assert length == RewardSpec("Length", f"{path}:Length")
   assert boxed == RewardSpec("boxed", "boxed", 2.0)
   with Grader(chosen, 1) as grader:
     grader.self_check()
-    assert grader.grade(["1?"], ["12"], ["1"]).rewards == [0.5]
+    assert grader.grade(["1?"], ["12"], ["1"]).rewards == [2.5]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +75,9 @@ def test_a_config_file_may_give_a_function_of_its_own(tmp_path):
     ("math:1:2", "'math:1:2' is none of"),
     ("math,,boxed", "'' is none of"),
     ("a b.c:f", "'a b.c:f' is none of"),
+    ("math:batched", "'math:batched': only functions of your own may be bat"),
+    ("a:f:batched:2", "'a:f:batched:2' is none of"),
+    ("a:f:Batched", "the weight 'Batched' is not a finite number"),
     ("math:heavy", "the weight 'heavy' is not a finite number"),
     ("a.b:f:nan", "'a.b:f:nan': the weight 'nan' is not"),
     ("math,boxed,math:2", "has a name twice"),

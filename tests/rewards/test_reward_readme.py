@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import pytest
 
@@ -27,7 +28,8 @@ def test_the_table_of_what_counts_as_equal():
 
 
 @pytest.fixture
-def path(tmp_path) -> pathlib.Path:
+def path(tmp_path, monkeypatch) -> pathlib.Path:
+  monkeypatch.setattr(sys, "path", [*sys.path])
   for name, source in FILES.items():
     (tmp_path / name).write_text(source)
   return tmp_path
@@ -68,3 +70,17 @@ def test_a_function_that_may_hang(path):
   assert graded.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
   assert graded.counts["timeouts"] == 1
   assert "'unit_tests' gave no answer within 5 s" in line
+
+
+def test_a_reward_model(path):
+  """A score does not depend on other completions; padding saves compiling."""
+  texts = [f"It is {x}." * (x % 9) for x in range(100)]
+  functions = f"{path}/reward_model.py:RewardModel:0.5:batched"
+  with Grader(f"boxed,{functions}") as grader:
+    grader.self_check({})
+    grade = lambda x: grader.grade(["?"] * len(x), x, ["1"] * len(x))
+    graded, alone = grade(texts), [grade([x]).rewards[0] for x in texts[:9]]
+  assert graded.rewards[:9].tolist() == alone and len({*alone}) == 9
+  assert 0 < graded.rewards.min() < graded.rewards.max() < 0.5
+  assert not sum(graded.counts[x] for x in ("errors", "nonfinite"))
+  assert sys.modules["user_file_reward_model"].score._cache_size() == 1

@@ -21,7 +21,8 @@ from dppo_jax.models.attention import (
 )
 from dppo_jax.models.attention.splash_kernel import LANES, MAX_BRANCHES
 
-# Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`.
+# Each `(q, k, v, segment_ids, prefix_ids, more) -> out`, as `attention`; `more`
+# is `window`, for kernels `ranges`.
 BACKENDS = {
   # TPU: all rows at once, which launches fewer kernels.
   "xla": functools.partial(blockwise.attention, rows_at_once=None),
@@ -42,7 +43,12 @@ CHOICES = ("auto", "xla", *KERNELS)
 
 
 def choose_backend(
-  name: str, platform: str, row_length: int, group_size: int, head_dim: int
+  name: str,
+  platform: str,
+  row_length: int,
+  group_size: int,
+  head_dim: int,
+  has_window: bool = False,
 ) -> str:
   """Returns the key of `BACKENDS` that a run uses.
 
@@ -52,12 +58,16 @@ def choose_backend(
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
     head_dim: size of a head.
+    has_window: some layers see less than the longest sequence.
   """
   plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
   fits = {
-    ("splash", "tpu"): row_length % LANES == 0 and group_size <= MAX_BRANCHES,
+    ("splash", "tpu"): row_length % LANES == 0
+    and group_size <= MAX_BRANCHES
+    and not has_window,
     # Its blocks are powers of two.
     ("triton", "gpu"): row_length % 16 == 0
+    and not has_window
     and 16 <= head_dim <= 128  # 256 in float32 exceeds the shared memory
     and head_dim.bit_count() == 1,
   }
@@ -71,10 +81,11 @@ def choose_backend(
       "triton": "a GPU, config.pack.row_length a multiple of 16 and heads of "
       "16, 32, 64 or 128 numbers",
     }
+    window = "a window shorter than a sequence, " if has_window else ""
     raise UserError(
-      f"config.model.attention={name} needs {limits[name]}, not a {platform}, "
-      f"rows of {row_length}, groups of {group_size} and heads of {head_dim}: "
-      "set it to auto"
+      f"config.model.attention={name} needs {limits[name]} and no window, not "
+      f"a {platform}, rows of {row_length}, groups of {group_size}, {window}"
+      f"and heads of {head_dim}: set it to auto"
     )
   return name
 
@@ -87,6 +98,7 @@ def attention(
   prefix_ids: Int[Array, "B L"] | None = None,
   backend: str = "xla",
   ranges: tuple[Int[Array, "B n"], ...] | None = None,
+  window: tuple[Int[Array, "B L"], Int[Array, "B L"]] | None = None,
 ) -> Float[Array, "B L H D"]:
   """Computes causal attention within segments.
 
@@ -97,10 +109,13 @@ def attention(
   Args:
     backend: a key of `BACKENDS`.
     ranges: result of `block_ranges`, to compute it once for all layers.
+    window: each token's position in its sequence, and the first one that it
+      sees; None if it sees all. Kernels take none.
   """
   run, ids = BACKENDS[backend], (segment_ids, prefix_ids)
-  if ranges is not None:
-    ids = *ids, ranges
+  more = ranges if window is None else window
+  if more is not None:
+    ids = *ids, more
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
@@ -134,10 +149,14 @@ def attend_prompts(
   v: Float[Array, "B L K D"],
   lengths: Int[Array, "B"],
   backend: str = "xla",
+  oldest: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B L H D"]:
   """Computes causal attention of one sequence per row, padded at its end.
 
   Rows may be of any length: for a kernel they are padded to full blocks.
+
+  Args:
+    oldest: first position that each token sees; None for 0, as in kernels.
   """
   length = q.shape[1]
   is_kernel = backend in KERNELS
@@ -149,4 +168,8 @@ def attend_prompts(
   if is_kernel:
     return attention(q, k, v, ids, backend=backend)[:, :length]
   # Plain XLA: the compiler spreads heads by itself, and takes any row count.
-  return BACKENDS[backend](q, k, v, ids)
+  if oldest is None:
+    return BACKENDS[backend](q, k, v, ids)
+  index = jnp.arange(length, dtype=jnp.int32)
+  window = jnp.broadcast_to(index, ids.shape), oldest
+  return BACKENDS[backend](q, k, v, ids, ids, window)

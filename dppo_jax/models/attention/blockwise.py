@@ -29,12 +29,15 @@ class _Blocks(NamedTuple):
 
   segment: Int[Array, "N R c"]
   prefix: Int[Array, "N R c"]
+  window: tuple[Int[Array, "N R c"], Int[Array, "N R c"]] | None
   start: Int[Array, "N"]  # index of the first token in its row
   seen: Int[Array, "N n"]
   num_seen: Int[Array, "N"]
 
 
-def attention(q, k, v, segment_ids, prefix_ids=None, rows_at_once=1):
+def attention(
+  q, k, v, segment_ids, prefix_ids=None, window=None, rows_at_once=1
+):
   """Computes `models.attention.attention`.
 
   Args:
@@ -58,30 +61,42 @@ def attention(q, k, v, segment_ids, prefix_ids=None, rows_at_once=1):
     q.transpose(0, 1, 3, 4, 2, 5),
     in_blocks(k).swapaxes(2, 3),
     in_blocks(v).swapaxes(2, 3),
-    _blocks(in_blocks(segment_ids), in_blocks(prefix_ids), end // block),
+    _blocks(
+      in_blocks(segment_ids),
+      in_blocks(prefix_ids),
+      jax.tree.map(in_blocks, window),
+      end // block,
+    ),
   )
   out = out.transpose(0, 1, 4, 2, 3, 5)
   out = out.reshape(-1, end // block, rows, block, heads, dim)
   return out.swapaxes(1, 2).reshape(batch, end, heads, dim)[:, :length]
 
 
-def dense(q, k, v, segment_ids, prefix_ids=None):
+def dense(q, k, v, segment_ids, prefix_ids=None, window=None):
   """Computes `models.attention.attention` with all logits of a row at once."""
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   is_seen = segment_ids[:, :, None] == segment_ids[:, None]
   is_seen |= prefix_ids[:, :, None] == segment_ids[:, None]
+  if window is not None:
+    position, oldest = window
+    is_seen &= position[:, None] >= oldest[:, :, None]
   return jax.nn.dot_product_attention(
     q, k, v, mask=is_seen[:, None], is_causal=True, implementation="xla"
   )
 
 
 def _blocks(
-  segment: Int[Array, "N R c"], prefix: Int[Array, "N R c"], per_row: int
+  segment: Int[Array, "N R c"],
+  prefix: Int[Array, "N R c"],
+  window: tuple[Int[Array, "N R c"], Int[Array, "N R c"]] | None,
+  per_row: int,
 ) -> _Blocks:
   """Finds the pairs of blocks that share a segment.
 
   They do only if some id of the queries lies between the least and the greatest
   of the keys: where a row's ids do not ascend, there may be too many pairs.
+  With a window, the last position of the keys is in that of some query.
   """
   by_row = lambda x: x.reshape(-1, per_row, *x.shape[1:])
   least, most = by_row(segment.min(-1)), by_row(segment.max(-1))
@@ -94,12 +109,17 @@ def _blocks(
 
   # Each block sees itself in any case, so that padding gets finite numbers.
   is_itself = jnp.eye(per_row, dtype=bool)
-  sees = jnp.tril(holds(segment) | holds(prefix) | is_itself)
+  sees = holds(segment) | holds(prefix)
+  if window is not None:
+    position, oldest = map(by_row, window)
+    sees &= (position.max(-1)[:, None] >= oldest.min(-1)[:, :, None]).any(-1)
+  sees = jnp.tril(sees | is_itself)
   seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
   first = jnp.arange(0, len(segment), per_row, dtype=jnp.int32)
   return _Blocks(
     segment,
     prefix,
+    window,
     _index(segment) % per_row * segment.shape[2],
     (seen + first[:, None, None]).reshape(-1, per_row),
     sees.sum(2, dtype=jnp.int32).reshape(-1),
@@ -182,5 +202,8 @@ def _logits(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
   keys = blocks.segment[j][:, None]
   is_seen = blocks.segment[i][..., None] == keys
   is_seen |= blocks.prefix[i][..., None] == keys
+  if blocks.window is not None:
+    position, oldest = blocks.window
+    is_seen &= position[j][:, None] >= oldest[i][..., None]
   logits = _einsum("rhgqd,rhsd->rhgqs", q_i, k_j)
   return jnp.where((is_seen & is_past)[:, None, None], logits, MASKED)

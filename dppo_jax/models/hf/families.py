@@ -5,29 +5,39 @@ Each is declared once, in a table; import and export are maps over it.
 
 from collections.abc import Iterator, Mapping
 import math
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dppo_jax.errors import UserError
+from dppo_jax.models import lora
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
+from dppo_jax.models.parameters import LocalLayers
 from dppo_jax.models.transformer import ModelConfig
 
 Shape = tuple[int, ...]
 
 
 class Family(NamedTuple):
-  """Properties of an architecture that its config.json does not set."""
+  """Properties of an architecture that its config.json does not set.
+
+  Attributes:
+    fields: further fields of ModelConfig.
+    defaults: of keys of config.json.
+  """
 
   model_type: str
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
   head_dim: int | None = None  # default; None for embed / heads
   has_experts: bool = False
+  fields: Mapping[str, Any] = MappingProxyType({})
+  defaults: Mapping[str, Any] = MappingProxyType({})
 
 
-# A family whose layers differ, such as in the activation, needs a change of
+# A family whose layers differ, such as in their order, needs a change of
 # `transformer` too.
 FAMILIES = {
   "LlamaForCausalLM": Family("llama"),
@@ -36,7 +46,34 @@ FAMILIES = {
   "Qwen3MoeForCausalLM": Family(
     "qwen3_moe", has_qk_norm=True, has_experts=True
   ),
+  "Gemma3ForCausalLM": Family(
+    "gemma3_text",
+    has_qk_norm=True,
+    head_dim=256,
+    fields={
+      "has_post_norms": True,
+      "has_zero_centred_norms": True,
+      "has_scaled_embedding": True,
+      "activation": "gelu_pytorch_tanh",
+    },
+    # Those of transformers: published files leave out some.
+    defaults={
+      "vocab_size": 262208,
+      "num_attention_heads": 8,
+      "num_key_value_heads": 4,
+      "rms_norm_eps": 1e-6,
+      "tie_word_embeddings": True,
+      "query_pre_attn_scalar": 256,
+      "rope_theta": 1e6,
+      "rope_local_base_freq": 1e4,
+      "sliding_window": 4096,
+      "sliding_window_pattern": 6,  # the last of as many layers is global
+    },
+  ),
 }
+
+# Architecture with images -> that of its text part, the only one to be read.
+TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 # Field of ModelConfig -> key of config.json.
 KEYS = {
@@ -70,6 +107,10 @@ ROPE_KEYS = {
 # Option -> its supported values, the default among them.
 SUPPORTED = {
   "hidden_act": ("silu",),
+  "hidden_activation": ("gelu_pytorch_tanh",),
+  "attn_logit_softcapping": (),
+  "final_logit_softcapping": (),
+  "use_bidirectional_attention": (False,),
   "attention_dropout": (0.0,),
   "mlp_bias": (False,),
   "partial_rotary_factor": (1.0,),
@@ -77,7 +118,7 @@ SUPPORTED = {
   "quantization_config": (),
   "decoder_sparse_step": (1,),  # every layer has experts
   "mlp_only_layers": ([],),
-  "rope_type": ("default", "llama3"),
+  "rope_type": ("default", "linear", "llama3"),
 }
 
 
@@ -107,6 +148,9 @@ TENSORS = {
     ("k_norm", "self_attn.k_norm.weight", "d", "d"),
     ("o", "self_attn.o_proj.weight", "hde", "e hd"),
     ("mlp_norm", "post_attention_layernorm.weight", "e", "e"),
+    ("attention_post_norm", "post_attention_layernorm.weight", "e", "e"),
+    ("mlp_pre_norm", "pre_feedforward_layernorm.weight", "e", "e"),
+    ("mlp_post_norm", "post_feedforward_layernorm.weight", "e", "e"),
     ("gate", "mlp.gate_proj.weight", "em", "m e"),
     ("up", "mlp.up_proj.weight", "em", "m e"),
     ("down", "mlp.down_proj.weight", "me", "e m"),
@@ -116,6 +160,18 @@ TENSORS = {
     ("experts_down", "mlp.experts.{}.down_proj.weight", "me", "e m"),
   )
 }
+
+
+for _name in lora.LINEAR:
+  _file_name, _, _theirs = TENSORS[f"layers/{_name}"]
+  _out, _in = _theirs.split()
+  _stem = "base_model.model." + _file_name.removesuffix("weight")
+  TENSORS[f"{lora.KEY}/{_name}/a"] = Tensor(
+    _stem + "lora_A.weight", _in + "r", "r " + _in
+  )
+  TENSORS[f"{lora.KEY}/{_name}/b"] = Tensor(
+    _stem + "lora_B.weight", "r" + _out, _out + " r"
+  )
 
 
 def parts(name: str, shape: Shape) -> Iterator[tuple[Shape, str]]:
@@ -152,7 +208,7 @@ def from_settings(
   settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """Returns the model that a config.json of transformers 4 or 5 describes."""
-  settings = {k: v for k, v in settings.items() if v is not None}
+  settings = {k: v for k, v in text_part(settings).items() if v is not None}
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:
     known = ", ".join(FAMILIES)
@@ -160,9 +216,14 @@ def from_settings(
       f"config.json has architecture {name!r}: use one of {known}"
     )
   family = FAMILIES[name]
+  settings = {**family.defaults, **settings}
   rope = {k: v for k, v in settings.items() if k == "rope_theta"}
-  rope |= settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+  by_type = settings.get("rope_parameters", {})  # as transformers 5 writes it
+  by_type = by_type if "full_attention" in by_type else {}
+  new = by_type.get("full_attention", settings.get("rope_parameters"))
+  rope |= settings.get("rope_scaling") or new or {}
   rope.setdefault("rope_type", rope.get("type", "default"))
+  local = _local_layers(settings, by_type)
   _check_supported({**settings, **rope}, family)
   heads = _get(settings, "num_attention_heads")
   defaults = {
@@ -184,8 +245,15 @@ def from_settings(
   scaling = None
   if rope["rope_type"] == "llama3":
     scaling = RopeScaling(**{k: _get(rope, x) for k, x in ROPE_KEYS.items()})
+  if rope["rope_type"] == "linear":
+    scaling = RopeScaling(_get(rope, "factor"))
+  fields = {k: _get({**defaults, **settings}, key) for k, key in KEYS.items()}
+  query_size = settings.get("query_pre_attn_scalar", fields["head_dim"])
   return ModelConfig(
-    **{k: _get({**defaults, **settings}, key) for k, key in KEYS.items()},
+    **fields,
+    **family.fields,
+    local=local,
+    query_size=None if query_size == fields["head_dim"] else query_size,
     rope_theta=_get(rope, "rope_theta"),
     rope_scaling=scaling,
     has_qkv_bias=family.has_qkv_bias,
@@ -197,6 +265,50 @@ def from_settings(
   )
 
 
+def text_part(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the settings of a model's text part, in general all of them."""
+  name = next(iter(settings.get("architectures") or ()), None)
+  if name not in TEXT_PARTS:
+    return settings
+  part = {
+    **settings.get("text_config", {}),
+    "architectures": [TEXT_PARTS[name]],
+  }
+  if "eos_token_id" in settings:
+    part["eos_token_id"] = settings["eos_token_id"]
+  return part
+
+
+def _local_layers(
+  settings: Mapping[str, Any], rope: Mapping[str, Any]
+) -> LocalLayers | None:
+  """Returns the local layers of a family that has them.
+
+  Args:
+    rope: rotary settings by the type of a layer.
+  """
+  if "rope_local_base_freq" not in settings:
+    return None
+  rope = {"rope_type": "default", **rope.get("sliding_attention", {})}
+  if rope["rope_type"] != "default":
+    raise UserError(
+      f"config.json sets the rope_type of local layers to {rope['rope_type']!r}"
+      ", which is not supported (use 'default')"
+    )
+  num_layers = _get(settings, "num_hidden_layers")
+  every = settings["sliding_window_pattern"]
+  is_local = [bool((i + 1) % every) for i in range(num_layers)]
+  if "layer_types" in settings:
+    is_local = [x == "sliding_attention" for x in settings["layer_types"]]
+  if len(is_local) != num_layers:
+    raise UserError(
+      f"config.json has {len(is_local)} layer_types for {num_layers} layers"
+    )
+  theta = rope.get("rope_theta", settings["rope_local_base_freq"])
+  window = _get(settings, "sliding_window")
+  return LocalLayers(tuple(is_local), window, theta) if any(is_local) else None
+
+
 def to_settings(config: ModelConfig) -> dict[str, Any]:
   """Returns the content of a config.json that describes this model.
 
@@ -204,14 +316,29 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
   5, transformers 4 would silently take its default theta.
   """
   experts = config.experts._asdict() if config.experts else {}
-  scaling = None
+  scaling, family = None, FAMILIES[config.family]
   if config.rope_scaling:
-    scaling = config.rope_scaling._asdict().items()
-    scaling = {ROPE_KEYS[k]: x for k, x in scaling} | {"rope_type": "llama3"}
+    fields = config.rope_scaling._asdict().items()
+    scaling = {ROPE_KEYS[k]: x for k, x in fields if x is not None}
+    scaling["rope_type"] = "llama3" if len(scaling) > 1 else "linear"
+  more = {"hidden_act": config.activation}
+  if family.defaults:  # transformers has the same ones
+    more = {
+      "hidden_activation": config.activation,
+      "query_pre_attn_scalar": config.query_size or config.head_dim,
+      "layer_types": ["full_attention"] * config.layers,
+    }
+  if config.local:
+    names = "full_attention", "sliding_attention"
+    more |= {
+      "layer_types": [names[x] for x in config.local.is_local],
+      "sliding_window": config.local.window,
+      "rope_local_base_freq": config.local.rope_theta,
+    }
   return {
     "architectures": [config.family],
-    "model_type": FAMILIES[config.family].model_type,
-    "hidden_act": "silu",
+    "model_type": family.model_type,
+    **more,
     **{key: getattr(config, k) for k, key in KEYS.items()},
     **{EXPERT_KEYS[k]: x for k, x in experts.items()},
     "rope_theta": config.rope_theta,
@@ -230,7 +357,10 @@ def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
   supported = SUPPORTED | {"model_type": (family.model_type,)}
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
     supported["attention_bias"] = (False,)
-  if set(settings.get("layer_types", ())) - {"full_attention"}:
+  known_types = {"full_attention"}
+  if "sliding_window_pattern" in family.defaults:
+    known_types.add("sliding_attention")
+  if set(settings.get("layer_types", ())) - known_types:
     supported["layer_types"] = ()
   for key, values in supported.items():
     if key in settings and settings[key] not in values:

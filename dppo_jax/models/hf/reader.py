@@ -34,6 +34,11 @@ COMPANIONS = (
 # Stored dtypes, which float32 holds without loss, and their NumPy names.
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_TEXT = "language_model."  # marks the tensors of a model's text part
+
+# Open file of a tensor, and its name there.
+Stored = tuple[safetensors.safe_open, str]
+
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
 
@@ -74,7 +79,7 @@ def read_config(
 
 def check(path: str) -> None:
   """Raises the errors of `load` without reading the weights."""
-  _check_tensors(path, _open_tensors(path), read_config(path))
+  _check_tensors(path, open_tensors(path), read_config(path))
 
 
 def load(
@@ -82,46 +87,70 @@ def load(
   dtype: str = "float32",
   remat: str = "layers",
   shardings: Params | None = None,
+  param_dtype: str = "float32",
 ) -> tuple[Params, ModelConfig]:
-  """Returns float32 weights and the model of the checkpoint in `path`.
+  """Returns the weights and the model of the checkpoint in `path`.
 
   The host holds one stacked weight at a time, in addition to placed ones.
 
   Args:
+    dtype, remat: of the computation.
     shardings: sharding of each weight; None for the default device.
+    param_dtype: dtype of the weights.
   """
   config = read_config(path, dtype, remat)
-  tensors = _open_tensors(path)
+  tensors = open_tensors(path)
   _check_tensors(path, tensors, config)
+  table = transformer.parameter_table(config)
+  return read_table(path, tensors, table, shardings, param_dtype), config
+
+
+def read_table(
+  path: str,
+  tensors: Mapping[str, Stored],
+  table: Mapping[str, transformer.Param],
+  shardings: Params | None,
+  dtype: str,
+) -> Params:
+  """Returns the declared weights, read from the file of each tensor."""
   places = {} if shardings is None else transformer.flatten(shardings)
   default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   flat = {}
-  for name, p in transformer.parameter_table(config).items():
+  for name, p in table.items():
     weight = np.empty(p.shape, np.float32)
     for index, tensor in families.parts(name, p.shape):
-      stored = tensors[tensor].get_tensor(tensor)
+      file, stored_name = tensors[tensor]
+      stored = file.get_tensor(stored_name)
       weight[index] = families.from_file(name, stored, p.shape)
       if not np.isfinite(weight[index]).all():
         raise UserError(
           f"{path}: {tensor} has infinite or NaN values: download it again"
         )
+    weight = weight.astype(dtype, copy=False)
     # device_put would compare the weight across processes.
     flat[name] = jax.make_array_from_callback(
       p.shape, places.get(name, default), weight.__getitem__
     )
-  return transformer.unflatten(flat), config
+  return transformer.unflatten(flat)
 
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
-  name = families.TENSORS["embed"].name
-  return FLOATS[_open_tensors(path)[name].get_slice(name).get_dtype()]
+  file, name = open_tensors(path)[families.TENSORS["embed"].name]
+  return FLOATS[file.get_slice(name).get_dtype()]
 
 
-def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
-  """Returns the open file of each tensor."""
-  path, files = pathlib.Path(path), [WEIGHTS]
-  if not (path / WEIGHTS).is_file():
+def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
+  """Returns each tensor by its name in a model of text alone.
+
+  In a checkpoint of a model with images, those of its text part have a further
+  `language_model` in their names, in one of two places.
+
+  Args:
+    weights: name of the file; WEIGHTS may be several files with an index.
+  """
+  path, files = pathlib.Path(path), [weights]
+  if not (path / weights).is_file():
     if not (path / INDEX).is_file():
       raise UserError(
         f"config.model.path {path} has neither {WEIGHTS} nor {INDEX}"
@@ -136,17 +165,18 @@ def _open_tensors(path: str) -> dict[str, safetensors.safe_open]:
         f"{path / file} is missing, truncated, damaged or a git-lfs pointer "
         f"({error}): download it again"
       ) from None
-    tensors |= dict.fromkeys(opened.keys(), opened)
-  return tensors
+    tensors |= {name: (opened, name) for name in opened.keys()}
+  text = {k: x for k, x in tensors.items() if _TEXT in k}
+  return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
 def _check_tensors(
-  path: str, tensors: Mapping[str, safetensors.safe_open], config: ModelConfig
+  path: str, tensors: Mapping[str, Stored], config: ModelConfig
 ) -> None:
   """Raises UserError unless the tensors are the model's."""
   shapes = {}
-  for name, file in tensors.items():
-    stored = file.get_slice(name)
+  for name, (file, stored_name) in tensors.items():
+    stored = file.get_slice(stored_name)
     if stored.get_dtype() not in FLOATS:
       raise UserError(
         f"{path} has {name} in {stored.get_dtype()}, which is not supported: "
@@ -157,9 +187,18 @@ def _check_tensors(
     shapes.pop(families.TENSORS["head"].name, None)
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
+  compare_shapes(path, shapes, transformer.parameter_table(config))
+
+
+def compare_shapes(
+  path: str,
+  shapes: Mapping[str, tuple[int, ...]],
+  table: Mapping[str, transformer.Param],
+) -> None:
+  """Raises UserError unless the tensors' shapes are the declared ones."""
   expected = {
     tensor: families.file_shape(name, p.shape)
-    for name, p in transformer.parameter_table(config).items()
+    for name, p in table.items()
     for _, tensor in families.parts(name, p.shape)
   }
   names = expected.keys() | shapes.keys()

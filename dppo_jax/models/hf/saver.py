@@ -59,7 +59,7 @@ def save(
     known = reader.read_json(file) if file.is_file() else {}
     _write_json(file, known | dict(generation))
   flat = {k: np.asarray(x) for k, x in transformer.flatten(params).items()}
-  _write_weights(out, flat, dtype, shard_bytes)
+  write_weights(out, flat, dtype, shard_bytes)
 
 
 def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
@@ -67,22 +67,27 @@ def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
   settings = families.to_settings(config)
   if source:
     copied = reader.read_json(pathlib.Path(source, "config.json"))
+    part = families.text_part(copied)
+    if part is not copied:  # its settings may be incomplete
+      copied = {**settings, **part}
     if "rope_theta" not in copied:  # transformers 4 looks nowhere else
-      keys = ("rope_theta", "rope_scaling")
-      copied |= {k: settings[k] for k in keys if settings[k] is not None}
+      keys = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+      known = {k: x for k, x in settings.items() if x is not None}
+      copied |= {k: known[k] for k in keys if k in known}
     settings = copied
   settings.pop("dtype", None)  # transformers 5; 4 and 5 read torch_dtype
   return settings
 
 
-def _write_weights(
+def write_weights(
   out: pathlib.Path,
   flat: Mapping[str, np.ndarray],
   dtype: str,
-  shard_bytes: int,
+  shard_bytes: int = SHARD_BYTES,
+  stem: str = "model",
 ) -> None:
   """Writes one file, or several with an index, named as in transformers."""
-  for stale in out.glob("model*.safetensors*"):
+  for stale in out.glob(f"{stem}*.safetensors*"):
     stale.unlink()
   parts = {
     tensor: (name, index)
@@ -93,7 +98,7 @@ def _write_weights(
   split = huggingface_hub.split_state_dict_into_shards_factory(
     parts,
     get_storage_size=lambda part: flat[part[0]][part[1]].size * itemsize,
-    filename_pattern="model{suffix}.safetensors",
+    filename_pattern=f"{stem}{{suffix}}.safetensors",
     max_shard_size=shard_bytes,
   )
   for name, names in split.filename_to_tensors.items():
@@ -107,7 +112,7 @@ def _write_weights(
     except safetensors.SafetensorError as error:  # from the operating system
       raise OSError(f"cannot write {out / name}: {error}") from None
     # safetensors ignores the umask and makes its file private.
-    (out / name).chmod((out / "config.json").stat().st_mode)
+    (out / name).chmod(out.stat().st_mode & 0o666)
   if split.is_sharded:
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     _write_json(out / reader.INDEX, index)

@@ -1,0 +1,50 @@
+r"""Gemma 3 1B (instruction-tuned) on GSM8K, grade-school word problems.
+
+  python -m dppo_jax.main --config=configs/gemma_gsm8k.py \
+    --config.model.path=DIR --config.data.train=train.jsonl \
+    --config.data.eval=test.jsonl
+
+Without --config.model.path the checkpoint is fetched from the Hugging Face
+hub, whose licence has to be accepted there first. For the data see gsm8k.py.
+
+Hardware: one GPU of 80 GB, or a v5e-8; by calculation 28 GiB on one GPU, of
+which 6 GiB are logits of the vocabulary of 262,144 tokens, and 6 GiB on each
+device of a v5e-8. **It has never been run at this size**: hours and accuracy
+are unknown. The code path is tested with tiny checkpoints. Other sizes:
+`--config.model.hub_id=google/gemma-3-270m-it` or `google/gemma-3-4b-it`.
+
+Prompts and completions exceed the window of 512 tokens, so attention is plain
+XLA. On TPUs, `--config.data.max_prompt_tokens=192
+--config.rollout.max_tokens=320` allows the splash kernel.
+"""
+
+from dppo_jax.config import Config, use_method
+
+
+def get_config(method: str = "neyman") -> Config:
+  config = Config()
+  use_method(config, method)
+  config.steps = 200
+  config.model.hub_id = "google/gemma-3-1b-it"
+  config.model.dtype = "bfloat16"
+  config.data.train = "tfds:gsm8k:train"
+  config.data.eval = "tfds:gsm8k:test"
+  config.data.eval_limit = 0  # all 1,319
+  config.data.template = (
+    "{problem}\nReason step by step and put the final answer in \\boxed{{}}."
+  )
+  config.data.max_prompt_tokens = 256
+  config.data.prompts_per_step = 64
+  config.reward.functions = "math"
+  config.reward.num_workers = 8
+  config.rollout.group_size = 8
+  config.rollout.max_tokens = 512
+  config.rollout.num_slots = 0  # as many as fit
+  config.pack.row_length = 2048
+  config.pack.rows_per_micro = 2
+  config.optimizer.learning_rate = 1e-6
+  config.optimizer.warmup_steps = 5
+  config.eval.every = 25
+  config.checkpoint.every = 25
+  config.mesh.data = -1  # all devices
+  return config

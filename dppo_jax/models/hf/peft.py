@@ -1,0 +1,117 @@
+"""Adapters in the format of PEFT: adapter_config.json and safetensors."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from dppo_jax.errors import UserError
+from dppo_jax.models import lora, transformer
+from dppo_jax.models.hf import reader, saver
+from dppo_jax.models.transformer import ModelConfig, Params
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+# Settings of PEFT that change the function of an adapter, with the only values
+# that ours have.
+_SUPPORTED = {
+  "peft_type": ("LORA",),
+  "bias": ("none",),
+  "use_rslora": (False,),
+  "use_dora": (False,),
+  "fan_in_fan_out": (False,),
+  "modules_to_save": (None, []),
+  "layers_to_transform": (None,),
+  "rank_pattern": ({},),
+  "alpha_pattern": ({},),
+}
+
+
+def load(path: str, config: ModelConfig, shardings: Params) -> Params:
+  """Returns float32 adapters, `{"adapters": ...}`, placed by `shardings`.
+
+  Raises:
+    UserError: if the tensors are not those of the model's adapters.
+  """
+  tensors = reader.open_tensors(path, WEIGHTS)
+  shapes = {
+    name: tuple(file.get_slice(stored_name).get_shape())
+    for name, (file, stored_name) in tensors.items()
+  }
+  table = transformer.trainable_table(config)
+  reader.compare_shapes(path, shapes, table)
+  return reader.read_table(path, tensors, table, shardings, "float32")
+
+
+def check(path: str, adapters: lora.Lora | None) -> None:
+  """Raises UserError unless `config.lora` describes the adapter in `path`."""
+  label = f"config.lora.adapter {path}"
+  for name in (CONFIG, WEIGHTS):
+    if not pathlib.Path(path, name).is_file():
+      raise UserError(
+        f"{label} has no {name}: name the directory of an adapter"
+      )
+  settings = reader.read_json(pathlib.Path(path, CONFIG))
+  for key, values in _SUPPORTED.items():
+    if key in settings and settings[key] not in values:
+      raise UserError(
+        f"{label} has {key}={settings[key]!r}, which is not supported (use "
+        f"{values[0]!r})"
+      )
+  if not adapters:
+    raise UserError(
+      f"{label} has rank {settings.get('r')} but config.lora.rank is 0: set it "
+      "to the same"
+    )
+  stored = settings.get("target_modules")
+  names = {f"{x}_proj" for x in adapters.targets}
+  if isinstance(stored, str) or set(stored or ()) != names:
+    listed = stored if isinstance(stored, str) else ",".join(sorted(stored))
+    raise UserError(
+      f"{label} adapts {listed}: set config.lora.targets to these layers"
+    )
+  for key, value in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
+    if settings.get(key) != value:
+      option = {"r": "rank", "lora_alpha": "alpha"}[key]
+      raise UserError(
+        f"{label} has {key}={settings.get(key)} but config.lora.{option} is "
+        f"{value}: set it to the same"
+      )
+
+
+def save(
+  path: str, params: Params, config: ModelConfig, base: str, dtype: str
+) -> None:
+  """Writes the adapters of weights, for `peft.PeftModel.from_pretrained`.
+
+  Args:
+    base: id or directory of the checkpoint that the adapters belong to.
+    dtype: dtype of the file: float32, bfloat16 or float16.
+  """
+  out = pathlib.Path(path)
+  out.mkdir(parents=True, exist_ok=True)
+  flat = transformer.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
+  saver.write_weights(out, flat, dtype, stem="adapter_model")
+  settings = _settings(config.lora, base)
+  (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _settings(adapters: lora.Lora, base: str) -> dict[str, Any]:
+  return {
+    "base_model_name_or_path": base,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "lora_alpha": adapters.alpha,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "r": adapters.rank,
+    "target_modules": [f"{name}_proj" for name in adapters.targets],
+    "task_type": "CAUSAL_LM",
+    "use_dora": False,
+    "use_rslora": False,
+  }

@@ -1,0 +1,222 @@
+"""LoRA: only adapters are trained, and they are what PEFT takes them to be."""
+
+import dataclasses
+import functools
+import json
+
+import chex
+import commands
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from test_export import SETTINGS, our_tokens, write_source
+from test_meshes import _three_steps
+
+from dppo_jax import export, train
+from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
+from dppo_jax.errors import UserError
+from dppo_jax.models import hf, lora, transformer
+from dppo_jax.models.hf import peft
+from dppo_jax.run import checkpoint, setup
+from dppo_jax.step import abstract_values, update
+from dppo_jax.step.pack import pack
+
+pytestmark = pytest.mark.slow
+
+ADAPTERS = lora.Lora(3, 6.0, tuple(lora.LINEAR))
+MODEL = dataclasses.replace(small.MODEL, lora=ADAPTERS)
+LORA = {
+  "lora__rank": 2,
+  "optimizer__learning_rate": 0.05,
+  "reward__functions": f"{__file__}:parity",
+}
+
+
+def parity(prompts, completions, answers):
+  """A reward that differs within a group, however bad the policy is."""
+  del prompts, answers
+  return [len(x) % 2 for x in completions]
+
+
+def moved(params, seed=0):
+  """Returns weights with adapters whose `B` is not zero."""
+  rng = np.random.default_rng(seed)
+  move = lambda x: x + jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype)
+  return params | jax.tree.map(move, lora.trainable(params))
+
+
+def rows():
+  prompts = small.prompts()
+  ones = jnp.ones((3, 3))
+  spec = PackingSpec(row_length=24, rows_per_micro=2, window=4)
+  return pack(prompts, small.rollout(prompts), ones, ones, spec)[:2]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def gradient(params, batch, model):
+  config = update.UpdateConfig(model, objectives.grpo(), logit_chunk=16)
+  return update.sum_gradients(*batch, params, None, config).grad
+
+
+def test_new_adapters_change_nothing():
+  params = small.params(config=MODEL)
+  assert set(lora.frozen(params)) == set(small.params())
+  batch = jax.tree.map(lambda x: x[0], rows()[0])
+  args = batch.tokens, batch.positions, batch.segment_ids
+  forward = jax.jit(transformer.forward, static_argnums=1)
+  with_adapters = forward(params, MODEL, *args)
+  alone = forward(lora.frozen(params), small.MODEL, *args)
+  chex.assert_trees_all_equal(with_adapters, alone)
+  assert not np.allclose(forward(moved(params), MODEL, *args), alone)
+
+
+@pytest.mark.parametrize("remat", ["none", "layers", "dots"])
+def test_gradient_follows_from_that_of_the_merged_weights(remat):
+  """Chain rule: `dA = dW B^T` and `dB = A^T dW`, times alpha / rank.
+
+  So what holds for gradients of weights in expectation holds for adapters.
+  """
+  params = moved(small.params(config=MODEL))
+  actual = gradient(params, rows(), dataclasses.replace(MODEL, remat=remat))
+  assert actual.keys() == {"adapters"}
+  merged = lora.merge_all(params, ADAPTERS)
+  full = gradient(merged, rows(), small.MODEL)["layers"]
+  merge = lambda x: lora.merge(params["layers"], x, ADAPTERS)
+  _, pull_back = jax.vjp(merge, params["adapters"])
+  (expected,) = pull_back(full)
+  chex.assert_trees_all_close(
+    actual["adapters"], expected, rtol=2e-4, atol=1e-6
+  )
+
+
+def trained(workdir, **options):
+  """Returns the config and the last state of a run."""
+  c = commands.config("arithmetic:grpo", **SETTINGS | LORA | options)
+  train.run(c, workdir)
+  run = setup.setup_run(c)
+  like = abstract_values.abstract_train_state(run)
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    return c, checkpoints.restore(checkpoints.latest_step(), like)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("lora") / "run"
+  options = {"steps": 4, "checkpoint__every": 2, "checkpoint__keep": 3}
+  return workdir, *trained(workdir, sft__steps=2, **options)
+
+
+def test_run_trains_only_adapters_on_policy(run):
+  workdir, c, state = run
+  first = setup.setup_run(c)
+  like = abstract_values.abstract_train_state(first)
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    start = checkpoints.restore(0, like)
+  chex.assert_trees_all_equal(
+    lora.frozen(start.params), lora.frozen(state.params)
+  )
+  b = state.params["adapters"]["q"]["b"]
+  assert (start.params["adapters"]["q"]["b"] == 0).all() and (b != 0).any()
+  moments = [x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim]
+  adapters = [x.shape for x in jax.tree.leaves(state.params["adapters"])]
+  assert sorted(moments) == sorted(2 * adapters)
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  ratios = [x["update/policy_ratio_max"] for x in lines if "update/loss" in x]
+  assert len(ratios) == 4 and max(ratios) < 1 + 1e-4
+  saved = [x.name for x in (workdir / "checkpoints/2").iterdir()]
+  assert "params" in saved and "frozen" not in saved
+
+
+def test_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
+  _, _, expected = run
+  trained(tmp_path, steps=2, sft__steps=2, checkpoint__every=2)
+  _, state = trained(tmp_path, steps=4, sft__steps=2, checkpoint__every=2)
+  chex.assert_trees_all_equal(state, expected)
+
+
+def test_export_has_the_merged_weights(run, tmp_path):
+  workdir, c, state = run
+  export.run(c, workdir, tmp_path / "merged")
+  params, _ = hf.load(str(tmp_path / "merged"))
+  model = setup.setup_run(c).model
+  chex.assert_trees_all_close(params, lora.merge_all(state.params, model.lora))
+  assert our_tokens(tmp_path / "merged") != our_tokens_of_base(
+    c, workdir, tmp_path
+  )
+
+
+def our_tokens_of_base(c, workdir, tmp_path):
+  export.run(c, workdir, tmp_path / "base", step=0)
+  return our_tokens(tmp_path / "base")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+  "family", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"]
+)
+def test_peft_reads_adapters_that_we_export_and_we_read_them(family, tmp_path):
+  write_source(tmp_path / "base", family)
+  torch, theirs = pytest.importorskip("torch"), pytest.importorskip("peft")
+  import transformers
+
+  options = {"model__path": tmp_path / "base", "steps": 2, "data__eval": ""}
+  if "Moe" in family:
+    options["lora__targets"] = "q_proj,o_proj"
+  c, state = trained(tmp_path / "run", **options)
+  export.run(c, tmp_path / "run", tmp_path / "adapter", is_adapter=True)
+  base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+  model = theirs.PeftModel.from_pretrained(base, tmp_path / "adapter")
+  tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
+  with torch.no_grad():
+    expected = model(torch.as_tensor(tokens)).logits.numpy()
+  config = setup.setup_run(c).model
+  places = np.broadcast_to(np.arange(9), tokens.shape)
+  hidden = transformer.forward(
+    state.params, config, tokens, places, np.ones_like(tokens)
+  )
+  logits = transformer.logits(state.params, config, hidden)
+  np.testing.assert_allclose(logits, expected, atol=1e-4)
+  with model.disable_adapter(), torch.no_grad():
+    without = model(torch.as_tensor(tokens)).logits.numpy()
+  assert np.abs(without - expected).max() > 1e-2
+  # Theirs is read again, and training starts from it.
+  model.save_pretrained(tmp_path / "again")
+  more = commands.config(
+    "arithmetic:grpo",
+    **SETTINGS | LORA | options | {"lora__adapter": tmp_path / "again"},
+  )
+  chex.assert_trees_all_equal(
+    setup.setup_run(more).initial_params(), state.params
+  )
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 2), (1, 1, 8)])
+def test_a_mesh_changes_no_token_and_adapters_only_by_rounding(mesh):
+  options = {"lora__rank": 2, "optimizer__learning_rate": 0.05}
+  want, reference = _three_steps((1, 1, 1), "grpo", **options)
+  tokens, state = _three_steps(mesh, "grpo", **options)
+  chex.assert_trees_all_equal(tokens, want)
+  chex.assert_trees_all_close(state.params, reference.params, atol=2e-4)
+
+
+def test_adapters_of_another_rank_are_rejected(tmp_path):
+  params = small.params(config=MODEL)
+  peft.save(str(tmp_path), params, MODEL, "base", "float32")
+  peft.check(str(tmp_path), ADAPTERS)
+  for wrong, message in {
+    ADAPTERS._replace(rank=4): "has r=3 but config.lora.rank is 4",
+    ADAPTERS._replace(targets=("q",)): "adapts .*gate_proj.*: set config.lora",
+    None: "has rank 3 but config.lora.rank is 0",
+  }.items():
+    with pytest.raises(UserError, match=message):
+      peft.check(str(tmp_path), wrong)
+  with pytest.raises(UserError, match=r"none has no adapter_config\.json"):
+    peft.check("none", ADAPTERS)
+  table = transformer.parameter_table(small.MODEL)
+  with pytest.raises(
+    UserError, match="has 'w', which this model lacks: use all"
+  ):
+    lora.choose(table, 2, 1.0, "q_proj,w")
