@@ -353,7 +353,7 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
-  # transformers takes the model of model_type, whatever the architecture.
+  # transformers chooses the model by model_type and ignores the architecture.
   supported = SUPPORTED | {"model_type": (family.model_type,)}
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
     supported["attention_bias"] = (False,)
