@@ -20,12 +20,15 @@ def _functions():
         yield name, node.end_lineno - node.lineno + 1
 
 
-def test_package_has_at_most_16400_lines():
+def test_package_has_at_most_18200_lines():
   """Kernels for GPUs and the count of launches added 760 to 15,000.
 
-  Drafts added 270, groups of several sizes and their automatic choice 270.
+  Drafts added 270, groups of several sizes and their automatic choice 270,
+  LoRA 330, Gemma 3 300, sampling, optimizers, logs of completions and the
+  best checkpoint 520, reward models 125, notations of answers, data columns
+  and checks of checkpoints 180.
   """
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 16_400
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 18_200
 
 
 def test_files_have_at_most_400_lines():
@@ -41,13 +44,15 @@ def test_training_loop_has_at_most_40_lines():
   assert dict(_functions())["train.py:_train"] <= 40
 
 
-def test_there_are_at_most_60_options():
-  assert len(list(config.walk(config.Config()))) <= 60
+def test_there_are_at_most_64_options():
+  """Four of LoRA, a user's optimizer, completions, the best checkpoint."""
+  assert len(list(config.walk(config.Config()))) <= 64
 
 
-def test_there_are_at_most_10_top_level_modules():
+def test_there_are_at_most_11_top_level_modules():
+  """Five modes have a file each."""
   names = [x.stem for x in PACKAGE.glob("*.py") if x.stem != "__init__"]
-  assert len(names) <= 10, names
+  assert len(names) <= 11, names
 
 
 def test_no_two_modules_share_a_name():

@@ -24,6 +24,10 @@ SHORTER = {
     ("sft.steps = 300", "sft.steps = 40"),
     ("c.steps = 30", "c.steps = 6"),
   ],
+  "07_lora_tpu": [
+    ("sft.steps = 400", "sft.steps = 40"),
+    ("c.steps = 60", "c.steps = 4"),
+  ],
 }
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import layers, transformer
+from dppo_jax.models import layers, lora, transformer
 from dppo_jax.models.hf import families
 
 QWEN2 = {  # Qwen2.5-Math-1.5B
@@ -191,7 +191,9 @@ def test_every_weight_of_every_family_has_a_tensor():
   for settings in PUBLISHED.values():
     untied = settings | {"tie_word_embeddings": False}
     config = families.from_settings(untied)
-    used |= transformer.parameter_table(config).keys()
+    table = transformer.parameter_table(config)
+    adapters = lora.choose(table, rank=2, alpha=2.0, targets="all")
+    used |= table.keys() | lora.adapter_table(table, adapters).keys()
   assert used == families.TENSORS.keys()
 
 

@@ -109,8 +109,8 @@ def attention(
   Args:
     backend: a key of `BACKENDS`.
     ranges: result of `block_ranges`, to compute it once for all layers.
-    window: each token's position in its sequence, and the first one that it
-      sees; None if it sees all. Kernels take none.
+    window: each token's position in its sequence, and the first position
+      that it sees; None if it sees all. Kernels take none.
   """
   run, ids = BACKENDS[backend], (segment_ids, prefix_ids)
   more = ranges if window is None else window
