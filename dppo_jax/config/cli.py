@@ -123,7 +123,7 @@ def _changes(before: dict[str, Any], config: Config) -> str:
   full = "".join(f"-{name}={value}" for name, value in changes.items())
   # Of a path, its last part; then only what file systems and shells allow.
   short = re.sub(r"[^-=\s]*/", "", full)
-  short = re.sub(r"[^\w.,:=+-]+", "_", short)[:100]
+  short = re.sub(r"[^\w.=+-]+", "_", short)[:100]
   if short == full:
     return full
   return f"{short}-{hashlib.sha256(full.encode()).hexdigest()[:6]}"
