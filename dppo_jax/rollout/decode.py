@@ -46,11 +46,9 @@ class DecodeState(NamedTuple):
   slots: Slots
   output: Int[Array, "QG T 2"]  # tokens, or -1, and bits of logprobs
   uniform: Float[Array, "QG T"]  # random number of each token
-  num_wanted: Int[Array, "1"]  # completions of kept prompts
-  num_taken: Int[Array, "1"]  # completions that have been given a slot
-  num_done: Int[Array, "1"]
-  slot_steps: Int[Array, "1"]  # slots times steps so far
-  busy_steps: Int[Array, "1"]  # those of slots that were not idle
+  num_wanted: Int[Array, ""]  # completions of kept prompts
+  num_taken: Int[Array, ""]  # completions that have been given a slot
+  steps: Int[Array, "2"]  # so far, of all slots and of busy ones
 
 
 class Queue(NamedTuple):
@@ -122,11 +120,9 @@ def init_decode_state(
     Slots(zeros + num_items, zeros, zeros, zeros, zeros, cache),
     jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*uniform.shape, 2)),
     uniform,
-    num_wanted[None],
-    num_taken=zeros[:1],
-    num_done=zeros[:1],
-    slot_steps=zeros[:1],
-    busy_steps=zeros[:1],
+    num_wanted,
+    num_taken=jnp.int32(0),
+    steps=jnp.zeros(2, jnp.int32),
   )
 
 
@@ -138,12 +134,12 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
 
   def can_refill(carry):
     slots, num_taken = carry
-    return (num_taken < state.num_wanted)[0] & is_idle(slots).any()
+    return (num_taken < state.num_wanted) & is_idle(slots).any()
 
   def refill_one(carry):
     slots, num_taken = carry
     slot = jnp.argmax(is_idle(slots))
-    place, item, prompt = (x[0] for x in queue.place(num_taken))
+    place, item, prompt = queue.place(num_taken)
     length = queue.prompts.lengths[prompt]
     slots = Slots(
       item=slots.item.at[slot].set(item),
@@ -207,7 +203,9 @@ def decode_until(
   """
 
   def with_condition(state):
-    is_unfinished = (state.num_wanted - state.num_done > limit)[0]
+    is_live = state.slots.item < len(state.uniform)
+    waiting = state.num_wanted - state.num_taken
+    is_unfinished = waiting + is_live.sum(dtype=jnp.int32) > limit
     return state, max_over_weight_shards(is_unfinished, lockstep)
 
   with jax.named_scope(f"decode_{state.slots.item.size}"):
@@ -269,6 +267,7 @@ def decode_step(
   bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
   at = slots.item[:, None], jnp.where(is_new, count, sampling.max_tokens)
   new = jnp.stack([token, bits], axis=-1)
+  counted = jnp.stack([jnp.ones_like(is_live), is_live], 1)
   advance = lambda x: jnp.where(is_live & ~is_done, x + num_new, 0)
   return state._replace(
     output=state.output.at[at].set(new, mode="drop"),
@@ -281,9 +280,7 @@ def decode_step(
       row=slots.row,
       cache=cache,
     ),
-    num_done=state.num_done + is_done.sum(dtype=jnp.int32),
-    slot_steps=state.slot_steps + slots.item.shape[0],
-    busy_steps=state.busy_steps + is_live.sum(dtype=jnp.int32),
+    steps=state.steps + counted.sum(0, dtype=jnp.int32),
   )
 
 
