@@ -48,11 +48,13 @@ class SharedPrompts(NamedTuple):
 
   Attributes:
     cache: the prompts' cache, in one part.
+    slot: slot of their own cache that each of the slots has.
     row: row of `cache` that each slot continues.
     count: tokens of each slot that follow its prompt, without the newest.
   """
 
   cache: KVCache
+  slot: Int[Array, "B"]
   row: Int[Array, "B"]
   count: Int[Array, "B"]
 

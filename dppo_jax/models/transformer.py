@@ -139,7 +139,7 @@ def decode(
 
   def attend(q, k, v, cache):
     if prompts is not None:
-      where = cache.layer, prompts.row, positions, prompts.count
+      where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
       arrays = q, k, v, cache.parts[0], cache.prompts[0]
       out, part = attention.decode_kernel.attend(*arrays, *where)
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))

@@ -183,7 +183,7 @@ def _roll_out_shard(
     if size == schedule[0]:
       run = lambda state, step=step: decode.refill(step(state), queue)
     else:
-      run, state = step, decode.compact_slots(state, size)
+      run, state = step, decode.compact_slots(state, size, not shares)
     state = decode.decode_until(limit, run, state, lockstep)
   output = decode.completions(state, sampling.stop_ids)
   return output, state.steps[None]
