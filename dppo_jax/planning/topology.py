@@ -30,6 +30,7 @@ CHIPS = {
   "a100": ("gpu", 80),
   "h100": ("gpu", 80),
   "h200": ("gpu", 140),
+  "b200": ("gpu", 178),
 }
 # JAX, the compiler and the driver take the rest.
 _USABLE = {"tpu": 0.984, "gpu": 0.95}
