@@ -72,8 +72,10 @@ def _compiled(config: transformer.ModelConfig, slots: int, context: int):
       if (
         config.has_gpu_layout
       ):  # no prompt is shared: all tokens are the slot's
-        own = jnp.arange(slots, dtype=jnp.int32)
-        shared = kv_cache.SharedPrompts(empty, own, 0 * own, positions)
+        cache_slots = jnp.arange(slots, dtype=jnp.int32)
+        shared = kv_cache.SharedPrompts(
+          empty, cache_slots, 0 * cache_slots, positions
+        )
       hidden, cache = transformer.decode(
         params, config, tokens[:, None], positions, cache, shared
       )

@@ -30,7 +30,7 @@ def attend(
   cache: tuple[Float[Array, "Y S K T D"], Float[Array, "Y S K T D"]],
   prompts: tuple[Float[Array, "Y Q K P D"], Float[Array, "Y Q K P D"]],
   layer: Int[Array, ""],
-  own: Int[Array, "B"],
+  place: Int[Array, "B"],
   prompt: Int[Array, "B"],
   positions: Int[Array, "B"],
   count: Int[Array, "B"],
@@ -42,7 +42,7 @@ def attend(
     cache: keys and values of each slot's own tokens; to be donated.
     prompts: keys and values of the prompts.
     layer: row of `cache` and `prompts` to use.
-    own: row of `cache` that each slot has, alone.
+    place: row of `cache` that each slot has, alone.
     prompt: row of `prompts` that each slot continues.
     positions: position of the first new token; it sees that many others.
     count: own tokens so far, the place of the first new one in `cache`. Those
@@ -71,13 +71,13 @@ def attend(
       check_vma=False,
     )
   cache, prompts = tuple(cache), tuple(prompts)
-  out, cache = run(qkv, cache, prompts, layer, own, prompt, positions, count)
+  out, cache = run(qkv, cache, prompts, layer, place, prompt, positions, count)
   out = out.reshape(batch, kv_heads, num, -1, dim).swapaxes(1, 2)
   return out.reshape(q.shape), cache
 
 
 def _attend(
-  qkv, cache, prompts, layer, own, prompt, positions, count, num, interpret
+  qkv, cache, prompts, layer, place, prompt, positions, count, num, interpret
 ):
   batch, kv_heads, rows, dim = qkv.shape
   queries = rows - 2 * num
@@ -119,7 +119,7 @@ def _attend(
     compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
     interpret=interpret,
     name="decode_attention",
-  )(layer[None], own, prompt, positions, count, qkv, *prompts, *cache)
+  )(layer[None], place, prompt, positions, count, qkv, *prompts, *cache)
   # In one fused operation: the splits are few.
   splits = range(shape[2])
   top = functools.reduce(jnp.maximum, [lse[:, :, i] for i in splits])
@@ -129,7 +129,7 @@ def _attend(
 
 
 def _kernel(
-  layer, own, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
+  layer, place, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
   values, out, lse, new_keys, new_values, *, num, queries, split, prompt_splits,
   scale,
 ):  # fmt: skip
@@ -186,7 +186,9 @@ def _kernel(
   start = own_index * split
   end = jnp.minimum(newest, start + split)
   end = jnp.where(own_index < 0, start, jnp.maximum(end, start))
-  total, row_max, denom = attend_to(keys, values, own[slot], start, end, carry)
+  total, row_max, denom = attend_to(
+    keys, values, place[slot], start, end, carry
+  )
 
   total = total / jnp.where(denom > 0, denom, 1.0)[:, None]
   plgpu.store(out, total, mask=is_row[:, None])
@@ -197,5 +199,5 @@ def _kernel(
 
     @pl.when(has_new & (newest + i < keys.shape[3]))
     def _(at=newest + i, row=queries + i):
-      new_keys[layer, own[slot], head, at, :] = qkv[row, :]
-      new_values[layer, own[slot], head, at, :] = qkv[row + num, :]
+      new_keys[layer, place[slot], head, at, :] = qkv[row, :]
+      new_values[layer, place[slot], head, at, :] = qkv[row + num, :]
