@@ -10,10 +10,9 @@ else over the rest.
 
 Hardware: one machine of eight GPUs of 141 GB. By calculation, a device holds 57
 GiB of state and gradients, 14 GiB of the rollout's copy and 4 GiB of cache.
-**It has never been run at this size**: hours and accuracy are unknown, and so
-is whether XLA on a GPU skips the experts that a token does not use. On TPUs and
-CPUs they are skipped (dppo_jax/models/grouped.py). The code path is tested with
-tiny checkpoints, also on meshes.
+**It has never been run at this size**: hours and accuracy are unknown. Experts
+that no token uses are skipped (dppo_jax/models/grouped.py). The code path is
+tested with tiny checkpoints, also on meshes.
 """
 
 from dppo_jax.config import Config, use_method

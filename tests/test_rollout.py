@@ -261,7 +261,7 @@ def test_inverted_cdf_has_exact_frequencies():
   counts[at] = rng.multinomial(4096, np.full(40, 1 / 40))
   uniform = jnp.arange(4096, dtype=jnp.float32) / 4096
   probs = jnp.broadcast_to(jnp.array(counts / 4096, jnp.float32), (4096, 300))
-  tokens = jax.jit(sampling._invert_cdf)(probs, uniform)
+  tokens, _ = jax.jit(sampling._invert_cdf)(probs, uniform)
   np.testing.assert_array_equal(np.bincount(tokens, minlength=300), counts)
 
 
@@ -271,8 +271,21 @@ def test_a_token_of_probability_0_is_never_sampled():
   probs = rng.exponential(size=(500, 700)) * (rng.random((500, 700)) < 0.1)
   probs = jnp.array(probs / probs.sum(-1, keepdims=True), jnp.float32)
   for uniform in (0.0, 2.0**-23, 1 - 2.0**-23):
-    tokens = sampling._invert_cdf(probs, jnp.full((500,), uniform))
+    tokens, _ = sampling._invert_cdf(probs, jnp.full((500,), uniform))
     assert (jnp.take_along_axis(probs, tokens[:, None], 1) > 0).all()
+
+
+def test_gpus_sample_from_the_same_distribution():
+  """Their formula only rounds differently."""
+  rng = np.random.default_rng(0)
+  logits = jnp.array(3 * rng.normal(size=(200, 700)), jnp.float32)
+  logits = jnp.where(rng.random(logits.shape) < 0.3, -jnp.inf, logits)
+  uniform = jnp.array(rng.random(200), jnp.float32)
+  want, want_logprob = sampling._sample_by_prob(logits, uniform)
+  token, logprob = sampling._sample_by_weight(logits, uniform)
+  np.testing.assert_array_equal(token, want)
+  np.testing.assert_allclose(logprob, want_logprob, rtol=1e-5)
+  assert len(set(token.tolist())) > 50
 
 
 def test_slots_are_busy_on_geometric_lengths():

@@ -3,11 +3,14 @@
 Each platform has an implementation that does only the necessary work.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
+from dppo_jax.models import grouped_kernel
 
 _LARGEST_BLOCK = 64  # rows that a CPU multiplies at once
 # Rows, inner and outer width that a TPU's kernel has in fast memory at once.
@@ -26,11 +29,28 @@ def product(
   CPU `ragged_dot` is a dense product of all rows with every matrix (jax 0.10.2
   and 0.12.0). On a TPU only the gradient of the weights is dense: for 32 groups
   on a v5e the compiler counts 11.3 times the ideal work of all three products,
-  and 1.0 times with the kernel below (jax 0.10.2). GPUs were not measured.
+  and 1.0 times with the kernel below (jax 0.10.2). On a GPU every product is
+  dense, unlike those of `grouped_kernel`.
   """
-  return jax.lax.platform_dependent(
-    rows, weights, sizes, cpu=_by_blocks, default=jax.lax.ragged_dot
-  )
+  return _product(rows, weights, sizes)
+
+
+def _product(rows, weights, sizes, is_transposed=False):
+  """Computes `product`, or that with transposed matrices."""
+
+  def with_transposed(multiply, rows, weights, sizes):
+    weights = weights.swapaxes(1, 2) if is_transposed else weights
+    return multiply(rows, weights, sizes)
+
+  ways = {
+    "cpu": functools.partial(with_transposed, _by_blocks),
+    "default": functools.partial(with_transposed, jax.lax.ragged_dot),
+  }
+  if grouped_kernel.fits(*weights.shape[1:]):
+    ways["cuda"] = functools.partial(
+      grouped_kernel.product, is_transposed=is_transposed
+    )
+  return jax.lax.platform_dependent(rows, weights, sizes, **ways)
 
 
 def _forward(rows, weights, sizes):
@@ -42,8 +62,10 @@ def _backward(saved, grad):
   to_weights = {"cpu": _outer_by_blocks, "default": _outer_by_transpose}
   if len(rows) % 128 == 0:
     to_weights["tpu"] = _outer_by_kernel
+  if grouped_kernel.fits(*weights.shape[1:]):
+    to_weights["cuda"] = grouped_kernel.outer_product
   return (
-    product(grad, weights.swapaxes(1, 2), sizes),
+    _product(grad, weights, sizes, is_transposed=True),
     jax.lax.platform_dependent(rows, grad, sizes, **to_weights),
     None,
   )

@@ -48,11 +48,13 @@ class SharedPrompts(NamedTuple):
 
   Attributes:
     cache: the prompts' cache, in one part.
+    slot: slot of their own cache that each of the slots has.
     row: row of `cache` that each slot continues.
     count: tokens of each slot that follow its prompt, without the newest.
   """
 
   cache: KVCache
+  slot: Int[Array, "B"]
   row: Int[Array, "B"]
   count: Int[Array, "B"]
 
@@ -146,9 +148,9 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
 def num_groups(model: Any) -> int:
   """Returns the number of groups of a model's layers.
 
-  With `unrolls_layers`, each layer is one, unless weights are gathered.
+  On GPUs each layer is one, see `unrolls_layers`, unless weights are gathered.
   """
-  unrolls = model.unrolls_layers and not model.gathers_layers
+  unrolls = model.has_gpu_layout and not model.gathers_layers
   limit = model.layers if unrolls else _MAX_GROUPS
   return sharding.largest_divisor(model.layers, limit)
 

@@ -34,6 +34,10 @@ class Load(NamedTuple):
   entropy: Float[Array, "*layers"]  # of the router's distributions, nats
 
 
+# With more tokens a GPU multiplies longer than it reads the weights: an H200
+# makes 200 bfloat16 products in the time of reading a number.
+_FEW_TOKENS = 256
+
 # Of the weights: router, gate, up and down.
 _AXES = (
   ("embed", None),
@@ -146,14 +150,26 @@ def _mixture(
   """
   tokens = x.reshape(-1, x.shape[-1])
   prob, routing = route(tokens, router, experts)
-  chosen = routing.chosen
+  number = routing.chosen - numbers[0]
+  number = jnp.where((number >= 0) & (number < len(gate)), number, len(gate))
+  ways = {"default": _by_pair}
+  if len(tokens) <= _FEW_TOKENS:
+    ways["cuda"] = _by_expert
+  out = jax.lax.platform_dependent(tokens, prob, number, gate, up, down, **ways)
+  if axis:
+    out = jax.lax.psum(out, axis)
+  unmerge = lambda y: y.reshape(*x.shape[:-1], *y.shape[1:])
+  return out.reshape(x.shape), jax.tree.map(unmerge, routing)
 
-  # Pairs of a token and one of its experts, sorted by expert; those of other
-  # devices' experts come last.
-  num = gate.shape[0]
-  number = chosen.reshape(-1) - numbers[0]
-  is_ours = (number >= 0) & (number < num)
-  number = jnp.where(is_ours, number, num)
+
+def _by_pair(tokens, prob, chosen, gate, up, down):
+  """Sums each token's experts; `chosen` is `X` for those of other devices.
+
+  Pairs of a token and one of its experts are sorted by expert; those of other
+  devices' experts come last.
+  """
+  num, per_token = len(gate), chosen.shape[1]
+  number = chosen.reshape(-1)
   order = jnp.argsort(number, stable=True)
   sizes = jnp.zeros(num + 1, jnp.int32).at[number].add(1)[:num]
 
@@ -161,7 +177,7 @@ def _mixture(
   # reach neither the sum nor a gradient.
   is_in_group = (number[order] < num)[:, None]
   masked = lambda rows: jnp.where(is_in_group, rows, 0)
-  pairs = masked(tokens[order // experts.per_token])
+  pairs = masked(tokens[order // per_token])
   product = lambda rows, weights: grouped.product(rows, weights, sizes)
   h = jax.nn.silu(product(pairs, gate)) * product(pairs, up)
   out = masked(product(masked(h), down))
@@ -169,8 +185,19 @@ def _mixture(
   # In the order of the tokens again. Unlike a scatter, it sums in fixed order.
   place = jnp.argsort(order)
   out = out[place].reshape(*chosen.shape, -1)
-  out = (out * prob[..., None]).sum(axis=1)
-  if axis:
-    out = jax.lax.psum(out, axis)
-  unmerge = lambda y: y.reshape(*x.shape[:-1], *y.shape[1:])
-  return out.reshape(x.shape), jax.tree.map(unmerge, routing)
+  return (out * prob[..., None]).sum(axis=1)
+
+
+def _by_expert(tokens, prob, chosen, gate, up, down):
+  """Computes `_by_pair` with every expert for every token, in few kernels.
+
+  Few tokens take no longer than reading the experts, which nearly all of them
+  together choose.
+  """
+  numbers = jnp.arange(len(gate), dtype=jnp.int32)
+  weight = jnp.where(chosen.T[..., None] == numbers, prob.T[..., None], 0).sum(
+    0
+  )
+  rows = jnp.broadcast_to(tokens, (len(gate), *tokens.shape))
+  h = jax.nn.silu(rows @ gate) * (rows @ up) * weight.T[..., None]
+  return jnp.einsum("xnf,xfe->ne", h, down)

@@ -91,7 +91,8 @@ class ModelConfig:
   def unrolls_layers(self) -> bool:
     """True if no loop runs over layers: on a GPU it would copy their weights.
 
-    A mixture of experts would take too long to compile.
+    An update of experts would take too long to compile; its rollouts have no
+    loop either.
     """
     return self.has_gpu_layout and self.experts is None
 

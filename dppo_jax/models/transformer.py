@@ -164,7 +164,7 @@ def decode(
 
   def attend(q, k, v, cache, oldest):
     if prompts is not None:  # in no model with windows
-      where = cache.layer, prompts.row, positions, prompts.count
+      where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
       arrays = q, k, v, cache.parts[0], cache.prompts[0]
       out, part = attention.decode_kernel.attend(*arrays, *where)
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))

@@ -20,8 +20,8 @@ from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
 # Platform and GiB of one device. Sources: cloud.google.com/tpu/docs; NVIDIA's
-# driver. To compile for a GPU, add its KIND.txtpb, a file of XLA's
-# xla/backends/gpu/target_config/specs.
+# driver. KIND.txtpb describes a GPU to the compiler: facts from a100_sxm_80,
+# h100_sxm, h200 and b200 of XLA's xla/backends/gpu/target_config/specs.
 CHIPS = {
   "v4": ("tpu", 32),
   "v5e": ("tpu", 16),
@@ -30,6 +30,7 @@ CHIPS = {
   "a100": ("gpu", 80),
   "h100": ("gpu", 80),
   "h200": ("gpu", 140),
+  "b200": ("gpu", 178),
 }
 # JAX, the compiler and the driver take the rest.
 _USABLE = {"tpu": 0.984, "gpu": 0.95}

@@ -13,9 +13,6 @@ from dppo_jax.records import PromptBatch
 from dppo_jax.rollout import drafts
 from dppo_jax.rollout.sampling import Sampling, sample_token
 
-# Fewest slots of a stage: with fewer, a step is hardly any shorter.
-_FEWEST_SLOTS = 3
-_FEWEST_ON_ACCELERATORS = 16
 # Few matches are followed for longer.
 _MOST_DRAFTS = 7
 
@@ -28,6 +25,7 @@ class Slots(NamedTuple):
   position: Int[Array, "B"]  # of this token
   count: Int[Array, "B"]  # tokens sampled so far
   row: Int[Array, "B"]  # place of its prompt in the queue
+  cache_slot: Int[Array, "B"]  # where `cache` has it
   cache: kv_cache.KVCache  # of the tokens that the model has read
 
 
@@ -46,11 +44,9 @@ class DecodeState(NamedTuple):
   slots: Slots
   output: Int[Array, "QG T 2"]  # tokens, or -1, and bits of logprobs
   uniform: Float[Array, "QG T"]  # random number of each token
-  num_wanted: Int[Array, "1"]  # completions of kept prompts
-  num_taken: Int[Array, "1"]  # completions that have been given a slot
-  num_done: Int[Array, "1"]
-  slot_steps: Int[Array, "1"]  # slots times steps so far
-  busy_steps: Int[Array, "1"]  # those of slots that were not idle
+  num_wanted: Int[Array, ""]  # completions of kept prompts
+  num_taken: Int[Array, ""]  # completions that have been given a slot
+  steps: Int[Array, "2"]  # so far, of all slots and of busy ones
 
 
 class Queue(NamedTuple):
@@ -74,23 +70,23 @@ class Queue(NamedTuple):
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
   """Returns the slots of each stage of the decode loop, descending.
 
+  With very few slots, a step is hardly any shorter.
   Each stage is compiled; none changes a token. On a CPU, the time of a step
   grows with the slots; twice as many stages would not make a rollout faster. On
-  accelerators, a step is bound by reading weights, and compilation is slow.
+  accelerators, numbers of slots are multiples of what is computed at once, and
+  the second stage's cache, which overlaps the first, is half as large.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.slot_schedule(64, "cpu")
   [64, 42, 21, 7]
   >>> decode.slot_schedule(64, "tpu")
-  [64, 16]
+  [64, 32, 16, 8]
   """
   if platform == "cpu":
-    sizes = [num_slots * ninths // 9 for ninths in (6, 3, 1)]
-    return [num_slots, *(size for size in sizes if size >= _FEWEST_SLOTS)]
-  sizes = [num_slots]
-  while sizes[-1] // 4 >= _FEWEST_ON_ACCELERATORS:
-    sizes.append(sizes[-1] // 4)
-  return sizes
+    sizes, least = [num_slots * ninths // 9 for ninths in (6, 3, 1)], 3
+  else:
+    sizes, least = [num_slots // part for part in (2, 4, 8)], 8
+  return [num_slots, *(size for size in sizes if size >= least)]
 
 
 def draft_schedule(slots: list[int], num_drafts: int) -> list[int]:
@@ -117,16 +113,15 @@ def init_decode_state(
 ) -> DecodeState:
   """Returns idle slots and empty completions."""
   num_items, zeros = len(uniform), jnp.zeros(num_slots, jnp.int32)
+  slots = jnp.arange(num_slots, dtype=jnp.int32)
   cache = kv_cache.init(model_config, num_slots, part_sizes)
   return DecodeState(
-    Slots(zeros + num_items, zeros, zeros, zeros, zeros, cache),
+    Slots(zeros + num_items, zeros, zeros, zeros, zeros, slots, cache),
     jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*uniform.shape, 2)),
     uniform,
-    num_wanted[None],
-    num_taken=zeros[:1],
-    num_done=zeros[:1],
-    slot_steps=zeros[:1],
-    busy_steps=zeros[:1],
+    num_wanted,
+    num_taken=jnp.int32(0),
+    steps=jnp.zeros(2, jnp.int32),
   )
 
 
@@ -138,12 +133,12 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
 
   def can_refill(carry):
     slots, num_taken = carry
-    return (num_taken < state.num_wanted)[0] & is_idle(slots).any()
+    return (num_taken < state.num_wanted) & is_idle(slots).any()
 
   def refill_one(carry):
     slots, num_taken = carry
     slot = jnp.argmax(is_idle(slots))
-    place, item, prompt = (x[0] for x in queue.place(num_taken))
+    place, item, prompt = queue.place(num_taken)
     length = queue.prompts.lengths[prompt]
     slots = Slots(
       item=slots.item.at[slot].set(item),
@@ -153,6 +148,7 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
       position=slots.position.at[slot].set(length - 1),
       count=slots.count.at[slot].set(0),
       row=slots.row.at[slot].set(place),
+      cache_slot=slots.cache_slot,
       cache=kv_cache.copy_slot(slots.cache, slot, queue.cache, place),
     )
     return slots, num_taken + 1
@@ -178,6 +174,7 @@ def _refill_all(state: DecodeState, queue: Queue) -> DecodeState:
     position=length - 1,
     count=0,
     row=row,
+    cache_slot=slots.cache_slot,
     cache=None,
   )
   choose = lambda new, old: jnp.where(is_new, new, old)
@@ -186,12 +183,19 @@ def _refill_all(state: DecodeState, queue: Queue) -> DecodeState:
   return state._replace(slots=slots, num_taken=num_taken)
 
 
-def compact_slots(state: DecodeState, size: int) -> DecodeState:
-  """Keeps `size` of the slots, the busy ones among them."""
+def compact_slots(
+  state: DecodeState, size: int, moves_cache: bool
+) -> DecodeState:
+  """Keeps `size` of the slots, the busy ones among them.
+
+  Args:
+    moves_cache: the cache is copied to one of `size` slots.
+  """
   *slots, cache = state.slots
   is_idle = state.slots.item == len(state.uniform)
   chosen = jnp.argsort(is_idle, stable=True)[:size]
-  cache = kv_cache.take_slots(cache, chosen)
+  if moves_cache:
+    cache = kv_cache.take_slots(cache, chosen)
   return state._replace(slots=Slots(*(x[chosen] for x in slots), cache))
 
 
@@ -207,7 +211,9 @@ def decode_until(
   """
 
   def with_condition(state):
-    is_unfinished = (state.num_wanted - state.num_done > limit)[0]
+    is_live = state.slots.item < len(state.uniform)
+    waiting = state.num_wanted - state.num_taken
+    is_unfinished = waiting + is_live.sum(dtype=jnp.int32) > limit
     return state, max_over_weight_shards(is_unfinished, lockstep)
 
   with jax.named_scope(f"decode_{state.slots.item.size}"):
@@ -237,7 +243,8 @@ def decode_step(
     tokens = jnp.concatenate([tokens, _drafts(state, queue, num_drafts)], 1)
   shared = None
   if queue.shares_prompts:
-    shared = kv_cache.SharedPrompts(queue.cache, slots.row, slots.count)
+    where = slots.cache_slot, slots.row, slots.count
+    shared = kv_cache.SharedPrompts(queue.cache, *where)
   hidden, cache = transformer.decode(
     params, model_config, tokens, slots.position, slots.cache, shared
   )
@@ -269,6 +276,7 @@ def decode_step(
   bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
   at = slots.item[:, None], jnp.where(is_new, count, sampling.max_tokens)
   new = jnp.stack([token, bits], axis=-1)
+  counted = jnp.stack([jnp.ones_like(is_live), is_live], 1)
   advance = lambda x: jnp.where(is_live & ~is_done, x + num_new, 0)
   return state._replace(
     output=state.output.at[at].set(new, mode="drop"),
@@ -279,11 +287,10 @@ def decode_step(
       position=advance(slots.position),
       count=advance(slots.count),
       row=slots.row,
+      cache_slot=slots.cache_slot,
       cache=cache,
     ),
-    num_done=state.num_done + is_done.sum(dtype=jnp.int32),
-    slot_steps=state.slot_steps + slots.item.shape[0],
-    busy_steps=state.busy_steps + is_live.sum(dtype=jnp.int32),
+    steps=state.steps + counted.sum(0, dtype=jnp.int32),
   )
 
 

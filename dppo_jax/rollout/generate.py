@@ -101,7 +101,7 @@ def roll_out(
   if group_sizes is None:
     group_sizes = jnp.full(keep.shape, group_size, jnp.int32)
   if num_shards == 1:
-    output, *steps = run(params, prompts, keep, group_sizes, rng.key)
+    output, steps = run(params, prompts, keep, group_sizes, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
@@ -115,7 +115,7 @@ def roll_out(
       check_vma=False,
     )
     in_order = jax.tree.map(lambda x: x[order], (prompts, keep, group_sizes))
-    output, *steps = run(params, *in_order, rng.key)
+    output, steps = run(params, *in_order, rng.key)
   by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
   output = jax.tree.map(by_group, output)
   if num_shards > 1:
@@ -124,8 +124,8 @@ def roll_out(
     prompt_ids=prompts.ids,
     kept=kept,
     # All shards wait for the slowest.
-    slot_steps=steps[0].max() * num_shards,
-    busy_steps=steps[1].sum(),
+    slot_steps=steps[:, 0].max() * num_shards,
+    busy_steps=steps[:, 1].sum(),
     **output._asdict(),
   )
 
@@ -148,8 +148,8 @@ def _roll_out_shard(
   schedule: list[int],
   draft_tokens: int,
   *arrays,
-) -> tuple[decode.DecodeOutput, Int[Array, "1"], Int[Array, "1"]]:
-  """Returns one shard's completions, its slot steps and busy ones."""
+) -> tuple[decode.DecodeOutput, Int[Array, "1 2"]]:
+  """Returns one shard's completions, and steps of all and of busy slots."""
   params, prompts, keep, group_sizes, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
@@ -183,10 +183,10 @@ def _roll_out_shard(
     if size == schedule[0]:
       run = lambda state, step=step: decode.refill(step(state), queue)
     else:
-      run, state = step, decode.compact_slots(state, size)
+      run, state = step, decode.compact_slots(state, size, not shares)
     state = decode.decode_until(limit, run, state, lockstep)
   output = decode.completions(state, sampling.stop_ids)
-  return output, state.slot_steps, state.busy_steps
+  return output, state.steps[None]
 
 
 def _in_turn(

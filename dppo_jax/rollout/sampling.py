@@ -59,9 +59,22 @@ def sample_token(
     is_needed = jnp.cumsum(probs, axis=-1) - probs < top_p
     lowest = jnp.where(is_needed, ordered, jnp.inf).min(-1, keepdims=True)
     logits = jnp.where(logits < lowest, -jnp.inf, logits)
+  return jax.lax.platform_dependent(
+    logits, uniform, cuda=_sample_by_weight, default=_sample_by_prob
+  )
+
+
+def _sample_by_prob(logits, uniform):
   logprobs = jax.nn.log_softmax(logits, axis=-1)
-  token = _invert_cdf(jnp.exp(logprobs), uniform)
+  token, _ = _invert_cdf(jnp.exp(logprobs), uniform)
   return token, _at(logprobs, token)
+
+
+def _sample_by_weight(logits, uniform):
+  """Reads the logits once less than `_sample_by_prob`, with other rounding."""
+  logits = logits - logits.max(axis=-1, keepdims=True)
+  token, total = _invert_cdf(jnp.exp(logits), uniform)
+  return token, _at(logits, token) - jnp.log(total)
 
 
 def _at(values: Float[Array, "B V"], index: Int[Array, "B"]) -> Array:
@@ -69,18 +82,18 @@ def _at(values: Float[Array, "B V"], index: Int[Array, "B"]) -> Array:
 
 
 def _invert_cdf(
-  probs: Float[Array, "B V"], uniform: Float[Array, "B"]
-) -> Int[Array, "B"]:
-  """Returns the token at which the running sum of `probs` passes `uniform`.
+  weights: Float[Array, "B V"], uniform: Float[Array, "B"]
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+  """Returns where running sums pass `uniform` times the total, and the total.
 
   Sums are within blocks of the vocabulary, then over blocks. The target stays
-  below each total, so a token of probability 0 is never returned.
+  below each total, so a token of weight 0 is never returned.
 
   Args:
     uniform: multiple of 2^-23 in [0, 1).
   """
-  batch, vocab = probs.shape
-  blocks = jnp.pad(probs, ((0, 0), (0, -vocab % _BLOCK)))
+  batch, vocab = weights.shape
+  blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK)))
   blocks = blocks.reshape(batch, -1, _BLOCK)
   sums = blocks.sum(-1)
   ends = _running_sum(sums)
@@ -92,7 +105,8 @@ def _invert_cdf(
   inside = _running_sum(at_block(blocks))
   offset = target - at_block(ends - sums)
   offset = jnp.clip(offset, 0.0, inside[:, -1] * (1 - 2.0**-22))
-  return block * _BLOCK + (inside <= offset[:, None]).sum(-1, dtype=jnp.int32)
+  place = (inside <= offset[:, None]).sum(-1, dtype=jnp.int32)
+  return block * _BLOCK + place, ends[:, -1]
 
 
 def _running_sum(x: Float[Array, "B n"]) -> Float[Array, "B n"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dppo_jax.models import attention, kv_cache, transformer
 
-from ..common import machine
+from ..common import machine, phases
 from ..common import work as works
 
 STEPS = 64  # in one compiled loop
@@ -46,6 +46,11 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
       "bytes_of_a_step": needed,
       "share_of_bandwidth": needed / step / yard,
       "bandwidth": yard,
+      # Of all steps, whose number the compiler knows, and what precedes them.
+      "launches": {
+        name: [x / STEPS for x in counts]
+        for name, counts in phases.launches(compiled).items()
+      },
       "temporary_bytes": used.temp_size_in_bytes if used else 0,
     }
 
@@ -67,8 +72,10 @@ def _compiled(config: transformer.ModelConfig, slots: int, context: int):
       if (
         config.has_gpu_layout
       ):  # no prompt is shared: all tokens are the slot's
-        row = jnp.zeros(slots, jnp.int32)
-        shared = kv_cache.SharedPrompts(empty, row, count=positions)
+        cache_slots = jnp.arange(slots, dtype=jnp.int32)
+        shared = kv_cache.SharedPrompts(
+          empty, cache_slots, 0 * cache_slots, positions
+        )
       hidden, cache = transformer.decode(
         params, config, tokens[:, None], positions, cache, shared
       )

@@ -98,17 +98,19 @@ def _decode(rows: list[Row]) -> Iterator[str]:
   theirs = (
     f"*{x.engine}, {x.model}, {x.device}* | {x.slots} | {x.context} "
     f"| {x.step_ms:.3g} | {x.tokens_per_second:,.0f} "
-    f"| {x.share_of_bandwidth:.0%} of the data sheet's"
+    f"| {x.share_of_bandwidth:.0%} of the data sheet's | | "
     for x in published.DECODING
   )
   ours = [
     f"{row['model']} | {row['slots']} | {row['context']} "
     f"| {1e3 * row['seconds_of_a_step']:.3g} "
-    f"| {row['tokens_per_second']:,.0f} | {row['share_of_bandwidth']:.0%}"
+    f"| {row['tokens_per_second']:,.0f} | {row['share_of_bandwidth']:.0%} "
+    f"| {row['bytes_of_a_step'] / GIB:.2f} | {_launches(row)}"
     for row in _of(rows, "decode")
   ]
   yield from _table(
-    "decode | slots | context | ms a step | tokens/s | share of bandwidth",
+    "decode | slots | context | ms a step | tokens/s | share of bandwidth "
+    "| predicted GiB | predicted launches, waits",
     [*ours, *theirs] if ours else [],
   )
 
@@ -146,13 +148,23 @@ def _steps(rows: list[Row]) -> Iterator[str]:
 
 def _phases(rows: list[Row]) -> Iterator[str]:
   yield from _table(
-    "model | phase | attention | s | tokens/s | share of matrix products",
+    "model | phase | attention | s | tokens/s | share of matrix products "
+    "| predicted TFLOP | predicted launches, waits",
     (
       f"{row['model']} | {row['name']} | {row['attention']} "
       f"| {row['seconds_median']:.3g} | {row['tokens_per_second']:,.0f} "
-      f"| {row['mfu']:.0%}"
+      f"| {row['mfu']:.0%} | {row['flops'] / 1e12:.3g} | {_launches(row)}"
       for row in _of(rows, "phases")
     ),
+  )
+
+
+def _launches(row: Row) -> str:
+  """Kernels and host waits of a turn of each loop, as predicted."""
+  return "; ".join(
+    f"{loop or 'outside of loops'} {kernels:,.0f}, {waits:,.0f}"
+    for loop, (kernels, waits) in row.get("launches", {}).items()
+    if kernels
   )
 
 

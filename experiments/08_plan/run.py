@@ -1,11 +1,12 @@
-"""Compiles shipped configs for TPU slices without a TPU.
+"""Compiles shipped configs for TPUs and GPUs without either.
 
-  pip install -e '.[tpu]'
+  pip install -e '.[tpu]' or '.[cuda]'
   python -m experiments.08_plan.run [CASE ...]
 
 Appends a line to results.jsonl for each stage as soon as it is compiled; stages
-that have a line are not compiled again. `--table` only prints the table. On two
-cores a config takes about ten minutes, most of them for the rollout.
+that have a line are not compiled again, and cases whose compiler is missing are
+left out. `--table` only prints the table. A case takes two to five CPU minutes
+for a TPU, and one to five for a GPU.
 """
 
 import argparse
@@ -21,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from dppo_jax import config as configs
 from dppo_jax import plan, sharding, user_code
 from dppo_jax.analysis import tables
+from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.planning import assumed, memory, topology
 from dppo_jax.run import compile_cache
@@ -31,6 +33,9 @@ GIB = 2**30
 
 # Evaluation uses the rollout of training; other stages take seconds.
 STAGES = ("to_inference_params", "update", "select", "roll_out")
+GPU_STAGES = ("update", "roll_out")
+# Launches and waits of a decode step and a micro-batch at commit b06220f.
+BEFORE = {"gsm8k h200:1": ("1,430, 28", "at least 56,578, 2,691")}
 
 
 class Case(NamedTuple):
@@ -57,33 +62,56 @@ CASES = {
   "gsm8k": Case("gsm8k", "v5e:2x4", {}),
   "llama_math": Case("llama_math", "v5e:4x4", {}),
 }
+_TOPOLOGIES = "h200:1 h200:8 h100:8 a100:8 b200:8 v5p:2x2x1 v5p:2x2x2".split()
+# Small ones first. Qwen3-30B-A3B needs its mesh of at least four devices.
+_CONFIGS = ("arithmetic", "gsm8k", "llama_math", "qwen_math", "qwen3_moe_math")
+CASES |= {
+  f"{config} {topology}": Case(config, topology, {})
+  for topology in _TOPOLOGIES
+  for config in _CONFIGS
+  if config != "qwen3_moe_math" or not topology.endswith("1")
+}
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
   parser.add_argument("--table", action="store_true")
-  parser.add_argument("--stages", default=",".join(STAGES))
+  parser.add_argument("--stages", help="comma-separated; default: the largest")
   flags = parser.parse_args()
   for name in flags.cases or CASES if not flags.table else ():
     done = {(row["case"], row["stage"]) for row in rows()}
-    missing = [x for x in flags.stages.split(",") if (name, x) not in done]
-    if missing:
-      run(name, missing)
+    stages = flags.stages.split(",") if flags.stages else stages_of(name)
+    if missing := [x for x in stages if (name, x) not in done]:
+      try:
+        run(name, missing)
+      except UserError as error:
+        print(f"{name}: {error}")
   text = "\n\n".join(
     [
-      "# Compiled for TPUs without a TPU",
+      "# Compiled without the hardware",
       "GiB on each device at the stage's largest moment, other memory in use "
       "included; seconds on a busy machine. Evaluation uses the rollout of "
       "training. Rows marked lean were compiled with one layer in an iteration "
       "of the update and one number of decode slots.",
       table(),
+      "## Launches on GPUs",
+      "Kernels and copies launched, and times that the host waits for the "
+      "device, with loops inside counted as one turn. *Before* is commit "
+      "b06220f, where it was compiled.",
+      launches(),
       "## Estimate and compiler",
       agreement(),
     ]
   )
   (HERE / "table.md").write_text(text + "\n")
   print(text)
+
+
+def stages_of(name: str) -> tuple[str, ...]:
+  """Returns the stages that a case compiles."""
+  is_gpu = topology.parse(CASES[name].topology).platform == "gpu"
+  return GPU_STAGES if is_gpu else STAGES
 
 
 def run(name: str, stages: list[str]) -> None:
@@ -95,7 +123,8 @@ def run(name: str, stages: list[str]) -> None:
   m = config.mesh
   devices = topology.devices(hardware)
   mesh = sharding.make_mesh(m.data, m.model, m.replicas, devices=devices)
-  planned = assumed.assumed_run(config, mesh, "tpu")
+  planned = assumed.assumed_run(config, mesh, hardware.platform)
+  planned = memory.choose_slots(planned, hardware.memory)
   with progress.Progress() as bar, bar.task(name) as task:
     start = time.process_time()
     for stage in topology.compile_stages(planned, task, stages):
@@ -108,10 +137,12 @@ def run(name: str, stages: list[str]) -> None:
         "topology": case.topology,
         "device": devices[0].device_kind,
         "mesh": sharding.describe(mesh),
+        "slots": planned.config.rollout.num_slots,
         "usable": hardware.memory,
         "total": stage.held + stage.temporary + resident,
         "cpu_seconds": time.process_time() - start,
         **stage._asdict(),
+        "launches": [x._asdict() for x in stage.launches],
       }
       del row["name"]
       with RESULTS.open("a") as file:
@@ -148,7 +179,8 @@ def table() -> str:
     cell = lambda stage, of=of, mark=mark: (
       f"{of[stage]['total'] / GIB:.2f}{mark(of[stage])}" if stage in of else ""
     )
-    fits = "yes" if set(STAGES) <= set(of) else "as far as compiled"
+    largest = set(GPU_STAGES)
+    fits = "yes" if largest <= set(of) else "as far as compiled"
     if worst["total"] > first["usable"] or worst["error"]:
       fits = f"no: {worst['stage']}"
     lines.append(
@@ -156,6 +188,7 @@ def table() -> str:
         " ".join([name, *options]),
         first["topology"],
         first["mesh"],
+        str(of.get("roll_out", {}).get("slots", "")),
         *map(cell, STAGES),
         f"{first['usable'] / GIB:.2f}",
         fits,
@@ -163,8 +196,28 @@ def table() -> str:
         f"{sum(x['cpu_seconds'] for x in stages):,.0f}",
       ]
     )
-  head = ["case", "topology", "mesh", *STAGES, "usable", "fits"]
+  head = ["case", "topology", "mesh", "slots", *STAGES, "usable", "fits"]
   return tables.markdown([*head, "compile s", "CPU s"], lines)
+
+
+def launches() -> str:
+  """One line per case for GPUs."""
+  cases: dict[str, dict[str, str]] = {}
+  for row in rows():
+    for x in row.get("launches", ()):
+      loops = cases.setdefault(row["case"], {})
+      loops[x["loop"]] = f"{x['kernels']:,}, {x['syncs']:,}"
+  lines = []
+  for name, loops in cases.items():
+    decode = [x for x in loops if x.startswith("decode_")]
+    steps = [f"{x.removeprefix('decode_')}: {loops[x]}" for x in decode]
+    before = BEFORE.get(name, ("", ""))
+    others = [loops.get(x, "") for x in ("prefill", "micro_batch")]
+    lines.append(
+      [name, before[0], "; ".join(steps), others[0], before[1], others[1]]
+    )
+  head = ["case", "decode step before", "with each number of slots", "prefill"]
+  return tables.markdown([*head, "micro-batch before", "after"], lines)
 
 
 def agreement() -> str:
@@ -174,9 +227,10 @@ def agreement() -> str:
     if row["stage"] not in ("roll_out", "update") or row["error"]:
       continue
     config = configured(Case(row["config"], row["topology"], row["options"]))
-    num = topology.parse(row["topology"]).num
-    mesh = assumed.abstract_mesh(config.mesh, num)
-    planned = assumed.assumed_run(config, mesh, "tpu")
+    hardware = topology.parse(row["topology"])
+    mesh = assumed.abstract_mesh(config.mesh, hardware.num)
+    planned = assumed.assumed_run(config, mesh, hardware.platform)
+    planned = memory.choose_slots(planned, hardware.memory)
     estimated = sum(memory.estimate(planned)[row["stage"]].values())
     case = [row["case"], row["topology"], row["mesh"], row["stage"]]
     sizes = [f"{x / GIB:.2f}" for x in (estimated, row["total"])]

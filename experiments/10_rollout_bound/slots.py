@@ -20,7 +20,14 @@ def simulate(
   Args:
     lengths: `[N]`, tokens of the completions in the order in which they start.
   """
-  schedule = decode.slot_schedule(min(num_slots, len(lengths)), platform)
+  num_slots = min(num_slots, len(lengths))
+  return simulate_stages(lengths, decode.slot_schedule(num_slots, platform))
+
+
+def simulate_stages(
+  lengths: np.ndarray, schedule: list[int]
+) -> tuple[int, int]:
+  """Computes `simulate` for the slots of each stage."""
   waiting = list(lengths[::-1])
   left = np.array([waiting.pop() for _ in range(schedule[0])])
   steps = slot_steps = 0

@@ -12,6 +12,7 @@ import numpy as np
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.models import transformer
+from dppo_jax.planning import hlo
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import optimizer as optimizers
@@ -35,6 +36,7 @@ class Update(NamedTuple):
   run: Any
   compile_seconds: float
   temporary_bytes: int
+  launches: dict[str, list[int]]
 
 
 def phases(work: works.Work, repeats: int) -> Iterator[Row]:
@@ -66,7 +68,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   flops = flops_of.linear(model, generated)
   flops += flops_of.head(model, generated)
   yield _row("decode", decode, generated, flops) | {
-    "bytes": _decode_bytes(work, prompts, rollout)
+    "bytes": _decode_bytes(work, prompts, rollout),
+    "launches": launches(sample),
   }
 
   texts = [r"so it is \boxed{7}"] * rollout.lengths.size
@@ -102,6 +105,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   yield _row("update", seconds, trained, 3 * flops) | {
     "compile_seconds": learn.compile_seconds,
     "temporary_bytes": learn.temporary_bytes,
+    "launches": learn.launches,
     "fill": float(info.pack.fill),
     "shared": float(info.pack.shared),
   }
@@ -260,7 +264,8 @@ def compile_update(work: works.Work, params) -> Update:
     return held[0].step, info
 
   used = compiled.memory_analysis()
-  return Update(run, seconds, used.temp_size_in_bytes if used else 0)
+  temporary = used.temp_size_in_bytes if used else 0
+  return Update(run, seconds, temporary, launches(compiled))
 
 
 def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
@@ -307,6 +312,17 @@ def compile_function(function, *arguments) -> jax.stages.Compiled:
   return programs.compile_program(
     jax.jit(function).lower(*arguments), jax.devices()[0].platform
   )
+
+
+def launches(compiled: jax.stages.Compiled) -> dict[str, list[int]]:
+  """Kernels and host waits of one turn of each loop, on a GPU, as predicted.
+
+  The same count as that of `--mode=plan`; "" is what is outside of loops.
+  """
+  if jax.devices()[0].platform != "gpu":
+    return {}
+  counts = hlo.launches(compiled.as_text())
+  return {x.loop: [x.kernels, x.syncs] for x in counts}
 
 
 def _timed(function, arguments, repeats) -> machine.Seconds:

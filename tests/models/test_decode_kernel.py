@@ -14,6 +14,7 @@ LAYER = 1
 COUNTS = [0, 5, 128, 191]  # own tokens of each slot
 SHARED = [0, 64, 97, 128]  # prompt tokens of each slot
 ROWS = [0, 1, 1, 0]  # prompts
+OWN = [4, 0, 1, 3]  # slots of the cache, of 5
 
 
 def _inputs(heads, kv_heads, dtype=jnp.float32, num=1):
@@ -21,7 +22,7 @@ def _inputs(heads, kv_heads, dtype=jnp.float32, num=1):
     "q": (4, num, heads, 32),
     "k": (4, num, kv_heads, 32),
     "v": (4, num, kv_heads, 32),
-    "cache": (2, 2, 4, kv_heads, 192, 32),
+    "cache": (2, 2, 5, kv_heads, 192, 32),
     "prompts": (2, 2, 2, kv_heads, 128, 32),
   }
   keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -34,7 +35,8 @@ def _inputs(heads, kv_heads, dtype=jnp.float32, num=1):
 
 def _run(inputs):
   positions = jnp.array(SHARED, jnp.int32) + jnp.array(COUNTS, jnp.int32)
-  where = jnp.int32(LAYER), jnp.array(ROWS), positions, jnp.array(COUNTS)
+  rows = jnp.array(OWN), jnp.array(ROWS)
+  where = jnp.int32(LAYER), *rows, positions, jnp.array(COUNTS)
   kernel = functools.partial(decode_kernel.attend, interpret=True)
   return jax.jit(kernel)(*inputs, *where)
 
@@ -48,7 +50,7 @@ def _plain(q, k, v, cache, prompts):
       np.concatenate(
         [
           p[LAYER, row, :, :shared],
-          c[LAYER, slot, :, :count],
+          c[LAYER, OWN[slot], :, :count],
           x[slot, : token + 1].swapaxes(0, 1),
         ],
         axis=1,
@@ -82,7 +84,7 @@ def test_only_the_new_positions_of_each_slot_are_written(num):
     expected = np.array(old)
     for slot, i in np.ndindex(4, num):
       if COUNTS[slot] + i < expected.shape[3]:
-        expected[LAYER, slot, :, COUNTS[slot] + i] = x[slot, i]
+        expected[LAYER, OWN[slot], :, COUNTS[slot] + i] = x[slot, i]
     np.testing.assert_array_equal(new, expected)
 
 

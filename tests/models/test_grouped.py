@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.models import grouped
+from dppo_jax.models import grouped, grouped_kernel
 
 # Rows of each group: even, some empty, all in one, rows left over, none at all.
 SIZES = {
@@ -68,6 +68,23 @@ def test_other_platforms_have_the_same_gradient_of_the_weights(way, sizes):
   actual = way(rows, grad, jnp.array(sizes), **options)
   want = _expected(rows, weights, grad, sizes)[2]
   np.testing.assert_allclose(actual, want, atol=1e-3)
+
+
+@CASES
+@pytest.mark.parametrize("num_rows", [256, 261])
+def test_kernels_of_gpus_compute_the_same(num_rows, sizes):
+  """Emulated. Blocks of 32 rows, which the groups do not fill."""
+  rows, weights, grad = _data(num_rows, inner=32, outer=48)
+  want = _expected(rows, weights, grad, sizes)
+  args, options = jnp.array(sizes), {"interpret": True}
+  product = grouped_kernel.product
+  out = product(rows, weights, args, **options)
+  drows = product(grad, weights, args, is_transposed=True, **options)
+  dweights = grouped_kernel.outer_product(rows, grad, args, **options)
+  num = sum(sizes)
+  np.testing.assert_allclose(out[:num], want[0], atol=1e-4)
+  np.testing.assert_allclose(drows[:num], want[1], atol=1e-4)
+  np.testing.assert_allclose(dweights, want[2], atol=1e-4)
 
 
 def test_a_cpu_does_no_more_work_than_there_are_blocks():

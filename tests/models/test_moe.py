@@ -54,6 +54,17 @@ def test_a_mixture_is_the_sum_over_each_tokens_experts(is_normalized):
     np.testing.assert_allclose(f, e, atol=1e-5)
 
 
+def test_gpus_sum_the_experts_of_few_tokens_at_once():
+  """Three of eight experts are on other devices."""
+  x, (router, *matrices) = tokens(7), weights()
+  prob, routing = moe.route(x, router, EXPERTS)
+  chosen = jnp.where(routing.chosen < 5, routing.chosen, 5)
+  args = x, prob, chosen, *(w[:5] for w in matrices)
+  assert (chosen == 5).any() and (chosen < 5).any()
+  want = moe._by_pair(*args)
+  np.testing.assert_allclose(moe._by_expert(*args), want, atol=1e-5)
+
+
 @pytest.mark.parametrize("data, model", [(1, 8), (4, 2), (2, 4)])
 def test_a_mixture_on_a_mesh_is_that_of_one_device(data, model):
   x, target = tokens(4, 3), tokens(4, 3, seed=2)

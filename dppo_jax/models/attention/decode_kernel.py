@@ -27,9 +27,10 @@ def attend(
   q: Float[Array, "B n H D"],
   k: Float[Array, "B n K D"],
   v: Float[Array, "B n K D"],
-  cache: tuple[Float[Array, "Y B K T D"], Float[Array, "Y B K T D"]],
+  cache: tuple[Float[Array, "Y S K T D"], Float[Array, "Y S K T D"]],
   prompts: tuple[Float[Array, "Y Q K P D"], Float[Array, "Y Q K P D"]],
   layer: Int[Array, ""],
+  place: Int[Array, "B"],
   prompt: Int[Array, "B"],
   positions: Int[Array, "B"],
   count: Int[Array, "B"],
@@ -41,6 +42,7 @@ def attend(
     cache: keys and values of each slot's own tokens; to be donated.
     prompts: keys and values of the prompts.
     layer: row of `cache` and `prompts` to use.
+    place: row of `cache` that each slot has, alone.
     prompt: row of `prompts` that each slot continues.
     positions: position of the first new token; it sees that many others.
     count: own tokens so far, the place of the first new one in `cache`. Those
@@ -63,19 +65,19 @@ def attend(
     caches = sharding.unclaimed_spec(None, None, "heads")
     run = jax.shard_map(
       run,
-      in_specs=(heads, caches, caches, *(jax.P(),) * 4),
+      in_specs=(heads, caches, caches, *(jax.P(),) * 5),
       out_specs=(heads, caches),
       axis_names=axis_names,
       check_vma=False,
     )
   cache, prompts = tuple(cache), tuple(prompts)
-  out, cache = run(qkv, cache, prompts, layer, prompt, positions, count)
+  out, cache = run(qkv, cache, prompts, layer, place, prompt, positions, count)
   out = out.reshape(batch, kv_heads, num, -1, dim).swapaxes(1, 2)
   return out.reshape(q.shape), cache
 
 
 def _attend(
-  qkv, cache, prompts, layer, prompt, positions, count, num, interpret
+  qkv, cache, prompts, layer, place, prompt, positions, count, num, interpret
 ):
   batch, kv_heads, rows, dim = qkv.shape
   queries = rows - 2 * num
@@ -97,7 +99,7 @@ def _attend(
     kernel,
     grid=shape[:3],
     in_specs=[
-      *(whole,) * 4,
+      *(whole,) * 5,
       pl.BlockSpec((None, None, rows, dim), lambda b, h, s: (b, h, 0, 0)),
       *(whole,) * 4,
     ],
@@ -113,11 +115,11 @@ def _attend(
       jax.ShapeDtypeStruct(shape, jnp.float32),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
-    input_output_aliases={7: 2, 8: 3},
+    input_output_aliases={8: 2, 9: 3},
     compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
     interpret=interpret,
     name="decode_attention",
-  )(layer[None], prompt, positions, count, qkv, *prompts, *cache)
+  )(layer[None], place, prompt, positions, count, qkv, *prompts, *cache)
   # In one fused operation: the splits are few.
   splits = range(shape[2])
   top = functools.reduce(jnp.maximum, [lse[:, :, i] for i in splits])
@@ -127,7 +129,7 @@ def _attend(
 
 
 def _kernel(
-  layer, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
+  layer, place, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
   values, out, lse, new_keys, new_values, *, num, queries, split, prompt_splits,
   scale,
 ):  # fmt: skip
@@ -184,7 +186,9 @@ def _kernel(
   start = own_index * split
   end = jnp.minimum(newest, start + split)
   end = jnp.where(own_index < 0, start, jnp.maximum(end, start))
-  total, row_max, denom = attend_to(keys, values, slot, start, end, carry)
+  total, row_max, denom = attend_to(
+    keys, values, place[slot], start, end, carry
+  )
 
   total = total / jnp.where(denom > 0, denom, 1.0)[:, None]
   plgpu.store(out, total, mask=is_row[:, None])
@@ -195,5 +199,5 @@ def _kernel(
 
     @pl.when(has_new & (newest + i < keys.shape[3]))
     def _(at=newest + i, row=queries + i):
-      new_keys[layer, slot, head, at, :] = qkv[row, :]
-      new_values[layer, slot, head, at, :] = qkv[row + num, :]
+      new_keys[layer, place[slot], head, at, :] = qkv[row, :]
+      new_values[layer, place[slot], head, at, :] = qkv[row + num, :]
