@@ -20,15 +20,15 @@ def _functions():
         yield name, node.end_lineno - node.lineno + 1
 
 
-def test_package_has_at_most_18200_lines():
+def test_package_has_at_most_18300_lines():
   """Kernels for GPUs and the count of launches added 760 to 15,000.
 
   Drafts added 270, groups of several sizes and their automatic choice 270,
   LoRA 330, Gemma 3 300, sampling, optimizers, logs of completions and the
   best checkpoint 520, reward models 125, notations of answers, data columns
-  and checks of checkpoints 180.
+  and checks of checkpoints 180, grouped products and experts on GPUs 230.
   """
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 18_200
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 18_300
 
 
 def test_files_have_at_most_400_lines():
@@ -44,9 +44,9 @@ def test_training_loop_has_at_most_40_lines():
   assert dict(_functions())["train.py:_train"] <= 40
 
 
-def test_there_are_at_most_64_options():
+def test_there_are_at_most_65_options():
   """Four of LoRA, a user's optimizer, completions, the best checkpoint."""
-  assert len(list(config.walk(config.Config()))) <= 64
+  assert len(list(config.walk(config.Config()))) <= 65
 
 
 def test_there_are_at_most_11_top_level_modules():
