@@ -61,7 +61,7 @@ c = full_size() if is_full_size else toy()
 # ## Will it fit?
 #
 # The estimate needs neither weights nor chips. Without LoRA the weights, their
-# gradients and AdamW take eight times the memory:
+# gradients and AdamW take five times the memory:
 
 # %%
 for rank in (0, 16):
@@ -93,9 +93,10 @@ chips, length = topology.parse("v5e:8").num, 300  # tokens of a completion
 completions = big.data.prompts_per_step * big.rollout.group_size
 parameters = 0.6e9
 cache = 2 * 2 * model.layers * model.kv_heads * model.head_dim  # bytes a token
-slots = completions / chips  # all at once
+slots = 32  # as planned above
+rounds = completions / chips / slots
 read = 2 * parameters + slots * cache * (100 + length / 2)
-rollout = length * read / BANDWIDTH / EFFICIENCY
+rollout = rounds * length * read / BANDWIDTH / EFFICIENCY
 tokens = completions * (100 + length) / chips
 update = 8 * parameters * tokens / FLOPS / EFFICIENCY
 print(
