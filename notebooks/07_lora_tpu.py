@@ -47,10 +47,10 @@ def full_size():
 def toy():
   c = arithmetic.get_config("neyman")
   c.lora.rank = 8
-  c.optimizer.learning_rate = 3e-3
-  c.sft.steps = 400  # makes the model that is then frozen
+  c.optimizer.learning_rate = 1e-4
+  c.sft.steps = 1200  # makes the model that is then frozen
   c.steps = 60
-  c.eval.every = 10
+  c.eval.every = 5
   c.log.writers = ""
   return c
 

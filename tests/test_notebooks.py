@@ -25,7 +25,7 @@ SHORTER = {
     ("c.steps = 30", "c.steps = 6"),
   ],
   "07_lora_tpu": [
-    ("sft.steps = 400", "sft.steps = 40"),
+    ("sft.steps = 1200", "sft.steps = 40"),
     ("c.steps = 60", "c.steps = 4"),
   ],
 }
