@@ -7,9 +7,6 @@ from ..common import rings
 from ..common.tasks import CONFIGS, RINGS
 
 HERE = pathlib.Path(__file__).parent
-LONG = RINGS / "long"
-# Solutions of about three times as many tokens.
-LONG_ROUNDS = (6, 7, 8)
 
 
 class Task(NamedTuple):
@@ -19,28 +16,50 @@ class Task(NamedTuple):
     seconds: CPU seconds of the steps of every run.
     rate: learning rate for 512 completions per step, before tuning.
     every: steps between evaluations, at 512 completions per step.
+    completions: numbers of completions of a step, the smallest first.
+    factors: on the learning rate, tried in every cell.
+    small_factors: also tried on the smallest batches.
+    automatic_factors: tried with `automatic`; by default it takes that of 32
+      groups of 16.
+    seeds: other than that of the tuning.
     flags: of every run.
   """
 
   config: pathlib.Path
   seconds: int
   rate: float
-  every: int
+  every: float
+  completions: tuple[int, ...]
+  factors: tuple[float, ...]
+  small_factors: tuple[float, ...] = ()
+  automatic_factors: tuple[float, ...] = ()
+  seeds: tuple[int, ...] = (1, 2, 3)
   flags: tuple[str, ...] = ()
 
 
-_LONG = (
-  f"--config.data.train={LONG / 'train.jsonl'}",
-  f"--config.data.eval={LONG / 'eval.jsonl'}",
-  "--config.rollout.max_tokens=264",
-  "--config.pack.row_length=296",
-  "--config.pack.rows_per_micro=8",
-  "--config.data.eval_limit=256",
-)
 TASKS = {
-  "rings": Task(CONFIGS["rings"], 60, 7e-4, 6),
-  "arithmetic": Task(CONFIGS["arithmetic"], 30, 2.8e-6, 8),
-  "long rings": Task(CONFIGS["rings"], 120, 7e-4, 3, _LONG),
+  # The highest rate failed on larger batches.
+  "rings": Task(
+    CONFIGS["rings"],
+    seconds=60,
+    rate=7e-4,
+    every=6,
+    completions=(128, 256, 512),
+    factors=(1.0, 0.5),
+    small_factors=(2.0,),
+    seeds=(1, 2, 3, 4, 5),
+  ),
+  "arithmetic": Task(
+    CONFIGS["arithmetic"],
+    seconds=8,
+    rate=2.8e-6,
+    every=0.5,
+    completions=(128, 512),
+    factors=(32.0, 8.0),
+    small_factors=(128.0,),
+    automatic_factors=(16.0, 4.0, 64.0),
+    seeds=(1, 2, 3, 4, 5),
+  ),
 }
 # The last chooses the group size itself, below 16, in steps of 32 prompts.
 METHODS = {
@@ -50,8 +69,7 @@ METHODS = {
   "automatic": ("neyman", "--config.method.args.rollout_budget=auto"),
 }
 GROUPS = (2, 4, 8, 16)
-COMPLETIONS = (128, 256, 512)  # of a step
-SEEDS = (1, 2, 3, 4, 5)
+AUTOMATIC = 32, 16  # prompts and largest group
 
 
 class Run(NamedTuple):
@@ -74,8 +92,6 @@ def prepare(task: str) -> None:
   """Writes the problems of a task."""
   if task == "rings":
     rings.write(RINGS / "data")
-  elif task == "long rings":
-    rings.write(LONG, rounds=LONG_ROUNDS)
 
 
 def flags(run: Run) -> list[str]:
@@ -89,7 +105,7 @@ def flags(run: Run) -> list[str]:
     f"--config.data.prompts_per_step={run.prompts}",
     f"--config.rollout.group_size={run.group}",
     f"--config.optimizer.learning_rate={rate}",
-    f"--config.eval.every={max(task.every * 512 // completions, 1)}",
+    f"--config.eval.every={max(int(task.every * 512 / completions), 1)}",
     f"--config.seed={run.seed}",
     "--config.steps=100000",
     "--config.log.writers=",
@@ -101,22 +117,24 @@ def cells(task: str) -> list[Run]:
   """Returns the grid, the largest batches first."""
   return [
     Run(task, completions // group, group, 1.0)
-    for completions in reversed(COMPLETIONS)
+    for completions in reversed(TASKS[task].completions)
     for group in reversed(GROUPS)
   ]
 
 
 def rates(task: str, rows: list[dict]) -> list[Run]:
-  """Returns the runs that tune the learning rate of each cell.
-
-  The highest rate is tried on the smallest batches only: on rings it failed on
-  larger ones.
-  """
+  """Returns the runs that tune the learning rate of each cell."""
   del rows
-  grid = cells(task)
+  grid, limits = cells(task), TASKS[task]
+  automatic = Run(task, *AUTOMATIC, 1.0, "automatic")
   return [
-    *(cell._replace(factor=x) for x in (1.0, 0.5) for cell in grid),
-    *(cell._replace(factor=2.0) for cell in grid[-len(GROUPS) :]),
+    *(cell._replace(factor=x) for x in limits.factors for cell in grid),
+    *(
+      cell._replace(factor=x)
+      for x in limits.small_factors
+      for cell in grid[-len(GROUPS) :]
+    ),
+    *(automatic._replace(factor=x) for x in limits.automatic_factors),
   ]
 
 
@@ -127,16 +145,13 @@ def score(row: dict) -> tuple[int, float]:
 
 
 def best_rates(task: str, rows: list[dict]) -> list[Run]:
-  """Returns each cell with the rate of its best run."""
+  """Returns each cell with the rate of its best run, `automatic` last."""
   tuned = [x for x in rows if x["task"] == task and x["seed"] == 0]
-  tuned = [x for x in tuned if x["method"] == "grpo"]
+  grid = [*cells(task), Run(task, *AUTOMATIC, 1.0, "automatic")]
   best = []
-  for cell in cells(task):
-    same = [
-      row
-      for row in tuned
-      if (row["prompts"], row["group"]) == (cell.prompts, cell.group)
-    ]
+  for cell in grid:
+    name = lambda x: (x.prompts, x.group, x.method)
+    same = [row for row in tuned if name(key(row)) == name(cell)]
     if same:
       best.append(key(max(same, key=score)))
   return best
@@ -146,21 +161,20 @@ def seeds(task: str, rows: list[dict]) -> list[Run]:
   """Returns runs of each group size's best cell, a seed at a time."""
   of_run = {key(row): row for row in rows}
   best = best_rates(task, rows)
-  chosen = [
-    max((x for x in best if x.group == group), key=lambda x: score(of_run[x]))
-    for group in GROUPS
-  ]
-  top = max(chosen, key=lambda x: score(of_run[x]))
-  start = next(x for x in best if (x.prompts, x.group) == (32, 16))
+  top = lambda runs: max(runs, key=lambda x: score(of_run[x]))
+  plain = [x for x in best if x.method == "grpo"]
+  chosen = [top(x for x in plain if x.group == group) for group in GROUPS]
+  start = best[-1]
+  if start.method == "grpo":
+    start = next(x for x in plain if (x.prompts, x.group) == AUTOMATIC)
   variants = [
     *((cell, "grpo") for cell in chosen),
-    (top, "dppo"),
+    (top(chosen), "dppo"),
     *((cell, "neyman") for cell in chosen),
     (start, "automatic"),
   ]
   return [
     cell._replace(method=method, seed=seed)
-    for part in (variants[:4], variants[-1:], variants[4:-1])
-    for seed in SEEDS
-    for cell, method in part
+    for seed in TASKS[task].seeds
+    for cell, method in variants
   ]
