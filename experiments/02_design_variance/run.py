@@ -22,6 +22,7 @@ from ..common import results, tasks
 from . import (
   batch,
   completions,
+  group_sizes,
   law,
   ledger,
   picture,
@@ -41,6 +42,7 @@ STAGES = {
   "tokens": tokens.measure,
   "prefixes": prefixes.measure,
   "rollouts": rollouts.measure,
+  "group sizes": group_sizes.measure,
   "seconds": seconds.measure,
 }
 

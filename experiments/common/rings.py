@@ -27,7 +27,7 @@ from typing import NamedTuple
 OPERATORS = "+-*"
 STEPS = 10  # in a ring
 ROUNDS = (2, 3, 4)
-MARKS = ("\\boxed{", " ", ",", "(", ")", ":", "=", "<", ">")  # rounds left
+MARKS = ("\\boxed{", " ", ",", "(", ")", "/", "=", ";")  # rounds left
 SLIP = 1  # so that several mistakes seldom cancel modulo 10
 NUM_FAULTY = 14  # skills, of 30
 
@@ -83,12 +83,11 @@ def make_row(
   mix: Mix,
   name: str,
   rounds: tuple[int, ...] = ROUNDS,
-  steps: int = STEPS,
 ) -> dict[str, str]:
   """Returns a problem, its answer and a solution that may go wrong."""
   num_faulty = generator.choice(mix.num_faulty)
   ring = generator.sample(faulty, num_faulty)
-  ring += generator.sample(intact, steps - num_faulty)
+  ring += generator.sample(intact, STEPS - num_faulty)
   generator.shuffle(ring)
   left_rounds = generator.choice(rounds)
   truth = written = generator.randrange(10)
@@ -117,13 +116,11 @@ def write(
   held_out: int = 512,
   mix: Mix = DEFAULT_MIX,
   rounds: tuple[int, ...] = ROUNDS,
-  steps: int = STEPS,
 ) -> None:
   """Writes train.jsonl and eval.jsonl, whose problems share their skills.
 
   Args:
-    rounds: numbers of rounds of a ring, each equally likely, below 9.
-    steps: operations of a ring, at most 16, the number of intact skills.
+    rounds: numbers of rounds of a ring, each equally likely, at most 7.
   """
   folder.mkdir(parents=True, exist_ok=True)
   generator = random.Random(seed)
@@ -131,8 +128,7 @@ def write(
   for split, count in (("train", train), ("eval", held_out)):
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
       for i in range(count):
-        name = f"{split}/{i}"
-        row = make_row(generator, intact, faulty, mix, name, rounds, steps)
+        row = make_row(generator, intact, faulty, mix, f"{split}/{i}", rounds)
         file.write(json.dumps(row) + "\n")
 
 
