@@ -7,7 +7,7 @@ from ..common import rings
 from ..common.tasks import CONFIGS, RINGS
 
 HERE = pathlib.Path(__file__).parent
-LONG = RINGS / "long"
+LONG = RINGS / "data" / "long"
 # More rounds, and more rings with a faulty skill, each seldomer at fault: few
 # groups have zero variance.
 LONG_ROUNDS = (4, 5, 6)
@@ -21,6 +21,8 @@ class Task(NamedTuple):
     seconds: CPU seconds of the steps of every run.
     rate: learning rate for 512 completions per step, before tuning.
     every: steps between evaluations, at 512 completions per step.
+    automatic_every: the same for `automatic`.
+    marks: accuracies, the time to which is measured.
     completions: numbers of completions of a step, the smallest first.
     factors: on the learning rate, tried in every cell.
     small_factors: also tried on the smallest batches.
@@ -35,8 +37,10 @@ class Task(NamedTuple):
   seconds: int
   rate: float
   every: float
+  automatic_every: int
   completions: tuple[int, ...]
   factors: tuple[float, ...]
+  marks: tuple[float, ...] = (0.7, 0.8, 0.9)
   small_factors: tuple[float, ...] = ()
   automatic_factors: tuple[float, ...] = ()
   seed_factor: float = 0.0
@@ -44,6 +48,17 @@ class Task(NamedTuple):
   flags: tuple[str, ...] = ()
 
 
+# The KL penalty of the GRPO paper: zero advantages are trained on, too.
+_LONG = (
+  f"--config.data.train={LONG / 'train.jsonl'}",
+  f"--config.data.eval={LONG / 'eval.jsonl'}",
+  "--config.rollout.max_tokens=200",
+  "--config.pack.row_length=240",
+  "--config.pack.rows_per_micro=11",
+  "--config.model.remat=layers",
+  "--config.objective.args.beta=0.04",
+  "--config.eval.samples=2",
+)
 TASKS = {
   # The highest rate failed on larger batches.
   "rings": Task(
@@ -51,6 +66,7 @@ TASKS = {
     seconds=60,
     rate=7e-4,
     every=6,
+    automatic_every=6,
     completions=(128, 256, 512),
     factors=(1.0, 0.5),
     small_factors=(2.0,),
@@ -61,11 +77,24 @@ TASKS = {
     seconds=8,
     rate=2.8e-6,
     every=0.5,
+    automatic_every=1,
     completions=(128, 512),
     factors=(32.0, 8.0),
     small_factors=(128.0,),
     automatic_factors=(16.0, 4.0, 64.0),
     seed_factor=8.0,  # at the best, four steps are enough
+  ),
+  "long rings": Task(
+    CONFIGS["rings"],
+    seconds=50,
+    rate=7e-4,
+    every=2,
+    automatic_every=16,
+    completions=(128,),
+    factors=(1.0, 0.5),
+    automatic_factors=(0.5, 0.25),
+    marks=(0.4, 0.45, 0.5),
+    flags=_LONG,
   ),
 }
 # The last chooses the group size itself, below 16, in steps of 32 prompts.
@@ -111,15 +140,24 @@ def flags(run: Run) -> list[str]:
   task, completions = TASKS[run.task], run.prompts * run.group
   rate = run.factor * task.rate * (completions / 512) ** 0.5
   return [
+    *task.flags,
     f"--config.data.prompts_per_step={run.prompts}",
     f"--config.rollout.group_size={run.group}",
     f"--config.optimizer.learning_rate={rate}",
-    f"--config.eval.every={max(int(task.every * 512 / completions), 1)}",
+    f"--config.eval.every={steps_between(run)}",
     f"--config.seed={run.seed}",
     "--config.steps=100000",
     "--config.log.writers=",
     f"--config.callbacks={HERE / 'stop.py'}:after_step",
   ]
+
+
+def steps_between(run: Run) -> int:
+  """Returns the steps between evaluations of a run."""
+  task = TASKS[run.task]
+  if run.method == "automatic":
+    return task.automatic_every
+  return max(int(task.every * 512 / (run.prompts * run.group)), 1)
 
 
 def cells(task: str) -> list[Run]:
