@@ -191,9 +191,7 @@ def score(row: dict) -> tuple[int, float]:
   return len(reached), -reached[-1] if reached else row["accuracy"][-1]
 
 
-def best_rates(
-  task: str, rows: list[dict], factor: float = 0.0
-) -> list[Run]:
+def best_rates(task: str, rows: list[dict], factor: float = 0.0) -> list[Run]:
   """Returns each cell with the rate of its best run, `automatic` last.
 
   Args:
@@ -203,8 +201,8 @@ def best_rates(
   tuned = [x for x in rows if x["task"] == task and x["seed"] == 0]
   if factor:
     own = factor * (TASKS[task].completions[0] / 512) ** 0.5
-    is_same = lambda x: x["factor"] == (
-      own if x["method"] == "automatic" else factor
+    is_same = lambda x: (
+      x["factor"] == (own if x["method"] == "automatic" else factor)
     )
     tuned = [x for x in tuned if is_same(x)]
   grid = [*cells(task), Run(task, *AUTOMATIC, 1.0, "automatic")]
