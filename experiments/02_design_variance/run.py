@@ -37,6 +37,7 @@ HERE = pathlib.Path(__file__).parent
 STAGES = {
   "batch": lambda sampled: [batch.describe(sampled)],
   "law": law.measure,
+  "design effects": law.design_effects,
   "completions": completions.measure,
   "prompts": prompts.measure,
   "tokens": tokens.measure,
