@@ -94,6 +94,7 @@ TASKS = {
     factors=(1.0, 0.5),
     automatic_factors=(0.5, 0.25),
     marks=(0.4, 0.45, 0.5),
+    seeds=(1, 2),
     flags=_LONG,
   ),
 }
