@@ -83,6 +83,7 @@ TASKS = {
     small_factors=(128.0,),
     automatic_factors=(16.0, 4.0, 64.0),
     seed_factor=8.0,  # at the best, four steps are enough
+    seeds=(1, 2),
   ),
   "long rings": Task(
     CONFIGS["rings"],
