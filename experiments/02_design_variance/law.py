@@ -93,8 +93,7 @@ def _first(sampled: Batch, group: int) -> Batch:
   num, most = sampled.rewards.shape
   is_first = (np.arange(num * most) % most) < group
   rollout = jax.tree.map(
-    lambda x: x[:, :group] if x.shape[:2] == (num, most) else x,
-    sampled.rollout,
+    lambda x: x[:, :group] if x.shape[:2] == (num, most) else x, sampled.rollout
   )
   return sampled._replace(
     rollout=rollout,

@@ -210,7 +210,9 @@ def _sizes(rows: list[dict], sizes: list[dict]) -> str:
   for batch, name in names:
     rule = Rule(name, "group sizes", name, BIASED, "")
     of = {
-      r["budget"]: r for r in sizes if (r["batch"], r["method"]) == (batch, name)
+      r["budget"]: r
+      for r in sizes
+      if (r["batch"], r["method"]) == (batch, name)
     }
     cells = [two_digits(at_length(rows, of[x], rule)) for x in budgets]
     lines.append(f"| {batch}: {name} |" + "".join(f" {x} |" for x in cells))

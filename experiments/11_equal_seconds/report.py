@@ -12,8 +12,8 @@ from ..common import results
 from . import grid
 
 HERE = pathlib.Path(__file__).parent
-# Of 32 groups of 16, from experiments 10 and 02: the noise scale over the batch,
-# and the fraction of the noise that is between the completions of a prompt. On
+# Of 32 groups of 16, from experiments 10 and 02: the noise scale over the
+# batch, and the fraction of the noise between the completions of a prompt. On
 # rings half the completions cost 0.4 of the noise that half the prompts do; on
 # arithmetic the fraction is fitted to experiment 10's smaller groups.
 NOISE = {
@@ -44,8 +44,14 @@ def steps_to(row: dict, mark: str) -> float:
   return float(np.interp(row["to"][mark], row["seconds"], steps))
 
 
+def digits(task: str) -> int:
+  """Returns those of seconds."""
+  return 1 if grid.TASKS[task].seconds > 10 else 2
+
+
 def seconds_to(row: dict, mark: str) -> str:
-  return "–" if row["to"][mark] is None else f"{row['to'][mark]:.1f}"
+  seconds = row["to"][mark]
+  return "–" if seconds is None else f"{seconds:.{digits(row['task'])}f}"
 
 
 def rates_table(task: str, rows: list[dict]) -> str:
@@ -74,12 +80,11 @@ def rates_table(task: str, rows: list[dict]) -> str:
   return tables.markdown(head, lines)
 
 
-def median_of(values: list[float], digits: int = 1) -> str:
+def median_of(values: list[float], places: int) -> str:
   """Formats the median; infinite ones are the largest, and are counted."""
-  values = sorted(values)
   reached = sum(x < float("inf") for x in values)
-  middle = values[len(values) // 2]
-  text = "–" if middle == float("inf") else f"{middle:.{digits}f}"
+  middle = statistics.median(values)
+  text = "–" if middle == float("inf") else f"{middle:.{places}f}"
   return text if reached == len(values) else f"{text} ({reached})"
 
 
@@ -109,7 +114,7 @@ def seeds_table(task: str, rows: list[dict]) -> str:
         str(len(same)),
         f"{median(lambda x: x['seconds'][-1] / x['steps']):.3f}",
         f"{median(lambda x: x['update_share']):.0%}",
-        *(median_of(seconds(mark)) for mark in marks),
+        *(median_of(seconds(mark), digits(task)) for mark in marks),
         median_of([steps_to(x, marks[1]) for x in same], 0),
         results.median_range([x["accuracy"][-1] for x in same], 3),
       ]
