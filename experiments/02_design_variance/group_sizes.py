@@ -122,8 +122,8 @@ def moments(
     inner = each @ blocks[q] @ each.T  # of the mean scores
     alone = each @ np.diag(blocks[q])  # of the scores themselves
     pairs = np.einsum("k,ki,kj->ij", chance, count * table, count * table)
-    own = chance @ (count * table**2)
-    square[q] = (pairs * inner).sum() + own @ (alone - np.diag(inner))
+    squares = chance @ (count * table**2)
+    square[q] = (pairs * inner).sum() + squares @ (alone - np.diag(inner))
     trained[q] = (chance @ (count * (table != 0))) @ (each @ pool.lengths[q])
   return Moments(mean, square, trained)
 
@@ -141,10 +141,10 @@ def _compare(some: Moments, full: Moments, products: np.ndarray) -> dict:
   mean, exact = some.mean.reshape(-1), full.mean.reshape(-1)
   squares = (errors.squared_norm(x, products) for x in (mean, exact))
   lengths = [np.sqrt(x) for x in squares]
-  own = full.variance(products) / unit
+  full_variance = full.variance(products) / unit
   return {
-    "variance": some.variance(products) / unit - own,
-    "full_variance": own,
+    "variance": some.variance(products) / unit - full_variance,
+    "full_variance": full_variance,
     "bias": errors.squared_norm(mean - exact, products) / unit,
     "cosine": mean @ products @ exact / np.prod(lengths),
     "scale": lengths[0] / lengths[1],

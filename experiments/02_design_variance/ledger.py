@@ -136,7 +136,7 @@ def pages(rows: list[dict]) -> str:
   parts += ["# Group sizes at equal tokens: variance at the full length\n"]
   parts += [_sizes(rows, sizes), ""]
   effects = [r for r in rows if r["level"] == "design effects"]
-  parts += ["# Variance of neyman's draw over that of independent ones\n"]
+  parts += ["# Variance of neyman's draw over that of independent draws\n"]
   parts += [_effects(effects), ""]
   for batch in batches:
     designs = [r for r in rows if r["batch"] == batch]
@@ -222,7 +222,7 @@ def _sizes(rows: list[dict], sizes: list[dict]) -> str:
 def _effects(effects: list[dict]) -> str:
   """Returns measured effects, and those that the automatic budget expects."""
   lines = [
-    "| | groups of | kept of those needed | measured | expected |",
+    "| | groups of | fraction kept | measured | expected |",
     "|---|---|---|---|---|",
   ]
   lines += [

@@ -202,9 +202,10 @@ def best_rates(task: str, rows: list[dict], factor: float = 0.0) -> list[Run]:
   """
   tuned = [x for x in rows if x["task"] == task and x["seed"] == 0]
   if factor:
-    own = factor * (TASKS[task].completions[0] / 512) ** 0.5
+    automatic_factor = factor * (TASKS[task].completions[0] / 512) ** 0.5
     is_same = lambda x: (
-      x["factor"] == (own if x["method"] == "automatic" else factor)
+      x["factor"]
+      == (automatic_factor if x["method"] == "automatic" else factor)
     )
     tuned = [x for x in tuned if is_same(x)]
   grid = [*cells(task), Run(task, *AUTOMATIC, 1.0, "automatic")]

@@ -48,7 +48,7 @@ def test_moments_of_group_sizes_are_those_over_all_groups(objective):
   flat = scores.reshape(6, 5)
   some = pool.Pool(None, None, rewards, lengths, rewards[:, 0])
   sizes = np.array([2, 3])
-  found = group_sizes.moments(
+  actual = group_sizes.moments(
     some, flat @ flat.T, sizes, advantage, includes_self
   )
   for q, size in enumerate(sizes):
@@ -60,9 +60,9 @@ def test_moments_of_group_sizes_are_those_over_all_groups(objective):
       mean += estimate
       square += estimate @ estimate * 3**size
       trained += lengths[q, index][advantages != 0].sum() / 3**size
-    np.testing.assert_allclose(found.mean[q] @ scores[q], mean, rtol=1e-5)
-    np.testing.assert_allclose(found.square[q], square, rtol=1e-5)
-    np.testing.assert_allclose(found.trained[q], trained)
+    np.testing.assert_allclose(actual.mean[q] @ scores[q], mean, rtol=1e-5)
+    np.testing.assert_allclose(actual.square[q], square, rtol=1e-5)
+    np.testing.assert_allclose(actual.trained[q], trained)
 
 
 @pytest.mark.parametrize("is_prefix", [False, True])
