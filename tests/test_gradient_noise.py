@@ -202,7 +202,7 @@ def test_costs_are_ratios_of_smoothed_seconds():
   costs = tracker.costs(noise, 8)
   assert (costs.apart_fraction, costs.group_size) == (2, 3)
   assert tracker.costs(noise, 2).group_size == 2
-  assert tracker.costs(gradient_noise.init(), 8).group_size == 8
+  assert tracker.costs(gradient_noise.init(), 8).group_size == 4
   np.testing.assert_allclose(
     [costs.noise_fraction, costs.micro_seconds, costs.micro_tokens],
     [0.5, 2.0, 20.0],

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import methods
+from dppo_jax.methods.neyman import budget
 from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.rng import StepRng
 
@@ -19,6 +20,7 @@ from . import completions
 from .batch import Batch
 
 SHARES = (0.75, 0.5, 0.25, 0.125, 0.0625)  # of what has an advantage
+GROUPS = (2, 4, 8, 16)
 
 
 def measure(sampled: Batch) -> list[dict]:
@@ -53,6 +55,52 @@ def measure(sampled: Batch) -> list[dict]:
     last["predicted_true"] = last["rho"] * last["formula_true"]
     last["predicted_proxy"] = last["rho"] * last["formula_proxy"]
   return rows
+
+
+def design_effects(sampled: Batch) -> list[dict]:
+  """Compares the draw with independent ones, in groups of several sizes."""
+  rows = []
+  for group in GROUPS:
+    part = _first(sampled, group)
+    squares = part.factors**2 * np.diag(part.products)
+    is_live = part.factors != 0
+    for share in (0.5, 0.25):
+      method = methods.neyman(1.0, share * is_live.mean())
+      rng = StepRng(jax.random.key(0), jnp.int32(0))
+      prob = method.completions(rng, part.groups).prob.reshape(1, -1)
+      of = jnp.asarray(squares, jnp.float32)
+      is_positive = part.advantages.reshape(-1) > 0
+      shape = part.rewards.shape
+      independent = float(budget.added_variance(prob, of)[0])
+      expected = budget.systematic_variance(prob, of, is_positive, shape)
+      error = completions.error(part, method)
+      measured = error["variance"] * part.variance / squares.sum()
+      rows.append(
+        {
+          "group": group,
+          "share_of_live": share,
+          "independent": independent,
+          "measured": measured / independent,
+          "predicted": float(expected[0]) / independent,
+        }
+      )
+    jax.clear_caches()
+  return rows
+
+
+def _first(sampled: Batch, group: int) -> Batch:
+  """Returns the batch of the first completions of each prompt."""
+  num, most = sampled.rewards.shape
+  is_first = (np.arange(num * most) % most) < group
+  rollout = jax.tree.map(
+    lambda x: x[:, :group] if x.shape[:2] == (num, most) else x, sampled.rollout
+  )
+  return sampled._replace(
+    rollout=rollout,
+    rewards=sampled.rewards[:, :group],
+    scores=sampled.scores[is_first],
+    products=sampled.products[np.ix_(is_first, is_first)],
+  )
 
 
 def _prompt_squares(sampled: Batch) -> float:

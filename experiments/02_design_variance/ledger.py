@@ -54,6 +54,9 @@ InfoBatch-like | prompts: InfoBatch-like | no | 2303.04947
 
 how many rollouts
 fewer of each prompt | rollouts: fewer of each | no | control
+fewer of each, leave-one-out | group sizes: even, rloo | exactly | control
+neyman group sizes | group sizes: neyman, grpo | no | ours
+neyman group sizes, leave-one-out | group sizes: neyman, rloo | exactly | ours
 two-phase groups | rollouts: two-phase groups | exactly | ours
 VIP-like | rollouts: VIP-like | no | 2602.01601
 Knapsack-like | rollouts: Knapsack-like | no | 2509.25849
@@ -100,6 +103,8 @@ def at_length(rows: list[dict], row: dict, rule: Rule) -> float:
   batch = [r for r in rows if r["batch"] == row["batch"]]
   length = next(r["squared_length"] for r in batch if r["level"] == "batch")
   sampling = 0.0  # variance of the full batch from sampling its completions
+  if rule.level == "group sizes":
+    length, sampling = row["squared_length"], row["full_variance"]
   if rule.level == "rollouts":
     drawn = [r for r in batch if r["level"] == "rollouts"]
     sampling = next(r["variance"] for r in drawn if r["method"] == "full")
@@ -127,6 +132,12 @@ def pages(rows: list[dict]) -> str:
     parts += [f"## {batch.capitalize()}\n", _table(rows, batch), ""]
   parts += ["# Other budgets: squared bias + variance\n"]
   parts += [_budgets(rows, batches), ""]
+  sizes = [r for r in rows if r["level"] == "group sizes"]
+  parts += ["# Group sizes at equal tokens: variance at the full length\n"]
+  parts += [_sizes(rows, sizes), ""]
+  effects = [r for r in rows if r["level"] == "design effects"]
+  parts += ["# Variance of neyman's draw over that of independent draws\n"]
+  parts += [_effects(effects), ""]
   for batch in batches:
     designs = [r for r in rows if r["batch"] == batch]
     designs = [r for r in designs if r["level"] == "completions"]
@@ -185,6 +196,40 @@ def _budgets(rows: list[dict], batches: list[str]) -> str:
     for rule in rules:
       cells = [_both(find(rows, b, rule, x), rule) for b, x in columns]
       lines.append(f"| {rule.name} |" + "".join(f" {x} |" for x in cells))
+  return "\n".join(lines)
+
+
+def _sizes(rows: list[dict], sizes: list[dict]) -> str:
+  """Returns every rule for group sizes, against even groups."""
+  budgets = list(dict.fromkeys(row["budget"] for row in sizes))
+  lines = [
+    "| |" + "".join(f" {16 * x:g} each |" for x in budgets),
+    "|---|" + "---|" * len(budgets),
+  ]
+  names = dict.fromkeys((row["batch"], row["method"]) for row in sizes)
+  for batch, name in names:
+    rule = Rule(name, "group sizes", name, BIASED, "")
+    of = {
+      r["budget"]: r
+      for r in sizes
+      if (r["batch"], r["method"]) == (batch, name)
+    }
+    cells = [two_digits(at_length(rows, of[x], rule)) for x in budgets]
+    lines.append(f"| {batch}: {name} |" + "".join(f" {x} |" for x in cells))
+  return "\n".join(lines)
+
+
+def _effects(effects: list[dict]) -> str:
+  """Returns measured effects, and those that the automatic budget expects."""
+  lines = [
+    "| | groups of | fraction kept | measured | expected |",
+    "|---|---|---|---|---|",
+  ]
+  lines += [
+    f"| {row['batch']} | {row['group']} | {row['share_of_live']} | "
+    f"{row['measured']:.2f} | {row['predicted']:.2f} |"
+    for row in effects
+  ]
   return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from ..common import results, tasks
 from . import (
   batch,
   completions,
+  group_sizes,
   law,
   ledger,
   picture,
@@ -36,11 +37,13 @@ HERE = pathlib.Path(__file__).parent
 STAGES = {
   "batch": lambda sampled: [batch.describe(sampled)],
   "law": law.measure,
+  "design effects": law.design_effects,
   "completions": completions.measure,
   "prompts": prompts.measure,
   "tokens": tokens.measure,
   "prefixes": prefixes.measure,
   "rollouts": rollouts.measure,
+  "group sizes": group_sizes.measure,
   "seconds": seconds.measure,
 }
 

@@ -7,9 +7,11 @@ from ..common import rings
 from ..common.tasks import CONFIGS, RINGS
 
 HERE = pathlib.Path(__file__).parent
-LONG = RINGS / "long"
-# Solutions of about three times as many tokens.
-LONG_ROUNDS = (6, 7, 8)
+LONG = RINGS / "data" / "long"
+# More rounds, and more rings with a faulty skill, each seldomer at fault: few
+# groups have zero variance.
+LONG_ROUNDS = (4, 5, 6)
+LONG_MIX = rings.Mix((0, 1, 1, 1, 1, 2, 2, 2), (0.05, 0.4))
 
 
 class Task(NamedTuple):
@@ -19,28 +21,83 @@ class Task(NamedTuple):
     seconds: CPU seconds of the steps of every run.
     rate: learning rate for 512 completions per step, before tuning.
     every: steps between evaluations, at 512 completions per step.
+    automatic_every: the same for `automatic`.
+    marks: accuracies, the time to which is measured.
+    completions: numbers of completions of a step, the smallest first.
+    factors: on the learning rate, tried in every cell.
+    small_factors: also tried on the smallest batches.
+    automatic_factors: tried with `automatic`; by default it takes that of 32
+      groups of 16.
+    seed_factor: of the other seeds; 0 for the best of each cell.
+    seeds: other than that of the tuning.
     flags: of every run.
   """
 
   config: pathlib.Path
   seconds: int
   rate: float
-  every: int
+  every: float
+  automatic_every: int
+  completions: tuple[int, ...]
+  factors: tuple[float, ...]
+  marks: tuple[float, ...] = (0.7, 0.8, 0.9)
+  small_factors: tuple[float, ...] = ()
+  automatic_factors: tuple[float, ...] = ()
+  seed_factor: float = 0.0
+  seeds: tuple[int, ...] = (1, 2, 3)
   flags: tuple[str, ...] = ()
 
 
+# The KL penalty of the GRPO paper: zero advantages are trained on, too.
 _LONG = (
   f"--config.data.train={LONG / 'train.jsonl'}",
   f"--config.data.eval={LONG / 'eval.jsonl'}",
-  "--config.rollout.max_tokens=264",
-  "--config.pack.row_length=296",
-  "--config.pack.rows_per_micro=8",
-  "--config.data.eval_limit=256",
+  "--config.rollout.max_tokens=200",
+  "--config.pack.row_length=240",
+  "--config.pack.rows_per_micro=11",
+  "--config.model.remat=layers",
+  "--config.objective.args.beta=0.04",
+  "--config.eval.samples=2",
 )
 TASKS = {
-  "rings": Task(CONFIGS["rings"], 60, 7e-4, 6),
-  "arithmetic": Task(CONFIGS["arithmetic"], 30, 2.8e-6, 8),
-  "long rings": Task(CONFIGS["rings"], 120, 7e-4, 3, _LONG),
+  # The highest rate failed on larger batches.
+  "rings": Task(
+    CONFIGS["rings"],
+    seconds=60,
+    rate=7e-4,
+    every=6,
+    automatic_every=6,
+    completions=(128, 256, 512),
+    factors=(1.0, 0.5),
+    small_factors=(2.0,),
+    seeds=(1, 2, 3, 4, 5),
+  ),
+  "arithmetic": Task(
+    CONFIGS["arithmetic"],
+    seconds=8,
+    rate=2.8e-6,
+    every=0.5,
+    automatic_every=1,
+    completions=(128, 512),
+    factors=(32.0, 8.0),
+    small_factors=(128.0,),
+    automatic_factors=(16.0, 4.0, 64.0),
+    seed_factor=8.0,  # at the best, four steps are enough
+    seeds=(1, 2),
+  ),
+  "long rings": Task(
+    CONFIGS["rings"],
+    seconds=50,
+    rate=7e-4,
+    every=2,
+    automatic_every=16,
+    completions=(128,),
+    factors=(1.0, 0.5),
+    automatic_factors=(0.5, 0.25),
+    marks=(0.4, 0.45, 0.5),
+    seeds=(1, 2),
+    flags=_LONG,
+  ),
 }
 # The last chooses the group size itself, below 16, in steps of 32 prompts.
 METHODS = {
@@ -50,8 +107,7 @@ METHODS = {
   "automatic": ("neyman", "--config.method.args.rollout_budget=auto"),
 }
 GROUPS = (2, 4, 8, 16)
-COMPLETIONS = (128, 256, 512)  # of a step
-SEEDS = (1, 2, 3, 4, 5)
+AUTOMATIC = 32, 16  # prompts and largest group
 
 
 class Run(NamedTuple):
@@ -75,7 +131,7 @@ def prepare(task: str) -> None:
   if task == "rings":
     rings.write(RINGS / "data")
   elif task == "long rings":
-    rings.write(LONG, rounds=LONG_ROUNDS)
+    rings.write(LONG, mix=LONG_MIX, rounds=LONG_ROUNDS)
 
 
 def flags(run: Run) -> list[str]:
@@ -86,10 +142,11 @@ def flags(run: Run) -> list[str]:
   task, completions = TASKS[run.task], run.prompts * run.group
   rate = run.factor * task.rate * (completions / 512) ** 0.5
   return [
+    *task.flags,
     f"--config.data.prompts_per_step={run.prompts}",
     f"--config.rollout.group_size={run.group}",
     f"--config.optimizer.learning_rate={rate}",
-    f"--config.eval.every={max(task.every * 512 // completions, 1)}",
+    f"--config.eval.every={steps_between(run)}",
     f"--config.seed={run.seed}",
     "--config.steps=100000",
     "--config.log.writers=",
@@ -97,26 +154,36 @@ def flags(run: Run) -> list[str]:
   ]
 
 
+def steps_between(run: Run) -> int:
+  """Returns the steps between evaluations of a run."""
+  task = TASKS[run.task]
+  if run.method == "automatic":
+    return task.automatic_every
+  return max(int(task.every * 512 / (run.prompts * run.group)), 1)
+
+
 def cells(task: str) -> list[Run]:
   """Returns the grid, the largest batches first."""
   return [
     Run(task, completions // group, group, 1.0)
-    for completions in reversed(COMPLETIONS)
+    for completions in reversed(TASKS[task].completions)
     for group in reversed(GROUPS)
   ]
 
 
 def rates(task: str, rows: list[dict]) -> list[Run]:
-  """Returns the runs that tune the learning rate of each cell.
-
-  The highest rate is tried on the smallest batches only: on rings it failed on
-  larger ones.
-  """
+  """Returns the runs that tune the learning rate of each cell."""
   del rows
-  grid = cells(task)
+  grid, limits = cells(task), TASKS[task]
+  automatic = Run(task, *AUTOMATIC, 1.0, "automatic")
   return [
-    *(cell._replace(factor=x) for x in (1.0, 0.5) for cell in grid),
-    *(cell._replace(factor=2.0) for cell in grid[-len(GROUPS) :]),
+    *(cell._replace(factor=x) for x in limits.factors for cell in grid),
+    *(
+      cell._replace(factor=x)
+      for x in limits.small_factors
+      for cell in grid[-len(GROUPS) :]
+    ),
+    *(automatic._replace(factor=x) for x in limits.automatic_factors),
   ]
 
 
@@ -126,17 +193,26 @@ def score(row: dict) -> tuple[int, float]:
   return len(reached), -reached[-1] if reached else row["accuracy"][-1]
 
 
-def best_rates(task: str, rows: list[dict]) -> list[Run]:
-  """Returns each cell with the rate of its best run."""
+def best_rates(task: str, rows: list[dict], factor: float = 0.0) -> list[Run]:
+  """Returns each cell with the rate of its best run, `automatic` last.
+
+  Args:
+    factor: takes this one instead of the best. `automatic` then has the
+      learning rate of the smallest batches, as it samples about as many.
+  """
   tuned = [x for x in rows if x["task"] == task and x["seed"] == 0]
-  tuned = [x for x in tuned if x["method"] == "grpo"]
+  if factor:
+    automatic_factor = factor * (TASKS[task].completions[0] / 512) ** 0.5
+    is_same = lambda x: (
+      x["factor"]
+      == (automatic_factor if x["method"] == "automatic" else factor)
+    )
+    tuned = [x for x in tuned if is_same(x)]
+  grid = [*cells(task), Run(task, *AUTOMATIC, 1.0, "automatic")]
   best = []
-  for cell in cells(task):
-    same = [
-      row
-      for row in tuned
-      if (row["prompts"], row["group"]) == (cell.prompts, cell.group)
-    ]
+  for cell in grid:
+    name = lambda x: (x.prompts, x.group, x.method)
+    same = [row for row in tuned if name(key(row)) == name(cell)]
     if same:
       best.append(key(max(same, key=score)))
   return best
@@ -145,22 +221,21 @@ def best_rates(task: str, rows: list[dict]) -> list[Run]:
 def seeds(task: str, rows: list[dict]) -> list[Run]:
   """Returns runs of each group size's best cell, a seed at a time."""
   of_run = {key(row): row for row in rows}
-  best = best_rates(task, rows)
-  chosen = [
-    max((x for x in best if x.group == group), key=lambda x: score(of_run[x]))
-    for group in GROUPS
-  ]
-  top = max(chosen, key=lambda x: score(of_run[x]))
-  start = next(x for x in best if (x.prompts, x.group) == (32, 16))
+  best = best_rates(task, rows, TASKS[task].seed_factor)
+  top = lambda runs: max(runs, key=lambda x: score(of_run[x]))
+  plain = [x for x in best if x.method == "grpo"]
+  chosen = [top(x for x in plain if x.group == group) for group in GROUPS]
+  start = best[-1]
+  if start.method == "grpo":
+    start = next(x for x in plain if (x.prompts, x.group) == AUTOMATIC)
   variants = [
     *((cell, "grpo") for cell in chosen),
-    (top, "dppo"),
+    (top(chosen), "dppo"),
     *((cell, "neyman") for cell in chosen),
     (start, "automatic"),
   ]
   return [
     cell._replace(method=method, seed=seed)
-    for part in (variants[:4], variants[-1:], variants[4:-1])
-    for seed in SEEDS
-    for cell, method in part
+    for seed in TASKS[task].seeds
+    for cell, method in variants
   ]

@@ -4,6 +4,7 @@ import pathlib
 import statistics
 
 from matplotlib import figure as figures
+import numpy as np
 
 from dppo_jax.analysis import tables
 
@@ -11,42 +12,67 @@ from ..common import results
 from . import grid
 
 HERE = pathlib.Path(__file__).parent
-# Of 32 groups of 16 on rings, from experiments 10 and 02: the noise scale over
-# the batch, and the fraction of the noise that is between the completions of a
-# prompt: half the completions cost 0.4 of the noise that half the prompts do.
-NOISE, WITHIN = 10.0, 0.35
+# Of 32 groups of 16, from experiments 10 and 02: the noise scale over the
+# batch, and the fraction of the noise between the completions of a prompt. On
+# rings half the completions cost 0.4 of the noise that half the prompts do; on
+# arithmetic the fraction is fitted to experiment 10's smaller groups.
+NOISE = {
+  "rings": (10.0, 0.35),
+  "long rings": (10.0, 0.35),  # as for rings
+  "arithmetic": (0.78, 0.4),
+}
 
 
 def predicted(row: dict) -> float:
-  """Predicts the seconds to a target, up to a factor.
+  """Predicts the seconds to a target of grpo, up to a factor.
 
   Steps are proportional to 1 + r with the noise scale r over the batch, at the
   best learning rate; see experiments/09_when_it_pays.
   """
-  groups = (1 - WITHIN) + WITHIN * 15 / (row["group"] - 1)
-  r = NOISE * 32 / row["prompts"] * groups
+  noise, within = NOISE[row["task"]]
+  groups = (1 - within) + within * 15 / (row["group"] - 1)
+  r = noise * 32 / row["prompts"] * groups
   return row["seconds"][-1] / row["steps"] * (1 + r)
 
 
+def steps_to(row: dict, mark: str) -> float:
+  """Returns the steps to an accuracy; infinity if it was not reached."""
+  if row["to"][mark] is None:
+    return float("inf")
+  every = grid.steps_between(grid.key(row))
+  steps = [every * i for i in range(len(row["seconds"]))]
+  return float(np.interp(row["to"][mark], row["seconds"], steps))
+
+
+def digits(task: str) -> int:
+  """Returns those of seconds."""
+  return 1 if grid.TASKS[task].seconds > 10 else 2
+
+
 def seconds_to(row: dict, mark: str) -> str:
-  return "–" if row["to"][mark] is None else f"{row['to'][mark]:.1f}"
+  seconds = row["to"][mark]
+  return "–" if seconds is None else f"{seconds:.{digits(row['task'])}f}"
 
 
 def rates_table(task: str, rows: list[dict]) -> str:
   """Returns every cell at its best learning rate, of one seed."""
   of_run = {grid.key(row): row for row in rows}
   best = [of_run[x] for x in grid.best_rates(task, rows)]
-  first = next(x for x in best if (x["prompts"], x["group"]) == (32, 16))
+  marks = [*best[0]["to"]]
   head = ["prompts x group", "rate, times the root rule", "seconds a step"]
-  head += ["update", "predicted time", "to 70%, s", "80%", "90%", "last"]
+  head += ["update", "predicted time", f"to {marks[0]}, s", *marks[1:], "last"]
   lines = [
     [
-      f"{row['prompts']} x {row['group']}",
+      f"{row['prompts']} x {row['group']}"
+      if row["method"] == "grpo"
+      else row["method"],
       f"{row['factor']:g}",
       f"{row['seconds'][-1] / row['steps']:.3f}",
       f"{row['update_share']:.0%}",
-      f"{predicted(row) / predicted(first):.2f}",
-      *(seconds_to(row, mark) for mark in row["to"]),
+      f"{predicted(row) / predicted(best[0]):.2f}"
+      if row["method"] == "grpo"
+      else "–",
+      *(seconds_to(row, mark) for mark in marks),
       f"{row['accuracy'][-1]:.3f}",
     ]
     for row in best
@@ -54,23 +80,24 @@ def rates_table(task: str, rows: list[dict]) -> str:
   return tables.markdown(head, lines)
 
 
-def median_to(runs: list[dict], mark: str) -> str:
-  """Formats the median, with runs that did not get there as the largest."""
-  times = sorted(x["to"][mark] or float("inf") for x in runs)
-  reached = sum(x < float("inf") for x in times)
-  middle = times[len(times) // 2]
-  text = "–" if middle == float("inf") else f"{middle:.1f}"
-  return text if reached == len(times) else f"{text} ({reached})"
+def median_of(values: list[float], places: int) -> str:
+  """Formats the median; infinite ones are the largest, and are counted."""
+  reached = sum(x < float("inf") for x in values)
+  middle = statistics.median(values)
+  text = "–" if middle == float("inf") else f"{middle:.{places}f}"
+  return text if reached == len(values) else f"{text} ({reached})"
 
 
 def seeds_table(task: str, rows: list[dict]) -> str:
   """Returns medians over the seeds that were not used for tuning."""
-  runs = [x for x in rows if x["task"] == task and x["seed"] in grid.SEEDS]
+  runs = [x for x in rows if x["task"] == task and x["seed"]]
   kinds = sorted(
     {(x["group"], x["prompts"], x["method"]) for x in runs}, reverse=True
   )
-  head = ["prompts x group", "method", "seeds", "steps", "update", "to 70%, s"]
-  head += ["80%", "90%", "last accuracy"]
+  marks = [*runs[0]["to"]]
+  head = ["prompts x group", "method", "seeds", "seconds a step", "update"]
+  head += [f"to {marks[0]}, s", *marks[1:], f"steps to {marks[1]}"]
+  head += ["last accuracy"]
   lines = []
   for group, prompts, method in kinds:
     same = [
@@ -78,14 +105,17 @@ def seeds_table(task: str, rows: list[dict]) -> str:
       for x in runs
       if (x["group"], x["prompts"], x["method"]) == (group, prompts, method)
     ]
+    median = lambda of, s=same: statistics.median(map(of, s))
+    seconds = lambda mark, s=same: [x["to"][mark] or float("inf") for x in s]
     lines.append(
       [
         f"{prompts} x {group}",
         method,
         str(len(same)),
-        f"{statistics.median(x['steps'] for x in same):.0f}",
-        f"{statistics.median(x['update_share'] for x in same):.0%}",
-        *(median_to(same, mark) for mark in same[0]["to"]),
+        f"{median(lambda x: x['seconds'][-1] / x['steps']):.3f}",
+        f"{median(lambda x: x['update_share']):.0%}",
+        *(median_of(seconds(mark), digits(task)) for mark in marks),
+        median_of([steps_to(x, marks[1]) for x in same], 0),
         results.median_range([x["accuracy"][-1] for x in same], 3),
       ]
     )
@@ -93,14 +123,21 @@ def seeds_table(task: str, rows: list[dict]) -> str:
 
 
 def draw(task: str, rows: list[dict]) -> None:
-  """Draws the accuracy of every run of the seeds against its seconds."""
-  runs = [x for x in rows if x["task"] == task and x["seed"] in grid.SEEDS]
+  """Draws the accuracy of every run of the seeds against its seconds.
+
+  `automatic`, which chooses its size, is in every panel.
+  """
+  runs = [x for x in rows if x["task"] == task and x["seed"]]
   figure = figures.Figure(figsize=(10, 3.2), layout="constrained")
   axes = figure.subplots(1, len(grid.GROUPS), sharey=True)
   colours = {"grpo": "#343a40", "neyman": "#2a6f97", "dppo": "#9e2a2b"}
   colours["automatic"] = "#e07a5f"
   for axis, group in zip(axes, grid.GROUPS, strict=True):
-    for run in (x for x in runs if x["group"] == group):
+    shown = [x for x in runs if x["method"] == "automatic"]
+    shown += [
+      x for x in runs if x["group"] == group and x["method"] != "automatic"
+    ]
+    for run in shown:
       axis.plot(
         run["seconds"],
         run["accuracy"],
@@ -121,7 +158,7 @@ def write(rows: list[dict]) -> None:
   parts = []
   for task in dict.fromkeys(x["task"] for x in rows):
     parts += [f"## {task}\n", rates_table(task, rows), ""]
-    if any(x["task"] == task and x["seed"] in grid.SEEDS for x in rows):
+    if any(x["task"] == task and x["seed"] for x in rows):
       parts += [seeds_table(task, rows), ""]
       draw(task, rows)
   (HERE / "table.md").write_text("\n".join(parts))

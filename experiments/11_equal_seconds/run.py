@@ -13,6 +13,7 @@ results.jsonl as runs end; a run that is there is not repeated.
 """
 
 import argparse
+from collections.abc import Sequence
 from concurrent import futures
 import json
 import pathlib
@@ -28,7 +29,6 @@ from . import grid
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-MARKS = (0.7, 0.8, 0.9)
 
 
 def read() -> list[dict]:
@@ -37,7 +37,7 @@ def read() -> list[dict]:
   return [json.loads(line) for line in lines]
 
 
-def summary(workdir: pathlib.Path) -> dict:
+def summary(workdir: pathlib.Path, marks: Sequence[float]) -> dict:
   """Returns the measurements of a run."""
   run = runs.load(workdir)
   seconds, accuracy = run.curve("step/cpu_seconds")
@@ -46,7 +46,7 @@ def summary(workdir: pathlib.Path) -> dict:
     "steps": len(run.steps),
     "seconds": [round(float(x), 2) for x in seconds],
     "accuracy": [round(float(x), 4) for x in accuracy],
-    "to": {f"{x:.0%}": run.cost_to(x, "step/cpu_seconds") for x in MARKS},
+    "to": {f"{x:.0%}": run.cost_to(x, "step/cpu_seconds") for x in marks},
     "update_share": stages["update"] / sum(stages.values()),
     "rollout_share": stages["rollout"] / sum(stages.values()),
     "tokens_generated": run.total("tokens/generated"),
@@ -73,7 +73,8 @@ class Pool:
     """Fine-tunes the task's model, from which all its runs start."""
     workdir = self._root / f"{task}-warm"
     if not (workdir / "report.md").exists():
-      self._execute(workdir, grid.TASKS[task], "grpo", ["--config.steps=0"])
+      flags = [*grid.TASKS[task].flags, "--config.steps=0"]
+      self._execute(workdir, grid.TASKS[task], "grpo", flags)
     return workdir
 
   def run_all(self, cells: list[grid.Run]) -> None:
@@ -94,7 +95,7 @@ class Pool:
       *options,
     ]
     self._execute(workdir, task, method, flags)
-    row = {**cell._asdict(), **summary(workdir), **results.facts()}
+    row = {**cell._asdict(), **summary(workdir, task.marks), **results.facts()}
     with RESULTS.open("a") as file:
       file.write(json.dumps(row) + "\n")
     print(*cell, row["to"], row["accuracy"][-1], flush=True)
@@ -108,7 +109,7 @@ class Pool:
     log = workdir.parent / f"{workdir.name}.log"
     env = {"EQUAL_SECONDS": str(task.seconds)}
     try:
-      processes.execute([*command, *task.flags, *flags], {core}, log, env)
+      processes.execute([*command, *flags], {core}, log, env)
     except subprocess.CalledProcessError as error:
       if error.returncode != 130:  # that of a run which was asked to end
         raise RuntimeError(log.read_text()[-2000:]) from error

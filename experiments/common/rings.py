@@ -27,7 +27,7 @@ from typing import NamedTuple
 OPERATORS = "+-*"
 STEPS = 10  # in a ring
 ROUNDS = (2, 3, 4)
-MARKS = ("\\boxed{", " ", ",", "(", ")", ":", "=", "<", ">")  # rounds left
+MARKS = ("\\boxed{", " ", ",", "(", ")", "/", "=", ";")  # rounds left
 SLIP = 1  # so that several mistakes seldom cancel modulo 10
 NUM_FAULTY = 14  # skills, of 30
 
@@ -120,7 +120,7 @@ def write(
   """Writes train.jsonl and eval.jsonl, whose problems share their skills.
 
   Args:
-    rounds: numbers of rounds of a ring, each equally likely, below 9.
+    rounds: numbers of rounds of a ring, each equally likely, at most 7.
   """
   folder.mkdir(parents=True, exist_ok=True)
   generator = random.Random(seed)

@@ -66,6 +66,37 @@ def test_the_variance_added_in_closed_form():
   assert (_added(prob, jnp.zeros(2)) == 0).all()
 
 
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_the_variance_added_by_systematic_draws(monkeypatch, shared):
+  """Enumerates all draws, of gradients with the shared part that is assumed."""
+  monkeypatch.setattr(budget, "SHARED", shared)
+  size = np.array([2.0, 1, 1, 3, 2, 4, 1, 2])
+  prob = np.array([0.5, 0.25, 0.25, 0.75, 0.5, 1, 0.25, 0.5])
+  sign = np.array([1, 1, 1, -1, 1, -1, -1, -1])
+  stratum = np.array([0, 0, 0, 1, 2, 3, 3, 3])
+  parts = [
+    np.sqrt(shared) * np.eye(4)[stratum],
+    np.sqrt(1 - shared) * np.eye(8),
+  ]
+  terms = size[:, None] * np.concatenate(parts, axis=1)
+  offsets = np.arange(16, dtype=np.uint32) * np.uint32(designs.GRID // 16)
+  keep = jax.vmap(designs.systematic_at, (0, None))(offsets, jnp.array(prob))
+  errors = (np.asarray(keep) / prob - 1) @ terms
+  want = (errors**2).sum() / len(offsets) / (size**2).sum()
+  actual = budget.systematic_variance(
+    jnp.array(prob[None]), jnp.array(size**2), jnp.array(sign > 0), (2, 4)
+  )
+  np.testing.assert_allclose(actual, [want], rtol=1e-5)
+
+
+def test_single_completions_of_a_kind_vary_as_in_independent_draws():
+  """Groups of two."""
+  size, sign = jnp.array([3.0, 1.0, 1.0, 2.0]), np.array([1, -1, -1, 1])
+  prob = budget.proportional(size, jnp.array([1.0, 2.0]))
+  some = budget.systematic_variance(prob, size**2, jnp.array(sign > 0), (2, 2))
+  np.testing.assert_allclose(some, budget.added_variance(prob, size**2))
+
+
 @given(SIZES, st.floats(0.0, 1.0))
 def test_proportional_probabilities_add_the_least(size, mix):
   """Other probabilities with the same sum add no less."""

@@ -7,14 +7,14 @@ so the weights stay exact.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.records import Groups, StepCosts
 
 NUM_BUDGETS = 17  # on the grid, evenly in their logarithms
-# A systematic draw adds 0.4 to 0.7 of the variance of independent ones, as
-# measured in experiments/02_design_variance.
-DESIGN_EFFECT = 0.55
+# Fraction of a completion's squared gradient that those of the same prompt and
+# reward share: 0.3 to 0.5 in experiments/02_design_variance.
+SHARED = 0.4
 # Fraction of the least time that may be spent on keeping more. Times are flat
 # around their minimum, where a few percent more halve the variance added.
 SLACK = 0.03
@@ -59,14 +59,16 @@ class AutoBudget(NamedTuple):
     counts = jnp.round(fractions * num_needed)
     counts = jnp.clip(counts, 1.0, jnp.maximum(num_needed, 1.0))
     prob = proportional(size, counts)
-    added = added_variance(prob, size * size)
+    is_positive = groups.advantages.reshape(-1) > 0
+    shape = groups.advantages.shape
+    added = systematic_variance(prob, size * size, is_positive, shape)
     tokens = (prob * lengths[None]).sum(axis=1)
     update, other = self._seconds(tokens, lengths.sum(), groups.costs)
     noise, apart = jnp.float32(1), jnp.float32(0.5)
     if groups.costs is not None:
       noise = jnp.maximum(groups.costs.noise_fraction, MIN_NOISE_FRACTION)
       apart = groups.costs.apart_fraction
-    added = added * DESIGN_EFFECT * apart
+    added = added * apart
     times = (other + update) * (1 + added * noise)
     best = largest_near_optimal(times)
     return counts[best].astype(jnp.int32), {
@@ -142,6 +144,37 @@ def added_variance(
   is_lost = (squares[None] > 0) & (prob <= 0)
   added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
   fraction = _ratio(added.sum(axis=1), squares.sum())
+  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
+
+
+def systematic_variance(
+  prob: Float[Array, "K M"],
+  squares: Float[Array, "M"],
+  is_positive: Bool[Array, "M"],
+  shape: tuple[int, ...],
+) -> Float[Array, "K"]:
+  """Computes `added_variance` of a systematic draw along prompts and signs.
+
+  A draw keeps `k` completions of a prompt and sign, rounded up or down, if it
+  keeps `k` on average. What these share varies with their number alone: by `f
+  (1 - f)`, with `f` the fractional part of `k`, where independent draws vary by
+  `sum prob (1 - prob)`. The rest of each gradient varies as in those.
+
+  Args:
+    is_positive: of the advantages.
+    shape: prompts and completions of each.
+  """
+  is_lost = (squares[None] > 0) & (prob <= 0)
+  per_prob = 1 / jnp.where(prob > 0, prob, 1.0)
+  by_sign = jnp.stack([is_positive, ~is_positive]).astype(jnp.float32)
+  sums = lambda x: (
+    (x[:, None] * by_sign[None]).reshape(len(x), 2, *shape).sum(axis=-1)
+  )
+  part = sums(prob) % 1.0
+  shared = _ratio(part * (1 - part), sums(prob * (1 - prob)), 1.0)
+  added = sums((per_prob - 1) * squares[None])
+  added = (added * (1 - SHARED + SHARED * shared)).sum(axis=(1, 2))
+  fraction = _ratio(added, squares.sum())
   return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
 
 

@@ -14,6 +14,7 @@ _load = lambda name: importlib.import_module(
 )
 allocations, ledger = _load("allocations"), _load("ledger")
 pool, prefixes = _load("pool"), _load("prefixes")
+group_sizes = _load("group_sizes")
 FOLDER = pathlib.Path(__file__).parents[1]
 
 
@@ -36,6 +37,32 @@ def test_the_mean_of_the_full_batch_is_that_over_all_groups(monkeypatch):
     for place, i in enumerate(index):
       mean[:, i] += advantages[:, place] / 4**3
   np.testing.assert_allclose(pool.expected(some), mean, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_moments_of_group_sizes_are_those_over_all_groups(objective):
+  advantage, includes_self = group_sizes.OBJECTIVES[objective]
+  rewards = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+  scores = np.random.default_rng(0).normal(size=(2, 3, 5))
+  lengths = np.array([[1.0, 2.0, 4.0], [3.0, 5.0, 7.0]])
+  flat = scores.reshape(6, 5)
+  some = pool.Pool(None, None, rewards, lengths, rewards[:, 0])
+  sizes = np.array([2, 3])
+  actual = group_sizes.moments(
+    some, flat @ flat.T, sizes, advantage, includes_self
+  )
+  for q, size in enumerate(sizes):
+    mean, square, trained = np.zeros(5), 0.0, 0.0
+    for index in map(list, itertools.product(range(3), repeat=int(size))):
+      advantages = np.asarray(advantage(rewards[q, index][None]))[0]
+      share = (16 - includes_self) / (size - includes_self)
+      estimate = advantages * share @ scores[q, index] / 3**size
+      mean += estimate
+      square += estimate @ estimate * 3**size
+      trained += lengths[q, index][advantages != 0].sum() / 3**size
+    np.testing.assert_allclose(actual.mean[q] @ scores[q], mean, rtol=1e-5)
+    np.testing.assert_allclose(actual.square[q], square, rtol=1e-5)
+    np.testing.assert_allclose(actual.trained[q], trained)
 
 
 @pytest.mark.parametrize("is_prefix", [False, True])
