@@ -193,10 +193,13 @@ class Checkpoints:
     expected = _shapes(like)
     for name in sorted(stored.keys() | expected.keys()):
       if stored.get(name) != expected.get(name):
+        advice = "omit --config to use the config of the run"
+        if name.startswith(lora.KEY):
+          advice += ", or start from its export (config.model.path)"
         raise UserError(
           f"step {step} of {self._workdir} holds another model: {name} has "
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
-          "config; omit --config to use the config of the run"
+          f"config; {advice}"
         )
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
     return self._manager.restore(step, args=args)[item]
