@@ -119,7 +119,7 @@ def _adapters(model: transformer.ModelConfig) -> str:
   return (
     f"lora: rank {model.lora.rank} on {', '.join(model.lora.targets)}, "
     f"{sum(math.prod(p.shape) for p in table):,} parameters are trained; their "
-    "learning rate is usually ten times that of full training"
+    "learning rate is usually five to ten times that of full training"
   )
 
 

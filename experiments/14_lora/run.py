@@ -18,12 +18,12 @@ from ..common.tasks import CONFIGS, RINGS
 
 HERE = pathlib.Path(__file__).parent
 MARKS = (0.7, 0.8)
-# Rank, 0 for all weights, and learning rate over that of full training. The
-# last has one seed.
+# Rank, 0 for all weights, and learning rate over that of full training.
 VARIANTS = {
   "full": (0, 1.0),
   "rank 4": (4, 10.0),
   "rank 16": (16, 10.0),
+  "rank 4, half the rate": (4, 5.0),
   "rank 16, half the rate": (16, 5.0),
 }
 RATE = 7e-4
@@ -46,7 +46,6 @@ def train_all(root: pathlib.Path, seeds: int, cores: list[int]) -> list[dict]:
     )
     for seed in range(seeds)
     for variant, (rank, factor) in VARIANTS.items()
-    if seed == 0 or "half" not in variant
   }
   for run in queued.values():
     run.result()
@@ -82,9 +81,7 @@ def table(rows: list[dict]) -> str:
   for variant in VARIANTS:
     some = [row for row in rows if row["variant"] == variant]
     line = [variant, results.median_range([x["accuracy"][-1] for x in some], 3)]
-    line += [
-      results.median_range([x[k] for x in some], 3) for k in ("step", "update")
-    ]
+    line += [results.median_range([x[k] for x in some], 3) for k in ("step", "update")]
     for mark in MARKS:
       times = [x["to"][f"{mark:.0%}"] for x in some]
       reached = [x for x in times if x is not None]
