@@ -31,18 +31,19 @@ def run(
 ) -> None:
   """Writes the weights of a checkpoint, complete or not at all.
 
-  Adapters are merged with the frozen weights, or written alone.
+  Adapters are merged with the frozen weights or, with the model card, written
+  alone.
 
-  The directory also gets config.json, the tokenizer, the generation settings
-  and a model card. All but the card are copies of the files that training began
-  with; if the model was randomly initialised, they are new.
+  The directory of a model also gets config.json, the tokenizer, the generation
+  settings and a model card. All but the card are copies of the files that
+  training began with; if the model was randomly initialised, they are new.
 
   Args:
     config, workdir: of the run.
     to: directory that does not exist or is empty.
     step: checkpoint step, or "best"; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
-      began with, or float32 without one.
+      began with, or float32 for adapters or without a checkpoint.
     is_adapter: True to write only the adapters, for PEFT.
   Raises:
     UserError: if there are no such weights, or `to` is not empty.
@@ -57,7 +58,14 @@ def run(
     raise UserError(
       "--format=adapter needs a run with adapters, but config.lora.rank is 0"
     )
-  dtype = dtype or (hf.stored_dtype(path) if path else "float32")
+  if is_adapter and path and hf.has_images(path):
+    raise UserError(
+      f"--format=adapter: {path} has images too, where PEFT would not find the "
+      "layers that were trained: export the merged model"
+    )
+  is_float32 = is_adapter or not path
+  dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
+  is_tuned = bool(config.sft.steps or config.sft.from_run)
   init = functools.partial(transformer.init, model)
   like = jax.eval_shape(init, jax.random.key(0))
   like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
@@ -76,21 +84,22 @@ def run(
   with tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent) as parent:
     folder = pathlib.Path(parent, to.name)
     if is_adapter:
-      base = config.model.hub_id or path
+      base = "" if is_tuned else config.model.hub_id or path
       peft.save(str(folder), params, model, base, dtype)
     else:
-      params = lora.merge_all(params, model.lora)
+      with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params = lora.merge_all(params, model.lora)
       hf.save(str(folder), params, model, dtype=dtype, source=path, **json_keys)
     if not (path or is_adapter):
       tokenizer.save(folder)
-    card = _card(config, workdir, step, tokenizer, to.name)
+    card = _card(config, workdir, step, tokenizer, to.name, is_adapter)
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
   written = "adapters" if is_adapter else "weights"
   done = (
     f"wrote the {written} of {workdir} after step {step} to {to}, in {dtype}"
   )
-  if is_adapter and config.sft.steps + bool(config.sft.from_run):
+  if is_adapter and is_tuned:
     done += "; --step=0 exports the fine-tuned weights that they adapt"
   print(progress.wrapped(done), flush=True)
 
@@ -101,6 +110,7 @@ def _card(
   step: int,
   tokenizer: data.Tokenizer,
   name: str,
+  is_adapter: bool,
 ) -> str:
   """Returns the model card: origin, prompt, results and all options."""
   model, method, objective = config.model, config.method, config.objective
@@ -116,7 +126,7 @@ def _card(
     if evaluation["step"] == step:  # step-1* matches step-10 too
       results = page.table(evaluation["sets"])
   return f"""---
-library_name: transformers
+library_name: {"peft" if is_adapter else "transformers"}
 pipeline_tag: text-generation
 tags: {json.dumps(tags)}{base}
 ---

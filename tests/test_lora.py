@@ -20,6 +20,7 @@ from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lora, transformer
 from dppo_jax.models.hf import peft
+from dppo_jax.planning import memory
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, update
 from dppo_jax.step.pack import pack
@@ -220,3 +221,22 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
     UserError, match="has 'w', which this model lacks: use all"
   ):
     lora.choose(table, 2, 1.0, "q_proj,w")
+
+
+def test_weights_of_a_run_with_adapters_are_no_start(run):
+  workdir, c, _ = run
+  options = SETTINGS | {"sft__from_run": workdir}
+  with pytest.raises(UserError, match=r"has adapters: export it"):
+    setup.setup_run(commands.config("arithmetic:grpo", **options))
+  assert checkpoint.has_adapters(workdir) and c.lora.rank
+
+
+def test_memory_of_fine_tuning_before_adapters_is_that_of_full_training():
+  first = SETTINGS | LORA | {"reward__functions": "exact", "sft__steps": 2}
+  full = first | {"lora__rank": 0}
+  runs = [
+    setup.setup_run(commands.config("arithmetic", **x)) for x in (first, full)
+  ]
+  stages, plain = map(memory.estimate, runs)
+  assert stages["sft"] == plain["update"]
+  assert stages["update"]["optimizer"] < plain["update"]["optimizer"]

@@ -98,7 +98,7 @@ def trainable(params: PyTree) -> PyTree:
 
 
 def frozen(params: PyTree) -> PyTree:
-  """Returns the other weights; empty without adapters."""
+  """Returns the weights that adapters belong to; empty without adapters."""
   return {k: x for k, x in params.items() if k != KEY} if KEY in params else {}
 
 
@@ -112,8 +112,8 @@ def merge(
   The sum is taken in float32.
 
   Args:
-    weights: of one layer, or stacked over layers.
-    adapters: of the same, by the name of the weight; may be empty.
+    weights: weights of one layer, or stacked over layers.
+    adapters: adapters of these layers by the name of the weight; may be empty.
   """
   merged = dict(weights)
   for name, adapter in adapters.items():

@@ -270,7 +270,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
   def layer(number):
     take = lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
     weights, adapters = jax.tree.map(take, stacks)
-    weights = lora.merge(cast(weights, config), adapters, config.lora)
+    weights = cast(lora.merge(weights, adapters, config.lora), config)
     weights |= repeat_kv_heads(weights, config)
     return place(fuse_projections(weights, config), axes["layers"])
 
@@ -311,7 +311,7 @@ def fuse_projections(weights: Params, config: ModelConfig) -> Params:
 def norm_scale(
   weight: Float[Array, "..."], config: ModelConfig
 ) -> Float[Array, "..."]:
-  """Returns what a norm with this weight multiplies by."""
+  """Returns the scale of a norm with this weight."""
   if config.has_zero_centred_norms:
     return 1 + weight.astype(jnp.float32)
   return weight

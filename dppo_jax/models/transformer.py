@@ -225,7 +225,7 @@ def _norm(x, weight, config: ModelConfig):
 
 
 def _kinds(config: ModelConfig) -> Int[Array, "Y"] | None:
-  """Returns 1 for each local layer, 0 for global ones; None if all are."""
+  """Returns 1 for each local layer, else 0; None if all are global."""
   return config.local and jnp.array(config.local.is_local, jnp.int32)
 
 

@@ -43,7 +43,7 @@ Parts = dict[str, float]  # bytes by purpose
 
 
 def estimate(run: Run) -> dict[str, Parts]:
-  """Bytes on one device by stage and purpose, for the two largest stages."""
+  """Bytes on one device by stage and purpose, for the largest stages."""
   with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
     train_state = abstract_values.abstract_train_state(run)
     copy = abstract_values.abstract_inference_params(run)
@@ -53,10 +53,14 @@ def estimate(run: Run) -> dict[str, Parts]:
     state["reference"] = weights
   # Of all micro-batches, and of one.
   gradients = 2 * _held(lora.trainable(train_state.params))
-  return {
+  stages = {
     "roll_out": state | {"inference copy": _held(copy)} | _roll_out(run),
     "update": state | {"gradients": gradients} | _update(run),
   }
+  if run.model.lora and run.config.sft.steps and not run.config.sft.from_run:
+    plain = run._replace(model=dataclasses.replace(run.model, lora=None))
+    stages["sft"] = estimate(plain)["update"]  # of all weights
+  return stages
 
 
 def _held(tree: PyTree) -> float:
@@ -139,8 +143,14 @@ def _update(run: Run) -> Parts:
   }[model.remat]
   return {
     "gathered weights": _gathered_layers(run, item),
-    # Gathered, its gradient, and the float32 sum of that over devices.
-    "output head": (2 * item + 4) * model.vocab * model.embed / shards,
+    # Gathered, and unless it is frozen its gradient, and the float32 sum of
+    # that over devices.
+    "output head": (item if model.lora else 2 * item + 4)
+    * model.vocab
+    * model.embed
+    / shards,
+    # Product of its adapters, sum and gradient, in float32.
+    "merged layer": 12 * bool(model.lora) * _layer_weights(run) / shards,
     "activations": item * tokens * model.layers * saved,
     "activations of a layer": item * tokens * 4 * width + 3 * 4 * pairs,
     "logits": 3 * 4 * chunk * model.vocab / shards,
@@ -149,12 +159,17 @@ def _update(run: Run) -> Parts:
 
 def _gathered_layers(run: Run, item: int) -> float:
   """Weights of the layers that are gathered at once, one of each group."""
-  shape, model = run.mesh.shape, run.model
-  table = transformer.parameter_table(model).items()
+  shape = run.mesh.shape
+  by_group = dataclasses.replace(run.model, gathers_layers=True)
+  weights = _layer_weights(run) * kv_cache.num_groups(by_group)
+  return item * weights / shape["model"] * (shape["data"] > 1)
+
+
+def _layer_weights(run: Run) -> float:
+  """Weights of one layer."""
+  table = transformer.parameter_table(run.model).items()
   layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
-  by_group = dataclasses.replace(model, gathers_layers=True)
-  num_gathered = kv_cache.num_groups(by_group) / model.layers
-  return item * layers * num_gathered / shape["model"] * (shape["data"] > 1)
+  return layers / run.model.layers
 
 
 def _layer_width(run: Run) -> float:

@@ -1,7 +1,7 @@
 """Checkpoints of the train state: written by orbax, verified by checksums.
 
-Each part of a checkpoint, the trained weights and the rest, has a file of
-SHA-256 checksums, written before orbax marks the checkpoint as complete. A
+Each part of a checkpoint (trained weights, frozen weights, the rest) has a file
+of SHA-256 checksums, written before orbax marks the checkpoint as complete. A
 checkpoint is damaged if that file is missing or if a file that it lists has
 changed.
 """
@@ -193,13 +193,10 @@ class Checkpoints:
     expected = _shapes(like)
     for name in sorted(stored.keys() | expected.keys()):
       if stored.get(name) != expected.get(name):
-        advice = "omit --config to use the config of the run"
-        if name.startswith(lora.KEY):
-          advice += ", or start from its export (config.model.path)"
         raise UserError(
           f"step {step} of {self._workdir} holds another model: {name} has "
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
-          f"config; {advice}"
+          "config; omit --config to use the config of the run"
         )
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
     return self._manager.restore(step, args=args)[item]
@@ -250,6 +247,11 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
   """Steps of the complete checkpoints of a run, in order."""
   names = (path.name for path in workdir.glob("checkpoints/*"))
   return sorted(int(name) for name in names if name.isdigit())
+
+
+def has_adapters(workdir: pathlib.Path) -> bool:
+  """Returns True for a run that trains adapters of frozen weights."""
+  return (workdir / "checkpoints" / "0" / _FROZEN).exists()
 
 
 def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:

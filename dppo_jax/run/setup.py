@@ -138,7 +138,14 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
     if config.sft.from_run:
       workdir, step = checkpoint.split_step(config.sft.from_run)
       checkpoint.find(workdir, step, "config.sft.from_run")
+      if checkpoint.has_adapters(workdir):
+        raise UserError(
+          f"config.sft.from_run: {workdir} has adapters: export it and name "
+          "the directory in config.model.path"
+        )
   path, tokenizer, model = read_model(config)
+  if trains and config.lora.adapter:
+    peft.check(config.lora.adapter, with_lora(model, config.lora).lora)
   train_set, eval_sets = read_problems(config, tokenizer, trains)
   platform = mesh.devices.flat[0].platform
   return make_run(
@@ -161,7 +168,8 @@ def make_run(
   For the arguments see `Run`.
   """
   problems = [x for x in (train_set, *eval_sets.values()) if x]
-  longest = max((x.tokens.shape[1] for x in problems), default=0)
+  widths = [x.tokens.shape[1] for x in problems]
+  longest = max(widths, default=config.data.max_prompt_tokens)
   longest += config.rollout.max_tokens
   if config.sft.steps:
     longest = max(longest, config.pack.row_length)
@@ -211,8 +219,6 @@ def with_lora(
   """Returns the architecture with the adapters that the options describe."""
   table = transformer.parameter_table(model)
   adapters = lora.choose(table, options.rank, options.alpha, options.targets)
-  if options.adapter:
-    peft.check(options.adapter, adapters)
   return dataclasses.replace(model, lora=adapters)
 
 

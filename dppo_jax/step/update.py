@@ -166,8 +166,8 @@ def add_gradient(
   """Adds the gradient of one micro-batch, `[R, L]`, to the sums.
 
   Args:
-    reference: parameters of the reference policy; needed if beta is not 0 and
-      there are no adapters, without which the policy is the reference.
+    reference: parameters of the reference policy, needed if beta is not 0. None
+      with adapters, whose frozen weights are the reference.
   """
   is_chosen = rows.is_trained & (rows.weights != 0)
   # A sequence's ratio needs all of its tokens, unless it is 1 by definition.

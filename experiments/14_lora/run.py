@@ -81,7 +81,9 @@ def table(rows: list[dict]) -> str:
   for variant in VARIANTS:
     some = [row for row in rows if row["variant"] == variant]
     line = [variant, results.median_range([x["accuracy"][-1] for x in some], 3)]
-    line += [results.median_range([x[k] for x in some], 3) for k in ("step", "update")]
+    line += [
+      results.median_range([x[k] for x in some], 3) for k in ("step", "update")
+    ]
     for mark in MARKS:
       times = [x["to"][f"{mark:.0%}"] for x in some]
       reached = [x for x in times if x is not None]

@@ -4,6 +4,7 @@ from dppo_jax.models.hf.reader import (
   GENERATION,
   check,
   fetch,
+  has_images,
   load,
   read_config,
   stored_dtype,

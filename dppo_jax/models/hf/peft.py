@@ -15,8 +15,8 @@ from dppo_jax.models.transformer import ModelConfig, Params
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# Settings of PEFT that change the function of an adapter, with the only values
-# that ours have.
+# Settings of PEFT that change the function of an adapter or its base, with
+# their supported values.
 _SUPPORTED = {
   "peft_type": ("LORA",),
   "bias": ("none",),
@@ -27,6 +27,8 @@ _SUPPORTED = {
   "layers_to_transform": (None,),
   "rank_pattern": ({},),
   "alpha_pattern": ({},),
+  "alora_invocation_tokens": (None,),
+  "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 
 
@@ -69,7 +71,9 @@ def check(path: str, adapters: lora.Lora | None) -> None:
   stored = settings.get("target_modules")
   names = {f"{x}_proj" for x in adapters.targets}
   if isinstance(stored, str) or set(stored or ()) != names:
-    listed = stored if isinstance(stored, str) else ",".join(sorted(stored))
+    listed = (
+      stored if isinstance(stored, str) else ",".join(sorted(stored or ()))
+    )
     raise UserError(
       f"{label} adapts {listed}: set config.lora.targets to these layers"
     )
@@ -88,7 +92,8 @@ def save(
   """Writes the adapters of weights, for `peft.PeftModel.from_pretrained`.
 
   Args:
-    base: id or directory of the checkpoint that the adapters belong to.
+    base: id or directory of the checkpoint that the adapters belong to; empty
+      if there is none.
     dtype: dtype of the file: float32, bfloat16 or float16.
   """
   out = pathlib.Path(path)
@@ -101,7 +106,7 @@ def save(
 
 def _settings(adapters: lora.Lora, base: str) -> dict[str, Any]:
   return {
-    "base_model_name_or_path": base,
+    "base_model_name_or_path": base or None,
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,

@@ -134,6 +134,12 @@ def read_table(
   return transformer.unflatten(flat)
 
 
+def has_images(path: str) -> bool:
+  """Returns True for a checkpoint of which only the text part is read."""
+  settings = read_json(pathlib.Path(path, "config.json"))
+  return families.text_part(settings) is not settings
+
+
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
   file, name = open_tensors(path)[families.TENSORS["embed"].name]
