@@ -33,7 +33,7 @@ print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 #
 # `lora.rank` is all that LoRA needs: weights are frozen in bfloat16, and
 # adapters of every linear layer are trained with AdamW in float32. They learn
-# with about ten times the rate of full training.
+# with five to ten times the rate of full training.
 
 
 # %%

@@ -4,17 +4,20 @@ import dataclasses
 import functools
 import json
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as stored
 
+from dppo_jax import sharding
 from dppo_jax.data.tokenizer import PretrainedTokenizer
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, kv_cache, transformer
 from dppo_jax.models.hf import families
 from dppo_jax.models.parameters import LocalLayers
+from dppo_jax.run import setup
 
 WITH_IMAGES = "Gemma3ForConditionalGeneration"
 LENGTHS = (37, 9)  # tokens of the prompts; windows have 5
@@ -280,6 +283,18 @@ def test_a_window_that_no_sequence_exceeds_is_dropped():
     our_logits(params, config), our_logits(params, without), strict=True
   ):
     np.testing.assert_array_equal(x, y)
+
+
+def test_a_window_is_kept_while_the_prompts_are_unknown():
+  """As in --mode=sample, where completions alone do not exceed it."""
+  c = commands.config("arithmetic", rollout__max_tokens=8)
+  local = MODEL.local._replace(window=c.data.max_prompt_tokens)
+  model = dataclasses.replace(MODEL, local=local)
+  mesh = sharding.make_mesh()
+  make = lambda c: setup.make_run(c, mesh, "cpu", "", None, model, None, {})
+  assert make(c).model.local.window
+  c.data.max_prompt_tokens -= 8
+  assert make(c).model.local.window is None
 
 
 def test_heads_by_the_layout_for_gpus_have_the_same_norms():
