@@ -61,6 +61,7 @@ def test_accelerator_results_are_kept_and_tabulated(tmp_path):
     "seconds_of_a_step": 0.01,
     "tokens_per_second": 6400.0,
     "share_of_bandwidth": 0.5,
+    "bytes_of_a_step": 2**30,
   }
   rows = [
     decode | {"item": "decode:m", "device": "1 x A", "jax": "1.2.3"},

@@ -265,6 +265,7 @@ def test_model_starts_from_a_checkpoint(tmp_path):
   tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, "<eos>"))
   tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
   tokenizer.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text("{}")
   c = arithmetic(model__path=tmp_path, rollout__stop_ids="(0,)")
   params = setup_run(c).initial_params()
   jax.tree.map(np.testing.assert_array_equal, params, small.params())

@@ -134,8 +134,8 @@ def test_exported_directory_is_sampled_as_its_run_is(begun, capsys, tmp_path):
   )
   assert len(of_run) == 6
   assert [x[0] for _, x in alone] == [x[0] for _, x in of_run]
-  assert "weights: step 0 of" in of_run[0][0]
-  assert f"weights: {tmp_path}/exported" in alone[0][0]
+  assert "weights: step 0 of" in " ".join(of_run[0][0].split())
+  assert f"weights: {tmp_path}/exported" in " ".join(alone[0][0].split())
 
 
 class _Terminal(io.StringIO):

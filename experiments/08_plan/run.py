@@ -66,10 +66,10 @@ _TOPOLOGIES = "h200:1 h200:8 h100:8 a100:8 b200:8 v5p:2x2x1 v5p:2x2x2".split()
 # Small ones first. Qwen3-30B-A3B needs its mesh of at least four devices.
 _CONFIGS = ("arithmetic", "gsm8k", "llama_math", "qwen_math", "qwen3_moe_math")
 CASES |= {
-  f"{config} {topology}": Case(config, topology, {})
-  for topology in _TOPOLOGIES
+  f"{config} {devices}": Case(config, devices, {})
+  for devices in _TOPOLOGIES
   for config in _CONFIGS
-  if config != "qwen3_moe_math" or not topology.endswith("1")
+  if config != "qwen3_moe_math" or not devices.endswith("1")
 }
 
 

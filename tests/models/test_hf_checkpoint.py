@@ -31,6 +31,7 @@ def tiny(family="Qwen3ForCausalLM", **changes):
     "has_qk_norm": known.has_qk_norm,
     "experts": moe.Experts(4, 2, 6, True) if known.has_experts else None,
     "family": family,
+    **known.fields,
   }
   config = transformer.ModelConfig(**fields | changes)
   flat, start = {}, 1

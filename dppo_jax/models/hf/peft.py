@@ -98,10 +98,10 @@ def save(
   """
   out = pathlib.Path(path)
   out.mkdir(parents=True, exist_ok=True)
-  flat = transformer.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
-  saver.write_weights(out, flat, dtype, stem="adapter_model")
   settings = _settings(config.lora, base)
   (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+  flat = transformer.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
+  saver.write_weights(out, flat, dtype, stem="adapter_model")
 
 
 def _settings(adapters: lora.Lora, base: str) -> dict[str, Any]:

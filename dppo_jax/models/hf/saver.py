@@ -112,7 +112,7 @@ def write_weights(
     except safetensors.SafetensorError as error:  # from the operating system
       raise OSError(f"cannot write {out / name}: {error}") from None
     # safetensors ignores the umask and makes its file private.
-    (out / name).chmod(out.stat().st_mode & 0o666)
+    (out / name).chmod(next(out.glob("*config.json")).stat().st_mode)
   if split.is_sharded:
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     _write_json(out / reader.INDEX, index)
