@@ -206,16 +206,19 @@ def test_a_mesh_changes_no_token_and_adapters_only_by_rounding(mesh):
 def test_adapters_of_another_rank_are_rejected(tmp_path):
   params = small.params(config=MODEL)
   peft.save(str(tmp_path), params, MODEL, "base", "float32")
-  peft.check(str(tmp_path), ADAPTERS)
+  peft.check(str(tmp_path), MODEL)
   for wrong, message in {
     ADAPTERS._replace(rank=4): "has r=3 but config.lora.rank is 4",
     ADAPTERS._replace(targets=("q",)): "adapts .*gate_proj.*: set config.lora",
     None: "has rank 3 but config.lora.rank is 0",
   }.items():
     with pytest.raises(UserError, match=message):
-      peft.check(str(tmp_path), wrong)
+      peft.check(str(tmp_path), dataclasses.replace(MODEL, lora=wrong))
+  wider = dataclasses.replace(MODEL, mlp=64)
+  with pytest.raises(UserError, match=r"of another model: base_model.*down"):
+    peft.check(str(tmp_path), wider)
   with pytest.raises(UserError, match=r"none has no adapter_config\.json"):
-    peft.check("none", ADAPTERS)
+    peft.check("none", MODEL)
   table = transformer.parameter_table(small.MODEL)
   with pytest.raises(
     UserError, match="has 'w', which this model lacks: use all"

@@ -48,7 +48,7 @@ _FLAGS = (
   ),
   ("to", "DIR", "export", "directory to export to"),
   ("dtype", _DTYPES, "export", "[that of the model]"),
-  ("format", _FORMATS, "export", "adapter: PEFT, of a LoRA run [model]"),
+  ("format", _FORMATS, "export", "[model]; adapter: of LoRA, as PEFT has it"),
   ("hardware", "KIND:N,...", "plan", "memory of devices, as in h200:8"),
   ("topology", "KIND:AxB", "plan", "devices to compile for, as in v5e:4x4"),
   ("stages", "NAME,...", "plan", "stages to compile, as in update,roll_out"),
@@ -91,6 +91,8 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   if not has_config:  # a model can be sampled without one
     model = config.model.path or config.model.hub_id
     if flags.mode != "sample" or not model:
+      if flags.workdir and flags.mode != "train":
+        raise UserError(f"--workdir: {flags.workdir} has no config.json")
       example = "--config=configs/arithmetic.py"
       raise UserError(f"--config is missing, as in {example}")
     path = pathlib.Path(model, "config.json")
@@ -221,8 +223,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _step(text: str) -> int | str:
-  """Parses --step: a number, or best."""
-  return text if text == "best" else int(text)
+  """Parses --step."""
+  if text == "best" or text.isdecimal():
+    return text if text == "best" else int(text)
+  raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor best")
 
 
 def _factories(factories: dict) -> dict[str, str]:

@@ -93,7 +93,7 @@ def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
   if not isinstance(value, type_) or isinstance(value, bool) > (type_ is bool):
     limit = words
   elif choices and value not in choices:
-    limit = f"one of {', '.join(choices)}"
+    limit = f"one of {', '.join(x or repr(x) for x in choices)}"
   elif is_number and not value <= most:  # NaN is within no limit
     limit = f"at most {most}"
   elif is_number and value < least:

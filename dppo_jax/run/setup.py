@@ -145,7 +145,7 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
         )
   path, tokenizer, model = read_model(config)
   if trains and config.lora.adapter:
-    peft.check(config.lora.adapter, with_lora(model, config.lora).lora)
+    peft.check(config.lora.adapter, with_lora(model, config.lora))
   train_set, eval_sets = read_problems(config, tokenizer, trains)
   platform = mesh.devices.flat[0].platform
   return make_run(

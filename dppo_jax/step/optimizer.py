@@ -103,9 +103,12 @@ def call_factory(
       f"{name} returned {type(optimizer).__name__} but must return an "
       "optax.GradientTransformation, alone or with its schedule"
     )
-  if not callable(rate):
+  try:
+    float(rate(0))
+  except Exception as error:  # as above
     raise UserError(
       f"{name} returned {type(rate).__name__} as the schedule but must return "
-      "a function from the number of updates to the learning rate"
-    )
+      "a function from the number of updates to the learning rate "
+      f"({user_code.one_line(error)})"
+    ) from error
   return optimizer, rate

@@ -33,24 +33,15 @@ _SUPPORTED = {
 
 
 def load(path: str, config: ModelConfig, shardings: Params) -> Params:
-  """Returns float32 adapters, `{"adapters": ...}`, placed by `shardings`.
-
-  Raises:
-    UserError: if the tensors are not those of the model's adapters.
-  """
+  """Returns float32 adapters, `{"adapters": ...}`, placed by `shardings`."""
   tensors = reader.open_tensors(path, WEIGHTS)
-  shapes = {
-    name: tuple(file.get_slice(stored_name).get_shape())
-    for name, (file, stored_name) in tensors.items()
-  }
   table = transformer.trainable_table(config)
-  reader.compare_shapes(path, shapes, table)
   return reader.read_table(path, tensors, table, shardings, "float32")
 
 
-def check(path: str, adapters: lora.Lora | None) -> None:
-  """Raises UserError unless `config.lora` describes the adapter in `path`."""
-  label = f"config.lora.adapter {path}"
+def check(path: str, config: ModelConfig) -> None:
+  """Raises UserError unless `path` has the adapters that `config` describes."""
+  label, adapters = f"config.lora.adapter {path}", config.lora
   for name in (CONFIG, WEIGHTS):
     if not pathlib.Path(path, name).is_file():
       raise UserError(
@@ -84,6 +75,12 @@ def check(path: str, adapters: lora.Lora | None) -> None:
         f"{label} has {key}={settings.get(key)} but config.lora.{option} is "
         f"{value}: set it to the same"
       )
+  shapes = {
+    name: tuple(file.get_slice(stored_name).get_shape())
+    for name, (file, stored_name) in reader.open_tensors(path, WEIGHTS).items()
+  }
+  table = transformer.trainable_table(config)
+  reader.compare_shapes(f"{label}, of another model", shapes, table)
 
 
 def save(
