@@ -54,15 +54,8 @@ def run(
   step = checkpoint.find(workdir, step, best=config.checkpoint.best)
   path, tokenizer, model = setup.read_model(config)
   model = setup.with_lora(model, config.lora)
-  if is_adapter and not model.lora:
-    raise UserError(
-      "--format=adapter needs a run with adapters, but config.lora.rank is 0"
-    )
-  if is_adapter and path and hf.has_images(path):
-    raise UserError(
-      f"--format=adapter: {path} has images too, where PEFT would not find the "
-      "layers that were trained: export the merged model"
-    )
+  if is_adapter:
+    _check_adapter(model, path)
   is_float32 = is_adapter or not path
   dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
   is_tuned = bool(config.sft.steps or config.sft.from_run)
@@ -102,6 +95,19 @@ def run(
   if is_adapter and is_tuned:
     done += "; --step=0 exports the fine-tuned weights that they adapt"
   print(progress.wrapped(done), flush=True)
+
+
+def _check_adapter(model: transformer.ModelConfig, path: str) -> None:
+  """Raises UserError unless PEFT can load the adapters of this model."""
+  if not model.lora:
+    raise UserError(
+      "--format=adapter needs a run with adapters, but config.lora.rank is 0"
+    )
+  if path and hf.has_images(path):
+    raise UserError(
+      f"--format=adapter: {path} has images too, where PEFT would not find the "
+      "layers that were trained: export the merged model"
+    )
 
 
 def _card(

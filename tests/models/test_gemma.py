@@ -286,7 +286,7 @@ def test_a_window_that_no_sequence_exceeds_is_dropped():
 
 
 def test_a_window_is_kept_while_the_prompts_are_unknown():
-  """As in --mode=sample, where completions alone do not exceed it."""
+  """Completions alone do not exceed it, in --mode=sample."""
   c = commands.config("arithmetic", rollout__max_tokens=8)
   local = MODEL.local._replace(window=c.data.max_prompt_tokens)
   model = dataclasses.replace(MODEL, local=local)
