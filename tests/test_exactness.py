@@ -5,6 +5,7 @@ tokens pruned together, clipping and the KL penalty at work. Deliberately wrong
 variants must fail the same test.
 """
 
+import dataclasses
 import functools
 
 from enumeration import Draws
@@ -17,6 +18,7 @@ import small
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
+from dppo_jax.models import lora
 from dppo_jax.records import Selection, StepCosts, TokenStats
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update
@@ -119,10 +121,12 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
         yield chance * by_tokens, kept, chosen, refined, num_micro
 
 
-@functools.partial(jax.jit, static_argnames="objective")
-def _gradient(params, reference, batch, num_micro, objective, first):
+@functools.partial(jax.jit, static_argnames=("objective", "model"))
+def _gradient(
+  params, reference, batch, num_micro, objective, first, model=small.MODEL
+):
   config = update.UpdateConfig(
-    small.MODEL, objective, logit_chunk=16, inner_updates=2
+    model, objective, logit_chunk=16, inner_updates=2
   )
   total = update.sum_gradients(
     batch, num_micro, params, reference, config, first
@@ -189,6 +193,28 @@ def test_pruned_gradient_averages_to_that_of_the_full_batch(method, objective):
   mean, num = _mean(WEIGHTED[method], objective)
   assert num >= 4
   assert _distance(mean, _full(objective)[0]) < 2e-5
+
+
+@pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])
+def test_pruned_gradient_of_adapters_averages_to_that_of_the_full_batch(method):
+  """The reference of the KL penalty is the model without adapters."""
+  adapters = lora.Lora(2, 4.0, tuple(lora.LINEAR))
+  model = dataclasses.replace(small.MODEL, lora=adapters)
+  trained = lora.trainable(small.params(1, model))
+  params = small.params(0, model) | jax.tree.map(lambda x: x + 0.1, trained)
+
+  def mean(method):
+    total = 0.0
+    for chance, *_, batch, num_micro in _draws(method, OBJECTIVES["grpo"]):
+      arrays = params, None, batch, num_micro
+      gradient, sums = _gradient(*arrays, OBJECTIVES["grpo"], 0, model)
+      total = total + chance * np.asarray(gradient, np.float64)
+    assert sums["kl"] > 0
+    return total
+
+  full = mean(methods.grpo())
+  assert full.size == sum(x.size for x in jax.tree.leaves(trained))
+  assert _distance(mean(WEIGHTED[method]), full) < 2e-5
 
 
 def _of_each_part(batch, ends, objective):
