@@ -157,3 +157,9 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
     prints = workdir.fingerprints(c, setup_run(c).train_set)
     workdir.check(tmp_path / "stopped" / "config.json", c, prints)
+
+
+def test_optimizer_is_made_while_its_state_is_traced():
+  """A plan does so; the schedule is called once beforehand, with a number."""
+  init = lambda x: make_optimizer(0.1, 10, "cosine", warmup_steps=2).init(x)
+  assert jax.eval_shape(init, jnp.zeros(3)).total_notfinite.shape == ()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import inspect
 from typing import Any
 
+import jax
 import optax
 
 from dppo_jax import user_code
@@ -104,7 +105,8 @@ def call_factory(
       "optax.GradientTransformation, alone or with its schedule"
     )
   try:
-    float(rate(0))
+    with jax.ensure_compile_time_eval():
+      float(rate(0))
   except Exception as error:  # as above
     raise UserError(
       f"{name} returned {type(rate).__name__} as the schedule but must return "
