@@ -191,6 +191,38 @@ def test_measurements_are_smoothed_and_non_finite_ones_left_out():
   assert gradient_noise.noise_fraction(gradient_noise.init()) == 1
 
 
+@pytest.mark.parametrize("update_cost", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("within", [3.0, 100.0])
+def test_group_size_and_budget_in_turn_reach_the_best_pair(update_cost, within):
+  """Against all pairs; a draw adds 0.6 (1 / keep - 1) of the noise within.
+
+  The signal is 1, and the noise between prompts 2.
+  """
+  added = lambda keep: 0.6 * (1 / keep - 1)
+  cost = lambda size, keep: (
+    size
+    * (1 + update_cost * keep)
+    * (3 + within / (size - 1) * (1 + added(keep)))
+  )
+  keeps, sizes = np.geomspace(0.01, 1.0, 300), np.linspace(2.0, 64.0, 600)
+  size = 4.0
+  for _ in range(20):
+    keep = keeps[np.argmin(cost(size, keeps))]
+    apart = within / (size - 1)
+    drawn = 2 + apart * (1 + added(keep))
+    noise = gradient_noise.add_measurement(
+      gradient_noise.init(),
+      total=jnp.float32(1 + drawn),
+      signed=jnp.float32(drawn),
+      num_prompts=10**6,
+      added=float(added(keep)) * apart / (2 + apart),
+      apart=apart,
+      group_size=size,
+    )
+    size = gradient_noise.best_group_size(noise, 64)
+  assert cost(size, keep) < 1.01 * cost(sizes[:, None], keeps).min()
+
+
 def test_costs_are_ratios_of_smoothed_seconds():
   tracker = CostTracker(rows_per_micro=4)
   noise = gradient_noise.Noise(*(jnp.float32(x) for x in (3, 3, 6, 12, 3)))

@@ -2,7 +2,7 @@
 
 from dppo_jax.run import distributed
 
-RETRY = 32  # rollouts after which the slower kind is tried again; then 4 times
+RETRY = 128  # rollouts after which the slower kind is tried again; then 4 times
 DECAY = 0.7  # weight of what was measured, at each further rollout
 
 

@@ -51,6 +51,7 @@ class Case(NamedTuple):
 
 
 _4B = {"model.hub_id": "Qwen/Qwen3-4B"}
+_LORA = {"lora.rank": 16}
 CASES = {
   "arithmetic": Case("arithmetic", "v5e:2x2", {"mesh.data": 4}),
   "qwen_math": Case("qwen_math", "v5e:4x4", {}),
@@ -61,10 +62,15 @@ CASES = {
   "qwen3_4b_v5p": Case("qwen_math", "v5p:2x2x1", _4B),
   "gsm8k": Case("gsm8k", "v5e:2x4", {}),
   "llama_math": Case("llama_math", "v5e:4x4", {}),
+  "gsm8k_lora": Case("gsm8k", "v5e:2x4", _LORA),
+  "qwen3_4b": Case("gsm8k", "v5e:2x4", _4B | {"rollout.num_slots": 8}),
+  "qwen3_4b_lora": Case("gsm8k", "v5e:2x4", _4B | _LORA),
+  "gemma_gsm8k": Case("gemma_gsm8k", "v5e:2x4", {}),
 }
 _TOPOLOGIES = "h200:1 h200:8 h100:8 a100:8 b200:8 v5p:2x2x1 v5p:2x2x2".split()
 # Small ones first. Qwen3-30B-A3B needs its mesh of at least four devices.
-_CONFIGS = ("arithmetic", "gsm8k", "llama_math", "qwen_math", "qwen3_moe_math")
+_CONFIGS = ("arithmetic", "gsm8k", "gemma_gsm8k")
+_CONFIGS += ("llama_math", "qwen_math", "qwen3_moe_math")
 CASES |= {
   f"{config} {devices}": Case(config, devices, {})
   for devices in _TOPOLOGIES

@@ -44,7 +44,7 @@ class Task(NamedTuple):
   small_factors: tuple[float, ...] = ()
   automatic_factors: tuple[float, ...] = ()
   seed_factor: float = 0.0
-  seeds: tuple[int, ...] = (1, 2, 3)
+  seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
   flags: tuple[str, ...] = ()
 
 
@@ -70,7 +70,6 @@ TASKS = {
     completions=(128, 256, 512),
     factors=(1.0, 0.5),
     small_factors=(2.0,),
-    seeds=(1, 2, 3, 4, 5),
   ),
   "arithmetic": Task(
     CONFIGS["arithmetic"],
@@ -83,7 +82,6 @@ TASKS = {
     small_factors=(128.0,),
     automatic_factors=(16.0, 4.0, 64.0),
     seed_factor=8.0,  # at the best, four steps are enough
-    seeds=(1, 2),
   ),
   "long rings": Task(
     CONFIGS["rings"],
@@ -95,7 +93,6 @@ TASKS = {
     factors=(1.0, 0.5),
     automatic_factors=(0.5, 0.25),
     marks=(0.4, 0.45, 0.5),
-    seeds=(1, 2),
     flags=_LONG,
   ),
 }

@@ -1,11 +1,15 @@
 r"""Times rollouts with and without drafts, side by side.
 
   python -m experiments.12_drafts.run
+  python -m experiments.12_drafts.run --stage=whole
+
+The first command compares numbers of drafts, the second whole runs of grpo with
+the automatic setting and without drafts.
 
 Policies are those of configs/arithmetic.py and of experiment 03 before and
 after training, and a random model that repeats itself at a low temperature.
 Every number of drafts samples the same completions; repetitions take turns.
-Results go to results.jsonl and table.md in this directory.
+Results go to results.jsonl, whole.jsonl and table.md in this directory.
 """
 
 import argparse
@@ -20,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import rollout
-from dppo_jax.analysis import tables
+from dppo_jax.analysis import runs, tables
 from dppo_jax.models import transformer
 from dppo_jax.records import PromptBatch
 from dppo_jax.run.setup import setup_run
@@ -163,8 +167,58 @@ def table(rows: list[dict]) -> str:
   return tables.markdown(head, lines)
 
 
+def whole(root: pathlib.Path, cores: list[int], pairs: int) -> list[dict]:
+  """Returns, for each pair of simultaneous runs, the times of its rollouts.
+
+  The two runs of a pair sample the same completions, each on one of two cores,
+  which they exchange from pair to pair.
+  """
+  rows = []
+  for task, steps in STEPS.items():
+    tasks.grpo_config(task)  # writes its problems
+    command = lambda name, *flags, task=task, steps=steps: (
+      f"{tasks.CONFIGS[task]}:grpo",
+      f"--config.steps={steps}",
+      "--config.eval.every=0",
+      "--config.log.writers=",
+      *flags,
+    )
+    warm = processes.Runs(root, cores[:1])
+    warm.start(f"{task}-warm", *command("", "--config.steps=0")).result()
+    for pair in range(pairs):
+      started = {}
+      for i, drafts in enumerate((0, -1)):
+        pool = processes.Runs(root, [cores[(i + pair) % 2]])
+        name = f"{task}{drafts}-{pair}"
+        started[name] = pool.start(
+          name,
+          *command(
+            name,
+            f"--config.rollout.draft_tokens={drafts}",
+            f"--config.sft.from_run={root / f'{task}-warm'}",
+          ),
+        )
+      for run in started.values():
+        run.result()
+      steps_of = [runs.load(root / name).steps for name in started]
+      seconds = [[x["rollout/seconds"] for x in run] for run in steps_of]
+      rows.append(
+        {
+          "task": task,
+          "pair": pair,
+          "seconds": [round(sum(x), 3) for x in seconds],
+          "medians": [round(statistics.median(x), 5) for x in seconds],
+          **machine.description(),
+        }
+      )
+      print(rows[-1], flush=True)
+  return rows
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--stage", choices=("drafts", "whole"), default="drafts")
+  parser.add_argument("--pairs", type=int, default=4)
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--cores", default="0,1")
   parser.add_argument(
@@ -173,6 +227,9 @@ def main() -> None:
   args = parser.parse_args()
   cores = [int(core) for core in args.cores.split(",")]
   root = args.workdir.resolve()
+  if args.stage == "whole":
+    results.write(HERE / "whole.jsonl", whole(root, cores, args.pairs))
+    return
   workloads = [x for task in STEPS for x in trained(task, root, cores)]
   rows = []
   for work in (*workloads, *repetitive()):

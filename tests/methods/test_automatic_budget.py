@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import methods
+from dppo_jax.methods.neyman import budget, rules
 from dppo_jax.records import Groups, StepCosts
 
 RNG = np.random.default_rng(0)
@@ -107,8 +108,33 @@ def test_one_micro_batch_is_not_pruned():
 
 
 def test_no_fraction_falls_below_the_least():
-  chosen = _describe(_costs(noise=0.1), update_cost=5000.0)
+  options = {"update_cost": 5000.0, "min_prob": 0.0}
+  chosen = _describe(_costs(noise=0.1), **options)
   assert chosen["completions"] == pytest.approx(0.03, abs=0.01)
+
+
+@pytest.mark.parametrize("min_prob", [0.0, 0.05, 0.2])
+def test_the_variance_predicted_is_that_of_the_draw(min_prob):
+  """Under a KL penalty, where zero advantages have the least probability."""
+  groups = Groups(
+    REWARDS,
+    ADVANTAGES,
+    LENGTHS,
+    is_needed=jnp.ones(REWARDS.shape, bool),
+    costs=_costs(noise=0.3),
+  )
+  method = methods.neyman(update_cost=3.0, min_prob=min_prob)
+  chosen = method.completions(jax.random.key(0), groups)
+  assert chosen.prob.min() == pytest.approx(min_prob, abs=1e-3)
+  size = rules.gradient_size(groups)
+  added = budget.systematic_variance(
+    chosen.prob.reshape(1, -1),
+    size.reshape(-1) ** 2,
+    ADVANTAGES.reshape(-1) > 0,
+    REWARDS.shape,
+  )
+  predicted = method.describe(groups, chosen)["budget/added_variance"]
+  assert predicted == pytest.approx(0.5 * float(added[0]), rel=0.03)
 
 
 @pytest.mark.parametrize("num", [0, 1])

@@ -44,21 +44,27 @@ class AutoBudget(NamedTuple):
   max_keep: float = 1.0
 
   def choose(
-    self, groups: Groups, size: Float[Array, "Q G"]
+    self,
+    groups: Groups,
+    size: Float[Array, "Q G"],
+    min_prob: float = 0.0,
   ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
     """Returns the number of completions to train on, and metrics about it.
 
     Args:
       size: as from `gradient_size`; 0 for completions that are not needed.
+      min_prob: least probability of a needed completion, as in the draw.
     """
     size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
     lengths = lengths.astype(jnp.float32)
     num_needed = (size > 0).sum(dtype=jnp.float32)
     fractions = jnp.geomspace(self.min_keep, self.max_keep, NUM_BUDGETS)
-    counts = jnp.round(fractions * num_needed)
-    counts = jnp.clip(counts, 1.0, jnp.maximum(num_needed, 1.0))
-    prob = proportional(size, counts)
+    at_most_all = lambda x: jnp.clip(x, 1.0, jnp.maximum(num_needed, 1.0))
+    prob = proportional(size, at_most_all(jnp.round(fractions * num_needed)))
+    # The probabilities of a draw of as many as they sum to.
+    prob = jnp.where(size > 0, jnp.maximum(prob, min_prob), 0.0)
+    counts = at_most_all(jnp.round(prob.sum(axis=1)))
     is_positive = groups.advantages.reshape(-1) > 0
     shape = groups.advantages.shape
     added = systematic_variance(prob, size * size, is_positive, shape)

@@ -32,8 +32,8 @@ class Noise(NamedTuple):
     signal: estimate of `|E g|^2`, which may be negative.
     noise: estimate of `E |g - E g|^2`, of the batch without pruning.
     apart: sum of the squared norms of the completions' gradients.
-    within: the same times the completions of a prompt less 1, which does not
-      depend on their number.
+    within: the same with what the choice of completions adds, times the
+      completions of a prompt less 1, which does not depend on their number.
     common: signal and noise without `apart`; it does not depend on it either.
   """
 
@@ -83,7 +83,7 @@ def add_measurement(
   noise = (total - signal) / (1 + added)
   common = signal + noise - apart
   apart = jnp.asarray(apart)
-  within = apart * (group_size - 1)
+  within = (apart + added * noise) * (group_size - 1)
   new = Noise(signal, noise, apart, within, common)
   is_finite = jnp.isfinite(total + signed + apart)
   mix = lambda x, y: jnp.where(is_finite, DECAY * x + y, x)
@@ -105,9 +105,10 @@ def apart_fraction(noise: Noise) -> float:
 def best_group_size(noise: Noise, largest: int) -> float:
   """Returns the size that minimises the steps to a target times their cost.
 
-  With groups of `g`, steps are proportional to `common + within / (g - 1)` and
-  their cost to `g`, if that of prompts is small. The best `g - 1` is then the
-  root of `within / common`.
+  With groups of `g`, of which a fixed fraction is trained on, steps are
+  proportional to `common + within / (g - 1)` and their cost to `g`, if that of
+  prompts is small. The best `g - 1` is then the root of `within / common`. That
+  is the best pair of `g` and fraction, if the latter is the best one for `g`.
   """
   if not noise.apart > 0:
     return float(min(FIRST_GROUP_SIZE, largest))

@@ -93,7 +93,7 @@ def neyman(
 
   def describe(groups: Groups, chosen: Selection) -> dict[str, jax.Array]:
     del chosen
-    return budget.choose(groups, gradient_size(groups))[1]
+    return budget.choose(groups, gradient_size(groups), min_prob)[1]
 
   return rules._replace(
     describe=describe, reads_costs=True, noise_every=NOISE_EVERY
@@ -264,7 +264,7 @@ def neyman_completions(
     prompt = jax.lax.broadcasted_iota(jnp.int32, size.shape, 0)
     strata = (size, jnp.sign(groups.advantages), prompt)
     if isinstance(budget, AutoBudget):
-      num, _ = budget.choose(groups, size)
+      num, _ = budget.choose(groups, size, min_prob)
     else:
       num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
     return fixed_size(rng.key, size, num, min_prob, strata)
