@@ -20,7 +20,7 @@ from dppo_jax.evaluate import read_weights
 from dppo_jax.metrics import progress
 from dppo_jax.models import transformer
 from dppo_jax.records import Rollout
-from dppo_jax.run import compile_cache, preflight
+from dppo_jax.run import checkpoint, compile_cache, preflight
 from dppo_jax.run.setup import Run, read_problems, setup_run
 from dppo_jax.step import programs
 from dppo_jax.step.grade import grade
@@ -47,6 +47,9 @@ def run(
     UserError: for an invalid config, checkpoint, source or prompt.
   """
   compile_cache.enable_compilation_cache()
+  source = None if prompt is None else _source(config, prompt)
+  if step is not None:
+    checkpoint.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress() as bar:
     with bar.task("reading the model"):
       without_problems = copy.deepcopy(config)
@@ -61,17 +64,19 @@ def run(
       how += f", at most {r.max_tokens:,} tokens"
       bar.say(progress.wrapped(f"weights: {weights}\n{how}"))
       sampler = _Sampler(run, params, grader, bar)
-      if prompt is not None:
-        sampler.print_completions(_source(config, prompt), run.root_key)
+      if source is not None:
+        sampler.print_completions(source, run.root_key)
         return
       is_typed = sys.stdin.isatty()
       for number, line in enumerate(_lines(is_typed)):
+        if not line:
+          continue
         key = jax.random.fold_in(run.root_key, number)  # of a repeated line too
         try:
           sampler.print_completions(_source_of(config, [line]), key)
         except UserError as error:
           if not is_typed:
-            raise
+            raise UserError(f"line {number + 1} of the input: {error}") from None
           bar.say(f"error: {error}")
 
 
@@ -110,8 +115,7 @@ def _lines(is_typed: bool) -> Iterator[str]:
     line = sys.stdin.readline()
     if not line:
       return
-    if line.strip():
-      yield line.strip()
+    yield line.strip()
 
 
 class _Ungraded:

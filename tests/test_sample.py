@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import data, evaluate, export, main
+from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, workdir
@@ -155,3 +156,9 @@ def test_lines_of_a_terminal_are_prompts(begun, capsys, monkeypatch):
   assert first != again
   assert "error: prompt/0: character 'w'" in printed[4][0]
   assert "prompt: 1+1=" in printed[4][0] and last
+
+
+def test_a_mistake_in_a_pipe_ends_it_with_its_line(begun, capsys, monkeypatch):
+  monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n\nwhat?\n1+1="))
+  with pytest.raises(UserError, match="line 3 of the input: .*character 'w'"):
+    _sample(capsys, f"--workdir={begun[1]}")

@@ -1,6 +1,7 @@
 """Text to token ids and back, for checkpoints and for the arithmetic task."""
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import functools
 import json
 import os
@@ -123,8 +124,23 @@ class PretrainedTokenizer:
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
-    """Stop ids, read on demand: config.rollout.stop_ids may replace them."""
-    return find_stop_ids(self._path, self._tokenizer.eos_token_id)
+    """Stop ids, first the one that the template writes after an answer.
+
+    They are read on demand: config.rollout.stop_ids may replace them.
+    """
+    ids = find_stop_ids(self._path, self._tokenizer.eos_token_id)
+    if len(ids) == 1 or not self._has_template:
+      return ids
+    turns = [
+      {"role": role, "content": "1"} for role in ("user", "assistant")
+    ]
+    with contextlib.suppress(Exception):  # a template may raise anything
+      text = self._tokenizer.apply_chat_template(
+        turns, tokenize=False, **self._template_args
+      )
+      ends = [x for x in self.encode(text) if x in ids]
+      ids = tuple(dict.fromkeys([*ends[-1:], *ids]))
+    return ids
 
   def encode_prompt(self, prompt: Prompt) -> list[int]:
     # A template writes the beginning-of-sequence token itself.

@@ -204,9 +204,10 @@ class Checkpoints:
   def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
     """Raises UserError if the files of `step` are damaged."""
     if corruption := self.corruption(step, items):
+      other = "" if _FROZEN in items else ", or use another step"
       raise UserError(
         f"the checkpoint of step {step} in {self._folder} is damaged "
-        f"({corruption}): restore a copy of it, or use another step"
+        f"({corruption}): restore a copy of it{other}"
       )
 
   def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:

@@ -234,6 +234,18 @@ def test_stop_ids(tmp_path, generation, model, eos, expected):
   assert find_stop_ids(str(tmp_path), eos) == expected
 
 
+def test_the_end_of_an_answer_comes_first(small):
+  """As in Gemma and Llama, whose first stop id ends a text, not a turn."""
+  path = pathlib.Path(small(chat_template=TEMPLATE + "{{ 'brief' }}"))
+  ids = {"eos_token_id": [1, 9]}  # </s> and the word "brief"
+  (path / "generation_config.json").write_text(json.dumps(ids))
+  assert PretrainedTokenizer(str(path)).stop_ids == (9, 1)
+  small()
+  assert PretrainedTokenizer(str(path)).stop_ids == (1, 9)
+  small(chat_template="{{ raise_exception('no') }}")
+  assert PretrainedTokenizer(str(path)).stop_ids == (1, 9)
+
+
 @pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff"])
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_damaged_file_of_stop_ids_is_named(tmp_path, name, text):
