@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import functools
 import gc
 import os
 import shutil
@@ -47,6 +48,18 @@ def forget_programs():
   jax.clear_caches()
   gc.collect()
   _return_memory()
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+  """Emulates the kernels for GPUs."""
+  from dppo_jax.models import attention
+
+  kernel = attention.decode_kernel
+  attend = functools.partial(kernel.attend, interpret=True)
+  monkeypatch.setattr(kernel, "attend", attend)
+  flash = functools.partial(attention.flash_kernel.attention, interpret=True)
+  monkeypatch.setitem(attention.BACKENDS, "triton", flash)
 
 
 @pytest.fixture(autouse=True)

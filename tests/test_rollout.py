@@ -11,8 +11,7 @@ import pytest
 import small
 
 from dppo_jax import rollout, sharding
-from dppo_jax.models import attention, kv_cache, transformer
-from dppo_jax.models.attention import decode_kernel, flash_kernel
+from dppo_jax.models import kv_cache, transformer
 from dppo_jax.records import PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import decode, generate, sampling
@@ -113,15 +112,6 @@ def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
   np.testing.assert_array_equal(actual.tokens, want.tokens)
   np.testing.assert_allclose(actual.logprobs, want.logprobs, atol=1e-5)
   assert actual.slot_steps > want.slot_steps
-
-
-@pytest.fixture
-def gpu_kernels(monkeypatch):
-  """Emulates the kernels for GPUs."""
-  attend = functools.partial(decode_kernel.attend, interpret=True)
-  monkeypatch.setattr(decode_kernel, "attend", attend)
-  triton = functools.partial(flash_kernel.attention, interpret=True)
-  monkeypatch.setitem(attention.BACKENDS, "triton", triton)
 
 
 @pytest.mark.parametrize(

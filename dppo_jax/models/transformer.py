@@ -86,7 +86,7 @@ def forward_and_load(
   params = parameters.cast(params, config)
 
   ids = segment_ids, prefix_ids, config.attention
-  ranges = attention.block_ranges(*ids)
+  ranges = attention.block_ranges(*ids, config.head_dim)
 
   def attend(q, k, v, cache, oldest):
     window = None if oldest is None else (positions, oldest)
@@ -163,10 +163,11 @@ def decode(
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
 
   def attend(q, k, v, cache, oldest):
-    if prompts is not None:  # in no model with windows
+    if prompts is not None:
       where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
       arrays = q, k, v, cache.parts[0], cache.prompts[0]
-      out, part = attention.decode_kernel.attend(*arrays, *where)
+      first = None if oldest is None else oldest[:, 0]
+      out, part = attention.decode_kernel.attend(*arrays, *where, first)
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions, oldest), cache
@@ -244,7 +245,7 @@ def _places(
     return in_global
   in_local = Places(*rotation(config.local.rope_theta))
   if config.local.window:
-    in_global = in_global._replace(oldest=jnp.zeros_like(positions))
+    in_global = in_global._replace(oldest=positions - num_positions)
     in_local = in_local._replace(oldest=positions - config.local.window + 1)
   return jax.tree.map(lambda *x: jnp.stack(x), in_global, in_local)
 

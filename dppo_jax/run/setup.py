@@ -181,6 +181,7 @@ def make_run(
     config.rollout.group_size,
     model.head_dim,
     has_window=bool(model.local and model.local.window),
+    dtype=model.dtype,
   )
   model = dataclasses.replace(model, attention=backend)
   model = with_lora(model, config.lora)

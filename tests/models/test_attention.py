@@ -114,14 +114,19 @@ def test_every_backend_is_the_plain_formula(backend):
 
 
 @pytest.mark.parametrize("size", [1, 7, 65])
-@pytest.mark.parametrize("backend", ["xla", "xla_by_row", "xla_dense"])
+@pytest.mark.parametrize(
+  "backend", ["xla", "xla_by_row", "xla_dense", "triton"]
+)
 def test_a_window_counts_positions_of_the_sequence(backend, size):
   """Other completions between a prompt and its completion do not count."""
   rows = [_positions(groups, 256) for groups in SEGMENTS.values()]
   position = jnp.array(rows, jnp.int32)
   ids = *_rows(256), (position, position - size + 1)
   inputs = _inputs(len(SEGMENTS), 256)
-  actual = _with_grads(BACKENDS[backend], *inputs, ids)
+  run = lambda q, k, v, segment_ids, prefix_ids, window: BACKENDS[backend](
+    q, k, v, segment_ids, prefix_ids, window=window
+  )
+  actual = _with_grads(run, *inputs, ids)
   _assert_close(actual, _with_grads(_plain, *inputs, ids))
 
 
@@ -218,7 +223,7 @@ def test_blocks_before_a_window_are_not_read():
 def test_the_kernel_for_gpus_reads_few_blocks(groups, num_blocks):
   """Numbers of pairs of blocks of 64 tokens, forward and backward."""
   ids = (jnp.array([x], jnp.int32) for x in _ids(groups, 1024))
-  first, stop, resume, last = flash_kernel.block_ranges(*ids)
+  first, stop, resume, last = flash_kernel.block_ranges(*ids, head_dim=128)
   index = jnp.arange(16)
   assert (index + 1 - first - (resume - stop)).sum() == num_blocks
   assert (last + 1 - index).sum() <= num_blocks + 3
@@ -237,18 +242,28 @@ def test_rows_do_not_compute_blocks_of_other_rows():
     assert not jnp.isnan(x[0]).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padded_prompts_do_not_affect_each_other(backend, monkeypatch):
-  """Kernels pad the rows of 150 tokens."""
+@pytest.mark.parametrize(
+  ("backend", "size"),
+  [
+    *((name, None) for name in BACKENDS),
+    *((name, 7) for name in BACKENDS if name != "splash"),
+  ],
+)
+def test_padded_prompts_do_not_affect_each_other(backend, size, monkeypatch):
+  """Kernels pad the rows of 150 tokens. With windows of `size`."""
   monkeypatch.setitem(attention.BACKENDS, backend, BACKENDS[backend])
   lengths = jnp.array([1, 2, 63, 64, 90, 128, 149, 150], jnp.int32)
   inputs = _inputs(8, 150)
   is_real = jnp.arange(150) < lengths[:, None]
   hide = lambda x: jnp.where(is_real[..., None, None], x, 0)
-  run = jax.jit(lambda *x: attention.attend_prompts(*x, backend))
+  position = jnp.broadcast_to(jnp.arange(150, dtype=jnp.int32), (8, 150))
+  window = size and (position, position - size + 1)
+  run = jax.jit(
+    lambda *x: attention.attend_prompts(*x, backend, window and window[1])
+  )
   actual = run(*inputs, lengths)
   ids = is_real.astype(jnp.int32)
-  _assert_close(hide(actual), hide(jax.jit(_plain)(*inputs, ids, ids)))
+  _assert_close(hide(actual), hide(jax.jit(_plain)(*inputs, ids, ids, window)))
 
 
 @pytest.mark.parametrize("backend", ["xla_by_row", "splash"])
@@ -313,14 +328,18 @@ CHOSEN = {
 }
 
 
-def test_kernels_take_no_windows():
-  for platform, kernel in (("gpu", "triton"), ("tpu", "splash")):
-    shapes = platform, 1024, 8, 128
-    assert attention.choose_backend("auto", *shapes) == kernel
-    plain = attention.choose_backend("xla", *shapes)
-    assert attention.choose_backend("auto", *shapes, has_window=True) == plain
-    with pytest.raises(ValueError, match=r"no window, not .* shorter than"):
-      attention.choose_backend(kernel, *shapes, has_window=True)
+def test_windows_and_large_heads_suit_some_kernels():
+  choose = attention.choose_backend
+  shapes = "tpu", 1024, 8, 128
+  assert choose("auto", *shapes, has_window=True) == "xla"
+  with pytest.raises(ValueError, match=r"no window, not .* shorter than"):
+    choose("splash", *shapes, has_window=True)
+  assert choose("auto", "gpu", 1024, 8, 128, has_window=True) == "triton"
+  large = "gpu", 1024, 8, 256
+  assert choose("auto", *large) == "xla_dense"
+  assert choose("auto", *large, dtype="bfloat16") == "triton"
+  with pytest.raises(ValueError, match="256 and float32: set it to auto"):
+    choose("triton", *large)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

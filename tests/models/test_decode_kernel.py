@@ -33,15 +33,16 @@ def _inputs(heads, kv_heads, dtype=jnp.float32, num=1):
   return *values[:3], tuple(values[3]), tuple(values[4])
 
 
-def _run(inputs):
+def _run(inputs, window=None):
   positions = jnp.array(SHARED, jnp.int32) + jnp.array(COUNTS, jnp.int32)
   rows = jnp.array(OWN), jnp.array(ROWS)
   where = jnp.int32(LAYER), *rows, positions, jnp.array(COUNTS)
+  where = *where, window and positions - window + 1
   kernel = functools.partial(decode_kernel.attend, interpret=True)
   return jax.jit(kernel)(*inputs, *where)
 
 
-def _plain(q, k, v, cache, prompts):
+def _plain(q, k, v, cache, prompts, window=None):
   """Attends with each token to the prompt and to what precedes it."""
   outs = np.zeros(q.shape, np.float32)
   for slot, token in np.ndindex(q.shape[:2]):
@@ -54,7 +55,7 @@ def _plain(q, k, v, cache, prompts):
           x[slot, : token + 1].swapaxes(0, 1),
         ],
         axis=1,
-      )
+      )[:, -(window or 1000) :]
       for p, c, x in zip(prompts, cache, (k, v), strict=True)
     )
     queries = q[slot, token].reshape(keys.shape[0], -1, 32)
@@ -73,6 +74,16 @@ def test_output_is_attention_over_the_prompt_and_the_own_tokens(
   inputs = _inputs(heads, kv_heads, num=num)
   out, _ = _run(inputs)
   np.testing.assert_allclose(out, _plain(*inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize("num", [1, 8])
+@pytest.mark.parametrize("window", [3, 64, 100, 260])
+def test_a_window_hides_older_positions(window, num, monkeypatch):
+  """One window is shorter than the new tokens."""
+  monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)
+  inputs = _inputs(4, 2, num=num)
+  out, _ = _run(inputs, window)
+  np.testing.assert_allclose(out, _plain(*inputs, window), atol=1e-6)
 
 
 @pytest.mark.parametrize("num", [1, 3])

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as stored
+import small
 
-from dppo_jax import sharding
+from dppo_jax import rollout, sharding
 from dppo_jax.data.tokenizer import PretrainedTokenizer
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, kv_cache, transformer
@@ -230,11 +231,11 @@ def test_unsupported_variants_are_rejected(changes, message):
     families.from_settings(settings | changes)
 
 
-def test_packed_equals_alone_and_decoding_equals_forward():
+def test_packed_equals_alone_and_decoding_equals_forward(gpu_kernels):
   params, (a, b) = random_params(MODEL), prompts()
   alone = our_logits(params, MODEL)
   tokens, *layout = _rows([[b, a, b]])
-  for backend in ("xla", "xla_by_row", "xla_dense"):
+  for backend in ("xla", "xla_by_row", "xla_dense", "triton"):
     config = dataclasses.replace(MODEL, attention=backend)
     hidden = _forward(params, config, tokens, *layout)
     out = transformer.logits(params, config, hidden)[0]
@@ -253,6 +254,29 @@ def test_packed_equals_alone_and_decoding_equals_forward():
     actual = transformer.logits(weights, MODEL, hidden)[0]
     count = min(3, 37 - at)
     assert_close([actual[:count]], [alone[0][at : at + count]])
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 7])
+def test_kernels_for_gpus_sample_the_same_tokens(gpu_kernels, draft_tokens):
+  """Windows of 5 positions reach into shared prompts, or do not."""
+
+  def sample(config, **options):
+    run = functools.partial(
+      rollout.sample,
+      model_config=config,
+      group_size=3,
+      max_tokens=24,
+      stop_ids=(small.STOP,),
+      **options,
+    )
+    inputs = random_params(MODEL), small.prompts(4)
+    return jax.jit(run)(inputs[0], prompts=inputs[1], rng=jax.random.key(0))
+
+  want = sample(MODEL, num_slots=12)
+  config = dataclasses.replace(MODEL, attention="triton")
+  out = sample(config, num_slots=5, draft_tokens=draft_tokens, platform="gpu")
+  np.testing.assert_array_equal(out.tokens, want.tokens)
+  np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-4)
 
 
 def test_a_window_hides_older_tokens_alone():
@@ -338,4 +362,4 @@ def test_chats_use_the_turns_of_the_template(tmp_path):
   ids = tokenizer.encode_prompt("What is 1?")
   turn = "<bos> <start_of_turn> user What is 1? <end_of_turn> <start_of_turn>"
   assert [words[i] for i in ids] == [*turn.split(), "model"]
-  assert tokenizer.stop_ids == (1, 4)
+  assert tokenizer.stop_ids == (4, 1)  # the end of a turn first

@@ -21,8 +21,8 @@ from dppo_jax.models.attention import (
 )
 from dppo_jax.models.attention.splash_kernel import LANES, MAX_BRANCHES
 
-# Each `(q, k, v, segment_ids, prefix_ids, more) -> out`, as `attention`; `more`
-# is `window`, for kernels `ranges`.
+# Each `(q, k, v, segment_ids, prefix_ids, window) -> out`, as `attention`, or
+# with `ranges` too.
 BACKENDS = {
   # TPU: all rows at once, which launches fewer kernels.
   "xla": functools.partial(blockwise.attention, rows_at_once=None),
@@ -49,6 +49,7 @@ def choose_backend(
   group_size: int,
   head_dim: int,
   has_window: bool = False,
+  dtype: str = "float32",
 ) -> str:
   """Returns the key of `BACKENDS` that a run uses.
 
@@ -59,6 +60,7 @@ def choose_backend(
     group_size: completions of a prompt.
     head_dim: size of a head.
     has_window: some layers see less than the longest sequence.
+    dtype: of the computation.
   """
   plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
   fits = {
@@ -67,8 +69,8 @@ def choose_backend(
     and not has_window,
     # Its blocks are powers of two.
     ("triton", "gpu"): row_length % 16 == 0
-    and not has_window
-    and 16 <= head_dim <= 128  # 256 in float32 exceeds the shared memory
+    # 256 in float32 exceeds the shared memory
+    and 16 <= head_dim <= (256 if dtype == "bfloat16" else 128)
     and head_dim.bit_count() == 1,
   }
   if name in ("auto", "xla"):
@@ -76,16 +78,16 @@ def choose_backend(
     return kernels[0] if kernels else plain
   if not fits.get((name, platform)):
     limits = {
-      "splash": f"a TPU, config.pack.row_length a multiple of {LANES} and "
-      f"config.rollout.group_size at most {MAX_BRANCHES}",
+      "splash": f"a TPU, config.pack.row_length a multiple of {LANES}, "
+      f"config.rollout.group_size at most {MAX_BRANCHES} and no window",
       "triton": "a GPU, config.pack.row_length a multiple of 16 and heads of "
-      "16, 32, 64 or 128 numbers",
+      "16, 32, 64, 128 or, in bfloat16, 256 numbers",
     }
     window = "a window shorter than a sequence, " if has_window else ""
     raise UserError(
-      f"config.model.attention={name} needs {limits[name]} and no window, not "
-      f"a {platform}, rows of {row_length}, groups of {group_size}, {window}"
-      f"and heads of {head_dim}: set it to auto"
+      f"config.model.attention={name} needs {limits[name]}, not a "
+      f"{platform}, rows of {row_length}, groups of {group_size}, {window}"
+      f"heads of {head_dim} and {dtype}: set it to auto"
     )
   return name
 
@@ -110,12 +112,12 @@ def attention(
     backend: a key of `BACKENDS`.
     ranges: result of `block_ranges`, to compute it once for all layers.
     window: each token's position in its sequence, and the first position
-      that it sees; None if it sees all. Kernels take none.
+      that it sees; None if it sees all, as in the kernel for TPUs.
   """
-  run, ids = BACKENDS[backend], (segment_ids, prefix_ids)
-  more = ranges if window is None else window
-  if more is not None:
-    ids = *ids, more
+  more = {"ranges": ranges, "window": window}
+  more = {name: x for name, x in more.items() if x is not None}
+  ids = segment_ids, prefix_ids, more
+  run = lambda q, k, v, *ids: BACKENDS[backend](q, k, v, *ids[:2], **ids[2])
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
@@ -124,7 +126,7 @@ def attention(
     by_row = sharding.unclaimed_spec("batch", None)
     run = jax.shard_map(
       run,
-      in_specs=(by_head,) * 3 + (by_row,) * len(ids),
+      in_specs=(by_head,) * 3 + (by_row,) * 3,
       out_specs=by_head,
       axis_names=axis_names,
       check_vma=False,
@@ -136,11 +138,12 @@ def block_ranges(
   segment_ids: Int[Array, "B L"],
   prefix_ids: Int[Array, "B L"] | None,
   backend: str,
+  head_dim: int,
 ) -> tuple[Int[Array, "B n"], ...] | None:
   """Returns what a backend computes from the ids alone; None if nothing."""
   if backend != "triton":
     return None
-  return flash_kernel.block_ranges(segment_ids, prefix_ids)
+  return flash_kernel.block_ranges(segment_ids, prefix_ids, head_dim)
 
 
 def attend_prompts(
@@ -156,20 +159,19 @@ def attend_prompts(
   Rows may be of any length: for a kernel they are padded to full blocks.
 
   Args:
-    oldest: first position that each token sees; None for 0, as in kernels.
+    oldest: first position that each token sees; None for 0.
   """
   length = q.shape[1]
-  is_kernel = backend in KERNELS
-  if is_kernel:
-    pad = (0, 0), (0, -length % LANES), (0, 0), (0, 0)
-    q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-  is_real = jnp.arange(q.shape[1], dtype=jnp.int32) < lengths[:, None]
-  ids = is_real.astype(jnp.int32)
-  if is_kernel:
-    return attention(q, k, v, ids, backend=backend)[:, :length]
+  padding = 0, -length % LANES if backend in KERNELS else 0
+  pad = (0, 0), padding, (0, 0), (0, 0)
+  q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
+  index = jnp.arange(q.shape[1], dtype=jnp.int32)
+  ids = (index < lengths[:, None]).astype(jnp.int32)
+  window = None
+  if oldest is not None:
+    window = jnp.broadcast_to(index, ids.shape), jnp.pad(oldest, pad[:2])
+  if backend in KERNELS:
+    out = attention(q, k, v, ids, backend=backend, window=window)
+    return out[:, :length]
   # Plain XLA: the compiler spreads heads by itself, and takes any row count.
-  if oldest is None:
-    return BACKENDS[backend](q, k, v, ids)
-  index = jnp.arange(length, dtype=jnp.int32)
-  window = jnp.broadcast_to(index, ids.shape), oldest
-  return BACKENDS[backend](q, k, v, ids, ids, window)
+  return BACKENDS[backend](q, k, v, ids, ids, window=window)

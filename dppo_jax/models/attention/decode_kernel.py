@@ -34,6 +34,7 @@ def attend(
   prompt: Int[Array, "B"],
   positions: Int[Array, "B"],
   count: Int[Array, "B"],
+  oldest: Int[Array, "B"] | None = None,
   interpret: bool = False,
 ) -> tuple[Float[Array, "B n H D"], tuple[Array, Array]]:
   """Writes keys and values of each slot's `n` tokens, and attends to its past.
@@ -47,6 +48,8 @@ def attend(
     positions: position of the first new token; it sees that many others.
     count: own tokens so far, the place of the first new one in `cache`. Those
       beyond the cache are not written.
+    oldest: first position that the first new token sees; the next one sees one
+      less, and all see the others. None for 0.
     interpret: emulates the kernel on any platform, slowly.
   """
   (batch, num, _, dim), kv_heads = q.shape, k.shape[2]
@@ -65,20 +68,22 @@ def attend(
     caches = sharding.unclaimed_spec(None, None, "heads")
     run = jax.shard_map(
       run,
-      in_specs=(heads, caches, caches, *(jax.P(),) * 5),
+      in_specs=(heads, caches, caches, *(jax.P(),) * 6),
       out_specs=(heads, caches),
       axis_names=axis_names,
       check_vma=False,
     )
   cache, prompts = tuple(cache), tuple(prompts)
-  out, cache = run(qkv, cache, prompts, layer, place, prompt, positions, count)
+  where = layer, place, prompt, positions, count, oldest
+  out, cache = run(qkv, cache, prompts, *where)
   out = out.reshape(batch, kv_heads, num, -1, dim).swapaxes(1, 2)
   return out.reshape(q.shape), cache
 
 
 def _attend(
-  qkv, cache, prompts, layer, place, prompt, positions, count, num, interpret
-):
+  qkv, cache, prompts, layer, place, prompt, positions, count, oldest,
+  num, interpret,
+):  # fmt: skip
   batch, kv_heads, rows, dim = qkv.shape
   queries = rows - 2 * num
   rows = max(_MIN_ROWS, pl.next_power_of_2(rows))
@@ -95,11 +100,13 @@ def _attend(
     scale=dim**-0.5,
   )
   whole = pl.no_block_spec
+  oldest = () if oldest is None else (oldest,)
   out, lse, *cache = pl.pallas_call(
     kernel,
     grid=shape[:3],
     in_specs=[
       *(whole,) * 5,
+      (whole,) * len(oldest),
       pl.BlockSpec((None, None, rows, dim), lambda b, h, s: (b, h, 0, 0)),
       *(whole,) * 4,
     ],
@@ -115,11 +122,11 @@ def _attend(
       jax.ShapeDtypeStruct(shape, jnp.float32),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
-    input_output_aliases={8: 2, 9: 3},
+    input_output_aliases={8 + len(oldest): 2, 9 + len(oldest): 3},
     compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
     interpret=interpret,
     name="decode_attention",
-  )(layer[None], place, prompt, positions, count, qkv, *prompts, *cache)
+  )(layer[None], place, prompt, positions, count, oldest, qkv, *prompts, *cache)
   # In one fused operation: the splits are few.
   splits = range(shape[2])
   top = functools.reduce(jnp.maximum, [lse[:, :, i] for i in splits])
@@ -129,9 +136,9 @@ def _attend(
 
 
 def _kernel(
-  layer, place, prompt, positions, count, qkv, prompt_keys, prompt_values, keys,
-  values, out, lse, new_keys, new_values, *, num, queries, split, prompt_splits,
-  scale,
+  layer, place, prompt, positions, count, oldest, qkv, prompt_keys,
+  prompt_values, keys, values, out, lse, new_keys, new_values,
+  *, num, queries, split, prompt_splits, scale,
 ):  # fmt: skip
   """Attends from one slot and head of keys to the positions of one split."""
   slot, head, index = (pl.program_id(axis) for axis in range(3))
@@ -141,6 +148,8 @@ def _kernel(
   exact = {"allow_tf32": False} if query.dtype == jnp.float32 else {}
   dot = functools.partial(plgpu.dot, **exact)
   own_index, newest, layer = index - prompt_splits, count[slot], layer[0]
+  number = rows // (queries // num)  # of each query among the new tokens
+  shared = positions[slot] - newest
 
   def add(carry, logits, is_seen, weigh):
     """Adds positions to the softmax; `weigh` multiplies values by weights."""
@@ -152,17 +161,24 @@ def _kernel(
     out = out * rescale[:, None] + weigh(probs)
     return out, new_max, denom * rescale + probs.sum(1)
 
-  def attend_to(keys, values, row, start, end, carry):
-    """Adds the positions `start` to `end` of a row of a cache."""
+  def attend_to(keys, values, row, start, end, before, carry):
+    """Adds the places `start` to `end`, at positions `before` higher."""
+    if oldest:
+      first_seen = oldest[0][slot] - before + number
+      skipped = jnp.maximum(oldest[0][slot] - before - start, 0) // BLOCK
+      start += jnp.minimum(skipped * BLOCK, split)
 
     def block(i, carry):
       first = pl.multiple_of(start + i * BLOCK, BLOCK)
       at = pl.ds(first, BLOCK)
       logits = dot(query, keys[layer, row, head, at, :].T) * scale
-      is_seen = first + jnp.arange(BLOCK, dtype=jnp.int32) < end
+      index = first + jnp.arange(BLOCK, dtype=jnp.int32)
+      is_seen = (index < end)[None]
+      if oldest:
+        is_seen &= index[None] >= first_seen[:, None]
       block_values = values[layer, row, head, at, :]
       weigh = lambda probs: dot(probs.astype(values.dtype), block_values)
-      return add(carry, logits, is_seen[None], weigh)
+      return add(carry, logits, is_seen, weigh)
 
     return jax.lax.fori_loop(0, pl.cdiv(end - start, BLOCK), block, carry)
 
@@ -170,24 +186,26 @@ def _kernel(
   has_new = newest // split == own_index
   zeros = jnp.zeros(rows.shape, jnp.float32)
   carry = jnp.zeros(query.shape, jnp.float32), zeros + MASKED, zeros
-  number = rows // (queries // num)  # of each query among the new tokens
   for i in range(num):
     key, value = (qkv[queries + x * num + i, :] for x in range(2))
     product = query.astype(jnp.float32) * key.astype(jnp.float32)
     logits = product.sum(1, keepdims=True) * scale
     weigh = lambda probs, value=value: probs * value.astype(jnp.float32)[None]
-    carry = add(carry, logits, has_new & (number >= i)[:, None], weigh)
+    is_seen = number >= i
+    if oldest:
+      is_seen &= positions[slot] + i >= oldest[0][slot] + number
+    carry = add(carry, logits, has_new & is_seen[:, None], weigh)
   # One of the two ranges is empty.
   start = index * split
-  end = jnp.minimum(positions[slot] - newest, start + split)
+  end = jnp.minimum(shared, start + split)
   end = jnp.where(own_index < 0, jnp.maximum(end, start), start)
   row = prompt[slot]
-  carry = attend_to(prompt_keys, prompt_values, row, start, end, carry)
+  carry = attend_to(prompt_keys, prompt_values, row, start, end, 0, carry)
   start = own_index * split
   end = jnp.minimum(newest, start + split)
   end = jnp.where(own_index < 0, start, jnp.maximum(end, start))
   total, row_max, denom = attend_to(
-    keys, values, place[slot], start, end, carry
+    keys, values, place[slot], start, end, shared, carry
   )
 
   total = total / jnp.where(denom > 0, denom, 1.0)[:, None]

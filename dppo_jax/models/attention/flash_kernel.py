@@ -17,27 +17,37 @@ from jaxtyping import Array, Int
 from dppo_jax.models.attention.blockwise import MASKED
 
 _BLOCK = 64  # tokens; at most
+_NUMBERS = 2**13  # of a block and head; at most
 
 
 def attention(
-  q, k, v, segment_ids, prefix_ids=None, ranges=None, interpret=False
+  q,
+  k,
+  v,
+  segment_ids,
+  prefix_ids=None,
+  ranges=None,
+  window=None,
+  interpret=False,
 ):
   """Computes `models.attention.attention`.
 
-  Rows are multiples of 16 tokens, heads have 16, 32, 64 or 128 numbers.
+  Rows are multiples of 16 tokens, heads have 16, 32, 64, 128 or 256 numbers.
 
   Args:
     ranges: result of `block_ranges`, computed here if not given.
     interpret: emulates the kernels on any platform, slowly.
   """
-  ranges = ranges or block_ranges(segment_ids, prefix_ids)
+  ranges = ranges or block_ranges(segment_ids, prefix_ids, q.shape[-1])
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-  ids = segment_ids, prefix_ids, *ranges
-  return _attention(q, k, v, ids, interpret)
+  masks = segment_ids, prefix_ids, *(window or ())
+  return _attention(q, k, v, (masks, *ranges), interpret)
 
 
 def block_ranges(
-  segment_ids: Int[Array, "B L"], prefix_ids: Int[Array, "B L"] | None
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None,
+  head_dim: int,
 ) -> tuple[Int[Array, "B n"], ...]:
   """Returns the blocks that may share a sequence, in four numbers for each.
 
@@ -47,7 +57,7 @@ def block_ranges(
   that ascend, with padding at the end as in packed rows, make the ranges tight.
   """
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-  block = math.gcd(segment_ids.shape[1], _BLOCK)
+  block = _block_size(segment_ids.shape[1], head_dim)
   by_block = lambda x: x.reshape(len(x), -1, block)
 
   def bounds(ids):  # of each block, without padding
@@ -71,18 +81,22 @@ def block_ranges(
   return first, stop, resume, last.astype(jnp.int32)
 
 
+def _block_size(length: int, head_dim: int) -> int:
+  return math.gcd(length, min(_BLOCK, _NUMBERS // head_dim))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attention(q, k, v, ids, interpret):
   return _forward(q, k, v, ids, interpret)[0]
 
 
 def _forward(q, k, v, ids, interpret):
-  batch, length, heads, _ = q.shape
+  batch, length, heads, dim = q.shape
   out, lse = _call(
     _forward_kernel,
     (q, k, v, *ids),
     [q, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
-    grid=(length // math.gcd(length, _BLOCK), heads, batch),
+    grid=(length // _block_size(length, dim), heads, batch),
     interpret=interpret,
   )
   return out, (q, k, v, ids, out, lse)
@@ -90,8 +104,8 @@ def _forward(q, k, v, ids, interpret):
 
 def _backward(interpret, saved, grad):
   q, k, v, ids, out, lse = saved
-  batch, length, heads, _ = q.shape
-  num_blocks = length // math.gcd(length, _BLOCK)
+  batch, length, heads, dim = q.shape
+  num_blocks = length // _block_size(length, dim)
   # The gradient of a softmax is p * (dp - sum of p * dp); delta is that sum.
   delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   arrays = q, k, v, *ids, grad, lse, delta.swapaxes(1, 2)
@@ -109,7 +123,7 @@ def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
   q, k = arrays[:2]
   kernel = functools.partial(
     kernel,
-    block=math.gcd(q.shape[1], _BLOCK),
+    block=_block_size(q.shape[1], q.shape[-1]),
     group=q.shape[2] // k.shape[2],
     scale=q.shape[-1] ** -0.5,
   )
@@ -128,13 +142,17 @@ def _dot(a, b, **kwargs):
   return plgpu.dot(a, b, **exact, **kwargs)
 
 
-def _probs(q, k, segments, prefixes, row, i, j, block, scale, shift=None):
+def _probs(q, k, masks, row, i, j, block, scale, shift=None):
   """Returns logits of a block of queries and keys, or exp(logits - shift)."""
   offset = jnp.arange(block, dtype=jnp.int32)
   queries, keys = pl.ds(i * block, block), pl.ds(j * block, block)
+  segments, prefixes, *window = masks
   key_ids = segments[row, keys][None]
   is_seen = segments[row, queries][:, None] == key_ids
   is_seen |= prefixes[row, queries][:, None] == key_ids
+  if window:
+    position, oldest = window
+    is_seen &= position[row, keys][None] >= oldest[row, queries][:, None]
   is_seen &= (i * block + offset)[:, None] >= (j * block + offset)[None]
   logits = _dot(q, k, trans_b=True) * scale
   if shift is not None:
@@ -150,7 +168,7 @@ def _blocks_of_keys(first, stop, resume, row, i):
 
 
 def _forward_kernel(
-  q, k, v, segments, prefixes, first, stop, resume, last, out, lse,
+  q, k, v, masks, first, stop, resume, last, out, lse,
   *, block, group, scale,
 ):  # fmt: skip
   i, head, row = (pl.program_id(axis) for axis in range(3))
@@ -162,7 +180,7 @@ def _forward_kernel(
     j = block_at(n)
     total, row_max, denom = carry
     keys = row, pl.ds(j * block, block), head // group
-    where = segments, prefixes, row, i, j, block, scale
+    where = masks, row, i, j, block, scale
     logits = _probs(query, k[*keys, :], *where)
     new_max = jnp.maximum(row_max, logits.max(1))
     rescale, probs = (
@@ -181,7 +199,7 @@ def _forward_kernel(
 
 
 def _dq_kernel(
-  q, k, v, segments, prefixes, first, stop, resume, last, grad, lse, delta, dq,
+  q, k, v, masks, first, stop, resume, last, grad, lse, delta, dq,
   *, block, group, scale,
 ):  # fmt: skip
   i, head, row = (pl.program_id(axis) for axis in range(3))
@@ -194,7 +212,7 @@ def _dq_kernel(
   def step(n, total):
     j = block_at(n)
     keys = row, pl.ds(j * block, block), head // group
-    key, where = k[*keys, :], (segments, prefixes, row, i, j, block, scale)
+    key, where = k[*keys, :], (masks, row, i, j, block, scale)
     probs = _probs(query, key, *where, lse)
     dprobs = _dot(grad, v[*keys, :], trans_b=True)
     dlogits = probs * (dprobs - delta[:, None]) * scale
@@ -206,7 +224,7 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-  q, k, v, segments, prefixes, first, stop, resume, last, grad, lse, delta,
+  q, k, v, masks, first, stop, resume, last, grad, lse, delta,
   dk, dv, *, block, group, scale,
 ):  # fmt: skip
   j, kv_head, row = (pl.program_id(axis) for axis in range(3))
@@ -219,7 +237,7 @@ def _dkv_kernel(
     i, head = j + n % num_blocks, kv_head * group + n // num_blocks
     queries = pl.ds(i * block, block)
     query, grads = q[row, queries, head, :], grad[row, queries, head, :]
-    where = segments, prefixes, row, i, j, block, scale
+    where = masks, row, i, j, block, scale
     probs = _probs(query, key, *where, lse[row, head, queries])
     dvalue += _dot(probs.astype(grads.dtype), grads, trans_a=True)
     dprobs = _dot(grads, value, trans_b=True)
