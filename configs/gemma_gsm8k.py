@@ -7,14 +7,14 @@ r"""Gemma 3 1B (instruction-tuned) on GSM8K, grade-school word problems.
 Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub, whose licence has to be accepted there first. For the data see gsm8k.py.
 
-Hardware: one GPU of 80 GB, or a v5e-8; by calculation 28 GiB on one GPU, of
-which 6 GiB are logits of the vocabulary of 262,144 tokens, and 6 GiB on each
-device of a v5e-8. **It has never been run at this size**: hours and accuracy
-are unknown. The code path is tested with tiny checkpoints. Other sizes:
+Hardware: one GPU of 80 GB, or a v5e-8. Compiled without either it takes 21 GiB
+on one GPU and 7 GiB on each device of a v5e-8. **It has never been run at this
+size**: hours and accuracy are unknown. The code path is tested with tiny
+checkpoints. Other sizes:
 `--config.model.hub_id=google/gemma-3-270m-it` or `google/gemma-3-4b-it`.
 
-Prompts and completions exceed the window of 512 tokens, so attention is plain
-XLA. On TPUs, `--config.data.max_prompt_tokens=192
+Prompts and completions exceed the window of 512 tokens, so attention on TPUs is
+plain XLA. There, `--config.data.max_prompt_tokens=192
 --config.rollout.max_tokens=320` allows the splash kernel.
 """
 
