@@ -65,12 +65,19 @@ def _plain(q, k, v, cache, prompts, window=None):
   return outs
 
 
+@pytest.fixture(params=["splits", "whole"])
+def _divided(request, monkeypatch):
+  """Several splits of prompt and completion, or one program for both."""
+  monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)
+  if request.param == "whole":
+    monkeypatch.setattr(decode_kernel, "_ENOUGH", 1)
+
+
 @pytest.mark.parametrize("num", [1, 2, 8])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (16, 1), (14, 2)])
 def test_output_is_attention_over_the_prompt_and_the_own_tokens(
-  heads, kv_heads, num, monkeypatch
+  _divided, heads, kv_heads, num
 ):
-  monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)  # several splits of each
   inputs = _inputs(heads, kv_heads, num=num)
   out, _ = _run(inputs)
   np.testing.assert_allclose(out, _plain(*inputs), atol=1e-6)
@@ -78,16 +85,15 @@ def test_output_is_attention_over_the_prompt_and_the_own_tokens(
 
 @pytest.mark.parametrize("num", [1, 8])
 @pytest.mark.parametrize("window", [3, 64, 100, 260])
-def test_a_window_hides_older_positions(window, num, monkeypatch):
+def test_a_window_hides_older_positions(_divided, window, num):
   """One window is shorter than the new tokens."""
-  monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)
   inputs = _inputs(4, 2, num=num)
   out, _ = _run(inputs, window)
   np.testing.assert_allclose(out, _plain(*inputs, window), atol=1e-6)
 
 
 @pytest.mark.parametrize("num", [1, 3])
-def test_only_the_new_positions_of_each_slot_are_written(num):
+def test_only_the_new_positions_of_each_slot_are_written(_divided, num):
   """One slot is at the last position of its cache."""
   inputs = _inputs(4, 2, num=num)
   _, written = _run(inputs)
@@ -99,7 +105,7 @@ def test_only_the_new_positions_of_each_slot_are_written(num):
     np.testing.assert_array_equal(new, expected)
 
 
-def test_error_in_bfloat16_is_that_of_its_rounding():
+def test_error_in_bfloat16_is_that_of_its_rounding(_divided):
   """Probabilities are rounded to bfloat16; sums are float32."""
   inputs = _inputs(4, 2, jnp.bfloat16)
   exact = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)

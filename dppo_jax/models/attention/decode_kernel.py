@@ -1,9 +1,10 @@
 """Attention of each decode slot's new tokens, in one kernel for NVIDIA GPUs.
 
 A slot's past is its prompt, whose cache all completions of a group share, and
-its own tokens. Programs divide the slots, the heads of keys, and the positions
-(flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The
-program of the first new position also writes the new keys and values in place.
+its own tokens. Programs divide the slots, the heads of keys and, if these are
+few, the positions (flash-decoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The program of the
+first new position also writes the new keys and values in place.
 """
 
 import functools
@@ -21,6 +22,7 @@ BLOCK = 64  # positions that a program reads at once; a cache has a multiple
 _MIN_ROWS = 16  # of a product on tensor cores
 _MIN_SPLIT = 256  # positions of one program
 _MAX_SPLITS = 8  # programs of the longer of prompts and completions
+_ENOUGH = 1024  # programs that need no splits: several on each multiprocessor
 
 
 def attend(
@@ -90,6 +92,9 @@ def _attend(
   lengths = [x.shape[3] for x in (prompts[0], cache[0])]
   split = max(_MIN_SPLIT, -(-max(lengths) // _MAX_SPLITS // BLOCK) * BLOCK)
   num_splits = [-(-length // split) for length in lengths]
+  is_whole = batch * kv_heads >= _ENOUGH
+  if is_whole:  # one program for prompt and completion
+    split, num_splits = max(lengths) + BLOCK, [0, 1]
   shape = batch, kv_heads, sum(num_splits), queries
   kernel = functools.partial(
     _kernel,
@@ -118,7 +123,7 @@ def _attend(
       *(whole,) * 2,
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+      jax.ShapeDtypeStruct((*shape, dim), qkv.dtype if is_whole else jnp.float32),
       jax.ShapeDtypeStruct(shape, jnp.float32),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
@@ -127,6 +132,8 @@ def _attend(
     interpret=interpret,
     name="decode_attention",
   )(layer[None], place, prompt, positions, count, oldest, qkv, *prompts, *cache)
+  if is_whole:
+    return out[:, :, 0], tuple(cache)
   # In one fused operation: the splits are few.
   splits = range(shape[2])
   top = functools.reduce(jnp.maximum, [lse[:, :, i] for i in splits])
@@ -140,7 +147,11 @@ def _kernel(
   prompt_values, keys, values, out, lse, new_keys, new_values,
   *, num, queries, split, prompt_splits, scale,
 ):  # fmt: skip
-  """Attends from one slot and head of keys to the positions of one split."""
+  """Attends from one slot and head of keys to the positions of one split.
+
+  Splits are of the prompt or of the own tokens; without `prompt_splits`, the
+  only one is of both.
+  """
   slot, head, index = (pl.program_id(axis) for axis in range(3))
   rows = jnp.arange(qkv.shape[0], dtype=jnp.int32)
   is_row = rows < queries
@@ -195,10 +206,10 @@ def _kernel(
     if oldest:
       is_seen &= positions[slot] + i >= oldest[0][slot] + number
     carry = add(carry, logits, has_new & is_seen[:, None], weigh)
-  # One of the two ranges is empty.
   start = index * split
   end = jnp.minimum(shared, start + split)
-  end = jnp.where(own_index < 0, jnp.maximum(end, start), start)
+  reads_prompt = (own_index < 0) | (prompt_splits == 0)
+  end = jnp.where(reads_prompt, jnp.maximum(end, start), start)
   row = prompt[slot]
   carry = attend_to(prompt_keys, prompt_values, row, start, end, 0, carry)
   start = own_index * split
@@ -209,7 +220,7 @@ def _kernel(
   )
 
   total = total / jnp.where(denom > 0, denom, 1.0)[:, None]
-  plgpu.store(out, total, mask=is_row[:, None])
+  plgpu.store(out, total.astype(out.dtype), mask=is_row[:, None])
   log_sum = jnp.where(denom > 0, row_max + jnp.log(denom), MASKED)
   plgpu.store(lse, log_sum, mask=is_row)
 
