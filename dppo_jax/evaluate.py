@@ -40,6 +40,8 @@ def run(
   compile_cache.enable_compilation_cache()
   start = time.monotonic()
   resume.check_processes(config, workdir)
+  if step is not None:
+    checkpoint.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress(is_silent=not distributed.is_first()) as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = setup_run(config, trains=False)

@@ -76,7 +76,9 @@ def run(
           sampler.print_completions(_source_of(config, [line]), key)
         except UserError as error:
           if not is_typed:
-            raise UserError(f"line {number + 1} of the input: {error}") from None
+            raise UserError(
+              f"line {number + 1} of the input: {error}"
+            ) from None
           bar.say(f"error: {error}")
 
 

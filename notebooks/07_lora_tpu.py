@@ -7,9 +7,9 @@
 # numbers, in two minutes.
 #
 # **It has never been run on a TPU.** Memory and seconds below are predictions.
-# XLA's TPU compiler, which needs no TPU, compiled this config for `v5e:2x4`: 5.5
-# GiB on each chip in the rollout and 1.4 in the update, of 15.7. Qwen3-4B fits
-# with LoRA too, with 11.4 and 5.7 GiB, and not without it
+# XLA's TPU compiler, which needs no TPU, compiled this config for `v5e:2x4`: it
+# takes 5.5 GiB on each chip in the rollout and 1.4 in the update, of 15.7.
+# Qwen3-4B fits with LoRA too, with 11.4 and 5.7 GiB, and not without it
 # ([experiment 14](../experiments/14_lora/README.md)).
 
 # %%

@@ -160,5 +160,5 @@ def test_lines_of_a_terminal_are_prompts(begun, capsys, monkeypatch):
 
 def test_a_mistake_in_a_pipe_ends_it_with_its_line(begun, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n\nwhat?\n1+1="))
-  with pytest.raises(UserError, match="line 3 of the input: .*character 'w'"):
+  with pytest.raises(UserError, match=r"line 3 of the input: .*'w'"):
     _sample(capsys, f"--workdir={begun[1]}")

@@ -131,9 +131,7 @@ class PretrainedTokenizer:
     ids = find_stop_ids(self._path, self._tokenizer.eos_token_id)
     if len(ids) == 1 or not self._has_template:
       return ids
-    turns = [
-      {"role": role, "content": "1"} for role in ("user", "assistant")
-    ]
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant")]
     with contextlib.suppress(Exception):  # a template may raise anything
       text = self._tokenizer.apply_chat_template(
         turns, tokenize=False, **self._template_args

@@ -44,10 +44,7 @@ class AutoBudget(NamedTuple):
   max_keep: float = 1.0
 
   def choose(
-    self,
-    groups: Groups,
-    size: Float[Array, "Q G"],
-    min_prob: float = 0.0,
+    self, groups: Groups, size: Float[Array, "Q G"], min_prob: float = 0.0
   ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
     """Returns the number of completions to train on, and metrics about it.
 
