@@ -97,7 +97,7 @@ def read_weights(
   if step is None and not checkpoint.complete_steps(workdir):
     model, adapter = run.config.model, run.config.lora.adapter
     origin = model.path or model.hub_id or "random, without a checkpoint"
-    origin += f" with the adapter {adapter}" * bool(adapter)
+    origin += f", with the adapter {adapter}" * bool(adapter)
     step, params = 0, run.initial_params()
   else:
     best = run.config.checkpoint.best

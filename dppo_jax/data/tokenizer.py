@@ -131,13 +131,17 @@ class PretrainedTokenizer:
     ids = find_stop_ids(self._path, self._tokenizer.eos_token_id)
     if len(ids) == 1 or not self._has_template:
       return ids
-    turns = [{"role": role, "content": "1"} for role in ("user", "assistant")]
+    answer = "4711"
+    turns = [
+      {"role": role, "content": answer} for role in ("user", "assistant")
+    ]
     with contextlib.suppress(Exception):  # a template may raise anything
       text = self._tokenizer.apply_chat_template(
         turns, tokenize=False, **self._template_args
       )
-      ends = [x for x in self.encode(text) if x in ids]
-      ids = tuple(dict.fromkeys([*ends[-1:], *ids]))
+      rest = self.encode(text.rpartition(answer)[2])
+      ends = [x for x in rest if x in ids]
+      ids = tuple(dict.fromkeys([*ends[:1], *ids]))
     return ids
 
   def encode_prompt(self, prompt: Prompt) -> list[int]:

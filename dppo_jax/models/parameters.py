@@ -100,7 +100,7 @@ class ModelConfig:
 def drop_idle_window(config: ModelConfig, longest: int) -> ModelConfig:
   """Drops a window that no sequence of up to `longest` tokens exceeds.
 
-  The result is the same, but kernels take no windows.
+  The result is the same, but the kernel for TPUs takes no windows.
   """
   if config.local is None or (config.local.window or 0) < longest:
     return config

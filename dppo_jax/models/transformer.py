@@ -245,6 +245,7 @@ def _places(
     return in_global
   in_local = Places(*rotation(config.local.rope_theta))
   if config.local.window:
+    # At most 0, also for the tokens that follow the first one.
     in_global = in_global._replace(oldest=positions - num_positions)
     in_local = in_local._replace(oldest=positions - config.local.window + 1)
   return jax.tree.map(lambda *x: jnp.stack(x), in_global, in_local)

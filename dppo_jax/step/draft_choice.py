@@ -2,7 +2,9 @@
 
 from dppo_jax.run import distributed
 
-RETRY = 128  # rollouts after which the slower kind is tried again; then 4 times
+# Rollouts before the slower kind is tried again; each later wait is 4 times as
+# long.
+RETRY = 128
 DECAY = 0.7  # weight of what was measured, at each further rollout
 
 

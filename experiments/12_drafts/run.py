@@ -176,7 +176,7 @@ def whole(root: pathlib.Path, cores: list[int], pairs: int) -> list[dict]:
   rows = []
   for task, steps in STEPS.items():
     tasks.grpo_config(task)  # writes its problems
-    command = lambda name, *flags, task=task, steps=steps: (
+    command = lambda *flags, task=task, steps=steps: (
       f"{tasks.CONFIGS[task]}:grpo",
       f"--config.steps={steps}",
       "--config.eval.every=0",
@@ -184,7 +184,7 @@ def whole(root: pathlib.Path, cores: list[int], pairs: int) -> list[dict]:
       *flags,
     )
     warm = processes.Runs(root, cores[:1])
-    warm.start(f"{task}-warm", *command("", "--config.steps=0")).result()
+    warm.start(f"{task}-warm", *command("--config.steps=0")).result()
     for pair in range(pairs):
       started = {}
       for i, drafts in enumerate((0, -1)):
@@ -193,7 +193,6 @@ def whole(root: pathlib.Path, cores: list[int], pairs: int) -> list[dict]:
         started[name] = pool.start(
           name,
           *command(
-            name,
             f"--config.rollout.draft_tokens={drafts}",
             f"--config.sft.from_run={root / f'{task}-warm'}",
           ),

@@ -165,3 +165,21 @@ def test_an_automatic_budget_needs_seconds_or_a_cost():
   assert not fixed.reads_costs and not fixed.noise_every
   with pytest.raises(ValueError, match=r"costs is None.*update_cost"):
     method.completions(jax.random.key(0), Groups(REWARDS, ADVANTAGES, LENGTHS))
+
+
+def test_a_fixed_budget_reports_the_variance_that_it_adds():
+  """For the group size that is chosen by the noise."""
+  options = {"min_prob": 0.05, "rollout_budget": "auto"}
+  groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=_costs(noise=0.3))
+  method = methods.neyman(update_cost=3.0, **options)
+  chosen = method.completions(jax.random.key(0), groups)
+  want = method.describe(groups, chosen)["budget/added_variance"]
+  fraction = int(chosen.keep.sum()) / chosen.keep.size
+  fixed = methods.neyman(completion_budget=fraction, **options)
+  assert fixed.reads_costs and fixed.noise_every
+  chosen = fixed.completions(jax.random.key(0), groups)
+  metrics = jax.tree.map(float, fixed.describe(groups, chosen))
+  assert metrics == {
+    "budget/added_variance": pytest.approx(float(want), rel=0.03)
+  }
+  assert methods.neyman(completion_budget=0.5).describe is None

@@ -130,6 +130,17 @@ def test_a_window_counts_positions_of_the_sequence(backend, size):
   _assert_close(actual, _with_grads(_plain, *inputs, ids))
 
 
+def test_large_heads_have_smaller_blocks():
+  """Block ranges that are computed once have the size of the kernel's."""
+  ids, inputs = _rows(256), _inputs(len(SEGMENTS), 256, 2, 1, dim=256)
+  ranges = attention.block_ranges(*ids, "triton", 256)
+  assert len(ranges[0][0]) == 256 // 32
+  run = lambda *x: BACKENDS["triton"](*x, ranges=ranges)
+  _assert_close(
+    _with_grads(run, *inputs, ids), _with_grads(_plain, *inputs, ids), 1e-4
+  )
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_prefixes_need_no_prefix_ids(backend):
   segment_ids = _rows(128, ("short", "short"))[0]

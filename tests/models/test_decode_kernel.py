@@ -65,11 +65,11 @@ def _plain(q, k, v, cache, prompts, window=None):
   return outs
 
 
-@pytest.fixture(params=["splits", "whole"])
+@pytest.fixture(params=["divided", "undivided"])
 def _divided(request, monkeypatch):
   """Several splits of prompt and completion, or one program for both."""
   monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)
-  if request.param == "whole":
+  if request.param == "undivided":
     monkeypatch.setattr(decode_kernel, "_ENOUGH", 1)
 
 

@@ -32,7 +32,8 @@ class AutoBudget(NamedTuple):
   proportional to those of a step times `1 + v r / (1 + r)`.
 
   Attributes:
-    min_keep, max_keep: bounds of the fraction, in (0, 1].
+    min_keep, max_keep: bounds of the fraction, in (0, 1], before a least
+      probability raises it.
     update_cost: seconds of an update on every needed completion over the other
       seconds of a step; 0 uses measured times.
   Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.7, for steps
@@ -59,19 +60,15 @@ class AutoBudget(NamedTuple):
     fractions = jnp.geomspace(self.min_keep, self.max_keep, NUM_BUDGETS)
     at_most_all = lambda x: jnp.clip(x, 1.0, jnp.maximum(num_needed, 1.0))
     prob = proportional(size, at_most_all(jnp.round(fractions * num_needed)))
-    # The probabilities of a draw of as many as they sum to.
+    # Up to rounding those of `water_filling` for `counts` completions.
     prob = jnp.where(size > 0, jnp.maximum(prob, min_prob), 0.0)
     counts = at_most_all(jnp.round(prob.sum(axis=1)))
-    is_positive = groups.advantages.reshape(-1) > 0
-    shape = groups.advantages.shape
-    added = systematic_variance(prob, size * size, is_positive, shape)
+    added = added_noise(groups, size, prob)
     tokens = (prob * lengths[None]).sum(axis=1)
     update, other = self._seconds(tokens, lengths.sum(), groups.costs)
-    noise, apart = jnp.float32(1), jnp.float32(0.5)
+    noise = jnp.float32(1)
     if groups.costs is not None:
       noise = jnp.maximum(groups.costs.noise_fraction, MIN_NOISE_FRACTION)
-      apart = groups.costs.apart_fraction
-    added = added * apart
     times = (other + update) * (1 + added * noise)
     best = largest_near_optimal(times)
     return counts[best].astype(jnp.int32), {
@@ -179,6 +176,18 @@ def systematic_variance(
   added = (added * (1 - SHARED + SHARED * shared)).sum(axis=(1, 2))
   fraction = _ratio(added, squares.sum())
   return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
+
+
+def added_noise(
+  groups: Groups, size: Float[Array, "..."], prob: Float[Array, "K M"]
+) -> Float[Array, "K"]:
+  """Computes `systematic_variance` as a fraction of the batch's noise."""
+  squares, is_positive = (
+    x.reshape(-1) for x in (size * size, groups.advantages > 0)
+  )
+  shape, costs = groups.advantages.shape, groups.costs
+  added = systematic_variance(prob, squares, is_positive, shape)
+  return added * (0.5 if costs is None else costs.apart_fraction)
 
 
 def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:

@@ -85,7 +85,7 @@ def add_measurement(
   apart = jnp.asarray(apart)
   within = (apart + added * noise) * (group_size - 1)
   new = Noise(signal, noise, apart, within, common)
-  is_finite = jnp.isfinite(total + signed + apart)
+  is_finite = jnp.isfinite(total + signed + apart + added)
   mix = lambda x, y: jnp.where(is_finite, DECAY * x + y, x)
   return jax.tree.map(mix, old, new)
 
@@ -107,8 +107,9 @@ def best_group_size(noise: Noise, largest: int) -> float:
 
   With groups of `g`, of which a fixed fraction is trained on, steps are
   proportional to `common + within / (g - 1)` and their cost to `g`, if that of
-  prompts is small. The best `g - 1` is then the root of `within / common`. That
-  is the best pair of `g` and fraction, if the latter is the best one for `g`.
+  prompts is small. The best `g - 1` is then the square root of `within /
+  common`. In turn with an automatic budget this reaches a size and a fraction
+  of which neither can be improved alone.
   """
   if not noise.apart > 0:
     return float(min(FIRST_GROUP_SIZE, largest))

@@ -18,7 +18,7 @@ from dppo_jax.algo.validation import (
 from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.neyman import pass_rates
-from dppo_jax.methods.neyman.budget import AutoBudget
+from dppo_jax.methods.neyman.budget import AutoBudget, added_noise
 from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng, as_step_rng
@@ -86,14 +86,15 @@ def neyman(
     )
   if token_budget < 1:
     rules = rules._replace(tokens=neyman_tokens(token_budget, min_prob))
-  if is_auto:
-    rules = rules._replace(reads_costs=True, noise_every=NOISE_EVERY)
-  if not isinstance(budget, AutoBudget):
+  if not isinstance(budget, AutoBudget) and not is_auto:
     return rules
 
   def describe(groups: Groups, chosen: Selection) -> dict[str, jax.Array]:
-    del chosen
-    return budget.choose(groups, gradient_size(groups), min_prob)[1]
+    size = gradient_size(groups)
+    if isinstance(budget, AutoBudget):
+      return budget.choose(groups, size, min_prob)[1]
+    added = added_noise(groups, size, chosen.prob.reshape(1, -1))[0]
+    return {"budget/added_variance": added}
 
   return rules._replace(
     describe=describe, reads_costs=True, noise_every=NOISE_EVERY

@@ -21,8 +21,8 @@ from dppo_jax.models.attention import (
 )
 from dppo_jax.models.attention.splash_kernel import LANES, MAX_BRANCHES
 
-# Each `(q, k, v, segment_ids, prefix_ids, window) -> out`, as `attention`, or
-# with `ranges` too.
+# Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`. `window` and
+# `ranges` are passed by name: the first not to splash, the second to triton.
 BACKENDS = {
   # TPU: all rows at once, which launches fewer kernels.
   "xla": functools.partial(blockwise.attention, rows_at_once=None),

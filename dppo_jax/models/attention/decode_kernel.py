@@ -50,8 +50,8 @@ def attend(
     positions: position of the first new token; it sees that many others.
     count: own tokens so far, the place of the first new one in `cache`. Those
       beyond the cache are not written.
-    oldest: first position that the first new token sees; the next one sees one
-      less, and all see the others. None for 0.
+    oldest: first position that the first new token sees, which may be negative,
+      and one higher for each further token; None if they see all.
     interpret: emulates the kernel on any platform, slowly.
   """
   (batch, num, _, dim), kv_heads = q.shape, k.shape[2]
@@ -92,8 +92,8 @@ def _attend(
   lengths = [x.shape[3] for x in (prompts[0], cache[0])]
   split = max(_MIN_SPLIT, -(-max(lengths) // _MAX_SPLITS // BLOCK) * BLOCK)
   num_splits = [-(-length // split) for length in lengths]
-  is_whole = batch * kv_heads >= _ENOUGH
-  if is_whole:  # one program for prompt and completion
+  is_undivided = batch * kv_heads >= _ENOUGH
+  if is_undivided:  # one program for prompt and completion
     split, num_splits = max(lengths) + BLOCK, [0, 1]
   shape = batch, kv_heads, sum(num_splits), queries
   kernel = functools.partial(
@@ -124,7 +124,7 @@ def _attend(
     ],
     out_shape=[
       jax.ShapeDtypeStruct(
-        (*shape, dim), qkv.dtype if is_whole else jnp.float32
+        (*shape, dim), qkv.dtype if is_undivided else jnp.float32
       ),
       jax.ShapeDtypeStruct(shape, jnp.float32),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
@@ -134,7 +134,7 @@ def _attend(
     interpret=interpret,
     name="decode_attention",
   )(layer[None], place, prompt, positions, count, oldest, qkv, *prompts, *cache)
-  if is_whole:
+  if is_undivided:
     return out[:, :, 0], tuple(cache)
   # In one fused operation: the splits are few.
   splits = range(shape[2])

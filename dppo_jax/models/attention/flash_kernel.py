@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from dppo_jax.models.attention.blockwise import MASKED
 
 _BLOCK = 64  # tokens; at most
-_NUMBERS = 2**13  # of a block and head; at most
+_NUMBERS = 2**13  # in one block of one head; at most
 
 
 def attention(
@@ -26,6 +26,7 @@ def attention(
   v,
   segment_ids,
   prefix_ids=None,
+  *,
   ranges=None,
   window=None,
   interpret=False,
@@ -36,6 +37,7 @@ def attention(
 
   Args:
     ranges: result of `block_ranges`, computed here if not given.
+    window: as there.
     interpret: emulates the kernels on any platform, slowly.
   """
   ranges = ranges or block_ranges(segment_ids, prefix_ids, q.shape[-1])
