@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
+from dppo_jax.models.attention import decode_kernel_tpu
 from dppo_jax.models.attention.blockwise import MASKED
 
 BLOCK = 64  # positions that a program reads at once; a cache has a multiple
@@ -37,6 +38,7 @@ def attend(
   positions: Int[Array, "B"],
   count: Int[Array, "B"],
   oldest: Int[Array, "B"] | None = None,
+  is_tpu: bool = False,
   interpret: bool = False,
 ) -> tuple[Float[Array, "B n H D"], tuple[Array, Array]]:
   """Writes keys and values of each slot's `n` tokens, and attends to its past.
@@ -52,6 +54,7 @@ def attend(
       beyond the cache are not written.
     oldest: first position that the first new token sees; the next one sees one
       less, and all see the others. None for 0.
+    is_tpu: runs the kernel for TPUs.
     interpret: emulates the kernel on any platform, slowly.
   """
   (batch, num, _, dim), kv_heads = q.shape, k.shape[2]
@@ -62,7 +65,8 @@ def attend(
     .reshape(batch, kv_heads, -1, dim)
   )
   qkv = jnp.concatenate([by_head(x) for x in (q, k, v)], 2)
-  run = functools.partial(_attend, num=num, interpret=interpret)
+  kernel = decode_kernel_tpu.attend if is_tpu else _attend
+  run = functools.partial(kernel, num=num, interpret=interpret)
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own heads: no compiler can divide a kernel.
