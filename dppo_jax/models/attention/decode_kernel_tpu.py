@@ -88,6 +88,10 @@ def attend(
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
     input_output_aliases={11: 1, 12: 2},
+    # Slots are divided between the cores of a chip that has two.
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary")
+    ),
     interpret=interpret,
     name="decode_attention",
   )(
