@@ -167,9 +167,7 @@ def decode(
       where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
       arrays = q, k, v, cache.parts[0], cache.prompts[0]
       first = None if oldest is None else oldest[:, 0]
-      out, part = attention.decode_kernel.attend(
-        *arrays, *where, first, is_tpu
-      )
+      out, part = attention.decode_kernel.attend(*arrays, *where, first, is_tpu)
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions, oldest), cache

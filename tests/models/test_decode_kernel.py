@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import sharding
-from dppo_jax.models.attention import decode_kernel
+from dppo_jax.models.attention import decode_kernel, decode_kernel_tpu
 
 LAYER = 1
 COUNTS = [0, 5, 128, 191]  # own tokens of each slot
@@ -72,9 +72,11 @@ def _plain(q, k, v, cache, prompts, window=None):
 def dim(request, monkeypatch):
   """The size of heads, which determines the kernel.
 
-  That for GPUs has several splits of prompt and completion, or one program.
+  That for GPUs has several splits of prompt and completion, or one program;
+  that for TPUs has several blocks.
   """
   monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)
+  monkeypatch.setattr(decode_kernel_tpu, "_MOST", 64)
   if request.param == "whole":
     monkeypatch.setattr(decode_kernel, "_ENOUGH", 1)
   return 128 if request.param == "tpu" else 32

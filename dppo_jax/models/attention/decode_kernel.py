@@ -127,7 +127,9 @@ def _attend(
       *(whole,) * 2,
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((*shape, dim), qkv.dtype if is_whole else jnp.float32),
+      jax.ShapeDtypeStruct(
+        (*shape, dim), qkv.dtype if is_whole else jnp.float32
+      ),
       jax.ShapeDtypeStruct(shape, jnp.float32),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
