@@ -119,24 +119,22 @@ def _kernel(
 ):  # fmt: skip
   """Attends from one slot to one block of positions, all heads at once."""
   slot, step = pl.program_id(0), pl.program_id(1)
-  newest = count[slot]
-  shared = positions[slot] - newest
+  newest, shared = count[slot], positions[slot] - count[slot]
   precision = "highest" if query.dtype == jnp.float32 else "default"
   einsum = functools.partial(
     jnp.einsum, precision=precision, preferred_element_type=jnp.float32
   )
 
-  def add(keys, values, first, end, before, is_causal=False):
+  def add(keys, values, first, end, before):
     """Adds the places from `first`, at positions `before` higher."""
     logits = einsum("kgd,ksd->kgs", query[...], keys[...])
     logits *= query.shape[-1] ** -0.5
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     row = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     number = _div(row, query.shape[1] // num)  # of a query's token
-    is_seen = first + index < end
-    is_seen &= before + first + index >= oldest[slot] + number
-    if is_causal:
-      is_seen &= index <= number
+    at = before + first + index - number  # as the first new token sees it
+    is_seen = (first + index < end) & (at >= oldest[slot])
+    is_seen &= at <= positions[slot]
     logits = jnp.where(is_seen, logits, MASKED)
     new_max = jnp.maximum(row_max[...], logits.max(-1, keepdims=True))
     rescale = jnp.exp(row_max[...] - new_max)
@@ -149,11 +147,11 @@ def _kernel(
   # Of new positions beyond the cache, none is in its last window.
   length, size = keys.shape[3], windows.shape[2]
   start = jnp.minimum(_div(newest, tile) * tile, length - size)
-  at = pl.ds(pl.multiple_of(start, tile), size)
+  tiles = pl.ds(pl.multiple_of(start, tile), size)
 
   def copies(is_write):
     for i, x in enumerate((keys, values)):
-      pair = x.at[layer[0], place[slot], :, at, :], windows.at[i]
+      pair = x.at[layer[0], place[slot], :, tiles, :], windows.at[i]
       pair = pair[::-1] if is_write else pair
       yield pltpu.make_async_copy(*pair, semaphores.at[i])
 
@@ -164,9 +162,12 @@ def _kernel(
     total[...] = jnp.zeros_like(total)
     row_max[...] = jnp.full_like(row_max, MASKED)
     denom[...] = jnp.zeros_like(denom)
-    add(new_key, new_value, 0, num, positions[slot], is_causal=True)
+    add(new_key, new_value, 0, num, positions[slot])
 
-  @pl.when(step == 1)
+  # Written once no more of the slot's cache is fetched.
+  last = _div(jnp.maximum(newest - 1, 0), own_keys.shape[1])
+
+  @pl.when(step == prompt_blocks + last)
   def _():
     for copy in copies(is_write=False):
       copy.wait()
