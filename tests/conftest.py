@@ -62,6 +62,15 @@ def gpu_kernels(monkeypatch):
   monkeypatch.setitem(attention.BACKENDS, "triton", flash)
 
 
+@pytest.fixture
+def tpu_kernels(gpu_kernels, monkeypatch):
+  """Emulates the kernels for TPUs; that of decoding is shared with GPUs."""
+  from dppo_jax.models import attention
+
+  splash = functools.partial(attention.splash_kernel.attention, interpret=True)
+  monkeypatch.setitem(attention.BACKENDS, "splash", splash)
+
+
 @pytest.fixture(autouse=True)
 def return_memory(request):
   """Returns freed memory to the system after a slow test."""

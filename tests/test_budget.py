@@ -20,15 +20,16 @@ def _functions():
         yield name, node.end_lineno - node.lineno + 1
 
 
-def test_package_has_at_most_18300_lines():
+def test_package_has_at_most_18520_lines():
   """Kernels for GPUs and the count of launches added 760 to 15,000.
 
   Drafts added 270, groups of several sizes and their automatic choice 270,
   LoRA 330, Gemma 3 300, sampling, optimizers, logs of completions and the
   best checkpoint 520, reward models 125, notations of answers, data columns
-  and checks of checkpoints 180, grouped products and experts on GPUs 230.
+  and checks of checkpoints 180, grouped products and experts on GPUs 230, the
+  decode kernel for TPUs 210.
   """
-  assert sum(len(text.splitlines()) for text in FILES.values()) <= 18_300
+  assert sum(len(text.splitlines()) for text in FILES.values()) <= 18_520
 
 
 def test_files_have_at_most_400_lines():

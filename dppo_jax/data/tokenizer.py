@@ -124,7 +124,7 @@ class PretrainedTokenizer:
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
-    """Stop ids, first the one that the template writes after an answer.
+    """Stop ids, first that which the template writes after an answer.
 
     They are read on demand: config.rollout.stop_ids may replace them.
     """
@@ -139,8 +139,8 @@ class PretrainedTokenizer:
       text = self._tokenizer.apply_chat_template(
         turns, tokenize=False, **self._template_args
       )
-      rest = self.encode(text.rpartition(answer)[2])
-      ends = [x for x in rest if x in ids]
+      after = self.encode(text.rpartition(answer)[2])
+      ends = [x for x in after if x in ids]
       ids = tuple(dict.fromkeys([*ends[:1], *ids]))
     return ids
 

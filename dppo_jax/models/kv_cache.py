@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.models.attention import decode_kernel
+from dppo_jax.models.attention import decode_kernel, decode_kernel_tpu
 from dppo_jax.models.attention.blockwise import MASKED
 
 # Layers that a compiled step unrolls; each takes time to compile.
@@ -75,8 +75,10 @@ def slot_and_prompt_sizes(
   model: Any, prompt_length: int, max_tokens: int
 ) -> tuple[list[int], list[int]]:
   """Returns the positions of each part of a slot's cache, and of a prompt's."""
-  if model.has_gpu_layout:
-    whole_blocks = lambda x: [sharding.round_up(x, decode_kernel.BLOCK)]
+  if model.shares_prompts:
+    is_gpu = model.has_gpu_layout
+    block = decode_kernel.BLOCK if is_gpu else decode_kernel_tpu.BLOCK
+    whole_blocks = lambda x: [sharding.round_up(x, block)]
     return whole_blocks(max_tokens), whole_blocks(prompt_length)
   sizes = part_sizes(prompt_length + max_tokens - 1)
   return sizes, prompt_part_sizes(sizes, prompt_length)
@@ -108,7 +110,7 @@ def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
   groups = num_groups(model)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)
-  step = -1 if model.has_gpu_layout else 1
+  step = -1 if model.shares_prompts else 1
   key_shape = lambda size: (model.head_dim, size)[::step]
   parts = tuple(
     KVPart(

@@ -82,10 +82,15 @@ class ModelConfig:
   def has_gpu_layout(self) -> bool:
     """True with the kernels for NVIDIA GPUs, so that few are launched.
 
-    Then one product makes queries, keys and values, and slots share the cache
-    of prompts.
+    Then one product makes queries, keys and values.
     """
     return self.attention == "triton"
+
+  @property
+  def shares_prompts(self) -> bool:
+    """True with a decode kernel: slots share the cache of prompts."""
+    fits_tpu = self.attention == "splash" and self.head_dim % 128 == 0
+    return self.attention == "triton" or fits_tpu
 
   @property
   def unrolls_layers(self) -> bool:

@@ -132,7 +132,7 @@ def prefill(
   def attend(q, k, v, cache, oldest):
     prompts = q, k, v, lengths, config.attention, oldest
     out = attention.attend_prompts(*prompts)
-    keys_last = not config.has_gpu_layout
+    keys_last = not config.shares_prompts
     return out, kv_cache.write_prompts(cache, k, v, keys_last)
 
   places = _places(config, positions, tokens.shape[1])
@@ -167,7 +167,7 @@ def decode(
       where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
       arrays = q, k, v, cache.parts[0], cache.prompts[0]
       first = None if oldest is None else oldest[:, 0]
-      out, part = attention.decode_kernel.attend(*arrays, *where, first)
+      out, part = attention.decode_kernel.attend(*arrays, *where, first, is_tpu)
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions, oldest), cache

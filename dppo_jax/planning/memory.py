@@ -78,9 +78,11 @@ def _roll_out(run: Run) -> Parts:
   width = run.train_set.tokens.shape[1]
   slots = _num_slots(run)
   drafts = AUTOMATIC if r.draft_tokens < 0 else r.draft_tokens
-  # The TPU compiler keeps half of the cache in a second layout.
-  num_caches = slots * (1.5 if run.platform == "tpu" else 1)
-  if not model.has_gpu_layout:  # two stages of the decode loop overlap
+  num_caches = slots
+  if not model.shares_prompts:
+    # The TPU compiler keeps half of the cache in a second layout, and two
+    # stages of the decode loop overlap.
+    num_caches *= 1.5 if run.platform == "tpu" else 1
     num_caches += [*decode.slot_schedule(slots, run.platform), 0][1]
   shards = run.mesh.shape["model"]
   kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few

@@ -162,7 +162,7 @@ def _roll_out_shard(
   prompt_cache = _prefill(
     params, model_config, prompts, order, num_kept, prompt_sizes
   )
-  shares = model_config.has_gpu_layout
+  shares = model_config.shares_prompts
   queue = decode.Queue(
     prompts, order, waiting, prompt_cache, group_size, shares
   )

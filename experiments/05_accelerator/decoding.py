@@ -69,9 +69,7 @@ def _compiled(config: transformer.ModelConfig, slots: int, context: int):
       tokens, cache = carry
       positions = jnp.full((slots,), context, jnp.int32) + i
       shared = None
-      if (
-        config.has_gpu_layout
-      ):  # no prompt is shared: all tokens are the slot's
+      if config.shares_prompts:  # none is: all tokens are the slot's
         cache_slots = jnp.arange(slots, dtype=jnp.int32)
         shared = kv_cache.SharedPrompts(
           empty, cache_slots, 0 * cache_slots, positions

@@ -235,7 +235,7 @@ def test_stop_ids(tmp_path, generation, model, eos, expected):
 
 
 def test_the_end_of_an_answer_comes_first(small):
-  """As in Gemma and Llama, whose first stop id ends a text, not a turn."""
+  """The first stop id of Gemma and Llama ends a text, not a turn."""
   path = pathlib.Path(small(chat_template=TEMPLATE + "{{ 'brief' }}"))
   ids = {"eos_token_id": [1, 9]}  # </s> and the word "brief"
   (path / "generation_config.json").write_text(json.dumps(ids))

@@ -18,6 +18,7 @@ class Model(NamedTuple):
   head_dim: int = 3
   dtype: str = "float32"
   has_gpu_layout: bool = False
+  shares_prompts: bool = False
   unrolls_layers: bool = False
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
+from dppo_jax.models.attention import decode_kernel_tpu
 from dppo_jax.models.attention.blockwise import MASKED
 
 BLOCK = 64  # positions that a program reads at once; a cache has a multiple
@@ -37,6 +38,7 @@ def attend(
   positions: Int[Array, "B"],
   count: Int[Array, "B"],
   oldest: Int[Array, "B"] | None = None,
+  is_tpu: bool = False,
   interpret: bool = False,
 ) -> tuple[Float[Array, "B n H D"], tuple[Array, Array]]:
   """Writes keys and values of each slot's `n` tokens, and attends to its past.
@@ -52,6 +54,7 @@ def attend(
       beyond the cache are not written.
     oldest: first position that the first new token sees, which may be negative,
       and one higher for each further token; None if they see all.
+    is_tpu: runs the kernel for TPUs.
     interpret: emulates the kernel on any platform, slowly.
   """
   (batch, num, _, dim), kv_heads = q.shape, k.shape[2]
@@ -62,7 +65,8 @@ def attend(
     .reshape(batch, kv_heads, -1, dim)
   )
   qkv = jnp.concatenate([by_head(x) for x in (q, k, v)], 2)
-  run = functools.partial(_attend, num=num, interpret=interpret)
+  kernel = decode_kernel_tpu.attend if is_tpu else _attend
+  run = functools.partial(kernel, num=num, interpret=interpret)
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own heads: no compiler can divide a kernel.
@@ -144,6 +148,17 @@ def _attend(
   return out.astype(qkv.dtype), tuple(cache)
 
 
+def _add(carry, logits, is_seen, weigh):
+  """Adds positions to a softmax; `weigh` multiplies values by weights."""
+  out, row_max, denom = carry
+  logits = jnp.where(is_seen, logits, MASKED)
+  new_max = jnp.maximum(row_max, logits.max(1))
+  rescale = jnp.exp(row_max - new_max)
+  probs = jnp.where(is_seen, jnp.exp(logits - new_max[:, None]), 0.0)
+  out = out * rescale[:, None] + weigh(probs)
+  return out, new_max, denom * rescale + probs.sum(1)
+
+
 def _kernel(
   layer, place, prompt, positions, count, oldest, qkv, prompt_keys,
   prompt_values, keys, values, out, lse, new_keys, new_values,
@@ -164,16 +179,6 @@ def _kernel(
   number = rows // (queries // num)  # of each query among the new tokens
   shared = positions[slot] - newest
 
-  def add(carry, logits, is_seen, weigh):
-    """Adds positions to the softmax; `weigh` multiplies values by weights."""
-    out, row_max, denom = carry
-    logits = jnp.where(is_seen, logits, MASKED)
-    new_max = jnp.maximum(row_max, logits.max(1))
-    rescale = jnp.exp(row_max - new_max)
-    probs = jnp.where(is_seen, jnp.exp(logits - new_max[:, None]), 0.0)
-    out = out * rescale[:, None] + weigh(probs)
-    return out, new_max, denom * rescale + probs.sum(1)
-
   def attend_to(keys, values, row, start, end, before, carry):
     """Adds the places `start` to `end`, at positions `before` higher."""
     if oldest:
@@ -191,7 +196,7 @@ def _kernel(
         is_seen &= index[None] >= first_seen[:, None]
       block_values = values[layer, row, head, at, :]
       weigh = lambda probs: dot(probs.astype(values.dtype), block_values)
-      return add(carry, logits, is_seen, weigh)
+      return _add(carry, logits, is_seen, weigh)
 
     return jax.lax.fori_loop(0, pl.cdiv(end - start, BLOCK), block, carry)
 
@@ -207,7 +212,7 @@ def _kernel(
     is_seen = number >= i
     if oldest:
       is_seen &= positions[slot] + i >= oldest[0][slot] + number
-    carry = add(carry, logits, has_new & is_seen[:, None], weigh)
+    carry = _add(carry, logits, has_new & is_seen[:, None], weigh)
   start = index * split
   end = jnp.minimum(shared, start + split)
   reads_prompt = (own_index < 0) | (prompt_splits == 0)
