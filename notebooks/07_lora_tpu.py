@@ -8,8 +8,8 @@
 #
 # **It has never been run on a TPU.** Memory and seconds below are predictions.
 # XLA's TPU compiler, which needs no TPU, compiled this config for `v5e:2x4`: it
-# takes 5.5 GiB on each chip in the rollout and 1.4 in the update, of 15.7.
-# Qwen3-4B fits with LoRA too, with 11.4 and 5.7 GiB, and not without it
+# takes 5.6 GiB on each chip in the rollout and 1.4 in the update, of 15.7.
+# Qwen3-4B fits with LoRA too, with 11.5 and 5.7 GiB, and not without it
 # ([experiment 14](../experiments/14_lora/README.md)).
 
 # %%
@@ -95,7 +95,7 @@ chips, length = topology.parse("v5e:8").num, 300  # tokens of a completion
 completions = big.data.prompts_per_step * big.rollout.group_size
 parameters = 0.6e9
 cache = 2 * 2 * model.layers * model.kv_heads * model.head_dim  # bytes a token
-slots = 32  # as planned above
+slots = 64  # as planned above
 rounds = completions / chips / slots
 read = 2 * parameters + slots * cache * (100 + length / 2)
 rollout = rounds * length * read / BANDWIDTH / EFFICIENCY
