@@ -60,7 +60,9 @@ def _estimated(
 ) -> str:
   """The estimate as a table, and whether it fits."""
   model = run.model
-  purposes = dict.fromkeys(x for parts in stages.values() for x in parts)
+  purposes = dict.fromkeys(
+    name for parts in stages.values() for name, size in parts.items() if size
+  )
   cell = lambda size: gib(size) if size else ""
   rows = [
     [name, *(cell(parts.get(name)) for parts in stages.values())]

@@ -107,8 +107,8 @@ def main() -> None:
       "b06220f, where it was compiled.",
       launches(),
       "## Estimate and compiler",
-      "Rollouts for TPUs were compiled when their second stage had a quarter "
-      "of the slots, or none. The estimate includes a second cache of half.",
+      "Rollouts for TPUs without the kernel decode_attention had larger caches "
+      "than the estimate has now.",
       agreement(),
     ]
   )

@@ -92,25 +92,29 @@ def seeds_table(task: str, rows: list[dict]) -> str:
   """Returns medians over the seeds that were not used for tuning."""
   runs = [x for x in rows if x["task"] == task and x["seed"]]
   kinds = sorted(
-    {(x["group"], x["prompts"], x["method"]) for x in runs}, reverse=True
+    {(x["group"], x["prompts"], x["method"], x["factor"]) for x in runs},
+    reverse=True,
   )
   marks = [*runs[0]["to"]]
-  head = ["prompts x group", "method", "seeds", "seconds a step", "update"]
+  head = ["prompts x group", "method", "rate", "seeds", "seconds a step"]
+  head += ["update"]
   head += [f"to {marks[0]}, s", *marks[1:], f"steps to {marks[1]}"]
   head += ["last accuracy"]
   lines = []
-  for group, prompts, method in kinds:
+  for kind in kinds:
     same = [
       x
       for x in runs
-      if (x["group"], x["prompts"], x["method"]) == (group, prompts, method)
+      if (x["group"], x["prompts"], x["method"], x["factor"]) == kind
     ]
+    group, prompts, method, factor = kind
     median = lambda of, s=same: statistics.median(map(of, s))
     seconds = lambda mark, s=same: [x["to"][mark] or float("inf") for x in s]
     lines.append(
       [
         f"{prompts} x {group}",
         method,
+        f"{factor:g}",
         str(len(same)),
         f"{median(lambda x: x['seconds'][-1] / x['steps']):.3f}",
         f"{median(lambda x: x['update_share']):.0%}",
