@@ -8,8 +8,8 @@ Without --config.model.path the checkpoint is fetched from the Hugging Face
 hub. Experts, heads and vocabulary are divided over four devices, everything
 else over the rest.
 
-Hardware: one machine of eight GPUs of 141 GB. By calculation, a device holds 57
-GiB of state and gradients, 14 GiB of the rollout's copy and 4 GiB of cache.
+Hardware: one machine of eight GPUs of 141 GB. Compiled without one it takes 92
+GiB on each in the update and 82 in the rollout, of 133; it does not fit 80 GB.
 **It has never been run at this size**: hours and accuracy are unknown. Experts
 that no token uses are skipped (dppo_jax/models/grouped.py). The code path is
 tested with tiny checkpoints, also on meshes.
