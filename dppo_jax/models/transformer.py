@@ -42,9 +42,10 @@ REMAT = {
   "none": lambda layer: layer,
 }
 
-# Layers in one iteration of `forward`'s scan, whose activations are not copied
-# into one array of all layers. Each takes time to compile. On GPUs it is all.
-_UNROLL = 4
+# Most layers in one iteration of `forward`'s scan, whose activations are not
+# copied into one array of all layers. Each takes time to compile. On GPUs an
+# iteration has all layers.
+_UNROLL = 6
 
 
 class Places(NamedTuple):
@@ -105,7 +106,9 @@ def forward_and_load(
   merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
   layer = lambda x, xs: run(x, parameters.place_layer(xs[0], config), *xs[1:])
   x = _embed(params, config, tokens)
-  unroll = config.layers if config.unrolls_layers else _UNROLL
+  unroll = sharding.largest_divisor(config.layers, _UNROLL)
+  if config.unrolls_layers:
+    unroll = config.layers
   xs = params["layers"], _kinds(config), params.get(lora.KEY, {})
   x, loads = jax.lax.scan(layer, x, xs, unroll=unroll)
   return _norm(x, params["final_norm"], config), loads

@@ -1,0 +1,111 @@
+"""Problems of one or two operations on single digits, for small chat models.
+
+  single  What is 3 + 2? Answer with a number.
+          Ann has 2 pens and buys 8 more. How many pens does Ann have now?
+  words   Ben has 4 apples. He buys 3 more and then eats 2. How many ...
+
+Each is a source of `config.data.train`, and with the ending `_test` of
+`config.data.eval`: one problem in six is held out.
+"""
+
+from collections.abc import Iterator
+import random
+
+NAMES = "Ann Ben Cara Dan Eve Finn Gina Hugo Iris Jack".split()
+THINGS = "pens apples books coins cards shells balls stamps".split()
+SYMBOLS = {"+": "{a} + {b}", "-": "{a} - {b}", "*": "{a} x {b}"}
+ONE_STEP = {
+  "+": "{name} has {a} {things} and buys {b} more.",
+  "-": "{name} has {a} {things} and gives {b} away.",
+  "*": "{name} has {a} boxes with {b} {things} each.",
+}
+TWO_STEPS = {
+  "++": "{name} has {a} {things}, buys {b} more and then finds {c}.",
+  "+-": "{name} has {a} {things}, buys {b} more and then loses {c}.",
+  "-+": "{name} has {a} {things}, gives {b} away and then buys {c}.",
+  "*+": "{name} has {a} boxes with {b} {things} each and {c} more {things}.",
+  "*-": "{name} has {a} boxes with {b} {things} each and gives {c} {things} "
+  "away.",
+}
+QUESTION = " How many {things} does {name} have now?"
+NUM_ONE_STEP, NUM_TWO_STEPS = 240, 360
+HELD_OUT = 6  # one in so many
+Rows = Iterator[dict[str, str]]
+
+
+def single() -> Rows:
+  """Yields the sums, differences, products and one-step problems to train on."""
+  return _part(_calculations() + _one_step(), held_out=False)
+
+
+def single_test() -> Rows:
+  """Yields the problems that `single` leaves out."""
+  return _part(_calculations() + _one_step(), held_out=True)
+
+
+def words() -> Rows:
+  """Yields the word problems of one and two steps to train on."""
+  return _part(_one_step() + _two_steps(), held_out=False)
+
+
+def words_test() -> Rows:
+  """Yields the problems that `words` leaves out."""
+  return _part(_one_step() + _two_steps(), held_out=True)
+
+
+def _part(rows: list[dict[str, str]], held_out: bool) -> Rows:
+  """Yields one part of the shuffled rows."""
+  rows = random.Random(0).sample(rows, len(rows))
+  for number, row in enumerate(rows):
+    if (number % HELD_OUT == 0) == held_out:
+      yield row
+
+
+def _calculate(operations: str, numbers: list[int]) -> int | None:
+  """Returns the result; None if one on the way is negative."""
+  value = numbers[0]
+  for operation, number in zip(operations, numbers[1:], strict=True):
+    value = {"+": value + number, "-": value - number, "*": value * number}[
+      operation
+    ]
+    if value < 0:
+      return None
+  return value
+
+
+def _calculations() -> list[dict[str, str]]:
+  """Returns all sums, differences and products of 1 to 9."""
+  rows = []
+  for operation, text in SYMBOLS.items():
+    for a in range(1, 10):
+      for b in range(1, 10):
+        answer = _calculate(operation, [a, b])
+        if answer is not None:
+          problem = f"What is {text.format(a=a, b=b)}? Answer with a number."
+          rows.append(dict(problem=problem, answer=str(answer)))
+  return rows
+
+
+def _one_step() -> list[dict[str, str]]:
+  return _stories(ONE_STEP, NUM_ONE_STEP)
+
+
+def _two_steps() -> list[dict[str, str]]:
+  return _stories(TWO_STEPS, NUM_TWO_STEPS)
+
+
+def _stories(texts: dict[str, str], count: int) -> list[dict[str, str]]:
+  """Returns `count` distinct word problems, of all kinds in turn."""
+  generator, stories = random.Random(0), {}
+  kinds = list(texts)
+  while len(stories) < count:
+    kind = kinds[len(stories) % len(kinds)]
+    numbers = [generator.randint(2, 9) for _ in range(len(kind) + 1)]
+    values = dict(zip("abc", numbers, strict=False))
+    values["name"] = generator.choice(NAMES)
+    values["things"] = generator.choice(THINGS)
+    answer = _calculate(kind, numbers)
+    if answer is not None:
+      problem = (texts[kind] + QUESTION).format(**values)
+      stories[problem] = dict(problem=problem, answer=str(answer))
+  return list(stories.values())
