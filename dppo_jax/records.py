@@ -76,18 +76,20 @@ class StepCosts(struct.PyTreeNode):
     micro_seconds: seconds of an update per micro-batch.
     micro_tokens: trained tokens in a full micro-batch.
     other_seconds: seconds of a step outside its update.
-    apart_fraction: sum of the squared norms of the completions' gradients, over
-      that noise; 0.5 while unknown.
+    within_fraction: sum of the squared norms of the completions' gradients,
+      over that noise; infinity while unknown.
     group_size: completions of a prompt at which a second of rollouts and
       updates leaves the least noise; 0 while unknown.
+    mini_batches: parts of a rollout, whose micro-batches are rounded up apart.
   """
 
   noise_fraction: Float[Array | np.ndarray, ""]
   micro_seconds: Float[Array | np.ndarray, ""]
   micro_tokens: Float[Array | np.ndarray, ""]
   other_seconds: Float[Array | np.ndarray, ""]
-  apart_fraction: Float[Array | np.ndarray, ""]
+  within_fraction: Float[Array | np.ndarray, ""]
   group_size: Float[Array | np.ndarray, ""]
+  mini_batches: Float[Array | np.ndarray, ""]
 
 
 class Groups(struct.PyTreeNode):
@@ -112,6 +114,21 @@ class Groups(struct.PyTreeNode):
   scale: Float[Array, "Q G"] | None = None
   sum_sq_residual: Float[Array, "Q G"] | None = None
   costs: StepCosts | None = None
+
+
+class NoiseTerms(struct.PyTreeNode):
+  """Properties of a batch that its gradient noise is measured with.
+
+  Attributes:
+    added_variance: as in `methods.ChoiceInfo`.
+    sum_squares: sum of the squared norms of all completions' gradients, if
+      those of tokens are independent and of norm 1 - p; before the choice.
+    group_size: mean number of completions of a prompt.
+  """
+
+  added_variance: Float[Array, ""]
+  sum_squares: Float[Array, ""]
+  group_size: Float[Array, ""]
 
 
 class CompletionSummary(struct.PyTreeNode):

@@ -1,12 +1,12 @@
-"""Gradient noise: measured with random signs, against per-prompt gradients."""
+"""Gradient noise: from momentum and random signs, against exact gradients."""
 
-import functools
 import itertools
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.linalg
 import small
@@ -16,10 +16,11 @@ from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
-from dppo_jax.records import Selection
+from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import select, update
-from dppo_jax.step.measure_noise import measure_noise
+from dppo_jax.step import measure_noise, select, update
+from dppo_jax.step.optimizer import make_optimizer
+from dppo_jax.step.pack import pack
 
 NUM = 4
 REWARDS = jnp.array([[1.0, 0, 0], [0, 1, 1], [1, 0, 1], [0, 0, 1]])
@@ -46,7 +47,7 @@ def _rollout(is_kept, prob, is_present):
   )
 
 
-def _select(rollout, parts=1):
+def _select(rollout, spec=SPEC):
   return select.select(
     RNG,
     small.prompts(NUM),
@@ -54,141 +55,174 @@ def _select(rollout, parts=1):
     jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
     method=methods.grpo(),
     objective=GRPO,
-    spec=SPEC,
-    mini_batches=parts,
+    spec=spec,
   )
 
 
-def _config(parts=1):
-  return update.UpdateConfig(
-    small.MODEL, GRPO, logit_chunk=16, mini_batches=parts
-  )
+CONFIG = update.UpdateConfig(
+  small.MODEL, GRPO, logit_chunk=16, clip_norm=0.5, noise_every=1
+)
+SGD = make_optimizer(0.0, 10, clip_norm=CONFIG.clip_norm)  # no step moves
 
 
-@functools.partial(jax.jit, static_argnames="parts")
-def _gradient(rollout, parts):
+@jax.jit
+def _sums(rollout):
   batch, num_used, *_ = _select(rollout)
-  config = _config(parts)  # with parts, ratios are not 1
-  sums = update.sum_gradients(batch, num_used, PARAMS, None, config)
-  return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(sums.grad)])
+  return update.sum_gradients(batch, num_used, PARAMS, None, CONFIG).grad
 
 
-@functools.partial(jax.jit, static_argnames="parts")
-def _measure(rollout, signs, parts=1, apart=None):
-  """One measurement with given signs of prompts and of completions."""
-  if apart is None:
-    apart = jnp.ones(REWARDS.shape)
-  batch, num_micro, info, summary = _select(rollout, parts)
-  with mock.patch.object(
-    gradient_noise,
-    "random_signs",
-    lambda key, shape: signs if isinstance(shape, int) else apart,
-  ):
-    return measure_noise(
-      RNG,
-      gradient_noise.init(),
-      PARAMS,
-      None,
-      batch,
-      num_micro,
-      small.prompts(NUM),
-      rollout,
-      summary,
-      info,
-      config=_config(parts),
-      spec=SPEC,
-    )
+def _gradient(rollout):
+  return jnp.concatenate(
+    [jnp.ravel(x) for x in jax.tree.leaves(_sums(rollout))]
+  )
+
+
+def _alone(rollout, q, i):
+  """Returns the rollout with one completion, all others of length 0."""
+  lengths = jnp.zeros_like(rollout.lengths).at[q, i].set(rollout.lengths[q, i])
+  return rollout.replace(lengths=lengths)
 
 
 @pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_all_signs_average_to_the_noise_of_all_pairs_of_prompts(name, parts):
-  """With mini-batches, the first is measured: that of every other prompt."""
-  measured = np.arange(NUM) % parts == 0
-  num = (measured & KEPT[name][0]).sum()
-  alone = np.array(
-    [
-      _gradient(_rollout(*KEPT[name], np.arange(NUM) == q), parts)
-      for q in np.flatnonzero(measured)
-    ],
-    np.float64,
-  )
-  products = alone @ alone.T
-  total = products.sum()
-  pairs = (total - np.trace(products)) / (num * (num - 1))
+def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
+  """Over rows of a Hadamard matrix; weights of prompts count in full."""
   rollout = _rollout(*KEPT[name], EVERY)
-  signs = np.array(list(np.ndindex(*(2,) * NUM)), np.float32) * 2 - 1
-  noise = [_measure(rollout, x, parts) for x in signs]
-  # |E g|^2 of a sum of prompts, from all pairs of different ones.
-  signal = np.mean([x.signal for x in noise])
-  np.testing.assert_allclose(signal, num**2 * pairs, rtol=1e-4, atol=1e-6)
-  np.testing.assert_allclose(
-    np.mean([x.noise for x in noise]), total - num**2 * pairs, rtol=1e-4
+  # All completions in one micro-batch, each of them a segment of a row.
+  spec = PackingSpec(24, rows_per_micro=8, window=4, share_prefix=False)
+  batch, end, info, summary = _select(rollout, spec)
+  assert end == 1
+  segments = np.asarray(batch.segment_ids[0])
+  numbers = np.cumsum(np.r_[0, segments.max(axis=1)])  # first of each row
+
+  @jax.jit
+  def measure(signs):
+    by_segment = jnp.zeros((1, 8, 25)).at[:].set(0.0)
+    for row in range(8):
+      count = numbers[row + 1] - numbers[row]
+      values = signs[numbers[row] : numbers[row + 1]]
+      by_segment = by_segment.at[0, row, 1 : count + 1].set(values)
+    sum_up = lambda weights, end: update.sum_gradients(
+      batch.replace(weights=weights), end, PARAMS, None, CONFIG, 0
+    )
+    with mock.patch.object(
+      jax.random, "rademacher", lambda key, shape, dtype: by_segment
+    ):
+      return measure_noise.sum_with_signs(
+        sum_up, batch, jnp.int32(0), end, RNG.key, jnp.bool(True)
+      )
+
+  matrix = scipy.linalg.hadamard(16)[:, : numbers[-1]].astype(np.float32)
+  ratios = [measure(jnp.array(x))[1] for x in matrix]
+  within = np.mean(ratios) * info.noise.sum_squares
+  want, weights = 0.0, 1 / KEPT[name][1]
+  full = summary.advantages
+  for q, i in np.argwhere(np.asarray(summary.trained_lengths) > 0):
+    # The advantage is the one of the full group.
+    rows, end, *_ = pack(
+      small.prompts(NUM),
+      _alone(rollout, q, i),
+      full,
+      jnp.full(REWARDS.shape, weights[q]) / jnp.maximum(rollout.lengths, 1),
+      SPEC,
+    )
+    grad = update.sum_gradients(rows, end, PARAMS, None, CONFIG).grad
+    want += optax.tree.norm(grad, squared=True)
+  np.testing.assert_allclose(within, want, rtol=1e-4)
+  # The sums themselves are those without signs.
+  sums = measure(jnp.array(matrix[1]))[0]
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+    sums.grad,
+    _sums(rollout),
   )
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_signs_of_completions_average_to_the_sum_of_their_squares(name):
-  """Over rows of a Hadamard matrix, whose columns are orthogonal.
+def _update(state, rollout):
+  batch, num_used, info, _ = _select(rollout)
+  return update.update(
+    state,
+    None,
+    batch,
+    num_used,
+    jnp.float32(REWARDS.size),
+    RNG,
+    info,
+    config=CONFIG,
+    optimizer=SGD,
+  )[0]
 
-  Weighted terms count by the root of their weights: on average over draws that
-  is the sum of the full batch.
-  """
-  rollout, weights = _rollout(*KEPT[name], EVERY), 1 / KEPT[name][1]
-  matrix = scipy.linalg.hadamard(16)[:, : REWARDS.size].astype(np.float32)
-  noise = [
-    _measure(rollout, np.ones(NUM, np.float32), apart=x.reshape(REWARDS.shape))
-    for x in matrix
-  ]
-  total = 0.0
-  for q, i in np.argwhere(np.asarray(rollout.lengths) > 0):
-    one = np.zeros(REWARDS.shape, np.float32)
-    one[q, i] = 1
-    alone = _measure(rollout, np.ones(NUM, np.float32), apart=one).apart
-    total += alone
-  np.testing.assert_allclose(
-    np.mean([x.apart for x in noise]), total, rtol=1e-4
+
+def test_the_signal_is_the_product_of_gradients_of_different_prompts():
+  """Clipping shortens the gradients in the momentum, but not the estimate."""
+  state = TrainState(
+    step=jnp.int32(0),
+    draws=jnp.int32(0),
+    params=PARAMS,
+    opt_state=SGD.init(PARAMS),
+    history=(),
+    noise=gradient_noise.init(),
   )
-  only = _rollout(*KEPT[name], np.arange(NUM) == 0)
-  first = _measure(only, np.ones(NUM, np.float32))
-  full = np.square(_gradient(only, 1)).sum()
-  np.testing.assert_allclose(first.apart, full / weights[0], rtol=1e-4)
+  rollouts = [_rollout(EVERY, np.ones(NUM, np.float32), EVERY)]
+  rollouts += [_rollout(SOME, KEPT["some, weighted"][1], EVERY)]
+  one, two = (_gradient(x) / REWARDS.size for x in rollouts)
+  state = jax.jit(_update)(state, rollouts[0])
+  assert state.noise.signal == state.noise.noise == 0  # nothing to compare
+  assert state.noise.total > 0
+  state = jax.jit(_update)(state, rollouts[1])
+  scale = 1 - gradient_noise.DECAY
+  np.testing.assert_allclose(state.noise.signal / scale, one @ two, rtol=1e-4)
+  np.testing.assert_allclose(
+    state.noise.noise / scale, two @ two - one @ two, rtol=1e-4
+  )
 
 
-def test_the_signal_is_unbiased_over_draws_of_prompts():
-  """Two of four prompts, equally likely and weighted: every draw, all signs."""
-  half, signals = np.full(NUM, 0.5, np.float32), []
-  signs = np.array(list(np.ndindex(*(2,) * NUM)), np.float32) * 2 - 1
-  for pair in itertools.combinations(range(NUM), 2):
-    is_kept = np.isin(np.arange(NUM), pair)
-    rollout = _rollout(is_kept, half, EVERY)
-    signals += [_measure(rollout, x).signal for x in signs]
-  want = [_measure(_rollout(*KEPT["every prompt"], EVERY), x) for x in signs]
-  want = np.mean([x.signal for x in want])
-  np.testing.assert_allclose(np.mean(signals), want, rtol=1e-4)
-
-
-def test_signs_depend_on_the_seed():
-  keys = jax.random.split(jax.random.key(0), 2)
-  one, two = (gradient_noise.random_signs(key, 64) for key in keys)
-  assert (one != two).any()
+def test_signal_and_noise_are_unbiased_over_all_draws():
+  """Three gradients, each one of four vectors; the last is measured."""
+  vectors = np.random.default_rng(0).normal(size=(4, 3)) + 0.5
+  signals, noises, clip = [], [], 1.5
+  for a, b, c in itertools.product(vectors, repeat=3):
+    noise, momentum = gradient_noise.init(), np.zeros(3)
+    for g in (a, b):
+      kept = min(clip / np.linalg.norm(g), 1.0)
+      momentum = 0.9 * momentum + 0.1 * kept * g
+      noise = gradient_noise.add_momentum(noise, 0.9, jnp.float32(kept))
+    # The weights of clipped gradients depend on their lengths.
+    weighted = noise.momentum
+    product = jnp.float32(c @ momentum)
+    noise = gradient_noise.add_gradient(
+      noise, jnp.float32(c @ c), product, jnp.float32(0.0)
+    )
+    signals.append(float(noise.signal * weighted))
+    noises.append(float(noise.noise + noise.signal))
+  kept = np.minimum(clip / np.linalg.norm(vectors, axis=1), 1.0)
+  mean = vectors.mean(axis=0)
+  clipped = (vectors * kept[:, None]).mean(axis=0)
+  scale = 1 - gradient_noise.DECAY
+  want = mean @ clipped * (0.09 + 0.1)
+  np.testing.assert_allclose(np.mean(signals) / scale, want, rtol=1e-4)
+  square = (vectors**2).sum(axis=1).mean()
+  np.testing.assert_allclose(np.mean(noises) / scale, square, rtol=1e-4)
 
 
 def test_measurements_are_smoothed_and_non_finite_ones_left_out():
-  add = gradient_noise.add_measurement
-  one = add(gradient_noise.init(), jnp.float32(3), jnp.float32(2), 2)
-  assert (one.signal, one.noise) == (2, 1)
-  two = add(one, jnp.float32(1), jnp.float32(1), 2)
-  np.testing.assert_allclose((two.signal, two.noise), (1.4, 1.7), rtol=1e-6)
-  pruned = add(gradient_noise.init(), jnp.float32(3), jnp.float32(2), 2, 0.25)
-  assert (pruned.signal, pruned.noise) == (2, 0.8)
-  assert add(one, jnp.float32(np.nan), jnp.float32(1), 2) == one
+  f = jnp.float32
+  empty = gradient_noise.init()
+  assert gradient_noise.noise_fraction(empty) == 1
+  assert gradient_noise.within_fraction(empty) == np.inf
+  add = gradient_noise.add_gradient
+  assert add(empty, f(3), f(2), f(0)) == empty  # no momentum yet
+  old = empty._replace(momentum=f(0.5))
+  one = add(old, f(3), f(1), f(0))
+  np.testing.assert_allclose((one.signal, one.noise), (0.2, 0.1), rtol=1e-5)
+  pruned = add(old, f(3), f(1), f(0.25))
+  np.testing.assert_allclose(pruned.noise, 0.08, rtol=1e-5)
+  assert add(one, f(np.nan), f(1), f(0)) == one
+  assert gradient_noise.add_signs(one, f(3), f(np.nan), f(0), f(2)) == one
   metrics = gradient_noise.describe(one, 8)
   assert metrics["noise/scale"] == pytest.approx(4)  # half as much as signal
   assert metrics["noise/fraction"] == pytest.approx(1 / 3)
-  # With one prompt there is nothing to compare: all is noise.
-  assert gradient_noise.noise_fraction(add(one, *jnp.ones(2), 1)) > 1 / 3
-  assert gradient_noise.noise_fraction(gradient_noise.init()) == 1
+  # Two passes over the same prompts count their noise twice.
+  assert gradient_noise.noise_fraction(one, 2) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("update_cost", [10.0, 30.0, 100.0])
@@ -209,30 +243,29 @@ def test_group_size_and_budget_in_turn_reach_the_best_pair(update_cost, within):
   for _ in range(20):
     keep = keeps[np.argmin(cost(size, keeps))]
     apart = within / (size - 1)
-    drawn = 2 + apart * (1 + added(keep))
-    noise = gradient_noise.add_measurement(
-      gradient_noise.init(),
-      total=jnp.float32(1 + drawn),
-      signed=jnp.float32(drawn),
-      num_prompts=10**6,
-      added=float(added(keep)) * apart / (2 + apart),
-      apart=apart,
-      group_size=size,
+    full = 2 + apart  # noise of the batch without pruning
+    share = jnp.float32(added(keep) * apart / full)
+    squared = jnp.float32(1 + full + apart * added(keep))
+    old = gradient_noise.init()._replace(momentum=jnp.float32(1))
+    noise = gradient_noise.add_gradient(old, squared, jnp.float32(1), share)
+    noise = gradient_noise.add_signs(
+      noise, squared, jnp.float32(apart), share, jnp.float32(size)
     )
-    size = gradient_noise.best_group_size(noise, 64)
+    size = float(gradient_noise.best_group_size(noise, 64))
   assert cost(size, keep) < 1.01 * cost(sizes[:, None], keeps).min()
 
 
 def test_costs_are_ratios_of_smoothed_seconds():
   tracker = CostTracker(rows_per_micro=4)
-  noise = gradient_noise.Noise(*(jnp.float32(x) for x in (3, 3, 6, 12, 3)))
+  noise = gradient_noise.Noise(*(jnp.float32(x) for x in (1, 3, 3, 6, 9, 12)))
   first = tracker.costs(noise, 8)
   assert first.other_seconds == first.micro_seconds == 0
   sample = StepSample(update=6.0, other=2.0, micros=3, rows=10, tokens=50)
   for _ in range(3):
     tracker.add(sample)
   costs = tracker.costs(noise, 8)
-  assert (costs.apart_fraction, costs.group_size) == (2, 3)
+  np.testing.assert_allclose(costs.within_fraction, 6 / 9 / 0.5, rtol=1e-6)
+  assert (costs.group_size, costs.mini_batches) == (3, 1)
   assert tracker.costs(noise, 2).group_size == 2
   assert tracker.costs(gradient_noise.init(), 8).group_size == 4
   np.testing.assert_allclose(
@@ -241,3 +274,5 @@ def test_costs_are_ratios_of_smoothed_seconds():
     rtol=1e-6,
   )
   np.testing.assert_allclose(costs.other_seconds, 2.0, rtol=1e-6)
+  passes = tracker.costs(noise, 8, inner_updates=3, mini_batches=2)
+  assert passes.noise_fraction == 0.75 and passes.mini_batches == 2

@@ -13,7 +13,7 @@ from dppo_jax.errors import UserError
 SECONDS = "step/seconds"
 SCALE_LIMIT = 1e6  # prompts; a larger gradient noise scale is unknown
 STAGES = ("data", "rollout", "reward", "update_history", "dynamic_sampling")
-STAGES += ("select", "score", "update", "noise")
+STAGES += ("select", "score", "update")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,19 @@ class TokenRule(NamedTuple):
   select: Callable[..., Selection]
 
 
+class ChoiceInfo(NamedTuple):
+  """Description of a choice of completions.
+
+  Attributes:
+    added_variance: variance that the choice adds to the gradient, over the
+      noise of the batch without pruning; infinity if it is unknown.
+    metrics: scalars to log.
+  """
+
+  added_variance: Float[Array, ""]
+  metrics: dict[str, Float[Array, ""]]
+
+
 class Method(NamedTuple):
   """A way to spend rollouts and updates.
 
@@ -75,8 +88,8 @@ class Method(NamedTuple):
       sample of each prompt, from 2 to `G`; it sees what the prompt rule sees,
       and costs if the method `reads_costs`. None samples `G`.
     tokens: chooses tokens of the kept completions; None takes all.
-    describe: `(groups, chosen) -> dict` of scalars to log about a choice of
-      completions; None logs nothing.
+    describe: `(groups, chosen) -> ChoiceInfo`; None logs nothing, and nothing
+      is taken as added to the gradient noise.
     has_statistics_after: recomputes advantages from the completions chosen,
       which biases the gradient.
     trains_zero_advantage: packs completions of zero advantage too. The
@@ -86,15 +99,16 @@ class Method(NamedTuple):
     has_schedule: the amount pruned depends on the number of steps of the run,
       which a resumed run may then not change.
     reads_costs: the completion rule reads `groups.costs`.
-    noise_every: steps between measurements of the gradient noise, each of
-      which takes three extra backward passes; 0 measures none.
+    noise_every: steps between measurements of the gradient noise within
+      prompts, each of which takes one extra micro-batch; the noise scale is
+      measured at every update. 0 measures nothing.
   """
 
   prompts: PromptRule
   completions: CompletionRule
   group_sizes: Callable[..., Int[Array, "N"]] | None = None
   tokens: TokenRule | None = None
-  describe: Callable[[Groups, Selection], dict[str, jax.Array]] | None = None
+  describe: Callable[[Groups, Selection], ChoiceInfo] | None = None
   has_statistics_after: bool = False
   trains_zero_advantage: bool = False
   dynamic_sampling: DynamicSampling | None = None

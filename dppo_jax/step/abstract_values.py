@@ -38,7 +38,7 @@ def inputs(run: Run) -> dict[str, PyTree]:
   prompts = abstract_prompts(run, run.train_set, num_prompts)
   shape = (num_prompts, run.config.rollout.group_size)
   rewards = place(run, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32))
-  costs = lambda: StepCosts(*jnp.zeros(6, jnp.float32))
+  costs = lambda: StepCosts(*jnp.zeros(7, jnp.float32))
   replicated = {
     "rng": jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT)),
     "limit": jax.ShapeDtypeStruct((), jnp.int32),

@@ -1,83 +1,107 @@
-"""Measurement of the gradient noise scale, as a separate compiled stage."""
+"""Measurement of the gradient noise from an update's own gradients."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 import optax
 
-from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.models import transformer
-from dppo_jax.records import (
-  CompletionSummary,
-  PackedBatch,
-  PromptBatch,
-  Rollout,
-)
-from dppo_jax.rng import StepRng
-from dppo_jax.step import update
-from dppo_jax.step.pack import pack
-from dppo_jax.step.select import SelectInfo
+from dppo_jax.models.transformer import Params
+from dppo_jax.records import NoiseTerms, PackedBatch, TrainState
+from dppo_jax.step.optimizer import MOMENTUM, momentum
 
 
-def measure_noise(
-  rng: StepRng,
-  noise: gradient_noise.Noise,
-  params: transformer.Params,
-  reference: transformer.Params | None,
+def sum_with_signs(
+  sum_up: Callable[..., Any],
   batch: PackedBatch,
-  num_micro: Int[Array, "*P"],
-  prompts: PromptBatch,
-  rollout: Rollout,
-  summary: CompletionSummary,
-  select_info: SelectInfo,
-  *,
-  config: update.UpdateConfig,
-  spec: PackingSpec,
-) -> gradient_noise.Noise:
-  """Adds one measurement, from three backward passes over the first mini-batch.
+  first: Int[Array, ""],
+  end: Int[Array, ""],
+  key: jax.Array,
+  is_due: Bool[Array, ""],
+) -> tuple[Any, Float[Array, ""]]:
+  """Sums the gradients of micro-batches, and measures completions if due.
+
+  Before that, the first micro-batch is run with a random sign for each of its
+  completions. One loop does both, so that nothing is compiled twice.
 
   Args:
-    batch: micro-batches `[M, R, L]` as they are trained on.
-    num_micro: as returned by `pack`.
-    select_info: of the choice of completions, whose variance is taken off.
+    sum_up: `(weights [M, R, L], end) -> sums`, with the gradient as `grad`, of
+      the micro-batches `[first, end)`.
+    batch: micro-batches `[M, R, L]`.
+  Returns:
+    The sums, and the sum of the squared norms of the completions' gradients
+    over its estimate from tokens that are independent and have gradients of
+    norm 1 - p; NaN if it is not due.
   """
-  shape = summary.weights.shape
-  keys = jax.random.split(rng.key)
-  signs = gradient_noise.random_signs(keys[0], shape[0])
-  signs_apart = gradient_noise.random_signs(keys[1], shape)
-  # The root of the weight, so that the expectation is the full batch's.
-  signs_apart /= jnp.sqrt(jnp.maximum(summary.weights, 1.0))
-
-  def pack_again(values):
-    """Returns the batch's weights, each times the value of its completion.
-
-    The plan depends on lengths alone: each position of `batch` finds the value
-    in the same place.
-    """
-    rows, *_ = pack(
-      prompts,
-      rollout.replace(lengths=summary.trained_lengths),
-      summary.advantages,
-      jnp.broadcast_to(values, shape),
-      spec,
-      config.mini_batches,
-    )
-    return batch.weights * rows.weights
-
-  end = jnp.atleast_1d(num_micro)[0]
-
-  def squared_norm(weights):
-    rows = batch.replace(weights=weights)
-    sums = update.sum_gradients(rows, end, params, reference, config)
-    return optax.tree.norm(sums.grad, squared=True)
-
-  weights = batch.weights, pack_again(signs[:, None]), pack_again(signs_apart)
-  total, with_signs, apart = jax.lax.map(squared_norm, jnp.stack(weights))
-  num_kept = rollout.kept.keep[:: config.mini_batches].sum(dtype=jnp.int32)
-  num_drawn = (rollout.lengths > 0).sum(dtype=jnp.float32)
-  all_kept = jnp.maximum(rollout.kept.keep.sum(dtype=jnp.float32), 1.0)
-  added = select_info.diagnostics.get("budget/added_variance", 0.0)
-  return gradient_noise.add_measurement(
-    noise, total, with_signs, num_kept, added, apart, num_drawn / all_kept
+  num_micro, num_rows, length = batch.tokens.shape
+  by_segment = jax.random.rademacher(
+    key, (num_micro, num_rows, length + 1), jnp.float32
   )
+  signs = jnp.take_along_axis(by_segment, batch.segment_ids, axis=2)
+
+  def run(i, carry):
+    is_signed = i == 0
+    sums = sum_up(
+      jnp.where(is_signed, batch.weights * signs, batch.weights),
+      jnp.where(is_signed, first + 1, end),
+    )
+    squared = jax.lax.cond(
+      is_signed,
+      lambda: optax.tree.norm(sums.grad, squared=True),
+      lambda: carry[1],
+    )
+    return sums, squared
+
+  shapes = jax.eval_shape(sum_up, batch.weights, end)
+  empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  start = jnp.where(is_due, 0, 1)
+  carry = empty, jnp.float32(jnp.nan)
+  sums, squared = jax.lax.fori_loop(start, 2, run, carry)
+  index = jax.lax.dynamic_index_in_dim
+  rows = jax.tree.map(lambda x: index(x, first, 0, keepdims=False), batch)
+  size = rows.weights * rows.advantages * (1 - jnp.exp(rows.old_logprobs))
+  estimate = jnp.where(rows.is_trained, size * size, 0.0).sum()
+  return sums, squared / jnp.where(estimate > 0, estimate, jnp.nan)
+
+
+def measured_noise(
+  state: TrainState,
+  sums: Params,
+  denominator: Float[Array, ""],
+  within: Float[Array, ""],
+  terms: NoiseTerms,
+  clip_norm: float,
+  is_new: Bool[Array, ""],
+) -> gradient_noise.Noise:
+  """Returns the estimates of the gradient noise after an optimizer step.
+
+  Args:
+    state: train state before the step.
+    sums: gradient of the loss sum.
+    within: sum of the squared norms of the completions' gradients, in units of
+      `sums`; NaN if it was not measured.
+    is_new: True if the momentum has no gradient of the same completions.
+  """
+  squared = optax.tree.norm(sums, squared=True) / denominator**2
+  product = optax.tree.vdot(sums, momentum(state.opt_state)) / denominator
+  noise = gradient_noise.add_gradient(
+    state.noise,
+    squared,
+    jnp.where(is_new, product, jnp.nan),
+    terms.added_variance,
+  )
+  noise = gradient_noise.add_signs(
+    noise,
+    squared,
+    within / denominator**2,
+    terms.added_variance,
+    terms.group_size,
+  )
+  kept = jnp.minimum(clip_norm / jnp.sqrt(squared), 1.0)
+  # A gradient that is not finite does not reach the momentum.
+  moved = gradient_noise.add_momentum(noise, MOMENTUM, kept)
+  is_finite = jnp.isfinite(squared)
+  return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), moved, noise)

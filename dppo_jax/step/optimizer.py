@@ -10,6 +10,8 @@ import optax
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
 
+MOMENTUM = 0.9  # decay of the first moment, the default of optax.adamw
+
 
 def make_schedule(
   learning_rate: float,
@@ -67,6 +69,11 @@ def make_optimizer(
     # The run stops long before optax would let such a gradient through.
     max_consecutive_errors=2**30,
   )
+
+
+def momentum(opt_state: Any) -> Any:
+  """Returns the weighted sum of earlier clipped gradients in AdamW's state."""
+  return optax.tree.get(opt_state, "mu")
 
 
 def call_factory(

@@ -26,7 +26,6 @@ from dppo_jax.step.abstract_values import (
   inference_model,
   optimizer,
 )
-from dppo_jax.step.measure_noise import measure_noise
 
 
 class Declaration(NamedTuple):
@@ -103,15 +102,9 @@ def declare(run: Run) -> dict[str, Declaration]:
       out="batch score_info",
       donate="batch",
     ),
-    "measure_noise": Declaration(
-      bind(measure_noise, config=config, spec=run.packing),
-      args="rng noise params reference batch num_micro prompts rollout summary "
-      "select_info",
-      out="noise",
-    ),
     "update": Declaration(
       bind(update.update, config=config, optimizer=optimizer(run)),
-      args="state reference batch num_micro denominator",
+      args="state reference batch num_micro denominator rng select_info",
       out="state update_info",
       donate="state",
     ),
@@ -122,8 +115,6 @@ def declare(run: Run) -> dict[str, Declaration]:
     )
   if not tokens.is_needed(method, config):
     del stages["score"]
-  if not method.noise_every:
-    del stages["measure_noise"]
   if method.dynamic_sampling:
     stages["init_buffer"] = Declaration(
       dynamic_sampling.init_buffer, "prompts rollout rewards", "buffer"
@@ -181,6 +172,8 @@ def update_config(run: Run) -> update.UpdateConfig:
     temperature=c.rollout.temperature,
     inner_updates=c.objective.inner_updates,
     mini_batches=c.objective.mini_batches,
+    clip_norm=c.optimizer.clip_norm,
+    noise_every=run.method.noise_every,
   )
 
 

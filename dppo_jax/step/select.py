@@ -13,6 +13,7 @@ from dppo_jax.methods import Method
 from dppo_jax.records import (
   CompletionSummary,
   Groups,
+  NoiseTerms,
   PackedBatch,
   PromptBatch,
   Rollout,
@@ -29,6 +30,7 @@ class SelectInfo(struct.PyTreeNode):
     num_invalid_probs: kept items whose probability is not in (0, 1].
     num_trained: completions packed.
     num_tokens: completion tokens packed.
+    noise: properties that the gradient noise is measured with.
     diagnostics: scalars to log.
   """
 
@@ -36,6 +38,7 @@ class SelectInfo(struct.PyTreeNode):
   num_invalid_probs: Float[Array, ""]
   num_trained: Float[Array, ""]
   num_tokens: Float[Array, ""]
+  noise: NoiseTerms
   diagnostics: dict[str, Float[Array, ""]]
 
   def metrics(self) -> dict[str, Float[Array, ""]]:
@@ -107,10 +110,14 @@ def select(
   # Gradient norm of a completion whose tokens' gradients are independent.
   size = jnp.abs(advantages) * token_share * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
+  added_variance = jnp.float32(0)
   if method.describe:
-    scalars |= method.describe(groups, chosen)
+    described = method.describe(groups, chosen)
+    added_variance = described.added_variance
+    scalars |= described.metrics
   count = lambda x: x.sum(dtype=jnp.float32)
   kept = rollout.kept
+  squares = jnp.square(groups.advantages * groups.scale)
   scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
   scalars["completions/kept"] = count(weights > 0)
   info = SelectInfo(
@@ -119,6 +126,11 @@ def select(
     + invalid_probs(chosen.replace(keep=chosen.keep & is_drawn)),
     num_trained=count(is_trained),
     num_tokens=count(trained_lengths),
+    noise=NoiseTerms(
+      added_variance=added_variance,
+      sum_squares=(squares * groups.sum_sq_residual).sum(),
+      group_size=count(is_drawn) / jnp.maximum(count(kept.keep), 1.0),
+    ),
     diagnostics=scalars,
   )
   summary = CompletionSummary(

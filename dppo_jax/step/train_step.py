@@ -32,8 +32,6 @@ from dppo_jax.step.select import SelectInfo
 from dppo_jax.step.tokens import ScoreInfo
 from dppo_jax.step.update import UpdateInfo
 
-FIRST_MEASUREMENTS = 4  # steps, from the first on, that measure the noise
-
 
 class Batch(NamedTuple):
   """Weighted and packed completions of one step.
@@ -223,7 +221,6 @@ class TrainStep:
   ) -> Batch:
     """Computes old log-probabilities and chooses tokens, where needed."""
     if "score" not in self.programs:
-      self._clock.seconds["score"] = 0.0
       return batch
     rows, info = self._timed(
       "score", rng.at(Stage.TOKENS), params, batch.rows, batch.num_micro
@@ -236,15 +233,23 @@ class TrainStep:
     self, state: TrainState, reference: transformer.Params | None, batch: Batch
   ) -> tuple[TrainState, StepInfo]:
     """Takes the optimizer steps on the batch; ends the clock of the step."""
-    state, noise = self._measure_noise(state, reference, batch)
+    step, every = int(state.step), self._run.method.noise_every
     state, info = self._timed(
-      "update", state, reference, batch.rows, batch.num_micro, batch.denominator
+      "update",
+      state,
+      reference,
+      batch.rows,
+      batch.num_micro,
+      batch.denominator,
+      rng_at(self._run.root_key, step, Stage.NOISE),
+      batch.info,
     )
     info = jax.device_get(info)
     seconds = self._clock.metrics()
     num_micro = float(jax.device_get(batch.num_micro).max())
+    is_measured = bool(every) and step % every == 0
     if self._run.method.reads_costs:
-      self._track(batch, num_micro, seconds)
+      self._track(batch, num_micro + is_measured)
     options = self._run.config
     num_updates = int(state.step) * options.objective.num_updates
     scalars = {
@@ -253,7 +258,7 @@ class TrainStep:
       ),
       "update/clipped_norm": info.grad_norm >= options.optimizer.clip_norm,
       "update/micro_batches": num_micro,
-      **noise,
+      **self._noise_metrics(state),
       **seconds,
     }
     return state, StepInfo(
@@ -274,50 +279,30 @@ class TrainStep:
     """Returns the timings and noise so far, for methods that read them."""
     if not self._run.method.reads_costs:
       return None
-    largest = self._run.config.rollout.group_size
-    return self._tracker.costs(jax.device_get(state.noise), largest)
+    c = self._run.config
+    return self._tracker.costs(
+      jax.device_get(state.noise),
+      c.rollout.group_size,
+      c.objective.inner_updates,
+      c.objective.mini_batches,
+    )
 
-  def _measure_noise(
-    self, state: TrainState, reference: transformer.Params | None, batch: Batch
-  ) -> tuple[TrainState, dict[str, float]]:
-    """Measures the gradient noise if due, and returns its metrics."""
-    every, step = self._run.method.noise_every, int(state.step)
-    if not every:
-      return state, {}
-    # One draw of signs is uncertain: there are several at the start.
-    is_due = step % every == 0 or step < FIRST_MEASUREMENTS
-    if is_due:
-      noise = self._timed(
-        "measure_noise",
-        rng_at(self._run.root_key, step, Stage.NOISE),
-        state.noise,
-        state.params,
-        reference,
-        batch.rows,
-        batch.num_micro,
-        batch.experience.prompts,
-        batch.experience.rollout,
-        batch.summary,
-        batch.info,
-        clock="noise",
-      )
-      state = state.replace(noise=noise)
+  def _noise_metrics(self, state: TrainState) -> dict[str, float]:
+    """Returns the metrics of the gradient noise, if it is measured."""
+    if not self._run.method.noise_every:
+      return {}
     c = self._run.config
     num_prompts = c.data.prompts_per_step // c.objective.mini_batches
-    noise = jax.device_get(state.noise)
-    metrics = gradient_noise.describe(noise, num_prompts)
-    return state, {**metrics, "noise/measured": float(is_due)}
+    return gradient_noise.describe(jax.device_get(state.noise), num_prompts)
 
-  def _track(
-    self, batch: Batch, num_micro: float, seconds: dict[str, float]
-  ) -> None:
+  def _track(self, batch: Batch, num_micro: float) -> None:
     """Adds the step to the costs; all processes use the first one's clock."""
-    update = seconds["score/seconds"] + seconds["update/seconds"]
-    noise = seconds.get("noise/seconds", 0.0)
+    seconds = self._clock.seconds
+    update = seconds.get("score", 0.0) + seconds["update"]
     score = batch.score_info
     sample = StepSample(
       update=update,
-      other=seconds["step/seconds"] - update - noise,
+      other=self._clock.elapsed() - update,
       micros=num_micro,
       rows=float(batch.info.pack.rows),
       tokens=float(score.trained if score else batch.info.num_tokens),

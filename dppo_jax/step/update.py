@@ -17,6 +17,9 @@ import optax
 from dppo_jax.algo import policy_loss
 from dppo_jax.models import lm_head, lora, moe, transformer
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
+from dppo_jax.rng import StepRng
+from dppo_jax.step import measure_noise
+from dppo_jax.step.select import SelectInfo
 
 
 class UpdateConfig(NamedTuple):
@@ -25,10 +28,12 @@ class UpdateConfig(NamedTuple):
   Attributes:
     temperature: of the sampler.
     inner_updates: passes over one rollout.
-    mini_batches: parts of a rollout, each an optimizer step of every pass. If a
-      rollout has only one step, its policy is still the sampler's: the current
-      log-probabilities, held constant, are the old ones, and those in the batch
-      only measure the sampler.
+    mini_batches: parts of a rollout, each an optimizer step of every pass. With
+      one step per rollout the current log-probabilities, held constant, are the
+      old ones; the log-probabilities in the batch only measure the sampler.
+    clip_norm: largest gradient norm that the optimizer lets through.
+    noise_every: steps between measurements of the noise within prompts; 0
+      measures no gradient noise.
   """
 
   model: transformer.ModelConfig
@@ -37,6 +42,8 @@ class UpdateConfig(NamedTuple):
   logit_chunk: int = lm_head.LOGIT_CHUNK
   inner_updates: int = 1
   mini_batches: int = 1
+  clip_norm: float = float("inf")
+  noise_every: int = 0
 
   @property
   def is_on_policy(self) -> bool:
@@ -299,6 +306,8 @@ def update(
   batch: PackedBatch,
   num_used: Int[Array, "*P"],
   denominator: Float[Array, ""],
+  rng: StepRng | None = None,
+  select_info: SelectInfo | None = None,
   *,
   config: UpdateConfig,
   optimizer: optax.GradientTransformation,
@@ -313,6 +322,8 @@ def update(
     num_used: number of micro-batches in use; of several mini-batches, `[P]`,
       the number up to the end of each.
     denominator: the loss denominator of the rollout, in completions.
+    rng, select_info: randomness and properties of the batch that gradient noise
+      is measured with; needed if `config.noise_every` is not 0.
   """
   ends = jnp.atleast_1d(num_used)
   num_parts = config.mini_batches
@@ -321,12 +332,30 @@ def update(
     state, seen, _ = carry
     part = i % num_parts
     first = jnp.where(part > 0, ends[part - 1], 0)
-    sums = sum_gradients(
-      batch, ends[part], state.params, reference, config, first
-    )
-    state, info = apply_gradient(
-      state, sums, denominator / num_parts, optimizer
-    )
+    noise, here = state.noise, denominator / num_parts
+
+    def sum_up(weights, end):
+      rows = batch.replace(weights=weights)
+      return sum_gradients(rows, end, state.params, reference, config, first)
+
+    if config.noise_every:
+      is_due = (state.step % config.noise_every == 0) & (i == 0)
+      sums, ratio = measure_noise.sum_with_signs(
+        sum_up, batch, first, ends[part], rng.key, is_due
+      )
+      noise = measure_noise.measured_noise(
+        state,
+        sums.grad,
+        here,
+        ratio * select_info.noise.sum_squares / num_parts,
+        select_info.noise,
+        config.clip_norm,
+        is_new=i < num_parts,
+      )
+    else:
+      sums = sum_up(batch.weights, ends[part])
+    state, info = apply_gradient(state, sums, here, optimizer)
+    state = state.replace(noise=noise)
     seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
     return state, _add(seen, sums._replace(grad=None)), info.grad_norm
 

@@ -22,8 +22,10 @@ ADVANTAGES = REWARDS - REWARDS.mean(axis=1, keepdims=True)
 TOKENS = int(LENGTHS[ADVANTAGES != 0].sum())  # of all needed completions
 
 
-def _costs(noise=1.0, micro=0.0, tokens=100.0, other=1.0, apart=0.5):
-  values = noise, micro, tokens, other, apart, 8.0
+def _costs(
+  noise=1.0, micro=0.0, tokens=100.0, other=1.0, within=0.5, parts=1.0
+):
+  values = noise, micro, tokens, other, within, 8.0, parts
   return StepCosts(*(jnp.float32(x) for x in values))
 
 
@@ -34,7 +36,7 @@ def _draw(**options):
   def draw(costs):
     groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=costs)
     chosen = method.completions(jax.random.key(0), groups)
-    return chosen, method.describe(groups, chosen)
+    return chosen, method.describe(groups, chosen).metrics
 
   return jax.jit(draw)
 
@@ -96,7 +98,7 @@ def test_a_given_cost_replaces_measured_seconds_but_not_the_noise():
 
 
 def test_more_are_kept_if_completions_vary_more_than_groups():
-  chosen = [_describe(_costs(0.5, apart=x), update_cost=3.0) for x in (0.5, 2)]
+  chosen = [_describe(_costs(0.5, within=x), update_cost=3.0) for x in (0.5, 2)]
   assert chosen[1]["completions"] > 1.2 * chosen[0]["completions"]
 
 
@@ -133,7 +135,7 @@ def test_the_variance_predicted_is_that_of_the_draw(min_prob):
     ADVANTAGES.reshape(-1) > 0,
     REWARDS.shape,
   )
-  predicted = method.describe(groups, chosen)["budget/added_variance"]
+  predicted = method.describe(groups, chosen).added_variance
   assert predicted == pytest.approx(0.5 * float(added[0]), rel=0.03)
 
 
@@ -144,7 +146,7 @@ def test_one_needed_completion_is_kept(num):
   groups, method = groups_of(values), methods.neyman(update_cost=9.0)
   chosen = jax.jit(method.completions)(jax.random.key(0), groups)
   assert chosen.keep.sum() == num and (chosen.prob[chosen.keep] == 1).all()
-  metrics = method.describe(groups, chosen)
+  metrics = method.describe(groups, chosen).metrics
   assert metrics["budget/completions"] == num
   assert all(np.isfinite(x) for x in metrics.values())
 
@@ -154,7 +156,7 @@ def test_metrics_are_finite_with_a_nan_reward():
   groups = Groups(REWARDS.at[1, 0].set(jnp.nan), advantages, LENGTHS)
   method = methods.neyman(update_cost=9.0)
   chosen = method.completions(jax.random.key(0), groups)
-  metrics = method.describe(groups, chosen)
+  metrics = method.describe(groups, chosen).metrics
   assert all(np.isfinite(x) for x in metrics.values())
 
 
@@ -173,13 +175,43 @@ def test_a_fixed_budget_reports_the_variance_that_it_adds():
   groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=_costs(noise=0.3))
   method = methods.neyman(update_cost=3.0, **options)
   chosen = method.completions(jax.random.key(0), groups)
-  want = method.describe(groups, chosen)["budget/added_variance"]
+  want = method.describe(groups, chosen).added_variance
   fraction = int(chosen.keep.sum()) / chosen.keep.size
   fixed = methods.neyman(completion_budget=fraction, **options)
   assert fixed.reads_costs and fixed.noise_every
   chosen = fixed.completions(jax.random.key(0), groups)
-  metrics = jax.tree.map(float, fixed.describe(groups, chosen))
+  metrics = jax.tree.map(float, fixed.describe(groups, chosen).metrics)
   assert metrics == {
     "budget/added_variance": pytest.approx(float(want), rel=0.03)
   }
   assert methods.neyman(completion_budget=0.5).describe is None
+
+
+@pytest.mark.parametrize("parts", [1.0, 4.0])
+@pytest.mark.parametrize("noise", [0.2, 1.0])
+@pytest.mark.parametrize("tokens", [100.0, 700.0])
+def test_the_budget_is_near_the_best_of_a_dense_grid(parts, noise, tokens):
+  costs = _costs(noise, micro=0.4, tokens=tokens, parts=parts)
+  groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=costs)
+  size = rules.gradient_size(groups)
+  auto = budget.AutoBudget()
+  dense = auto._predict(
+    groups, size.reshape(-1), jnp.geomspace(0.03, 1.0, 400), 0.05
+  )
+  best = auto.choose(groups, size, 0.05)
+  at_best = jnp.abs(dense.number - float(best.number)).argmin()
+  loss = dense.seconds[at_best] / dense.seconds.min()
+  assert loss <= 1 + budget.SLACK + 0.01
+
+
+def test_each_mini_batch_rounds_its_micro_batches_up():
+  """Four parts of at most one micro-batch each cannot be made smaller."""
+  one = _describe(_costs(0.3, micro=1.0, tokens=2.0 * TOKENS / 4))
+  four = _describe(_costs(0.3, micro=1.0, tokens=2.0 * TOKENS / 4, parts=4.0))
+  assert one["completions"] < 0.7 and four["completions"] == 1
+
+
+def test_nothing_is_pruned_before_the_noise_is_measured():
+  assert _at_cost(3.0)["completions"] < 0.8
+  costs = _costs(micro=3.0 / TOKENS, tokens=1.0, within=np.inf)
+  assert _describe(costs)["completions"] == 1

@@ -6,21 +6,55 @@ so the weights stay exact.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dppo_jax.methods.neyman.gradient_noise import MIN_NOISE_FRACTION
 from dppo_jax.records import Groups, StepCosts
 
-NUM_BUDGETS = 17  # on the grid, evenly in their logarithms
+NUM_BUDGETS = 17  # on each of two grids, evenly in their logarithms
 # Fraction of a completion's squared gradient that those of the same prompt and
 # reward share: 0.3 to 0.5 in experiments/02_design_variance.
 SHARED = 0.4
+# Fraction of the batch's noise between the completions of a prompt, until it is
+# measured.
+UNKNOWN_WITHIN = 0.5
 # Fraction of the least time that may be spent on keeping more. Times are flat
 # around their minimum, where a few percent more halve the variance added.
-SLACK = 0.03
-# An estimate of the noise below this is a failed measurement: the smallest
-# value in experiments/09_when_it_pays is 0.12.
-MIN_NOISE_FRACTION = 0.1
+SLACK = 0.02
+
+
+class Budget(NamedTuple):
+  """A number of completions to train on.
+
+  Attributes:
+    added_variance: variance that the choice adds, over the batch's noise.
+    metrics: scalars to log.
+  """
+
+  number: Int[Array, ""]
+  added_variance: Float[Array, ""]
+  metrics: dict[str, Float[Array, ""]]
+
+
+class _Candidates(NamedTuple):
+  """Budgets to choose from.
+
+  Attributes:
+    fraction: fraction of the needed completions.
+    number: number of completions.
+    added_variance: as in `Budget`.
+    update, other: seconds of the update, and of the other stages of a step.
+    seconds: predicted seconds to a target, up to a factor.
+  """
+
+  fraction: Float[Array, "K"]
+  number: Float[Array, "K"]
+  added_variance: Float[Array, "K"]
+  update: Float[Array, "K"]
+  other: Float[Array, "K"]
+  seconds: Float[Array, "K"]
 
 
 class AutoBudget(NamedTuple):
@@ -46,18 +80,56 @@ class AutoBudget(NamedTuple):
 
   def choose(
     self, groups: Groups, size: Float[Array, "Q G"], min_prob: float = 0.0
-  ) -> tuple[Int[Array, ""], dict[str, Float[Array, ""]]]:
-    """Returns the number of completions to train on, and metrics about it.
+  ) -> "Budget":
+    """Returns the number of completions to train on, and what it predicts.
+
+    A grid over all fractions is refined between the neighbours of its best one.
 
     Args:
       size: as from `gradient_size`; 0 for completions that are not needed.
       min_prob: least probability of a needed completion, as in the draw.
     """
     size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
+    predict = lambda low, high: self._predict(
+      groups, size, jnp.geomspace(low, high, NUM_BUDGETS), min_prob
+    )
+    step = (self.max_keep / self.min_keep) ** (1 / (NUM_BUDGETS - 1))
+    coarse = predict(self.min_keep, self.max_keep)
+    near = coarse.fraction[jnp.argmin(coarse.seconds)]
+    fine = predict(
+      jnp.maximum(near / step, self.min_keep),
+      jnp.minimum(near * step, self.max_keep),
+    )
+    both = jax.tree.map(lambda *x: jnp.concatenate(x), coarse, fine)
+    order = jnp.argsort(both.fraction)
+    both = jax.tree.map(lambda x: x[order], both)
+    best = largest_near_optimal(both.seconds)
+    num_needed = (size > 0).sum(dtype=jnp.float32)
+    last = jax.tree.map(lambda x: x[-1], both)
+    chosen = jax.tree.map(lambda x: x[best], both)
+    return Budget(
+      number=chosen.number.astype(jnp.int32),
+      added_variance=chosen.added_variance,
+      metrics={
+        "budget/completions": _ratio(chosen.number, num_needed),
+        "budget/added_variance": chosen.added_variance,
+        # 1 while all seconds are 0, that is unknown.
+        "budget/predicted_speedup": _ratio(last.seconds, chosen.seconds, 1.0),
+        "budget/update_cost": _ratio(last.update, last.other),
+      },
+    )
+
+  def _predict(
+    self,
+    groups: Groups,
+    size: Float[Array, "M"],
+    fractions: Float[Array, "K"],
+    min_prob: float,
+  ) -> "_Candidates":
+    """Predicts seconds to a target, up to a factor, for several fractions."""
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
     lengths = lengths.astype(jnp.float32)
     num_needed = (size > 0).sum(dtype=jnp.float32)
-    fractions = jnp.geomspace(self.min_keep, self.max_keep, NUM_BUDGETS)
     at_most_all = lambda x: jnp.clip(x, 1.0, jnp.maximum(num_needed, 1.0))
     prob = proportional(size, at_most_all(jnp.round(fractions * num_needed)))
     # Up to rounding those of `water_filling` for `counts` completions.
@@ -69,15 +141,13 @@ class AutoBudget(NamedTuple):
     noise = jnp.float32(1)
     if groups.costs is not None:
       noise = jnp.maximum(groups.costs.noise_fraction, MIN_NOISE_FRACTION)
-    times = (other + update) * (1 + added * noise)
-    best = largest_near_optimal(times)
-    return counts[best].astype(jnp.int32), {
-      "budget/completions": _ratio(counts[best], num_needed),
-      "budget/added_variance": added[best],
-      # 1 while all seconds are 0, that is unknown.
-      "budget/predicted_speedup": _ratio(times[-1], times[best], 1.0),
-      "budget/update_cost": _ratio(update[-1], other),
-    }
+    slowdown = 1 + added * noise
+    if groups.costs is not None:  # no pruning before the noise is measured
+      is_known = jnp.isfinite(groups.costs.within_fraction)
+      slowdown = jnp.where(is_known | (added <= 0), slowdown, jnp.inf)
+    seconds = (other + update) * slowdown
+    other = jnp.broadcast_to(other, update.shape)
+    return _Candidates(fractions, counts, added, update, other, seconds)
 
   def _seconds(
     self,
@@ -95,10 +165,12 @@ class AutoBudget(NamedTuple):
         "groups.costs is None, but an automatic budget needs measured seconds: "
         "pass costs, or set update_cost or a fixed budget"
       )
-    micros = tokens / jnp.maximum(costs.micro_tokens, 1.0)
-    # The number of micro-batches is rounded up and known within a fifth.
+    parts = jnp.maximum(costs.mini_batches, 1.0)
+    micros = tokens / jnp.maximum(costs.micro_tokens * parts, 1.0)
+    # The number of micro-batches of each part is rounded up and known within a
+    # fifth.
     error = jnp.linspace(0.8, 1.2, 5)
-    micros = jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
+    micros = parts * jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
     # Before any timing is available, assume that the update costs as much as
     # the rest of the step.
     is_known = costs.other_seconds > 0
@@ -133,27 +205,16 @@ def proportional(
   return jnp.where(is_all[:, None], (size > 0).astype(jnp.float32)[None], prob)
 
 
-def added_variance(
-  prob: Float[Array, "K M"], squares: Float[Array, "M"]
-) -> Float[Array, "K"]:
-  """Computes `sum (1 / prob - 1) a^2 / sum a^2`, as for independent draws.
-
-  Args:
-    squares: `a^2` up to a common factor; 0 for terms that are not needed.
-  """
-  is_lost = (squares[None] > 0) & (prob <= 0)
-  added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
-  fraction = _ratio(added.sum(axis=1), squares.sum())
-  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
-
-
 def systematic_variance(
   prob: Float[Array, "K M"],
   squares: Float[Array, "M"],
   is_positive: Bool[Array, "M"],
   shape: tuple[int, ...],
 ) -> Float[Array, "K"]:
-  """Computes `added_variance` of a systematic draw along prompts and signs.
+  """Computes what a systematic draw along prompts and signs adds to the noise.
+
+  In units of `sum a^2` of gradient norms `a`. Independent draws would add
+  `sum (1 / prob - 1) a^2`.
 
   A draw keeps `k` completions of a prompt and sign, rounded up or down, if it
   keeps `k` on average. What these share varies with their number alone: by `f
@@ -161,7 +222,8 @@ def systematic_variance(
   `sum prob (1 - prob)`. The rest of each gradient varies as in those.
 
   Args:
-    is_positive: of the advantages.
+    squares: `a^2` up to a common factor; 0 for terms that are not needed.
+    is_positive: True for a positive advantage.
     shape: prompts and completions of each.
   """
   is_lost = (squares[None] > 0) & (prob <= 0)
@@ -187,7 +249,8 @@ def added_noise(
   )
   shape, costs = groups.advantages.shape, groups.costs
   added = systematic_variance(prob, squares, is_positive, shape)
-  return added * (0.5 if costs is None else costs.apart_fraction)
+  within = jnp.float32(jnp.inf) if costs is None else costs.within_fraction
+  return added * jnp.where(jnp.isfinite(within), within, UNKNOWN_WITHIN)
 
 
 def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:

@@ -1,125 +1,166 @@
-"""Gradient noise scale, estimated from an occasional extra backward pass.
+"""Gradient noise scale, estimated from what an update computes anyway.
 
-If each prompt's part of a gradient is multiplied by a random sign, the expected
-squared norm of the sum is the sum of the squared norms of the parts. Its
-difference from the squared norm of the gradient is due to products of different
-prompts, that is to their common direction. Parts that cut through groups, such
-as micro-batches, cannot be used: completions of a group are not independent,
-and half a group's advantages do not sum to 0.
+The optimizer's momentum is a weighted sum of earlier gradients, each from other
+prompts. Their noise is independent of the newest gradient's, so the inner
+product of the two is, in expectation, the squared norm of the gradient's mean
+times the sum of the weights, as long as the mean changes slowly. Faster changes
+make the estimate of the signal too low, and budgets prune less.
+
+The part of the noise between the completions of a prompt comes from a few extra
+backward passes of one micro-batch: if each completion's gradient has a random
+sign, the expected squared norm of the sum is the sum of the squared norms.
+Parts that cut through groups, such as micro-batches, cannot be compared
+instead: the completions of a group are not independent.
 
 Source: the definitions of McCandlish et al. 2018, arXiv:1812.06162, section 2.2
-and appendix A; the signs are ours.
+and appendix A; momentum and signs are ours.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dppo_jax.analysis.runs import SCALE_LIMIT
 
-DECAY = 0.7  # weight of earlier measurements, at each further one
+DECAY = 0.9  # weight of earlier measurements, at each further one
 # Before the first measurement; those of experiments/11_equal_seconds chose 3 to
 # 4, and a step of full groups costs as much as several of these.
 FIRST_GROUP_SIZE = 4
+# An estimate of the noise below this is a failed measurement: the smallest
+# value in experiments/09_when_it_pays is 0.12.
+MIN_NOISE_FRACTION = 0.1
 
 
 class Noise(NamedTuple):
   """Estimates smoothed over measurements; all are 0 before the first.
 
+  Squared norms are in units of the gradient of one update.
+
   Attributes:
+    momentum: sum of the weights of earlier gradients in the momentum.
     signal: estimate of `|E g|^2`, which may be negative.
     noise: estimate of `E |g - E g|^2`, of the batch without pruning.
-    apart: sum of the squared norms of the completions' gradients.
-    within: the same with what the choice of completions adds, times the
-      completions of a prompt less 1, which does not depend on their number.
-    common: signal and noise without `apart`; it does not depend on it either.
+    within: sum of the squared norms of the completions' gradients.
+    total: estimate of `E |g|^2` without pruning, where `within` was measured.
+    one_completion: `within` with the variance that the choice of completions
+      adds, times the completions of a prompt less 1: independent of the number.
   """
 
+  momentum: Float[Array, ""]
   signal: Float[Array, ""]
   noise: Float[Array, ""]
-  apart: Float[Array, ""]
   within: Float[Array, ""]
-  common: Float[Array, ""]
+  total: Float[Array, ""]
+  one_completion: Float[Array, ""]
 
 
 def init() -> Noise:
   """Returns the estimates before the first measurement."""
-  return Noise(*jnp.zeros(5, jnp.float32))
+  return Noise(*jnp.zeros(len(Noise._fields), jnp.float32))
 
 
-def random_signs(
-  key: jax.Array, shape: int | tuple[int, ...]
-) -> Float[Array, "..."]:
-  """Draws 1 or -1 for each prompt or completion."""
-  shape = (shape,) if isinstance(shape, int) else shape
-  return jax.random.rademacher(key, shape, jnp.float32)
-
-
-def add_measurement(
+def add_gradient(
   old: Noise,
-  total: Float[Array, ""],
-  signed: Float[Array, ""],
-  num_prompts: int | Int[Array, ""],
-  added: float | Float[Array, ""] = 0.0,
-  apart: float | Float[Array, ""] = 0.0,
-  group_size: float | Float[Array, ""] = 2.0,
+  squared_norm: Float[Array, ""],
+  product: Float[Array, ""],
+  added: Float[Array, ""],
 ) -> Noise:
-  """Updates the estimates; a measurement that is not finite changes nothing.
+  """Updates signal and noise by one gradient.
 
   Args:
-    total: squared norm of the gradient.
-    signed: squared norm of the gradient with random signs.
-    num_prompts: prompts that the gradient is a sum of, of a draw of fixed size;
-      with one, everything counts as noise.
-    added: variance that the choice of completions adds, over that of the batch.
-    apart: squared norm of the gradient with a random sign for each completion.
+    squared_norm: squared norm of the gradient.
+    product: inner product of the gradient and the momentum before it.
+    added: variance that the choice of completions adds, over the noise of the
+      batch without pruning.
+  """
+  signal = product / jnp.where(old.momentum > 0, old.momentum, 1.0)
+  noise = (squared_norm - signal) / (1 + added)
+  is_measured = (old.momentum > 0) & jnp.isfinite(signal + noise)
+  mix = lambda x, y: jnp.where(is_measured, DECAY * x + (1 - DECAY) * y, x)
+  return old._replace(
+    signal=mix(old.signal, signal), noise=mix(old.noise, noise)
+  )
+
+
+def add_momentum(old: Noise, decay: float, kept: Float[Array, ""]) -> Noise:
+  """Updates the weight of earlier gradients as the optimizer does.
+
+  Args:
+    decay: decay of the momentum.
+    kept: factor on the newest gradient, from clipping.
+  """
+  return old._replace(momentum=decay * old.momentum + (1 - decay) * kept)
+
+
+def add_signs(
+  old: Noise,
+  squared_norm: Float[Array, ""],
+  within: Float[Array, ""],
+  added: Float[Array, ""],
+  group_size: Float[Array, ""],
+) -> Noise:
+  """Updates the noise within prompts by one measurement.
+
+  Args:
+    squared_norm, added: as in `add_gradient`.
+    within: sum of the squared norms of the completions' gradients.
     group_size: mean number of completions of a prompt.
   """
-  num_pairs = jnp.maximum(num_prompts, 2) - 1  # with any one prompt
-  signal = (total - signed) * (1 + 1 / num_pairs)
-  signal = jnp.where(num_prompts > 1, signal, 0.0)
-  noise = (total - signal) / (1 + added)
-  common = signal + noise - apart
-  apart = jnp.asarray(apart)
-  within = (apart + added * noise) * (group_size - 1)
-  new = Noise(signal, noise, apart, within, common)
-  is_finite = jnp.isfinite(total + signed + apart + added)
-  mix = lambda x, y: jnp.where(is_finite, DECAY * x + y, x)
-  return jax.tree.map(mix, old, new)
+  added_part = added * noise_fraction(old)
+  total = squared_norm / (1 + added_part)
+  new = within, total, (within + added_part * total) * (group_size - 1)
+  is_finite = jnp.isfinite(sum(new))
+  mix = lambda x, y: jnp.where(is_finite, DECAY * x + (1 - DECAY) * y, x)
+  names = "within total one_completion".split()
+  values = (mix(getattr(old, x), y) for x, y in zip(names, new, strict=True))
+  return old._replace(**dict(zip(names, values, strict=True)))
 
 
-def noise_fraction(noise: Noise) -> float:
-  """Computes `noise_fraction` of `records.StepCosts`, on the host."""
-  signal = max(float(noise.signal), 0.0)
-  total = signal + max(float(noise.noise), 0.0)
-  return 1 - signal / total if total > 0 else 1.0
+def noise_fraction(noise: Noise, passes: int = 1) -> Float[Array, ""]:
+  """Computes `noise_fraction` of `records.StepCosts`; 1 while unknown.
+
+  Args:
+    passes: updates on the same completions, which multiply the noise scale.
+  """
+  signal = jnp.maximum(noise.signal, 0.0)
+  total = signal + jnp.maximum(noise.noise, 0.0) * passes
+  return 1 - jnp.where(
+    total > 0, signal / jnp.where(total > 0, total, 1.0), 0.0
+  )
 
 
-def apart_fraction(noise: Noise) -> float:
-  """Computes `apart_fraction` of `records.StepCosts`, on the host."""
-  return float(noise.apart) / float(noise.noise) if noise.noise > 0 else 0.5
+def within_fraction(noise: Noise) -> Float[Array, ""]:
+  """Computes `within_fraction` of `records.StepCosts`; infinity if unknown."""
+  is_known = (noise.total > 0) & (noise.within > 0)
+  fraction = noise.within / jnp.where(is_known, noise.total, 1.0)
+  return jnp.where(
+    is_known,
+    fraction / jnp.maximum(noise_fraction(noise), MIN_NOISE_FRACTION),
+    jnp.inf,
+  )
 
 
-def best_group_size(noise: Noise, largest: int) -> float:
+def best_group_size(noise: Noise, largest: int) -> Float[Array, ""]:
   """Returns the size that minimises the steps to a target times their cost.
 
   With groups of `g`, of which a fixed fraction is trained on, steps are
-  proportional to `common + within / (g - 1)` and their cost to `g`, if that of
-  prompts is small. The best `g - 1` is then the square root of `within /
-  common`. In turn with an automatic budget this reaches a size and a fraction
-  of which neither can be improved alone.
+  proportional to `common + one_completion / (g - 1)` and their cost to `g`, if
+  the cost of prompts is small. The best `g - 1` is then the square root of
+  `one_completion / common`. In turn with an automatic budget this reaches a
+  size and a fraction of which neither can be improved alone.
   """
-  if not noise.apart > 0:
-    return float(min(FIRST_GROUP_SIZE, largest))
-  within, common = max(float(noise.within), 0.0), float(noise.common)
-  ratio = within / common if common > 0 else float("inf")
-  return min(max(1 + ratio**0.5, 2.0), float(largest))
+  common = noise.total - noise.within
+  ratio = jnp.maximum(noise.one_completion, 0.0) / jnp.where(
+    common > 0, common, 1.0
+  )
+  size = jnp.where(common > 0, 1 + jnp.sqrt(ratio), float(largest))
+  size = jnp.where(noise.within > 0, size, FIRST_GROUP_SIZE)
+  return jnp.clip(size, 2.0, float(largest))
 
 
 def describe(noise: Noise, num_prompts: int) -> dict[str, float]:
   """Returns metrics: the fraction, and the noise scale in prompts, limited."""
-  fraction = noise_fraction(noise)
+  fraction = float(noise_fraction(noise))
   scale = num_prompts * fraction / max(1 - fraction, 1e-9)
   return {"noise/fraction": fraction, "noise/scale": min(scale, SCALE_LIMIT)}

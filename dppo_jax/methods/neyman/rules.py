@@ -25,7 +25,7 @@ from dppo_jax.rng import StepRng, as_step_rng
 
 # Least size of a needed completion, relative to the largest.
 LEAST_SIZE = 1e-6
-NOISE_EVERY = 128  # steps between measurements, for automatic budgets
+NOISE_EVERY = 128  # steps between backward passes with random signs
 
 
 def neyman(
@@ -89,12 +89,13 @@ def neyman(
   if not isinstance(budget, AutoBudget) and not is_auto:
     return rules
 
-  def describe(groups: Groups, chosen: Selection) -> dict[str, jax.Array]:
+  def describe(groups: Groups, chosen: Selection) -> method.ChoiceInfo:
     size = gradient_size(groups)
     if isinstance(budget, AutoBudget):
-      return budget.choose(groups, size, min_prob)[1]
+      best = budget.choose(groups, size, min_prob)
+      return method.ChoiceInfo(best.added_variance, best.metrics)
     added = added_noise(groups, size, chosen.prob.reshape(1, -1))[0]
-    return {"budget/added_variance": added}
+    return method.ChoiceInfo(added, {"budget/added_variance": added})
 
   return rules._replace(
     describe=describe, reads_costs=True, noise_every=NOISE_EVERY
@@ -265,7 +266,7 @@ def neyman_completions(
     prompt = jax.lax.broadcasted_iota(jnp.int32, size.shape, 0)
     strata = (size, jnp.sign(groups.advantages), prompt)
     if isinstance(budget, AutoBudget):
-      num, _ = budget.choose(groups, size, min_prob)
+      num = budget.choose(groups, size, min_prob).number
     else:
       num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
     return fixed_size(rng.key, size, num, min_prob, strata)

@@ -15,8 +15,8 @@ class StepSample(NamedTuple):
 
   Attributes:
     update: seconds of scoring and updating.
-    other: seconds of all other stages; noise measurements are not counted.
-    micros: micro-batches of the update.
+    other: seconds of all other stages.
+    micros: micro-batches of the update, those that measure noise included.
     rows: packed rows in use.
     tokens: trained tokens.
   """
@@ -45,19 +45,30 @@ class CostTracker:
     self._sums = DECAY * self._sums + np.array(sample)
     self._weight = DECAY * self._weight + 1
 
-  def costs(self, noise: gradient_noise.Noise, largest: int) -> StepCosts:
+  def costs(
+    self,
+    noise: gradient_noise.Noise,
+    largest: int,
+    inner_updates: int = 1,
+    mini_batches: int = 1,
+  ) -> StepCosts:
     """Returns the costs of a step; all seconds are 0 before the first.
 
     Args:
       largest: completions of a full group.
+      inner_updates, mini_batches: as in `update.UpdateConfig`.
     """
+    fraction = gradient_noise.noise_fraction(noise, inner_updates)
+    within = gradient_noise.within_fraction(noise)
+    group_size = gradient_noise.best_group_size(noise, largest)
     sums = StepSample(*self._sums)
     ratio = lambda x, y: np.array(x / y if y > 0 else 0.0, np.float32)
     return StepCosts(
-      np.array(gradient_noise.noise_fraction(noise), np.float32),
-      ratio(sums.update, sums.micros),
-      ratio(self._rows_per_micro * sums.tokens, sums.rows),
-      ratio(sums.other, self._weight),
-      np.array(gradient_noise.apart_fraction(noise), np.float32),
-      np.array(gradient_noise.best_group_size(noise, largest), np.float32),
+      noise_fraction=np.asarray(fraction, np.float32),
+      micro_seconds=ratio(sums.update, sums.micros),
+      micro_tokens=ratio(self._rows_per_micro * sums.tokens, sums.rows),
+      other_seconds=ratio(sums.other, self._weight),
+      within_fraction=np.asarray(within, np.float32),
+      group_size=np.asarray(group_size, np.float32),
+      mini_batches=np.asarray(mini_batches, np.float32),
     )
