@@ -17,7 +17,7 @@ from dppo_jax.algo.advantages import (
 )
 from dppo_jax.algo.policy_loss import IsClipped, Objective, TokenLoss, Tokens
 from dppo_jax.algo.validation import FINITE, POSITIVE, Limit
-from dppo_jax.algo.weights import group_share, horvitz_thompson
+from dppo_jax.algo.weights import group_scale, horvitz_thompson
 from dppo_jax.records import Rollout
 
 check = functools.partial(validation.check, where="config.objective.args")
@@ -228,7 +228,7 @@ def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
   if rollout.kept is not None:
     weight = horvitz_thompson(rollout.kept)
   completions = weight.sum() * lengths.shape[1]
-  weight = weight[:, None] * group_share(lengths > 0)
+  weight = weight[:, None] * group_scale(lengths > 0)
   tokens = (weight * lengths).sum()
   share = completions / jnp.where(tokens > 0, tokens, 1.0)
   return jnp.broadcast_to(share, lengths.shape)

@@ -42,7 +42,7 @@ class Objective(NamedTuple):
     sampler_cap: largest factor of `sampler_correction`, which multiplies the
       weights; 0 for no correction.
     includes_self: a completion's own reward is part of its baseline, see
-      `weights.group_share`.
+      `weights.self_correction`.
   """
 
   advantage: Callable[..., Float[Array, "Q G"]]

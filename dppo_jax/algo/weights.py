@@ -39,32 +39,42 @@ def horvitz_thompson(
   return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
 
 
-def group_share(
-  is_drawn: Bool[Array, "Q G"], includes_self: bool = False
-) -> Float[Array, "Q G"]:
-  """Weighs groups of any size as full ones: `G / g` for one of `g` completions.
+def group_scale(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q G"]:
+  """Weighs groups of any size as full ones: `G / g` for `g` of `G` completions.
 
-  The sum of `A_i s_i` over a group, of advantages `A_i` and scores `s_i`, has
-  an expectation proportional to `g` if each baseline is the mean of the others,
-  and to `g - 1` if it includes the completion itself. Sizes that depend on no
-  reward of the group, and are at least 2, therefore need no other weight.
+  Sizes that depend on no reward of the group, and are at least 2, need no other
+  weight if each baseline is the mean of the other rewards. A baseline that
+  includes the completion itself also needs `self_correction`.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
   >>> is_drawn = jnp.array([[True, True, False], [True, True, True]])
-  >>> print(algo.group_share(is_drawn)[:, 0])
+  >>> print(algo.group_scale(is_drawn)[:, 0])
   [1.5 1. ]
-
-  Args:
-    includes_self: True for `(G - 1) / (g - 1)`, as for `group_centred`. For
-      `group_normalized` it is an approximation, since the deviation depends
-      on `g` too.
   """
-  lost = float(includes_self)
-  size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32) - lost
-  full = is_drawn.shape[1] - lost
-  share = jnp.where(size > 0, full / jnp.maximum(size, 1.0), 1.0)
-  return jnp.broadcast_to(share, is_drawn.shape)
+  size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32)
+  scale = jnp.where(size > 0, is_drawn.shape[1] / jnp.maximum(size, 1.0), 1.0)
+  return jnp.broadcast_to(scale, is_drawn.shape)
+
+
+def self_correction(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q 1"]:
+  """Factor on advantages whose baseline includes the completion's own reward.
+
+  In a group of `g` the expected policy gradient of such advantages is
+  proportional to `(g - 1) / g`: the factor is `(1 - 1 / G) / (1 - 1 / g)`. A KL
+  penalty, which has no baseline, must not have it. For `group_normalized` it is
+  an approximation, since the deviation depends on `g` too.
+
+  >>> import jax.numpy as jnp
+  >>> from dppo_jax import algo
+  >>> is_drawn = jnp.array([[True, True, False], [True, True, True]])
+  >>> print(algo.self_correction(is_drawn)[:, 0])
+  [1.3333334 1.       ]
+  """
+  size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32)
+  lost = lambda g: 1 - 1 / g
+  full = lost(is_drawn.shape[1])
+  return jnp.where(size > 1, full / lost(jnp.maximum(size, 2.0)), 1.0)
 
 
 def invalid_probs(selection: Selection) -> Float[Array, ""]:

@@ -137,7 +137,9 @@ def has_variance(
   rollout: Rollout, rewards: Float[Array, "N G"]
 ) -> Bool[Array, "N"]:
   """Returns True for prompts that were kept and whose rewards differ."""
-  return rollout.kept.keep & ~advantages.is_zero_variance(rewards)
+  return rollout.kept.keep & ~advantages.is_zero_variance(
+    rewards, rollout.lengths > 0
+  )
 
 
 def denominator(

@@ -133,9 +133,10 @@ def drop_zero_variance_streaks(
     return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
-    del lengths
-    is_equal = is_zero_variance(rewards)
-    is_easy = is_equal & (correct.mean(axis=1) > 0.5)
+    is_drawn = lengths > 0
+    is_equal = is_zero_variance(rewards, is_drawn)
+    num_right = jnp.where(is_drawn, correct, 0.0).sum(axis=1)
+    is_easy = is_equal & (2 * num_right > is_drawn.sum(axis=1))
     run = history.run[ids]
     is_revisited = (ids < history.run.shape[0]) & (run >= 0)
     kinds = jnp.stack([is_easy, is_equal & ~is_easy]) & is_revisited

@@ -2,13 +2,18 @@
 
 from flax import struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo import diagnostics
 from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.algo.policy_loss import Objective
-from dppo_jax.algo.weights import group_share, horvitz_thompson, invalid_probs
+from dppo_jax.algo.weights import (
+  group_scale,
+  horvitz_thompson,
+  invalid_probs,
+  self_correction,
+)
 from dppo_jax.methods import Method
 from dppo_jax.records import (
   CompletionSummary,
@@ -84,11 +89,12 @@ def select(
     rewards += overlong_penalty(rollout.lengths, limit, overlong_tokens)
   is_drawn = rollout.lengths > 0
   # From all that were sampled, before any is dropped.
-  advantages = objective.advantage(rewards, is_drawn)
+  advantages = make_advantages(rewards, is_drawn, objective)
   groups = make_groups(rollout, rewards, advantages, objective, costs)
   chosen = method.completions(rng, groups)  # drops completions
   if method.has_statistics_after:
-    advantages = objective.advantage(rewards, chosen.keep & is_drawn)
+    counted = chosen.keep & is_drawn
+    advantages = make_advantages(rewards, counted, objective)
 
   weights = horvitz_thompson(rollout.kept, chosen)  # 1 / probability
   weights = jnp.where(is_drawn, weights, 0.0)
@@ -97,18 +103,18 @@ def select(
   if not method.trains_zero_advantage:
     is_trained &= is_needed
   trained_lengths = jnp.where(is_trained, rollout.lengths, 0)
-  token_share = token_shares(rollout, objective)
+  scale = token_scale(rollout, objective)
   batch, num_micro, pack_info = pack(
     prompts,
     rollout.replace(lengths=trained_lengths),
     advantages,
-    weights * token_share,
+    weights * scale,
     spec,
     mini_batches,
   )
 
   # Gradient norm of a completion whose tokens' gradients are independent.
-  size = jnp.abs(advantages) * token_share * jnp.sqrt(groups.sum_sq_residual)
+  size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
   added_variance = jnp.float32(0)
   if method.describe:
@@ -152,16 +158,27 @@ def make_groups(
     advantages,
     rollout.lengths,
     is_needed=adds_gradient(rollout, advantages, objective),
-    scale=token_shares(rollout, objective) / rollout.kept.prob[:, None],
+    scale=token_scale(rollout, objective) / rollout.kept.prob[:, None],
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
   )
 
 
-def token_shares(rollout: Rollout, objective: Objective) -> Float[Array, "Q G"]:
+def make_advantages(
+  rewards: Float[Array, "Q G"],
+  is_counted: Bool[Array, "Q G"],
+  objective: Objective,
+) -> Float[Array, "Q G"]:
+  """Returns the objective's advantages, corrected for the sizes of groups."""
+  advantages = objective.advantage(rewards, is_counted)
+  if objective.includes_self:
+    advantages *= self_correction(is_counted)
+  return advantages
+
+
+def token_scale(rollout: Rollout, objective: Objective) -> Float[Array, "Q G"]:
   """Returns the factor on the tokens of each completion, before any weight."""
-  share = group_share(rollout.lengths > 0, objective.includes_self)
-  return objective.token_share(rollout) * share
+  return objective.token_share(rollout) * group_scale(rollout.lengths > 0)
 
 
 def adds_gradient(

@@ -29,8 +29,10 @@ def _expected(advantage, includes_self, size):
   blank = np.zeros((len(outcomes), LARGEST - size))
   is_drawn = jnp.arange(LARGEST) < jnp.full((len(outcomes), 1), size)
   rewards = jnp.array(np.concatenate([REWARD[outcomes], blank], 1))
-  share = algo.group_share(is_drawn, includes_self)
-  advantages = np.asarray(advantage(rewards, is_drawn) * share)[:, :size]
+  advantages = advantage(rewards, is_drawn) * algo.group_scale(is_drawn)
+  if includes_self:
+    advantages *= algo.self_correction(is_drawn)
+  advantages = np.asarray(advantages)[:, :size]
   sums = np.einsum("ni,nij->nj", advantages, SCORE[outcomes])
   return PROB[outcomes].prod(axis=1) @ sums / LARGEST
 
@@ -105,6 +107,42 @@ def test_a_smaller_group_is_weighted_like_a_full_one(objective, factor):
   want = factor * np.concatenate(grads) / 2  # the mean over two prompts
   np.testing.assert_allclose(both - second, want, atol=1e-6)
   assert np.abs(want).max() > 1e-3
+
+
+@pytest.mark.parametrize("factory", [objectives.dr_grpo, objectives.rloo])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_expected_penalty_does_not_depend_on_the_size(factory, size):
+  """Over every member in turn: each group of `size` is equally likely.
+
+  Equal rewards leave the KL penalty alone.
+  """
+  objective = factory(beta=0.5)
+  prompts = small.prompts(1)
+  full = small.rollout(prompts, group=LARGEST)
+  reference = jax.tree.map(lambda x: 0.9 * x, small.params())
+  config = update.UpdateConfig(small.MODEL, objective)
+
+  def gradient(members):
+    is_drawn = jnp.isin(jnp.arange(LARGEST), jnp.array(members))
+    batch, num_micro, *_ = select.select(
+      StepRng(jax.random.key(0), jnp.int32(0)),
+      prompts,
+      full.replace(lengths=jnp.where(is_drawn, full.lengths, 0)),
+      jnp.ones((1, LARGEST)),
+      method=methods.grpo(),
+      objective=objective,
+      spec=PackingSpec(row_length=24, rows_per_micro=2, window=4),
+    )
+    sums = update.sum_gradients(
+      batch, num_micro, small.params(), reference, config
+    )
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(sums.grad)])
+
+  every = gradient(range(LARGEST))
+  some = [*itertools.combinations(range(LARGEST), size)]
+  mean = np.mean([gradient(members) for members in some], axis=0)
+  np.testing.assert_allclose(mean, every, rtol=1e-4, atol=1e-5)
+  assert np.abs(every).max() > 1e-3
 
 
 def _history(right, wrong):

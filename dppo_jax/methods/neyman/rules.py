@@ -171,7 +171,7 @@ def group_sizes(
   factor. Each prompt has two completions. The others are given one by one to
   the prompt where one more lowers the posterior mean of this variance the most,
   per expected token. The rule sees no reward of this step, so that the gradient
-  is exact, see `algo.group_share`.
+  is exact, see `algo.group_scale`.
 
   Args:
     budget: fraction of `N G` completions to sample, in (0, 1]; at least two of

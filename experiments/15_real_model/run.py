@@ -1,0 +1,149 @@
+r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
+
+  python -m experiments.15_real_model.run --stage=tune --core=0
+  python -m experiments.15_real_model.run --stage=methods --core=0
+  python -m experiments.15_real_model.run --stage=report
+
+Every run is one process on one core, starts from the same pretrained weights
+and draws the same prompts. `tune` runs grpo with several shapes of batches and
+learning rates, `methods` every method with the best of them. A run that ended
+is not repeated, and results.jsonl gets a line when one ends.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+from typing import NamedTuple
+
+from dppo_jax.analysis import runs
+
+from ..common import processes, results
+from . import fetch
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results.jsonl"
+CONFIG = "configs/smollm2.py"
+EVAL_PROBLEMS, EVAL_SAMPLES = 32, 2
+
+
+class Cell(NamedTuple):
+  """A run: method, prompts a step, group size, learning rate, seed, steps."""
+
+  method: str
+  prompts: int
+  group: int
+  rate: str
+  seed: int
+  steps: int
+
+  @property
+  def name(self) -> str:
+    shape = f"{self.prompts}x{self.group}"
+    return f"{self.method}-{shape}-{self.rate}-{self.seed}"
+
+
+TUNE = (
+  Cell("grpo", 8, 8, "1e-5", 0, 22),
+  Cell("grpo", 8, 8, "2e-5", 0, 22),
+  Cell("grpo", 16, 4, "2e-5", 0, 22),
+  Cell("grpo", 8, 4, "2e-5", 0, 22),
+  Cell("grpo", 8, 8, "4e-5", 0, 22),
+  Cell("grpo", 16, 4, "4e-5", 0, 26),
+)
+BEST = Cell("grpo", 16, 4, "4e-5", 0, 26)
+METHODS = (
+  *(
+    BEST._replace(method=method, seed=seed)
+    for seed in (0, 1, 2)
+    for method in ("grpo", "dppo", "neyman")
+  ),
+  *(
+    BEST._replace(method=method) for method in ("cppo", "greso", "pods", "d3s")
+  ),
+)
+
+
+def flags(cell: Cell, model: pathlib.Path) -> list[str]:
+  """Returns the options of a run."""
+  return [
+    "--config.model.hub_id=",
+    f"--config.model.path={model}",
+    f"--config.seed={cell.seed}",
+    f"--config.steps={cell.steps}",
+    f"--config.data.prompts_per_step={cell.prompts}",
+    f"--config.rollout.group_size={cell.group}",
+    f"--config.optimizer.learning_rate={cell.rate}",
+    "--config.eval.every=0",
+    f"--config.eval.samples={EVAL_SAMPLES}",
+    f"--config.data.eval_limit={EVAL_PROBLEMS}",
+  ]
+
+
+def summary(workdir: pathlib.Path) -> dict:
+  """Returns the measurements of a run, step by step where they vary."""
+  run = runs.load(workdir)
+  column = lambda name: [round(x.get(name, 0.0), 4) for x in run.steps]
+  return {
+    "seconds": column("step/seconds"),
+    "cpu_seconds": column("step/cpu_seconds"),
+    "accuracy": column("reward/accuracy"),
+    "rollout": column("rollout/seconds"),
+    "update": column("update/seconds"),
+    "score": column("score/seconds"),
+    "micro_batches": column("update/micro_batches"),
+    "generated": column("tokens/generated"),
+    "trained": column("tokens/trained"),
+    "length": column("tokens/completion_mean"),
+    "predicted": column("budget/predicted_speedup"),
+    "kept": column("budget/completions"),
+    "noise_fraction": column("noise/fraction"),
+    "held_out": [x["eval/accuracy"] for x in run.evals],
+  }
+
+
+def read() -> list[dict]:
+  """Returns the results so far."""
+  lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+  return [json.loads(line) for line in lines]
+
+
+def train(cell: Cell, root: pathlib.Path, core: int) -> None:
+  """Trains, and adds a line to results.jsonl; removes the checkpoints."""
+  workdir = root / cell.name
+  if not (workdir / "report.md").exists():
+    shutil.rmtree(workdir, ignore_errors=True)
+    command = processes.train_command(f"{CONFIG}:{cell.method}", workdir)
+    model = fetch.fetch("smollm2")
+    log = root / f"{cell.name}.log"
+    processes.execute([*command, *flags(cell, model)], {core}, log)
+    shutil.rmtree(workdir / "checkpoints")
+  row = {**cell._asdict(), **summary(workdir), **results.facts()}
+  with RESULTS.open("a") as file:
+    file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--stage", choices=("tune", "methods", "report"))
+  parser.add_argument("--core", type=int, default=0)
+  parser.add_argument(
+    "--workdir", type=pathlib.Path, default=pathlib.Path("runs/real_model")
+  )
+  args = parser.parse_args()
+  if args.stage == "report":
+    from . import report
+
+    report.write(read())
+    return
+  root = args.workdir.resolve()
+  root.mkdir(parents=True, exist_ok=True)
+  done = {Cell(*(row[x] for x in Cell._fields)) for row in read()}
+  for cell in TUNE if args.stage == "tune" else METHODS:
+    if cell not in done:
+      print(cell.name, flush=True)
+      train(cell, root, args.core)
+
+
+if __name__ == "__main__":
+  main()
