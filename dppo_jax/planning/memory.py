@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, lora, transformer
@@ -30,14 +29,10 @@ from dppo_jax.step import abstract_values
 _MARGIN = 1.3
 _FEWEST_CHOSEN_SLOTS = 8
 
-# Options that may lower the memory of a stage, and parts that none lowers.
-_HALVED = (
-  "rollout.num_slots",
-  "rollout.max_tokens",
-  "data.prompts_per_step",
-  "pack.rows_per_micro",
-)
-_FIXED = ("weights", "optimizer", "reference", "gradients", "inference copy")
+_SMALLER = {  # options that lower the memory of a stage
+  "roll_out": "rollout.num_slots or rollout.max_tokens",
+  "update": "pack.rows_per_micro or pack.row_length",
+}
 
 Parts = dict[str, float]  # bytes by purpose
 
@@ -184,36 +179,15 @@ def _layer_width(run: Run) -> float:
   return 2 * model.embed + heads * model.head_dim + inner
 
 
-def shortage(run: Run, sums: dict[str, float], limit: float) -> str:
+def shortage(sums: dict[str, float], limit: float) -> str:
   """Names the stages whose sum exceeds the limit, and what would help."""
   return "; ".join(
     f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
-    + _advice(run, stage, limit)
+    "use more devices (config.mesh.data, config.mesh.model) or lower "
+    f"config.{_SMALLER.get(stage, _SMALLER['update'])}"
     for stage, size in sums.items()
     if size > limit
   )
-
-
-def _advice(run: Run, stage: str, limit: float) -> str:
-  """Options that lower the memory of a stage; only those that still can."""
-  devices = "use more devices (config.mesh.data, config.mesh.model)"
-  parts = estimate(run).get(stage, {})
-  fixed = sum(parts.get(name, 0.0) for name in _FIXED)
-  smaller = {"rollout.shard_weights": True, "model.remat": "layers"}
-  for name in _HALVED:
-    section, _, field = name.partition(".")
-    smaller[name] = max(1, getattr(getattr(run.config, section), field) // 2)
-  helpful = []
-  for name, value in smaller.items():
-    config = copy.deepcopy(run.config)
-    configs.assign(config, name, value)
-    model = dataclasses.replace(run.model, remat=config.model.remat)
-    changed = estimate(run._replace(config=config, model=model)).get(stage, {})
-    if sum(changed.values()) < 0.99 * sum(parts.values()):
-      helpful.append(f"config.{name}={value}")
-  if fixed > limit and "config.rollout.shard_weights=True" not in helpful:
-    return f"weights and optimizer alone take {gib(fixed)}, so {devices}"
-  return f"try {', '.join([*helpful[::-1], devices])}"
 
 
 def check(run: Run) -> None:
@@ -221,7 +195,7 @@ def check(run: Run) -> None:
   available = _available(run)
   sums = {name: sum(parts.values()) for name, parts in estimate(run).items()}
   if max(sums.values()) > _MARGIN * available:
-    raise UserError(f"not enough memory: {shortage(run, sums, available)}")
+    raise UserError(f"not enough memory: {shortage(sums, available)}")
 
 
 def _available(run: Run) -> float:

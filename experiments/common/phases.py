@@ -12,13 +12,12 @@ import numpy as np
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.models import transformer
-from dppo_jax.planning import hlo
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import optimizer as optimizers
 from dppo_jax.step import programs, select, update
 
-from . import baselines, machine
+from . import baselines, hlo, machine
 from . import flops as flops_of
 from . import work as works
 
@@ -317,7 +316,7 @@ def compile_function(function, *arguments) -> jax.stages.Compiled:
 def launches(compiled: jax.stages.Compiled) -> dict[str, list[int]]:
   """Kernels and host waits of one turn of each loop, on a GPU, as predicted.
 
-  The same count as that of `--mode=plan`; "" is what is outside of loops.
+  The count of experiment 08; "" is what is outside of loops.
   """
   if jax.devices()[0].platform != "gpu":
     return {}
