@@ -60,9 +60,18 @@ class Places(NamedTuple):
   oldest: Int[Array, "..."] | None = None
 
 
-def forward(*args) -> Float[Array, "B L E"]:
+def forward(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B L"],
+  positions: Int[Array, "B L"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
+) -> Float[Array, "B L E"]:
   """Returns the hidden states of `forward_and_load`."""
-  return forward_and_load(*args)[0]
+  return forward_and_load(
+    params, config, tokens, positions, segment_ids, prefix_ids
+  )[0]
 
 
 def forward_and_load(
