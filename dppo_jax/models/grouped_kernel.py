@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dppo_jax.models.attention.flash_kernel import dot
 from dppo_jax.sharding import round_up
 
 _ROWS = 64  # of a group that a program multiplies at once, at most
@@ -92,11 +93,6 @@ def _block(rows, sizes) -> int:
   return min(_ROWS, max(_LEAST, pl.next_power_of_2(average) // 2))
 
 
-def _dot(a, b, **kwargs):
-  exact = {"allow_tf32": False} if a.dtype == jnp.float32 else {}
-  return plgpu.dot(a, b, **exact, **kwargs)
-
-
 def _is_row(start, end, shape):
   """Returns True in a block of rows from `start` on for those before `end`."""
   index = start + jnp.arange(shape[0], dtype=jnp.int32)
@@ -120,7 +116,7 @@ def _product_kernel(
     inner = pl.ds(k * step, step)
     here = (columns, inner) if is_transposed else (inner, columns)
     a = _load(rows, start, end, block, inner)
-    return total + _dot(a, weights[group, *here], trans_b=is_transposed)
+    return total + dot(a, weights[group, *here], trans_b=is_transposed)
 
   @pl.when(start < end)  # blocks beyond the last group have no rows
   def _():
@@ -141,7 +137,7 @@ def _outer_kernel(first, end, rows, grad, out, *, block, inner, width):
   def add(k, total):
     at = start + k * block, end, block
     a, b = _load(rows, *at, to_rows), _load(grad, *at, to_columns)
-    return total + _dot(a, b, trans_a=True)
+    return total + dot(a, b, trans_a=True)
 
   total = jnp.zeros((inner, width), jnp.float32)
   total = jax.lax.fori_loop(0, pl.cdiv(end - start, block), add, total)

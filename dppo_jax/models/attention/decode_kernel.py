@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models.attention import decode_kernel_tpu
 from dppo_jax.models.attention.blockwise import MASKED
+from dppo_jax.models.attention.flash_kernel import dot
 
 BLOCK = 64  # positions that a program reads at once; a cache has a multiple
 _MIN_ROWS = 16  # of a product on tensor cores
@@ -173,8 +174,6 @@ def _kernel(
   rows = jnp.arange(qkv.shape[0], dtype=jnp.int32)
   is_row = rows < queries
   query = plgpu.load(qkv, mask=is_row[:, None], other=0.0)
-  exact = {"allow_tf32": False} if query.dtype == jnp.float32 else {}
-  dot = functools.partial(plgpu.dot, **exact)
   own_index, newest, layer = index - prompt_splits, count[slot], layer[0]
   number = rows // (queries // num)  # of each query among the new tokens
   shared = positions[slot] - newest

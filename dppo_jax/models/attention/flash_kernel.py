@@ -139,7 +139,8 @@ def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
   )(*arrays)
 
 
-def _dot(a, b, **kwargs):
+def dot(a, b, **kwargs):
+  """Multiplies blocks in a kernel; float32 without rounding its inputs."""
   exact = {"allow_tf32": False} if a.dtype == jnp.float32 else {}
   return plgpu.dot(a, b, **exact, **kwargs)
 
@@ -156,7 +157,7 @@ def _probs(q, k, masks, row, i, j, block, scale, shift=None):
     position, oldest = window
     is_seen &= position[row, keys][None] >= oldest[row, queries][:, None]
   is_seen &= (i * block + offset)[:, None] >= (j * block + offset)[None]
-  logits = _dot(q, k, trans_b=True) * scale
+  logits = dot(q, k, trans_b=True) * scale
   if shift is not None:
     logits = jnp.exp(logits - shift[:, None])
   return jnp.where(is_seen, logits, MASKED if shift is None else 0.0)
@@ -189,7 +190,7 @@ def _forward_kernel(
       jnp.exp(row_max - new_max),
       jnp.exp(logits - new_max[:, None]),
     )
-    new = _dot(probs.astype(v.dtype), v[*keys, :])
+    new = dot(probs.astype(v.dtype), v[*keys, :])
     total = total * rescale[:, None] + new
     return total, new_max, denom * rescale + probs.sum(1)
 
@@ -216,9 +217,9 @@ def _dq_kernel(
     keys = row, pl.ds(j * block, block), head // group
     key, where = k[*keys, :], (masks, row, i, j, block, scale)
     probs = _probs(query, key, *where, lse)
-    dprobs = _dot(grad, v[*keys, :], trans_b=True)
+    dprobs = dot(grad, v[*keys, :], trans_b=True)
     dlogits = probs * (dprobs - delta[:, None]) * scale
-    return total + _dot(dlogits.astype(key.dtype), key)
+    return total + dot(dlogits.astype(key.dtype), key)
 
   zeros = jnp.zeros(query.shape, jnp.float32)
   total = jax.lax.fori_loop(0, number, step, zeros)
@@ -241,10 +242,10 @@ def _dkv_kernel(
     query, grads = q[row, queries, head, :], grad[row, queries, head, :]
     where = masks, row, i, j, block, scale
     probs = _probs(query, key, *where, lse[row, head, queries])
-    dvalue += _dot(probs.astype(grads.dtype), grads, trans_a=True)
-    dprobs = _dot(grads, value, trans_b=True)
+    dvalue += dot(probs.astype(grads.dtype), grads, trans_a=True)
+    dprobs = dot(grads, value, trans_b=True)
     dlogits = probs * (dprobs - delta[row, head, queries][:, None]) * scale
-    dkey += _dot(dlogits.astype(query.dtype), query, trans_a=True)
+    dkey += dot(dlogits.astype(query.dtype), query, trans_a=True)
     return dkey, dvalue
 
   zeros = jnp.zeros(key.shape, jnp.float32)
