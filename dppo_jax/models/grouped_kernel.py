@@ -135,8 +135,9 @@ def _outer_kernel(first, end, rows, grad, out, *, block, inner, width):
   to_rows, to_columns = pl.ds(i * inner, inner), pl.ds(j * width, width)
 
   def add(k, total):
-    at = start + k * block, end, block
-    a, b = _load(rows, *at, to_rows), _load(grad, *at, to_columns)
+    first = start + k * block
+    a = _load(rows, first, end, block, to_rows)
+    b = _load(grad, first, end, block, to_columns)
     return total + dot(a, b, trans_a=True)
 
   total = jnp.zeros((inner, width), jnp.float32)

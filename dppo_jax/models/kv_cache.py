@@ -243,13 +243,15 @@ def write_tokens(
         is_new = (index == at[:, i, None])[:, None]
         new_keys = jnp.where(is_new[:, :, None], k[:, i, ..., None], new_keys)
         new_values = jnp.where(is_new[..., None], v[:, i, :, None], new_values)
-      part = keys.at[layer].set(new_keys), values.at[layer].set(new_values)
+      part = KVPart(
+        keys.at[layer].set(new_keys), values.at[layer].set(new_values)
+      )
     else:
-      part = (
+      part = KVPart(
         keys.at[layer, slots, :, :, at].set(k, **drop),
         values.at[layer, slots, :, at].set(v, **drop),
       )
-    parts.append(KVPart(*part))
+    parts.append(part)
     start += keys.shape[-1]
   return cache._replace(parts=tuple(parts))
 

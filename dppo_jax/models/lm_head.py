@@ -36,8 +36,9 @@ def logprobs_and_entropy(
   """
   num_shards = sharding.num_shards_here("batch")
   if num_shards == 1:
-    arrays = (hidden, head, targets, is_needed)
-    return _logprobs_and_entropy(*arrays, temperature, logit_chunk)
+    return _logprobs_and_entropy(
+      hidden, head, targets, is_needed, temperature, logit_chunk
+    )
   chunk = max(logit_chunk // num_shards, 1)
   by_row = sharding.unclaimed_spec("batch")
   # The vocabulary may stay divided. The width is gathered here, once for all
@@ -46,9 +47,11 @@ def logprobs_and_entropy(
   # to move its sum over devices out of the loop, and fails (jax 0.10.2).
   head = jax.lax.optimization_barrier(head)
 
-  def on_shard(hidden, head, *more):
+  def on_shard(hidden, head, targets, is_needed):
     head = sharding.gather_width(head, "vocab", "embed")
-    return _logprobs_and_entropy(hidden, head, *more, temperature, chunk)
+    return _logprobs_and_entropy(
+      hidden, head, targets, is_needed, temperature, chunk
+    )
 
   return jax.shard_map(
     on_shard,
@@ -108,8 +111,9 @@ def _backward(temperature, logit_chunk, saved, grads):
     dlogits = (is_target.astype(probs.dtype) - probs) * grad
     dlogits = dlogits.astype(hidden.dtype)
     # [E, V], since XLA's CPU backend copies no operand for this product.
-    rows = x.reshape(-1, x.shape[-1]), dlogits.reshape(-1, len(head))
-    dhead = dhead + _einsum("te,tv->ev", *rows)
+    dhead = dhead + _einsum(
+      "te,tv->ev", x.reshape(-1, x.shape[-1]), dlogits.reshape(-1, len(head))
+    )
     new = jnp.einsum("blv,ve->ble", dlogits, head)
     return dhead, columns.put(dhidden, new, i)
 

@@ -94,12 +94,22 @@ def forward_and_load(
   """
   params = parameters.cast(params, config)
 
-  ids = segment_ids, prefix_ids, config.attention
-  ranges = attention.block_ranges(*ids, config.head_dim)
+  ranges = attention.block_ranges(
+    segment_ids, prefix_ids, config.attention, config.head_dim
+  )
 
   def attend(q, k, v, cache, oldest):
-    window = None if oldest is None else (positions, oldest)
-    return attention.attention(q, k, v, *ids, ranges, window), cache
+    out = attention.attention(
+      q,
+      k,
+      v,
+      segment_ids,
+      prefix_ids,
+      backend=config.attention,
+      ranges=ranges,
+      window=None if oldest is None else (positions, oldest),
+    )
+    return out, cache
 
   places = _places(config, positions, tokens.shape[1])
 
@@ -139,8 +149,7 @@ def prefill(
   positions = jnp.broadcast_to(index, tokens.shape)
 
   def attend(q, k, v, cache, oldest):
-    prompts = q, k, v, lengths, config.attention, oldest
-    out = attention.attend_prompts(*prompts)
+    out = attention.attend_prompts(q, k, v, lengths, config.attention, oldest)
     keys_last = not config.shares_prompts
     return out, kv_cache.write_prompts(cache, k, v, keys_last)
 
@@ -173,10 +182,20 @@ def decode(
 
   def attend(q, k, v, cache, oldest):
     if prompts is not None:
-      where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
-      arrays = q, k, v, cache.parts[0], cache.prompts[0]
-      first = None if oldest is None else oldest[:, 0]
-      out, part = attention.decode_kernel.attend(*arrays, *where, first, is_tpu)
+      out, part = attention.decode_kernel.attend(
+        q,
+        k,
+        v,
+        cache=cache.parts[0],
+        prompts=cache.prompts[0],
+        layer=cache.layer,
+        place=prompts.slot,
+        prompt=prompts.row,
+        positions=positions,
+        count=prompts.count,
+        oldest=None if oldest is None else oldest[:, 0],
+        is_tpu=is_tpu,
+      )
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions, oldest), cache

@@ -243,8 +243,9 @@ def decode_step(
     tokens = jnp.concatenate([tokens, _drafts(state, queue, num_drafts)], 1)
   shared = None
   if queue.shares_prompts:
-    where = slots.cache_slot, slots.row, slots.count
-    shared = kv_cache.SharedPrompts(queue.cache, *where)
+    shared = kv_cache.SharedPrompts(
+      queue.cache, slot=slots.cache_slot, row=slots.row, count=slots.count
+    )
   hidden, cache = transformer.decode(
     params, model_config, tokens, slots.position, slots.cache, shared
   )

@@ -116,8 +116,10 @@ def attention(
   """
   more = {"ranges": ranges, "window": window}
   more = {name: x for name, x in more.items() if x is not None}
-  ids = segment_ids, prefix_ids, more
-  run = lambda q, k, v, *ids: BACKENDS[backend](q, k, v, *ids[:2], **ids[2])
+
+  def run(q, k, v, segment_ids, prefix_ids, more):
+    return BACKENDS[backend](q, k, v, segment_ids, prefix_ids, **more)
+
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
@@ -131,7 +133,7 @@ def attention(
       axis_names=axis_names,
       check_vma=False,
     )
-  return run(q, k, v, *ids)
+  return run(q, k, v, segment_ids, prefix_ids, more)
 
 
 def block_ranges(

@@ -80,9 +80,10 @@ def attend(
       axis_names=axis_names,
       check_vma=False,
     )
-  cache, prompts = tuple(cache), tuple(prompts)
-  where = layer, place, prompt, positions, count, oldest
-  out, cache = run(qkv, cache, prompts, *where)
+  out, cache = run(
+    qkv, tuple(cache), tuple(prompts),
+    layer, place, prompt, positions, count, oldest,
+  )  # fmt: skip
   out = out.reshape(batch, kv_heads, num, -1, dim).swapaxes(1, 2)
   return out.reshape(q.shape), cache
 

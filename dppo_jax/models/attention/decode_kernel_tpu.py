@@ -151,9 +151,9 @@ def _kernel(
 
   def copies(is_write):
     for i, x in enumerate((keys, values)):
-      pair = x.at[layer[0], place[slot], :, tiles, :], windows.at[i]
-      pair = pair[::-1] if is_write else pair
-      yield pltpu.make_async_copy(*pair, semaphores.at[i])
+      source, target = x.at[layer[0], place[slot], :, tiles, :], windows.at[i]
+      source, target = (target, source) if is_write else (source, target)
+      yield pltpu.make_async_copy(source, target, semaphores.at[i])
 
   @pl.when(step == 0)
   def _():

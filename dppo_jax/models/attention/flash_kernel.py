@@ -183,13 +183,10 @@ def _forward_kernel(
     j = block_at(n)
     total, row_max, denom = carry
     keys = row, pl.ds(j * block, block), head // group
-    where = masks, row, i, j, block, scale
-    logits = _probs(query, k[*keys, :], *where)
+    logits = _probs(query, k[*keys, :], masks, row, i, j, block, scale)
     new_max = jnp.maximum(row_max, logits.max(1))
-    rescale, probs = (
-      jnp.exp(row_max - new_max),
-      jnp.exp(logits - new_max[:, None]),
-    )
+    rescale = jnp.exp(row_max - new_max)
+    probs = jnp.exp(logits - new_max[:, None])
     new = dot(probs.astype(v.dtype), v[*keys, :])
     total = total * rescale[:, None] + new
     return total, new_max, denom * rescale + probs.sum(1)
@@ -215,8 +212,8 @@ def _dq_kernel(
   def step(n, total):
     j = block_at(n)
     keys = row, pl.ds(j * block, block), head // group
-    key, where = k[*keys, :], (masks, row, i, j, block, scale)
-    probs = _probs(query, key, *where, lse)
+    key = k[*keys, :]
+    probs = _probs(query, key, masks, row, i, j, block, scale, shift=lse)
     dprobs = dot(grad, v[*keys, :], trans_b=True)
     dlogits = probs * (dprobs - delta[:, None]) * scale
     return total + dot(dlogits.astype(key.dtype), key)
@@ -240,8 +237,8 @@ def _dkv_kernel(
     i, head = j + n % num_blocks, kv_head * group + n // num_blocks
     queries = pl.ds(i * block, block)
     query, grads = q[row, queries, head, :], grad[row, queries, head, :]
-    where = masks, row, i, j, block, scale
-    probs = _probs(query, key, *where, lse[row, head, queries])
+    shift = lse[row, head, queries]
+    probs = _probs(query, key, masks, row, i, j, block, scale, shift)
     dvalue += dot(probs.astype(grads.dtype), grads, trans_a=True)
     dprobs = dot(grads, value, trans_b=True)
     dlogits = probs * (dprobs - delta[row, head, queries][:, None]) * scale
