@@ -95,8 +95,8 @@ def count_tokens(
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
   """Returns a number of rows that always suffices for `plan`.
 
-  A row is closed if no sequence in the window fits, and one of these opens the
-  next, so two neighbouring rows hold more than one row's tokens.
+  A row is closed if no sequence in the window fits. Such a sequence opens the
+  next row, so two neighbouring rows hold more than one row's tokens.
 
   >>> from dppo_jax import algo
   >>> algo.row_bound(num_sequences=8, max_length=100, row_length=256)

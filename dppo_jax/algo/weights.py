@@ -24,8 +24,8 @@ def horvitz_thompson(
    [4. 1.]]
 
   Args:
-    chosen: the only choice, of any shape; or that of prompts, `[Q]`, made
-      before the rollout.
+    chosen: the only choice, of any shape; or the choice of prompts, `[Q]`,
+      made before the rollout.
     completions: choice of completions, `[Q, G]`, made after the rollout, whose
       probabilities may depend on the rewards.
   Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
@@ -42,12 +42,13 @@ def horvitz_thompson(
 def group_share(
   is_drawn: Bool[Array, "Q G"], includes_self: bool = False
 ) -> Float[Array, "Q G"]:
-  """Weighs groups of any size as full ones: `G / g` for one of `g` completions.
+  """Returns `G / g`, the weight of each of the `g` sampled completions.
 
-  The sum of `A_i s_i` over a group, of advantages `A_i` and scores `s_i`, has
-  an expectation proportional to `g` if each baseline is the mean of the others,
-  and to `g - 1` if it includes the completion itself. Sizes that depend on no
-  reward of the group, and are at least 2, therefore need no other weight.
+  It rescales the sum over `g` sampled completions to its value for all `G`.
+  The expectation of sum `A_i s_i`, of advantages `A_i` and scores `s_i`, is
+  proportional to `g` if each baseline is the mean of the other completions, and
+  to `g - 1` if it includes the completion itself. The weight is exact if `g` is
+  at least 2 and was chosen before the group's rewards were seen.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
@@ -56,7 +57,7 @@ def group_share(
   [1.5 1. ]
 
   Args:
-    includes_self: True for `(G - 1) / (g - 1)`, as for `group_centred`. For
+    includes_self: True for `(G - 1) / (g - 1)`, for `group_centred`. For
       `group_normalized` it is an approximation, since the deviation depends
       on `g` too.
   """
@@ -78,8 +79,8 @@ def effective_sample_size(
 ) -> Float[Array, ""]:
   """Effective number of kept terms, `(sum w a)^2 / sum (w a)^2`.
 
-  It is that of contributions, not of weights: probabilities proportional to `a`
-  make `w a` constant, the best case, however uneven `w` itself is.
+  Terms are `w a`, not `w` alone: probabilities proportional to `a` make `w a`
+  constant, the best case, however uneven `w` is.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo

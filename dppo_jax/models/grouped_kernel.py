@@ -1,7 +1,7 @@
 """Products of groups of rows by Pallas kernels for NVIDIA GPUs.
 
 There `jax.lax.ragged_dot` multiplies all rows with every matrix (XLA of jax
-0.10.2): it copies the rows once for each group, zeros in place of the others.
+0.10.2): it copies the rows once for each group, with zeros for all other rows.
 """
 
 import functools
@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from dppo_jax.models.attention.flash_kernel import dot
 from dppo_jax.sharding import round_up
 
-_ROWS = 64  # of a group that a program multiplies at once, at most
-_WIDTH = 128  # of a matrix, at most
-_INNER = 64  # summed at once, at most
-_LEAST = 16  # of a product on tensor cores
+_ROWS = 64  # most rows of a group that a program multiplies at once
+_WIDTH = 128  # most columns of a matrix
+_INNER = 64  # most products summed at once
+_LEAST = 16  # smallest side of a product on tensor cores
 
 
 def fits(inner: int, outer: int) -> bool:
@@ -34,10 +34,10 @@ def product(
   is_transposed: bool = False,
   interpret: bool = False,
 ) -> Float[Array, "M F"]:
-  """Computes `models.grouped.product`, or that with transposed matrices.
+  """Computes `models.grouped.product`, on request with transposed matrices.
 
-  Programs divide the blocks of rows, of which none reaches into another group,
-  and the width of the result.
+  Programs divide the blocks of rows, each within one group, and the width of
+  the result.
   """
   inner, outer = weights.shape[:0:-1] if is_transposed else weights.shape[1:]
   block, width = _block(rows, sizes), math.gcd(outer, _WIDTH)

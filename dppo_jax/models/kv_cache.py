@@ -30,8 +30,8 @@ _SHORTEST = 128
 class KVPart(NamedTuple):
   """Keys and values of `B` slots at `c` positions, in `Y` layers of a group.
 
-  Keys have the positions last, as a product with a single query reads them;
-  if prompts are shared, they are laid out like values.
+  Positions are the last axis of keys, so that `q @ keys` reads them in order;
+  if prompts are shared, keys are [Y B K c D] like values, for the kernels.
   """
 
   keys: Float[Array, "Y B K D c"]
@@ -87,7 +87,7 @@ def slot_and_prompt_sizes(
 def part_sizes(capacity: int) -> list[int]:
   """Returns the positions of each part of a cache of at least `capacity`.
 
-  Each part has as many as all before it together; the last has the remainder.
+  Each part has the size of all parts before it together; the last has the rest.
   """
   first = max(_SHORTEST, layers.block_size(capacity))
   ends = _doublings(first, sharding.round_up(capacity, 32))
@@ -123,7 +123,7 @@ def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
 
 
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
-  """Returns `cache` with the slots of `new`, of as many parts or fewer."""
+  """Returns `cache` with the slots of `new`, which may have fewer parts."""
   put = lambda to, x: jax.lax.dynamic_update_slice_in_dim(to, x, start, 1)
   return tuple(
     (*jax.tree.map(put, parts[: len(x)], x), *parts[len(x) :])
@@ -224,7 +224,7 @@ def write_tokens(
   """Writes the keys and values of each slot's next `n` tokens.
 
   Args:
-    positions: of the first of them; those beyond the cache are dropped.
+    positions: position of the first token; tokens beyond the cache are dropped.
     rewrites: the layer's full cache is rewritten, for TPUs: if single positions
       are written, their compiler copies the caches of all layers to another
       layout at every read.
@@ -268,7 +268,7 @@ def attend(
   result (on a CPU, bit for bit): a fully masked part adds zeros.
 
   Args:
-    positions: of the first query; the others follow it.
+    positions: position of the first query; the next queries follow it.
     oldest: first position that each query sees; None for 0.
   """
   parts, layer = cache.parts, cache.layer

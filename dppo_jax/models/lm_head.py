@@ -1,7 +1,7 @@
 """Log-probabilities of targets without ever holding `[tokens, vocab]`.
 
 Only needed tokens get logits: each row moves its needed tokens to the front,
-and as many columns are computed as the fullest row needs.
+and the columns that the fullest row needs are computed.
 """
 
 import functools
@@ -31,7 +31,7 @@ def logprobs_and_entropy(
   the logits; else it computes them again.
 
   Args:
-    is_needed: tokens to evaluate; the others get 0 and no gradient.
+    is_needed: tokens to evaluate; all others get 0 and no gradient.
     logit_chunk: tokens whose logits exist at once; at least one column of rows.
   """
   num_shards = sharding.num_shards_here("batch")
@@ -152,19 +152,19 @@ class _ColumnChunks:
     self.num_chunks = (fullest + self.width - 1) // self.width
 
   def take(self, x: Array, i: Array) -> Array:
-    """Returns chunk `i` of `x [B, L, ...]`, which has the tokens' order."""
+    """Returns chunk `i` of `x [B, L, ...]` at token positions, compacted."""
     return _pick(x, self.slice(self.order, i))
 
   def slice(self, x: Array, i: Array) -> Array:
-    """Returns chunk `i` of an `x` in the order of columns."""
+    """Returns chunk `i` of an `x` that is already compacted."""
     return jax.lax.dynamic_slice_in_dim(x, i * self.width, self.width, axis=1)
 
   def put(self, x: Array, new: Array, i: Array) -> Array:
-    """Replaces chunk `i` of an `x` in the order of columns."""
+    """Replaces chunk `i` of a compacted `x`."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self.width, axis=1)
 
   def restore(self, x: Array) -> Array:
-    """Returns an `x` in the order of columns in that of tokens."""
+    """Scatters a compacted `x` back to token positions; 0 where not needed."""
     back = jnp.argsort(self.order, axis=1).astype(jnp.int32)
     needed = self.is_needed.reshape(*self.is_needed.shape, *(1,) * (x.ndim - 2))
     return jnp.where(needed, _pick(x, back), jnp.zeros((), x.dtype))

@@ -26,13 +26,13 @@ _FUSED = (*_KV, "q", "q_bias", "q_norm", "k_norm")  # in `fuse_projections`
 
 
 class LocalLayers(NamedTuple):
-  """The layers that see only the newest positions of a sequence.
+  """Sliding-window layers.
 
   Their cache holds all positions nevertheless: simple, and in models with five
   local layers to one global one up to seven times as large as needed.
 
   Attributes:
-    is_local: of each layer.
+    is_local: True for each layer with a window.
     window: positions that a token sees, its own included; None for all.
     rope_theta: base of their rotary frequencies, which are not scaled.
   """
@@ -58,7 +58,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
-  has_post_norms: bool = False  # of the outputs of attention and mlp
+  has_post_norms: bool = False  # norms of the outputs of attention and mlp
   has_zero_centred_norms: bool = False  # multiply by 1 + weight, in float32
   has_scaled_embedding: bool = False  # by the square root of the width
   query_size: int | None = None  # in place of head_dim in 1 / sqrt(head_dim)
@@ -68,7 +68,7 @@ class ModelConfig:
   experts: moe.Experts | None = None  # in place of one feed-forward part
   lora: Lora | None = None  # adapters, trained in place of the weights
   family: str = "Qwen3ForCausalLM"  # a key of hf.families.FAMILIES
-  dtype: str = "float32"  # of the computation
+  dtype: str = "float32"  # for the computation
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
   gathers_layers: bool = False  # one by one in a rollout; else all at once
@@ -352,7 +352,7 @@ def gather_layer(weights: Params, config: ModelConfig) -> Params:
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   """Returns the logical axes of each weight of `to_inference_params`.
 
-  The width is full, except that of layers with `config.gathers_layers`.
+  The width is full, except in layers with `config.gathers_layers`.
   """
   axes = {name: p.axes for name, p in parameter_table(config).items()}
   if config.has_gpu_layout:

@@ -1,6 +1,6 @@
 """One decoder-only transformer: Qwen2/2.5, Qwen3, Qwen3-MoE, Llama 3, Gemma 3.
 
-Its weights are those of `parameters`. Layers are stacked and scanned.
+`parameters` declares its weights. Layers are stacked and scanned.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class Places(NamedTuple):
   """Positions of tokens as a layer reads them.
 
   Attributes:
-    cos, sin: of the rotary angles.
+    cos, sin: cosine and sine of the rotary angles.
     oldest: first position that each token sees; None for 0.
   """
 
@@ -175,8 +175,8 @@ def decode(
     params: weights of `to_inference_params`.
     tokens: tokens that follow the slot's past, which the cache holds.
     positions: position of the first of them.
-    cache: to be donated; the new keys and values are written from there on.
-    prompts: if given, `cache` has only the tokens that follow them.
+    cache: keys and values of the past, to be donated; new ones are added.
+    prompts: shared prompts; `cache` then has only the tokens that follow them.
   """
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
 

@@ -26,7 +26,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 def abstract_mesh(
   options: configs.MeshConfig, num_devices: int
 ) -> jax.sharding.AbstractMesh:
-  """The config's mesh over a number of devices, none of which is present."""
+  """Returns the config's mesh over a number of devices that are not present."""
   sizes = sharding.sizes(num_devices, **dataclasses.asdict(options))
   return jax.sharding.AbstractMesh(
     sizes, sharding.MESH_AXES, axis_types=sharding.AXIS_TYPES
@@ -40,8 +40,8 @@ def assumed_run(
 ) -> setup.Run:
   """The run of a config as far as shapes determine it.
 
-  Prompts have config.data.max_prompt_tokens tokens, except those of the
-  arithmetic problems, which are generated.
+  Prompts have config.data.max_prompt_tokens tokens, except
+  generated arithmetic problems.
 
   Args:
     mesh: devices, which may be described or abstract.

@@ -54,7 +54,7 @@ def estimate(run: Run) -> dict[str, Parts]:
   }
   if run.model.lora and run.config.sft.steps and not run.config.sft.from_run:
     plain = run._replace(model=dataclasses.replace(run.model, lora=None))
-    stages["sft"] = estimate(plain)["update"]  # of all weights
+    stages["sft"] = estimate(plain)["update"]  # trains all weights
   return stages
 
 
@@ -130,7 +130,7 @@ def _update(run: Run) -> Parts:
   num_shards = sharding.num_shards(run.mesh, "batch")
   chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
   width = _layer_width(run)
-  pairs = 0  # of tokens, whose logits a backend holds for all heads at once
+  pairs = 0  # token pairs whose logits a backend holds for all heads at once
   if model.attention == "xla_dense":
     pairs = tokens * p.row_length * model.heads / shards
   saved = {  # numbers that a layer keeps of each token
@@ -140,8 +140,8 @@ def _update(run: Run) -> Parts:
   }[model.remat]
   return {
     "gathered weights": _gathered_layers(run, item),
-    # Gathered, and unless it is frozen its gradient, and the float32 sum of
-    # that over devices.
+    # Gathered, and unless it is frozen its gradient, and the gradient's
+    # float32 sum over devices.
     "output head": (item if model.lora else 2 * item + 4)
     * model.vocab
     * model.embed

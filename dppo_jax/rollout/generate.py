@@ -39,8 +39,8 @@ def sample(
 
   A token's random number comes from the prompt's id, the completion's number in
   the group and the token's index. Tokens thus do not depend on slots, on the
-  other prompts or on the number of devices. On a mesh, each shard of the batch
-  decodes as many kept prompts, independently of the others.
+  other prompts or on the number of devices. On a mesh, all shards of the batch
+  decode the same number of kept prompts, independently of each other.
 
   Args:
     rng: randomness, consumed; a key is enough.
@@ -48,7 +48,7 @@ def sample(
     draft_tokens: tokens that are guessed and verified in each step, see
       `drafts`; later stages guess more. 0 for none.
     kept: prompts to roll out; None for all.
-    group_sizes: completions of each prompt, at most `group_size`; the others
+    group_sizes: completions of each prompt, at most `group_size`; rows beyond
       have length 0. None for `group_size`.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
@@ -136,7 +136,7 @@ def prefill_batch_size(prompt_length: int) -> int:
 
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
-  """Returns each prompt's new place: every shard gets as many kept ones."""
+  """Returns each prompt's new place, with equally many kept ones a shard."""
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
   return rank % num_shards * (len(keep) // num_shards) + rank // num_shards
 
@@ -192,7 +192,7 @@ def _roll_out_shard(
 def _in_turn(
   sizes: Int[Array, "Q"], group_size: int, by_member: bool
 ) -> Int[Array, "QG"]:
-  """Returns the completions to sample in their order, then the others.
+  """Returns the completions to sample in their order, then all others.
 
   Args:
     by_member: all prompts have one completion before any has two, so that
@@ -215,7 +215,7 @@ def _prefill(
   num_kept: Int[Array, ""],
   part_sizes: list[int],
 ) -> kv_cache.KVCache:
-  """Returns caches in `order`: of the kept prompts, zeros for the others."""
+  """Returns the prompts' caches in `order`; zeros unless a prompt is kept."""
   num_prompts, longest = prompts.tokens.shape
   chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
   paddings = kv_cache.prompt_paddings(longest)

@@ -1,7 +1,7 @@
 """Causal attention over packed rows and over prompts, by several backends.
 
 A position attends to what its segment and prefix ids allow; id 0 is padding.
-`algo.packing.fill` makes the ids of rows, `attend_prompts` those of prompts.
+The ids of rows come from `algo.packing.fill`, of prompts from `attend_prompts`.
 Decoding slots attend over their cache in `kv_cache.attend`.
 """
 
@@ -60,7 +60,7 @@ def choose_backend(
     group_size: completions of a prompt.
     head_dim: size of a head.
     has_window: some layers see less than the longest sequence.
-    dtype: of the computation.
+    dtype: dtype of the computation.
   """
   plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
   fits = {

@@ -37,7 +37,7 @@ def attention(
 
   Args:
     ranges: result of `block_ranges`, computed here if not given.
-    window: as there.
+    window: see `models.attention.attention`.
     interpret: emulates the kernels on any platform, slowly.
   """
   ranges = ranges or block_ranges(segment_ids, prefix_ids, q.shape[-1])
@@ -54,9 +54,10 @@ def block_ranges(
   """Returns the blocks that may share a sequence, in four numbers for each.
 
   A block of queries reads the blocks of keys from `first` to itself, except
-  those from `stop` up to `resume`: between a prompt and its completion there
-  may be other completions. A block of keys is read by those up to `last`. Ids
-  that ascend, with padding at the end as in packed rows, make the ranges tight.
+  the blocks from `stop` up to `resume`: between a prompt and its completion
+  there may be other completions. Blocks of queries up to `last` read a block of
+  keys. Ids that ascend, with padding at the end as in packed rows, make the
+  ranges tight.
   """
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   block = _block_size(segment_ids.shape[1], head_dim)
