@@ -11,7 +11,7 @@ from dppo_jax import sharding
 from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory
 from dppo_jax.planning import topology as targets
 from dppo_jax.planning.memory import gib
@@ -71,7 +71,7 @@ def _estimated(
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
   return (
-    f"\n{model.family}, {transformer.num_parameters(model):,} parameters, "
+    f"\n{model.family}, {parameters.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, attention={model.attention}, "
     f"{run.config.rollout.num_slots} slots a device\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "

@@ -10,7 +10,7 @@ from dppo_jax import config as configs
 from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory, topology
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values
@@ -61,7 +61,7 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
     lambda x: x.sharding, abstract_values.abstract_inference_params(run)
   )
   cast = functools.partial(
-    transformer.to_inference_params, config=abstract_values.inference_model(run)
+    parameters.to_inference_params, config=abstract_values.inference_model(run)
   )
   with jax.set_mesh(run.mesh):
     inference_params = jax.jit(cast, out_shardings=places)(params)

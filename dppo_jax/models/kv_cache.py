@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.models.attention import decode_kernel, decode_kernel_tpu
+from dppo_jax.models.attention import decode_kernel_gpu, decode_kernel_tpu
 from dppo_jax.models.attention.blockwise import MASKED
+from dppo_jax.models.config import ModelConfig
 
 # Layers that a compiled step unrolls; each takes time to compile.
 _MAX_GROUPS = 4
@@ -72,13 +73,12 @@ class LayerCache(NamedTuple):
 
 
 def slot_and_prompt_sizes(
-  model: Any, prompt_length: int, max_tokens: int
+  model: ModelConfig, prompt_length: int, max_tokens: int
 ) -> tuple[list[int], list[int]]:
   """Returns the positions of each part of a slot's cache, and of a prompt's."""
   if model.shares_prompts:
-    is_gpu = model.has_gpu_layout
-    block = decode_kernel.BLOCK if is_gpu else decode_kernel_tpu.BLOCK
-    whole_blocks = lambda x: [sharding.round_up(x, block)]
+    kernel = decode_kernel_gpu if model.has_gpu_layout else decode_kernel_tpu
+    whole_blocks = lambda x: [sharding.round_up(x, kernel.BLOCK)]
     return whole_blocks(max_tokens), whole_blocks(prompt_length)
   sizes = part_sizes(prompt_length + max_tokens - 1)
   return sizes, prompt_part_sizes(sizes, prompt_length)
@@ -105,8 +105,8 @@ def prompt_paddings(longest: int) -> list[int]:
   return _doublings(_SHORTEST, longest)
 
 
-def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
-  """Returns an empty cache of a `ModelConfig`, in parts of `sizes`."""
+def init(model: ModelConfig, num_slots: int, sizes: Sequence[int]) -> KVCache:
+  """Returns an empty cache in parts of `sizes`."""
   groups = num_groups(model)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)
@@ -147,7 +147,7 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
   return jax.tree.map(take, cache)
 
 
-def num_groups(model: Any) -> int:
+def num_groups(model: ModelConfig) -> int:
   """Returns the number of groups of a model's layers.
 
   On GPUs each layer is one, see `unrolls_layers`, unless weights are gathered.

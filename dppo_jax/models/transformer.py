@@ -13,24 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import attention, kv_cache, layers, lora, moe, parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.kv_cache import KVCache
-from dppo_jax.models.parameters import (  # noqa: F401, for callers
-  ModelConfig,
-  Param,
-  Params,
-  cast,
-  drop_idle_window,
-  flatten,
-  inference_shardings,
-  init,
-  init_adapters,
-  num_parameters,
-  parameter_table,
-  shardings,
-  to_inference_params,
-  trainable_table,
-  unflatten,
-)
+from dppo_jax.models.parameters import Params
 
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 

@@ -11,8 +11,8 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
 from dppo_jax.errors import UserError
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
-from dppo_jax.models.transformer import ModelConfig
 from dppo_jax.run import preflight, setup
 
 _NUM_PROBLEMS = 8192  # if the config takes all problems of a source

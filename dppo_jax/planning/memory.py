@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import kv_cache, lm_head, lora, transformer
+from dppo_jax.models import kv_cache, lm_head, lora, parameters
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
@@ -164,7 +164,7 @@ def _gathered_layers(run: Run, item: int) -> float:
 
 def _layer_weights(run: Run) -> float:
   """Weights of one layer."""
-  table = transformer.parameter_table(run.model).items()
+  table = parameters.parameter_table(run.model).items()
   layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
   return layers / run.model.layers
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch
 from dppo_jax.rollout import drafts
 from dppo_jax.rollout.sampling import Sampling, sample_token
@@ -105,7 +106,7 @@ def draft_schedule(slots: list[int], num_drafts: int) -> list[int]:
 
 
 def init_decode_state(
-  model_config: transformer.ModelConfig,
+  model_config: ModelConfig,
   uniform: Float[Array, "QG T"],
   num_wanted: Int[Array, ""],
   num_slots: int,
@@ -225,8 +226,8 @@ def decode_until(
 
 
 def decode_step(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
+  params: parameters.Params,
+  model_config: ModelConfig,
   sampling: Sampling,
   queue: Queue,
   num_drafts: int,

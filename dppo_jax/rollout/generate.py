@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
@@ -22,8 +23,8 @@ from dppo_jax.rollout.sampling import Sampling
 
 
 def sample(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
+  params: parameters.Params,
+  model_config: ModelConfig,
   prompts: PromptBatch,
   rng: StepRng | jax.Array,
   *,
@@ -58,7 +59,7 @@ def sample(
     ones = jnp.ones(prompts.ids.shape, jnp.float32)
     kept = Selection(ones > 0, ones)
   return roll_out(
-    transformer.to_inference_params(params, model_config),
+    parameters.to_inference_params(params, model_config),
     prompts,
     as_step_rng(rng),
     kept,
@@ -73,13 +74,13 @@ def sample(
 
 
 def roll_out(
-  params: transformer.Params,
+  params: parameters.Params,
   prompts: PromptBatch,
   rng: StepRng,
   kept: Selection,
   group_sizes: Int[Array, "N"] | None = None,
   *,
-  model_config: transformer.ModelConfig,
+  model_config: ModelConfig,
   sampling: Sampling,
   group_size: int,
   num_slots: int,
@@ -142,7 +143,7 @@ def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
 
 
 def _roll_out_shard(
-  model_config: transformer.ModelConfig,
+  model_config: ModelConfig,
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
@@ -208,8 +209,8 @@ def _in_turn(
 
 
 def _prefill(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
+  params: parameters.Params,
+  model_config: ModelConfig,
   prompts: PromptBatch,
   order: Int[Array, "N"],
   num_kept: Int[Array, ""],

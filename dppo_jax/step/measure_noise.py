@@ -7,7 +7,7 @@ import optax
 
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import (
   CompletionSummary,
   PackedBatch,
@@ -23,8 +23,8 @@ from dppo_jax.step.select import SelectInfo
 def measure_noise(
   rng: StepRng,
   noise: gradient_noise.Noise,
-  params: transformer.Params,
-  reference: transformer.Params | None,
+  params: parameters.Params,
+  reference: parameters.Params | None,
   batch: PackedBatch,
   num_micro: Int[Array, "*P"],
   prompts: PromptBatch,

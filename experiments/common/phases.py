@@ -11,7 +11,7 @@ import numpy as np
 
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters, transformer
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import optimizer as optimizers
@@ -49,7 +49,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   prompt_tokens = float(prompts.lengths.sum())
 
   def fill_cache(params, prompts):
-    params = transformer.to_inference_params(params, model)
+    params = parameters.to_inference_params(params, model)
     sizes = [prompts.tokens.shape[1]]
     return transformer.prefill(
       params, model, prompts.tokens, prompts.lengths, sizes
@@ -301,8 +301,8 @@ def update_config(work: works.Work) -> update.UpdateConfig:
   )
 
 
-def random_params(work: works.Work) -> transformer.Params:
-  init = functools.partial(transformer.init, work.model)
+def random_params(work: works.Work) -> parameters.Params:
+  init = functools.partial(parameters.init, work.model)
   return jax.jit(init)(jax.random.key(0))
 
 
@@ -333,7 +333,7 @@ def _decode_bytes(work, prompts, rollout) -> float:
   """Weights read at each step of full slots, and each token's cache."""
   model = work.model
   size = jnp.dtype(model.dtype).itemsize
-  weights = transformer.num_parameters(model) * size
+  weights = parameters.num_parameters(model) * size
   context = np.asarray(prompts.lengths, np.float64)[:, None]
   lengths = np.asarray(rollout.lengths, np.float64)
   read = (lengths * context + lengths * (lengths + 1) / 2).sum()
