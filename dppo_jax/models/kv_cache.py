@@ -138,7 +138,7 @@ def copy_slot(cache: KVCache, slot, source: KVCache, place) -> KVCache:
 
 
 def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
-  """Returns the cache of these slots, in this order."""
+  """Returns the cache of `slots`, in the given order."""
 
   def take(x):  # as a matrix of rows, which compiles in a third of the time
     rows = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))

@@ -67,9 +67,9 @@ def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
 
   def chunk(i, carry):
     logprobs, entropies, lses, kept = carry
-    logits = _logits(columns.take(hidden, i), head, temperature)
+    logits = _logits(columns.compact(hidden, i), head, temperature)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    target = columns.take(targets, i)[..., None]
+    target = columns.compact(targets, i)[..., None]
     logprob = jnp.take_along_axis(logits, target, axis=-1)[..., 0] - lse
     entropy = lse - (jnp.exp(logits - lse[..., None]) * logits).sum(-1)
     if kept is not None:
@@ -88,7 +88,8 @@ def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
     0, columns.num_chunks, chunk, (empty, empty, empty, kept)
   )
   saved = hidden, head, targets, is_needed, lses, kept
-  return (columns.restore(logprobs), columns.restore(entropies)), saved
+  out = columns.scatter_back(logprobs), columns.scatter_back(entropies)
+  return out, saved
 
 
 def _backward(temperature, logit_chunk, saved, grads):
@@ -98,16 +99,16 @@ def _backward(temperature, logit_chunk, saved, grads):
 
   def chunk(i, carry):
     dhead, dhidden = carry
-    x = columns.take(hidden, i)
+    x = columns.compact(hidden, i)
     if kept is None:
       logits = _logits(x, head, temperature)
     else:
       logits = jax.lax.dynamic_index_in_dim(kept, i, 0, keepdims=False)
     probs = jnp.exp(logits - columns.slice(lses, i)[..., None])
-    target = columns.take(targets, i)[..., None]
+    target = columns.compact(targets, i)[..., None]
     # One-hot by comparison: on a CPU a scatter would cost more.
     is_target = target == jnp.arange(head.shape[0], dtype=jnp.int32)
-    grad = columns.take(grads, i)[..., None] / temperature
+    grad = columns.compact(grads, i)[..., None] / temperature
     dlogits = (is_target.astype(probs.dtype) - probs) * grad
     dlogits = dlogits.astype(hidden.dtype)
     # [E, V], since XLA's CPU backend copies no operand for this product.
@@ -119,7 +120,7 @@ def _backward(temperature, logit_chunk, saved, grads):
 
   empty = jnp.zeros(head.shape[::-1], jnp.float32), jnp.zeros_like(hidden)
   dhead, dhidden = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
-  return columns.restore(dhidden), dhead.T.astype(head.dtype), None, None
+  return columns.scatter_back(dhidden), dhead.T.astype(head.dtype), None, None
 
 
 _logprobs_and_entropy = jax.custom_vjp(
@@ -151,7 +152,7 @@ class _ColumnChunks:
     fullest = is_needed.sum(axis=1, dtype=jnp.int32).max()
     self.num_chunks = (fullest + self.width - 1) // self.width
 
-  def take(self, x: Array, i: Array) -> Array:
+  def compact(self, x: Array, i: Array) -> Array:
     """Returns chunk `i` of `x [B, L, ...]` at token positions, compacted."""
     return _pick(x, self.slice(self.order, i))
 
@@ -163,7 +164,7 @@ class _ColumnChunks:
     """Replaces chunk `i` of a compacted `x`."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self.width, axis=1)
 
-  def restore(self, x: Array) -> Array:
+  def scatter_back(self, x: Array) -> Array:
     """Scatters a compacted `x` back to token positions; 0 where not needed."""
     back = jnp.argsort(self.order, axis=1).astype(jnp.int32)
     needed = self.is_needed.reshape(*self.is_needed.shape, *(1,) * (x.ndim - 2))

@@ -1,6 +1,6 @@
 """Accelerators by name, and stages compiled for them without a device.
 
-`libtpu` contains descriptions of TPUs, and XLA reads those of GPUs as text.
+`libtpu` contains descriptions of TPUs; descriptions of GPUs are text files.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -1,6 +1,6 @@
 """The decode kernel for TPUs; `decode_kernel` has its interface.
 
-A slot's positions are read in blocks of all heads of keys: those of its prompt,
+A slot's positions are read in blocks of all heads of keys: first its prompt's,
 then its own. Blocks that it does not need are neither fetched nor computed. New
 keys and values are written in place: aligned tiles around them are read,
 changed and written back meanwhile.
