@@ -24,7 +24,6 @@ _PACKAGES = (
 
 
 def __getattr__(name: str):
-  name = "step" if name == "learner" else name  # its former name
   if name not in _PACKAGES:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return importlib.import_module(f"{__name__}.{name}")

@@ -17,7 +17,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators, page
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.run import checkpoint, compile_cache, distributed, runtime_checks
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
@@ -89,7 +89,7 @@ def run(
 
 def read_weights(
   run: Run, workdir: pathlib.Path, step: int | str | None
-) -> tuple[int, transformer.Params, str]:
+) -> tuple[int, parameters.Params, str]:
   """Returns the step, the weights and their origin as text.
 
   Without checkpoints in `workdir` and a step, they are those of config.model.

@@ -16,7 +16,8 @@ from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 from dppo_jax.metrics import progress
-from dppo_jax.models import hf, lora, transformer
+from dppo_jax.models import hf, lora, parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import peft
 from dppo_jax.run import checkpoint, setup
 
@@ -59,7 +60,7 @@ def run(
   is_float32 = is_adapter or not path
   dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
   is_tuned = bool(config.sft.steps or config.sft.from_run)
-  init = functools.partial(transformer.init, model)
+  init = functools.partial(parameters.init, model)
   like = jax.eval_shape(init, jax.random.key(0))
   like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
@@ -97,7 +98,7 @@ def run(
   print(progress.wrapped(done), flush=True)
 
 
-def _check_adapter(model: transformer.ModelConfig, path: str) -> None:
+def _check_adapter(model: ModelConfig, path: str) -> None:
   """Raises UserError unless PEFT can load the adapters of this model."""
   if not model.lora:
     raise UserError(

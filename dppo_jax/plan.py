@@ -11,7 +11,7 @@ from dppo_jax import sharding
 from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory
 from dppo_jax.planning import topology as targets
 from dppo_jax.planning.memory import gib
@@ -71,18 +71,18 @@ def _estimated(
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
   return (
-    f"\n{model.family}, {transformer.num_parameters(model):,} parameters, "
+    f"\n{model.family}, {parameters.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, attention={model.attention}, "
     f"{run.config.rollout.num_slots} slots a device\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
     f"{sharding.describe(run.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"
-    f"{_verdict(run, sums, hardware.memory)}"
+    f"{_verdict(sums, hardware.memory)}"
   )
 
 
-def _verdict(run: Run, sums: dict[str, float], limit: float) -> str:
-  if too_large := memory.shortage(run, sums, limit):
+def _verdict(sums: dict[str, float], limit: float) -> str:
+  if too_large := memory.shortage(sums, limit):
     return progress.wrapped(f"Does not fit: {too_large}")
   stage = max(sums, key=sums.get)
   return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
@@ -107,8 +107,7 @@ def _compile(
     sums[stage.name] = sum(sizes)
     cells = map(gib, (*sizes, sum(sizes)))
     rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
-    words = [f"{num} x {name}" for name, num in stage.kernels.items()]
-    words += [
+    words = [
       f"{x.count} x {x.kind}, {x.bytes / 2**20:,.1f} MiB"
       + (f" in {x.depth} nested loop(s)" if x.depth > 0 else "")
       for x in stage.collectives
@@ -116,25 +115,12 @@ def _compile(
     ]
     if words or stage.error:
       lines.append(f"{stage.name}: {stage.error or ', '.join(words)}")
-  launched = [
-    [stage.name, x.loop or "(outside of loops)", *map(str, x[1:])]
-    for stage in stages
-    for x in stage.launches
-    if x.kernels
-  ]
   head = ["stage", "held", "temporary", "other", "sum", "compile s"]
-  blocks = [tables.aligned(head, rows)]
-  if launched:
-    head = ["stage", "one turn of", "kernels", "host waits", "open loops"]
-    blocks.append(
-      "Launches (an open loop's length is known to the device alone; it is "
-      f"counted as one turn)\n\n{tables.aligned(head, launched)}"
-    )
   bar.say(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "
     "arguments and results)\n\n"
-    + "\n\n".join([*blocks, *map(progress.wrapped, lines)])
-    + f"\n\n{_verdict(run, sums, hardware.memory)}"
+    + "\n\n".join([tables.aligned(head, rows), *map(progress.wrapped, lines)])
+    + f"\n\n{_verdict(sums, hardware.memory)}"
   )
   return {stage.name: stage._asdict() for stage in stages}
 

@@ -18,7 +18,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.evaluate import read_weights
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import Rollout
 from dppo_jax.run import checkpoint, compile_cache, preflight
 from dppo_jax.run.setup import Run, read_problems, setup_run
@@ -134,7 +134,7 @@ class _Sampler:
   def __init__(
     self,
     run: Run,
-    params: transformer.Params,
+    params: parameters.Params,
     grader: rewards.Grader,
     bar: progress.Progress,
   ):

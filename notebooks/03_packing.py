@@ -16,7 +16,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dppo_jax.algo import filling, packing
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
 # %% [markdown]
@@ -286,7 +287,7 @@ plt.show()
 # random Qwen3. First each completion alone, in a row of its own.
 
 # %%
-model = transformer.ModelConfig(
+model = ModelConfig(
   vocab=32,
   embed=32,
   layers=2,
@@ -297,8 +298,8 @@ model = transformer.ModelConfig(
   has_qk_norm=True,
   remat="none",
 )
-params = transformer.init(model, jax.random.key(0))
-print(f"{transformer.num_parameters(model):,} parameters")
+params = parameters.init(model, jax.random.key(0))
+print(f"{parameters.num_parameters(model):,} parameters")
 
 
 @jax.jit

@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dppo_jax import config, plan, sharding
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.models.hf import families
 from dppo_jax.planning import assumed, memory, topology
 from dppo_jax.run import compile_cache
@@ -39,7 +39,7 @@ GIB = 2**30
 # %%
 known = assumed.known_models()
 for name, settings in known.items():
-  count = transformer.num_parameters(families.from_settings(settings))
+  count = parameters.num_parameters(families.from_settings(settings))
   print(f"{name:34} {count:>14,} parameters")
 
 # %% [markdown]
@@ -53,7 +53,7 @@ for name, settings in known.items():
 
 # %%
 model = families.from_settings(known["Qwen/Qwen2.5-Math-1.5B"])
-table = transformer.parameter_table(model)
+table = parameters.parameter_table(model)
 for name in ("embed", "layers/q", "layers/gate", "layers/down", "final_norm"):
   param = table[name]
   places = [" x ".join(sharding.RULES[axis]) or "-" for axis in param.axes]
@@ -124,7 +124,7 @@ plt.show()
 # and gradients shrink with it. It does not divide the inference copy; `model`
 # does (and `rollout.shard_weights` divides it over `data` too, but then every
 # layer is gathered for every token). The cache depends on the slots of one
-# device. If a run does not fit, the plan names the options that would help:
+# device. If a run does not fit, the plan names the stage and its options:
 
 # %%
 big = copy.deepcopy(c)

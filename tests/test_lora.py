@@ -18,7 +18,7 @@ from dppo_jax import export, train
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
-from dppo_jax.models import hf, lora, transformer
+from dppo_jax.models import hf, lora, parameters, transformer
 from dppo_jax.models.hf import peft
 from dppo_jax.planning import memory
 from dppo_jax.run import checkpoint, setup
@@ -219,7 +219,7 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
     peft.check(str(tmp_path), wider)
   with pytest.raises(UserError, match=r"none has no adapter_config\.json"):
     peft.check("none", MODEL)
-  table = transformer.parameter_table(small.MODEL)
+  table = parameters.parameter_table(small.MODEL)
   with pytest.raises(
     UserError, match="has 'w', which this model lacks: use all"
   ):

@@ -10,7 +10,7 @@ from dppo_jax import config as configs
 from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory, topology
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values
@@ -61,7 +61,7 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
     lambda x: x.sharding, abstract_values.abstract_inference_params(run)
   )
   cast = functools.partial(
-    transformer.to_inference_params, config=abstract_values.inference_model(run)
+    parameters.to_inference_params, config=abstract_values.inference_model(run)
   )
   with jax.set_mesh(run.mesh):
     inference_params = jax.jit(cast, out_shardings=places)(params)
@@ -155,20 +155,12 @@ def test_zero_slots_are_as_many_as_fit():
   assert memory.choose_slots(given, 0.0) is given
 
 
-def test_advice_names_only_options_that_still_help():
-  def advice(limit, **options):
-    run = planned(**options)
-    return memory.shortage(run, {"update": total(run, "update")}, limit)
-
-  text = advice(10_000_000, pack__rows_per_micro=16, model__remat="none")
-  assert "config.pack.rows_per_micro=8" in text
-  assert "config.model.remat=layers" in text and "num_slots" not in text
-  text = advice(900_000, pack__rows_per_micro=1, model__remat="layers")
-  assert "use more devices" in text
-  assert "rows_per_micro" not in text and "remat" not in text
-  text = advice(50_000, pack__rows_per_micro=16)
-  assert "weights and optimizer alone take" in text
-  assert "rows_per_micro" not in text
+def test_each_stage_names_options_that_lower_it():
+  text = memory.shortage({"roll_out": 3e9, "update": 1e9, "sft": 2e9}, 1.5e9)
+  roll_out, sft = text.split("; ")
+  assert roll_out.startswith("roll_out needs 2.79 GiB")
+  assert "config.rollout.num_slots" in roll_out
+  assert sft.startswith("sft needs") and "config.pack.rows_per_micro" in sft
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import small
 
 from dppo_jax import data, rewards, sharding
 from dppo_jax.algo.packing import PackingSpec
-from dppo_jax.models import hf, moe, transformer
-from dppo_jax.models.parameters import LocalLayers
+from dppo_jax.models import hf, moe, parameters
+from dppo_jax.models.config import LocalLayers, ModelConfig
 from dppo_jax.rng import rng_at
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values, programs
@@ -134,7 +134,7 @@ def test_a_mesh_changes_no_token_and_weights_only_by_rounding(method, mesh):
 def test_a_mesh_does_not_change_windows(tmp_path):
   """Four heads share one head of keys; windows are shorter than prompts."""
   tokenizer = data.CharacterTokenizer()
-  model = transformer.ModelConfig(
+  model = ModelConfig(
     vocab=tokenizer.vocab_size,
     embed=32,
     layers=3,
@@ -150,7 +150,7 @@ def test_a_mesh_does_not_change_windows(tmp_path):
     local=LocalLayers((True, False, True), window=3, rope_theta=100.0),
     family="Gemma3ForCausalLM",
   )
-  hf.save(tmp_path, transformer.init(model, jax.random.key(0)), model)
+  hf.save(tmp_path, parameters.init(model, jax.random.key(0)), model)
   tokenizer.save(tmp_path)
   (want, reference), (tokens, state) = (
     _three_steps(
@@ -170,7 +170,7 @@ def test_a_mesh_does_not_change_windows(tmp_path):
 
 def test_a_mesh_does_not_change_a_mixture_of_experts(tmp_path):
   tokenizer = data.CharacterTokenizer()
-  model = transformer.ModelConfig(
+  model = ModelConfig(
     vocab=tokenizer.vocab_size,
     embed=32,
     layers=1,
@@ -182,7 +182,7 @@ def test_a_mesh_does_not_change_a_mixture_of_experts(tmp_path):
     experts=moe.Experts(num=4, per_token=2, mlp=16, is_normalized=True),
     family="Qwen3MoeForCausalLM",
   )
-  hf.save(tmp_path, transformer.init(model, jax.random.key(0)), model)
+  hf.save(tmp_path, parameters.init(model, jax.random.key(0)), model)
   tokenizer.save(tmp_path)
   (want, reference), (tokens, state) = (
     _three_steps(mesh, model__path=str(tmp_path))

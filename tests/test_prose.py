@@ -33,6 +33,7 @@ REPLACED = (
   "|quickest|quickly|soon(?! as)|sooner|slopes?|alike ones|sits? out"
 )
 PHRASES = re.compile(rf"\b(?:{RIDDLES}|{REPLACED})\b", re.IGNORECASE)
+ENTRY = re.compile(r"^ +[\w`*, ]+: (?:of|as|at|from|by|in) .*", re.MULTILINE)
 NAMES = frozenset("found made got told said news rest own".split())
 
 # Names in stored results, as (file or folder, phrase). Entries may be removed,
@@ -87,6 +88,20 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     if OPENINGS.match(text)
   }
   assert not openings
+
+
+def test_arguments_and_attributes_are_noun_phrases():
+  """Checks the packages named here; the list may only grow."""
+  parts = "algo|analysis|config|eval|models|models/attention|planning|rollout"
+  entries = {
+    (name, entry)
+    for name, source in FILES.items()
+    if re.fullmatch(rf"dppo_jax/(?:{parts})/\w+\.py", name)
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    for entry in ENTRY.findall(ast.get_docstring(node) or "")
+  }
+  assert not entries
 
 
 def test_texts_have_no_riddles_and_use_the_words_of_the_field():

@@ -11,7 +11,7 @@ import pytest
 import small
 
 from dppo_jax import rollout, sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import decode, generate, sampling
@@ -158,7 +158,7 @@ def test_kernels_for_tpus_sample_the_same_tokens(
   options = dict(draft_tokens=draft_tokens, platform="tpu", num_slots=7)
   mesh = sharding.make_mesh(*shape)
   with jax.set_mesh(mesh):
-    params = jax.device_put(params, transformer.shardings(shared, mesh))
+    params = jax.device_put(params, parameters.shardings(shared, mesh))
     out = _sample(_prompts(8), params=params, model_config=shared, **options)
   np.testing.assert_array_equal(out.tokens, want.tokens)
   np.testing.assert_array_equal(out.lengths, want.lengths)
@@ -180,7 +180,7 @@ def test_shared_prompts_on_a_mesh_change_no_token(gpu_kernels, gathers_layers):
   want = _sample(prompts, params=params, model_config=config)
   mesh = sharding.make_mesh(2, 2)
   with jax.set_mesh(mesh):
-    params = jax.device_put(params, transformer.shardings(shared, mesh))
+    params = jax.device_put(params, parameters.shardings(shared, mesh))
     out = _sample(prompts, params=params, model_config=shared, platform="gpu")
   np.testing.assert_array_equal(out.tokens, want.tokens)
   np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
@@ -325,12 +325,12 @@ def test_a_longer_limit_continues_truncated_completions():
 def test_weights_for_decoding_are_gathered_over_the_data_axis():
   """Gathered once, not by every program; the model axis still splits them."""
   mesh = sharding.make_mesh(4, 2)
-  places = transformer.inference_shardings(small.MODEL, mesh)
+  places = parameters.inference_shardings(small.MODEL, mesh)
   to_inference_params = functools.partial(
-    transformer.to_inference_params, config=small.MODEL
+    parameters.to_inference_params, config=small.MODEL
   )
   params = jax.device_put(
-    small.params(), transformer.shardings(small.MODEL, mesh)
+    small.params(), parameters.shardings(small.MODEL, mesh)
   )
   weights = jax.jit(to_inference_params, out_shardings=places)(params)
   chex.assert_trees_all_equal(weights, to_inference_params(small.params()))

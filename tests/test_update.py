@@ -15,7 +15,7 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives, policy_loss
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.metrics import warnings as health
-from dppo_jax.models.parameters import LocalLayers
+from dppo_jax.models.config import LocalLayers
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update

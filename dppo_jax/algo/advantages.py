@@ -35,7 +35,7 @@ def group_normalized(
 
   Args:
     eps: added to the standard deviation, above 0.
-    ddof: 1 for the standard deviation of a sample, 0 for that of a population.
+    ddof: 1 for the standard deviation of a sample, 0 for a population.
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The paper specifies
     neither `eps` nor `ddof`; verl and tunix use these.
   """

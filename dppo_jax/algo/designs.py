@@ -30,11 +30,12 @@ def water_filling(
   [1.   0.5  0.25 0.25 0.  ]
 
   Args:
-    size_measure: at least 0, in any unit. Items of size 0 have probability 0;
-      if at most `n` others remain, these have 1. If some are infinite or NaN,
-      only these are kept, equally likely: they must not vanish from the sum.
+    size_measure: non-negative sizes, in any unit. Items of size 0 have
+      probability 0; if at most `n` others remain, these have 1. If some are
+      infinite or NaN, only these are kept, equally likely: they must not vanish
+      from the sum.
     n: number of items to keep, at most `GRID`.
-    min_prob: in [0, 1], least probability of an item of size above 0;
+    min_prob: least probability of an item of size above 0, in [0, 1];
       `n / count` if that is lower. Never below `1 / GRID`.
   Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
   """
@@ -133,10 +134,10 @@ def systematic_at(
   the other; those that cover `offset + k * GRID` for an integer `k` are kept.
 
   Args:
-    offset: in `[0, GRID)`.
+    offset: mark of the ruler, in `[0, GRID)`.
   """
   units = _units(prob).astype(jnp.uint32)
-  # The ruler may wrap around at 2**32, of which GRID is a divisor.
+  # The ruler may wrap around at 2**32, which is a multiple of GRID.
   start = jnp.cumsum(units, dtype=jnp.uint32) - units
   return (offset - start) % jnp.uint32(GRID) < units
 

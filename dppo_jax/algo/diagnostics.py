@@ -17,14 +17,14 @@ def diagnose(
   """Returns metrics of the noise that pruning adds; see metrics/README.md.
 
   weights/added_variance is sum w (w - 1) a^2 / sum w a^2 over the kept
-  completions, with the expectations sum (1/prob - 1) a^2 and sum a^2: the
-  variance that pruning adds if draws and gradients are independent, as a
-  fraction of that of the full batch. Stratified designs add less; unweighted
+  completions, with the expectations sum (1/prob - 1) a^2 and sum a^2: if draws
+  and gradients are independent, the variance that pruning adds over the
+  variance of the full batch. Stratified designs add less; unweighted
   rules are biased too.
 
   Args:
     chosen: `[Q, G]`, the choice of completions.
-    weight: as from `horvitz_thompson`.
+    weight: weights from `horvitz_thompson`.
     size: gradient norm of each completion before weighting, or a proxy, up to
       a common factor.
     is_needed: False where a completion adds nothing to the gradient.

@@ -19,7 +19,7 @@ class RowLayout(NamedTuple):
     is_prefix: True in a prompt that several completions share.
     prompt: index of the prompt, below `Q`.
     completion: index below `Q * G`; 0 in a prefix or padding.
-    positions, segment_ids, prefix_ids: as in `PackedBatch`.
+    positions, segment_ids, prefix_ids: the fields of `PackedBatch`.
   """
 
   is_real: Bool[Array, "R L"]

@@ -31,13 +31,12 @@ def grpo(
 ) -> Objective:
   """Mean over completions of the mean over each one's tokens.
 
-  The other factories state only their differences; their arguments of these
-  names mean the same.
+  Arguments that other factories share with this one are documented here.
 
   Args:
     clip_low, clip_high: a ratio below `1 - clip_low` has no gradient at a
       negative advantage, one above `1 + clip_high` none at a positive one.
-    beta, sampler_cap: as in `Objective`.
+    beta, sampler_cap: the fields of `Objective`.
   Raises:
     UserError: for a coefficient outside its range.
   Source: Shao et al. 2024, arXiv:2402.03300, equation 3.
@@ -73,14 +72,14 @@ def dapo(
   Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
   Deviates:
     1. The mean is over the tokens of the full batch, as in public code; the
-       paper's formula is over those of each group.
-    2. The mean length is that of the unpruned batch if every prompt is kept.
+       paper's formula is over the tokens of each group.
+    2. The mean length is taken over the unpruned batch if every prompt is kept.
        If prompts were pruned it is estimated by the weighted mean over the kept
        ones: a ratio estimate, with a bias of order 1 / their number.
     3. Dynamic sampling is part of methods, the overlong penalty of rewards.
     4. One update on a rollout unless `objective.mini_batches` is set: 16 in
-       the paper, each on 512 of 8,192 completions. The mean length is that of
-       the rollout; public code takes that of each mini-batch.
+       the paper, each on 512 of 8,192 completions. The mean is over
+       the rollout; in public code it is over each mini-batch.
   """
   check(FINITE, tokens_per_completion=tokens_per_completion)
 
@@ -117,7 +116,7 @@ def gspo(
   """GRPO with one ratio per sequence, the geometric mean of its tokens'.
 
   Source: Zheng et al. 2025, arXiv:2507.18071, in the token form of section
-    4.3, whose gradient is that of the sequence form; the clips are of 5.1.
+    4.3, which has the gradient of the sequence form; clips from section 5.1.
   Deviates:
     1. A token's log ratio is held within 20 nats before the mean is taken.
     2. One update on a rollout unless `objective.mini_batches` is set: 4 in the
@@ -139,13 +138,13 @@ def cispo(
   Args:
     clip_low, clip_high: bounds `1 - clip_low` and `1 + clip_high` of the ratio
       as a weight; a `clip_low` of 1 is no bound.
-    tokens_per_completion: as in `dapo`.
+    tokens_per_completion: see `dapo`.
   Source: MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5; without a lower
     bound, as its experiments.
   Deviates:
     1. The paper tunes its upper bound and does not give it: a weight of at
        most 5 is our guess.
-    2. The mean is that of `dapo`, over the batch; the paper's is over a group.
+    2. The mean is over the batch, as in `dapo`; the paper's is over a group.
   """
   plain = dapo(clip_low, clip_high, beta, sampler_cap, tokens_per_completion)
   return plain._replace(token_loss=_clipped_weight_loss(clip_low, clip_high))

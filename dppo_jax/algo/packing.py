@@ -95,8 +95,8 @@ def count_tokens(
 def row_bound(num_sequences: int, max_length: int, row_length: int) -> int:
   """Returns a number of rows that always suffices for `plan`.
 
-  A row is closed if no sequence in the window fits, and one of these opens the
-  next, so two neighbouring rows hold more than one row's tokens.
+  A row is closed if no sequence in the window fits. Such a sequence opens the
+  next row, so two neighbouring rows hold more than one row's tokens.
 
   >>> from dppo_jax import algo
   >>> algo.row_bound(num_sequences=8, max_length=100, row_length=256)
@@ -215,8 +215,17 @@ def _empty_plan(queue: _Queue, window: int) -> _PlanState:
   ranks = jnp.arange(window, dtype=jnp.int32)
   waiting = jnp.where(ranks < queue.num_real, ranks, num)
   zeros, zero = jnp.zeros((num,), jnp.int32), jnp.int32(0)
-  row = (zero, zero, jnp.int32(-2), zero)
-  return _PlanState(waiting, jnp.int32(window), zeros - 1, zeros, zeros, *row)
+  return _PlanState(
+    waiting=waiting,
+    upcoming=jnp.int32(window),
+    row=zeros - 1,
+    offset=zeros,
+    prefix_offset=zeros,
+    current=zero,
+    used=zero,
+    last_prompt=jnp.int32(-2),
+    prefix_at=zero,
+  )
 
 
 def _choose(

@@ -150,7 +150,8 @@ def kl_k3(
   """Non-negative, unbiased estimate of KL(policy || reference), nats.
 
   Args:
-    logprobs: of tokens that the policy sampled; others bias the estimate.
+    logprobs: log-probabilities of tokens that the policy sampled; other tokens
+      bias the estimate.
   Source: Schulman 2020, joschu.net/blog/kl-approx.html, estimator k3.
   """
   difference = _bounded(ref_logprobs - logprobs)

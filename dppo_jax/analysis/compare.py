@@ -20,7 +20,7 @@ from dppo_jax.analysis import jsonl, runs, statistics, style, tables
 from dppo_jax.errors import UserError
 
 # Options, and sections of them, that do not make a run another experiment.
-_IGNORED = ("seed.", "steps.", "eval.every.", "eval.columns.", "sft.from_run.")
+_IGNORED = ("seed.", "steps.", "eval.every.", "sft.from_run.")
 _IGNORED += ("checkpoint.", "log.", "fingerprints.")
 _METHOD, _RATE = "method.name", "optimizer.learning_rate"
 _DASHES = ("--", "-.", ":")  # of learning rates but the best

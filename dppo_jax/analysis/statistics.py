@@ -36,14 +36,14 @@ def with_interval(value: float, stderr: float) -> str:
 
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
-  """Returns the mean of `a` minus that of `b`, paired by seed."""
+  """Returns the mean of `a - b`, paired by seed."""
   if seeds := a.keys() & b.keys():
     return mean([a[seed] - b[seed] for seed in seeds])
   return mean([np.mean([*a.values()]) - np.mean([*b.values()])])
 
 
 def ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
-  """Returns the geometric mean of `a` over that of `b`; values above 0."""
+  """Returns the geometric mean of `a / b`; all values are above 0."""
   logs = ({seed: np.log(x) for seed, x in values.items()} for values in (a, b))
   return Interval(*(float(np.exp(x)) for x in difference(*logs)))
 

@@ -87,7 +87,7 @@ def load_callbacks(config: Config) -> tuple[Callable, ...]:
 
 
 def load_optimizer(config: Config) -> Callable:
-  """Returns the optimizer factory of the config, by default that of AdamW."""
+  """Returns the optimizer factory of the config; the default is AdamW."""
   choice = config.optimizer.function or optax.adamw
   return _function("config.optimizer.function", choice)
 

@@ -29,7 +29,7 @@ def estimates(
 
   Args:
     values: correctness of each completion.
-    answers: as for `majority`; without any answer there is no maj@n.
+    answers: the final answers, see `majority`; without any there is no maj@n.
   """
   num = values.shape[1]
   per_problem = {f"avg@{num}": values.mean(axis=1, dtype=np.float64)}
@@ -85,10 +85,10 @@ def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Estimate:
   inside [0, 1], and has a width if all values are equal: for 0 of 30 problems
   solved it is [0, 0.12].
 
-  The variance is that of the M problems and two pseudo-problems of the largest
-  possible variance, because a small sample may lack the few problems that hold
-  most of it. In simulation the coverage is 0.94 to 0.96 for 500 problems, and
-  at least 0.90 for 30.
+  The variance is taken over the M problems and two pseudo-problems of the
+  largest possible variance, because a small sample may lack the few problems
+  that hold most of it. In simulation the coverage is 0.94 to 0.96 for 500
+  problems, and at least 0.90 for 30.
 
   Args:
     num_samples: completions per problem, which bound the effective sample size.

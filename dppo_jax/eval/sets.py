@@ -121,7 +121,7 @@ def rollouts(
 ) -> Iterator[Rollout]:
   """Yields rollouts of every problem once, while the next one decodes.
 
-  The arguments are those of `evaluate`.
+  See `evaluate` for the arguments.
   """
   problems = run.eval_sets[name]
   num_shards = sharding.num_shards(run.mesh, "batch")

@@ -1,6 +1,16 @@
 """The language model, its passes, its cache and its checkpoints."""
 
-from dppo_jax.models import hf, transformer
-from dppo_jax.models.transformer import ModelConfig, Params, forward, logits
+from dppo_jax.models import hf, parameters, transformer
+from dppo_jax.models.config import ModelConfig
+from dppo_jax.models.parameters import Params
+from dppo_jax.models.transformer import forward, logits
 
-__all__ = ["ModelConfig", "Params", "forward", "hf", "logits", "transformer"]
+__all__ = [
+  "ModelConfig",
+  "Params",
+  "forward",
+  "hf",
+  "logits",
+  "parameters",
+  "transformer",
+]

@@ -30,13 +30,13 @@ def product(
   and 0.12.0). On a TPU only the gradient of the weights is dense: for 32 groups
   on a v5e the compiler counts 11.3 times the ideal work of all three products,
   and 1.0 times with the kernel below (jax 0.10.2). On a GPU every product is
-  dense, unlike those of `grouped_kernel`.
+  dense, except in `grouped_kernel`.
   """
   return _product(rows, weights, sizes)
 
 
 def _product(rows, weights, sizes, is_transposed=False):
-  """Computes `product`, or that with transposed matrices."""
+  """Computes `product`, or the product with transposed matrices."""
 
   def with_transposed(multiply, rows, weights, sizes):
     weights = weights.swapaxes(1, 2) if is_transposed else weights

@@ -1,7 +1,7 @@
 """Products of groups of rows by Pallas kernels for NVIDIA GPUs.
 
 There `jax.lax.ragged_dot` multiplies all rows with every matrix (XLA of jax
-0.10.2): it copies the rows once for each group, zeros in place of the others.
+0.10.2): it copies the rows once for each group, with zeros for all other rows.
 """
 
 import functools
@@ -13,12 +13,13 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dppo_jax.models.attention.flash_kernel import dot
 from dppo_jax.sharding import round_up
 
-_ROWS = 64  # of a group that a program multiplies at once, at most
-_WIDTH = 128  # of a matrix, at most
-_INNER = 64  # summed at once, at most
-_LEAST = 16  # of a product on tensor cores
+_ROWS = 64  # most rows of a group that a program multiplies at once
+_WIDTH = 128  # most columns of a matrix
+_INNER = 64  # most products summed at once
+_LEAST = 16  # smallest side of a product on tensor cores
 
 
 def fits(inner: int, outer: int) -> bool:
@@ -33,10 +34,10 @@ def product(
   is_transposed: bool = False,
   interpret: bool = False,
 ) -> Float[Array, "M F"]:
-  """Computes `models.grouped.product`, or that with transposed matrices.
+  """Computes `models.grouped.product`, on request with transposed matrices.
 
-  Programs divide the blocks of rows, of which none reaches into another group,
-  and the width of the result.
+  Programs divide the blocks of rows, each within one group, and the width of
+  the result.
   """
   inner, outer = weights.shape[:0:-1] if is_transposed else weights.shape[1:]
   block, width = _block(rows, sizes), math.gcd(outer, _WIDTH)
@@ -92,11 +93,6 @@ def _block(rows, sizes) -> int:
   return min(_ROWS, max(_LEAST, pl.next_power_of_2(average) // 2))
 
 
-def _dot(a, b, **kwargs):
-  exact = {"allow_tf32": False} if a.dtype == jnp.float32 else {}
-  return plgpu.dot(a, b, **exact, **kwargs)
-
-
 def _is_row(start, end, shape):
   """Returns True in a block of rows from `start` on for those before `end`."""
   index = start + jnp.arange(shape[0], dtype=jnp.int32)
@@ -120,7 +116,7 @@ def _product_kernel(
     inner = pl.ds(k * step, step)
     here = (columns, inner) if is_transposed else (inner, columns)
     a = _load(rows, start, end, block, inner)
-    return total + _dot(a, weights[group, *here], trans_b=is_transposed)
+    return total + dot(a, weights[group, *here], trans_b=is_transposed)
 
   @pl.when(start < end)  # blocks beyond the last group have no rows
   def _():
@@ -139,9 +135,10 @@ def _outer_kernel(first, end, rows, grad, out, *, block, inner, width):
   to_rows, to_columns = pl.ds(i * inner, inner), pl.ds(j * width, width)
 
   def add(k, total):
-    at = start + k * block, end, block
-    a, b = _load(rows, *at, to_rows), _load(grad, *at, to_columns)
-    return total + _dot(a, b, trans_a=True)
+    first = start + k * block
+    a = _load(rows, first, end, block, to_rows)
+    b = _load(grad, first, end, block, to_columns)
+    return total + dot(a, b, trans_a=True)
 
   total = jnp.zeros((inner, width), jnp.float32)
   total = jax.lax.fori_loop(0, pl.cdiv(end - start, block), add, total)

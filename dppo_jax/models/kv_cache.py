@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.models.attention import decode_kernel, decode_kernel_tpu
+from dppo_jax.models.attention import decode_kernel_gpu, decode_kernel_tpu
 from dppo_jax.models.attention.blockwise import MASKED
+from dppo_jax.models.config import ModelConfig
 
 # Layers that a compiled step unrolls; each takes time to compile.
 _MAX_GROUPS = 4
@@ -30,8 +31,8 @@ _SHORTEST = 128
 class KVPart(NamedTuple):
   """Keys and values of `B` slots at `c` positions, in `Y` layers of a group.
 
-  Keys have the positions last, as a product with a single query reads them;
-  if prompts are shared, they are laid out like values.
+  Positions are the last axis of keys, so that `q @ keys` reads them in order;
+  if prompts are shared, keys are [Y B K c D] like values, for the kernels.
   """
 
   keys: Float[Array, "Y B K D c"]
@@ -72,13 +73,12 @@ class LayerCache(NamedTuple):
 
 
 def slot_and_prompt_sizes(
-  model: Any, prompt_length: int, max_tokens: int
+  model: ModelConfig, prompt_length: int, max_tokens: int
 ) -> tuple[list[int], list[int]]:
   """Returns the positions of each part of a slot's cache, and of a prompt's."""
   if model.shares_prompts:
-    is_gpu = model.has_gpu_layout
-    block = decode_kernel.BLOCK if is_gpu else decode_kernel_tpu.BLOCK
-    whole_blocks = lambda x: [sharding.round_up(x, block)]
+    kernel = decode_kernel_gpu if model.has_gpu_layout else decode_kernel_tpu
+    whole_blocks = lambda x: [sharding.round_up(x, kernel.BLOCK)]
     return whole_blocks(max_tokens), whole_blocks(prompt_length)
   sizes = part_sizes(prompt_length + max_tokens - 1)
   return sizes, prompt_part_sizes(sizes, prompt_length)
@@ -87,7 +87,7 @@ def slot_and_prompt_sizes(
 def part_sizes(capacity: int) -> list[int]:
   """Returns the positions of each part of a cache of at least `capacity`.
 
-  Each part has as many as all before it together; the last has the remainder.
+  Each part has the size of all parts before it together; the last has the rest.
   """
   first = max(_SHORTEST, layers.block_size(capacity))
   ends = _doublings(first, sharding.round_up(capacity, 32))
@@ -105,8 +105,8 @@ def prompt_paddings(longest: int) -> list[int]:
   return _doublings(_SHORTEST, longest)
 
 
-def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
-  """Returns an empty cache of a `ModelConfig`, in parts of `sizes`."""
+def init(model: ModelConfig, num_slots: int, sizes: Sequence[int]) -> KVCache:
+  """Returns an empty cache in parts of `sizes`."""
   groups = num_groups(model)
   kv_heads = sharding.num_kv_heads(model.kv_heads)
   lead = (model.layers // groups, num_slots, kv_heads)
@@ -123,7 +123,7 @@ def init(model: Any, num_slots: int, sizes: Sequence[int]) -> KVCache:
 
 
 def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
-  """Returns `cache` with the slots of `new`, of as many parts or fewer."""
+  """Returns `cache` with the slots of `new`, which may have fewer parts."""
   put = lambda to, x: jax.lax.dynamic_update_slice_in_dim(to, x, start, 1)
   return tuple(
     (*jax.tree.map(put, parts[: len(x)], x), *parts[len(x) :])
@@ -138,7 +138,7 @@ def copy_slot(cache: KVCache, slot, source: KVCache, place) -> KVCache:
 
 
 def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
-  """Returns the cache of these slots, in this order."""
+  """Returns the cache of `slots`, in the given order."""
 
   def take(x):  # as a matrix of rows, which compiles in a third of the time
     rows = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
@@ -147,7 +147,7 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
   return jax.tree.map(take, cache)
 
 
-def num_groups(model: Any) -> int:
+def num_groups(model: ModelConfig) -> int:
   """Returns the number of groups of a model's layers.
 
   On GPUs each layer is one, see `unrolls_layers`, unless weights are gathered.
@@ -224,7 +224,7 @@ def write_tokens(
   """Writes the keys and values of each slot's next `n` tokens.
 
   Args:
-    positions: of the first of them; those beyond the cache are dropped.
+    positions: position of the first token; tokens beyond the cache are dropped.
     rewrites: the layer's full cache is rewritten, for TPUs: if single positions
       are written, their compiler copies the caches of all layers to another
       layout at every read.
@@ -243,13 +243,15 @@ def write_tokens(
         is_new = (index == at[:, i, None])[:, None]
         new_keys = jnp.where(is_new[:, :, None], k[:, i, ..., None], new_keys)
         new_values = jnp.where(is_new[..., None], v[:, i, :, None], new_values)
-      part = keys.at[layer].set(new_keys), values.at[layer].set(new_values)
+      part = KVPart(
+        keys.at[layer].set(new_keys), values.at[layer].set(new_values)
+      )
     else:
-      part = (
+      part = KVPart(
         keys.at[layer, slots, :, :, at].set(k, **drop),
         values.at[layer, slots, :, at].set(v, **drop),
       )
-    parts.append(KVPart(*part))
+    parts.append(part)
     start += keys.shape[-1]
   return cache._replace(parts=tuple(parts))
 
@@ -266,7 +268,7 @@ def attend(
   result (on a CPU, bit for bit): a fully masked part adds zeros.
 
   Args:
-    positions: of the first query; the others follow it.
+    positions: position of the first query; the next queries follow it.
     oldest: first position that each query sees; None for 0.
   """
   parts, layer = cache.parts, cache.layer

@@ -1,7 +1,7 @@
 """Log-probabilities of targets without ever holding `[tokens, vocab]`.
 
 Only needed tokens get logits: each row moves its needed tokens to the front,
-and as many columns are computed as the fullest row needs.
+and the columns that the fullest row needs are computed.
 """
 
 import functools
@@ -31,13 +31,14 @@ def logprobs_and_entropy(
   the logits; else it computes them again.
 
   Args:
-    is_needed: tokens to evaluate; the others get 0 and no gradient.
+    is_needed: tokens to evaluate; all others get 0 and no gradient.
     logit_chunk: tokens whose logits exist at once; at least one column of rows.
   """
   num_shards = sharding.num_shards_here("batch")
   if num_shards == 1:
-    arrays = (hidden, head, targets, is_needed)
-    return _logprobs_and_entropy(*arrays, temperature, logit_chunk)
+    return _logprobs_and_entropy(
+      hidden, head, targets, is_needed, temperature, logit_chunk
+    )
   chunk = max(logit_chunk // num_shards, 1)
   by_row = sharding.unclaimed_spec("batch")
   # The vocabulary may stay divided. The width is gathered here, once for all
@@ -46,9 +47,11 @@ def logprobs_and_entropy(
   # to move its sum over devices out of the loop, and fails (jax 0.10.2).
   head = jax.lax.optimization_barrier(head)
 
-  def on_shard(hidden, head, *more):
+  def on_shard(hidden, head, targets, is_needed):
     head = sharding.gather_width(head, "vocab", "embed")
-    return _logprobs_and_entropy(hidden, head, *more, temperature, chunk)
+    return _logprobs_and_entropy(
+      hidden, head, targets, is_needed, temperature, chunk
+    )
 
   return jax.shard_map(
     on_shard,
@@ -64,9 +67,9 @@ def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
 
   def chunk(i, carry):
     logprobs, entropies, lses, kept = carry
-    logits = _logits(columns.take(hidden, i), head, temperature)
+    logits = _logits(columns.compact(hidden, i), head, temperature)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    target = columns.take(targets, i)[..., None]
+    target = columns.compact(targets, i)[..., None]
     logprob = jnp.take_along_axis(logits, target, axis=-1)[..., 0] - lse
     entropy = lse - (jnp.exp(logits - lse[..., None]) * logits).sum(-1)
     if kept is not None:
@@ -85,7 +88,8 @@ def _forward(hidden, head, targets, is_needed, temperature, logit_chunk):
     0, columns.num_chunks, chunk, (empty, empty, empty, kept)
   )
   saved = hidden, head, targets, is_needed, lses, kept
-  return (columns.restore(logprobs), columns.restore(entropies)), saved
+  out = columns.scatter_back(logprobs), columns.scatter_back(entropies)
+  return out, saved
 
 
 def _backward(temperature, logit_chunk, saved, grads):
@@ -95,27 +99,28 @@ def _backward(temperature, logit_chunk, saved, grads):
 
   def chunk(i, carry):
     dhead, dhidden = carry
-    x = columns.take(hidden, i)
+    x = columns.compact(hidden, i)
     if kept is None:
       logits = _logits(x, head, temperature)
     else:
       logits = jax.lax.dynamic_index_in_dim(kept, i, 0, keepdims=False)
     probs = jnp.exp(logits - columns.slice(lses, i)[..., None])
-    target = columns.take(targets, i)[..., None]
+    target = columns.compact(targets, i)[..., None]
     # One-hot by comparison: on a CPU a scatter would cost more.
     is_target = target == jnp.arange(head.shape[0], dtype=jnp.int32)
-    grad = columns.take(grads, i)[..., None] / temperature
+    grad = columns.compact(grads, i)[..., None] / temperature
     dlogits = (is_target.astype(probs.dtype) - probs) * grad
     dlogits = dlogits.astype(hidden.dtype)
     # [E, V], since XLA's CPU backend copies no operand for this product.
-    rows = x.reshape(-1, x.shape[-1]), dlogits.reshape(-1, len(head))
-    dhead = dhead + _einsum("te,tv->ev", *rows)
+    dhead = dhead + _einsum(
+      "te,tv->ev", x.reshape(-1, x.shape[-1]), dlogits.reshape(-1, len(head))
+    )
     new = jnp.einsum("blv,ve->ble", dlogits, head)
     return dhead, columns.put(dhidden, new, i)
 
   empty = jnp.zeros(head.shape[::-1], jnp.float32), jnp.zeros_like(hidden)
   dhead, dhidden = jax.lax.fori_loop(0, columns.num_chunks, chunk, empty)
-  return columns.restore(dhidden), dhead.T.astype(head.dtype), None, None
+  return columns.scatter_back(dhidden), dhead.T.astype(head.dtype), None, None
 
 
 _logprobs_and_entropy = jax.custom_vjp(
@@ -147,20 +152,20 @@ class _ColumnChunks:
     fullest = is_needed.sum(axis=1, dtype=jnp.int32).max()
     self.num_chunks = (fullest + self.width - 1) // self.width
 
-  def take(self, x: Array, i: Array) -> Array:
-    """Returns chunk `i` of `x [B, L, ...]`, which has the tokens' order."""
+  def compact(self, x: Array, i: Array) -> Array:
+    """Returns chunk `i` of `x [B, L, ...]` at token positions, compacted."""
     return _pick(x, self.slice(self.order, i))
 
   def slice(self, x: Array, i: Array) -> Array:
-    """Returns chunk `i` of an `x` in the order of columns."""
+    """Returns chunk `i` of an `x` that is already compacted."""
     return jax.lax.dynamic_slice_in_dim(x, i * self.width, self.width, axis=1)
 
   def put(self, x: Array, new: Array, i: Array) -> Array:
-    """Replaces chunk `i` of an `x` in the order of columns."""
+    """Replaces chunk `i` of a compacted `x`."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self.width, axis=1)
 
-  def restore(self, x: Array) -> Array:
-    """Returns an `x` in the order of columns in that of tokens."""
+  def scatter_back(self, x: Array) -> Array:
+    """Scatters a compacted `x` back to token positions; 0 where not needed."""
     back = jnp.argsort(self.order, axis=1).astype(jnp.int32)
     needed = self.is_needed.reshape(*self.is_needed.shape, *(1,) * (x.ndim - 2))
     return jnp.where(needed, _pick(x, back), jnp.zeros((), x.dtype))

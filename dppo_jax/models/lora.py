@@ -113,7 +113,7 @@ def merge(
 
   Args:
     weights: weights of one layer, or stacked over layers.
-    adapters: adapters of these layers by the name of the weight; may be empty.
+    adapters: adapters by the name of the weight; may be empty.
   """
   merged = dict(weights)
   for name, adapter in adapters.items():

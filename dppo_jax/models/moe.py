@@ -163,10 +163,10 @@ def _mixture(
 
 
 def _by_pair(tokens, prob, chosen, gate, up, down):
-  """Sums each token's experts; `chosen` is `X` for those of other devices.
+  """Sums each token's experts; `chosen` is `X` for experts of other devices.
 
-  Pairs of a token and one of its experts are sorted by expert; those of other
-  devices' experts come last.
+  Pairs of a token and one of its experts are sorted by expert. Experts of other
+  devices come last.
   """
   num, per_token = len(gate), chosen.shape[1]
   number = chosen.reshape(-1)

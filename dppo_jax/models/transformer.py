@@ -1,6 +1,6 @@
 """One decoder-only transformer: Qwen2/2.5, Qwen3, Qwen3-MoE, Llama 3, Gemma 3.
 
-Its weights are those of `parameters`. Layers are stacked and scanned.
+`parameters` declares its weights. Layers are stacked and scanned.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import attention, kv_cache, layers, lora, moe, parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.kv_cache import KVCache
-from dppo_jax.models.parameters import (  # noqa: F401, for callers
-  ModelConfig,
-  Param,
-  Params,
-  cast,
-  drop_idle_window,
-  flatten,
-  inference_shardings,
-  init,
-  init_adapters,
-  num_parameters,
-  parameter_table,
-  shardings,
-  to_inference_params,
-  trainable_table,
-  unflatten,
-)
+from dppo_jax.models.parameters import Params
 
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -52,7 +37,7 @@ class Places(NamedTuple):
   """Positions of tokens as a layer reads them.
 
   Attributes:
-    cos, sin: of the rotary angles.
+    cos, sin: cosine and sine of the rotary angles.
     oldest: first position that each token sees; None for 0.
   """
 
@@ -61,9 +46,18 @@ class Places(NamedTuple):
   oldest: Int[Array, "..."] | None = None
 
 
-def forward(*args) -> Float[Array, "B L E"]:
+def forward(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B L"],
+  positions: Int[Array, "B L"],
+  segment_ids: Int[Array, "B L"],
+  prefix_ids: Int[Array, "B L"] | None = None,
+) -> Float[Array, "B L E"]:
   """Returns the hidden states of `forward_and_load`."""
-  return forward_and_load(*args)[0]
+  return forward_and_load(
+    params, config, tokens, positions, segment_ids, prefix_ids
+  )[0]
 
 
 def forward_and_load(
@@ -86,12 +80,22 @@ def forward_and_load(
   """
   params = parameters.cast(params, config)
 
-  ids = segment_ids, prefix_ids, config.attention
-  ranges = attention.block_ranges(*ids, config.head_dim)
+  ranges = attention.block_ranges(
+    segment_ids, prefix_ids, config.attention, config.head_dim
+  )
 
   def attend(q, k, v, cache, oldest):
-    window = None if oldest is None else (positions, oldest)
-    return attention.attention(q, k, v, *ids, ranges, window), cache
+    out = attention.attention(
+      q,
+      k,
+      v,
+      segment_ids,
+      prefix_ids,
+      backend=config.attention,
+      ranges=ranges,
+      window=None if oldest is None else (positions, oldest),
+    )
+    return out, cache
 
   places = _places(config, positions, tokens.shape[1])
 
@@ -133,8 +137,7 @@ def prefill(
   positions = jnp.broadcast_to(index, tokens.shape)
 
   def attend(q, k, v, cache, oldest):
-    prompts = q, k, v, lengths, config.attention, oldest
-    out = attention.attend_prompts(*prompts)
+    out = attention.attend_prompts(q, k, v, lengths, config.attention, oldest)
     keys_last = not config.shares_prompts
     return out, kv_cache.write_prompts(cache, k, v, keys_last)
 
@@ -160,17 +163,27 @@ def decode(
     params: weights of `to_inference_params`.
     tokens: tokens that follow the slot's past, which the cache holds.
     positions: position of the first of them.
-    cache: to be donated; the new keys and values are written from there on.
-    prompts: if given, `cache` has only the tokens that follow them.
+    cache: keys and values of the past, to be donated; new ones are added.
+    prompts: shared prompts; `cache` then has only the tokens that follow them.
   """
   is_tpu = attention.KERNELS.get(config.attention) == "tpu"
 
   def attend(q, k, v, cache, oldest):
     if prompts is not None:
-      where = cache.layer, prompts.slot, prompts.row, positions, prompts.count
-      arrays = q, k, v, cache.parts[0], cache.prompts[0]
-      first = None if oldest is None else oldest[:, 0]
-      out, part = attention.decode_kernel.attend(*arrays, *where, first, is_tpu)
+      out, part = attention.decode_kernel.attend(
+        q,
+        k,
+        v,
+        cache=cache.parts[0],
+        prompts=cache.prompts[0],
+        layer=cache.layer,
+        place=prompts.slot,
+        prompt=prompts.row,
+        positions=positions,
+        count=prompts.count,
+        oldest=None if oldest is None else oldest[:, 0],
+        is_tpu=is_tpu,
+      )
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
     return kv_cache.attend(q, cache, positions, oldest), cache

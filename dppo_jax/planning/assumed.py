@@ -11,8 +11,8 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
 from dppo_jax.errors import UserError
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
-from dppo_jax.models.transformer import ModelConfig
 from dppo_jax.run import preflight, setup
 
 _NUM_PROBLEMS = 8192  # if the config takes all problems of a source
@@ -26,7 +26,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 def abstract_mesh(
   options: configs.MeshConfig, num_devices: int
 ) -> jax.sharding.AbstractMesh:
-  """The config's mesh over a number of devices, none of which is present."""
+  """Returns the config's mesh over a number of devices that are not present."""
   sizes = sharding.sizes(num_devices, **dataclasses.asdict(options))
   return jax.sharding.AbstractMesh(
     sizes, sharding.MESH_AXES, axis_types=sharding.AXIS_TYPES
@@ -40,8 +40,8 @@ def assumed_run(
 ) -> setup.Run:
   """The run of a config as far as shapes determine it.
 
-  Prompts have config.data.max_prompt_tokens tokens, except those of the
-  arithmetic problems, which are generated.
+  Prompts have config.data.max_prompt_tokens tokens, except
+  generated arithmetic problems.
 
   Args:
     mesh: devices, which may be described or abstract.

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import kv_cache, lm_head, lora, transformer
+from dppo_jax.models import kv_cache, lm_head, lora, parameters
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
@@ -30,14 +29,10 @@ from dppo_jax.step import abstract_values
 _MARGIN = 1.3
 _FEWEST_CHOSEN_SLOTS = 8
 
-# Options that may lower the memory of a stage, and parts that none lowers.
-_HALVED = (
-  "rollout.num_slots",
-  "rollout.max_tokens",
-  "data.prompts_per_step",
-  "pack.rows_per_micro",
-)
-_FIXED = ("weights", "optimizer", "reference", "gradients", "inference copy")
+_SMALLER = {  # options that lower the memory of a stage
+  "roll_out": "rollout.num_slots or rollout.max_tokens",
+  "update": "pack.rows_per_micro or pack.row_length",
+}
 
 Parts = dict[str, float]  # bytes by purpose
 
@@ -59,7 +54,7 @@ def estimate(run: Run) -> dict[str, Parts]:
   }
   if run.model.lora and run.config.sft.steps and not run.config.sft.from_run:
     plain = run._replace(model=dataclasses.replace(run.model, lora=None))
-    stages["sft"] = estimate(plain)["update"]  # of all weights
+    stages["sft"] = estimate(plain)["update"]  # trains all weights
   return stages
 
 
@@ -135,7 +130,7 @@ def _update(run: Run) -> Parts:
   num_shards = sharding.num_shards(run.mesh, "batch")
   chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
   width = _layer_width(run)
-  pairs = 0  # of tokens, whose logits a backend holds for all heads at once
+  pairs = 0  # token pairs whose logits a backend holds for all heads at once
   if model.attention == "xla_dense":
     pairs = tokens * p.row_length * model.heads / shards
   saved = {  # numbers that a layer keeps of each token
@@ -145,8 +140,8 @@ def _update(run: Run) -> Parts:
   }[model.remat]
   return {
     "gathered weights": _gathered_layers(run, item),
-    # Gathered, and unless it is frozen its gradient, and the float32 sum of
-    # that over devices.
+    # Gathered, and unless it is frozen its gradient, and the gradient's
+    # float32 sum over devices.
     "output head": (item if model.lora else 2 * item + 4)
     * model.vocab
     * model.embed
@@ -169,7 +164,7 @@ def _gathered_layers(run: Run, item: int) -> float:
 
 def _layer_weights(run: Run) -> float:
   """Weights of one layer."""
-  table = transformer.parameter_table(run.model).items()
+  table = parameters.parameter_table(run.model).items()
   layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
   return layers / run.model.layers
 
@@ -184,36 +179,15 @@ def _layer_width(run: Run) -> float:
   return 2 * model.embed + heads * model.head_dim + inner
 
 
-def shortage(run: Run, sums: dict[str, float], limit: float) -> str:
+def shortage(sums: dict[str, float], limit: float) -> str:
   """Names the stages whose sum exceeds the limit, and what would help."""
   return "; ".join(
     f"{stage} needs {gib(size)} GiB on each device, which has {gib(limit)}: "
-    + _advice(run, stage, limit)
+    "use more devices (config.mesh.data, config.mesh.model) or lower "
+    f"config.{_SMALLER.get(stage, _SMALLER['update'])}"
     for stage, size in sums.items()
     if size > limit
   )
-
-
-def _advice(run: Run, stage: str, limit: float) -> str:
-  """Options that lower the memory of a stage; only those that still can."""
-  devices = "use more devices (config.mesh.data, config.mesh.model)"
-  parts = estimate(run).get(stage, {})
-  fixed = sum(parts.get(name, 0.0) for name in _FIXED)
-  smaller = {"rollout.shard_weights": True, "model.remat": "layers"}
-  for name in _HALVED:
-    section, _, field = name.partition(".")
-    smaller[name] = max(1, getattr(getattr(run.config, section), field) // 2)
-  helpful = []
-  for name, value in smaller.items():
-    config = copy.deepcopy(run.config)
-    configs.assign(config, name, value)
-    model = dataclasses.replace(run.model, remat=config.model.remat)
-    changed = estimate(run._replace(config=config, model=model)).get(stage, {})
-    if sum(changed.values()) < 0.99 * sum(parts.values()):
-      helpful.append(f"config.{name}={value}")
-  if fixed > limit and "config.rollout.shard_weights=True" not in helpful:
-    return f"weights and optimizer alone take {gib(fixed)}, so {devices}"
-  return f"try {', '.join([*helpful[::-1], devices])}"
 
 
 def check(run: Run) -> None:
@@ -221,7 +195,7 @@ def check(run: Run) -> None:
   available = _available(run)
   sums = {name: sum(parts.values()) for name, parts in estimate(run).items()}
   if max(sums.values()) > _MARGIN * available:
-    raise UserError(f"not enough memory: {shortage(run, sums, available)}")
+    raise UserError(f"not enough memory: {shortage(sums, available)}")
 
 
 def _available(run: Run) -> float:

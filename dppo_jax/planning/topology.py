@@ -1,6 +1,6 @@
 """Accelerators by name, and stages compiled for them without a device.
 
-`libtpu` contains descriptions of TPUs, and XLA reads those of GPUs as text.
+`libtpu` contains descriptions of TPUs; descriptions of GPUs are text files.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +15,7 @@ import jax
 
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
-from dppo_jax.planning import hlo
+from dppo_jax.planning.collectives import Collective, read_collectives
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
@@ -101,6 +101,7 @@ class Stage(NamedTuple):
     held: arguments and results, donated ones once.
     temporary: other memory of the stage; infinite if it exceeds the device.
     seconds: compile time.
+    text: compiled program.
     error: the compiler's message if the stage does not fit.
   """
 
@@ -108,9 +109,8 @@ class Stage(NamedTuple):
   held: float
   temporary: float
   seconds: float
-  kernels: dict[str, int]
-  collectives: Sequence[hlo.Collective]
-  launches: Sequence[hlo.Launches] = ()  # on GPUs
+  collectives: Sequence[Collective] = ()
+  text: str = ""
   error: str = ""
 
 
@@ -130,10 +130,10 @@ def compile_stages(
   task.num_parts = len(names) + 1
   for name in names:
     with task.part(name), jax.sharding.use_abstract_mesh(mesh):
-      yield _compile(name, table[name], run.platform)
+      yield _compile(name, table[name])
 
 
-def _compile(name: str, program: programs.Program, platform: str) -> Stage:
+def _compile(name: str, program: programs.Program) -> Stage:
   start = time.monotonic()
   try:
     compiled = program.lower().compile()
@@ -141,7 +141,7 @@ def _compile(name: str, program: programs.Program, platform: str) -> Stage:
     if not (message := re.search(r"Used .* hbm", str(error))):
       raise
     seconds = time.monotonic() - start
-    return Stage(name, 0, math.inf, seconds, {}, (), error=message[0])
+    return Stage(name, 0, math.inf, seconds, error=message[0])
   sizes, text = compiled.memory_analysis(), compiled.as_text()
   return Stage(
     name,
@@ -150,7 +150,6 @@ def _compile(name: str, program: programs.Program, platform: str) -> Stage:
     - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
     time.monotonic() - start,
-    hlo.kernels(text),
-    hlo.collectives(text),
-    hlo.launches(text) if platform == "gpu" else (),
+    read_collectives(text),
+    text,
   )

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import kv_cache, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch
 from dppo_jax.rollout import drafts
 from dppo_jax.rollout.sampling import Sampling, sample_token
 
-# Few matches are followed for longer.
+# Most matches break within 7 tokens, so longer drafts are wasted.
 _MOST_DRAFTS = 7
 
 
@@ -22,11 +23,11 @@ class Slots(NamedTuple):
 
   item: Int[Array, "B"]  # number of the completion; QG if idle
   token: Int[Array, "B"]  # newest token, which the model has not read yet
-  position: Int[Array, "B"]  # of this token
+  position: Int[Array, "B"]  # position of this token
   count: Int[Array, "B"]  # tokens sampled so far
   row: Int[Array, "B"]  # place of its prompt in the queue
-  cache_slot: Int[Array, "B"]  # where `cache` has it
-  cache: kv_cache.KVCache  # of the tokens that the model has read
+  cache_slot: Int[Array, "B"]  # its slot in `cache`
+  cache: kv_cache.KVCache  # holds the tokens that the model has read
 
 
 class DecodeOutput(NamedTuple):
@@ -52,10 +53,10 @@ class DecodeState(NamedTuple):
 class Queue(NamedTuple):
   """Prompts whose completions wait for a slot."""
 
-  prompts: PromptBatch  # of the shard
+  prompts: PromptBatch  # all prompts of the shard
   order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
   waiting: Int[Array, "QG"]  # completions as place * G + member, in this order
-  cache: kv_cache.KVCache  # of the prompts, in this order
+  cache: kv_cache.KVCache  # holds the prompts, in this order
   group_size: int  # G, of the largest group
   shares_prompts: bool  # slots read this cache, and copy nothing
 
@@ -70,9 +71,9 @@ class Queue(NamedTuple):
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
   """Returns the slots of each stage of the decode loop, descending.
 
-  With very few slots, a step is hardly any shorter.
-  Each stage is compiled; none changes a token. On a CPU, the time of a step
-  grows with the slots; twice as many stages would not make a rollout faster. On
+  Below a few slots the time of a step no longer falls, so the schedule stops
+  there. Each stage is compiled; none changes a token. On a CPU, the time of a
+  step grows with the slots; more stages would not make a rollout faster. On
   accelerators, numbers of slots are multiples of what is computed at once, and
   the second stage's cache, which overlaps the first, is half as large.
 
@@ -92,8 +93,8 @@ def slot_schedule(num_slots: int, platform: str) -> list[int]:
 def draft_schedule(slots: list[int], num_drafts: int) -> list[int]:
   """Returns the drafts of each slot in each stage of the decode loop.
 
-  Later stages read as many tokens in a step as the first: the fewer slots are
-  busy, the more drafts each of them has, up to `_MOST_DRAFTS`.
+  All stages read the same number of tokens in a step: the fewer slots are busy,
+  the more drafts each of them has, up to `_MOST_DRAFTS`.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.draft_schedule([64, 42, 21, 7], 1)
@@ -105,7 +106,7 @@ def draft_schedule(slots: list[int], num_drafts: int) -> list[int]:
 
 
 def init_decode_state(
-  model_config: transformer.ModelConfig,
+  model_config: ModelConfig,
   uniform: Float[Array, "QG T"],
   num_wanted: Int[Array, ""],
   num_slots: int,
@@ -225,8 +226,8 @@ def decode_until(
 
 
 def decode_step(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
+  params: parameters.Params,
+  model_config: ModelConfig,
   sampling: Sampling,
   queue: Queue,
   num_drafts: int,
@@ -243,8 +244,9 @@ def decode_step(
     tokens = jnp.concatenate([tokens, _drafts(state, queue, num_drafts)], 1)
   shared = None
   if queue.shares_prompts:
-    where = slots.cache_slot, slots.row, slots.count
-    shared = kv_cache.SharedPrompts(queue.cache, *where)
+    shared = kv_cache.SharedPrompts(
+      queue.cache, slot=slots.cache_slot, row=slots.row, count=slots.count
+    )
   hidden, cache = transformer.decode(
     params, model_config, tokens, slots.position, slots.cache, shared
   )
@@ -313,7 +315,7 @@ def _drafts(
 
 
 def completions(state: DecodeState, stop_ids: tuple[int, ...]) -> DecodeOutput:
-  """Returns what was sampled."""
+  """Returns the sampled completions."""
   tokens, bits = state.output[..., 0], state.output[..., 1]
   lengths = (tokens >= 0).sum(-1, dtype=jnp.int32)
   last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], 1)

@@ -24,8 +24,8 @@ def find(
   """Returns the `num` tokens that followed the longest match, in each slot.
 
   A slot's newest tokens, at most `LONGEST`, are looked for in its prompt, in
-  the completions of its group and in its own. What followed the longest match
-  is the draft: of equal matches, that of the first completion.
+  the completions of its group and in its own. The tokens after the longest
+  match are the draft; the first completion wins a tie.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax.rollout import drafts

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
@@ -22,8 +23,8 @@ from dppo_jax.rollout.sampling import Sampling
 
 
 def sample(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
+  params: parameters.Params,
+  model_config: ModelConfig,
   prompts: PromptBatch,
   rng: StepRng | jax.Array,
   *,
@@ -39,8 +40,8 @@ def sample(
 
   A token's random number comes from the prompt's id, the completion's number in
   the group and the token's index. Tokens thus do not depend on slots, on the
-  other prompts or on the number of devices. On a mesh, each shard of the batch
-  decodes as many kept prompts, independently of the others.
+  other prompts or on the number of devices. On a mesh, all shards of the batch
+  decode the same number of kept prompts, independently of each other.
 
   Args:
     rng: randomness, consumed; a key is enough.
@@ -48,7 +49,7 @@ def sample(
     draft_tokens: tokens that are guessed and verified in each step, see
       `drafts`; later stages guess more. 0 for none.
     kept: prompts to roll out; None for all.
-    group_sizes: completions of each prompt, at most `group_size`; the others
+    group_sizes: completions of each prompt, at most `group_size`; rows beyond
       have length 0. None for `group_size`.
     platform: cpu, gpu or tpu; determines the number of compiled stages.
     sampling: the fields of `Sampling`.
@@ -58,7 +59,7 @@ def sample(
     ones = jnp.ones(prompts.ids.shape, jnp.float32)
     kept = Selection(ones > 0, ones)
   return roll_out(
-    transformer.to_inference_params(params, model_config),
+    parameters.to_inference_params(params, model_config),
     prompts,
     as_step_rng(rng),
     kept,
@@ -73,13 +74,13 @@ def sample(
 
 
 def roll_out(
-  params: transformer.Params,
+  params: parameters.Params,
   prompts: PromptBatch,
   rng: StepRng,
   kept: Selection,
   group_sizes: Int[Array, "N"] | None = None,
   *,
-  model_config: transformer.ModelConfig,
+  model_config: ModelConfig,
   sampling: Sampling,
   group_size: int,
   num_slots: int,
@@ -136,13 +137,13 @@ def prefill_batch_size(prompt_length: int) -> int:
 
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
-  """Returns each prompt's new place: every shard gets as many kept ones."""
+  """Returns each prompt's new place, with equally many kept ones a shard."""
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
   return rank % num_shards * (len(keep) // num_shards) + rank // num_shards
 
 
 def _roll_out_shard(
-  model_config: transformer.ModelConfig,
+  model_config: ModelConfig,
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
@@ -192,7 +193,7 @@ def _roll_out_shard(
 def _in_turn(
   sizes: Int[Array, "Q"], group_size: int, by_member: bool
 ) -> Int[Array, "QG"]:
-  """Returns the completions to sample in their order, then the others.
+  """Returns the completions to sample in their order, then all others.
 
   Args:
     by_member: all prompts have one completion before any has two, so that
@@ -208,14 +209,14 @@ def _in_turn(
 
 
 def _prefill(
-  params: transformer.Params,
-  model_config: transformer.ModelConfig,
+  params: parameters.Params,
+  model_config: ModelConfig,
   prompts: PromptBatch,
   order: Int[Array, "N"],
   num_kept: Int[Array, ""],
   part_sizes: list[int],
 ) -> kv_cache.KVCache:
-  """Returns caches in `order`: of the kept prompts, zeros for the others."""
+  """Returns the prompts' caches in `order`; zeros unless a prompt is kept."""
   num_prompts, longest = prompts.tokens.shape
   chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
   paddings = kv_cache.prompt_paddings(longest)

@@ -28,8 +28,8 @@ def sample_token(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
   """Returns a token for each row of logits and its log-probability.
 
-  The log-probability is that after temperature and truncation; of the most
-  likely token, at temperature 0, it is that at temperature 1.
+  The log-probability is taken after temperature and truncation; at temperature
+  0, the most likely token has its log-probability at temperature 1.
 
   >>> import jax.numpy as jnp
   >>> from dppo_jax import rollout
@@ -40,7 +40,7 @@ def sample_token(
 
   Args:
     uniform: one random number in [0, 1) for each token.
-    top_k, top_p: as in `Sampling`; of tokens tied at the k-th place, those with
+    top_k, top_p: the fields of `Sampling`; among tokens tied at the k-th place,
       lower ids are kept.
   """
   if temperature == 0:

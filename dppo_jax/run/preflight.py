@@ -11,7 +11,8 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.run import distributed
 
 
@@ -29,7 +30,7 @@ def check_lengths(config: configs.Config, prompt_length: int) -> None:
 
 def check_ids(
   config: configs.Config,
-  model: transformer.ModelConfig,
+  model: ModelConfig,
   stop_ids: tuple[int, ...],
   problem_sets: Sequence[data.ProblemSet | None],
 ) -> None:
@@ -102,11 +103,9 @@ def check_processes(mesh: jax.sharding.Mesh) -> None:
     )
 
 
-def check_weights(
-  mesh: jax.sharding.Mesh, model: transformer.ModelConfig
-) -> None:
+def check_weights(mesh: jax.sharding.Mesh, model: ModelConfig) -> None:
   """Checks that the mesh divides the weights; few key-value heads repeat."""
-  for name, param in transformer.parameter_table(model).items():
+  for name, param in parameters.parameter_table(model).items():
     for size, axis in zip(param.shape, param.axes, strict=True):
       num_shards = sharding.num_shards(mesh, axis)
       if axis != "kv_heads" and size % num_shards:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 
 MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
@@ -57,10 +57,10 @@ def check_update(
     )
 
 
-def check_params(params: transformer.Params, advice: str) -> None:
+def check_params(params: parameters.Params, advice: str) -> None:
   """Raises UserError, which ends in `advice`, if a weight is not finite."""
   counts = jax.device_get(_count_nonfinite(params))
-  for name, count in transformer.flatten(counts).items():
+  for name, count in parameters.flatten(counts).items():
     if count:
       raise UserError(
         f"{count} values of the weight {name} are infinite or NaN: {advice}"
@@ -68,5 +68,5 @@ def check_params(params: transformer.Params, advice: str) -> None:
 
 
 @jax.jit
-def _count_nonfinite(params: transformer.Params) -> transformer.Params:
+def _count_nonfinite(params: parameters.Params) -> parameters.Params:
   return jax.tree.map(lambda x: jnp.sum(~jnp.isfinite(x)), params)

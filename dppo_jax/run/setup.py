@@ -12,7 +12,8 @@ from dppo_jax import data, rewards, sharding
 from dppo_jax.algo import packing, policy_loss
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
-from dppo_jax.models import attention, hf, lora, transformer
+from dppo_jax.models import attention, hf, lora, parameters
+from dppo_jax.models.config import ModelConfig, drop_idle_window
 from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint, preflight
@@ -41,7 +42,7 @@ class Run(NamedTuple):
   train_set: data.ProblemSet | None
   eval_sets: dict[str, data.ProblemSet]
   path: str
-  model: transformer.ModelConfig
+  model: ModelConfig
   packing: packing.PackingSpec
 
   @property
@@ -56,27 +57,27 @@ class Run(NamedTuple):
       r.functions, r.num_workers, r.timeout_seconds, r.on_error
     )
 
-  def initial_params(self) -> transformer.Params:
+  def initial_params(self) -> parameters.Params:
     """Returns the initial weights, placed on the mesh."""
-    shardings = transformer.shardings(self.model, self.mesh)
+    shardings = parameters.shardings(self.model, self.mesh)
     if self.path:
       dtype = self.model.param_dtype
       params = hf.load(self.path, shardings=shardings, param_dtype=dtype)[0]
       return self.add_adapters(params)
-    init = functools.partial(transformer.init, self.model)
+    init = functools.partial(parameters.init, self.model)
     return jax.jit(init, out_shardings=shardings)(self._init_key)
 
-  def add_adapters(self, params: transformer.Params) -> transformer.Params:
+  def add_adapters(self, params: parameters.Params) -> parameters.Params:
     """Returns weights with the adapters that training starts from, if any."""
     if not self.model.lora:
       return params
-    shardings = transformer.shardings(self.model, self.mesh)
+    shardings = parameters.shardings(self.model, self.mesh)
     places = {lora.KEY: shardings[lora.KEY]}
-    cast = functools.partial(transformer.cast, config=self.model)
+    cast = functools.partial(parameters.cast, config=self.model)
     params = jax.jit(cast, donate_argnums=0)(params)
     if path := self.config.lora.adapter:
       return params | peft.load(path, self.model, places)
-    init = functools.partial(transformer.init_adapters, self.model)
+    init = functools.partial(parameters.init_adapters, self.model)
     return params | jax.jit(init, out_shardings=places)(self._init_key)
 
   @property
@@ -95,7 +96,7 @@ class Run(NamedTuple):
     return "\n".join(
       [
         f"model: {m.family}, {m.layers} layers of width {m.embed}, "
-        f"{transformer.num_parameters(m):,} parameters, {m.dtype}; mesh "
+        f"{parameters.num_parameters(m):,} parameters, {m.dtype}; mesh "
         f"{sharding.describe(self.mesh)}",
         *([_adapters(m)] if m.lora else []),
         self.train_set.report,
@@ -114,8 +115,8 @@ class Run(NamedTuple):
     )
 
 
-def _adapters(model: transformer.ModelConfig) -> str:
-  table = transformer.trainable_table(model).values()
+def _adapters(model: ModelConfig) -> str:
+  table = parameters.trainable_table(model).values()
   return (
     f"lora: rank {model.lora.rank} on {', '.join(model.lora.targets)}, "
     f"{sum(math.prod(p.shape) for p in table):,} parameters are trained; their "
@@ -159,7 +160,7 @@ def make_run(
   platform: str,
   path: str,
   tokenizer: data.Tokenizer | None,
-  model: transformer.ModelConfig,
+  model: ModelConfig,
   train_set: data.ProblemSet | None,
   eval_sets: dict[str, data.ProblemSet],
 ) -> Run:
@@ -173,7 +174,7 @@ def make_run(
   longest += config.rollout.max_tokens
   if config.sft.steps:
     longest = max(longest, config.pack.row_length)
-  model = transformer.drop_idle_window(model, longest)
+  model = drop_idle_window(model, longest)
   backend = attention.choose_backend(
     config.model.attention,
     platform,
@@ -214,18 +215,16 @@ def make_run(
   )
 
 
-def with_lora(
-  model: transformer.ModelConfig, options: configs.LoraConfig
-) -> transformer.ModelConfig:
+def with_lora(model: ModelConfig, options: configs.LoraConfig) -> ModelConfig:
   """Returns the architecture with the adapters that the options describe."""
-  table = transformer.parameter_table(model)
+  table = parameters.parameter_table(model)
   adapters = lora.choose(table, options.rank, options.alpha, options.targets)
   return dataclasses.replace(model, lora=adapters)
 
 
 def read_model(
   config: configs.Config,
-) -> tuple[str, data.Tokenizer, transformer.ModelConfig]:
+) -> tuple[str, data.Tokenizer, ModelConfig]:
   """Returns path, tokenizer and architecture; fetches what is not on disk."""
   path = config.model.path
   if config.model.hub_id and not path:
@@ -241,11 +240,11 @@ def read_model(
 
 def describe_model(
   options: configs.ModelConfig, path: str, vocab_size: int
-) -> transformer.ModelConfig:
+) -> ModelConfig:
   """The checkpoint's architecture or, without one, Qwen3 of `options.shape`."""
   if path:
     return hf.read_config(path, options.dtype, options.remat)
-  return transformer.ModelConfig(
+  return ModelConfig(
     vocab=sharding.round_up(vocab_size, 8),
     has_qk_norm=True,
     dtype=options.dtype,

@@ -12,8 +12,9 @@ from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.data import ProblemSet
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.models import lora, transformer
-from dppo_jax.models.transformer import Params
+from dppo_jax.models import lora, parameters
+from dppo_jax.models.config import ModelConfig
+from dppo_jax.models.parameters import Params
 from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run.setup import Run
@@ -132,20 +133,20 @@ def new_train_state(run: Run, params: Params) -> TrainState:
 
 def abstract_params(run: Run) -> Params:
   """Returns shapes, dtypes and shardings of the master weights."""
-  init = functools.partial(transformer.init, run.model)
+  init = functools.partial(parameters.init, run.model)
   return _placed(
     jax.eval_shape(init, run.root_key),
-    transformer.shardings(run.model, run.mesh),
+    parameters.shardings(run.model, run.mesh),
   )
 
 
 def abstract_inference_params(run: Run) -> Params:
   """Returns shapes, dtypes and shardings of the weights that rollouts read."""
   model = inference_model(run)
-  cast = functools.partial(transformer.to_inference_params, config=model)
+  cast = functools.partial(parameters.to_inference_params, config=model)
   return _placed(
     jax.eval_shape(cast, abstract_params(run)),
-    transformer.inference_shardings(model, run.mesh),
+    parameters.inference_shardings(model, run.mesh),
   )
 
 
@@ -172,7 +173,7 @@ def _placed_as_weights(opt_state: PyTree, params: Params) -> PyTree:
   return jax.tree.map_with_path(place, opt_state)
 
 
-def inference_model(run: Run) -> transformer.ModelConfig:
+def inference_model(run: Run) -> ModelConfig:
   """Returns the architecture with the sampler's dtype and sharding."""
   options = run.config.rollout
   return dataclasses.replace(

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from dppo_jax.metrics import writer as metrics
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, runtime_checks
 from dppo_jax.run.setup import Run
@@ -47,7 +47,7 @@ def resumed_state(
 
 def reference_params(
   run: Run, checkpoints: checkpoint.Checkpoints
-) -> transformer.Params | None:
+) -> parameters.Params | None:
   """Returns the weights of step 0 if a KL penalty needs a copy of them."""
   if not abstract_values.has_reference(run):
     return None
@@ -55,7 +55,7 @@ def reference_params(
   return checkpoints.restore_params(0, abstract_values.abstract_params(run))
 
 
-def _first_params(run: Run, writer: metrics.Writer) -> transformer.Params:
+def _first_params(run: Run, writer: metrics.Writer) -> parameters.Params:
   """Loads or initialises the weights, and fine-tunes them if asked to.
 
   All weights are fine-tuned, before there are adapters.

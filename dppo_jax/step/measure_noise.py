@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.models.transformer import Params
+from dppo_jax.models.parameters import Params
 from dppo_jax.records import NoiseTerms, PackedBatch, TrainState
 from dppo_jax.step.optimizer import MOMENTUM, momentum
 

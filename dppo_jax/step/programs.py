@@ -15,7 +15,7 @@ import jax
 from dppo_jax import rollout, sharding
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.run import distributed
@@ -67,7 +67,7 @@ def declare(run: Run) -> dict[str, Declaration]:
       out="kept sizes",
     ),
     "to_inference_params": Declaration(
-      bind(transformer.to_inference_params, config=inference_model(run)),
+      bind(parameters.to_inference_params, config=inference_model(run)),
       args="params",
       out="inference_params",
     ),

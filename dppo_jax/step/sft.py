@@ -17,7 +17,7 @@ from dppo_jax import data
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import distributed, runtime_checks
@@ -35,11 +35,11 @@ ARITHMETIC_DIRECT_SHARE = 0.55
 
 def run(
   run: Run,
-  params: transformer.Params,
+  params: parameters.Params,
   steps: int,
   say: Callable[[str], None],
   bar: progress.Progress,
-) -> transformer.Params:
+) -> parameters.Params:
   """Fine-tunes weights on the solutions of the training problems.
 
   Args:

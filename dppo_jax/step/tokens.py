@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from dppo_jax.algo import policy_loss
 from dppo_jax.algo.weights import invalid_probs
 from dppo_jax.methods import Method
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import PackedBatch, TokenStats
 from dppo_jax.rng import StepRng
 from dppo_jax.step import update
@@ -37,7 +37,7 @@ def is_needed(method: Method, config: update.UpdateConfig) -> bool:
 
 def score(
   rng: StepRng,
-  params: transformer.Params,
+  params: parameters.Params,
   batch: PackedBatch,
   num_micro: Int[Array, "*P"],
   *,

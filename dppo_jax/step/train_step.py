@@ -13,7 +13,7 @@ from dppo_jax.methods import dynamic_sampling
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
 from dppo_jax.metrics import progress
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import (
   CompletionSummary,
   PackedBatch,
@@ -125,7 +125,7 @@ class TrainStep:
   def _rollout_once(
     self,
     state: TrainState,
-    params: transformer.Params,
+    params: parameters.Params,
     draw: int,
     limit: jax.Array | np.ndarray,
   ) -> tuple[TrainState, Experience]:
@@ -165,7 +165,7 @@ class TrainStep:
     )
 
   def _gather_groups(
-    self, state: TrainState, params: transformer.Params
+    self, state: TrainState, params: parameters.Params
   ) -> tuple[TrainState, Experience]:
     """Repeats `_rollout_once` until enough groups have rewards that differ."""
     run, num_prompts = self._run, self._run.config.data.prompts_per_step
@@ -217,7 +217,7 @@ class TrainStep:
     return Batch(rows, num_micro, denominator, info, summary, experience)
 
   def score(
-    self, rng: StepRng, params: transformer.Params, batch: Batch
+    self, rng: StepRng, params: parameters.Params, batch: Batch
   ) -> Batch:
     """Computes old log-probabilities and chooses tokens, where needed."""
     if "score" not in self.programs:
@@ -230,7 +230,7 @@ class TrainStep:
     return batch._replace(rows=rows, score_info=info)
 
   def update(
-    self, state: TrainState, reference: transformer.Params | None, batch: Batch
+    self, state: TrainState, reference: parameters.Params | None, batch: Batch
   ) -> tuple[TrainState, StepInfo]:
     """Takes the optimizer steps on the batch; ends the clock of the step."""
     step, every = int(state.step), self._run.method.noise_every

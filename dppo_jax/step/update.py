@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from dppo_jax.algo import policy_loss
-from dppo_jax.models import lm_head, lora, moe, transformer
+from dppo_jax.models import lm_head, lora, moe, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 from dppo_jax.rng import StepRng
 from dppo_jax.step import measure_noise
@@ -36,7 +37,7 @@ class UpdateConfig(NamedTuple):
       measures no gradient noise.
   """
 
-  model: transformer.ModelConfig
+  model: ModelConfig
   objective: policy_loss.Objective
   temperature: float = 1.0
   logit_chunk: int = lm_head.LOGIT_CHUNK
@@ -88,7 +89,7 @@ class GradSums(NamedTuple):
     num_read: positions that the model read, without padding.
   """
 
-  grad: transformer.Params
+  grad: parameters.Params
   sums: dict[str, Float[Array, ""]]
   log_ratio: Float[Array, ""]
   load: moe.Load | None
@@ -96,7 +97,7 @@ class GradSums(NamedTuple):
 
 
 def logprobs(
-  params: transformer.Params,
+  params: parameters.Params,
   config: UpdateConfig,
   rows: PackedBatch,
   is_needed: Bool[Array, "R L"],
@@ -107,7 +108,7 @@ def logprobs(
 
 
 def score(
-  params: transformer.Params,
+  params: parameters.Params,
   config: UpdateConfig,
   batch: PackedBatch,
   num_used: Int[Array, "*P"],
@@ -149,9 +150,7 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
   return arguments, load
 
 
-def zero_sums(
-  params: transformer.Params, model: transformer.ModelConfig
-) -> GradSums:
+def zero_sums(params: parameters.Params, model: ModelConfig) -> GradSums:
   """Returns the empty sum."""
   names = "loss logprob entropy tokens clipped kl".split()
   return GradSums(
@@ -165,8 +164,8 @@ def zero_sums(
 
 def add_gradient(
   sums: GradSums,
-  params: transformer.Params,
-  reference: transformer.Params | None,
+  params: parameters.Params,
+  reference: parameters.Params | None,
   config: UpdateConfig,
   rows: PackedBatch,
 ) -> GradSums:
@@ -233,8 +232,8 @@ def _add(sums: GradSums, more: GradSums) -> GradSums:
 def sum_gradients(
   batch: PackedBatch,
   num_used: Int[Array, ""],
-  params: transformer.Params,
-  reference: transformer.Params | None,
+  params: parameters.Params,
+  reference: parameters.Params | None,
   config: UpdateConfig,
   first: Int[Array, ""] | int = 0,
 ) -> GradSums:
@@ -302,7 +301,7 @@ def _describe(
 
 def update(
   state: TrainState,
-  reference: transformer.Params | None,
+  reference: parameters.Params | None,
   batch: PackedBatch,
   num_used: Int[Array, "*P"],
   denominator: Float[Array, ""],

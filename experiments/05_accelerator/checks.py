@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dppo_jax import sharding
-from dppo_jax.models import attention, transformer
+from dppo_jax.models import attention, parameters
 from dppo_jax.records import PackedBatch
 from dppo_jax.step import update
 
@@ -194,7 +194,7 @@ def _sampled(work: works.Work, device: jax.Device):
   backend = "xla_by_row" if device.platform == "cpu" else work.model.attention
   model = dataclasses.replace(work.model, attention=backend)
   with jax.default_device(device):
-    params = transformer.init(model, jax.random.key(0))
+    params = parameters.init(model, jax.random.key(0))
     sample = jax.jit(works.sampler(work._replace(model=model)))
     actual = sample(params, works.make_prompts(work), works.everything(work))
     return jax.device_get(actual)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dppo_jax.models import attention, kv_cache, transformer
+from dppo_jax.models import attention, kv_cache, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 
 from ..common import machine, phases
 from ..common import work as works
@@ -55,12 +56,12 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
     }
 
 
-def _compiled(config: transformer.ModelConfig, slots: int, context: int):
+def _compiled(config: ModelConfig, slots: int, context: int):
   sizes, _ = kv_cache.slot_and_prompt_sizes(config, 1, context + STEPS)
   # Made as they are read: master weights of the larger models would not fit
   # next to a cache.
-  make = lambda key: transformer.to_inference_params(
-    transformer.init(config, key), config
+  make = lambda key: parameters.to_inference_params(
+    parameters.init(config, key), config
   )
   params = jax.jit(make)(jax.random.key(0))
 
@@ -90,11 +91,9 @@ def _compiled(config: transformer.ModelConfig, slots: int, context: int):
 
 
 @functools.cache
-def _bytes(
-  config: transformer.ModelConfig, slots: int, context: float
-) -> float:
+def _bytes(config: ModelConfig, slots: int, context: float) -> float:
   size = jnp.dtype(config.dtype).itemsize
-  weights = transformer.num_parameters(config)
+  weights = parameters.num_parameters(config)
   if not config.is_tied:  # of the embedding a step reads a few rows
     weights -= config.vocab * config.embed
   per_token = 2 * config.layers * config.kv_heads * config.head_dim

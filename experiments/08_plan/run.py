@@ -27,6 +27,8 @@ from dppo_jax.metrics import progress
 from dppo_jax.planning import assumed, memory, topology
 from dppo_jax.run import compile_cache
 
+from ..common import hlo
+
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 GIB = 2**30
@@ -137,6 +139,8 @@ def run(name: str, stages: list[str]) -> None:
     start = time.process_time()
     for stage in topology.compile_stages(planned, task, stages):
       resident = plan.resident(planned, stage.name)
+      is_gpu = hardware.platform == "gpu"
+      launched = hlo.launches(stage.text) if is_gpu and stage.text else ()
       row = {
         "case": name,
         "stage": stage.name,
@@ -150,9 +154,10 @@ def run(name: str, stages: list[str]) -> None:
         "total": stage.held + stage.temporary + resident,
         "cpu_seconds": time.process_time() - start,
         **stage._asdict(),
-        "launches": [x._asdict() for x in stage.launches],
+        "kernels": hlo.kernels(stage.text),
+        "launches": [x._asdict() for x in launched],
       }
-      del row["name"]
+      del row["name"], row["text"]
       with RESULTS.open("a") as file:
         file.write(json.dumps(row) + "\n")
       start = time.process_time()

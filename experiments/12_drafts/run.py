@@ -25,7 +25,8 @@ import numpy as np
 
 from dppo_jax import rollout
 from dppo_jax.analysis import runs, tables
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch
 from dppo_jax.run.setup import setup_run
 
@@ -40,7 +41,7 @@ class Workload(NamedTuple):
   """Prompts and a policy; `options` are those of `rollout.sample`."""
 
   name: str
-  params: transformer.Params
+  params: parameters.Params
   prompts: PromptBatch
   options: dict
 
@@ -73,7 +74,7 @@ def trained(task: str, root: pathlib.Path, cores: list[int]) -> list[Workload]:
 
 def repetitive() -> list[Workload]:
   """Returns a random model whose samples fall into loops."""
-  model = transformer.ModelConfig(
+  model = ModelConfig(
     vocab=512,
     embed=512,
     layers=4,
@@ -83,7 +84,7 @@ def repetitive() -> list[Workload]:
     mlp=1536,
     has_qk_norm=True,
   )
-  params = jax.jit(transformer.init, static_argnums=0)(model, jax.random.key(0))
+  params = jax.jit(parameters.init, static_argnums=0)(model, jax.random.key(0))
   tokens = np.random.default_rng(0).integers(2, 512, (4, 16))
   prompts = PromptBatch(
     ids=jnp.arange(4, dtype=jnp.int32),

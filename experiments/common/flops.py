@@ -1,6 +1,6 @@
 """FLOPs of a transformer's parts; a product and its sum count as two."""
 
-from dppo_jax.models.transformer import ModelConfig
+from dppo_jax.models.config import ModelConfig
 
 
 def layer_weights(model: ModelConfig) -> int:

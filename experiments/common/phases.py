@@ -11,14 +11,13 @@ import numpy as np
 
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
-from dppo_jax.models import transformer
-from dppo_jax.planning import hlo
+from dppo_jax.models import parameters, transformer
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import optimizer as optimizers
 from dppo_jax.step import programs, select, update
 
-from . import baselines, machine
+from . import baselines, hlo, machine
 from . import flops as flops_of
 from . import work as works
 
@@ -50,7 +49,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   prompt_tokens = float(prompts.lengths.sum())
 
   def fill_cache(params, prompts):
-    params = transformer.to_inference_params(params, model)
+    params = parameters.to_inference_params(params, model)
     sizes = [prompts.tokens.shape[1]]
     return transformer.prefill(
       params, model, prompts.tokens, prompts.lengths, sizes
@@ -302,8 +301,8 @@ def update_config(work: works.Work) -> update.UpdateConfig:
   )
 
 
-def random_params(work: works.Work) -> transformer.Params:
-  init = functools.partial(transformer.init, work.model)
+def random_params(work: works.Work) -> parameters.Params:
+  init = functools.partial(parameters.init, work.model)
   return jax.jit(init)(jax.random.key(0))
 
 
@@ -317,7 +316,7 @@ def compile_function(function, *arguments) -> jax.stages.Compiled:
 def launches(compiled: jax.stages.Compiled) -> dict[str, list[int]]:
   """Kernels and host waits of one turn of each loop, on a GPU, as predicted.
 
-  The same count as that of `--mode=plan`; "" is what is outside of loops.
+  The count of experiment 08; "" is what is outside of loops.
   """
   if jax.devices()[0].platform != "gpu":
     return {}
@@ -334,7 +333,7 @@ def _decode_bytes(work, prompts, rollout) -> float:
   """Weights read at each step of full slots, and each token's cache."""
   model = work.model
   size = jnp.dtype(model.dtype).itemsize
-  weights = transformer.num_parameters(model) * size
+  weights = parameters.num_parameters(model) * size
   context = np.asarray(prompts.lengths, np.float64)[:, None]
   lengths = np.asarray(rollout.lengths, np.float64)
   read = (lengths * context + lengths * (lengths + 1) / 2).sum()

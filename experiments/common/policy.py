@@ -12,7 +12,7 @@ from jax import flatten_util
 import jax.numpy as jnp
 
 from dppo_jax import algo, data, rollout
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
@@ -22,7 +22,7 @@ from dppo_jax.step import abstract_values, grade, pack, programs, update
 
 def restore(
   run: Run, workdir: pathlib.Path, step: int, num_prompts: int
-) -> tuple[transformer.Params, PromptBatch]:
+) -> tuple[parameters.Params, PromptBatch]:
   """Returns the weights of a checkpoint, and the first prompts of the run."""
   with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
     params = checkpoints.restore_params(
@@ -33,7 +33,7 @@ def restore(
 
 
 def sample(
-  run: Run, params: transformer.Params, prompts: PromptBatch, draw: int
+  run: Run, params: parameters.Params, prompts: PromptBatch, draw: int
 ) -> tuple[Rollout, jax.Array]:
   """Samples completions of the prompts; returns them and rewards `[Q, G]`.
 
@@ -59,7 +59,7 @@ def sample(
 
 def gradient_of(
   run: Run,
-  params: transformer.Params,
+  params: parameters.Params,
   prompts: PromptBatch,
   sampled: Rollout,
   scale: jax.Array,

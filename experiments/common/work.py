@@ -9,7 +9,7 @@ import numpy as np
 
 from dppo_jax import rollout
 from dppo_jax.algo import PackingSpec
-from dppo_jax.models import transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at
 
@@ -26,7 +26,7 @@ class Work(NamedTuple):
     logit_chunk: tokens whose logits exist at once.
   """
 
-  model: transformer.ModelConfig
+  model: ModelConfig
   rows: PackingSpec
   prompts: int
   group_size: int
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab, is_tied=True):
-  return transformer.ModelConfig(
+  return ModelConfig(
     vocab=vocab,
     embed=embed,
     layers=layers,
@@ -52,7 +52,7 @@ def _model(layers, embed, heads, kv_heads, head_dim, mlp, vocab, is_tied=True):
   )
 
 
-def _real(model: transformer.ModelConfig, prompts: int, rows: int = 4) -> Work:
+def _real(model: ModelConfig, prompts: int, rows: int = 4) -> Work:
   """Returns the work of a real model, for accelerators."""
   return Work(
     model,

@@ -51,7 +51,8 @@ def _line(name: str, value: object) -> str:
   if not (inspect.ismodule(value) or _place(value).startswith("dppo_jax")):
     return ""
   is_plain = not callable(value) or isinstance(value, enum.EnumType)
-  if is_plain or ("config" in _place(value) and inspect.isclass(value)):
+  is_section = _place(value).startswith("dppo_jax.config.")
+  if is_plain or (is_section and inspect.isclass(value)):
     return f"- `{name}`: {_summary(value)}"
   parameters = inspect.signature(value).parameters.values()
   plain = [x.replace(annotation=inspect.Parameter.empty) for x in parameters]

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch, Rollout, Selection
 
-MODEL = transformer.ModelConfig(
+MODEL = ModelConfig(
   vocab=16,
   embed=16,
   layers=2,
@@ -25,7 +26,7 @@ STOP = 1
 
 @functools.cache
 def params(seed=0, config=MODEL):
-  make = jax.jit(transformer.init, static_argnums=0)
+  make = jax.jit(parameters.init, static_argnums=0)
   return make(config, jax.random.key(seed))
 
 

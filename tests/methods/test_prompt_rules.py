@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from prompts import (
   CANDIDATES,
@@ -25,6 +26,8 @@ from prompts import (
   streaks,
 )
 import pytest
+
+from dppo_jax import methods
 
 
 @pytest.mark.parametrize("name", PROMPT_RULES)

@@ -14,7 +14,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from dppo_jax import config, sharding
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
 from dppo_jax.planning import assumed
 from dppo_jax.step import abstract_values
 
@@ -44,7 +44,7 @@ def page(name: str) -> str:
   groups = len(copy["layers"])
   declared = {
     name: " ".join(axis or "-" for axis in p.axes)
-    for name, p in transformer.parameter_table(run.model).items()
+    for name, p in parameters.parameter_table(run.model).items()
   }
   about = f"{hub_id} on {' x '.join(map(str, axes))} devices"
   lines = [

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from dppo_jax import sharding
-from dppo_jax.models.attention import decode_kernel, decode_kernel_tpu
+from dppo_jax.models.attention import (
+  decode_kernel,
+  decode_kernel_gpu,
+  decode_kernel_tpu,
+)
 
 LAYER = 1
 COUNTS = [0, 5, 128, 191]  # own tokens of each slot
@@ -75,10 +79,10 @@ def dim(request, monkeypatch):
   That for GPUs has several splits of prompt and completion, or one program;
   that for TPUs has several blocks.
   """
-  monkeypatch.setattr(decode_kernel, "_MIN_SPLIT", 64)
+  monkeypatch.setattr(decode_kernel_gpu, "_MIN_SPLIT", 64)
   monkeypatch.setattr(decode_kernel_tpu, "_MOST", 64)
   if request.param == "undivided":
-    monkeypatch.setattr(decode_kernel, "_ENOUGH", 1)
+    monkeypatch.setattr(decode_kernel_gpu, "_ENOUGH", 1)
   return 128 if request.param == "tpu" else 32
 
 

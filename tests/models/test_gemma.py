@@ -15,15 +15,15 @@ import small
 from dppo_jax import rollout, sharding
 from dppo_jax.data.tokenizer import PretrainedTokenizer
 from dppo_jax.errors import UserError
-from dppo_jax.models import hf, kv_cache, transformer
+from dppo_jax.models import hf, kv_cache, parameters, transformer
+from dppo_jax.models.config import LocalLayers, ModelConfig, drop_idle_window
 from dppo_jax.models.hf import families
-from dppo_jax.models.parameters import LocalLayers
 from dppo_jax.run import setup
 
 WITH_IMAGES = "Gemma3ForConditionalGeneration"
 LENGTHS = (37, 9)  # tokens of the prompts; windows have 5
 NUM_NEW = 64
-MODEL = transformer.ModelConfig(
+MODEL = ModelConfig(
   vocab=64,
   embed=32,
   layers=4,
@@ -48,10 +48,10 @@ _forward = jax.jit(transformer.forward, static_argnums=1)
 def random_params(config, seed=1):
   """Weights of which none is without effect."""
   rng = np.random.default_rng(seed)
-  return transformer.unflatten(
+  return parameters.unflatten(
     {
       name: jnp.asarray(rng.normal(p.fill, 0.3, p.shape), jnp.float32)
-      for name, p in transformer.parameter_table(config).items()
+      for name, p in parameters.parameter_table(config).items()
     }
   )
 
@@ -63,7 +63,7 @@ def prompts():
 
 @functools.partial(jax.jit, static_argnums=1)
 def _continued(params, config, tokens, lengths):
-  weights = transformer.to_inference_params(params, config)
+  weights = parameters.to_inference_params(params, config)
   cache = transformer.prefill(weights, config, tokens, lengths, [48, 64])
 
   def step(carry, _):
@@ -241,7 +241,7 @@ def test_packed_equals_alone_and_decoding_equals_forward(gpu_kernels):
     out = transformer.logits(params, config, hidden)[0]
     assert_close([out[9:46], out[46:55]], alone)
 
-  weights = transformer.to_inference_params(params, MODEL)
+  weights = parameters.to_inference_params(params, MODEL)
   start, sizes = np.array([12], np.int32), [16, 32]
   cache = transformer.prefill(weights, MODEL, a[None, :16], start, sizes)
   read = jax.jit(
@@ -297,11 +297,11 @@ def test_a_window_hides_older_tokens_alone():
 def test_a_window_that_no_sequence_exceeds_is_dropped():
   params = random_params(MODEL)
   longest = max(LENGTHS)
-  assert transformer.drop_idle_window(MODEL, longest) == MODEL
+  assert drop_idle_window(MODEL, longest) == MODEL
   local = MODEL.local._replace(window=longest)
   config = dataclasses.replace(MODEL, local=local)
-  assert transformer.drop_idle_window(config, longest + 1) == config
-  without = transformer.drop_idle_window(config, longest)
+  assert drop_idle_window(config, longest + 1) == config
+  without = drop_idle_window(config, longest)
   assert without.local.window is None
   for x, y in zip(
     our_logits(params, config), our_logits(params, without), strict=True

@@ -12,7 +12,8 @@ from safetensors import numpy as stored
 
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import hf, moe, transformer
+from dppo_jax.models import hf, moe, parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
 
 
@@ -33,14 +34,14 @@ def tiny(family="Qwen3ForCausalLM", **changes):
     "family": family,
     **known.fields,
   }
-  config = transformer.ModelConfig(**fields | changes)
+  config = ModelConfig(**fields | changes)
   flat, start = {}, 1
-  for name, p in transformer.parameter_table(config).items():
+  for name, p in parameters.parameter_table(config).items():
     size = int(np.prod(p.shape))
     flat[name] = np.arange(start, start + size, dtype=np.float32)
     flat[name] = jax.device_put(flat[name].reshape(p.shape) / 7)
     start += size
-  return transformer.unflatten(flat), config
+  return parameters.unflatten(flat), config
 
 
 def assert_equal(actual, expected):
@@ -149,7 +150,7 @@ def test_rotary_settings_are_written_in_both_styles(path, tmp_path):
 def test_weights_have_the_given_shardings(path):
   mesh = sharding.make_mesh(1, min(2, jax.device_count()))
   params, config = tiny()
-  where = transformer.shardings(config, mesh)
+  where = parameters.shardings(config, mesh)
   loaded, _ = hf.load(path, shardings=where)
   assert jax.tree.map(lambda p: p.sharding, loaded) == where
   assert_equal(loaded, params)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import layers, lora, transformer
+from dppo_jax.models import layers, lora, parameters
 from dppo_jax.models.hf import families
 
 QWEN2 = {  # Qwen2.5-Math-1.5B
@@ -112,7 +112,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("count", PUBLISHED)
 def test_settings_survive_a_round_trip(count):
   config = families.from_settings(PUBLISHED[count], "bfloat16", remat="none")
-  assert transformer.num_parameters(config) == count
+  assert parameters.num_parameters(config) == count
   again = json.loads(json.dumps(families.to_settings(config)))
   assert families.from_settings(again, "bfloat16", remat="none") == config
 
@@ -191,7 +191,7 @@ def test_every_weight_of_every_family_has_a_tensor():
   for settings in PUBLISHED.values():
     untied = settings | {"tie_word_embeddings": False}
     config = families.from_settings(untied)
-    table = transformer.parameter_table(config)
+    table = parameters.parameter_table(config)
     adapters = lora.choose(table, rank=2, alpha=2.0, targets="all")
     used |= table.keys() | lora.adapter_table(table, adapters).keys()
   assert used == families.TENSORS.keys()

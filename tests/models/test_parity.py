@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax.models import hf, kv_cache, layers, transformer
+from dppo_jax.models import hf, kv_cache, layers, parameters, transformer
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
 
 TOLERANCE = 1e-4  # of a float32 logit
@@ -25,7 +26,7 @@ def decoded(params, config, tokens, starts, num_steps):
   The tokens before `starts` are prefilled; the last of them is then fed again,
   as the sampler does.
   """
-  params = transformer.to_inference_params(params, config)
+  params = parameters.to_inference_params(params, config)
   cache = kv_cache.init(config, len(tokens), SIZES)
   prompts = transformer.prefill(
     params, config, tokens[:, :PROMPT], starts, SIZES[:2]
@@ -110,7 +111,7 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def network():
   """`(params, config)` with every option on, and no weight without effect."""
-  config = transformer.ModelConfig(
+  config = ModelConfig(
     vocab=64,
     embed=32,
     layers=4,
@@ -127,9 +128,9 @@ def network():
   rng = np.random.default_rng(1)
   flat = {
     name: jnp.asarray(rng.normal(p.fill, 0.3, p.shape), jnp.float32)
-    for name, p in transformer.parameter_table(config).items()
+    for name, p in parameters.parameter_table(config).items()
   }
-  return transformer.unflatten(flat), config
+  return parameters.unflatten(flat), config
 
 
 def test_padded_rows_agree_with_transformers(checkpoint):

@@ -1,7 +1,7 @@
 """Causal attention over packed rows and over prompts, by several backends.
 
 A position attends to what its segment and prefix ids allow; id 0 is padding.
-`algo.packing.fill` makes the ids of rows, `attend_prompts` those of prompts.
+The ids of rows come from `algo.packing.fill`, of prompts from `attend_prompts`.
 Decoding slots attend over their cache in `kv_cache.attend`.
 """
 
@@ -60,7 +60,7 @@ def choose_backend(
     group_size: completions of a prompt.
     head_dim: size of a head.
     has_window: some layers see less than the longest sequence.
-    dtype: of the computation.
+    dtype: dtype of the computation.
   """
   plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
   fits = {
@@ -116,8 +116,10 @@ def attention(
   """
   more = {"ranges": ranges, "window": window}
   more = {name: x for name, x in more.items() if x is not None}
-  ids = segment_ids, prefix_ids, more
-  run = lambda q, k, v, *ids: BACKENDS[backend](q, k, v, *ids[:2], **ids[2])
+
+  def run(q, k, v, segment_ids, prefix_ids, more):
+    return BACKENDS[backend](q, k, v, segment_ids, prefix_ids, **more)
+
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own rows and heads: the compiler knows neither
@@ -131,7 +133,7 @@ def attention(
       axis_names=axis_names,
       check_vma=False,
     )
-  return run(q, k, v, *ids)
+  return run(q, k, v, segment_ids, prefix_ids, more)
 
 
 def block_ranges(

@@ -94,9 +94,9 @@ def _blocks(
 ) -> _Blocks:
   """Finds the pairs of blocks that share a segment.
 
-  They do only if some id of the queries lies between the least and the greatest
-  of the keys: where a row's ids do not ascend, there may be too many pairs.
-  With a window, the last position of the keys is in that of some query.
+  The test is whether an id of the queries lies between the least and the
+  greatest id of the keys: if a row's ids do not ascend, some pairs share none.
+  With a window, some query must see the last position of the keys.
   """
   by_row = lambda x: x.reshape(-1, per_row, *x.shape[1:])
   least, most = by_row(segment.min(-1)), by_row(segment.max(-1))

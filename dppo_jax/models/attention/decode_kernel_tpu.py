@@ -1,6 +1,6 @@
 """The decode kernel for TPUs; `decode_kernel` has its interface.
 
-A slot's positions are read in blocks of all heads of keys: those of its prompt,
+A slot's positions are read in blocks of all heads of keys: first its prompt's,
 then its own. Blocks that it does not need are neither fetched nor computed. New
 keys and values are written in place: aligned tiles around them are read,
 changed and written back meanwhile.
@@ -151,9 +151,9 @@ def _kernel(
 
   def copies(is_write):
     for i, x in enumerate((keys, values)):
-      pair = x.at[layer[0], place[slot], :, tiles, :], windows.at[i]
-      pair = pair[::-1] if is_write else pair
-      yield pltpu.make_async_copy(*pair, semaphores.at[i])
+      source, target = x.at[layer[0], place[slot], :, tiles, :], windows.at[i]
+      source, target = (target, source) if is_write else (source, target)
+      yield pltpu.make_async_copy(source, target, semaphores.at[i])
 
   @pl.when(step == 0)
   def _():

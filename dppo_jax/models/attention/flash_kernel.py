@@ -37,7 +37,7 @@ def attention(
 
   Args:
     ranges: result of `block_ranges`, computed here if not given.
-    window: as there.
+    window: see `models.attention.attention`.
     interpret: emulates the kernels on any platform, slowly.
   """
   ranges = ranges or block_ranges(segment_ids, prefix_ids, q.shape[-1])
@@ -54,9 +54,10 @@ def block_ranges(
   """Returns the blocks that may share a sequence, in four numbers for each.
 
   A block of queries reads the blocks of keys from `first` to itself, except
-  those from `stop` up to `resume`: between a prompt and its completion there
-  may be other completions. A block of keys is read by those up to `last`. Ids
-  that ascend, with padding at the end as in packed rows, make the ranges tight.
+  the blocks from `stop` up to `resume`: between a prompt and its completion
+  there may be other completions. Blocks of queries up to `last` read a block of
+  keys. Ids that ascend, with padding at the end as in packed rows, make the
+  ranges tight.
   """
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   block = _block_size(segment_ids.shape[1], head_dim)
@@ -139,7 +140,8 @@ def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
   )(*arrays)
 
 
-def _dot(a, b, **kwargs):
+def dot(a, b, **kwargs):
+  """Multiplies blocks in a kernel; float32 without rounding its inputs."""
   exact = {"allow_tf32": False} if a.dtype == jnp.float32 else {}
   return plgpu.dot(a, b, **exact, **kwargs)
 
@@ -156,7 +158,7 @@ def _probs(q, k, masks, row, i, j, block, scale, shift=None):
     position, oldest = window
     is_seen &= position[row, keys][None] >= oldest[row, queries][:, None]
   is_seen &= (i * block + offset)[:, None] >= (j * block + offset)[None]
-  logits = _dot(q, k, trans_b=True) * scale
+  logits = dot(q, k, trans_b=True) * scale
   if shift is not None:
     logits = jnp.exp(logits - shift[:, None])
   return jnp.where(is_seen, logits, MASKED if shift is None else 0.0)
@@ -182,14 +184,11 @@ def _forward_kernel(
     j = block_at(n)
     total, row_max, denom = carry
     keys = row, pl.ds(j * block, block), head // group
-    where = masks, row, i, j, block, scale
-    logits = _probs(query, k[*keys, :], *where)
+    logits = _probs(query, k[*keys, :], masks, row, i, j, block, scale)
     new_max = jnp.maximum(row_max, logits.max(1))
-    rescale, probs = (
-      jnp.exp(row_max - new_max),
-      jnp.exp(logits - new_max[:, None]),
-    )
-    new = _dot(probs.astype(v.dtype), v[*keys, :])
+    rescale = jnp.exp(row_max - new_max)
+    probs = jnp.exp(logits - new_max[:, None])
+    new = dot(probs.astype(v.dtype), v[*keys, :])
     total = total * rescale[:, None] + new
     return total, new_max, denom * rescale + probs.sum(1)
 
@@ -214,11 +213,11 @@ def _dq_kernel(
   def step(n, total):
     j = block_at(n)
     keys = row, pl.ds(j * block, block), head // group
-    key, where = k[*keys, :], (masks, row, i, j, block, scale)
-    probs = _probs(query, key, *where, lse)
-    dprobs = _dot(grad, v[*keys, :], trans_b=True)
+    key = k[*keys, :]
+    probs = _probs(query, key, masks, row, i, j, block, scale, shift=lse)
+    dprobs = dot(grad, v[*keys, :], trans_b=True)
     dlogits = probs * (dprobs - delta[:, None]) * scale
-    return total + _dot(dlogits.astype(key.dtype), key)
+    return total + dot(dlogits.astype(key.dtype), key)
 
   zeros = jnp.zeros(query.shape, jnp.float32)
   total = jax.lax.fori_loop(0, number, step, zeros)
@@ -239,12 +238,12 @@ def _dkv_kernel(
     i, head = j + n % num_blocks, kv_head * group + n // num_blocks
     queries = pl.ds(i * block, block)
     query, grads = q[row, queries, head, :], grad[row, queries, head, :]
-    where = masks, row, i, j, block, scale
-    probs = _probs(query, key, *where, lse[row, head, queries])
-    dvalue += _dot(probs.astype(grads.dtype), grads, trans_a=True)
-    dprobs = _dot(grads, value, trans_b=True)
+    shift = lse[row, head, queries]
+    probs = _probs(query, key, masks, row, i, j, block, scale, shift)
+    dvalue += dot(probs.astype(grads.dtype), grads, trans_a=True)
+    dprobs = dot(grads, value, trans_b=True)
     dlogits = probs * (dprobs - delta[row, head, queries][:, None]) * scale
-    dkey += _dot(dlogits.astype(query.dtype), query, trans_a=True)
+    dkey += dot(dlogits.astype(query.dtype), query, trans_a=True)
     return dkey, dvalue
 
   zeros = jnp.zeros(key.shape, jnp.float32)

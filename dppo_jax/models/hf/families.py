@@ -12,10 +12,9 @@ import numpy as np
 
 from dppo_jax.errors import UserError
 from dppo_jax.models import lora
+from dppo_jax.models.config import LocalLayers, ModelConfig
 from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.moe import Experts
-from dppo_jax.models.parameters import LocalLayers
-from dppo_jax.models.transformer import ModelConfig
 
 Shape = tuple[int, ...]
 

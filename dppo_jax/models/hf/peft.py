@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import lora, transformer
+from dppo_jax.models import lora, parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import reader, saver
-from dppo_jax.models.transformer import ModelConfig, Params
+from dppo_jax.models.parameters import Params
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -35,7 +36,7 @@ _SUPPORTED = {
 def load(path: str, config: ModelConfig, shardings: Params) -> Params:
   """Returns float32 adapters, `{"adapters": ...}`, placed by `shardings`."""
   tensors = reader.open_tensors(path, WEIGHTS)
-  table = transformer.trainable_table(config)
+  table = parameters.trainable_table(config)
   return reader.read_table(path, tensors, table, shardings, "float32")
 
 
@@ -79,7 +80,7 @@ def check(path: str, config: ModelConfig) -> None:
     name: tuple(file.get_slice(stored_name).get_shape())
     for name, (file, stored_name) in reader.open_tensors(path, WEIGHTS).items()
   }
-  table = transformer.trainable_table(config)
+  table = parameters.trainable_table(config)
   reader.compare_shapes(f"{label}, of another model", shapes, table)
 
 
@@ -97,7 +98,7 @@ def save(
   out.mkdir(parents=True, exist_ok=True)
   settings = _settings(config.lora, base)
   (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-  flat = transformer.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
+  flat = parameters.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
   saver.write_weights(out, flat, dtype, stem="adapter_model")
 
 

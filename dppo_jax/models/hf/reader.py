@@ -11,9 +11,10 @@ import numpy as np
 import safetensors
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
-from dppo_jax.models.transformer import ModelConfig, Params
+from dppo_jax.models.parameters import Params
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -101,19 +102,19 @@ def load(
   config = read_config(path, dtype, remat)
   tensors = open_tensors(path)
   _check_tensors(path, tensors, config)
-  table = transformer.parameter_table(config)
+  table = parameters.parameter_table(config)
   return read_table(path, tensors, table, shardings, param_dtype), config
 
 
 def read_table(
   path: str,
   tensors: Mapping[str, Stored],
-  table: Mapping[str, transformer.Param],
+  table: Mapping[str, parameters.Param],
   shardings: Params | None,
   dtype: str,
 ) -> Params:
   """Returns the declared weights, read from the file of each tensor."""
-  places = {} if shardings is None else transformer.flatten(shardings)
+  places = {} if shardings is None else parameters.flatten(shardings)
   default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   flat = {}
   for name, p in table.items():
@@ -131,7 +132,7 @@ def read_table(
     flat[name] = jax.make_array_from_callback(
       p.shape, places.get(name, default), weight.__getitem__
     )
-  return transformer.unflatten(flat)
+  return parameters.unflatten(flat)
 
 
 def has_images(path: str) -> bool:
@@ -193,13 +194,13 @@ def _check_tensors(
     shapes.pop(families.TENSORS["head"].name, None)
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
-  compare_shapes(path, shapes, transformer.parameter_table(config))
+  compare_shapes(path, shapes, parameters.parameter_table(config))
 
 
 def compare_shapes(
   path: str,
   shapes: Mapping[str, tuple[int, ...]],
-  table: Mapping[str, transformer.Param],
+  table: Mapping[str, parameters.Param],
 ) -> None:
   """Raises UserError unless the tensors' shapes are the declared ones."""
   expected = {

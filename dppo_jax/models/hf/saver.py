@@ -12,9 +12,10 @@ import safetensors
 import safetensors.numpy
 
 from dppo_jax.errors import UserError
-from dppo_jax.models import transformer
+from dppo_jax.models import parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families, reader
-from dppo_jax.models.transformer import ModelConfig, Params
+from dppo_jax.models.parameters import Params
 
 DTYPES = tuple(reader.FLOATS.values())
 SHARD_BYTES = 5 * 10**9  # size of the largest file, as in the hub's tools
@@ -58,7 +59,7 @@ def save(
     file = out / reader.GENERATION
     known = reader.read_json(file) if file.is_file() else {}
     _write_json(file, known | dict(generation))
-  flat = {k: np.asarray(x) for k, x in transformer.flatten(params).items()}
+  flat = {k: np.asarray(x) for k, x in parameters.flatten(params).items()}
   write_weights(out, flat, dtype, shard_bytes)
 
 

@@ -1,22 +1,14 @@
-"""Kernels, launches and collectives in the text of a compiled program."""
+"""Kernels and launches in the text of a program compiled for GPUs or TPUs."""
 
 import collections
 import functools
-import math
 import re
 from typing import NamedTuple
 
-_ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _KERNEL = re.compile(
   r'%([\w\-]+?)[.\d]* = .*custom_call_target="'
   r'(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi|__cu\w+\$\w+)"'
 )
-_COLLECTIVE = re.compile(
-  r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|"
-  r"collective-permute)(-start)?\("
-)
-
-
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = .*?[\])}]\s([a-z\-]+)\(")
 _LAUNCHED = {
   "fusion",
@@ -34,21 +26,6 @@ _LAUNCHED = {
   "all-gather-start",
   "all-reduce-start",
 }
-
-
-class Collective(NamedTuple):
-  """Collectives of one kind, such as all-gather, at one depth.
-
-  Attributes:
-    depth: loops around them in the source, such as micro-batches, layers or
-      decode steps; -1 if unknown.
-    bytes: size of their results on one device, each loop counted once.
-  """
-
-  kind: str
-  depth: int
-  count: int
-  bytes: float
 
 
 class Launches(NamedTuple):
@@ -141,30 +118,3 @@ def kernels(text: str) -> dict[str, int]:
       pallas = re.search(r'(\w+)/pallas_call"', line)
       names.append((pallas or match)[1])
   return dict(collections.Counter(names))
-
-
-def collectives(text: str) -> list[Collective]:
-  """Collectives in the text of a compiled program, largest first."""
-  channels = {}
-  for number, line in enumerate(text.splitlines()):
-    if not (match := _COLLECTIVE.search(line)):
-      continue
-    sizes = [_bytes(*x) for x in re.findall(r"\b(\w+)\[([\d,]*)\]", match[1])]
-    # The start of an asynchronous collective returns its operands too.
-    size = max(sizes) if match[3] else sum(sizes)
-    source = re.search(r'op_name="([^"]*)"', line)
-    depth = source[1].count("while/body") if source else -1
-    # It appears in several places, all of the same channel.
-    channel = re.search(r"channel_id=(\d+)", line)
-    key = channel[1] if channel else -number
-    channels[key] = max((size, match[2], depth), channels.get(key, (0,)))
-  groups = collections.defaultdict(list)
-  for size, *key in channels.values():
-    groups[tuple(key)].append(size)
-  rows = [Collective(*key, len(x), sum(x)) for key, x in groups.items()]
-  return sorted(rows, key=lambda x: -x.bytes)
-
-
-def _bytes(dtype: str, dims: str) -> float:
-  bits = _ITEM_BITS.get(dtype) or int(re.search(r"\d+|$", dtype)[0] or 0)
-  return math.prod(int(x) for x in dims.split(",") if x) * bits / 8

@@ -1,0 +1,54 @@
+"""Collectives in the text of a compiled program."""
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+_ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
+_COLLECTIVE = re.compile(
+  r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|"
+  r"collective-permute)(-start)?\("
+)
+
+
+class Collective(NamedTuple):
+  """Collectives of one kind, such as all-gather, at one depth.
+
+  Attributes:
+    depth: loops around them in the source, such as micro-batches, layers or
+      decode steps; -1 if unknown.
+    bytes: size of their results on one device, each loop counted once.
+  """
+
+  kind: str
+  depth: int
+  count: int
+  bytes: float
+
+
+def read_collectives(text: str) -> list[Collective]:
+  """Returns the collectives of a compiled program, largest first."""
+  channels = {}
+  for number, line in enumerate(text.splitlines()):
+    if not (match := _COLLECTIVE.search(line)):
+      continue
+    sizes = [_bytes(*x) for x in re.findall(r"\b(\w+)\[([\d,]*)\]", match[1])]
+    # The start of an asynchronous collective returns its operands too.
+    size = max(sizes) if match[3] else sum(sizes)
+    source = re.search(r'op_name="([^"]*)"', line)
+    depth = source[1].count("while/body") if source else -1
+    # It appears in several places, all of the same channel.
+    channel = re.search(r"channel_id=(\d+)", line)
+    key = channel[1] if channel else -number
+    channels[key] = max((size, match[2], depth), channels.get(key, (0,)))
+  groups = collections.defaultdict(list)
+  for size, *key in channels.values():
+    groups[tuple(key)].append(size)
+  rows = [Collective(*key, len(x), sum(x)) for key, x in groups.items()]
+  return sorted(rows, key=lambda x: -x.bytes)
+
+
+def _bytes(dtype: str, dims: str) -> float:
+  bits = _ITEM_BITS.get(dtype) or int(re.search(r"\d+|$", dtype)[0] or 0)
+  return math.prod(int(x) for x in dims.split(",") if x) * bits / 8
