@@ -263,8 +263,8 @@ class _Session:
         self.writer.write_samples(step, stage, completions.samples[:8])
         self.writer.say(
           f"step {step}: {name if len(sets) > 1 else 'held-out'} accuracy "
-          f"{', '.join(accuracies)} (95% intervals, {new['problems']:,} "
-          f"problems x {max(samples, 1)}), length {new['tokens']:.1f} tokens"
+          f"({new['problems']:,} problems x {max(samples, 1)}): "
+          f"{', '.join(accuracies)}, length {new['tokens']:.1f} tokens"
         )
     with distributed.sharing_errors():
       if values:

@@ -78,10 +78,12 @@ def headline(run: runs.Run) -> str:
     f"{label} {' to '.join(f'{x.value:.3f}' for x in ends)}"
     for label, ends in _accuracies(run)
   ]
-  for name, total in (("completions", "drawn"), ("tokens", "generated")):
-    fraction = run.total(f"{name}/trained")
-    fraction /= max(run.total(f"{name}/{total}"), 1)
-    parts.append(f"{fraction:.0%} of {name} trained on")
+  fraction = lambda part, whole: run.total(part) / max(run.total(whole), 1)
+  completions = fraction("completions/trained", "completions/drawn")
+  tokens = fraction("tokens/trained", "tokens/generated")
+  parts.append(
+    f"trained on {completions:.0%} of completions, {tokens:.0%} of tokens"
+  )
   parts += [f"{label} {value}" for label, _, value in _speedups(run)]
   return f"result: {'; '.join(parts)}"
 
@@ -154,31 +156,21 @@ def _draw(run: runs.Run) -> figures.Figure:
 
 
 def _draw_accuracy(axis: mpl_axes.Axes, run: runs.Run) -> None:
-  """Draws accuracy over seconds: of samples first, held-out ones if any."""
+  """Draws accuracy over seconds, with dots alone where evaluations lack it."""
   spent = np.cumsum([x["step/seconds"] for x in run.steps])
   steps = [x | {"spent": y} for x, y in zip(run.steps, spent, strict=True)]
   _, x, y = _curves(steps, "spent", "reward/accuracy")
   axis.plot(x, y, label="sampled, training", color=style.FAINT, lw=1)
-  looks = zip(("sampled", "greedy"), style.COLOURS[:2], strict=True)
-  for decoding, colour in looks:
-    lines = [x for x in run.evals if decoding in runs.accuracies(x)]
-    y = np.array([runs.accuracies(x)[decoding] for x in lines]).reshape(-1, 3)
-    x = np.interp(
-      [x["step"] for x in lines],
-      [0, *(x["step"] for x in run.steps)],
-      [0.0, *spent],
-    )
-    errors = np.nan_to_num(np.abs(y[:, 1:] - y[:, :1])).T
-    if lines:
-      axis.errorbar(
-        x,
-        y[:, 0],
-        errors,
-        fmt="o-",
-        ms=3,
-        color=colour,
-        label=f"{decoding}, held-out",
-      )
+  seconds, _ = run.curve()
+  evals = [*map(runs.accuracies, run.evals)]
+  for decoding in ("sampled", "greedy"):
+    at = [i for i, accuracies in enumerate(evals) if decoding in accuracies]
+    if at:
+      y = np.array([evals[i][decoding] for i in at])
+      errors = np.abs(y[:, 1:] - y[:, :1]).T
+      look = {"fmt": "o-" if len(at) == len(evals) else "D", "ms": 3}
+      label = f"{decoding}, held-out"
+      axis.errorbar(seconds[at], y[:, 0], errors, label=label, **look)
   axis.set(title="accuracy", xlabel="training seconds")
   style.format_axes(axis)
 

@@ -133,7 +133,7 @@ def test_headline_names_both_accuracies_and_the_speedups(tmp_path):
   assert report.headline(runs.load(_workdir(tmp_path, lines))) == (
     "result: sampled accuracy (30 held-out problems x 2) 0.000 to 0.050; "
     "greedy accuracy (30 held-out problems x 1) 0.100 to 0.150; "
-    "25% of completions trained on; 20% of tokens trained on; "
+    "trained on 25% of completions, 20% of tokens; "
     "predicted speed-up 1.50; speed-up of a step 3.20"
   )
 
