@@ -79,7 +79,8 @@ def test_the_command_line_evaluates_several_sets(trained, sets):
   results, lines = _results(trained)
   page = (trained / "evaluation/step-2/results.md").read_text()
   for name, num in (("short", 10), ("own", 9)):
-    assert f"| {name} | {num} | maj@4 |" in page
+    for label in ("sampled accuracy, avg@4", "maj@4", "greedy accuracy"):
+      assert f"| {name} | {num} | {label} |" in page
     estimates = results["sets"][name]["estimates"]
     greedy, sampled = (
       np.array([x["correct"] for x in lines if _key(x) == (name, decoding)])

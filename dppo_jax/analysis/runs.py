@@ -44,19 +44,6 @@ class Run:
     samples = self.evals[-1]["eval/samples"]
     return f"sampled x {samples:.0f}" if samples else "greedy"
 
-  def step_speedup(self) -> float | None:
-    """Returns seconds of the steps without pruning over those measured.
-
-    An update on all completions is taken to cost `budget/update_cost`, which
-    follows from the seconds of each micro-batch. None if there is no estimate.
-    """
-    steps = [x for x in self.steps if x.get("budget/update_cost")]
-    update = ("update/seconds", "score/seconds", "noise/seconds")
-    other = [x[SECONDS] - sum(x.get(y, 0.0) for y in update) for x in steps]
-    costs = [1 + x["budget/update_cost"] for x in steps]
-    spent = sum(x[SECONDS] for x in steps)
-    return float(np.dot(other, costs)) / spent if steps else None
-
   def curve(self, metric: str = SECONDS) -> tuple[np.ndarray, np.ndarray]:
     """Sum of a metric over the steps, and accuracy, at each evaluation."""
     points = {line["step"]: line["eval/accuracy"] for line in self.evals}

@@ -61,8 +61,8 @@ def _summary(run: runs.Run) -> Iterator[tuple[str, str]]:
     yield label, f"{run.total(part) / max(run.total(total), 1):.1%}"
   for name in _TOTALS:
     yield name, f"{run.total(name):,.0f}"
-  for label, source, value in _speedups(run):
-    yield f"{label} ({source})", value
+  if speedup := _speedup(run):
+    yield f"{_SPEEDUP}, mean over steps", speedup
   skipped = max((x.get("update/skipped", 0) for x in run.steps), default=0)
   yield "updates skipped", f"{skipped:.0f}"
   if scale := runs.noise_scale(run.steps[-1:]):
@@ -84,7 +84,8 @@ def headline(run: runs.Run) -> str:
   parts.append(
     f"trained on {completions:.0%} of completions, {tokens:.0%} of tokens"
   )
-  parts += [f"{label} {value}" for label, _, value in _speedups(run)]
+  if speedup := _speedup(run):
+    parts.append(f"predicted speed-up {speedup}")
   return f"result: {'; '.join(parts)}"
 
 
@@ -114,18 +115,10 @@ def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
         yield f"{decoding} accuracy ({problems} x {samples:.0f})", ends
 
 
-def _speedups(run: runs.Run) -> Iterator[tuple[str, str, str]]:
-  """Yields the name, origin and value of each speed-up that is known."""
+def _speedup(run: runs.Run) -> str:
+  """Returns the mean predicted speed-up as text; empty if there is none."""
   predicted = [x[_SPEEDUP] for x in run.steps if _SPEEDUP in x]
-  if predicted:
-    yield (
-      "predicted speed-up",
-      f"mean of {_SPEEDUP}",
-      f"{np.mean(predicted):.2f}",
-    )
-  if speedup := run.step_speedup():
-    origin = "from the measured seconds of a micro-batch"
-    yield "speed-up of a step", origin, f"{speedup:.2f}"
+  return f"{np.mean(predicted):.2f}" if predicted else ""
 
 
 def _samples(lines: Sequence[dict]) -> Iterator[str]:

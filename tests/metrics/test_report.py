@@ -123,19 +123,21 @@ def test_no_legend_covers_its_axes_and_each_panel_has_data(tmp_path):
       assert not legend.get_window_extent().overlaps(axis.get_window_extent())
 
 
-def test_headline_names_both_accuracies_and_the_speedups(tmp_path):
+def test_headline_names_both_accuracies_and_the_predicted_speedup(tmp_path):
   lines = _lines(5)
-  pruned = {"budget/predicted_speedup": 1.5, "budget/update_cost": 3.0}
-  lines = [x | pruned if "step/seconds" in x else x for x in lines]
+  budget = {"budget/predicted_speedup": 1.5}
+  lines = [x | budget if "step/seconds" in x else x for x in lines]
   for line in (lines[0], lines[-1]):
     line |= {"eval/greedy_accuracy": line["eval/accuracy"] + 0.1}
-  # Of 0.5 s 0.1 are the update: unpruned it would be three times 0.4 s.
-  assert report.headline(runs.load(_workdir(tmp_path, lines))) == (
+  run = runs.load(_workdir(tmp_path, lines))
+  assert report.headline(run) == (
     "result: sampled accuracy (30 held-out problems x 2) 0.000 to 0.050; "
     "greedy accuracy (30 held-out problems x 1) 0.100 to 0.150; "
     "trained on 25% of completions, 20% of tokens; "
-    "predicted speed-up 1.50; speed-up of a step 3.20"
+    "predicted speed-up 1.50"
   )
+  row = "| budget/predicted_speedup, mean over steps | 1.50 |"
+  assert row in report.write(run.path).read_text()
 
 
 def test_greedy_accuracy_comes_after_the_sampled_one_of_training(tmp_path):
