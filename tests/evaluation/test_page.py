@@ -10,4 +10,5 @@ def test_tables_show_every_estimate():
   row = "| aime | 4 | greedy accuracy | 0.500 | 0.150 to 0.850 |"
   assert row in page.table(sets)
   lines = page.table(sets, tables.aligned).splitlines()
-  assert lines[1].split()[:4] == ["aime", "4", "greedy", "0.500"]
+  words = ["aime", "4", "greedy", "accuracy", "0.500"]
+  assert lines[1].split()[:5] == words
