@@ -3,10 +3,12 @@
   python -m dppo_jax.main --config=configs/arithmetic.py
   python -m dppo_jax.main --config=configs/arithmetic.py:grpo
 
-After supervised fine-tuning the model mostly guesses and sometimes shows its
-work; reinforcement learning teaches it to do so always. A run takes two to five
-minutes, a quarter of a minute of which is training steps. Expect an accuracy of
-0.2 at first, 0.5 after about 100 steps and 0.93 at the end.
+After supervised fine-tuning half of the sampled completions show their work and
+the others guess; reinforcement learning teaches the model to show it always. A
+run takes two to five minutes, a quarter of a minute of which is training steps.
+Expect a sampled accuracy, on 256 held-out problems, of 0.45 at first, 0.6 after
+100 steps and 0.8 at the end. The greedy one goes from 0.2 to 0.9: it needs only
+the better way of answering to become the more frequent.
 """
 
 from dppo_jax.config import Config, use_method
@@ -23,7 +25,7 @@ def get_config(method: str = "neyman") -> Config:
   config.rollout.num_slots = 64
   config.pack.row_length = 160  # better filled than other lengths
   config.pack.rows_per_micro = 6
-  config.optimizer.learning_rate = 2e-6  # low, to show the learning curve
+  config.optimizer.learning_rate = 1e-5  # low, to show the learning curve
   config.sft.steps = 1200
   config.eval.every = 10
   config.eval.prompts = 256

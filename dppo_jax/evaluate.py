@@ -14,7 +14,7 @@ from dppo_jax import rewards
 from dppo_jax.analysis import jsonl, tables
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
-from dppo_jax.eval import estimators, page
+from dppo_jax.eval import page
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
@@ -57,7 +57,8 @@ def run(
       bar.say(progress.wrapped(f"weights: {weights}"))
       to_compile = {"greedy": programs.evaluation_program(run, 0)}
       if samples := config.eval.samples:
-        to_compile["sampled"] = programs.evaluation_program(run, samples)
+        sampled = programs.evaluation_program(run, samples)
+        to_compile = {"sampled": sampled, **to_compile}
       with bar.task("compiling") as task:
         compiled = programs.compile_programs(to_compile, run.mesh, task)
       roll_outs = {x: functools.partial(f, params) for x, f in compiled.items()}
@@ -147,8 +148,7 @@ def _evaluate_set(
       "seconds": time.monotonic() - start,
     }
     if decoding == "greedy":
-      accuracy = completions.correct.mean(axis=1)
-      estimates["greedy"] = estimators.interval(accuracy)
+      estimates["greedy"] = completions.accuracy()
     else:
       estimates |= completions.estimates()
   return {

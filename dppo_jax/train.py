@@ -10,11 +10,13 @@ import pathlib
 import traceback
 
 import jax
+import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
+from dppo_jax.eval import estimators
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress, report, samples
 from dppo_jax.metrics import warnings as health
@@ -111,6 +113,7 @@ def _run(
       with bar.task("writing the report"), distributed.sharing_errors():
         if distributed.is_first():
           writer.say(f"report: {report.write(workdir)}")
+          writer.say(report.headline(runs.load(workdir)))
     except Exception:
       writer.log(traceback.format_exc())
       raise
@@ -163,7 +166,7 @@ class _Session:
       with self.writer.bar.task("reading the checkpoint"):
         return initial_state.resumed_state(self.run, self.checkpoints, latest)
     state = initial_state.first_state(self.run, self.writer)
-    self._evaluate(state)
+    self._evaluate(state, is_end=True)
     self._save(0, state)
     return state
 
@@ -183,7 +186,7 @@ class _Session:
     is_last = done == config.steps
     is_best = False
     if is_last or _is_due(done, config.eval.every):
-      is_best = self._evaluate(state)
+      is_best = self._evaluate(state, is_end=is_last)
     stops = any(distributed.gather(self.stop.is_requested))
     is_due = _is_due(done, config.checkpoint.every)
     if is_last or stops or is_best or is_due:
@@ -213,6 +216,8 @@ class _Session:
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
     largest = self.run.config.rollout.group_size
+    solved = [np.mean([x["correct"] for x in group]) for group in groups]
+    accuracy = estimators.interval(np.array(solved), largest)
     sampled = drawn / max(values["prompts/kept"], 1)
     trained = f"trained {values['completions/trained'] / drawn:.0%}"
     if "budget/completions" in values:
@@ -225,7 +230,7 @@ class _Session:
       trained = f"sampled {sampled:.1f} of {largest} per prompt, {trained}"
     self.writer.bar.advance(
       done,
-      f"sampled accuracy {values['reward/accuracy']:.2f}",
+      f"sampled accuracy {statistics.with_interval(accuracy, digits=2)}",
       trained,
       f"{values['step/seconds']:.2f} s/step",
     )
@@ -235,31 +240,46 @@ class _Session:
       self.writer.sync()
     self.checkpoints.save(step, state)
 
-  def _evaluate(self, state: TrainState) -> bool:
+  def _evaluate(self, state: TrainState, is_end: bool) -> bool:
     """Writes the accuracy on every evaluation set, and some answers.
 
-    Returns True if the state is the best so far, by `checkpoint.best`.
+    At both ends of a run, greedy completions are evaluated too. Returns True if
+    the state is the best so far, by `checkpoint.best`.
     """
-    step, values, sets = int(state.step), {}, self.run.eval_sets
+    step, sets = int(state.step), self.run.eval_sets
+    samples = self.run.config.eval.samples
+    values = {"eval/samples": samples} if sets else {}
     for number, name in enumerate(sets):
-      with self.writer.bar.task(f"evaluating on {name}"):
-        program = self.train_step.programs["evaluate"]
-        roll_out = functools.partial(program, state.params)
-        completions = eval_sets.evaluate(self.run, name, roll_out, self.grader)
+      completions = self._complete(state, name, "evaluate")
       stage = eval_sets.stage(number, name)
       new = completions.metrics()
+      if samples and is_end:
+        greedy = self._complete(state, name, "evaluate_greedy").metrics()
+        new |= {f"greedy_{x}": greedy[x] for x in eval_sets.ACCURACY}
       values |= {f"{stage}/{x}": value for x, value in new.items()}
+      accuracies = runs.accuracies(values, stage).items()
+      accuracies = (f"{x} {statistics.with_interval(y)}" for x, y in accuracies)
       with distributed.sharing_errors():
         self.writer.write_samples(step, stage, completions.samples[:8])
         self.writer.say(
           f"step {step}: {name if len(sets) > 1 else 'held-out'} accuracy "
-          f"{statistics.with_interval(new['accuracy'], new['stderr'])} "
-          f"(95% interval), length {new['tokens']:.1f} tokens"
+          f"({new['problems']:,} problems x {max(samples, 1)}): "
+          f"{', '.join(accuracies)}, length {new['tokens']:.1f} tokens"
         )
     with distributed.sharing_errors():
       if values:
         self.writer.write(step, values)
     return self.checkpoints.is_best(step, values)
+
+  def _complete(
+    self, state: TrainState, name: str, program: str
+  ) -> eval_sets.Completions:
+    """Returns completions of an evaluation set by a compiled program."""
+    with self.writer.bar.task(f"evaluating on {name}"):
+      roll_out = functools.partial(
+        self.train_step.programs[program], state.params
+      )
+      return eval_sets.evaluate(self.run, name, roll_out, self.grader)
 
 
 def _is_due(done: int, every: int) -> bool:

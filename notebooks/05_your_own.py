@@ -213,6 +213,7 @@ c.optimizer.learning_rate = 2e-5
 c.sft.steps = 300
 c.steps = 30
 c.eval.every = 3
+c.eval.samples = 4
 print(c.method.name, c.method.args, "|", c.objective.name, c.objective.args)
 
 # %%
@@ -239,7 +240,7 @@ axis.plot(
   [line["eval/accuracy"] for line in run.evals],
   "o-",
   color="#9e2a2b",
-  label="accuracy on held-out problems",
+  label="sampled accuracy on held-out problems",
 )
 axis.set(xlabel="step", ylim=(0, None))
 axis.legend(frameon=False)

@@ -122,7 +122,11 @@ run = runs.load(workdir)
 seconds, accuracy = run.curve("step/seconds")
 figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
 axis.plot(seconds, accuracy, color="#2a6f97", marker="o", markersize=3)
-axis.set(xlabel="seconds of training", ylabel="held-out accuracy", ylim=(0, 1))
+axis.set(
+  xlabel="seconds of training",
+  ylabel="held-out accuracy (sampled)",
+  ylim=(0, 1),
+)
 axis.spines[["top", "right"]].set_visible(False)
 plt.show()
 

@@ -79,7 +79,8 @@ def test_the_command_line_evaluates_several_sets(trained, sets):
   results, lines = _results(trained)
   page = (trained / "evaluation/step-2/results.md").read_text()
   for name, num in (("short", 10), ("own", 9)):
-    assert f"| {name} | {num} | maj@4 |" in page
+    for label in ("sampled accuracy, avg@4", "maj@4", "greedy accuracy"):
+      assert f"| {name} | {num} | {label} |" in page
     estimates = results["sets"][name]["estimates"]
     greedy, sampled = (
       np.array([x["correct"] for x in lines if _key(x) == (name, decoding)])
@@ -114,7 +115,7 @@ def test_sets_have_independent_random_numbers():
 def test_greedy_accuracy_equals_that_of_training(trained):
   lines = (trained / "metrics.jsonl").read_text().splitlines()
   lines = [json.loads(line) for line in lines]
-  logged = {x["step"]: x.get("eval/accuracy") for x in lines}
+  logged = {x["step"]: x.get("eval/greedy_accuracy") for x in lines}
   evaluate.run(_config(), trained, 0)
   results, _ = _results(trained, "step-0")
   estimates = results["sets"]["arithmetic"]["estimates"]
@@ -136,7 +137,7 @@ def test_training_logs_every_set_and_several_samples(tmp_path, sets):
   (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
   metrics = json.loads(line)
   for stage in ("eval", "eval/own"):
-    names = ("stderr", "tokens", "stopped")
+    names = ("accuracy_low", "greedy_accuracy", "tokens", "stopped")
     assert {f"{stage}/{name}" for name in names} <= metrics.keys()
     names = ("accuracy", "pass_at_2", "pass_at_3")
     values = [metrics[f"{stage}/{name}"] for name in names]
@@ -150,4 +151,5 @@ def test_without_checkpoints_the_weights_are_the_initial_ones(tmp_path):
   evaluate.run(_config(data__train=""), tmp_path)
   results, _ = _results(tmp_path, "step-0")
   assert results["weights"].startswith("random")
-  assert list(results["sets"]["arithmetic"]["estimates"]) == ["greedy"]
+  estimates = results["sets"]["arithmetic"]["estimates"]
+  assert list(estimates) == ["avg@1", "greedy"]

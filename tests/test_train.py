@@ -112,7 +112,10 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert (uninterrupted / name).stat().st_size > 0
   assert (uninterrupted / "report.png").read_bytes().startswith(b"\x89PNG")
   log = (uninterrupted / "log.txt").read_text(encoding="utf-8")
-  assert re.search(r"accuracy 0\.\d+ ± 0\.\d+ \(95% interval\), length", log)
+  interval = r"0\.\d+ \(0\.\d+ to [01]\.\d+\)"
+  both = rf"\(2 problems x 1\): sampled {interval}, greedy {interval}, length"
+  assert len(re.findall(f"held-out accuracy {both}", log)) == 2
+  assert "result: sampled accuracy (" in log.splitlines()[-1]
   steps = [m for m in _metrics(uninterrupted) if "reward/mean" in m]
   assert [m["step"] for m in steps] == [1, 2, 3, 4]
   assert all(m["update/compiles"] == 0 for m in steps[1:])

@@ -26,9 +26,10 @@ _METHOD, _RATE = "method.name", "optimizer.learning_rate"
 _DASHES = ("--", "-.", ":")  # of learning rates but the best
 _LEGEND = """\
 The baseline is the group of the first run; * is the most accurate learning rate
-of several. Accuracy is the last held-out one, seconds are those of training
-steps, tokens those trained on. ± and parentheses are 95% intervals over seeds
-(Student's t), of differences and ratios paired by seed."""
+of several. Accuracy is the last held-out one, greedy or of n samples a problem
+("sampled x n"), seconds are those of training steps, tokens those trained on.
+± and parentheses are 95% intervals over seeds (Student's t), of differences and
+ratios paired by seed."""
 
 
 class Group(NamedTuple):
@@ -128,6 +129,12 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
   )
 
 
+def _accuracy_name(groups: Sequence[Group]) -> str:
+  """The name of the accuracies of groups, by how they were decoded."""
+  decodings = {run.decoding for group in groups for run in group.runs}
+  return f"accuracy ({' or '.join(sorted(decodings, reverse=True))})"
+
+
 def _columns(groups: Sequence[Group]) -> list[str]:
   """Names of the options that differ, the learning rate last."""
   names = {name for group in groups for name in group.options}
@@ -169,7 +176,8 @@ def default_target(groups: Sequence[Group]) -> float:
 def table(groups: Sequence[Group], target: float) -> tuple[list, list[list]]:
   """Head and rows of the comparison, a row for each group."""
   names = _columns(groups)
-  head = ["method", *map(_short, names), "seeds", "accuracy", "difference"]
+  head = ["method", *map(_short, names), "seeds", _accuracy_name(groups)]
+  head.append("difference")
   head += [f"s to {target:.0%}", "speed-up", "s/step", "tokens/step"]
   last_steps = [[y for run in x.runs for y in run.steps[-1:]] for x in groups]
   noise = [*map(runs.noise_scale, last_steps)]
@@ -226,7 +234,9 @@ def draw(groups: Sequence[Group], target: float) -> figures.Figure:
     axis.plot(x, y, label=group.label, **look)
     axis.fill_between(x, low, high, color=look["color"], alpha=0.15, lw=0)
   axis.axhline(target, color=style.FAINT, linestyle=":")
-  axis.set(xlabel="training seconds", ylabel="held-out accuracy")
+  axis.set(
+    xlabel="training seconds", ylabel=f"held-out {_accuracy_name(groups)}"
+  )
   style.format_axes(axis)
   axis.legend(fontsize=8)
   return figure

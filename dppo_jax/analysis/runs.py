@@ -1,13 +1,13 @@
 """Reads runs from their working directories."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import pathlib
 
 import numpy as np
 
-from dppo_jax.analysis import jsonl
+from dppo_jax.analysis import jsonl, statistics
 from dppo_jax.errors import UserError
 
 SECONDS = "step/seconds"
@@ -38,6 +38,12 @@ class Run:
     """Sum of a metric over the steps."""
     return float(sum(line.get(metric, 0.0) for line in self.steps))
 
+  @property
+  def decoding(self) -> str:
+    """The decoding of `eval/accuracy`: "greedy", or "sampled x 2"."""
+    samples = self.evals[-1]["eval/samples"]
+    return f"sampled x {samples:.0f}" if samples else "greedy"
+
   def curve(self, metric: str = SECONDS) -> tuple[np.ndarray, np.ndarray]:
     """Sum of a metric over the steps, and accuracy, at each evaluation."""
     points = {line["step"]: line["eval/accuracy"] for line in self.evals}
@@ -59,6 +65,27 @@ class Run:
     return float(np.interp(target, y[near], x[near]))
 
 
+def accuracies(
+  line: Mapping[str, float], stage: str = "eval"
+) -> dict[str, statistics.Interval]:
+  """Returns the accuracies of an evaluation by decoding, sampled first.
+
+  Args:
+    line: metrics, with `eval/samples`.
+    stage: prefix of the set's metrics.
+  """
+  metrics = {"sampled": "accuracy", "greedy": "greedy_accuracy"}
+  if not line["eval/samples"]:
+    metrics = {"greedy": "accuracy"}
+  return {
+    decoding: statistics.Interval(
+      *(line.get(f"{stage}/{x}{end}", np.nan) for end in ("", "_low", "_high"))
+    )
+    for decoding, x in metrics.items()
+    if f"{stage}/{x}" in line
+  }
+
+
 def noise_scale(steps: Sequence[dict]) -> str:
   """The mean gradient noise scale of steps as text; empty if not measured."""
   scales = [x["noise/scale"] for x in steps if "noise/scale" in x]
@@ -77,5 +104,7 @@ def load(workdir: str | pathlib.Path) -> Run:
     raise UserError(f"{path} is not a run: config.json: {error}") from error
   lines = jsonl.read(path / "metrics.jsonl")
   steps = [line for line in lines if SECONDS in line]
-  evals = [line for line in lines if "eval/accuracy" in line]
+  # Earlier versions did not log the number of samples.
+  samples = {"eval/samples": config.get("eval.samples", 0)}
+  evals = [samples | line for line in lines if "eval/accuracy" in line]
   return Run(path, config, steps, evals)

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-NORMAL = 1.96  # standard errors in half of a 95% interval of many values
 Curve = tuple[np.ndarray, np.ndarray]
 
 
 class Interval(NamedTuple):
-  """A value and the bounds of its interval, NaN if it is of one seed."""
+  """A value and the bounds of its 95% interval, NaN if unknown."""
 
   value: float
   low: float
@@ -30,9 +29,11 @@ def mean(values: Sequence[float]) -> Interval:
   return Interval(*(float(x.mean() + e) for e in (0, -error, error)))
 
 
-def with_interval(value: float, stderr: float) -> str:
-  """A mean of many values with its 95% interval, as text."""
-  return f"{value:.3f} ± {NORMAL * stderr:.3f}"
+def with_interval(x: Interval, digits: int = 3) -> str:
+  """Returns a value with its interval, if it has one, as text."""
+  low, high = (f"{bound:.{digits}f}" for bound in (x.low, x.high))
+  interval = "" if np.isnan(x.low) else f" ({low} to {high})"
+  return f"{x.value:.{digits}f}{interval}"
 
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:

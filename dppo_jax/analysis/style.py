@@ -24,9 +24,16 @@ _RC = {
 rc = functools.partial(rc_context, _RC)  # to make and draw a figure in
 
 
-def figure(height: float) -> figures.Figure:
+def figure(height: float, width: float = 8.0) -> figures.Figure:
   """Returns an empty figure, without pyplot, which would choose a backend."""
-  return figures.Figure(figsize=(8.0, height), layout="constrained")
+  return figures.Figure(figsize=(width, height), layout="constrained")
+
+
+def legend_below(axis: mpl_axes.Axes) -> None:
+  """Adds a legend below the axis label, where it covers no line."""
+  axis.legend(
+    loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=8
+  )
 
 
 def save(picture: figures.Figure, path: pathlib.Path) -> None:

@@ -189,7 +189,9 @@ class EvalConfig:
   """Accuracy on evaluation problems."""
 
   every: int = adjustable(0, "steps between evaluations; 0: first and last")
-  samples: int = adjustable(0, "n, samples per problem; 0: greedy", most=1000)
+  samples: int = adjustable(
+    1, "n, samples per problem; 0: greedy only", most=1000
+  )
   prompts: int = adjustable(64, "problems per batch", least=1)
 
 

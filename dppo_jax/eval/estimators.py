@@ -7,24 +7,17 @@ from 0 to 1, and all functions compute in float64 NumPy.
 import collections
 from collections.abc import Sequence
 import math
-from typing import NamedTuple
 
 from jaxtyping import Float
 import numpy as np
 from scipy import special
 
-
-class Estimate(NamedTuple):
-  """A mean over problems with its 95% confidence interval."""
-
-  value: float
-  low: float
-  high: float
+from dppo_jax.analysis.statistics import Interval
 
 
 def estimates(
   values: Float[np.ndarray, "M n"], answers: Sequence[Sequence[str | None]]
-) -> dict[str, Estimate]:
+) -> dict[str, Interval]:
   """Returns avg@n, maj@n and pass@k of sampled completions.
 
   Args:
@@ -76,7 +69,7 @@ def majority(
   return np.array(means)
 
 
-def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Estimate:
+def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Interval:
   """Returns the mean over problems with its 95% confidence interval.
 
   Wilson's interval with Student's quantile, for the effective sample size of
@@ -94,9 +87,10 @@ def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Estimate:
     num_samples: completions per problem, which bound the effective sample size.
   """
   values = np.round(values.astype(np.float64), 9)  # makes a full mean exactly 1
-  num, mean = len(values), float(values.mean())
+  num = len(values)
+  mean = float(values.mean()) if num else math.nan
   if num < 2:
-    return Estimate(mean, 0.0, 1.0)
+    return Interval(mean, 0.0, 1.0)
   largest = mean * (1 - mean)
   variance = (num * float(values.var()) + 2 * largest) / (num + 1)
   effective = float(num)
@@ -105,7 +99,7 @@ def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Estimate:
   square = float(special.stdtrit(num - 1, 0.975)) ** 2 / effective
   centre = (mean + square / 2) / (1 + square)
   half = math.sqrt(square * (largest + square / 4)) / (1 + square)
-  return Estimate(mean, max(centre - half, 0.0), min(centre + half, 1.0))
+  return Interval(mean, max(centre - half, 0.0), min(centre + half, 1.0))
 
 
 def sizes(num: int) -> list[int]:

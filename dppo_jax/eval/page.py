@@ -30,7 +30,9 @@ def table(
   for name, results in sets.items():
     for estimate, x in results["estimates"].items():
       interval = f"{x['low']:.3f} to {x['high']:.3f}"
-      cells = (f"{results['problems']:,}", estimate, f"{x['value']:.3f}")
+      label = estimate.replace("greedy", "greedy accuracy")
+      label = label.replace("avg@", "sampled accuracy, avg@")
+      cells = (f"{results['problems']:,}", label, f"{x['value']:.3f}")
       rows.append((name, *cells, interval))
   return render(("set", "problems", "estimate", "value", "95% interval"), rows)
 

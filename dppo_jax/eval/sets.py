@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 import numpy as np
 
 from dppo_jax import rewards, sharding
+from dppo_jax.analysis.statistics import Interval
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
 from dppo_jax.records import PromptBatch, Rollout
@@ -18,6 +19,8 @@ from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
 from dppo_jax.step.grade import grade
+
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
 
 
 class Completions(NamedTuple):
@@ -36,19 +39,23 @@ class Completions(NamedTuple):
   is_stopped: Bool[np.ndarray, "M k"]
   samples: list[dict]
 
-  def estimates(self) -> dict[str, estimators.Estimate]:
+  def estimates(self) -> dict[str, Interval]:
     """Returns avg@k, maj@k and pass@k with their intervals."""
     boxed = (x["extracted"] for x in self.samples)
     texts = [None if x is None else normalize(x) for x in boxed]
     answers = np.array(texts, object).reshape(self.correct.shape).tolist()
     return estimators.estimates(self.correct, answers)
 
+  def accuracy(self) -> Interval:
+    """Returns the mean over problems with its interval."""
+    per_problem = self.correct.mean(axis=1, dtype=np.float64)
+    return estimators.interval(per_problem, self.correct.shape[1])
+
   def metrics(self) -> dict[str, float]:
     """Returns scalars to log; for k > 1 with `pass_at_2`, `pass_at_4`, ..."""
-    per_problem = self.correct.mean(axis=1, dtype=np.float64)
     values = {
-      "accuracy": per_problem.mean(),
-      "stderr": per_problem.std() / np.sqrt(per_problem.size),
+      **dict(zip(ACCURACY, self.accuracy(), strict=True)),
+      "problems": len(self.correct),
       "tokens": self.lengths.mean(),
       "stopped": self.is_stopped.mean(),
     }

@@ -5,10 +5,12 @@ import pathlib
 import re
 import textwrap
 
+from matplotlib import axes as mpl_axes
 from matplotlib import figure as figures
 import numpy as np
 
 from dppo_jax.analysis import jsonl, runs, statistics, style, tables
+from dppo_jax.analysis.statistics import Interval
 from dppo_jax.metrics import warnings as health
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours
@@ -18,6 +20,7 @@ _FRACTIONS = {
   "completions trained": ("completions/trained", "completions/drawn"),
   "zero-variance groups": ("groups/zero_std", "prompts/kept"),
 }
+_SPEEDUP = "budget/predicted_speedup"
 _TOTALS = (
   "prompts/drawn tokens/generated tokens/trained "
   "reward/timeouts reward/crashes reward/errors reward/switched_off "
@@ -37,8 +40,8 @@ def write(workdir: pathlib.Path) -> pathlib.Path:
   parts = [
     f"# {_title(run)}",
     tables.markdown(("", ""), [*_summary(run)]),
-    "± and error bars are 95% intervals over problems.",
-    "![accuracy, pruning, tokens and time](report.png)",
+    "Parentheses and error bars are 95% intervals over problems.",
+    "![accuracy, reward, length, entropy, pruning and time](report.png)",
     tables.markdown(("stage", "seconds in all steps", ""), times),
     *_samples(samples),
   ]
@@ -51,17 +54,15 @@ def _summary(run: runs.Run) -> Iterator[tuple[str, str]]:
     args = run.config[f"{section}.args"].items()
     args = ", ".join(f"{name}={value}" for name, value in args)
     yield section, f"{run.config[f'{section}.name']}({args})"
-  for name in dict.fromkeys(name for line in run.evals for name in line):
-    if re.fullmatch("eval/(.*/)?accuracy", name):
-      error = name.removesuffix("accuracy") + "stderr"
-      evals = [x for x in run.evals if name in x]
-      ends = [statistics.with_interval(x[name], x[error]) for x in evals]
-      yield f"held-out: {name}", f"{ends[0]} → {ends[-1]}"
+  for label, ends in _accuracies(run):
+    yield label, " → ".join(map(statistics.with_interval, ends))
   yield "training seconds", f"{run.total('step/seconds'):.1f}"
   for label, (part, total) in _FRACTIONS.items():
     yield label, f"{run.total(part) / max(run.total(total), 1):.1%}"
   for name in _TOTALS:
     yield name, f"{run.total(name):,.0f}"
+  if speedup := _speedup(run):
+    yield f"{_SPEEDUP}, mean over steps", speedup
   skipped = max((x.get("update/skipped", 0) for x in run.steps), default=0)
   yield "updates skipped", f"{skipped:.0f}"
   if scale := runs.noise_scale(run.steps[-1:]):
@@ -69,6 +70,55 @@ def _summary(run: runs.Run) -> Iterator[tuple[str, str]]:
   for check in health.CHECKS:
     if count := run.total(f"warnings/{check.name}"):
       yield f"steps with the warning {check.name}", f"{count:.0f}"
+
+
+def headline(run: runs.Run) -> str:
+  """Returns the results of a run in a line."""
+  parts = [
+    f"{label} {' to '.join(f'{x.value:.3f}' for x in ends)}"
+    for label, ends in _accuracies(run)
+  ]
+  fraction = lambda part, whole: run.total(part) / max(run.total(whole), 1)
+  completions = fraction("completions/trained", "completions/drawn")
+  tokens = fraction("tokens/trained", "tokens/generated")
+  parts.append(
+    f"trained on {completions:.0%} of completions, {tokens:.0%} of tokens"
+  )
+  if speedup := _speedup(run):
+    parts.append(f"predicted speed-up {speedup}")
+  return f"result: {'; '.join(parts)}"
+
+
+def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
+  """Yields named accuracies at both ends of a run, sampled before greedy."""
+  names = (name for line in run.evals for name in line)
+  stages = (re.fullmatch("(eval(?:/.*)?)/accuracy", x) for x in names)
+  stages = dict.fromkeys(x[1] for x in stages if x)
+  if run.steps and not any(line["eval/samples"] for line in run.evals):
+    # The mean over the first and the last tenth of the steps.
+    size = -(-len(run.steps) // 10)
+    ends = [
+      np.mean([x.get("reward/accuracy", np.nan) for x in steps])
+      for steps in (run.steps[:size], run.steps[-size:])
+    ]
+    label = f"sampled accuracy (training, mean of {size} steps)"
+    yield label, [Interval(float(x), np.nan, np.nan) for x in ends]
+  for stage in stages:
+    for decoding in ("sampled", "greedy"):
+      lines = [x for x in run.evals if decoding in runs.accuracies(x, stage)]
+      for last in lines[-1:]:
+        problems = stage.removeprefix("eval/").replace("eval", "held-out")
+        if num := last.get(f"{stage}/problems"):
+          problems = f"{num:.0f} {problems} problems"
+        samples = last["eval/samples"] if decoding == "sampled" else 1
+        ends = [runs.accuracies(x, stage)[decoding] for x in (lines[0], last)]
+        yield f"{decoding} accuracy ({problems} x {samples:.0f})", ends
+
+
+def _speedup(run: runs.Run) -> str:
+  """Returns the mean predicted speed-up as text; empty if there is none."""
+  predicted = [x[_SPEEDUP] for x in run.steps if _SPEEDUP in x]
+  return f"{np.mean(predicted):.2f}" if predicted else ""
 
 
 def _samples(lines: Sequence[dict]) -> Iterator[str]:
@@ -85,34 +135,96 @@ def _samples(lines: Sequence[dict]) -> Iterator[str]:
 @style.rc()
 def _draw(run: runs.Run) -> figures.Figure:
   """Draws a run, which may have no steps yet."""
-  figure = style.figure(height=6.2)
-  (accuracy, pruning), (tokens, time) = figure.subplots(2, 2)
-  if run.evals:
-    errors = {x["step"]: x.get("eval/stderr", 0.0) for x in run.evals}
-    errors = statistics.NORMAL * np.array([*errors.values()])
-    accuracy.errorbar(*run.curve(), errors, fmt="o-", ms=3)
-    accuracy.set(title="held-out accuracy", xlabel="training seconds")
-  else:
-    accuracy.plot(*_curves(run.steps, "reward/accuracy"))
-    accuracy.set(title="training accuracy", xlabel="step")
+  figure = style.figure(height=9.0, width=12.0)
+  axes = figure.subplots(3, 3)
+  _draw_accuracy(axes[0, 0], run)
+  _draw_reward_and_length(*axes[0, 1:], run.steps)
+  _draw_update(*axes[1, :2], run.steps)
+  _draw_work(axes[1, 2], *axes[2], run)
+  for axis in axes.flat:
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+      style.legend_below(axis)
+  figure.suptitle(_title(run))
+  return figure
+
+
+def _draw_accuracy(axis: mpl_axes.Axes, run: runs.Run) -> None:
+  """Draws accuracy over seconds, with dots alone where evaluations lack it."""
+  spent = np.cumsum([x["step/seconds"] for x in run.steps])
+  steps = [x | {"spent": y} for x, y in zip(run.steps, spent, strict=True)]
+  _, x, y = _curves(steps, "spent", "reward/accuracy")
+  axis.plot(x, y, label="sampled, training", color=style.FAINT, lw=1)
+  seconds, _ = run.curve()
+  evals = [*map(runs.accuracies, run.evals)]
+  for decoding in ("sampled", "greedy"):
+    at = [i for i, accuracies in enumerate(evals) if decoding in accuracies]
+    if at:
+      y = np.array([evals[i][decoding] for i in at])
+      errors = np.abs(y[:, 1:] - y[:, :1]).T
+      look = {"fmt": "o-" if len(at) == len(evals) else "D", "ms": 3}
+      label = f"{decoding}, held-out"
+      axis.errorbar(seconds[at], y[:, 0], errors, label=label, **look)
+  axis.set(title="accuracy", xlabel="training seconds")
+  style.format_axes(axis)
+
+
+def _draw_reward_and_length(
+  reward: mpl_axes.Axes, length: mpl_axes.Axes, steps: Sequence[dict]
+) -> None:
+  x, mean, std = _curves(steps, "reward/mean", "reward/std")
+  reward.plot(x, mean, label="mean")
+  reward.fill_between(
+    x, mean - std, mean + std, alpha=0.15, lw=0, label="± deviation in a group"
+  )
+  reward.set(title="reward", xlabel="step")
+  names = (f"tokens/completion_{x}" for x in ("mean", "min", "max"))
+  x, mean, low, high = _curves(steps, *names)
+  length.plot(x, mean, label="mean")
+  length.fill_between(
+    x, low, high, alpha=0.15, lw=0, label="shortest to longest"
+  )
+  length.set(title="tokens of a completion", xlabel="step", ylim=(0, None))
+
+
+def _draw_update(
+  entropy: mpl_axes.Axes, norm: mpl_axes.Axes, steps: Sequence[dict]
+) -> None:
+  """Draws entropy, KL divergence if there is any, and the gradient norm."""
+  for name in ("entropy", "kl"):
+    x, y = _curves(steps, f"update/{name}")
+    if name == "entropy" or np.any(y):
+      entropy.plot(x, y, label=name)
+  entropy.set(title="entropy and KL divergence, nats", xlabel="step")
+  norm.plot(*_curves(steps, "update/grad_norm"))
+  norm.set(title="gradient norm", xlabel="step", ylim=(0, None))
+
+
+def _draw_work(
+  pruning: mpl_axes.Axes,
+  tokens: mpl_axes.Axes,
+  time: mpl_axes.Axes,
+  speedup: mpl_axes.Axes,
+  run: runs.Run,
+) -> None:
+  """Draws what was pruned, tokens, seconds, and the predicted speed-up."""
   for i, (label, names) in enumerate(_FRACTIONS.items()):
     x, part, total = _curves(run.steps, *names)
     # Thinner and thinner, so that equal curves are all visible.
     pruning.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
+  pruning.set(title="pruning", xlabel="step")
+  style.format_axes(pruning)
   for label in ("generated", "trained"):
     tokens.plot(*_curves(run.steps, f"tokens/{label}"), label=label)
+  tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
   seconds = _stage_seconds(run)
   time.barh([*seconds], [*seconds.values()])
   time.set(title="time by stage", xlabel="seconds")
   time.invert_yaxis()
-  pruning.set(title="pruning", xlabel="step")
-  tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
-  for axis in (accuracy, pruning):
-    style.format_axes(axis)
-  for axis in (pruning, tokens):
-    axis.legend(fontsize=8)
-  figure.suptitle(_title(run))
-  return figure
+  if any(_SPEEDUP in x for x in run.steps):
+    speedup.plot(*_curves(run.steps, _SPEEDUP))
+    speedup.set(title="predicted speed-up", xlabel="step", ylim=(0, None))
+  else:
+    speedup.remove()
 
 
 def _title(run: runs.Run) -> str:

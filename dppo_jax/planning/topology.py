@@ -121,6 +121,7 @@ def compile_stages(
   mesh = run.mesh.abstract_mesh  # so that nothing is computed
   with task.part("tracing"), jax.sharding.use_abstract_mesh(mesh):
     table = programs.programs(run)
+    table.pop("evaluate_greedy", None)  # no larger than "evaluate"
   if unknown := [name for name in names if name not in table]:
     raise UserError(
       f"--stages has {unknown[0]!r} but the stages of this run are "

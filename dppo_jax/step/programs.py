@@ -159,7 +159,10 @@ def programs(run: Run) -> dict[str, Program]:
     )
     table[name] = Program(jitted, inputs)
   if run.eval_sets:
-    table["evaluate"] = evaluation_program(run, run.config.eval.samples)
+    samples = run.config.eval.samples
+    table["evaluate"] = evaluation_program(run, samples)
+    if samples:  # the first and the last evaluation are greedy too
+      table["evaluate_greedy"] = evaluation_program(run, 0)
   return table
 
 

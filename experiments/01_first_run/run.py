@@ -18,6 +18,7 @@ from matplotlib import figure as figures
 from dppo_jax.analysis import runs, tables
 
 from ..common import processes, results
+from ..common.tasks import CONFIGS
 
 HERE = pathlib.Path(__file__).parent
 VARIANTS = {
@@ -37,7 +38,7 @@ COLOURS = {
 
 def train(variant: str, seed: int, workdir: pathlib.Path) -> dict:
   """Trains one run and returns its measurements."""
-  config = f"configs/arithmetic.py:{VARIANTS[variant]}"
+  config = f"{CONFIGS['arithmetic']}:{VARIANTS[variant]}"
   command = processes.train_command(config, workdir, f"--config.seed={seed}")
   subprocess.run(command, cwd=processes.ROOT, check=True)
   run = runs.load(workdir)
@@ -85,7 +86,7 @@ def draw(rows: list[dict]) -> None:
       )
   axis.set(
     xlabel="CPU seconds of training steps",
-    ylabel="held-out accuracy",
+    ylabel="held-out accuracy (greedy)",
     ylim=(0, 1),
   )
   axis.set_xlim(left=0)
@@ -104,8 +105,8 @@ def table(rows: list[dict]) -> str:
 
   to_mark = lambda mark: lambda r: r["seconds_to"][mark]
   columns = {
-    "first accuracy": (lambda r: r["accuracy"][0], 3),
-    "final accuracy": (lambda r: r["accuracy"][-1], 3),
+    "first accuracy (greedy)": (lambda r: r["accuracy"][0], 3),
+    "final accuracy (greedy)": (lambda r: r["accuracy"][-1], 3),
     **{f"seconds to {x:.0%}": (to_mark(f"{x:.0%}"), 2) for x in MARKS},
     "seconds a step": (lambda r: r["step_seconds"], 3),
     "wall seconds": (lambda r: r["step_wall_seconds"], 3),

@@ -42,4 +42,5 @@ def get_config(method: str = "grpo") -> Config:
   config.sft.steps = 1000
   config.eval.every = 12
   config.eval.prompts = 128
+  config.eval.samples = 0  # greedy
   return config

@@ -157,7 +157,7 @@ def table(rows: list[dict]) -> str:
   """
   head = [
     "",
-    "accuracy",
+    "accuracy (greedy)",
     "less grpo's",
     "step, s",
     "faster than grpo",
@@ -218,10 +218,10 @@ def draw(rows: list[dict]) -> None:
       mean, half = interval([r["accuracy"][-1] for r in runs])
       faster = statistics.median(ratios)
       plane.errorbar(faster, mean, half, color=colour, marker="o", capsize=3)
-  curves.set(xlabel="training seconds", ylabel="held-out accuracy")
+  curves.set(xlabel="training seconds", ylabel="held-out accuracy (greedy)")
   plane.set(
     xlabel="times faster than grpo, same prompts",
-    ylabel="final held-out accuracy, 95% interval",
+    ylabel="final held-out accuracy (greedy), 95% interval",
   )
   plane.axvline(1, color="#9aa5b1", linewidth=1)
   for axis in (curves, plane):

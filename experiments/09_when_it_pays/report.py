@@ -127,7 +127,7 @@ def _sweep(results: list[dict]) -> str:
   """The automatic budget against the best fixed one."""
   head = (
     *("", "groups without variance", "best fixed budget", "faster than grpo"),
-    *("automatic budget", "faster than grpo", "of the best", "accuracy"),
+    *("automatic budget", "faster than grpo", "of the best", "greedy accuracy"),
     "grpo's",
   )
   lines = []

@@ -123,6 +123,12 @@ def key(row: dict) -> Run:
   return Run(*(row[name] for name in Run._fields))
 
 
+def decoding(task: str) -> str:
+  """Returns how the completions of a task's evaluations were decoded."""
+  is_sampled = "--config.eval.samples=2" in TASKS[task].flags
+  return "sampled x 2" if is_sampled else "greedy"
+
+
 def prepare(task: str) -> None:
   """Writes the problems of a task."""
   if task == "rings":

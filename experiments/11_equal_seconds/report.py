@@ -60,7 +60,8 @@ def rates_table(task: str, rows: list[dict]) -> str:
   best = [of_run[x] for x in grid.best_rates(task, rows)]
   marks = [*best[0]["to"]]
   head = ["prompts x group", "rate, times the root rule", "seconds a step"]
-  head += ["update", "predicted time", f"to {marks[0]}, s", *marks[1:], "last"]
+  head += ["update", "predicted time", f"to {marks[0]}, s", *marks[1:]]
+  head += [f"last ({grid.decoding(task)})"]
   lines = [
     [
       f"{row['prompts']} x {row['group']}"
@@ -99,7 +100,7 @@ def seeds_table(task: str, rows: list[dict]) -> str:
   head = ["prompts x group", "method", "rate", "seeds", "seconds a step"]
   head += ["update"]
   head += [f"to {marks[0]}, s", *marks[1:], f"steps to {marks[1]}"]
-  head += ["last accuracy"]
+  head += [f"last accuracy ({grid.decoding(task)})"]
   lines = []
   for kind in kinds:
     same = [
@@ -153,7 +154,7 @@ def draw(task: str, rows: list[dict]) -> None:
     axis.legend(handles.values(), handles.keys(), frameon=False)
     axis.set(title=f"groups of {group}", xlabel="CPU seconds of steps")
     results.tidy(axis)
-  axes[0].set_ylabel("held-out accuracy")
+  axes[0].set_ylabel(f"held-out accuracy ({grid.decoding(task)})")
   figure.savefig(HERE / f"{task.replace(' ', '_')}.png", dpi=120)
 
 

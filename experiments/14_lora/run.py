@@ -75,7 +75,7 @@ def _row(root: pathlib.Path, variant: str, seed: int) -> dict:
 
 def table(rows: list[dict]) -> str:
   """Returns medians over seeds, with ranges."""
-  head = ["", "last accuracy", "step, CPU s", "update, s"]
+  head = ["", "last accuracy (greedy)", "step, CPU s", "update, s"]
   head += [f"to {x:.0%}, CPU s" for x in MARKS]
   lines = []
   for variant in VARIANTS:

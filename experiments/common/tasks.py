@@ -8,7 +8,7 @@ from .processes import ROOT
 
 RINGS = ROOT / "experiments" / "03_comparison"
 CONFIGS = {
-  "arithmetic": ROOT / "configs" / "arithmetic.py",
+  "arithmetic": ROOT / "experiments" / "common" / "arithmetic.py",
   "rings": RINGS / "config.py",
 }
 

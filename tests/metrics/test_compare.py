@@ -183,6 +183,17 @@ def test_saturated_noise_scale_is_unknown(tmp_path, scales, shown):
   assert [row[-1] for row in rows] == (["", shown] if shown else ["100"] * 2)
 
 
+def test_accuracies_are_named_by_how_completions_were_decoded(tmp_path):
+  sampled = _run(tmp_path, **{"eval.samples": 2})
+  head, _ = compare.table(_groups(sampled), 0.8)
+  assert "accuracy (sampled x 2)" in head
+  both = _groups(sampled, _run(tmp_path, **{"eval.samples": 0}))
+  head, _ = compare.table(both, 0.8)
+  assert "accuracy (sampled x 2 or greedy)" in head
+  label = compare.draw(both, 0.8).axes[0].get_ylabel()
+  assert label == "held-out accuracy (sampled x 2 or greedy)"
+
+
 def test_copy_of_a_run_and_a_run_without_evaluation_are_rejected(tmp_path):
   with pytest.raises(UserError, match="the seed of another run"):
     _groups(_run(tmp_path), _run(tmp_path))
@@ -198,7 +209,7 @@ def test_table_has_means_and_intervals(tmp_path):
   grpo, dppo, cppo = (dict(zip(head, row, strict=True)) for row in rows)
   assert grpo["seeds"] == "3" and grpo["speed-up"] == ""
   assert grpo["difference"] == "baseline"
-  assert re.fullmatch(r"0.89\d ± 0.0\d\d", grpo["accuracy"])
+  assert re.fullmatch(r"0.89\d ± 0.0\d\d", grpo["accuracy (greedy)"])
   assert dppo["difference"] == "+0.000 ± 0.000"
   assert dppo["speed-up"] == "2.00 (2.00-2.00)"
   assert dppo["tokens/step"] == "100"

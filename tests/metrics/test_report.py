@@ -39,11 +39,17 @@ def _workdir(folder, lines=(), samples=()):
 
 def _lines(steps):
   """A run after so many steps, evaluated before each."""
-  accuracy = lambda step: {"eval/accuracy": step / 10, "eval/stderr": 0.02}
-  lines = [{"step": 0, **accuracy(0)}]
+  lines = [{"step": 0, **_accuracy("eval/accuracy", 0)}]
   for step in range(1, steps + 1):
-    lines += [{"step": step, **STEP}, {"step": step, **accuracy(step)}]
+    accuracy = _accuracy("eval/accuracy", step / 100)
+    lines += [{"step": step, **STEP}, {"step": step, **accuracy}]
   return lines
+
+
+def _accuracy(name, value):
+  interval = {f"{name}_low": value / 2, f"{name}_high": value + 0.1}
+  counts = {"eval/samples": 2, name.replace("accuracy", "problems"): 30}
+  return {name: value, **interval, **counts}
 
 
 @pytest.mark.parametrize(
@@ -63,12 +69,18 @@ def test_report_can_be_written_at_any_moment(tmp_path, lines):
 
 def test_report_has_accuracies_fractions_and_times(tmp_path):
   lines = _lines(5)
-  lines[0] |= {"eval/aime/accuracy": 0.3, "eval/aime/stderr": 0.1}
+  lines[0] |= _accuracy("eval/aime/accuracy", 0.3)
+  greedy = _accuracy("eval/greedy_accuracy", 0.4)
+  lines[0] |= {name: x for name, x in greedy.items() if "greedy" in name}
   page = report.write(_workdir(tmp_path, lines)).read_text()
   for row in (
     "| method | dppo(a=1) |",
-    "| held-out: eval/accuracy | 0.000 ± 0.039 → 0.500 ± 0.039 |",
-    "| held-out: eval/aime/accuracy | 0.300 ± 0.196 → 0.300 ± 0.196 |",
+    "| sampled accuracy (30 held-out problems x 2) | 0.000 (0.000 to 0.100) "
+    "→ 0.050 (0.025 to 0.150) |\n"
+    "| greedy accuracy (30 held-out problems x 1) | 0.400 (0.200 to 0.500) "
+    "→ 0.400 (0.200 to 0.500) |\n"
+    "| sampled accuracy (30 aime problems x 2) | 0.300 (0.150 to 0.400) "
+    "→ 0.300 (0.150 to 0.400) |",
     "| prompts kept | 75.0% |",
     "| completions trained | 25.0% |",
     "| tokens/trained | 300 |",
@@ -86,8 +98,54 @@ def test_intervals_are_named_once_and_drawn(tmp_path):
   workdir = _workdir(tmp_path, _lines(5))
   assert report.write(workdir).read_text().count("95% interval") == 1
   (bars,) = report._draw(runs.load(workdir)).axes[0].containers
+  assert bars.get_label() == "sampled, held-out"
   segment = bars.lines[2][0].get_segments()[-1]
-  np.testing.assert_allclose(segment[:, 1], [0.5 - 0.0392, 0.5 + 0.0392])
+  np.testing.assert_allclose(segment[:, 1], [0.025, 0.15])
+
+
+def test_no_legend_covers_its_axes_and_each_panel_has_data(tmp_path):
+  budget = {"budget/predicted_speedup": 1.5}
+  norms = {"update/entropy": 0.4, "update/kl": 0.1, "update/grad_norm": 1.0}
+  rewards = {"reward/mean": 0.5, "reward/std": 0.4, "reward/accuracy": 0.5}
+  names = (f"tokens/completion_{x}" for x in ("min", "mean", "max"))
+  more = budget | norms | rewards | dict(zip(names, (1, 4, 9), strict=True))
+  workdir = _workdir(tmp_path, [x | more for x in _lines(5)])
+  figure = report._draw(runs.load(workdir))
+  figure.draw_without_rendering()
+  assert [axis.get_title() for axis in figure.axes] == [
+    *("accuracy", "reward", "tokens of a completion"),
+    *("entropy and KL divergence, nats", "gradient norm", "pruning"),
+    *("tokens per step", "time by stage", "predicted speed-up"),
+  ]
+  for axis in figure.axes:
+    assert np.isfinite(axis.dataLim.get_points()).all(), axis.get_title()
+    if legend := axis.get_legend():
+      assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+
+
+def test_headline_names_both_accuracies_and_the_predicted_speedup(tmp_path):
+  lines = _lines(5)
+  budget = {"budget/predicted_speedup": 1.5}
+  lines = [x | budget if "step/seconds" in x else x for x in lines]
+  for line in (lines[0], lines[-1]):
+    line |= {"eval/greedy_accuracy": line["eval/accuracy"] + 0.1}
+  run = runs.load(_workdir(tmp_path, lines))
+  assert report.headline(run) == (
+    "result: sampled accuracy (30 held-out problems x 2) 0.000 to 0.050; "
+    "greedy accuracy (30 held-out problems x 1) 0.100 to 0.150; "
+    "trained on 25% of completions, 20% of tokens; "
+    "predicted speed-up 1.50"
+  )
+  row = "| budget/predicted_speedup, mean over steps | 1.50 |"
+  assert row in report.write(run.path).read_text()
+
+
+def test_greedy_accuracy_comes_after_the_sampled_one_of_training(tmp_path):
+  lines = [x | {"eval/samples": 0, "reward/accuracy": 0.25} for x in _lines(20)]
+  assert report.headline(runs.load(_workdir(tmp_path, lines))).startswith(
+    "result: sampled accuracy (training, mean of 2 steps) 0.250 to 0.250; "
+    "greedy accuracy (30 held-out problems x 1) 0.000 to 0.200; "
+  )
 
 
 @pytest.mark.parametrize("num_prompts", [1, 16])

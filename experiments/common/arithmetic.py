@@ -1,0 +1,19 @@
+"""The default task with the rate and the greedy evaluation of the results.
+
+Experiments 01, 02 and 09 to 12 were run with these. The config itself has a
+higher rate since, and evaluates sampled completions.
+"""
+
+import pathlib
+
+from dppo_jax import user_code
+from dppo_jax.config import Config
+
+_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "arithmetic.py"
+
+
+def get_config(method: str = "neyman") -> Config:
+  config = user_code.load(f"{_CONFIG}:get_config")(method)
+  config.optimizer.learning_rate = 2e-6
+  config.eval.samples = 0
+  return config
