@@ -13,9 +13,10 @@ _COMMANDS = (
   r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ "
   r"½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4}"
 ).split()
+DASHES = {ord(c): "-" for c in "\u2010\u2011\u2012\u2013\u2212"}  # en dash, ...
 _CHARS = str.maketrans(
   {c: f"{x} " for c, x in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
-  | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")  # en dash, minus, ...
+  | DASHES
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
   | {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}  # full-width ASCII
   | dict.fromkeys("€£¥", "")
