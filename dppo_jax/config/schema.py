@@ -101,7 +101,8 @@ class RewardConfig:
 
   functions: str = option(
     "exact",
-    "NAME[:WEIGHT][:batched],...: exact, math, boxed, FUNCTION; verifier first",
+    "NAME[:WEIGHT][:batched],...: exact, math, last_number, boxed, FUNCTION; "
+    "verifier first",
     is_code=True,
   )
   on_error: str = option(

@@ -1,10 +1,12 @@
-"""Reward functions: their names in a config, and the three built-in ones.
+"""Reward functions: their names in a config, and the built-in ones.
 
 README.md has the convention for functions of your own, which is TRL's.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
+from decimal import Decimal
 import functools
 import inspect
 from math import isfinite
@@ -14,7 +16,13 @@ from typing import NamedTuple
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
-from dppo_jax.rewards.math_answers import last_boxed, outcome, warm_up
+from dppo_jax.rewards.math_answers import (
+  MAX_CHARS,
+  last_boxed,
+  outcome,
+  warm_up,
+)
+from dppo_jax.rewards.normalize import DASHES
 
 RewardFn = Callable[..., Sequence[float | None]]
 
@@ -22,7 +30,8 @@ RewardFn = Callable[..., Sequence[float | None]]
 class Verdict(float):
   """A reward of 1.0 for the outcome `right` and 0.0 for any other.
 
-  Other outcomes of `exact` and `math` are `wrong`, `unboxed` and `unparsed`.
+  Other outcomes are `wrong`, `unboxed` (`exact` and `math`) and `unparsed`
+  (`math` and `last_number`).
   """
 
   outcome: str
@@ -50,12 +59,49 @@ def math(completions: list[str], answers: list[str]) -> list[Verdict]:
   return [Verdict(outcome(*pair)) for pair in pairs]
 
 
+# A minus directly in front is a sign unless an operand precedes it, as in 5-3.
+_NUMBER = re.compile(
+  r"((?<![\da-zA-Z)\]}%])(?<![\d)\]}%] )-)?\\?\$?"
+  r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
+
+
+def last_number(completions: list[str], answers: list[str]) -> list[Verdict]:
+  """Compares the value of the last number in the text with the answer's.
+
+  Numbers may have a sign, thousands separators, decimals, $ and %. Without one,
+  and for an answer that is not a number alone, the outcome is `unparsed`.
+
+  The number may stand anywhere. It also earns 1.0 at the end of a row of
+  guesses, in a remark after another answer, as part of an expression such as
+  1/2 or x^2, with a wrong unit, or where the token limit cut the text off.
+  """
+  verdicts = []
+  for text, gold in zip(completions, answers, strict=True):
+    numbers = _NUMBER.finditer(text[-MAX_CHARS:].translate(DASHES))
+    last = collections.deque(numbers, maxlen=1)
+    bare = gold.strip().lstrip("$").rstrip(" \\$%.,")
+    target = _NUMBER.fullmatch(bare.translate(DASHES))
+    if last and target:
+      is_right = _value(last[0]) == _value(target)
+      verdicts.append(Verdict("right" if is_right else "wrong"))
+    else:
+      verdicts.append(Verdict("unparsed"))
+  return verdicts
+
+
+def _value(number: re.Match) -> Decimal:
+  return Decimal((number[1] or "") + number[2].replace(",", ""))
+
+
 def boxed(completions: list[str]) -> list[float]:
   """Returns 1.0 for a complete box: a reward for the format."""
   return [float(last_boxed(text) is not None) for text in completions]
 
 
-OURS: dict[str, RewardFn] = {"exact": exact, "math": math, "boxed": boxed}
+OURS: dict[str, RewardFn] = {
+  function.__name__: function for function in (exact, math, last_number, boxed)
+}
 # A reference and, if given, a weight and the word `batched`.
 _ITEM = re.compile(
   rf"({'|'.join(OURS)}|[^:]+:[^:]+)(?::(?!batched$)([^:]+))?(:batched)?"

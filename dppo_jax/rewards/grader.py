@@ -30,7 +30,7 @@ from dppo_jax.rewards.pool import Fault, Worker, explain
 Columns = Mapping[str, Sequence[Any]]
 
 FAULTS = ("timeouts", "crashes", "errors", "switched_off")
-IN_PROCESS = ("exact", "boxed")  # take time linear in the text
+IN_PROCESS = ("exact", "last_number", "boxed")  # take time linear in the text
 MAX_HANGS = 20  # calls in a row without an answer that switch a function off
 
 
@@ -73,8 +73,8 @@ class Grader:
 
     Args:
       functions: the reward functions, as for `parse`.
-      num_workers: number of processes; `exact`, `boxed` and batched functions
-        need none.
+      num_workers: number of processes; batched functions and the built-in ones
+        except `math` need none.
       timeout_seconds: wall-clock limit of a call.
       on_error: "zero", or "stop" to raise if a user's function has a fault.
     Raises:

@@ -3,8 +3,10 @@
 math-verify compares what normalize.py returns; README.md lists equal answers.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 import functools
+import itertools
 import re
 
 from dppo_jax.errors import UserError
@@ -90,30 +92,93 @@ def warm_up() -> None:
 def _compare(gold: str, answer: str) -> str:
   if notation.differ_in_kind(gold, answer):
     return "wrong"
+  # (E) 12 equals both E and 12, but not (D) 12.
+  choices = notation.choice(gold), notation.choice(answer)
+  if all(choices):
+    is_right = all(_compare(*x) == "right" for x in zip(*choices, strict=True))
+    return "right" if is_right else "wrong"
+  if any(choices):
+    pairs = itertools.product(choices[0] or (gold,), choices[1] or (answer,))
+    return "right" if "right" in {_compare(*x) for x in pairs} else "wrong"
   # Percentages: 7.2\% equals 7.2 as well as 0.072.
-  bare_gold, bare_answer = notation.percent(gold), notation.percent(answer)
-  if (bare_gold is None) != (bare_answer is None):
-    if _compare_parsed(bare_gold or gold, bare_answer or answer) == "right":
+  bare = notation.percent(gold), notation.percent(answer)
+  if all(bare):
+    gold, answer = bare
+  elif any(bare):
+    if _compare_parsed(bare[0] or gold, bare[1] or answer) == "right":
       return "right"
   return _compare_parsed(gold, answer)
 
 
 def _compare_parsed(gold: str, answer: str) -> str:
-  import math_verify  # half a second, which only worker processes spend
-
   gold, answer = notation.without_units(gold), notation.without_units(answer)
   answer = notation.without_letter_unit(answer, gold)
   answer = notation.with_unions(answer, gold)
   golds, answers = _parse(notation.with_unions(gold, answer)), _parse(answer)
+  texts = [re.sub(r"\\[ ,;:]| ", "", text) for text in (gold, answer)]
+  if not golds and texts[0] == texts[1]:
+    return "right"
   if not golds or not answers:
     return "unparsed"
-  is_equal = _are_equal_numbers(golds[0], answers[0])
-  if is_equal is None:
-    if "set" not in {notation.brackets(gold), notation.brackets(answer)}:
-      golds, answers = _with_repeats(golds[0], answers[0])
-    # Not symmetric: the gold answer comes first.
-    is_equal = math_verify.verify(golds, answers, timeout_seconds=None)
+  forms = golds[0], answers[0]
+  if _is_hollow(*forms):
+    return "wrong"
+  if "set" not in {notation.brackets(gold), notation.brackets(answer)}:
+    forms = _with_repeats(*forms)
+  # Not symmetric: the gold answer comes first. 6 decimals, 15 digits.
+  is_equal = _equality()(*forms, 6, 15)
   return "right" if is_equal else "wrong"
+
+
+@functools.cache
+def _equality() -> Callable:
+  """Returns math-verify's comparison with two rules, which hold within lists.
+
+  `_are_equal_numbers` compares numbers. Two equations that sympy finds no
+  solutions of are not equal for that reason.
+  """
+  from math_verify import grader
+  from sympy import Eq
+
+  def with_numbers(compare: Callable) -> Callable:
+    def are_equal(gold, answer, *args):
+      equations = isinstance(gold, Eq) and isinstance(answer, Eq)
+      if equations and gold.lhs.is_Symbol and gold.lhs == answer.lhs:
+        gold, answer = gold.rhs, answer.rhs
+      is_equal = _are_equal_numbers(gold, answer)
+      return compare(gold, answer, *args) if is_equal is None else is_equal
+
+    return are_equal
+
+  def solve(*args, known_solve=grader.solve):
+    if not (solutions := known_solve(*args)):
+      raise ValueError("no solutions to compare")
+    return solutions
+
+  grader.solve = solve
+  grader.sympy_expr_eq = with_numbers(grader.sympy_expr_eq)
+  grader.sympy_numeric_eq = with_numbers(grader.sympy_numeric_eq)
+  return grader.sympy_expr_eq
+
+
+def _is_hollow(gold: object, answer: object) -> bool:
+  """Returns True for relations that may be equal but answer nothing.
+
+  For x = 5, x + 5 = 10 may be the problem. A relation that holds for all or no
+  values, such as 1 = 100%, would equal 0 = 0.
+  """
+  import sympy
+
+  golds, answers = (x.atoms(sympy.Rel) for x in (gold, answer))
+  if not golds or not answers:
+    return False
+  sides = lambda relations: [x for y in relations for x in y.args]
+  if not all(isinstance(x, sympy.Expr) for x in sides(golds)):
+    return False
+  is_solved = lambda x: all(y.is_Symbol or not y.free_symbols for y in sides(x))
+  if is_solved(golds) and not is_solved(answers):
+    return True
+  return not any(sympy.simplify(x.lhs - x.rhs).free_symbols for x in golds)
 
 
 def _with_repeats(*forms: object) -> list:
@@ -124,7 +189,10 @@ def _with_repeats(*forms: object) -> list:
   rows = [getattr(getattr(x, "rhs", x), "_unsorted_args", ()) for x in forms]
   if not any(len({*row}) < len(row) for row in rows):
     return [*forms]
-  key = lambda form: sympy.default_sort_key(sympy.N(form))
+  decimal = lambda x: (
+    sympy.Tuple(*map(decimal, x)) if isinstance(x, sympy.Tuple) else sympy.N(x)
+  )
+  key = lambda form: sympy.default_sort_key(decimal(form))
   return [sympy.Tuple(*sorted(row, key=key)) for row in rows]
 
 
@@ -132,8 +200,8 @@ def _are_equal_numbers(gold: object, answer: object) -> bool | None:
   """Compares real closed forms to 60 digits; returns None if that is unclear.
 
   Takes milliseconds for sums of roots that math-verify simplifies in minutes.
-  Decimals are left to math-verify, which rounds them to six places, unless they
-  differ by more than 1%, as 1e-9 and 2e-9 do.
+  A decimal is exact, but may differ from a number that it stands for by half of
+  the sixth place and by 1e-5 of the number.
   """
   import sympy
 
@@ -142,7 +210,7 @@ def _are_equal_numbers(gold: object, answer: object) -> bool | None:
     return None
   error = abs(first - second)
   if gold.has(sympy.Float) or answer.has(sympy.Float):
-    return False if error > abs(first) / 100 else None
+    return bool(error <= min(Fraction(1, 2_000_000), abs(first) / 100_000))
   if first.is_Rational and second.is_Rational:
     return first == second
   if error <= abs(first) * Fraction(1, 10**60):
@@ -158,7 +226,8 @@ def _number(form: object) -> object | None:
   if not isinstance(form, sympy.Expr) or form.free_symbols:
     return None
   try:
-    form = form.doit()
+    decimals = form.atoms(sympy.Float)
+    form = form.xreplace({x: sympy.Rational(str(x)) for x in decimals}).doit()
     if form.has(sympy.UnevaluatedExpr, ExprWithLimits):  # such as a percentage
       return None
     if not form.is_Rational:

@@ -13,9 +13,10 @@ _COMMANDS = (
   r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ "
   r"½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4}"
 ).split()
+DASHES = {ord(c): "-" for c in "\u2010\u2011\u2012\u2013\u2212"}  # en dash, ...
 _CHARS = str.maketrans(
   {c: f"{x} " for c, x in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
-  | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")  # en dash, minus, ...
+  | DASHES
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
   | {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}  # full-width ASCII
   | dict.fromkeys("€£¥", "")
@@ -55,6 +56,7 @@ _RULES = [
   (r"\\degree(?![a-zA-Z])", r"^\\circ"),
   (r"\\(?:displaystyle|euro|pounds)(?![a-zA-Z]) ?", ""),
   (r"\\(?:text)?color ?\{[^{}]{0,40}\} ?", ""),
+  (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
   (r"\\mathrm ?\{ ?([ei]) ?\}", r"\1"),  # no units
   # 1 000, but neither 1 2 nor 1 100/300 nor \frac 1 200.
   (
@@ -96,13 +98,13 @@ def normalize(answer: str) -> str:
   return answer
 
 
-def _is_group(text: str) -> bool:
-  """Returns True if the text begins with a brace that closes at its end."""
+def _is_group(text: str, brackets: str = "{}") -> bool:
+  """Returns True if the text begins with a bracket that closes at its end."""
   depth = 0
-  for token in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-    depth += {"{": 1, "}": -1}.get(token[0], 0)
+  for token in re.finditer(rf"\\.|[{brackets}]", text, re.DOTALL):
+    depth += {brackets[0]: 1, brackets[1]: -1}.get(token[0], 0)
     if depth <= 0:
-      return text.startswith("{") and token.end() == len(text)
+      return text.startswith(brackets[0]) and token.end() == len(text)
   return False
 
 
@@ -139,7 +141,7 @@ def without_letter_unit(answer: str, other: str) -> str:
 
 # Not an argument, exponent or index, such as the 1 and 2 of \frac 1 2.
 _BARE = r"(?<![\w.}\]^_])(?<!frac )(?<!sqrt )"
-_FRAC = r"\\[dtc]?frac ?(?:\{ ?(\d++) ?\}|(\d)) ?(?:\{ ?(\d++) ?\}|(\d))"
+_FRAC = r"\\frac ?(?:\{ ?(\d++) ?\}|(\d)) ?(?:\{ ?(\d++) ?\}|(\d))"
 _BLANK = r"(?: |\\[ ,;:])"
 _BAR = r"(?:\\left ?|\\right ?)?(?:\||\\[lr]?vert(?![a-zA-Z])) ?"
 _BELOW = r"(<|\\leq?q?(?![a-zA-Z])|\\leqslant(?![a-zA-Z])) ?"
@@ -168,7 +170,7 @@ _FORMS = [
   ),
   (
     rf"^{_BAR}([^|<>=,]+?){_BAR}{_BELOW}"
-    r"((?:[^|<>=,;\\]|\\(?:[dt]?frac|sqrt|pi)(?![a-zA-Z]))+)$",
+    r"((?:[^|<>=,;\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+)$",
     r"-(\3) \2 \1 \2 \3",
   ),
 ]
@@ -211,6 +213,18 @@ def percent(answer: str) -> str | None:
   return match[1] if match and "=" not in match[1] else None
 
 
+_CHOICE = (
+  r"(?:\\(?:text|math)[a-z]* ?\{)? ?\(([A-J])\)(?:\}| |\\[ ,;:]|\\q?quad)+"
+  r"((?!.*(?<![a-zA-Z])[A-J](?![a-zA-Z])).+)"
+)
+
+
+def choice(answer: str) -> tuple[str, str] | None:
+  r"""Returns the E and 12 of `\textbf{(E)}\ 12`, but not of two letters."""
+  match = re.fullmatch(_CHOICE, answer, re.DOTALL)
+  return match.groups() if match else None
+
+
 def with_unions(answer: str, other: str) -> str:
   """Writes `or` between intervals as a union if the other answer has one."""
   if r"\cup" not in other:
@@ -238,4 +252,4 @@ def brackets(answer: str) -> str | None:
   value = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", value).strip()
   if re.fullmatch(r"\\\{.*\\\}", value, re.DOTALL):
     return "set"
-  return "tuple" if re.fullmatch(r"\(.*,.*\)", value, re.DOTALL) else None
+  return "tuple" if "," in value and _is_group(value, "()") else None

@@ -3,6 +3,8 @@
 import sys
 
 import commands
+from hypothesis import given
+from hypothesis import strategies as st
 import pytest
 
 from dppo_jax import user_code
@@ -24,6 +26,64 @@ def test_built_in_functions_return_their_outcome():
   assert [x.outcome for x in exact] == ["right", "wrong", "unboxed", "wrong"]
   assert [x.outcome for x in math] == ["right", "right", "unboxed", "unparsed"]
   assert functions.boxed(texts) == [1.0, 1.0, 0.0, 1.0]
+
+
+LAST_NUMBERS = [
+  ("1234", ["it costs $1,234.", r"\$1,234.00", "12 or 1,234,", "+1234%"]),
+  ("8", ["8.0", "8.", "08", "-8 + 16 = 8", "5-8", "5 - 8", "5 -8", "x-8"]),
+  ("-8", ["is -8", "=-8.", "(-8)", "-$8", "$-8$", "\u22128", "1, -8", "*-8*"]),
+  ("0.5", [".5", "it is .5.", "0.50", "-1.5+.5", "50 cents or $0.5"]),
+  ("-$1,000.50", ["-1000.5", "-1,000.500 dollars", "$-1000.50"]),
+  ("75%", ["75", r"75\%", "75 %", "of 100, 75 percent"]),
+  ("30000000000000000000001", ["30,000,000,000,000,000,000,001"]),
+]
+OTHER_NUMBERS = [
+  ("234", ["1,234", "1234.5", "-234", "234, not 235"]),
+  ("1", ["1.0001", "1 of 2"]),
+  ("8", ["-8", "1,8888", "8,888", "8.8", "-$8", r"-\$8", "(-8)", "\u22128"]),
+  ("30000000000000000000001", ["30000000000000000000002"]),
+]
+
+
+@pytest.mark.parametrize("gold, texts", LAST_NUMBERS)
+def test_the_last_number_is_read_in_many_notations(gold, texts):
+  verdicts = functions.last_number(texts, [gold] * len(texts))
+  assert {*verdicts} == {1.0}, [*zip(texts, verdicts, strict=True)]
+
+
+@pytest.mark.parametrize("gold, texts", OTHER_NUMBERS)
+def test_another_last_number_is_wrong(gold, texts):
+  verdicts = functions.last_number(texts, [gold] * len(texts))
+  assert {x.outcome for x in verdicts} == {"wrong"}
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3))
+def test_every_number_equals_itself_with_separators(number):
+  texts = [f"1, then {number:{style}}." for style in ("f", ",f", ",.5f")]
+  assert functions.last_number(texts, [f"{number:f}"] * 3) == [1.0] * 3
+
+
+def test_false_positives_of_the_last_number_are_those_documented():
+  texts = ["5, 6, 7, 8", "It is 9. (Checked in 8 steps.)", "8 km", "9 - 1 = 8"]
+  texts += ["1/8", "x^8", "1e8", r"\frac{1}{8}", "1{,}008", "so far it is 8"]
+  assert functions.last_number(texts, ["8"] * len(texts)) == [1.0] * len(texts)
+
+
+def test_no_number_is_unparsed_in_completion_and_answer():
+  pairs = [("none", "5"), ("", "5"), ("5", "five"), ("5", r"\frac{5}{1}")]
+  pairs += [("5", ""), ("5", "4, 5"), ("5", "5 or 6"), ("5", "x=5")]
+  verdicts = functions.last_number(*zip(*pairs, strict=True))
+  assert {x.outcome for x in verdicts} == {"unparsed"}
+
+
+@pytest.mark.parametrize(
+  "piece",
+  ["1", "1,", "111,", "1.", "-", "- ", "-$", "$", "\\$", " ", ".", "0."],
+)
+def test_the_last_number_takes_linear_time(piece):
+  text = piece * (1_000_000 // len(piece))  # quadratic time would be hours
+  assert functions.last_number([text + " 5"], ["5"]) == [1.0]
+  assert functions.last_number([text], ["5"]) == [0.0]
 
 
 def test_a_config_names_functions_and_weights(tmp_path, monkeypatch):
@@ -71,7 +131,7 @@ def test_a_config_file_may_give_a_function_of_its_own(tmp_path):
 @pytest.mark.parametrize(
   "given, message",
   [
-    ("maths", "'maths' is none of exact, math, boxed, FILE.py:FUNCTION"),
+    ("maths", "'maths' is none of exact, math, last_number, boxed, FILE.py"),
     ("math:1:2", "'math:1:2' is none of"),
     ("math,,boxed", "'' is none of"),
     ("a b.c:f", "'a b.c:f' is none of"),

@@ -34,7 +34,7 @@ def texts(mark):
 def test_the_trainers_process_grades_any_text(texts):
   """Grades in this process: the contents of a box are never executed."""
   completions = [*texts.values()]
-  with Grader("exact,boxed") as grader:
+  with Grader("exact,last_number,boxed") as grader:
     graded = grader.grade(
       [""] * len(texts), completions, ["no such answer"] * len(texts)
     )
@@ -47,7 +47,7 @@ def test_the_trainers_process_grades_any_text(texts):
 def test_a_child_grades_any_text_or_is_killed(texts):
   """One by one, with a deadline that many miss; the trainer continues."""
   chosen = [*texts.values()][::5]
-  spec = "math,exact,boxed"
+  spec = "math,exact,last_number,boxed"
   with Grader(spec, 3, timeout_seconds=0.3, on_error="stop") as grader:
     for gold in ("7", r"\{1, x^2+\sqrt{2}\}"):
       graded = grader.grade([""] * len(chosen), chosen, [gold] * len(chosen))

@@ -1,6 +1,7 @@
 """Finding the answer in a completion, and which answers are equal."""
 
 from collections.abc import Iterator
+from fractions import Fraction
 import gzip
 import itertools
 import json
@@ -32,6 +33,12 @@ def grade(math: Grader, pairs: list[tuple[str, str]]) -> list[float]:
   golds = [gold for gold, _ in pairs]
   texts = [boxed(answer) for _, answer in pairs]
   return math.grade(golds, texts, golds).rewards.tolist()
+
+
+def differences(math: Grader, pairs: list[tuple[str, str]], value: float):
+  """Returns the pairs with another value."""
+  earned = grade(math, pairs)
+  return [x for x, y in zip(pairs, earned, strict=True) if y != value]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,9 @@ EQUAL = [
   (r"30^\circ", r"\sin^{-1} 0.5 = 30^\circ"),
   (r"\frac{270}7\text{ degrees}", r"$\frac{270}7$"),
   (r"\sin^2 t", r"1-\cos^2 t"),
+  *[("57", r"0.57\times100"), (r"\frac{11}{10}", r"\frac{3.3}{3}")],
+  *[("x=110", r"x=1.1\times10^2"), (r"x=\frac13", "x=0.333333")],
+  *[(r"(\frac16, 110)", r"(0.166667, 1.1\times10^2)")],
   ("2", r"\sqrt[3]{7+5\sqrt{2}}-\sqrt[3]{5\sqrt{2}-7}"),
   *[(r"\frac72", x) for x in ("3 1/2", r"3\,1/2", r"3\frac12", r"3½")],
   (r"(1, \frac52)", r"(1,2\tfrac{1}{2})"),
@@ -133,6 +143,8 @@ UNEQUAL = [
   (r"\{1,2\}", r"x \in (1,2)"),
   (r"\left\{1,2\right\}", r"\left(1,2\right)"),
   ("0.5", "5\\%"),
+  *[("0", "0.0000001"), (r"\frac{1}{30000}", "0.000033"), ("1", "0.999999")],
+  *[(r"\frac{2}{3}", "0.666666"), ("1000000", "1000000.4")],
   ("10^{80}", "10^{80}+1"),
   ("0", "10^{-80}"),
   (r"\sqrt{2}", r"\frac{665857}{470832}"),
@@ -147,8 +159,103 @@ UNEQUAL = [
 
 @pytest.mark.parametrize("pairs, value", [(EQUAL, 1.0), (UNEQUAL, 0.0)])
 def test_equal_answers_are_right_and_others_wrong(math, pairs, value):
-  earned = grade(math, pairs)
-  assert [p for p, x in zip(pairs, earned, strict=True) if x != value] == []
+  assert differences(math, pairs, value) == []
+
+
+HOLLOW = ["0=0", "1=0", "5=5", "x=x", "x+1=1+x", "x^2=-1", "0<1", "1<0"]
+
+
+@pytest.mark.parametrize(
+  "gold",
+  [
+    *[r"0.56 = 56\%", r"\frac{1}{2} = 0.5", "(x+1)^2 = x^2+2x+1", "x = y"],
+    *["x^2+x+1 = 0", "x^2+y^2 = -1", "x^4 + 2 = 0", "x = 5", "x < 5"],
+    *["x+y=1, x-y=1", r"\sin^2 x + \cos^2 x = 1", r"x \ne 3", "1 < 2 < 3"],
+  ],
+)
+def test_relations_without_content_equal_no_other(math, gold):
+  pairs = [(gold, answer) for answer in HOLLOW if answer != gold]
+  assert differences(math, pairs, 0.0) == []
+  assert grade(math, [(gold, gold)]) == [1.0]
+
+
+def test_a_problem_is_no_answer(math):
+  """An answer states the value of what the gold answer states it of."""
+  restated = [
+    *[("x=5", x) for x in ("x+5=10", "x-5=0", "0=5-x", "2x=10", "x+1=5+1")],
+    *[(r"x \le 3", "x+1 \\le 4"), ("1<x<2", "2<x+1<3"), ("x>1", "0<x-1")],
+    *[("x=2, y=3", "x+1=3, y+1=4"), (r"\frac32<x<\frac52", r"|x-2|<\frac12")],
+  ]
+  assert differences(math, restated, 0.0) == []
+  stated = [("x=5", x) for x in ("5", "5=x", r"x=\frac{10}{2}", "x=6-1=5")]
+  stated += [(r"x \le 3", r"3 \ge x"), ("x>1", "1<x")]
+  # Of two variables no side is the problem's.
+  stated += [("y=2x+1", "2x-y+1=0"), ("x+y=3", "2x+2y=6"), ("x=5", "x=5.0")]
+  assert differences(math, stated, 1.0) == []
+
+
+@pytest.mark.parametrize(
+  "rows",
+  [
+    ["(1,2,3)", "(1,2,3)", "(4,5,6)"],
+    [r"(1,2,\frac12)", "(1,1,0)", "(1,1,0)", "(0,0,3)"],
+    ["(1,2)", "(3,4)"],
+    ["(1,2)", "(3,4)", "(3,4)"],
+    ["(1,x)", "(y,2)"],
+  ],
+  ids=str,
+)
+def test_lists_of_tuples_have_no_order(math, rows):
+  lists = [", ".join(x) for x in {*itertools.permutations(rows)}]
+  pairs = [(x, y) for x in lists for y in lists]
+  if len({*rows}) == len(rows):  # a set has no repeats
+    sets = [rf"\left\{{{x}\right\}}" for x in lists]
+    pairs += [z for x in lists for y in sets for z in ((x, y), (y, x))]
+  assert differences(math, pairs, 1.0) == []
+  other = [(x, ", ".join([*rows[:-1], "(7,8)"])) for x in lists]
+  other += [(x, ", ".join(rows[:-1])) for x in lists]
+  assert differences(math, other, 0.0) == []
+
+
+@pytest.mark.parametrize("zeros", [0, 2, 5, 8, 30, -3, -19])
+def test_scientific_notation_is_exact(math, zeros):
+  """For every number of two digits, as an integer, decimal and fraction."""
+  pairs = []
+  for digits in range(11, 100, 1 if zeros == 2 else 7):
+    mantissa, power = f"{digits // 10}.{digits % 10}", f"10^{{{zeros}}}"
+    exact = Fraction(digits, 10) * Fraction(10) ** zeros
+    fraction = rf"\frac{{{exact.numerator}}}{{{exact.denominator}}}"
+    texts = [fraction, rf"{mantissa}\times{power}", f"{mantissa}e{zeros}"]
+    pairs += [*itertools.permutations(texts, 2)]
+  assert differences(math, pairs, 1.0) == []
+  other = rf"1.61\times10^{{{zeros}}}", rf"1.6\times10^{{{zeros}}}"
+  percents = tuple(rf"{x}\%" for x in other)
+  lists = tuple(f"(1, {x})" for x in other)
+  for pair in (other, percents, lists):
+    assert grade(math, [pair, pair[::-1], (pair[0],) * 2]) == [0.0, 0.0, 1.0]
+
+
+def test_a_choice_equals_its_letter_and_its_text(math):
+  choices = [r"\textbf{(E)}\ 12", r"\text{(E) }12", "(E) 12", r"(E)\quad 12"]
+  pairs = [*itertools.product(choices, choices)]
+  for part in ("E", r"\text{E}", r"\text{(E)}", "12", "12.0"):
+    pairs += [z for x in choices for z in ((part, x), (x, part))]
+  assert differences(math, pairs, 1.0) == []
+  other = [r"\textbf{(D)}\ 12", r"\textbf{(E)}\ 13", "(D)", "13", "(D) 13"]
+  pairs = [(x, y) for x in choices for y in other]
+  pairs += [("E", other[0]), ("12", other[1])]
+  assert differences(math, pairs, 0.0) == []
+  hedged = ["(A) (B)", r"\text{(A)}\ \text{(B)}", "(A) B", r"(A)\text{ or B}"]
+  for answer in hedged:  # no second guess
+    assert sum(grade(math, [("A", answer), ("B", answer)])) <= 1
+
+
+def test_gold_answers_that_cannot_be_parsed_are_compared_as_text(math):
+  gold = r"2007 + \frac\pi 2"
+  same = ["2007+\\frac\\pi2", r"2007\;+ \dfrac\pi 2", rf"\displaystyle {gold}"]
+  assert differences(math, [(gold, x) for x in same], 1.0) == []
+  other = [r"2007+\frac\pi3", r"200 7+\frac\pi2+1", "2007"]
+  assert differences(math, [(gold, x) for x in other], 0.0) == []
 
 
 def test_two_numbers_side_by_side_equal_nothing(math):
@@ -162,8 +269,7 @@ def test_two_numbers_side_by_side_equal_nothing(math):
   answers.remove("75")
   golds = ["12", "35", "7", "5", "75", "7, 5"]
   pairs = [(gold, answer) for answer in answers for gold in golds]
-  earned = grade(math, pairs)
-  assert [p for p, x in zip(pairs, earned, strict=True) if x] == []
+  assert differences(math, pairs, 0.0) == []
   assert grade(math, [(x, x) for x in answers]) == [1.0] * len(answers)
 
 
@@ -202,8 +308,7 @@ def test_gold_answers_equal_themselves_in_other_notations(math, name):
     r"\approx {}",
   ]
   pairs = [(gold, style.format(gold)) for style in styles for gold in golds]
-  earned = grade(math, pairs)
-  assert [p for p, x in zip(pairs, earned, strict=True) if not x] == []
+  assert differences(math, pairs, 1.0) == []
 
 
 @needs_data
