@@ -14,6 +14,7 @@ import numpy as np
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.rewards import last_boxed
 
 Record = Mapping[str, Any]
@@ -161,20 +162,19 @@ def _read_saved_dataset(directory: str) -> Iterator[Record]:
   """Reads what `save_to_disk` of Hugging Face datasets wrote."""
   import pyarrow  # slow to import, and few sources need it
 
-  if os.path.exists(os.path.join(directory, "dataset_dict.json")):
-    with open(os.path.join(directory, "dataset_dict.json"), "rb") as file:
-      splits = json.load(file)["splits"]
+  dataset = os.path.join(directory, "dataset_dict.json")
+  if os.path.exists(dataset):
+    splits = json_object.read(dataset, {"splits": list[str]})["splits"]
     choices = " or ".join(os.path.join(directory, x) for x in splits)
     raise UserError(f"the directory has several splits: use {choices}")
-  state = os.path.join(directory, "state.json")
-  if not os.path.exists(state):
-    raise UserError(
-      "the directory has no state.json, so it was not written by save_to_disk "
-      "of Hugging Face datasets: name a file in it instead"
-    )
-  with open(state, "rb") as file:
-    names = [x["filename"] for x in json.load(file)["_data_files"]]
-  for name in names:
+  state = json_object.read(
+    os.path.join(directory, "state.json"),
+    {"_data_files": list[dict]},
+    "save_to_disk of Hugging Face datasets writes this file: if it did not "
+    "write the directory, name a file in it instead",
+  )
+  for shard in state["_data_files"]:
+    name = json_object.check(shard, {"filename": str})["filename"]
     with pyarrow.memory_map(os.path.join(directory, name)) as file:
       for batch in pyarrow.ipc.open_stream(file):
         yield from batch.to_pylist()

@@ -11,7 +11,7 @@ from typing import Any
 
 from dppo_jax.data.sources import Prompt, first_line, text_of
 from dppo_jax.errors import UserError
-from dppo_jax.models.hf import reader
+from dppo_jax.files import json_object
 
 
 class CharacterTokenizer:
@@ -197,6 +197,7 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
 
 def _read_eos_ids(path: str, name: str) -> list[int]:
   file = pathlib.Path(path, name)
-  content = reader.read_json(file) if file.exists() else {}
+  kinds = {"eos_token_id": int | list[int] | None}
+  content = json_object.read(file, kinds) if file.exists() else {}
   ids = content.get("eos_token_id")
   return [] if ids is None else ids if isinstance(ids, list) else [ids]

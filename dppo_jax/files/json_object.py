@@ -21,7 +21,6 @@ _WORDS = {
   list[str]: "a list of text",
   list[dict]: "a list of objects",
   dict[str, str]: "an object of text",
-  dict[str, dict]: "an object of objects",
   types.NoneType: "null",
 }
 
@@ -46,12 +45,13 @@ def read(
     ) from error
 
 
-def check(content: Any, kinds: Kinds) -> dict[str, Any]:
+def check(content: Any, kinds: Kinds, label: str = "") -> dict[str, Any]:
   """Returns `content`; raises UserError unless it is an object of such values.
 
   Args:
     kinds: type of each key's value. A key may be absent if its type includes
       None. Other keys may have any value.
+    label: start of the error.
   """
   if not isinstance(content, dict):
     raise UserError("not a JSON object")
@@ -60,9 +60,9 @@ def check(content: Any, kinds: Kinds) -> dict[str, Any]:
     if not _is_of(value, kind):
       is_union = isinstance(kind, types.UnionType)
       words = [_WORDS[x] for x in (kind.__args__ if is_union else (kind,))]
+      shown = repr(value)[:60] if key in content else "missing"
       raise UserError(
-        f"{key} is {repr(value)[:60] if key in content else 'missing'} but "
-        f"must be {' or '.join(words)}"
+        f"{label}{key} is {shown} but must be {' or '.join(words)}"
       )
   return content
 

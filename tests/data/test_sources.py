@@ -189,7 +189,7 @@ def test_a_message_without_role_or_text_is_named(tmp_path, message):
 
 
 def test_a_directory_must_be_one_saved_split(tmp_path):
-  with pytest.raises(UserError, match=r"no state\.json"):
+  with pytest.raises(UserError, match=r"state\.json \(No such file"):
     read(str(tmp_path))
   write_saved_dataset(tmp_path / "train", ROWS)
   (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')

@@ -246,7 +246,9 @@ def test_the_end_of_an_answer_comes_first(small):
   assert PretrainedTokenizer(str(path)).stop_ids == (1, 9)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize(
+  "text", [b"{", b"[1]", b"\xff", b'{"eos_token_id": ["2"]}']
+)
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_damaged_file_of_stop_ids_is_named(tmp_path, name, text):
   (tmp_path / name).write_bytes(text)

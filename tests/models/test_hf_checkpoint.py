@@ -206,7 +206,7 @@ def with_norm(weight):
       lambda p: (p / "config.json").write_text("{"),
       "cannot read .*config.json",
     ),
-    (lambda p: change_settings(p, hidden_size=...), "lacks 'hidden_size'"),
+    (lambda p: change_settings(p, hidden_size=...), "hidden_size is missing"),
     (
       lambda p: change_settings(p, num_hidden_layers=4),
       "layers.3.input_layernorm.weight is missing, .*more differ",
@@ -225,6 +225,13 @@ def with_norm(weight):
     (
       lambda p: (split_in_shards(p), (p / "1.safetensors").unlink()),
       "1.safetensors is missing",
+    ),
+    (
+      lambda p: (
+        split_in_shards(p),
+        (p / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
+      ),
+      "weight_map is 3 but must be an object of text",
     ),
   ],
 )

@@ -1,9 +1,7 @@
 """Reading Hugging Face checkpoints: config.json and safetensors files."""
 
 from collections.abc import Mapping
-import json
 import pathlib
-from typing import Any
 
 import huggingface_hub
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 import safetensors
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.models import transformer
 from dppo_jax.models.hf import families
 from dppo_jax.models.transformer import ModelConfig, Params
@@ -18,6 +17,10 @@ from dppo_jax.models.transformer import ModelConfig, Params
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+_HINT = (
+  "config.model.path must be the directory of a full checkpoint with "
+  "config.json and *.safetensors"
+)
 
 # Glob patterns of the other files of a checkpoint.
 COMPANIONS = (
@@ -70,7 +73,7 @@ def read_config(
   path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """Returns the model of the checkpoint in directory `path`."""
-  settings = read_json(pathlib.Path(path, "config.json"))
+  settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   try:
     return families.from_settings(settings, dtype, remat)
   except UserError as error:
@@ -136,7 +139,7 @@ def read_table(
 
 def has_images(path: str) -> bool:
   """Returns True for a checkpoint of which only the text part is read."""
-  settings = read_json(pathlib.Path(path, "config.json"))
+  settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   return families.text_part(settings) is not settings
 
 
@@ -156,12 +159,15 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
     weights: name of the file; WEIGHTS may be several files with an index.
   """
   path, files = pathlib.Path(path), [weights]
+  if not path.is_dir():
+    raise UserError(f"config.model.path: there is no directory {path}")
   if not (path / weights).is_file():
     if not (path / INDEX).is_file():
       raise UserError(
         f"config.model.path {path} has neither {WEIGHTS} nor {INDEX}"
       )
-    files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+    index = json_object.read(path / INDEX, {"weight_map": dict[str, str]})
+    files = sorted(set(index["weight_map"].values()))
   tensors = {}
   for file in files:
     try:
@@ -215,17 +221,3 @@ def compare_shapes(
       f"{path}: {wrong[0]} is {shapes.get(wrong[0], 'missing')}, but must be "
       f"{expected.get(wrong[0], 'absent')}{more}"
     )
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """Returns the content of a JSON file of the checkpoint."""
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-      raise ValueError("not a JSON object")
-  except (OSError, ValueError) as error:
-    raise UserError(
-      f"cannot read {file} ({error}): config.model.path must be the directory "
-      "of a full checkpoint with config.json and *.safetensors"
-    ) from None
-  return content
