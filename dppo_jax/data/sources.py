@@ -85,7 +85,10 @@ def read(
   try:
     for record in itertools.islice(read_records(), limit or None):
       default_id = f"{os.path.basename(name)}/{number}"
-      yield _make_row(_to_python(record), problem_key, answer_key, default_id)
+      columns = _to_python(record)
+      if not isinstance(columns, dict):
+        raise UserError(f"{columns!r:.60} is not an object with columns")
+      yield _make_row(columns, problem_key, answer_key, default_id)
       number += 1
   except Exception as error:  # files and user code fail in many ways
     is_code = getattr(read_records, "__module__", "") != __name__
@@ -103,6 +106,8 @@ def _make_row(
   columns: Record, problem_key: str, answer_key: str, default_id: str
 ) -> Row:
   id_, problem = _find(columns, _ID_KEY), _find(columns, problem_key)
+  prompt = parse_messages(problem) or _to_text(problem)
+  is_reply = problem is columns.get("messages") and is_begun(prompt)
   value, solution = _find(columns, answer_key), columns.get("solution")
   answer = _to_text(value).strip()
   _, marker, tail = answer.rpartition("####")
@@ -115,7 +120,7 @@ def _make_row(
   is_worked = isinstance(solution, str) and solution.strip() != answer
   return Row(
     id=str(id_) if isinstance(id_, str | int) else default_id,
-    problem=parse_messages(problem) or _to_text(problem),
+    problem=prompt[:-1] if is_reply else prompt,
     answer=answer,
     solution=solution if is_worked else "",
     columns=columns,
@@ -140,8 +145,8 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   except UserError as error:
     raise UserError(
       f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, *.parquet, "
-      "DIR, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
-      f"{_HINT}"
+      "DIR, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION (which "
+      f"reads CSV as in dppo_jax/data/README.md): {_HINT}"
     ) from error
 
 
@@ -244,6 +249,11 @@ def parse_messages(value: Any) -> Prompt | None:
         f"but is {str(message)[:80]!r}"
       )
   return [{"role": m["role"], "content": m["content"]} for m in value]
+
+
+def is_begun(prompt: Prompt) -> bool:
+  """Returns True for a conversation that ends with an assistant message."""
+  return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
 def text_of(prompt: Prompt, with_system: bool = False) -> str:
