@@ -193,6 +193,30 @@ def test_head_is_ignored_if_the_embedding_is_tied(path):
   assert_equal(hf.load(path)[0], tiny()[0])
 
 
+def test_a_head_alone_is_the_embedding_if_they_are_tied(path):
+  embed = np.asarray(tiny()[0]["embed"])
+  name = families.TENSORS["embed"].name
+  change_tensors(path, {"lm_head.weight": embed, name: None})
+  hf.check(path)
+  assert_equal(hf.load(path)[0], tiny()[0])
+  assert hf.stored_dtype(path) == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_that_differs_from_a_tied_embedding_is_rejected(tmp_path, dtype):
+  """Transformers would use it."""
+  params, config = tiny(is_tied=False)
+  hf.save(tmp_path, params, config, dtype=dtype)
+  change_settings(tmp_path, tie_word_embeddings=True)
+  for act in (hf.check, hf.load):
+    with pytest.raises(
+      UserError, match=r"lm_head\.weight .*embeddings to fals"
+    ):
+      act(tmp_path)
+  change_settings(tmp_path, tie_word_embeddings=False)
+  assert not hf.load(tmp_path)[1].is_tied
+
+
 def with_norm(weight):
   """Returns a change of the final norm in the file."""
   return lambda path: change_tensors(path, {"model.norm.weight": weight})

@@ -37,6 +37,7 @@ COMPANIONS = (
 # Stored dtypes, which float32 holds without loss, and their NumPy names.
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_EMBED, _HEAD = (families.TENSORS[x].name for x in ("embed", "head"))
 _TEXT = "language_model."  # marks the tensors of a model's text part
 
 # Open file of a tensor, and its name there.
@@ -82,7 +83,7 @@ def read_config(
 
 def check(path: str) -> None:
   """Raises the errors of `load` without reading the weights."""
-  _check_tensors(path, open_tensors(path), read_config(path))
+  _open_model(path, read_config(path))
 
 
 def load(
@@ -102,8 +103,7 @@ def load(
     param_dtype: dtype of the weights.
   """
   config = read_config(path, dtype, remat)
-  tensors = open_tensors(path)
-  _check_tensors(path, tensors, config)
+  tensors = _open_model(path, config)
   table = transformer.parameter_table(config)
   return read_table(path, tensors, table, shardings, param_dtype), config
 
@@ -145,7 +145,7 @@ def has_images(path: str) -> bool:
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
-  file, name = open_tensors(path)[families.TENSORS["embed"].name]
+  file, name = _open_model(path, read_config(path))[_EMBED]
   return FLOATS[file.get_slice(name).get_dtype()]
 
 
@@ -182,11 +182,9 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
   return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
-def _check_tensors(
-  path: str, tensors: Mapping[str, Stored], config: ModelConfig
-) -> None:
-  """Raises UserError unless the tensors are the model's."""
-  shapes = {}
+def _open_model(path: str, config: ModelConfig) -> dict[str, Stored]:
+  """Opens the tensors; raises UserError unless they are the model's."""
+  tensors, shapes = open_tensors(path), {}
   for name, (file, stored_name) in tensors.items():
     stored = file.get_slice(stored_name)
     if stored.get_dtype() not in FLOATS:
@@ -195,11 +193,19 @@ def _check_tensors(
         f"use {', '.join(FLOATS)}"
       )
     shapes[name] = tuple(stored.get_shape())
-  if config.is_tied:  # transformers ignores the head too
-    shapes.pop(families.TENSORS["head"].name, None)
+  if config.is_tied and _HEAD in shapes:
+    tensors.setdefault(_EMBED, tensors[_HEAD])
+    shapes.setdefault(_EMBED, shapes.pop(_HEAD))
+    read = lambda name: tensors[name][0].get_tensor(tensors[name][1])
+    if not np.array_equal(read(_EMBED), read(_HEAD)):
+      raise UserError(
+        f"{path}: {_HEAD} differs from {_EMBED}, and transformers uses it: set "
+        "tie_word_embeddings to false in config.json"
+      )
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
   compare_shapes(path, shapes, transformer.parameter_table(config))
+  return tensors
 
 
 def compare_shapes(
