@@ -180,8 +180,10 @@ def _read_saved_dataset(directory: str) -> Iterator[Record]:
   )
   for shard in state["_data_files"]:
     name = json_object.check(shard, {"filename": str})["filename"]
-    with pyarrow.memory_map(os.path.join(directory, name)) as file:
+    # A damaged file kills the process if it is mapped or not validated.
+    with pyarrow.OSFile(os.path.join(directory, name)) as file:
       for batch in pyarrow.ipc.open_stream(file):
+        batch.validate(full=True)
         yield from batch.to_pylist()
 
 

@@ -1,5 +1,8 @@
 """Sources: each kind gives the same rows; malformed ones are named."""
 
+import subprocess
+import sys
+
 from problems import ROWS, row
 import pytest
 from sources import write_jsonl, write_parquet, write_saved_dataset, write_tfds
@@ -199,6 +202,38 @@ def test_a_message_without_role_or_text_is_named(tmp_path, message):
   source = write_jsonl(tmp_path / "r.jsonl", rows)
   with pytest.raises(UserError, match=r"jsonl row 1: message 2 of the prompt"):
     read(source)
+
+
+FLIP = """
+import collections, pathlib, sys
+from dppo_jax.data import sources
+from dppo_jax.errors import UserError
+
+folder = pathlib.Path(sys.argv[1])
+file = min(folder.glob("*.arrow"))
+content, outcomes = file.read_bytes(), collections.Counter()
+for bit in range(0, 8 * len(content), int(sys.argv[2])):
+  damaged = bytearray(content)
+  damaged[bit // 8] ^= 1 << bit % 8
+  file.write_bytes(damaged)
+  try:
+    outcomes["read"] += len(list(sources.read(str(folder)))) > 0
+  except UserError as error:
+    outcomes["rejected"] += str(folder) in str(error)
+print(outcomes)
+assert min(outcomes.values()) > 100
+"""
+
+
+def test_a_bit_of_a_saved_split_that_flips_kills_no_process(tmp_path):
+  folder = write_saved_dataset(tmp_path / "saved", ROWS)
+  done = subprocess.run(
+    [sys.executable, "-c", FLIP, folder, "11"],
+    capture_output=True,
+    check=False,
+    text=True,
+  )
+  assert done.returncode == 0, (done.stdout, done.stderr)
 
 
 def test_a_directory_must_be_one_saved_split(tmp_path):
