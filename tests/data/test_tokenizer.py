@@ -182,7 +182,7 @@ def test_a_final_assistant_message_is_continued(small):
   assert tokenizer.prompt(TALK[1:2]) == "<s>user one </s> "
 
 
-def test_decoded_text_is_the_one_that_was_sampled(small):
+def test_decoding_keeps_spaces_before_punctuation(small):
   tokenizer = PretrainedTokenizer(small(clean_up_tokenization_spaces=True))
   tokenizer._tokenizer.add_tokens(["!=", "n't"])
   text = "one != two n't"
