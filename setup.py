@@ -45,7 +45,7 @@ setuptools.setup(
     "importlib_resources>=6.0",  # tfds needs it to prepare, undeclared
     "jax>=0.10,<0.13",  # 0.12 deprecates the Triton backend of Pallas
     "jaxtyping>=0.3",
-    "jinja2>=3.1",  # transformers needs it for chat templates, undeclared
+    "jinja2>=3.1.6",  # transformers needs it for chat templates, undeclared
     "math-verify[antlr4-13-2]>=0.9,<0.10",
     "matplotlib>=3.9",
     "ml-collections>=1.1",

@@ -54,7 +54,7 @@ def run(
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
         step, params, weights = read_weights(run, workdir, step)
-      bar.say(progress.wrapped(f"weights: {weights}"))
+      bar.say(progress.wrapped(f"weights: {weights}\n{run.stop_warning}"))
       to_compile = {"greedy": programs.evaluation_program(run, 0)}
       if samples := config.eval.samples:
         sampled = programs.evaluation_program(run, samples)

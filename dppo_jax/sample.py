@@ -62,7 +62,8 @@ def run(
       how = f"temperature {r.temperature:g}, top-p {r.top_p:g}"
       how = f"{samples} samples of a prompt, {how}" if samples else "greedy"
       how += f", at most {r.max_tokens:,} tokens"
-      bar.say(progress.wrapped(f"weights: {weights}\n{how}"))
+      start = f"weights: {weights}\n{how}\n{run.stop_warning}"
+      bar.say(progress.wrapped(start))
       sampler = _Sampler(run, params, grader, bar)
       if source is not None:
         sampler.print_completions(source, run.root_key)

@@ -82,7 +82,7 @@ def test_checkpoints_without_a_config_are_rejected(run, tmp_path, cut):
   path = _begin(tmp_path, config, prints)
   content = path.read_bytes()
   path.unlink() if cut is None else path.write_bytes(content[:cut])
-  match = "run has checkpoints but its config.json .* restore it"
+  match = r"config.json .*run has checkpoints: restore it"
   with pytest.raises(UserError, match=match):
     workdir.write(path, config, prints)
   path.write_bytes(content)

@@ -12,7 +12,7 @@ import dppo_jax
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "dppo_jax"
 LEVELS = [
-  {"errors", "records", "rng", "sharding", "user_code"},
+  {"errors", "files", "records", "rng", "sharding", "user_code"},
   {"algo", "analysis", "data", "models", "rewards"},
   {"methods", "metrics", "rollout"},
   {"config"},

@@ -226,6 +226,30 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
     lora.choose(table, 2, 1.0, "q_proj,w")
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({}, "has rank 3 but config.lora.rank is 0"),
+    ({"use_dora": True}, "use_dora=True, which is not supported"),
+    ({"lora_alpha": 3}, "lora_alpha=3 but config.lora.alpha is 6"),
+    ({"target_modules": ["q_proj"]}, "adapts q_proj: set config.lora.targets"),
+    ({"target_modules": 3}, "target_modules is 3 but must be text or a list"),
+    ({"r": "3"}, "r is '3' but must be a whole number"),
+  ],
+)
+def test_an_adapter_is_checked_before_it_is_evaluated(
+  tmp_path, changes, message
+):
+  peft.save(str(tmp_path), small.params(config=MODEL), MODEL, "", "float32")
+  file = tmp_path / "adapter_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+  options = {"lora__rank": 3 * bool(changes), "lora__alpha": 6}
+  options["lora__adapter"] = tmp_path
+  c = commands.config("arithmetic:grpo", **SETTINGS | options)
+  with pytest.raises(UserError, match=message):
+    setup.setup_run(c, trains=False).initial_params()
+
+
 def test_weights_of_a_run_with_adapters_are_no_start(run):
   workdir, c, _ = run
   options = SETTINGS | {"sft__from_run": workdir}

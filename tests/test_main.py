@@ -246,7 +246,12 @@ def test_config_is_read_back(tmp_path):
   [
     ("{", "not the config of a run"),
     ('{"steps": 3}', "not the config of a run"),
+    ("3", "not the config of a run"),
     ('{"method.name": "dppo", "objective.name": "grpo", "stps": 1}', "stps"),
+    (
+      '{"method.name": "dppo", "objective.name": "grpo", "steps": "3"}',
+      "config.json: config.steps is '3' but must be a whole number",
+    ),
   ],
 )
 def test_file_without_a_config_is_named(tmp_path, text, message):

@@ -35,7 +35,7 @@ REJECTED = [
   ("rollout.top_k=99", "config.rollout.top_k", "24 tokens"),
   ("reward.overlong_tokens=99", "config.reward.overlong_tokens", "at most"),
   ("model.shape.heads=3", "config.model.shape.heads", "multiple of 2"),
-  ("model.path=none", "config.model.path", "none has neither"),
+  ("model.path=none", "config.model.path", "no directory none"),
   ("optimizer.schedule=wild", "config.optimizer.schedule", "constant, linear"),
   ("optimizer.clip_norm=nan", "config.optimizer.clip_norm", "at most"),
   ("reward.functions=fair", "config.reward.functions", "'fair'"),
@@ -144,5 +144,5 @@ def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
   with pytest.raises(UserError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
-  with pytest.raises(UserError, match="none has neither"):
+  with pytest.raises(UserError, match="no directory none"):
     setup_run(config)

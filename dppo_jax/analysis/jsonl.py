@@ -7,6 +7,7 @@ import os
 import pathlib
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 
 # Of text files: escapes the lone surrogates of invalid text.
 ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
@@ -23,7 +24,7 @@ def read(path: pathlib.Path) -> list[dict]:
   lines = []
   for number, text in enumerate(content.split(b"\n")[:-1], 1):
     try:
-      lines.append(json.loads(text.decode()))
+      lines.append(json_object.check(json.loads(text.decode()), {"step": int}))
     except ValueError as error:
       raise UserError(
         f"{path}, line {number}, is damaged ({error}): delete that line"

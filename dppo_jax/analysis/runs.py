@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
 import pathlib
 
 import numpy as np
 
 from dppo_jax.analysis import jsonl, statistics
-from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 
 SECONDS = "step/seconds"
 SCALE_LIMIT = 1e6  # prompts; a larger gradient noise scale is unknown
@@ -98,10 +97,8 @@ def noise_scale(steps: Sequence[dict]) -> str:
 def load(workdir: str | pathlib.Path) -> Run:
   """Reads the run in `workdir`, finished or not."""
   path = pathlib.Path(workdir)
-  try:
-    config = json.loads((path / "config.json").read_text("utf-8"))
-  except (OSError, ValueError) as error:
-    raise UserError(f"{path} is not a run: config.json: {error}") from error
+  hint = f"{path} is not a run"
+  config = json_object.read(path / "config.json", {"seed": int}, hint)
   lines = jsonl.read(path / "metrics.jsonl")
   steps = [line for line in lines if SECONDS in line]
   # Earlier versions did not log the number of samples.

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 import inspect
-import json
 from numbers import Integral
 import os
-import pathlib
 from typing import Any
 
 import optax
@@ -15,6 +13,7 @@ from dppo_jax.algo import objectives
 from dppo_jax.config.options import assign, check_option, default_args, walk
 from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.metrics import trackers
 
 # A name, a reference to a user's function, or the function.
@@ -95,25 +94,26 @@ def load_optimizer(config: Config) -> Callable:
 def read(path: str | os.PathLike) -> Config:
   """Returns the config in a run's config.json; raises UserError."""
   config = Config()
+  kinds = {"method.name": str, "objective.name": str}
+  kinds |= {"method.source": str | None, "objective.source": str | None}
+  saved = json_object.read(path, kinds, "it is not the config of a run")
+  choices = []
+  for kind in ("method", "objective"):
+    name = saved.pop(f"{kind}.name")
+    choices.append(saved.pop(f"{kind}.source", None) or name)
   try:
-    saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    choices = []
-    for kind in ("method", "objective"):
-      name = saved.pop(f"{kind}.name")
-      choices.append(saved.pop(f"{kind}.source", name))
     use_method(config, *choices)
-    defaults = {name: value for name, value, _ in walk(config)}
+    options = {name: metadata for name, _, metadata in walk(config) if metadata}
     for name, value in saved.items():
       if name.startswith("fingerprints."):  # of data and code
         continue
-      is_tuple = isinstance(defaults[name], tuple)
+      if name not in options:
+        raise UserError(f"there is no option config.{name}")
+      check_option(name, value, options[name])
+      is_tuple = options[name]["type"] is tuple
       assign(config, name, tuple(value) if is_tuple else value)
-  except UserError:
-    raise
-  except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-    raise UserError(
-      f"{path} is not the config of a run: {type(error).__name__} {error}"
-    ) from error
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from error
   return config
 
 

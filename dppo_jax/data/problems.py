@@ -17,7 +17,7 @@ import numpy as np
 
 from dppo_jax import sharding, user_code
 from dppo_jax.data import arithmetic, sources
-from dppo_jax.data.sources import Prompt, Row, parse_messages, text_of
+from dppo_jax.data.sources import Prompt, Row, is_begun, parse_messages, text_of
 from dppo_jax.data.tokenizer import Tokenizer
 from dppo_jax.errors import UserError
 from dppo_jax.records import PromptBatch
@@ -133,7 +133,7 @@ def prepare(
   rows = list(rows)
   names = dict.fromkeys(name for row in rows for name in row.columns)
   left_out: collections.Counter[str] = collections.Counter()
-  seen, used, tokens = set(), [], []
+  seen, used, tokens, num_begun = set(), [], [], 0
   for row in rows:
     problem = text_of(row.problem)
     has_answer = row.answer.strip() or not needs_answers
@@ -156,11 +156,14 @@ def prepare(
     if not used:
       first_text = tokenizer.prompt(prompt)
     used.append(row)
+    num_begun += is_begun(prompt)
     tokens.append(ids)
   report = f"{label}: {len(rows):,} read, {len(used):,} used"
   if left_out:
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
     report += f"; left out: {', '.join(counts)}"
+  if num_begun:
+    report += f"; {num_begun:,} end with an assistant message, to be continued"
   if num_json := sum(_is_json(row.answer) for row in used):
     report += (
       f"; {num_json:,} answers are JSON text, which math and exact compare as "

@@ -14,6 +14,7 @@ import numpy as np
 
 from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.rewards import last_boxed
 
 Record = Mapping[str, Any]
@@ -84,7 +85,10 @@ def read(
   try:
     for record in itertools.islice(read_records(), limit or None):
       default_id = f"{os.path.basename(name)}/{number}"
-      yield _make_row(_to_python(record), problem_key, answer_key, default_id)
+      columns = _to_python(record)
+      if not isinstance(columns, dict):
+        raise UserError(f"{columns!r:.60} is not an object with columns")
+      yield _make_row(columns, problem_key, answer_key, default_id)
       number += 1
   except Exception as error:  # files and user code fail in many ways
     is_code = getattr(read_records, "__module__", "") != __name__
@@ -102,6 +106,8 @@ def _make_row(
   columns: Record, problem_key: str, answer_key: str, default_id: str
 ) -> Row:
   id_, problem = _find(columns, _ID_KEY), _find(columns, problem_key)
+  prompt = parse_messages(problem) or _to_text(problem)
+  is_reply = problem is columns.get("messages") and is_begun(prompt)
   value, solution = _find(columns, answer_key), columns.get("solution")
   answer = _to_text(value).strip()
   _, marker, tail = answer.rpartition("####")
@@ -114,7 +120,7 @@ def _make_row(
   is_worked = isinstance(solution, str) and solution.strip() != answer
   return Row(
     id=str(id_) if isinstance(id_, str | int) else default_id,
-    problem=parse_messages(problem) or _to_text(problem),
+    problem=prompt[:-1] if is_reply else prompt,
     answer=answer,
     solution=solution if is_worked else "",
     columns=columns,
@@ -139,8 +145,8 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   except UserError as error:
     raise UserError(
       f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, *.parquet, "
-      "DIR, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION: "
-      f"{_HINT}"
+      "DIR, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION (which "
+      f"reads CSV as in dppo_jax/data/README.md): {_HINT}"
     ) from error
 
 
@@ -161,22 +167,23 @@ def _read_saved_dataset(directory: str) -> Iterator[Record]:
   """Reads what `save_to_disk` of Hugging Face datasets wrote."""
   import pyarrow  # slow to import, and few sources need it
 
-  if os.path.exists(os.path.join(directory, "dataset_dict.json")):
-    with open(os.path.join(directory, "dataset_dict.json"), "rb") as file:
-      splits = json.load(file)["splits"]
+  dataset = os.path.join(directory, "dataset_dict.json")
+  if os.path.exists(dataset):
+    splits = json_object.read(dataset, {"splits": list[str]})["splits"]
     choices = " or ".join(os.path.join(directory, x) for x in splits)
     raise UserError(f"the directory has several splits: use {choices}")
-  state = os.path.join(directory, "state.json")
-  if not os.path.exists(state):
-    raise UserError(
-      "the directory has no state.json, so it was not written by save_to_disk "
-      "of Hugging Face datasets: name a file in it instead"
-    )
-  with open(state, "rb") as file:
-    names = [x["filename"] for x in json.load(file)["_data_files"]]
-  for name in names:
-    with pyarrow.memory_map(os.path.join(directory, name)) as file:
+  state = json_object.read(
+    os.path.join(directory, "state.json"),
+    {"_data_files": list[dict]},
+    "save_to_disk of Hugging Face datasets writes this file: if it did not "
+    "write the directory, name a file in it instead",
+  )
+  for shard in state["_data_files"]:
+    name = json_object.check(shard, {"filename": str})["filename"]
+    # A damaged file kills the process if it is mapped or not validated.
+    with pyarrow.OSFile(os.path.join(directory, name)) as file:
       for batch in pyarrow.ipc.open_stream(file):
+        batch.validate(full=True)
         yield from batch.to_pylist()
 
 
@@ -244,6 +251,11 @@ def parse_messages(value: Any) -> Prompt | None:
         f"but is {str(message)[:80]!r}"
       )
   return [{"role": m["role"], "content": m["content"]} for m in value]
+
+
+def is_begun(prompt: Prompt) -> bool:
+  """Returns True for a conversation that ends with an assistant message."""
+  return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
 def text_of(prompt: Prompt, with_system: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -9,9 +10,19 @@ import pathlib
 import re
 from typing import Any
 
-from dppo_jax.data.sources import Prompt, first_line, text_of
+from dppo_jax.data.sources import Prompt, first_line, is_begun, text_of
 from dppo_jax.errors import UserError
-from dppo_jax.models.hf import reader
+from dppo_jax.files import json_object
+
+# Today in every chat template, so that a resumed run has the same prompts. This
+# is the date of Llama's own templates where they cannot ask for today.
+DATE = datetime.date(2024, 7, 26)
+_CODES = "a A b B d -d e j m -m U w W y Y c x F D H I M S p X T".split()
+_PINNED_DATE = (
+  "{% macro strftime_now(format) %}{{ format"
+  + "".join(f"|replace('%{x}','{DATE.strftime(f'%{x}')}')" for x in _CODES)
+  + " }}{% endmacro %}{{ '' }}"  # a newline after this is kept
+)
 
 
 class CharacterTokenizer:
@@ -23,12 +34,14 @@ class CharacterTokenizer:
   Attributes:
     vocab_size: number of ids; an embedding may have more rows.
     stop_ids: ids that end a completion; the first is the one to train on.
+    stop_warning: says which end of a turn is no stop id; empty if none.
     pad_id: fills arrays; never read, because lengths travel with the arrays.
   """
 
   # No symbol starts with another. 24 symbols: 8 devices can split them evenly.
   SYMBOLS = ("<pad>", "<eos>", "\\boxed{", *"}0123456789+-*/=;,() ")
   vocab_size, pad_id, stop_ids = len(SYMBOLS), 0, (1,)
+  stop_warning = ""
 
   def __init__(self):
     self._ids = {symbol: i for i, symbol in enumerate(self.SYMBOLS) if i > 1}
@@ -129,50 +142,88 @@ class PretrainedTokenizer:
     They are read on demand: config.rollout.stop_ids may replace them.
     """
     ids = find_stop_ids(self._path, self._tokenizer.eos_token_id)
-    if len(ids) == 1 or not self._has_template:
-      return ids
+    first = [self._turn_end] if self._turn_end in ids else []
+    return tuple(dict.fromkeys([*first, *ids]))
+
+  @property
+  def stop_warning(self) -> str:
+    if self._turn_end in (None, *self.stop_ids):
+      return ""
+    token = self._tokenizer.convert_ids_to_tokens
+    return (
+      "completions stop at "
+      f"{' or '.join(map(repr, token([*self.stop_ids])))}, as "
+      "generation_config.json says, but the chat template ends turns with "
+      f"{token(self._turn_end)!r}: to stop there too, set "
+      f"config.rollout.stop_ids='{(self._turn_end, *self.stop_ids)}'"
+    )
+
+  @functools.cached_property
+  def _turn_end(self) -> int | None:
+    """End of text in one of the checkpoint's files that ends a turn."""
+    if not self._has_template:
+      return None
+    known = {self._tokenizer.eos_token_id}.union(
+      _read_eos_ids(self._path, "generation_config.json"),
+      _read_eos_ids(self._path, "config.json"),
+    )
     answer = "4711"
     turns = [
       {"role": role, "content": answer} for role in ("user", "assistant")
     ]
     with contextlib.suppress(Exception):  # a template may raise anything
-      text = self._tokenizer.apply_chat_template(
-        turns, tokenize=False, **self._template_args
-      )
+      finished = {"continue_final_message": False}
+      text = self._render(turns, self._template_args | finished)
       after = self.encode(text.rpartition(answer)[2])
-      ends = [x for x in after if x in ids]
-      ids = tuple(dict.fromkeys([*ends[:1], *ids]))
-    return ids
+      return next((x for x in after if x in known), None)
+    return None
 
   def encode_prompt(self, prompt: Prompt) -> list[int]:
     # A template writes the beginning-of-sequence token itself.
     return self.encode(self.prompt(prompt), not self._has_template)
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    if lone := re.search("[\ud800-\udfff]", text):
+      raise UserError(
+        f"character {lone[0]!r} of {text!r} is half of a surrogate pair, which "
+        "no tokenizer reads"
+      )
     return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
   def decode(self, ids: Sequence[int]) -> str:
-    return self._tokenizer.decode([*map(int, ids)], skip_special_tokens=True)
+    return self._tokenizer.decode(
+      [*map(int, ids)],
+      skip_special_tokens=True,
+      clean_up_tokenization_spaces=False,
+    )
 
   def prompt(self, prompt: Prompt) -> str:
-    """Returns the prompt as rendered by the chat template, if there is one."""
+    """Returns the prompt as rendered by the chat template, if there is one.
+
+    If the last message is the assistant's, a completion continues it.
+    """
     if not self._has_template:
       return text_of(prompt, with_system=True)
     if isinstance(prompt, str):
       prompt = [{"role": "user", "content": prompt}]
+    continuation = {
+      "continue_final_message": is_begun(prompt),
+      "add_generation_prompt": not is_begun(prompt),
+    }
     try:
-      return self._tokenizer.apply_chat_template(
-        prompt,
-        tokenize=False,
-        add_generation_prompt=True,
-        **self._template_args,
-      )
+      return self._render(prompt, continuation | self._template_args)
     except Exception as error:  # a template may raise anything
       raise UserError(
         f"the chat template of {self._path!r} rejects the prompt: "
         f"{first_line(error)}; check the roles in config.data.template "
         "and the arguments in config.data.template_args"
       ) from error
+
+  def _render(self, messages: list[dict[str, str]], args: dict) -> str:
+    choice = args.get("chat_template"), args.get("tools")
+    template = _PINNED_DATE + self._tokenizer.get_chat_template(*choice)
+    args = args | {"chat_template": template, "tokenize": False}
+    return self._tokenizer.apply_chat_template(messages, **args)
 
 
 Tokenizer = CharacterTokenizer | PretrainedTokenizer
@@ -197,6 +248,7 @@ def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
 
 def _read_eos_ids(path: str, name: str) -> list[int]:
   file = pathlib.Path(path, name)
-  content = reader.read_json(file) if file.exists() else {}
+  kinds = {"eos_token_id": int | list[int] | None}
+  content = json_object.read(file, kinds) if file.exists() else {}
   ids = content.get("eos_token_id")
   return [] if ids is None else ids if isinstance(ids, list) else [ids]

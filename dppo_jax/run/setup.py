@@ -46,6 +46,12 @@ class Run(NamedTuple):
   packing: packing.PackingSpec
 
   @property
+  def stop_warning(self) -> str:
+    """Says which end of a turn is no stop id; empty if none is missing."""
+    is_chosen = self.config.rollout.stop_ids or not self.tokenizer
+    return "" if is_chosen else self.tokenizer.stop_warning
+
+  @property
   def num_updates(self) -> int:
     """Optimizer updates in the full run."""
     return self.config.steps * self.config.objective.num_updates
@@ -59,6 +65,8 @@ class Run(NamedTuple):
 
   def initial_params(self) -> parameters.Params:
     """Returns the initial weights, placed on the mesh."""
+    if adapter := self.config.lora.adapter:
+      peft.check(adapter, self.model)
     shardings = parameters.shardings(self.model, self.mesh)
     if self.path:
       dtype = self.model.param_dtype
@@ -102,6 +110,7 @@ class Run(NamedTuple):
         self.train_set.report,
         *(reports or ["eval: no problems"]),
         self.train_set.first_prompt,
+        *([self.stop_warning] if self.stop_warning else []),
         f"step: {prompts} prompts x {group_size} sequences of at most "
         f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
         f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "

@@ -17,6 +17,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, distributed
 
@@ -52,14 +53,11 @@ def check(
   """
   if not checkpoint.complete_steps(path.parent):
     return
-  try:
-    # An option that is newer than the run had its default.
-    old = configs.flatten(configs.Config()) | json.loads(path.read_bytes())
-  except (OSError, ValueError) as error:
-    raise UserError(
-      f"{path.parent} has checkpoints but its config.json cannot be read "
-      f"({error}): restore it, or choose another --workdir"
-    ) from error
+  hint = (
+    f"{path.parent} has checkpoints: restore it, or choose another --workdir"
+  )
+  # An option that is newer than the run had its default.
+  old = configs.flatten(configs.Config()) | json_object.read(path, hint=hint)
   new = configs.flatten(config) | dict(prints or {})
   changed = [
     f"config.{name} was {old.get(name)!r} and is now {new[name]!r}"

@@ -123,6 +123,14 @@ def test_solutions_end_with_a_stop_id_and_fit_a_row():
     tokenize_solutions(problems, tokenizer, 1, 14)
 
 
+def test_prompts_to_continue_are_reported():
+  talk = [{"role": "user", "content": "1+2="}]
+  begun = [{"role": "assistant", "content": "5="}]
+  rows = [row("a", talk), row("b", begun), row("c", "3+4=")]
+  report = "3 used; 1 end with an assistant message, to be continued"
+  assert report in prepare(rows).report
+
+
 # Templates ------------------------------------------------------------------
 
 

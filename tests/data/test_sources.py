@@ -1,5 +1,8 @@
 """Sources: each kind gives the same rows; malformed ones are named."""
 
+import subprocess
+import sys
+
 from problems import ROWS, row
 import pytest
 from sources import write_jsonl, write_parquet, write_saved_dataset, write_tfds
@@ -106,6 +109,18 @@ def test_the_columns_of_trl_need_no_option(key):
   assert (row.problem, row.answer, row.solution) == (messages, "2", "")
 
 
+def test_the_reply_in_a_column_of_messages_is_no_part_of_the_prompt():
+  talk = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "It is 2."},
+  ]
+  record = {"messages": talk, "prompt": talk, "answer": 2}
+  (row,) = read(lambda: [record], problem_key="messages")
+  assert row.problem == talk[:1] and row.columns == record
+  (row,) = read(lambda: [record | {"messages": talk[:1]}])
+  assert row.problem == talk  # to be continued
+
+
 @pytest.mark.parametrize(
   ("columns", "answer", "is_worked"),
   [
@@ -156,10 +171,11 @@ PYTHON = b"def rows():\n  yield {}\n  yield {}\n  "
   ("name", "contents", "complaint"),
   [
     ("r.jsonl", GOOD * 2 + b'{"a": ', "3: JSONDecodeError"),
-    ("r.jsonl", GOOD * 2 + b"[]", "3: AttributeError: 'list'"),
+    ("r.jsonl", GOOD * 2 + b"[]", r"3: \[\] is not an object with columns"),
+    ("r.jsonl", b"[" + GOOD.strip() + b"]", r"1: \[{.* is not an object"),
     ("r.parquet", GOOD, "1: .*ArrowInvalid"),
     ("r.py", PYTHON + b"yield 1 / 0", "3: ZeroDivisionError.*line 4"),
-    ("r.py", PYTHON + b"yield 'p'", "3: AttributeError: 'str'"),
+    ("r.py", PYTHON + b"yield 'p'", "3: .*'p' is not an object"),
   ],
 )
 def test_malformed_record_is_named(tmp_path, name, contents, complaint):
@@ -188,8 +204,40 @@ def test_a_message_without_role_or_text_is_named(tmp_path, message):
     read(source)
 
 
+FLIP = """
+import collections, pathlib, sys
+from dppo_jax.data import sources
+from dppo_jax.errors import UserError
+
+folder = pathlib.Path(sys.argv[1])
+file = min(folder.glob("*.arrow"))
+content, outcomes = file.read_bytes(), collections.Counter()
+for bit in range(0, 8 * len(content), int(sys.argv[2])):
+  damaged = bytearray(content)
+  damaged[bit // 8] ^= 1 << bit % 8
+  file.write_bytes(damaged)
+  try:
+    outcomes["read"] += len(list(sources.read(str(folder)))) > 0
+  except UserError as error:
+    outcomes["rejected"] += str(folder) in str(error)
+print(outcomes)
+assert min(outcomes.values()) > 100
+"""
+
+
+def test_a_bit_of_a_saved_split_that_flips_kills_no_process(tmp_path):
+  folder = write_saved_dataset(tmp_path / "saved", ROWS)
+  done = subprocess.run(
+    [sys.executable, "-c", FLIP, folder, "11"],
+    capture_output=True,
+    check=False,
+    text=True,
+  )
+  assert done.returncode == 0, (done.stdout, done.stderr)
+
+
 def test_a_directory_must_be_one_saved_split(tmp_path):
-  with pytest.raises(UserError, match=r"no state\.json"):
+  with pytest.raises(UserError, match=r"state\.json \(No such file"):
     read(str(tmp_path))
   write_saved_dataset(tmp_path / "train", ROWS)
   (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -201,7 +249,10 @@ def test_a_directory_must_be_one_saved_split(tmp_path):
   ("source", "complaint"),
   [
     ("absent.jsonl", r"there is no file 'absent\.jsonl': set config\.data"),
-    ("rows.csv", r"'rows.csv' .*a source is arithmetic.*\*\.parquet"),
+    (
+      "rows.csv",
+      r"'rows.csv' .*a source is arithmetic.*\*\.parquet.*CSV.*data/README",
+    ),
     ("absent.py:rows", r"no file absent\.py; .*: set config\.data"),
     ("tfds:no_such_set", r"tfds:no_such_set row 1: .*not found"),
     ("tfds:{tiny}:test", r"row 1: .*Unknown split 'test'"),

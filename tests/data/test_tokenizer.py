@@ -3,6 +3,7 @@
 import gzip
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -152,6 +153,50 @@ def test_prompt_goes_through_the_template_and_begins_once(small):
   assert tokenizer.encode_prompt(TALK).count(0) == 1
 
 
+def test_date_of_a_template_is_pinned_unless_it_is_set(small):
+  template = (
+    "{% if date_string is not defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ date_string }}"
+  )
+  path = small(chat_template=template)
+  assert PretrainedTokenizer(path).prompt("one") == "26 Jul 2024"
+  args = {"date_string": "one"}
+  assert PretrainedTokenizer(path, args).prompt("one") == "one"
+
+
+def test_a_final_assistant_message_is_continued(small):
+  template = TEMPLATE.replace("{{ m.content }} ", "{{ m.content }} </s> ")
+  path = small(chat_template=template)
+  tokenizer = PretrainedTokenizer(path)
+  talk = "<s>system be </s> user one </s> assistant two"
+  assert tokenizer.prompt(TALK[:3]) == talk
+  assert PretrainedTokenizer(small()).prompt(TALK[:3]) == "be\n\none\n\ntwo"
+  small(chat_template=template)
+  finished = {"continue_final_message": False}
+  tokenizer = PretrainedTokenizer(path, finished)
+  assert tokenizer.prompt(TALK[:3]) == talk + " </s> "
+  tokenizer = PretrainedTokenizer(path, finished | {"add_generation_prompt": 1})
+  assert tokenizer.prompt(TALK[:3]) == talk + " </s> assistant"
+  tokenizer = PretrainedTokenizer(path, {"add_generation_prompt": False})
+  assert tokenizer.prompt(TALK[1:2]) == "<s>user one </s> "
+
+
+def test_decoding_keeps_spaces_before_punctuation(small):
+  tokenizer = PretrainedTokenizer(small(clean_up_tokenization_spaces=True))
+  tokenizer._tokenizer.add_tokens(["!=", "n't"])
+  text = "one != two n't"
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_half_a_character_is_named(small):
+  tokenizer = PretrainedTokenizer(small())
+  with pytest.raises(
+    UserError, match=r"character '\\ud800' of 'one \\ud800' is"
+  ):
+    tokenizer.encode_prompt("one \ud800")
+
+
 def test_without_template_a_prompt_is_plain_text_that_begins_once(small):
   tokenizer = PretrainedTokenizer(small())
   assert tokenizer.prompt(TALK[:2]) == "be\n\none"
@@ -246,7 +291,30 @@ def test_the_end_of_an_answer_comes_first(small):
   assert PretrainedTokenizer(str(path)).stop_ids == (1, 9)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize(
+  ("end", "generation", "warning"),
+  [
+    ("</s>", 1, ""),
+    ("</s>", [9, 1], ""),
+    ("</s>", 9, "at 'brief'.* ends turns with '</s>': .*stop_ids='.1, 9.'"),
+    ("two", 9, ""),  # neither config.json nor the tokenizer knows it
+  ],
+)
+def test_a_turn_that_ends_in_no_stop_id_is_reported(
+  small, end, generation, warning
+):
+  path = pathlib.Path(small(chat_template=TEMPLATE + "{{ ' " + end + "' }}"))
+  (path / "config.json").write_text('{"eos_token_id": 1}')
+  content = json.dumps({"eos_token_id": generation})
+  (path / "generation_config.json").write_text(content)
+  tokenizer = PretrainedTokenizer(str(path))
+  assert re.search(warning or "^$", tokenizer.stop_warning)
+  assert 1 in tokenizer.stop_ids or 9 in tokenizer.stop_ids
+
+
+@pytest.mark.parametrize(
+  "text", [b"{", b"[1]", b"\xff", b'{"eos_token_id": ["2"]}']
+)
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_damaged_file_of_stop_ids_is_named(tmp_path, name, text):
   (tmp_path / name).write_bytes(text)

@@ -26,7 +26,9 @@ def test_truncated_line_and_lines_of_later_steps_are_removed(
   assert path.read_bytes() == b"".join(LINES.splitlines(True)[:left])
 
 
-@pytest.mark.parametrize("middle", [b"\0\0\n", b"{\n", b"\xff\n"])
+@pytest.mark.parametrize(
+  "middle", [b"\0\0\n", b"{\n", b"\xff\n", b"[]\n", b'{"step": "1"}\n']
+)
 def test_damaged_line_is_named(tmp_path, middle):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(LINES + middle + LINES)

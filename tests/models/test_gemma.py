@@ -215,6 +215,7 @@ def test_five_local_layers_precede_a_global_one():
     ({"hidden_activation": "relu"}, "hidden_activation to 'relu'"),
     ({"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
     ({"layer_types": ["chunked_attention"] * 4}, "layer_types to"),
+    ({"rope_parameters": {"rope_theta": 1e5}}, "full_attention is missing"),
     (
       {"rope_parameters": {
         "full_attention": {"rope_theta": 1e6},

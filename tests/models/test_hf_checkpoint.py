@@ -194,6 +194,30 @@ def test_head_is_ignored_if_the_embedding_is_tied(path):
   assert_equal(hf.load(path)[0], tiny()[0])
 
 
+def test_a_head_alone_is_the_embedding_if_they_are_tied(path):
+  embed = np.asarray(tiny()[0]["embed"])
+  name = families.TENSORS["embed"].name
+  change_tensors(path, {"lm_head.weight": embed, name: None})
+  hf.check(path)
+  assert_equal(hf.load(path)[0], tiny()[0])
+  assert hf.stored_dtype(path) == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_that_differs_from_a_tied_embedding_is_rejected(tmp_path, dtype):
+  """Transformers would use it."""
+  params, config = tiny(is_tied=False)
+  hf.save(tmp_path, params, config, dtype=dtype)
+  change_settings(tmp_path, tie_word_embeddings=True)
+  for act in (hf.check, hf.load):
+    with pytest.raises(
+      UserError, match=r"lm_head\.weight .*embeddings to fals"
+    ):
+      act(tmp_path)
+  change_settings(tmp_path, tie_word_embeddings=False)
+  assert not hf.load(tmp_path)[1].is_tied
+
+
 def with_norm(weight):
   """Returns a change of the final norm in the file."""
   return lambda path: change_tensors(path, {"model.norm.weight": weight})
@@ -207,7 +231,7 @@ def with_norm(weight):
       lambda p: (p / "config.json").write_text("{"),
       "cannot read .*config.json",
     ),
-    (lambda p: change_settings(p, hidden_size=...), "lacks 'hidden_size'"),
+    (lambda p: change_settings(p, hidden_size=...), "hidden_size is missing"),
     (
       lambda p: change_settings(p, num_hidden_layers=4),
       "layers.3.input_layernorm.weight is missing, .*more differ",
@@ -226,6 +250,13 @@ def with_norm(weight):
     (
       lambda p: (split_in_shards(p), (p / "1.safetensors").unlink()),
       "1.safetensors is missing",
+    ),
+    (
+      lambda p: (
+        split_in_shards(p),
+        (p / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
+      ),
+      "weight_map is 3 but must be an object of text",
     ),
   ],
 )

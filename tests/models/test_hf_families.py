@@ -125,9 +125,9 @@ def test_missing_keys_have_the_defaults_of_the_family_or_are_named():
     assert without(settings, "head_dim").head_dim == head_dim
   assert not without(QWEN2, "tie_word_embeddings").is_tied
   for key in ("architectures", "vocab_size", "rope_theta"):
-    with pytest.raises(UserError, match=f"config.json lacks '{key}'"):
+    with pytest.raises(UserError, match=f"config.json: {key} is missing"):
       without(QWEN2, key)
-  with pytest.raises(UserError, match="lacks 'factor'"):
+  with pytest.raises(UserError, match="factor is missing"):
     scaling = {"rope_type": "llama3"}
     families.from_settings(LLAMA | {"rope_scaling": scaling})
 
@@ -136,7 +136,9 @@ def test_missing_keys_have_the_defaults_of_the_family_or_are_named():
 def test_both_styles_of_rotary_settings_are_equivalent(settings):
   new = dict(settings)
   scaling = new.pop("rope_scaling", None) or {"rope_type": "default"}
-  new["rope_parameters"] = {"rope_theta": new.pop("rope_theta"), **scaling}
+  rotary = {"rope_theta": new.pop("rope_theta"), **scaling}
+  is_local = "rope_local_base_freq" in settings
+  new["rope_parameters"] = {"full_attention": rotary} if is_local else rotary
   assert families.from_settings(new) == families.from_settings(settings)
   expected = layers.RopeScaling(32.0, 1.0, 4.0, 8192)
   assert families.from_settings(LLAMA).rope_scaling == expected
@@ -155,6 +157,7 @@ def test_both_styles_of_rotary_settings_are_equivalent(settings):
     (LLAMA, {"attention_bias": True}),
     (LLAMA, {"mlp_bias": True}),
     (LLAMA, {"attention_dropout": 0.1}),
+    (LLAMA, {"is_causal": False}),
     (QWEN2, {"partial_rotary_factor": 0.5}),
     (QWEN2, {"quantization_config": {"quant_method": "fp8"}}),
     (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
@@ -169,13 +172,43 @@ def test_unsupported_options_are_rejected(settings, changes):
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-@pytest.mark.parametrize("per_token", [0, 129])
-def test_a_token_has_at_least_one_and_at_most_all_experts(key, per_token):
+@pytest.mark.parametrize(
+  ("per_token", "message"),
+  [
+    (0, "_tok is 0 but must"),
+    (129, "_tok to 129, but a layer has 128 experts"),
+  ],
+)
+def test_a_token_has_at_least_one_and_at_most_all_experts(
+  key, per_token, message
+):
   settings = {k: v for k, v in MOE.items() if k != "num_experts"} | {key: 128}
   changes = {"num_experts_per_tok": per_token}
-  message = f"num_experts_per_tok to {per_token}, but a layer has 128 experts"
   with pytest.raises(UserError, match=message):
     families.from_settings(settings | changes)
+
+
+WRONG = (None, True, "x", -1, 0, 1.5, 10**400, [], [3], ["x"], {}, {"x": "x"})
+
+
+@pytest.mark.parametrize("settings", PUBLISHED.values())
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda x: repr(x)[:9])
+def test_a_value_of_any_type_is_read_or_named(settings, wrong):
+  rotary = {"rope_theta": 1e6, "rope_type": "llama3", "factor": 2.0}
+  changed = [settings | {key: wrong} for key in settings]
+  changed += [
+    settings | {style: rotary | {key: wrong}}
+    for style in ("rope_parameters", "rope_scaling")
+    for key in (*rotary, "full_attention", "sliding_attention")
+  ]
+  changed.append({"architectures": list(families.TEXT_PARTS)})
+  changed[-1]["text_config"] = wrong
+  for content in changed:
+    try:
+      config = families.from_settings(content)
+      transformer.parameter_table(config)
+    except UserError as error:
+      assert "config.json" in str(error) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("names", [["GemmaForCausalLM"], []])

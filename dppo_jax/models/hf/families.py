@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.models import lora
 from dppo_jax.models.config import LocalLayers, ModelConfig
 from dppo_jax.models.layers import RopeScaling
@@ -103,6 +104,25 @@ ROPE_KEYS = {
   "original_length": "original_max_position_embeddings",
 }
 
+_LABEL = "config.json: "
+
+# Key of config.json -> type of its value. Numbers are above 0.
+_KINDS = {
+  "architectures": list[str],
+  **dict.fromkeys((*KEYS.values(), *EXPERT_KEYS.values()), int),
+  **dict.fromkeys(("sliding_window", "sliding_window_pattern"), int),
+  **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), bool),
+  **dict.fromkeys(("rms_norm_eps", "query_pre_attn_scalar"), float),
+  **dict.fromkeys(("rope_theta", *ROPE_KEYS.values()), float),
+}
+
+# The same for values that may be absent.
+_OPTIONAL_KINDS = {
+  **dict.fromkeys(("architectures", "layer_types"), list[str] | None),
+  **dict.fromkeys(("text_config", "rope_scaling"), dict | None),
+  "rope_parameters": dict | None,
+}
+
 # Option -> its supported values, the default among them.
 SUPPORTED = {
   "hidden_act": ("silu",),
@@ -110,6 +130,7 @@ SUPPORTED = {
   "attn_logit_softcapping": (),
   "final_logit_softcapping": (),
   "use_bidirectional_attention": (False,),
+  "is_causal": (True,),
   "attention_dropout": (0.0,),
   "mlp_bias": (False,),
   "partial_rotary_factor": (1.0,),
@@ -217,10 +238,13 @@ def from_settings(
   family = FAMILIES[name]
   settings = {**family.defaults, **settings}
   rope = {k: v for k, v in settings.items() if k == "rope_theta"}
-  by_type = settings.get("rope_parameters", {})  # as transformers 5 writes it
-  by_type = by_type if "full_attention" in by_type else {}
-  new = by_type.get("full_attention", settings.get("rope_parameters"))
-  rope |= settings.get("rope_scaling") or new or {}
+  new = settings.get("rope_parameters", {})  # as transformers 5 writes it
+  by_type = {}
+  if new and "sliding_window" in family.defaults:  # others are ignored there
+    kinds = {"full_attention": dict, "sliding_attention": dict | None}
+    by_type = json_object.check(new, kinds, f"{_LABEL}rope_parameters.")
+    new = by_type["full_attention"]
+  rope |= settings.get("rope_scaling") or new
   rope.setdefault("rope_type", rope.get("type", "default"))
   local = _local_layers(settings, by_type)
   _check_supported({**settings, **rope}, family)
@@ -236,7 +260,7 @@ def from_settings(
     if "num_local_experts" in settings:  # written by transformers 5
       keys.setdefault("num_experts", settings["num_local_experts"])
     experts = Experts(**{k: _get(keys, key) for k, key in EXPERT_KEYS.items()})
-    if not 0 < experts.per_token <= experts.num:
+    if experts.per_token > experts.num:
       raise UserError(
         f"config.json sets num_experts_per_tok to {experts.per_token}, but a "
         f"layer has {experts.num} experts"
@@ -247,7 +271,8 @@ def from_settings(
   if rope["rope_type"] == "linear":
     scaling = RopeScaling(_get(rope, "factor"))
   fields = {k: _get({**defaults, **settings}, key) for k, key in KEYS.items()}
-  query_size = settings.get("query_pre_attn_scalar", fields["head_dim"])
+  defaults = {"query_pre_attn_scalar": fields["head_dim"]}
+  query_size = _get(defaults | settings, "query_pre_attn_scalar")
   return ModelConfig(
     **fields,
     **family.fields,
@@ -266,13 +291,13 @@ def from_settings(
 
 def text_part(settings: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the settings of a model's text part, in general all of them."""
+  json_object.check(settings, _OPTIONAL_KINDS, _LABEL)
   name = next(iter(settings.get("architectures") or ()), None)
   if name not in TEXT_PARTS:
     return settings
-  part = {
-    **settings.get("text_config", {}),
-    "architectures": [TEXT_PARTS[name]],
-  }
+  part = settings.get("text_config") or {}
+  part = json_object.check(part, _OPTIONAL_KINDS, _LABEL)
+  part = part | {"architectures": [TEXT_PARTS[name]]}
   if "eos_token_id" in settings:
     part["eos_token_id"] = settings["eos_token_id"]
   return part
@@ -288,14 +313,14 @@ def _local_layers(
   """
   if "rope_local_base_freq" not in settings:
     return None
-  rope = {"rope_type": "default", **rope.get("sliding_attention", {})}
+  rope = {"rope_type": "default", **(rope.get("sliding_attention") or {})}
   if rope["rope_type"] != "default":
     raise UserError(
       f"config.json sets the rope_type of local layers to {rope['rope_type']!r}"
       ", which is not supported (use 'default')"
     )
   num_layers = _get(settings, "num_hidden_layers")
-  every = settings["sliding_window_pattern"]
+  every = _get(settings, "sliding_window_pattern")
   is_local = [bool((i + 1) % every) for i in range(num_layers)]
   if "layer_types" in settings:
     is_local = [x == "sliding_attention" for x in settings["layer_types"]]
@@ -303,7 +328,8 @@ def _local_layers(
     raise UserError(
       f"config.json has {len(is_local)} layer_types for {num_layers} layers"
     )
-  theta = rope.get("rope_theta", settings["rope_local_base_freq"])
+  default = {"rope_theta": settings["rope_local_base_freq"]}
+  theta = _get(default | rope, "rope_theta")
   window = _get(settings, "sliding_window")
   return LocalLayers(tuple(is_local), window, theta) if any(is_local) else None
 
@@ -346,9 +372,12 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def _get(settings: Mapping[str, Any], key: str) -> Any:
-  if key not in settings:
-    raise UserError(f"config.json lacks {key!r}")
-  return settings[key]
+  """Returns a value of config.json; raises UserError for another type."""
+  kind = _KINDS[key]
+  value = json_object.check(settings, {key: kind}, _LABEL)[key]
+  if kind in (int, float) and not 0 < value < 2**31:
+    raise UserError(f"{_LABEL}{key} is {value} but must be in (0, 2**31)")
+  return value
 
 
 def _check_supported(settings: Mapping[str, Any], family: Family) -> None:

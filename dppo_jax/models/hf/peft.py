@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.models import lora, parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import reader, saver
@@ -15,6 +16,12 @@ from dppo_jax.models.parameters import Params
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+
+_KINDS = {
+  "r": int | None,
+  "lora_alpha": float | None,
+  "target_modules": str | list[str] | None,
+}
 
 # Settings of PEFT that change the function of an adapter or its base, with
 # their supported values.
@@ -48,7 +55,7 @@ def check(path: str, config: ModelConfig) -> None:
       raise UserError(
         f"{label} has no {name}: name the directory of an adapter"
       )
-  settings = reader.read_json(pathlib.Path(path, CONFIG))
+  settings = json_object.read(pathlib.Path(path, CONFIG), _KINDS)
   for key, values in _SUPPORTED.items():
     if key in settings and settings[key] not in values:
       raise UserError(

@@ -1,9 +1,7 @@
 """Reading Hugging Face checkpoints: config.json and safetensors files."""
 
 from collections.abc import Mapping
-import json
 import pathlib
-from typing import Any
 
 import huggingface_hub
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 import safetensors
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.models import parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
@@ -19,6 +18,10 @@ from dppo_jax.models.parameters import Params
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+_HINT = (
+  "config.model.path must be the directory of a full checkpoint with "
+  "config.json and *.safetensors"
+)
 
 # Glob patterns of the other files of a checkpoint.
 COMPANIONS = (
@@ -35,6 +38,7 @@ COMPANIONS = (
 # Stored dtypes, which float32 holds without loss, and their NumPy names.
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_EMBED, _HEAD = (families.TENSORS[x].name for x in ("embed", "head"))
 _TEXT = "language_model."  # marks the tensors of a model's text part
 
 # Open file of a tensor, and its name there.
@@ -71,7 +75,7 @@ def read_config(
   path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """Returns the model of the checkpoint in directory `path`."""
-  settings = read_json(pathlib.Path(path, "config.json"))
+  settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   try:
     return families.from_settings(settings, dtype, remat)
   except UserError as error:
@@ -80,7 +84,7 @@ def read_config(
 
 def check(path: str) -> None:
   """Raises the errors of `load` without reading the weights."""
-  _check_tensors(path, open_tensors(path), read_config(path))
+  _open_model(path, read_config(path))
 
 
 def load(
@@ -100,8 +104,7 @@ def load(
     param_dtype: dtype of the weights.
   """
   config = read_config(path, dtype, remat)
-  tensors = open_tensors(path)
-  _check_tensors(path, tensors, config)
+  tensors = _open_model(path, config)
   table = parameters.parameter_table(config)
   return read_table(path, tensors, table, shardings, param_dtype), config
 
@@ -137,13 +140,13 @@ def read_table(
 
 def has_images(path: str) -> bool:
   """Returns True for a checkpoint of which only the text part is read."""
-  settings = read_json(pathlib.Path(path, "config.json"))
+  settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   return families.text_part(settings) is not settings
 
 
 def stored_dtype(path: str) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
-  file, name = open_tensors(path)[families.TENSORS["embed"].name]
+  file, name = _open_model(path, read_config(path))[_EMBED]
   return FLOATS[file.get_slice(name).get_dtype()]
 
 
@@ -157,12 +160,15 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
     weights: name of the file; WEIGHTS may be several files with an index.
   """
   path, files = pathlib.Path(path), [weights]
+  if not path.is_dir():
+    raise UserError(f"config.model.path: there is no directory {path}")
   if not (path / weights).is_file():
     if not (path / INDEX).is_file():
       raise UserError(
         f"config.model.path {path} has neither {WEIGHTS} nor {INDEX}"
       )
-    files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+    index = json_object.read(path / INDEX, {"weight_map": dict[str, str]})
+    files = sorted(set(index["weight_map"].values()))
   tensors = {}
   for file in files:
     try:
@@ -177,11 +183,9 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
   return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
-def _check_tensors(
-  path: str, tensors: Mapping[str, Stored], config: ModelConfig
-) -> None:
-  """Raises UserError unless the tensors are the model's."""
-  shapes = {}
+def _open_model(path: str, config: ModelConfig) -> dict[str, Stored]:
+  """Opens the tensors; raises UserError unless they are the model's."""
+  tensors, shapes = open_tensors(path), {}
   for name, (file, stored_name) in tensors.items():
     stored = file.get_slice(stored_name)
     if stored.get_dtype() not in FLOATS:
@@ -190,11 +194,19 @@ def _check_tensors(
         f"use {', '.join(FLOATS)}"
       )
     shapes[name] = tuple(stored.get_shape())
-  if config.is_tied:  # transformers ignores the head too
-    shapes.pop(families.TENSORS["head"].name, None)
+  if config.is_tied and _HEAD in shapes:
+    tensors.setdefault(_EMBED, tensors[_HEAD])
+    shapes.setdefault(_EMBED, shapes.pop(_HEAD))
+    read = lambda name: tensors[name][0].get_tensor(tensors[name][1])
+    if not np.array_equal(read(_EMBED), read(_HEAD)):
+      raise UserError(
+        f"{path}: {_HEAD} differs from {_EMBED}, and transformers uses it: set "
+        "tie_word_embeddings to false in config.json"
+      )
   # Old exports hold the rotary frequencies, which follow from config.json.
   shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
   compare_shapes(path, shapes, parameters.parameter_table(config))
+  return tensors
 
 
 def compare_shapes(
@@ -216,17 +228,3 @@ def compare_shapes(
       f"{path}: {wrong[0]} is {shapes.get(wrong[0], 'missing')}, but must be "
       f"{expected.get(wrong[0], 'absent')}{more}"
     )
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """Returns the content of a JSON file of the checkpoint."""
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-      raise ValueError("not a JSON object")
-  except (OSError, ValueError) as error:
-    raise UserError(
-      f"cannot read {file} ({error}): config.model.path must be the directory "
-      "of a full checkpoint with config.json and *.safetensors"
-    ) from None
-  return content

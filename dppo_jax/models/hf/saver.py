@@ -12,6 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import json_object
 from dppo_jax.models import parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families, reader
@@ -57,7 +58,7 @@ def save(
   _write_json(out / "config.json", described | dict(settings or {}))
   if generation:
     file = out / reader.GENERATION
-    known = reader.read_json(file) if file.is_file() else {}
+    known = json_object.read(file) if file.is_file() else {}
     _write_json(file, known | dict(generation))
   flat = {k: np.asarray(x) for k, x in parameters.flatten(params).items()}
   write_weights(out, flat, dtype, shard_bytes)
@@ -67,7 +68,7 @@ def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
   """Returns the content of config.json without the dtype."""
   settings = families.to_settings(config)
   if source:
-    copied = reader.read_json(pathlib.Path(source, "config.json"))
+    copied = json_object.read(pathlib.Path(source, "config.json"))
     part = families.text_part(copied)
     if part is not copied:  # its settings may be incomplete
       copied = {**settings, **part}
