@@ -206,7 +206,7 @@ def test_a_value_of_any_type_is_read_or_named(settings, wrong):
   for content in changed:
     try:
       config = families.from_settings(content)
-      transformer.parameter_table(config)
+      parameters.parameter_table(config)
     except UserError as error:
       assert "config.json" in str(error) and "\n" not in str(error)
 
