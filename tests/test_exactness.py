@@ -101,7 +101,7 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
       None,
       method=method._replace(tokens=tokens),
       objective=objective,
-      is_on_policy=False,
+      samples_policy=False,
     )
     return chosen[0], batch
 
@@ -377,7 +377,7 @@ def test_keeping_all_is_bit_identical_to_grpo(method):
         lambda x: jnp.broadcast_to(x, batch.weights.shape), stats
       )
       batch, _ = choose_tokens(
-        RNG, batch, stats, method=method, objective=objective, is_on_policy=True
+        RNG, batch, stats, method=method, objective=objective, samples_policy=True
       )
     return batch, num_micro
 

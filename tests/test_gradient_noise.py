@@ -60,7 +60,7 @@ def _select(rollout, spec=SPEC):
 
 
 CONFIG = update.UpdateConfig(
-  small.MODEL, GRPO, logit_chunk=16, clip_norm=0.5, noise_every=1
+  small.MODEL, GRPO, logit_chunk=16, clip_norm=0.5, noise_every=1, momentum=0.9
 )
 SGD = make_optimizer(0.0, 10, clip_norm=CONFIG.clip_norm)  # no step moves
 

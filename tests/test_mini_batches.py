@@ -105,7 +105,7 @@ def _score(params, batch, num_used, config):
     stats,
     method=methods.grpo(),
     objective=config.objective,
-    is_on_policy=False,
+    samples_policy=False,
   )
   return batch
 

@@ -160,7 +160,7 @@ def _score(params, batch, num_micro):
     stats,
     method=methods.grpo(),
     objective=ACTIVE,
-    is_on_policy=False,
+    samples_policy=False,
   )
   return batch
 

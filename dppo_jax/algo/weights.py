@@ -73,7 +73,7 @@ def self_correction(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q 1"]:
   """
   size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32)
   lost = lambda g: 1 - 1 / g
-  full = lost(is_drawn.shape[1])
+  full = lost(jnp.float32(is_drawn.shape[1]))
   return jnp.where(size > 1, full / lost(jnp.maximum(size, 2.0)), 1.0)
 
 

@@ -136,7 +136,8 @@ def drop_zero_variance_streaks(
     is_drawn = lengths > 0
     is_equal = is_zero_variance(rewards, is_drawn)
     num_right = jnp.where(is_drawn, correct, 0.0).sum(axis=1)
-    is_easy = is_equal & (2 * num_right > is_drawn.sum(axis=1))
+    num_drawn = is_drawn.sum(axis=1, dtype=jnp.float32)
+    is_easy = is_equal & (num_right > 0.5 * num_drawn)
     run = history.run[ids]
     is_revisited = (ids < history.run.shape[0]) & (run >= 0)
     kinds = jnp.stack([is_easy, is_equal & ~is_easy]) & is_revisited

@@ -8,6 +8,8 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from dppo_jax.analysis.runs import SCALE_LIMIT
+
 Line = Mapping[str, float]
 
 
@@ -23,6 +25,19 @@ class Check(NamedTuple):
 
 def _sum(lines: Sequence[Line], names: str, default: float = 0.0) -> float:
   return sum(x.get(name, default) for x in lines for name in names.split())
+
+
+def _sampler_ratio(lines: Sequence[Line]) -> float:
+  """Mean of the largest ratio, from the update or an earlier scoring pass."""
+  names = "update/sampler_ratio_max", "tokens/sampler_ratio_max"
+  largest = [max(line.get(name, 0.0) for name in names) for line in lines]
+  return sum(largest) / len(lines)
+
+
+def _noise_scale(lines: Sequence[Line]) -> float:
+  """Returns the last gradient noise scale in prompts; 0 if it is unknown."""
+  scale = lines[-1].get("noise/scale", 0.0)
+  return scale if scale < SCALE_LIMIT else 0.0
 
 
 _FAILURES = (
@@ -60,11 +75,19 @@ CHECKS = (
   ),
   Check(
     "sampler_mismatch",
-    lambda x: _sum(x, "update/policy_ratio_max") / len(x),
+    _sampler_ratio,
     "trainer and sampler disagree on the probability of a token by a factor of "
     "{value:.1f}. Set config.rollout.dtype=float32, config.rollout.top_k=0 and "
     "config.rollout.top_p=1, or config.objective.args.sampler_cap=2.",
     limit=2,
+  ),
+  Check(
+    "reuse",
+    lambda x: _noise_scale(x) / max(_sum(x[-1:], "prompts/drawn"), 1),
+    "the gradient noise scale is {value:.0f} times the prompts of a rollout: "
+    "several updates on it cannot pay. Set config.objective.inner_updates and "
+    "config.objective.mini_batches to 1.",
+    limit=1,
   ),
   Check(
     "large_weights",
@@ -94,9 +117,7 @@ class Health:
   """Applies the checks to the metrics of a run as they are written."""
 
   def __init__(self, num_updates: int):
-    # After a rollout's first update the policy is no longer the sampler's.
-    off_policy = "sampler_mismatch" if num_updates > 1 else ""
-    self._checks = [x for x in CHECKS if x.name != off_policy]
+    self._checks = [x for x in CHECKS if x.name != "reuse" or num_updates > 1]
     self._lines = collections.deque(maxlen=10)
     self._next_message: dict[str, int] = {}
 

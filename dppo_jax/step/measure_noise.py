@@ -11,7 +11,6 @@ import optax
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models.parameters import Params
 from dppo_jax.records import NoiseTerms, PackedBatch, TrainState
-from dppo_jax.step.optimizer import MOMENTUM, momentum
 
 
 def sum_with_signs(
@@ -74,6 +73,7 @@ def measured_noise(
   within: Float[Array, ""],
   terms: NoiseTerms,
   clip_norm: float,
+  momentum: float,
   is_new: Bool[Array, ""],
 ) -> gradient_noise.Noise:
   """Returns the estimates of the gradient noise after an optimizer step.
@@ -83,10 +83,14 @@ def measured_noise(
     sums: gradient of the loss sum.
     within: sum of the squared norms of the completions' gradients, in units of
       `sums`; NaN if it was not measured.
+    clip_norm, momentum: as in `update.UpdateConfig`.
     is_new: True if the momentum has no gradient of the same completions.
   """
   squared = optax.tree.norm(sums, squared=True) / denominator**2
-  product = optax.tree.vdot(sums, momentum(state.opt_state)) / denominator
+  product = jnp.float32(jnp.nan)
+  if momentum:
+    earlier = optax.tree.get(state.opt_state, "mu")
+    product = optax.tree.vdot(sums, earlier) / denominator
   noise = gradient_noise.add_gradient(
     state.noise,
     squared,
@@ -102,6 +106,6 @@ def measured_noise(
   )
   kept = jnp.minimum(clip_norm / jnp.sqrt(squared), 1.0)
   # A gradient that is not finite does not reach the momentum.
-  moved = gradient_noise.add_momentum(noise, MOMENTUM, kept)
+  moved = gradient_noise.add_momentum(noise, momentum, kept)
   is_finite = jnp.isfinite(squared)
   return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), moved, noise)

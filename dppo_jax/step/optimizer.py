@@ -71,11 +71,6 @@ def make_optimizer(
   )
 
 
-def momentum(opt_state: Any) -> Any:
-  """Returns the weighted sum of earlier clipped gradients in AdamW's state."""
-  return optax.tree.get(opt_state, "mu")
-
-
 def call_factory(
   factory: Callable[..., Any],
   rate: optax.Schedule,

@@ -26,6 +26,7 @@ from dppo_jax.step.abstract_values import (
   inference_model,
   optimizer,
 )
+from dppo_jax.step.optimizer import MOMENTUM
 
 
 class Declaration(NamedTuple):
@@ -177,6 +178,10 @@ def update_config(run: Run) -> update.UpdateConfig:
     mini_batches=c.objective.mini_batches,
     clip_norm=c.optimizer.clip_norm,
     noise_every=run.method.noise_every,
+    momentum=0.0 if c.optimizer.function else MOMENTUM,
+    samples_policy=(c.rollout.dtype or c.model.dtype) == c.model.dtype
+    and not c.rollout.top_k
+    and c.rollout.top_p == 1,
   )
 
 

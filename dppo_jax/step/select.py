@@ -123,7 +123,6 @@ def select(
     scalars |= described.metrics
   count = lambda x: x.sum(dtype=jnp.float32)
   kept = rollout.kept
-  squares = jnp.square(groups.advantages * groups.scale)
   scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
   scalars["completions/kept"] = count(weights > 0)
   info = SelectInfo(
@@ -132,11 +131,7 @@ def select(
     + invalid_probs(chosen.replace(keep=chosen.keep & is_drawn)),
     num_trained=count(is_trained),
     num_tokens=count(trained_lengths),
-    noise=NoiseTerms(
-      added_variance=added_variance,
-      sum_squares=(squares * groups.sum_sq_residual).sum(),
-      group_size=count(is_drawn) / jnp.maximum(count(kept.keep), 1.0),
-    ),
+    noise=_noise_terms(rollout, groups, added_variance),
     diagnostics=scalars,
   )
   summary = CompletionSummary(
@@ -161,6 +156,20 @@ def make_groups(
     scale=token_scale(rollout, objective) / rollout.kept.prob[:, None],
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
+  )
+
+
+def _noise_terms(
+  rollout: Rollout, groups: Groups, added_variance: Float[Array, ""]
+) -> NoiseTerms:
+  """Returns the properties that the gradient noise is measured with."""
+  squares = jnp.square(groups.advantages * groups.scale)
+  num_drawn = (rollout.lengths > 0).sum(dtype=jnp.float32)
+  num_kept = rollout.kept.keep.sum(dtype=jnp.float32)
+  return NoiseTerms(
+    added_variance=added_variance,
+    sum_squares=(squares * groups.sum_sq_residual).sum(),
+    group_size=num_drawn / jnp.maximum(num_kept, 1.0),
   )
 
 

@@ -17,6 +17,7 @@ class ScoreInfo(struct.PyTreeNode):
   """Result of choosing tokens: the metrics `tokens/NAME`."""
 
   invalid_probs: Float[Array, ""]
+  sampler_ratio_max: Float[Array, ""]
   trained: Float[Array, ""]
   weight_max: Float[Array, ""]
 
@@ -27,7 +28,7 @@ class ScoreInfo(struct.PyTreeNode):
 def needs_stats(method: Method, config: update.UpdateConfig) -> bool:
   """Returns True if a step takes another forward pass before its update."""
   is_read = method.tokens is not None and method.tokens.needs_stats
-  return is_read or not config.is_on_policy
+  return is_read or not (config.is_on_policy or config.samples_policy)
 
 
 def is_needed(method: Method, config: update.UpdateConfig) -> bool:
@@ -54,7 +55,7 @@ def score(
     stats,
     method=method,
     objective=config.objective,
-    is_on_policy=config.is_on_policy,
+    samples_policy=config.is_on_policy or config.samples_policy,
   )
 
 
@@ -65,7 +66,7 @@ def choose_tokens(
   *,
   method: Method,
   objective: policy_loss.Objective,
-  is_on_policy: bool,
+  samples_policy: bool,
 ) -> tuple[PackedBatch, ScoreInfo]:
   """Weights the tokens that the method chooses; the others get weight 0.
 
@@ -73,9 +74,9 @@ def choose_tokens(
 
   Args:
     stats: statistics of the batch under the policy to train, if computed.
-    is_on_policy: if False, the log-probabilities of `stats` become the batch's
-      old ones, and the objective's correction for the difference to those of
-      the sampler is applied to the weights.
+    samples_policy: if False, the log-probabilities of `stats` become the
+      batch's old ones, and the objective's correction for their difference from
+      the sampler's is applied to the weights.
   """
   weights, num_invalid = batch.weights, jnp.float32(0)
   if method.tokens:
@@ -83,7 +84,10 @@ def choose_tokens(
     keep = chosen.keep & batch.is_trained
     num_invalid = invalid_probs(chosen.replace(keep=keep))
     weights = jnp.where(keep, weights / jnp.where(keep, chosen.prob, 1.0), 0.0)
-  if stats is not None and not is_on_policy:
+  sampler_ratio = jnp.float32(0)
+  if stats is not None and not samples_policy:
+    log_ratio = jnp.abs(stats.logprobs - batch.old_logprobs)
+    sampler_ratio = jnp.where(batch.is_trained, log_ratio, 0.0).max()
     if objective.sampler_cap:
       weights *= policy_loss.sampler_correction(
         stats.logprobs, batch.old_logprobs, objective.sampler_cap
@@ -93,6 +97,7 @@ def choose_tokens(
   ratio = weights / jnp.where(is_kept, batch.weights, 1.0)
   info = ScoreInfo(
     invalid_probs=num_invalid,
+    sampler_ratio_max=jnp.exp(sampler_ratio),
     trained=is_kept.sum(dtype=jnp.float32),
     weight_max=jnp.where(is_kept, ratio, 0.0).max(),
   )

@@ -35,6 +35,11 @@ class UpdateConfig(NamedTuple):
     clip_norm: largest gradient norm that the optimizer lets through.
     noise_every: steps between measurements of the noise within prompts; 0
       measures no gradient noise.
+    momentum: decay of the optimizer's first moment, `mu`; 0 if it has none or
+      is unknown, which leaves the noise scale unknown.
+    samples_policy: True if the sampler draws from the policy as the trainer
+      computes it, in one dtype and without top_k or top_p: then the
+      log-probabilities in the batch are the old ones of every update.
   """
 
   model: ModelConfig
@@ -45,6 +50,8 @@ class UpdateConfig(NamedTuple):
   mini_batches: int = 1
   clip_norm: float = float("inf")
   noise_every: int = 0
+  momentum: float = 0.0
+  samples_policy: bool = True
 
   @property
   def is_on_policy(self) -> bool:
@@ -66,6 +73,7 @@ class UpdateInfo(struct.PyTreeNode):
   kl: Float[Array, ""]
   clip_share: Float[Array, ""]
   policy_ratio_max: Float[Array, ""]
+  sampler_ratio_max: Float[Array, ""]
   grad_norm: Float[Array, ""]
   skipped: Float[Array, ""]
   skipped_in_a_row: Float[Array, ""]
@@ -286,6 +294,7 @@ def _describe(
     kl=means["kl"],
     clip_share=means["clipped"],
     policy_ratio_max=jnp.exp(sums.log_ratio),
+    sampler_ratio_max=jnp.exp(sums.log_ratio),
     grad_norm=grad_norm,
     skipped=state.opt_state.total_notfinite.astype(jnp.float32),
     skipped_in_a_row=state.opt_state.notfinite_count.astype(jnp.float32),
@@ -328,7 +337,7 @@ def update(
   num_parts = config.mini_batches
 
   def step(i, carry):
-    state, seen, _ = carry
+    state, seen, _, at_start = carry
     part = i % num_parts
     first = jnp.where(part > 0, ends[part - 1], 0)
     noise, here = state.noise, denominator / num_parts
@@ -349,6 +358,7 @@ def update(
         ratio * select_info.noise.sum_squares / num_parts,
         select_info.noise,
         config.clip_norm,
+        config.momentum,
         is_new=i < num_parts,
       )
     else:
@@ -356,16 +366,20 @@ def update(
     state, info = apply_gradient(state, sums, here, optimizer)
     state = state.replace(noise=noise)
     seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
-    return state, _add(seen, sums._replace(grad=None)), info.grad_norm
+    # Before any update the policy is the sampler's.
+    at_start = jnp.where(i == 0, sums.log_ratio, at_start)
+    seen = _add(seen, sums._replace(grad=None))
+    return state, seen, info.grad_norm, at_start
 
   zeros = zero_sums(state.params, config.model)
-  carry = (state, zeros._replace(grad=None), jnp.float32(0))
+  carry = (state, zeros._replace(grad=None), jnp.float32(0), jnp.float32(0))
   if config.is_on_policy:
     carry = step(0, carry)
   else:
     carry = jax.lax.fori_loop(0, config.inner_updates * num_parts, step, carry)
-  state, seen, grad_norm = carry
+  state, seen, grad_norm, at_start = carry
   info = _describe(state, seen, denominator, grad_norm)
+  info = info.replace(sampler_ratio_max=jnp.exp(at_start))
   return state.replace(step=state.step + 1), info
 
 

@@ -104,7 +104,7 @@ def choices(sampled: Batch, method: methods.Method):
       stats,
       method=method,
       objective=objective,
-      is_on_policy=True,
+      samples_policy=True,
     )
 
   return select, choose

@@ -16,7 +16,10 @@ HEALTHY = {
   "completions/trained": 120,
   "reward/mean": 0.4,
   "reward/std": 0.3,
+  "noise/scale": 20.0,
+  "prompts/drawn": 32,
   "update/policy_ratio_max": 1.1,
+  "update/sampler_ratio_max": 1.1,
   "update/skipped_in_a_row": 0,
   "weights/max": 4,
 }
@@ -27,7 +30,8 @@ CASES = {
   "no_reward": {"reward/mean": 0, "reward/std": 0},
   "nothing_trained": {"completions/trained": 0},
   "reward_failures": {"reward/timeouts": 4, "reward/errors": 1},
-  "sampler_mismatch": {"update/policy_ratio_max": 3},
+  "reuse": {"noise/scale": 40.0},
+  "sampler_mismatch": {"update/sampler_ratio_max": 3},
   "skipped_update": {"update/skipped_in_a_row": 1},
   "zero_variance": {"groups/zero_std": 30},
 }
@@ -42,20 +46,26 @@ def _messages(watch, line, steps, first=1):
 @pytest.mark.parametrize("check", warnings.CHECKS, ids=lambda x: x.name)
 def test_check_finds_its_problem_and_nothing_else(check):
   line = HEALTHY | CASES[check.name]
-  watch = warnings.Health(1)
+  watch = warnings.Health(2)
   assert not _messages(watch, HEALTHY, 60)
   assert not watch.check(60, {"eval/accuracy": 0.0})[1]
   assert _messages(watch, line, check.steps, first=61)
   assert watch.check(200, line)[0] == {f"warnings/{check.name}": 1.0}
   first = check.steps
-  assert _messages(warnings.Health(1), line, 250) == [
+  assert _messages(warnings.Health(2), line, 250) == [
     *range(first, 251, 100)  # not repeated for 100 steps
   ]
 
 
 def test_ratio_to_the_sampler_may_grow_over_several_updates():
-  line = HEALTHY | CASES["sampler_mismatch"]
+  line = HEALTHY | {"update/policy_ratio_max": 4689.0}
   assert not _messages(warnings.Health(4), line, 60)
+
+
+def test_reuse_is_judged_only_where_updates_share_a_measured_rollout():
+  assert not _messages(warnings.Health(1), HEALTHY | CASES["reuse"], 60)
+  unknown = HEALTHY | {"noise/scale": 1e6}
+  assert not _messages(warnings.Health(4), unknown, 60)
 
 
 def test_advice_names_options_that_exist():
