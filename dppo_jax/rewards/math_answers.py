@@ -175,7 +175,10 @@ def _is_hollow(gold: object, answer: object) -> bool:
   sides = lambda relations: [x for y in relations for x in y.args]
   if not all(isinstance(x, sympy.Expr) for x in sides(golds)):
     return False
-  is_solved = lambda x: all(y.is_Symbol or not y.free_symbols for y in sides(x))
+  is_solved = lambda relations: all(
+    not x.free_symbols or any(x in (y, -y) for y in x.free_symbols)
+    for x in sides(relations)
+  )
   if is_solved(golds) and not is_solved(answers):
     return True
   return not any(sympy.simplify(x.lhs - x.rhs).free_symbols for x in golds)

@@ -188,7 +188,7 @@ def test_a_problem_is_no_answer(math):
   ]
   assert differences(math, restated, 0.0) == []
   stated = [("x=5", x) for x in ("5", "5=x", r"x=\frac{10}{2}", "x=6-1=5")]
-  stated += [(r"x \le 3", r"3 \ge x"), ("x>1", "1<x")]
+  stated += [(r"x \le 3", r"3 \ge x"), ("x>1", "1<x"), ("x<1", "-x>-1")]
   # Of two variables no side is the problem's.
   stated += [("y=2x+1", "2x-y+1=0"), ("x+y=3", "2x+2y=6"), ("x=5", "x=5.0")]
   assert differences(math, stated, 1.0) == []
