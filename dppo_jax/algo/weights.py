@@ -69,7 +69,7 @@ def self_correction(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q 1"]:
   >>> from dppo_jax import algo
   >>> is_drawn = jnp.array([[True, True, False], [True, True, True]])
   >>> print(algo.self_correction(is_drawn)[:, 0])
-  [1.3333334 1.       ]
+  [1.3333333 1.       ]
   """
   size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32)
   lost = lambda g: 1 - 1 / g
