@@ -15,6 +15,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
+from dppo_jax.errors import UserError
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress, report, samples
 from dppo_jax.metrics import warnings as health
@@ -198,7 +199,7 @@ class _Session:
     values = info.metrics(self.grader.specs)
     values["update/compiles"] = num_compiled
     for callback in self.callbacks:
-      values |= callback(done, info, state) or {}
+      values = call(callback, values, done, info, state)
     x = info.summary
     groups = samples.with_outcomes(
       info.experience.samples, x.lengths, x.advantages, x.weights
@@ -260,6 +261,21 @@ class _Session:
       if values:
         self.writer.write(step, values)
     return self.checkpoints.is_best(step, values)
+
+
+def call(
+  callback: Callback, values: dict[str, float], *args
+) -> dict[str, float]:
+  """Returns a step's metrics with those of a callback, which must be others."""
+  more = callback(*args) or {}
+  for name in more:
+    is_ours = name == "step" or name in values
+    if is_ours or name.startswith(("eval/", "warnings/")):
+      raise UserError(
+        f"config.callbacks: {callback.__name__}() returned the metric {name!r}, "
+        "which the run writes itself: choose another name"
+      )
+  return values | more
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -1,6 +1,7 @@
 """Loads functions that a config names: FILE.py:FUNCTION, MODULE:FUNCTION."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import functools
 import importlib.util
 import os
@@ -55,9 +56,18 @@ def one_line(error: BaseException) -> str:
   """Returns an error's type, message and the line of user code it came from."""
   text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
-    if not frame.filename.startswith(("<frozen importlib", _PACKAGE)):
+    if not frame.filename.startswith(("<frozen ", _PACKAGE)):
       return f"{text} ({frame.filename}, line {frame.lineno})"
   return text
+
+
+@contextlib.contextmanager
+def exit_is_an_error() -> Iterator[None]:
+  """Raises UserError if the body, which calls user code, exits."""
+  try:
+    yield
+  except SystemExit as error:
+    raise UserError(f"user code ended the run: {one_line(error)}") from error
 
 
 @functools.cache  # an edited file is imported again

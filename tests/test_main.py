@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 from unittest import mock
 
 import commands
@@ -55,7 +56,8 @@ def arithmetic(**overrides):
   "argv, reason",
   [
     ("", "--config is missing"),
-    ("--workdir={tmp}", "--config is missing"),
+    ("--workdir={tmp}", "--workdir: .* has no config.json: name the"),
+    ("--workdir=runs/nne", "--workdir: runs/nne has no config.json: name the"),
     ("--config=configs/none.py", "there is no file 'configs/none.py'"),
     ("{arithmetic}:none", "the method is 'none' .* one of grpo, dppo"),
     (
@@ -63,6 +65,13 @@ def arithmetic(**overrides):
       "no option .*grup_size: did you mean --config.rollout.group_size",
     ),
     ("{arithmetic} --wrkdir=x", "no option --wrkdir: did you mean --workdir"),
+    (
+      "{arithmetic} --config.optimzer.lr=1",
+      "optimzer.lr: config.optimizer has function, learning_rate, schedule",
+    ),
+    ("{arithmetic} --config.top_k=3", "did you mean --config.rollout.top_k"),
+    ("{arithmetic} --config.stps=3", "did you mean --config.steps?"),
+    ("{arithmetic} --config.xyz.qqq=3", "no option --config.xyz.qqq: see --h"),
     ("{arithmetic} --config.method.factory=grpo", "no option .*factory"),
     ("{arithmetic}:dppo --config.method.args.prompt_rte=1", "prompt_rate"),
     ("{arithmetic} --config.steps=few", "'few'"),
@@ -72,6 +81,7 @@ def arithmetic(**overrides):
     ("--config={tmp}/broken.py", "broken.py, line 1"),
     ("--config={tmp}/empty.py", "must return a dppo_jax.config.Config"),
     ("--config={tmp}/typo.py", "'grop_size'.*typo.py, line 4"),
+    ("--config={tmp}/exits.py", "exits.py: SystemExit: 0 .*exits.py, line 2"),
     ("{arithmetic} --mode=export", "--to is missing"),
     ("{arithmetic} --to=x", "--to is for --mode=export"),
     ("{arithmetic} --step=3", "--step is for --mode=evaluate or export or s"),
@@ -83,6 +93,7 @@ def arithmetic(**overrides):
 def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):
   (tmp_path / "broken.py").write_text("def get_config(:\n")
   (tmp_path / "empty.py").write_text("def get_config():\n  pass\n")
+  (tmp_path / "exits.py").write_text("def get_config():\n  exit(0)\n")
   (tmp_path / "typo.py").write_text(
     "from dppo_jax.config import Config\n"
     "def get_config():\n"
@@ -109,6 +120,14 @@ def test_only_user_errors_lose_their_traceback(monkeypatch, error, argv, ends):
   monkeypatch.setattr(main, "main", mock.Mock(side_effect=error))
   monkeypatch.setattr("sys.argv", ["main", *argv])
   with pytest.raises(ends[0], match=ends[1]):
+    main.run()
+
+
+def test_user_code_that_exits_is_an_error(monkeypatch):
+  monkeypatch.setattr(train, "run", lambda *unused: sys.exit(0))
+  monkeypatch.setattr("sys.argv", ["main", ARITHMETIC])
+  message = r"error: user code ended the run: SystemExit: 0 \(.*_main.py, line"
+  with pytest.raises(SystemExit, match=message):
     main.run()
 
 
