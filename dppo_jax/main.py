@@ -1,5 +1,6 @@
 """Entry point: `python -m dppo_jax.main --help`."""
 
+import errno
 import os
 import pathlib
 import sys
@@ -8,6 +9,10 @@ from dppo_jax import user_code
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.run import compile_cache
+
+# Errors of places that cannot be written, and of a reader that has ended.
+_OF_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+_OF_PLACES |= {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EPIPE}
 
 
 def main(argv: list[str]) -> None:
@@ -61,6 +66,13 @@ def run() -> None:
     if "--debug" in sys.argv:
       raise
     sys.exit(f"error: {error}")
+  except OSError as error:
+    if error.errno not in _OF_PLACES or "--debug" in sys.argv:
+      raise
+    if isinstance(error, BrokenPipeError):
+      progress.drop_output()
+    place = f"{error.filename}: " if error.filename else ""
+    sys.exit(f"error: {place}{error.strerror}")
   except Exception as error:
     from dppo_jax.run import distributed
 

@@ -272,8 +272,8 @@ def call(
     is_ours = name == "step" or name in values
     if is_ours or name.startswith(("eval/", "warnings/")):
       raise UserError(
-        f"config.callbacks: {callback.__name__}() returned the metric {name!r}, "
-        "which the run writes itself: choose another name"
+        f"config.callbacks: a function returned the metric {name!r}, which the "
+        "run writes itself: choose another name"
       )
   return values | more
 

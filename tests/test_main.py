@@ -114,6 +114,9 @@ def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):
     (UserError("a mistake"), ["--debug"], (UserError, "a mistake")),
     (ValueError("a bug"), [], (ValueError, "a bug")),
     (KeyboardInterrupt(), [], (SystemExit, "130")),
+    (PermissionError(13, "No", "/x/y"), [], (SystemExit, "error: /x/y: No")),
+    (OSError(30, "Read-only", "/x"), ["--debug"], (OSError, "Read-only")),
+    (FileNotFoundError(2, "No", "/x"), [], (FileNotFoundError, "/x")),
   ],
 )
 def test_only_user_errors_lose_their_traceback(monkeypatch, error, argv, ends):
