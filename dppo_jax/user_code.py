@@ -56,7 +56,8 @@ def one_line(error: BaseException) -> str:
   """Returns an error's type, message and the line of user code it came from."""
   text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
-    if not frame.filename.startswith(("<frozen ", _PACKAGE)):
+    is_internal = frame.filename.startswith(("<frozen ", _PACKAGE))
+    if not is_internal and "/jax/_src/" not in frame.filename:
       return f"{text} ({frame.filename}, line {frame.lineno})"
   return text
 
