@@ -51,6 +51,13 @@ def test_missing_checkpoint_is_rejected_by_name(tmp_path, three):
     checkpoint.find(three, 3, "--of")
 
 
+def test_other_names_next_to_checkpoints_are_no_steps(copy):
+  for name in ("4.bak", "best", "²", "02"):
+    shutil.copytree(copy / "checkpoints/2", copy / "checkpoints" / name)
+  (copy / "checkpoints/7").write_text("a file")
+  assert checkpoint.complete_steps(copy) == [0, 2, 4]
+
+
 # Damage ---------------------------------------------------------------------
 
 

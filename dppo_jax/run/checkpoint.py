@@ -260,8 +260,8 @@ class Checkpoints:
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
   """Steps of the complete checkpoints of a run, in order."""
-  names = (path.name for path in workdir.glob("checkpoints/*"))
-  return sorted(int(name) for name in names if name.isdecimal())
+  names = (x.name for x in workdir.glob("checkpoints/*") if x.is_dir())
+  return sorted(int(x) for x in names if re.fullmatch("0|[1-9][0-9]*", x))
 
 
 def run_name(workdir: pathlib.Path) -> str:
