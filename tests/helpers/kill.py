@@ -21,6 +21,7 @@ fills the disk, as the tests do.
 
 import argparse
 from collections.abc import Callable
+import contextlib
 import json
 import os
 import pathlib
@@ -292,16 +293,19 @@ def kill_at_random(
   damages: bool = False,
   count: int = 1,
 ) -> None:
-  """Sends signal `number` several times, to as many runs as that takes."""
+  """Sends signal `number` several times, to as many runs as that takes.
+
+  With `damages`, damages a checkpoint that number of times.
+  """
   start = time.monotonic()
   assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
   seconds = time.monotonic() - start
   runs = signals = damaged = 0
-  while signals < times:
+  while (damaged if damages else signals) < times:
     workdir = folder / f"run-{runs}"
     while True:
       pids = begin_run(count, workdir, "", 0.2)
-      if signals < times:
+      if (damaged if damages else signals) < times:
         _wait(workdir, chance, seconds, damages)
         # Processes share a stop request, but not a kill.
         for pid in pids if number == signal.SIGKILL else [chance.choice(pids)]:
@@ -323,16 +327,18 @@ def kill_at_random(
 def _wait(
   workdir: pathlib.Path, chance: random.Random, seconds: float, damages: bool
 ) -> None:
-  """Waits for a random part of a run, or for a checkpoint after step 0."""
+  """Waits for a random part of a run, or for a new checkpoint after step 0."""
   if not damages:
     # The start takes long, so half of the signals come later.
     time.sleep(chance.uniform(chance.choice([0.0, 0.5]), 1.0) * seconds)
     return
-  step, until = chance.choice([2, 4]), time.monotonic() + 3 * seconds
-  while (
-    time.monotonic() < until
-    and max(checkpoint.complete_steps(workdir), default=0) < step
-  ):
+  start, step = time.time(), chance.choice([2, 4])
+  while time.time() < start + 3 * seconds:
+    newest = max(checkpoint.complete_steps(workdir), default=0)
+    with contextlib.suppress(FileNotFoundError):  # it was just set aside
+      folder = workdir / "checkpoints" / str(newest)
+      if newest >= step and folder.stat().st_mtime > start:
+        break
     time.sleep(0.02)
   time.sleep(chance.uniform(0.0, 0.5))
 

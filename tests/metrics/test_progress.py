@@ -150,7 +150,7 @@ main.run()
   ],
 )
 def test_run_continues_without_the_reader_of_its_output(act, errors, code):
-  """As with `| head`; a mode that only prints ends."""
+  """The reader may be `head`; a mode that only prints ends."""
   child = subprocess.Popen(
     [sys.executable, "-c", _CLOSED.format(act)],
     cwd=commands.ROOT,

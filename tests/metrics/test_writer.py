@@ -54,7 +54,7 @@ def test_compilations_are_counted_while_the_context_lasts():
 
 
 def test_programs_compile_without_a_home_directory(monkeypatch):
-  """As in a container, for a user without a name."""
+  """In a container, for a user without a name."""
   before = jax.config.jax_compilation_cache_dir
   no_home = mock.Mock(side_effect=RuntimeError("no home directory"))
   monkeypatch.setattr(compile_cache.pathlib.Path, "home", no_home)
