@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
   from dppo_jax.run import distributed
 
   config, workdir, flags = cli.parse(argv)
-  with user_code.exit_is_an_error():
+  with user_code.explained("user code ended the run", (SystemExit,)):
     configs.validate(config)
     distributed.initialize(
       flags.coordinator, flags.num_processes, flags.process_id
@@ -69,10 +69,8 @@ def run() -> None:
   except OSError as error:
     if error.errno not in _OF_PLACES or "--debug" in sys.argv:
       raise
-    if isinstance(error, BrokenPipeError):
-      progress.drop_output()
-    place = f"{error.filename}: " if error.filename else ""
-    sys.exit(f"error: {place}{error.strerror}")
+    progress.drop_output()  # or Python would try to write more of it
+    sys.exit(f"error: {error.filename or 'output'}: {error.strerror}")
   except Exception as error:
     from dppo_jax.run import distributed
 

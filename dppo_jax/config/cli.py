@@ -141,13 +141,9 @@ def _load(path: pathlib.Path, choice: str) -> Config:
     raise UserError(f"--config: there is no file {str(path)!r}")
   if path.suffix == ".json":
     return read(path)
-  try:
-    get_config = user_code.load(f"{path}:get_config")
+  get_config = user_code.load(f"{path}:get_config")
+  with user_code.explained(str(path)):
     config = get_config(choice) if choice else get_config()
-  except UserError:
-    raise
-  except (Exception, SystemExit) as error:  # a config file may raise anything
-    raise UserError(f"{path}: {user_code.one_line(error)}") from error
   if not isinstance(config, Config):
     raise UserError(
       f"get_config() in {str(path)!r} must return a dppo_jax.config.Config"

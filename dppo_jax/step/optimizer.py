@@ -1,7 +1,6 @@
 """AdamW or a user's optimizer, clipping, and each update's learning rate."""
 
 from collections.abc import Callable
-import functools
 import inspect
 from typing import Any
 
@@ -94,17 +93,7 @@ def call_factory(
       f"config.optimizer.weight_decay is {weight_decay} but {name} has no "
       "argument weight_decay: set it to 0"
     )
-
-  def explained(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-      try:
-        return function(*args, **kwargs)
-      except Exception as error:  # the user's code may raise anything
-        raise UserError(f"{name}: {user_code.one_line(error)}") from error
-
-    return call
-
+  explained = user_code.explained(name)
   result = explained(factory)(rate, **{x: options[x] for x in known})
   is_pair = type(result) is tuple and len(result) == 2
   optimizer, rate = result if is_pair else (result, rate)
@@ -113,14 +102,11 @@ def call_factory(
       f"{name} returned {type(optimizer).__name__} but must return an "
       "optax.GradientTransformation, alone or with its schedule"
     )
-  try:
-    with jax.ensure_compile_time_eval():
-      float(rate(0))
-  except Exception as error:  # as in `explained`
-    raise UserError(
-      f"{name} returned {type(rate).__name__} as the schedule but must return "
-      "a function from the number of updates to the learning rate "
-      f"({user_code.one_line(error)})"
-    ) from error
+  label = (
+    f"{name} returned {type(rate).__name__} as the schedule but must return "
+    "a function from the number of updates to the learning rate"
+  )
+  with user_code.explained(label), jax.ensure_compile_time_eval():
+    float(rate(0))
   optimizer = optax.GradientTransformation(*map(explained, optimizer))
   return optimizer, explained(rate)

@@ -146,7 +146,7 @@ main.run()
   ("act", "errors", "code"),
   [
     ("progress.Progress().say('x' * 99)", "done", 0),
-    ("print('x' * 99, flush=True)", "error: Broken pipe\n", 1),
+    ("print('x' * 99, flush=True)", "error: output: Broken pipe\n", 1),
   ],
 )
 def test_run_continues_without_the_reader_of_its_output(act, errors, code):
