@@ -62,6 +62,7 @@ def run(
   is_tuned = bool(config.sft.steps or config.sft.from_run)
   init = functools.partial(parameters.init, model)
   like = jax.eval_shape(init, jax.random.key(0))
+  like = lora.trainable(like) if is_adapter else like
   like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     params = checkpoints.restore_params(step, like)

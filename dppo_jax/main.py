@@ -1,12 +1,18 @@
 """Entry point: `python -m dppo_jax.main --help`."""
 
+import errno
 import os
 import pathlib
 import sys
 
+from dppo_jax import user_code
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.run import compile_cache
+
+# Errors of places that cannot be written, and of a reader that has ended.
+_OF_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+_OF_PLACES |= {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EPIPE}
 
 
 def main(argv: list[str]) -> None:
@@ -16,36 +22,37 @@ def main(argv: list[str]) -> None:
   from dppo_jax.run import distributed
 
   config, workdir, flags = cli.parse(argv)
-  configs.validate(config)
-  distributed.initialize(
-    flags.coordinator, flags.num_processes, flags.process_id
-  )
-  if distributed.count() > 1 and flags.mode not in ("train", "evaluate"):
-    raise UserError(f"--mode={flags.mode} needs --num_processes=1")
-  if flags.mode == "train":
-    with progress.Progress(is_silent=not distributed.is_first()) as bar:
-      with bar.task("loading libraries", True):
-        from dppo_jax import train
+  with user_code.explained("user code ended the run", (SystemExit,)):
+    configs.validate(config)
+    distributed.initialize(
+      flags.coordinator, flags.num_processes, flags.process_id
+    )
+    if distributed.count() > 1 and flags.mode not in ("train", "evaluate"):
+      raise UserError(f"--mode={flags.mode} needs --num_processes=1")
+    if flags.mode == "train":
+      with progress.Progress(is_silent=not distributed.is_first()) as bar:
+        with bar.task("loading libraries", True):
+          from dppo_jax import train
 
-    train.run(config, workdir)
-  elif flags.mode == "evaluate":
-    from dppo_jax import evaluate
+      train.run(config, workdir)
+    elif flags.mode == "evaluate":
+      from dppo_jax import evaluate
 
-    evaluate.run(config, workdir, flags.step)
-  elif flags.mode == "export":
-    from dppo_jax import export
+      evaluate.run(config, workdir, flags.step)
+    elif flags.mode == "export":
+      from dppo_jax import export
 
-    to, is_adapter = pathlib.Path(flags.to), flags.format == "adapter"
-    export.run(config, workdir, to, flags.step, flags.dtype, is_adapter)
-  elif flags.mode == "sample":
-    from dppo_jax import sample
+      to, is_adapter = pathlib.Path(flags.to), flags.format == "adapter"
+      export.run(config, workdir, to, flags.step, flags.dtype, is_adapter)
+    elif flags.mode == "sample":
+      from dppo_jax import sample
 
-    sample.run(config, workdir, flags.step, flags.prompt)
-  else:
-    from dppo_jax import plan
+      sample.run(config, workdir, flags.step, flags.prompt)
+    else:
+      from dppo_jax import plan
 
-    names = ("hardware", "topology", "stages")
-    plan.run(config, **{name: getattr(flags, name) or "" for name in names})
+      names = ("hardware", "topology", "stages")
+      plan.run(config, **{name: getattr(flags, name) or "" for name in names})
 
 
 def run() -> None:
@@ -59,6 +66,11 @@ def run() -> None:
     if "--debug" in sys.argv:
       raise
     sys.exit(f"error: {error}")
+  except OSError as error:
+    if error.errno not in _OF_PLACES or "--debug" in sys.argv:
+      raise
+    progress.drop_output()  # or Python would try to write more of it
+    sys.exit(f"error: {error.filename or 'output'}: {error.strerror}")
   except Exception as error:
     from dppo_jax.run import distributed
 

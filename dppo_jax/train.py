@@ -16,6 +16,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
+from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
 from dppo_jax.eval import sets as eval_sets
 from dppo_jax.metrics import progress, report, samples
@@ -201,7 +202,7 @@ class _Session:
     values = info.metrics(self.grader.specs)
     values["update/compiles"] = num_compiled
     for callback in self.callbacks:
-      values |= callback(done, info, state) or {}
+      values = call(callback, values, done, info, state)
     x = info.summary
     groups = samples.with_outcomes(
       info.experience.samples, x.lengths, x.advantages, x.weights
@@ -280,6 +281,21 @@ class _Session:
         self.train_step.programs[program], state.params
       )
       return eval_sets.evaluate(self.run, name, roll_out, self.grader)
+
+
+def call(
+  callback: Callback, values: dict[str, float], *args
+) -> dict[str, float]:
+  """Returns a step's metrics with those of a callback, which must be others."""
+  more = callback(*args) or {}
+  for name in more:
+    is_ours = name == "step" or name in values
+    if is_ours or name.startswith(("eval/", "warnings/")):
+      raise UserError(
+        f"config.callbacks: a function returned the metric {name!r}, which the "
+        "run writes itself: choose another name"
+      )
+  return values | more
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -1,6 +1,7 @@
 """Loads functions that a config names: FILE.py:FUNCTION, MODULE:FUNCTION."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import functools
 import importlib.util
 import os
@@ -9,7 +10,8 @@ import traceback
 
 from dppo_jax.errors import UserError
 
-_PACKAGE = os.path.dirname(__file__)
+# Files whose lines do not help to find a mistake in user code.
+_INTERNAL = ("<frozen ", os.path.dirname(__file__), contextlib.__file__)
 
 
 def is_reference(text: str) -> bool:
@@ -26,13 +28,11 @@ def load(reference: str) -> Callable:
   place, _, name = reference.rpartition(":")
   if place.endswith(".py") and not os.path.isfile(place):
     raise UserError(f"{reference!r}: there is no file {place}")
-  try:
+  with explained(f"{place} cannot be imported"):
     if place.endswith(".py"):
       module = _import_file(os.path.abspath(place), os.stat(place).st_mtime_ns)
     else:
       module = importlib.import_module(place)
-  except (Exception, SystemExit) as error:
-    raise UserError(f"{place} cannot be imported: {one_line(error)}") from error
   function = getattr(module, name, None)
   if not callable(function):
     value = f": it is {function!r}"[:60] if hasattr(module, name) else ""
@@ -55,9 +55,27 @@ def one_line(error: BaseException) -> str:
   """Returns an error's type, message and the line of user code it came from."""
   text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
   for frame in reversed(traceback.extract_tb(error.__traceback__)):
-    if not frame.filename.startswith(("<frozen importlib", _PACKAGE)):
+    is_user = not frame.filename.startswith(_INTERNAL)
+    if is_user and "/jax/_src/" not in frame.filename:
       return f"{text} ({frame.filename}, line {frame.lineno})"
   return text
+
+
+@contextlib.contextmanager
+def explained(
+  label: str, kinds: tuple[type[BaseException], ...] = (Exception, SystemExit)
+) -> Iterator[None]:
+  """Turns exceptions of user code into a UserError; also a decorator.
+
+  Args:
+    kinds: exceptions to explain, by default all and calls of `sys.exit`.
+  """
+  try:
+    yield
+  except UserError:
+    raise
+  except kinds as error:
+    raise UserError(f"{label}: {one_line(error)}") from error
 
 
 @functools.cache  # an edited file is imported again

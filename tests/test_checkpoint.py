@@ -51,6 +51,13 @@ def test_missing_checkpoint_is_rejected_by_name(tmp_path, three):
     checkpoint.find(three, 3, "--of")
 
 
+def test_other_names_next_to_checkpoints_are_no_steps(copy):
+  for name in ("4.bak", "best", "²", "02"):
+    shutil.copytree(copy / "checkpoints/2", copy / "checkpoints" / name)
+  (copy / "checkpoints/7").write_text("a file")
+  assert checkpoint.complete_steps(copy) == [0, 2, 4]
+
+
 # Damage ---------------------------------------------------------------------
 
 
@@ -119,6 +126,43 @@ def test_run_with_only_damaged_checkpoints_ends_in_one_line(copy):
   assert not list(copy.glob("damaged-*"))
 
 
+def test_checkpoint_of_another_step_or_run_is_damaged(copy, tmp_path_factory):
+  """Each names its run and step; a run without a name, as a copy, has none."""
+  for name in ("params", "rest"):
+    shutil.rmtree(copy / "checkpoints/4" / name)
+    shutil.copytree(
+      copy / "checkpoints/2" / name, copy / "checkpoints/4" / name
+    )
+  other = tmp_path_factory.mktemp("other")
+  (other / "config.json").write_text('{"fingerprints.run": "abc"}')
+  with checkpoint.Checkpoints(other) as checkpoints:
+    checkpoints.save(2, _state(2))
+  with checkpoint.Checkpoints(copy, read_only=True) as checkpoints:
+    assert checkpoints.corruption(4) == "params: it is of step 2"
+    assert not checkpoints.corruption(2)
+  shutil.rmtree(copy / "checkpoints/2")
+  shutil.copytree(other / "checkpoints/2", copy / "checkpoints/2")
+  for name, corruption in {
+    "xyz": "params: it is of another run, abc",
+    "abc": "",
+    "": "",
+  }.items():
+    (copy / "config.json").write_text(f'{{"fingerprints.run": "{name}"}}')
+    with checkpoint.Checkpoints(copy, read_only=True) as checkpoints:
+      assert checkpoints.corruption(2) == corruption
+
+
+def test_deleted_checkpoints_end_the_run_at_the_next_save(copy):
+  with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
+    checkpoints.save(6, _state(6))
+    checkpoints.save(8, _state(8))  # keep=2: the run itself deleted 2 and 4
+    checkpoints.wait()
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(UserError, match=r"checkpoints/0 was deleted: the run"):
+      checkpoints.save(10, _state(10))
+  assert not (copy / "checkpoints").exists()
+
+
 # What is written, when, and for how long ------------------------------------
 
 
@@ -163,13 +207,19 @@ def test_best_of_nothing_is_rejected(three):
     checkpoint.find(three, "best")
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-def test_checkpoints_left_by_a_kill_are_deleted_later(copy, is_over):
-  """The next start deletes it, also if all steps are done."""
-  options = {"keep": 1, "read_only": is_over}
-  with checkpoint.Checkpoints(copy, **options) as checkpoints:
-    checkpoints.prune() if is_over else checkpoints.recover()
-  assert checkpoint.complete_steps(copy) == [0, 4]
+def test_best_checkpoint_is_remembered_without_the_metrics(tmp_path):
+  _evaluated(tmp_path, "eval/accuracy", [0.1, 0.7, 0.3])
+  (tmp_path / "metrics.jsonl").unlink()
+  _evaluated(tmp_path, "eval/accuracy", [0.6, 0.5, 0.4], first=3)
+  assert checkpoint.complete_steps(tmp_path) == [0, 1, 4]
+
+
+def test_checkpoints_left_by_a_kill_are_deleted_at_the_next_save(copy):
+  with checkpoint.Checkpoints(copy, keep=1) as checkpoints:
+    checkpoints.recover()
+    assert checkpoint.complete_steps(copy) == [0, 2, 4]
+    checkpoints.save(6, _state(6))
+  assert checkpoint.complete_steps(copy) == [0, 6]
 
 
 _WRITE = """

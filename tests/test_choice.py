@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import algo, methods, rewards, user_code
+from dppo_jax import algo, methods, rewards, train, user_code
 from dppo_jax import config as configs
 from dppo_jax.config import options
 from dppo_jax.data import sources
@@ -104,6 +104,21 @@ def test_functions_in_python():
   assert "objective.source" not in flat  # one of ours
   configs.use_method(c, "neyman", "cispo")
   assert (c.method.name, c.objective.name) == ("neyman", "cispo")
+
+
+@pytest.mark.parametrize(
+  "name", ["step", "reward/mean", "eval/accuracy", "warnings/mine"]
+)
+def test_callback_does_not_replace_the_metrics_of_the_run(name):
+  def mine(done, info, state):
+    return {"mine": 3.0, name: 77.0} if done > 1 else None
+
+  values = {"reward/mean": 0.5}
+  assert train.call(mine, values, 1, None, None) == values
+  with pytest.raises(UserError, match=f"returned the metric '{name}'"):
+    train.call(mine, values, 2, None, None)
+  other = lambda *unused: {"reward/mine": 1.0}
+  assert train.call(other, values) == values | {"reward/mine": 1.0}
 
 
 def test_callbacks_are_functions_or_references(file, tmp_path):

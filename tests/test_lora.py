@@ -21,6 +21,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lora, parameters, transformer
 from dppo_jax.models.hf import peft
 from dppo_jax.planning import memory
+from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, update
 from dppo_jax.step.pack import pack
@@ -147,6 +148,19 @@ def test_export_has_the_merged_weights(run, tmp_path):
   assert our_tokens(tmp_path / "merged") != our_tokens_of_base(
     c, workdir, tmp_path
   )
+
+
+def test_adapters_are_exported_without_the_weights_they_adapt(tmp_path):
+  c = commands.config("arithmetic:grpo", **SETTINGS | LORA)
+  params = setup.setup_run(c).initial_params()
+  state = TrainState(jnp.int32(0), jnp.int32(0), params, (), history=())
+  with checkpoint.Checkpoints(tmp_path / "run") as checkpoints:
+    checkpoints.save(0, state)
+  (tmp_path / "run/checkpoints/0/frozen/manifest.ocdbt").unlink()
+  export.run(c, tmp_path / "run", tmp_path / "adapter", is_adapter=True)
+  assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+  with pytest.raises(UserError, match=r"step 0 in .* is damaged \(frozen"):
+    export.run(c, tmp_path / "run", tmp_path / "merged")
 
 
 def our_tokens_of_base(c, workdir, tmp_path):

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 from unittest import mock
 
 import commands
 import jax
 import numpy as np
+import option_reads
 import pytest
 import small
 import tokenizers
@@ -55,7 +57,8 @@ def arithmetic(**overrides):
   "argv, reason",
   [
     ("", "--config is missing"),
-    ("--workdir={tmp}", "--config is missing"),
+    ("--workdir={tmp}", "--workdir: .* has no config.json: name the"),
+    ("--workdir=runs/nne", "--workdir: runs/nne has no config.json: name the"),
     ("--config=configs/none.py", "there is no file 'configs/none.py'"),
     ("{arithmetic}:none", "the method is 'none' .* one of grpo, dppo"),
     (
@@ -63,6 +66,13 @@ def arithmetic(**overrides):
       "no option .*grup_size: did you mean --config.rollout.group_size",
     ),
     ("{arithmetic} --wrkdir=x", "no option --wrkdir: did you mean --workdir"),
+    (
+      "{arithmetic} --config.optimzer.lr=1",
+      "optimzer.lr: config.optimizer has function, learning_rate, schedule",
+    ),
+    ("{arithmetic} --config.top_k=3", "did you mean --config.rollout.top_k"),
+    ("{arithmetic} --config.stps=3", "did you mean --config.steps?"),
+    ("{arithmetic} --config.xyz.qqq=3", "no option --config.xyz.qqq: see --h"),
     ("{arithmetic} --config.method.factory=grpo", "no option .*factory"),
     ("{arithmetic}:dppo --config.method.args.prompt_rte=1", "prompt_rate"),
     ("{arithmetic} --config.steps=few", "'few'"),
@@ -72,6 +82,7 @@ def arithmetic(**overrides):
     ("--config={tmp}/broken.py", "broken.py, line 1"),
     ("--config={tmp}/empty.py", "must return a dppo_jax.config.Config"),
     ("--config={tmp}/typo.py", "'grop_size'.*typo.py, line 4"),
+    ("--config={tmp}/exits.py", "exits.py: SystemExit: 0 .*exits.py, line 2"),
     ("{arithmetic} --mode=export", "--to is missing"),
     ("{arithmetic} --to=x", "--to is for --mode=export"),
     ("{arithmetic} --step=3", "--step is for --mode=evaluate or export or s"),
@@ -83,6 +94,7 @@ def arithmetic(**overrides):
 def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):
   (tmp_path / "broken.py").write_text("def get_config(:\n")
   (tmp_path / "empty.py").write_text("def get_config():\n  pass\n")
+  (tmp_path / "exits.py").write_text("def get_config():\n  exit(0)\n")
   (tmp_path / "typo.py").write_text(
     "from dppo_jax.config import Config\n"
     "def get_config():\n"
@@ -103,12 +115,23 @@ def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):
     (UserError("a mistake"), ["--debug"], (UserError, "a mistake")),
     (ValueError("a bug"), [], (ValueError, "a bug")),
     (KeyboardInterrupt(), [], (SystemExit, "130")),
+    (PermissionError(13, "No", "/x/y"), [], (SystemExit, "error: /x/y: No")),
+    (OSError(30, "Read-only", "/x"), ["--debug"], (OSError, "Read-only")),
+    (FileNotFoundError(2, "No", "/x"), [], (FileNotFoundError, "/x")),
   ],
 )
 def test_only_user_errors_lose_their_traceback(monkeypatch, error, argv, ends):
   monkeypatch.setattr(main, "main", mock.Mock(side_effect=error))
   monkeypatch.setattr("sys.argv", ["main", *argv])
   with pytest.raises(ends[0], match=ends[1]):
+    main.run()
+
+
+def test_user_code_that_exits_is_an_error(monkeypatch):
+  monkeypatch.setattr(train, "run", lambda *unused: sys.exit(0))
+  monkeypatch.setattr("sys.argv", ["main", ARITHMETIC])
+  message = r"error: user code ended the run: SystemExit: 0 \(.*_main.py, line"
+  with pytest.raises(SystemExit, match=message):
     main.run()
 
 
@@ -217,13 +240,38 @@ def test_schedule_ends_with_the_run():
 
 
 def test_every_option_is_read():
+  """In its own section: many names occur in several."""
   package = pathlib.Path(options.__file__).parents[1]
-  files = [x for x in package.rglob("*.py") if x.parent.name != "config"]
-  text = "\n".join(x.read_text() for x in files)
-  for name, _, metadata in configs.walk(configs.Config()):
-    field = name.rpartition(".")[2]
-    if metadata and field != "args":
-      assert re.search(rf"\b{field}\b", text), name
+  reads = set().union(
+    *(option_reads.reads(x.read_text()) for x in package.rglob("*.py"))
+  )
+  names = {x for x, _, metadata in configs.walk(configs.Config()) if metadata}
+  unread = {x for x in names if x.rpartition(".")[::2] not in reads}
+  assert unread <= {"method.args"}  # read as `chosen.args` of either kind
+
+
+def test_an_option_that_is_not_read_is_noticed():
+  source = """
+def one(run, options: configs.LoraConfig, unused: int):
+  c, r = run.config, run.config.rollout
+  return c.seed, r.top_k, options.rank, run.model.dtype, r.max_tokens.bit_length
+
+def two(config: Config):
+  return dataclasses.asdict(config.log), config.model
+
+def validate(config: Config):
+  return config.steps
+"""
+  assert option_reads.reads(source) - {
+    ("", x) for x in option_reads.SECTIONS
+  } == {
+    ("", "seed"),
+    ("rollout", "top_k"),
+    ("rollout", "max_tokens"),
+    ("lora", "rank"),
+    ("log", "writers"),
+    ("log", "completions"),
+  }
 
 
 def test_config_is_read_back(tmp_path):

@@ -165,15 +165,35 @@ def test_each_stage_names_options_that_lower_it():
 
 @pytest.mark.parametrize(
   ("folder", "limit", "free"),
-  [("app", "4000", 1000), ("", "4000", 1000), ("app", "max", 1_024_000)],
+  [("app", "4000", 1200), ("", "4000", 1200), ("app", "max", 1_024_000)],
 )
-def test_memory_limits_of_containers_count(tmp_path, folder, limit, free):
-  group = tmp_path / "sys/fs/cgroup" / folder  # of the container or a parent
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_limits_of_containers_count(
+  tmp_path, folder, limit, free, version
+):
+  """The page cache that can be reclaimed, 200 bytes, is free."""
+  root, group, files, stat = {
+    1: (
+      "sys/fs/cgroup/memory",
+      "11:cpu:/other\n9:memory:/app\n0::/\n",
+      ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+      "inactive_file 9\ntotal_inactive_anon 7\ntotal_inactive_file 200\n",
+    ),
+    2: (
+      "sys/fs/cgroup",
+      "0::/app\n",
+      ("memory.max", "memory.current"),
+      "inactive_anon 7\ninactive_file 200\n",
+    ),
+  }[version]
+  limit = str(2**63 - 4096) if (version, limit) == (1, "max") else limit
+  root = tmp_path / root / folder  # of the container or a parent
   for path, text in {
     tmp_path / "proc/meminfo": "MemAvailable:   900 kB\nSwapFree:  100 kB\n",
-    tmp_path / "proc/self/cgroup": "0::/app\n",
-    group / "memory.max": f"{limit}\n",
-    group / "memory.current": "3000\n",
+    tmp_path / "proc/self/cgroup": group,
+    root / files[0]: f"{limit}\n",
+    root / files[1]: "3000\n",
+    root / "memory.stat": stat,
   }.items():
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

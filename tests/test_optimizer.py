@@ -75,6 +75,33 @@ def test_factory_with_a_mistake_is_rejected_in_one_line(factory, message):
   assert "\n" not in str(error.value)
 
 
+def _falling(learning_rate):
+  return optax.sgd(lambda count: 0.1 if count < 3 else 0.01)
+
+
+@pytest.mark.parametrize(
+  ("factory", "message"),
+  [
+    (optax.rprop, r"rprop\(\): TypeError"),
+    (optax.lbfgs, r"lbfgs\(\): TypeError: .*'value_fn'"),
+    (optax.polyak_sgd, r"polyak_sgd\(\): TypeError: .*'value'"),
+    (_falling, r"_falling\(\): TracerBoolConv.*test_optimizer.py, line"),
+  ],
+)
+def test_optimizer_that_a_run_cannot_use_is_rejected_in_one_line(
+  factory, message
+):
+  """They need a number, the loss, or a count that is not traced."""
+
+  def step(params):
+    optimizer = make_optimizer(0.1, 10, factory=factory)
+    return optimizer.update(params, optimizer.init(params), params)
+
+  with pytest.raises(UserError, match=message) as error:
+    jax.eval_shape(step, {"w": jnp.ones(3)})
+  assert "\n" not in str(error.value)
+
+
 def test_weight_decay_needs_a_factory_that_takes_it():
   rate = optax.constant_schedule(0.1)
   with pytest.raises(UserError, match=r"weight_decay is 0.1 but .* sgd\(\)"):

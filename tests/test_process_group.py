@@ -5,6 +5,7 @@ from concurrent import futures
 import fcntl
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -105,13 +106,14 @@ def test_result_and_error_of_the_first_process_reach_all(each):
 
 
 def test_loss_of_another_process_is_recognised(each):
+  """JAX raises a ValueError if it is lost during a gather."""
   lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset")
+  gathers = ValueError("UNKNOWN: Gloo AllGather failed: closed by peer")
   full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-  recognise = lambda i: [
-    distributed.has_lost_another(x) for x in (lost, full, ValueError("Gloo"))
-  ]
-  assert each(2, recognise)[0] == [True, False, False]
-  assert each(1, recognise)[0] == [False, False, False]
+  errors = (lost, gathers, full, ValueError("a bug"))
+  recognise = lambda i: [distributed.has_lost_another(x) for x in errors]
+  assert each(2, recognise)[0] == [True, True, False, False]
+  assert not any(each(1, recognise)[0])
 
 
 def _rows(readers, num_rows):
@@ -198,7 +200,32 @@ except UserError as error:
 """
 
 
-def _join(ids, seconds=60, devices=(1, 1)):
+_LOSE = """
+import os, signal, sys
+from dppo_jax import main
+from dppo_jax.run import distributed
+
+def work(argv):
+  address, index = sys.argv[2], int(sys.argv[4])
+  distributed.initialize(address, 2, index)
+  distributed.gather(index)
+  if index:
+    os.kill(os.getpid(), signal.SIGKILL)
+  distributed.gather(index)
+
+main.main = work
+main.run()
+"""
+
+
+def test_loss_of_another_process_ends_in_one_line():
+  codes, errors = _join([0, 1], program=_LOSE)
+  assert codes == [1, -signal.SIGKILL]
+  line = errors[0].splitlines()[-1]
+  assert line.startswith("error: another process has ended or cannot be reac")
+
+
+def _join(ids, seconds=60, devices=(1, 1), program=_JOIN):
   """Exit codes and errors of some of two processes that join each other."""
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
@@ -206,7 +233,7 @@ def _join(ids, seconds=60, devices=(1, 1)):
   children = [
     subprocess.Popen(
       [
-        *(sys.executable, "-c", _JOIN, str(seconds), f"localhost:{port}"),
+        *(sys.executable, "-c", program, str(seconds), f"localhost:{port}"),
         *("2", str(i)),
       ],
       env=os.environ
@@ -224,7 +251,11 @@ def _join(ids, seconds=60, devices=(1, 1)):
 @pytest.mark.parametrize("index", [0, 1])
 def test_missing_processes_end_the_start_with_a_clear_message(index):
   codes, (error,) = _join([index], seconds=3)
-  assert re.fullmatch("error: all processes at .* did not connect .*\n", error)
+  waits, ends = error.splitlines()
+  assert re.fullmatch(
+    r"waiting at most 3 s for all processes at --coordinator=local.*", waits
+  )
+  assert re.fullmatch(r"error: all processes at .* did not connect .*", ends)
   assert codes == [1]
 
 

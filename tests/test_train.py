@@ -254,6 +254,8 @@ def test_finished_run_is_reported_at_once(uninterrupted, monkeypatch, capsys):
   )
   train.run(_config(steps=2), uninterrupted)
   assert "already done: 4 of 2 steps" in capsys.readouterr()[0]
+  train.run(_config(**{"checkpoint.keep": 1}), uninterrupted)
+  assert checkpoint.complete_steps(uninterrupted) == [0, 2, 4]
   assert [file.read_bytes() for file in files] == before
   with pytest.raises(ValueError, match="group_size was 4 and is now 8"):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)

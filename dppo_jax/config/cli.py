@@ -1,6 +1,7 @@
 """Command line: flags, the config they name, and --help."""
 
 import argparse
+import collections
 import difflib
 import functools
 import hashlib
@@ -91,8 +92,11 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   if not has_config:  # a model can be sampled without one
     model = config.model.path or config.model.hub_id
     if flags.mode != "sample" or not model:
-      if flags.workdir and flags.mode != "train":
-        raise UserError(f"--workdir: {flags.workdir} has no config.json")
+      if flags.workdir:
+        raise UserError(
+          f"--workdir: {flags.workdir} has no config.json: name the directory "
+          "of a run, or the --config of a new one"
+        )
       example = "--config=configs/arithmetic.py"
       raise UserError(f"--config is missing, as in {example}")
     path = pathlib.Path(model, "config.json")
@@ -137,13 +141,9 @@ def _load(path: pathlib.Path, choice: str) -> Config:
     raise UserError(f"--config: there is no file {str(path)!r}")
   if path.suffix == ".json":
     return read(path)
-  try:
-    get_config = user_code.load(f"{path}:get_config")
+  get_config = user_code.load(f"{path}:get_config")
+  with user_code.explained(str(path)):
     config = get_config(choice) if choice else get_config()
-  except UserError:
-    raise
-  except Exception as error:  # a config file may raise anything
-    raise UserError(f"{path}: {user_code.one_line(error)}") from error
   if not isinstance(config, Config):
     raise UserError(
       f"get_config() in {str(path)!r} must return a dppo_jax.config.Config"
@@ -165,9 +165,7 @@ def _override(config: Config, words: list[str]) -> Config:
       # A dict that takes any key, with any literal as its value.
       config.data.template_args.setdefault(match[1], object())
     elif name.startswith("-") and name not in known:
-      close = difflib.get_close_matches(name, known, 1)
-      hint = f"did you mean {close[0]}?" if close else "see --help"
-      raise UserError(f"there is no option {name}: {hint}")
+      raise UserError(f"there is no option {name}: {_hint(name, known)}")
   values = absl_flags.FlagValues()
   try:
     holder = config_flags.DEFINE_config_dataclass(
@@ -179,6 +177,24 @@ def _override(config: Config, words: list[str]) -> Config:
   if surplus:
     raise UserError(f"unexpected argument {surplus[0]!r}: flags start with --")
   return holder.value
+
+
+def _hint(name: str, known: list[str]) -> str:
+  """Suggests a known option for a mistyped one, at best of the same section."""
+  split = lambda option: option.removeprefix("--config.").rpartition(".")[::2]
+  sections = collections.defaultdict(dict)
+  for option in known:
+    section, field = split(option)
+    sections[section][field] = option
+  section, field = split(name)
+  near = difflib.get_close_matches(section, sections, 1)
+  fields = sections[near[0]] if near else {}
+  close = [fields[x] for x in difflib.get_close_matches(field, fields, 1)]
+  if close := close or [x for x in known if x.endswith(f".{field}")]:
+    return f"did you mean {close[0]}?"
+  if section and near:
+    return f"config.{near[0]} has {', '.join(fields)}"
+  return "see --help"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from dppo_jax.analysis import tables
+from dppo_jax.analysis import jsonl, tables
 
 
 def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
@@ -15,10 +15,10 @@ def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:
     results: `title`, `weights` and `sampling` as text, `seconds`, and `sets`:
       for each name `problems`, `estimates` and `completions`.
   """
-  text = json.dumps(results, indent=2, ensure_ascii=False)
-  (directory / "results.json").write_text(text + "\n", encoding="utf-8")
   path = directory / "results.md"
-  path.write_text(_page(results), encoding="utf-8")
+  jsonl.replace(path, [_page(results)])
+  text = json.dumps(results, indent=2, ensure_ascii=False)
+  jsonl.replace(directory / "results.json", [text, "\n"])
   return path
 
 

@@ -95,12 +95,21 @@ class Progress(contextlib.nullcontext):
     """Prints lines on standard output, above the bar."""
     if not self._is_silent:
       encoding = sys.stdout.encoding or "utf-8"
-      _Bar.write(text.encode(encoding, "replace").decode(encoding), sys.stdout)
-      sys.stdout.flush()
+      text = text.encode(encoding, "replace").decode(encoding)
+      try:
+        _Bar.write(text, sys.stdout)
+        sys.stdout.flush()
+      except BrokenPipeError:  # the reader has ended: a run continues
+        drop_output()
 
   def _bar(self, **options) -> _Bar:
     options |= {"leave": False, "dynamic_ncols": True, "ascii": ".#"}
     return _Bar(file=sys.stderr, disable=not self._has_bar, **options)
+
+
+def drop_output() -> None:
+  """Sends standard output, which nothing reads any more, nowhere."""
+  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def wrapped(text: str) -> str:

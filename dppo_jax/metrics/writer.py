@@ -48,6 +48,8 @@ class Writer(contextlib.AbstractContextManager):
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
     for path in (workdir / "completions").glob("*.jsonl"):
+      if not path.stem.isdecimal():  # a file of the user
+        continue
       if int(path.stem) > first_step:  # all of its steps are
         path.unlink()
       elif int(path.stem) + STEPS_PER_FILE > first_step + 1:

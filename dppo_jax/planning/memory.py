@@ -34,6 +34,12 @@ _SMALLER = {  # options that lower the memory of a stage
   "update": "pack.rows_per_micro or pack.row_length",
 }
 
+# Limit, usage and its parts, by controller: version 2 has a single hierarchy.
+_CGROUP_FILES = {
+  "": ("memory.max", "memory.current", "memory.stat"),
+  "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+}
+
 Parts = dict[str, float]  # bytes by purpose
 
 
@@ -220,16 +226,18 @@ def _free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
   """
   try:
     text = (root / "proc/meminfo").read_text()
-    _, _, path = (root / "proc/self/cgroup").read_text().rpartition("::/")
+    groups = (root / "proc/self/cgroup").read_text()
   except OSError:
     return math.inf
   sizes = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+)", text, re.M)
   left = [1024.0 * sum(map(int, sizes))]
-  group = root / "sys/fs/cgroup" / path.strip()  # of a container
-  for folder in (group, *group.parents):
-    with contextlib.suppress(OSError, ValueError):  # not here, or no limit
-      limit, used = (
-        int((folder / f"memory.{x}").read_text()) for x in ("max", "current")
-      )
-      left.append(limit - used)
+  for controller, path in re.findall(r"^\d+:(|memory):/(.*)$", groups, re.M):
+    files = _CGROUP_FILES[controller]
+    group = root / "sys/fs/cgroup" / controller / path  # of a container
+    for folder in (group, *group.parents):
+      with contextlib.suppress(OSError, ValueError):  # not here, or no limit
+        limit, used, stat = ((folder / x).read_text() for x in files)
+        # The total of version 1 comes last, after that of the group alone.
+        cache = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
+        left.append(int(limit) - int(used) + int([0, *cache][-1]))
   return min(left)

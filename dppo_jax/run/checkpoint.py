@@ -2,8 +2,8 @@
 
 Each part of a checkpoint (trained weights, frozen weights, the rest) has a file
 of SHA-256 checksums, written before orbax marks the checkpoint as complete. A
-checkpoint is damaged if that file is missing or if a file that it lists has
-changed.
+checkpoint is damaged if that file is missing, if a file that it lists has
+changed, or if the files are those of another step or run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,16 +29,23 @@ from dppo_jax.records import TrainState
 from dppo_jax.run import distributed
 
 CHECKSUMS = "sha256.json"
+LABEL = "label.json"  # name of the run, step and evaluation of a checkpoint
 _ITEMS = ("params", "rest")
 _FROZEN = "frozen"  # weights that adapters belong to; only in step 0
 
 
 class _Handler(ocp.StandardCheckpointHandler):
-  """Arrays with the checksums of the files that hold them."""
+  """Arrays with a label and the checksums of the files that hold them."""
+
+  def __init__(self, label: dict):
+    super().__init__()
+    self._label = label
 
   def finalize(self, directory) -> None:
     super().finalize(directory)
-    write_checksums(pathlib.Path(directory))
+    folder = pathlib.Path(directory)
+    (folder / LABEL).write_text(json.dumps(self._label), encoding="utf-8")
+    write_checksums(folder)
 
 
 class _Best(policies.PreservationPolicy):
@@ -72,12 +79,13 @@ class Checkpoints:
       best: metric by which to keep the best checkpoint too, as in `find_best`.
     """
     self._workdir, self._folder = workdir, workdir / "checkpoints"
-    self._keep, self._metric = keep, best
-    self._best = _Best()
+    self._metric = best
+    self._best, self._evaluation = _Best(), {}
+    self._label = {"run": run_name(workdir)}
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for item in (*_ITEMS, _FROZEN):
-      handler = _Handler()
+    self._handlers = {x: _Handler(self._label) for x in (*_ITEMS, _FROZEN)}
+    for item, handler in self._handlers.items():
       registry.add(item, ocp.args.StandardSave, handler)
       registry.add(item, ocp.args.StandardRestore, handler)
     kept = [policies.LatestN(keep), policies.CustomSteps([0]), self._best]
@@ -108,10 +116,7 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def recover(self) -> list[str]:
-    """Sets damaged latest checkpoints aside; returns a warning for each.
-
-    Also completes the deletion of old checkpoints that a kill prevented.
-    """
+    """Sets damaged latest checkpoints aside; returns a warning for each."""
     damaged = {}
     for step in sorted(self._manager.all_steps(), reverse=True):
       if not (corruption := self.corruption(step)):
@@ -130,7 +135,6 @@ class Checkpoints:
       "from the one before"
       for step, corruption in damaged.items()
     ]
-    self.prune()
     self._manager.reload()
     best = distributed.on_first_process(find_best)(self._workdir, self._metric)
     if best:
@@ -143,18 +147,25 @@ class Checkpoints:
     score = sign * values.get(metric, math.nan)
     if is_best := score > self._best.score:
       self._best.step, self._best.score = step, float(score)
+    self._evaluation = {step: {k: float(x) for k, x in values.items()}}
     return is_best
 
   @distributed.on_first_process
-  def prune(self) -> None:
-    """Deletes all but the latest `keep` checkpoints, step 0 and the best."""
-    best = find_best(self._workdir, self._metric) or [0]
-    for step in complete_steps(self._workdir)[: -self._keep]:
-      if step not in (0, best[0]):
-        shutil.rmtree(self._folder / str(step), ignore_errors=True)
+  def _check_first(self) -> None:
+    first = self._folder / "0"
+    if 0 in self._manager.all_steps() and not first.exists():
+      raise UserError(f"{first} was deleted: the run cannot be saved")
 
   def save(self, step: int, state: TrainState) -> None:
-    """Writes `state` in the background; raises if the previous write failed."""
+    """Writes `state` in the background.
+
+    Raises UserError if the previous write failed, or if the checkpoint of step
+    0 was deleted since.
+    """
+    self.wait()
+    self._check_first()
+    evaluation = self._evaluation.get(step, {})
+    self._label |= {"step": step, "evaluation": evaluation}
     items = {
       "params": lora.trainable(state.params),
       "rest": state.replace(params=None),
@@ -189,7 +200,9 @@ class Checkpoints:
 
   def _restore_item(self, step: int, item: str, like: PyTree) -> PyTree:
     self.check(step, (item,))
-    stored = _shapes(self._manager.item_metadata(step)[item].tree)
+    # Not the manager's metadata, which needs all items to be intact.
+    metadata = self._handlers[item].metadata(self._folder / str(step) / item)
+    stored = _shapes(metadata.tree)
     expected = _shapes(like)
     for name in sorted(stored.keys() | expected.keys()):
       if stored.get(name) != expected.get(name):
@@ -215,7 +228,8 @@ class Checkpoints:
     find = distributed.on_first_process(find_corruption)
     for item in items:
       if (step, item) not in self._intact:
-        if corruption := find(self._folder / str(step) / item):
+        folder = self._folder / str(step) / item
+        if corruption := find(folder, self._label["run"], step):
           return f"{item}: {corruption}"
         self._intact.add((step, item))
     return ""
@@ -246,8 +260,21 @@ class Checkpoints:
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
   """Steps of the complete checkpoints of a run, in order."""
-  names = (path.name for path in workdir.glob("checkpoints/*"))
-  return sorted(int(name) for name in names if name.isdigit())
+  names = (x.name for x in workdir.glob("checkpoints/*") if x.is_dir())
+  return sorted(int(x) for x in names if re.fullmatch("0|[1-9][0-9]*", x))
+
+
+def run_name(workdir: pathlib.Path) -> str:
+  """Returns the name of a run, which its checkpoints repeat; "" if unknown."""
+  return _read(workdir / "config.json").get("fingerprints.run", "")
+
+
+def _read(path: pathlib.Path) -> dict:
+  """Returns the content of a JSON file; nothing if it cannot be read."""
+  with contextlib.suppress(OSError, ValueError):
+    if isinstance(content := json.loads(path.read_bytes()), dict):
+      return content
+  return {}
 
 
 def has_adapters(workdir: pathlib.Path) -> bool:
@@ -259,15 +286,20 @@ def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:
   """Returns the checkpoint with the best evaluation, and its score.
 
   Args:
-    metric: name in metrics.jsonl; higher is better, or lower after a leading
+    metric: name in an evaluation; higher is better, or lower after a leading
       `-`, which negates the score. Of equal scores, the first one counts.
   """
   sign, metric = _split_sign(metric)
-  steps, best = complete_steps(workdir), None
-  for line in jsonl.read(workdir / "metrics.jsonl") if metric else ():
-    score = sign * line.get(metric, math.nan)
-    if line["step"] in steps and score > (best or (0, -math.inf))[1]:
-      best = line["step"], score
+  lines = jsonl.read(workdir / "metrics.jsonl") if metric else ()
+  logged = {line["step"]: line for line in lines if metric in line}
+  best = None
+  for step in complete_steps(workdir):
+    label = _read(workdir / "checkpoints" / str(step) / "rest" / LABEL)
+    # Checkpoints of earlier versions have no label.
+    values = logged.get(step, {}) | label.get("evaluation", {})
+    score = sign * values.get(metric, math.nan)
+    if score > (best or (0, -math.inf))[1]:
+      best = step, score
   return best
 
 
@@ -316,8 +348,13 @@ def write_checksums(directory: pathlib.Path) -> None:
     os.fsync(file.fileno())
 
 
-def find_corruption(directory: pathlib.Path) -> str:
-  """Names a file that changed since `write_checksums`; "" if none did."""
+def find_corruption(directory: pathlib.Path, run: str, step: int) -> str:
+  """Names a file that changed since `write_checksums`; "" if none did.
+
+  Args:
+    run, step: expected in the label, if the directory has one and if it and
+      the caller know the name of the run.
+  """
   try:
     expected = dict(json.loads((directory / CHECKSUMS).read_bytes()))
     checksums = _checksums(directory)
@@ -326,6 +363,11 @@ def find_corruption(directory: pathlib.Path) -> str:
   for name, digest in expected.items():
     if checksums.get(name) != digest:
       return f"{name} {'has changed' if name in checksums else 'is missing'}"
+  label = {"run": run, "step": step} | _read(directory / LABEL)
+  if label["step"] != step:
+    return f"it is of step {label['step']}"
+  if run and label["run"] not in ("", run):
+    return f"it is of another run, {label['run']}"
   return "" if expected else f"{CHECKSUMS} is empty"
 
 

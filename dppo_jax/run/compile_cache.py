@@ -17,9 +17,10 @@ def enable_compilation_cache() -> None:
 
   if jax.config.jax_compilation_cache_dir:
     return
-  folder = pathlib.Path.home() / ".cache/dppo_jax"
-  jax.config.update("jax_compilation_cache_dir", str(folder))
-  compilation_cache.reset_cache()  # it may have settled on having none
+  with contextlib.suppress(RuntimeError):  # a user without a home directory
+    folder = pathlib.Path.home() / ".cache/dppo_jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # it may have settled on having none
 
 
 @contextlib.contextmanager

@@ -61,6 +61,8 @@ def initialize(
   timer = threading.Timer(_CONNECT_SECONDS, _give_up, [others])
   handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
   timer.start()
+  wait = f"waiting at most {_CONNECT_SECONDS} s for {others}"
+  print(wait, file=sys.stderr, flush=True)
   try:
     jax.distributed.initialize(
       *flags,
@@ -178,7 +180,7 @@ def has_lost_another(error: Exception) -> bool:
   """True if the error says that another process cannot be reached any more."""
   return (
     count() > 1
-    and isinstance(error, jax.errors.JaxRuntimeError)
+    and isinstance(error, jax.errors.JaxRuntimeError | ValueError)
     and bool(re.search("Gloo|UNAVAILABLE|heartbeat", str(error)))
   )
 

@@ -1,7 +1,8 @@
 """One directory, one run: its config, data and code may not change on resume.
 
-A run writes its config to config.json, with fingerprints of its data and of the
-user's own files, which may change under the same name.
+A run writes its config to config.json, with a name that its checkpoints repeat,
+and with fingerprints of its data and of the user's own files, which may change
+under the same name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ import inspect
 import json
 import os
 import pathlib
+import uuid
 
 from dppo_jax import config as configs
 from dppo_jax import data, rewards
@@ -80,7 +82,9 @@ def write(
   """Writes config and fingerprints, unless `check` raises."""
   check(path, config, prints)
   path.parent.mkdir(parents=True, exist_ok=True)
+  name = checkpoint.run_name(path.parent) or uuid.uuid4().hex[:8]
   content = configs.flatten(config) | dict(prints or {})
+  content["fingerprints.run"] = name
   jsonl.replace(path, [json.dumps(content, indent=2), "\n"])
 
 
@@ -130,12 +134,10 @@ def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
   latest = max(checkpoint.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
-  kept = config.checkpoint.keep, config.checkpoint.best
-  with checkpoint.Checkpoints(workdir, *kept, read_only=True) as checkpoints:
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     check(workdir / "config.json", config)
     if checkpoints.corruption(latest):
       return False
-    checkpoints.prune()
   if distributed.is_first():
     page, lines = workdir / "report.md", workdir / "metrics.jsonl"
     if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:

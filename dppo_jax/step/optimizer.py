@@ -85,7 +85,7 @@ def call_factory(
       has arguments of these names. It returns an optimizer or, if it does not
       follow `rate`, `(optimizer, schedule)`.
   Raises:
-    UserError: if it fails, or returns anything else.
+    UserError: if it fails, now or when it is used, or returns anything else.
   """
   name = f"config.optimizer.function: {factory.__name__}()"
   options = {"weight_decay": weight_decay, "total_steps": total_steps}
@@ -95,10 +95,8 @@ def call_factory(
       f"config.optimizer.weight_decay is {weight_decay} but {name} has no "
       "argument weight_decay: set it to 0"
     )
-  try:
-    result = factory(rate, **{x: options[x] for x in known})
-  except Exception as error:  # the user's code may raise anything
-    raise UserError(f"{name}: {user_code.one_line(error)}") from error
+  explained = user_code.explained(name)
+  result = explained(factory)(rate, **{x: options[x] for x in known})
   is_pair = type(result) is tuple and len(result) == 2
   optimizer, rate = result if is_pair else (result, rate)
   if not isinstance(optimizer, optax.GradientTransformation):
@@ -106,13 +104,11 @@ def call_factory(
       f"{name} returned {type(optimizer).__name__} but must return an "
       "optax.GradientTransformation, alone or with its schedule"
     )
-  try:
-    with jax.ensure_compile_time_eval():
-      float(rate(0))
-  except Exception as error:  # as above
-    raise UserError(
-      f"{name} returned {type(rate).__name__} as the schedule but must return "
-      "a function from the number of updates to the learning rate "
-      f"({user_code.one_line(error)})"
-    ) from error
-  return optimizer, rate
+  label = (
+    f"{name} returned {type(rate).__name__} as the schedule but must return "
+    "a function from the number of updates to the learning rate"
+  )
+  with user_code.explained(label), jax.ensure_compile_time_eval():
+    float(rate(0))
+  optimizer = optax.GradientTransformation(*map(explained, optimizer))
+  return optimizer, explained(rate)

@@ -1,6 +1,11 @@
 """The tables of the results."""
 
-from dppo_jax.analysis import tables
+from unittest import mock
+
+import pytest
+
+from dppo_jax.analysis import jsonl, tables
+from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 
 
@@ -12,3 +17,14 @@ def test_tables_show_every_estimate():
   lines = page.table(sets, tables.aligned).splitlines()
   words = ["aime", "4", "greedy", "accuracy", "0.500"]
   assert lines[1].split()[:5] == words
+
+
+def test_results_are_complete_or_as_before(tmp_path, monkeypatch):
+  """A cut file would prevent exports of its step."""
+  path = tmp_path / "results.json"
+  path.write_text("{}")
+  monkeypatch.setattr(jsonl.os, "fsync", mock.Mock(side_effect=OSError(28, "")))
+  results = dict.fromkeys(("title", "weights", "sampling"), "")
+  with pytest.raises(UserError, match=r"results.* cannot be written"):
+    page.write(tmp_path, results | {"seconds": 0, "sets": {}})
+  assert path.read_text() == "{}"

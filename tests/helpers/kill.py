@@ -4,9 +4,14 @@
 
 kills (SIGKILL) a small run at random moments and restarts it each time until it
 is done. Parameters, optimizer, prompt history, metrics, samples, TensorBoard
-events and the list of checkpoints must then be bit-identical to those of an
-undisturbed run. Then the same with SIGTERM, and with the latest checkpoint cut,
-emptied or with one bit flipped after each kill. Ten minutes on two cores.
+events and the best checkpoint must then be bit-identical to those of an
+undisturbed run, and no checkpoint that it keeps may be missing. Then the same
+with SIGTERM, and with the latest checkpoint cut, emptied or with one bit
+flipped after each kill. Ten minutes on two cores.
+
+  python tests/helpers/kill.py --adapters
+
+does so with adapters, the method greso and `checkpoint.best`.
 
   python tests/helpers/kill.py --places
 
@@ -16,6 +21,7 @@ fills the disk, as the tests do.
 
 import argparse
 from collections.abc import Callable
+import contextlib
 import json
 import os
 import pathlib
@@ -57,11 +63,26 @@ FAULTS = {
 }
 
 
+# Options with `--adapters`; the evaluated metric changes in each step.
+ADAPTERS = {
+  "lora.rank": 2,
+  "data.eval": "arithmetic",
+  "data.eval_limit": 8,
+  "eval.every": 1,
+  "eval.prompts": 8,
+  "checkpoint.best": "-eval/tokens",
+}
+_more: dict[str, object] = {}
+
+
 def make_config(num_devices: int = 1) -> config.Config:
   """A model of a few thousand weights, rewarded for short completions."""
   c = config.Config()
-  config.use_method(c, "neyman")  # it has a prompt history
-  c.method.args["update_cost"] = 0.5  # measured times would differ
+  if _more:
+    config.use_method(c, "greso")
+  else:
+    config.use_method(c, "neyman")  # it has a prompt history
+    c.method.args["update_cost"] = 0.5  # measured times would differ
   settings = {
     "steps": STEPS,
     "model.shape.layers": 1,
@@ -82,7 +103,7 @@ def make_config(num_devices: int = 1) -> config.Config:
     "log.completions": "all",
     "mesh.data": num_devices,
   }
-  for name, value in settings.items():
+  for name, value in (settings | _more).items():
     config.assign(c, name, value)
   return c
 
@@ -198,10 +219,12 @@ def end(pid: int) -> int:
 
 def outcome(workdir: pathlib.Path) -> dict[str, object]:
   """All results of a run except for measured times."""
-  folder = (workdir / "checkpoints" / str(STEPS)).absolute()
+  folder = (workdir / "checkpoints").absolute()
+  items = [f"{STEPS}/params", f"{STEPS}/rest"]
+  items += ["0/frozen"] * checkpoint.has_adapters(workdir)
   with ocp.StandardCheckpointer() as checkpointer:
     state = {}
-    for item in ("params", "rest"):
+    for item in items:
       saved = checkpointer.metadata(folder / item).item_metadata.tree
       like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), saved)
       state[item] = checkpointer.restore(folder / item, like)
@@ -226,7 +249,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
   return {
     "state": arrays,
     "TensorBoard": scalars,
-    "checkpoints": checkpoint.complete_steps(workdir),
+    "best": checkpoint.find_best(workdir, ADAPTERS["checkpoint.best"]),
     **lines,
   }
 
@@ -238,6 +261,8 @@ def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
   assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
   differing = [name for name in expected if results[name] != expected[name]]
   assert not differing, f"{workdir}: different {', '.join(differing)}"
+  kept, needed = map(checkpoint.complete_steps, (workdir, undisturbed))
+  assert {*needed} <= {*kept}, f"{workdir}: {kept} without all of {needed}"
 
 
 # Ways to disturb a run ------------------------------------------------------
@@ -268,16 +293,19 @@ def kill_at_random(
   damages: bool = False,
   count: int = 1,
 ) -> None:
-  """Sends signal `number` several times, to as many runs as that takes."""
+  """Sends signal `number` several times, to as many runs as that takes.
+
+  With `damages`, damages a checkpoint that number of times.
+  """
   start = time.monotonic()
   assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
   seconds = time.monotonic() - start
   runs = signals = damaged = 0
-  while signals < times:
+  while (damaged if damages else signals) < times:
     workdir = folder / f"run-{runs}"
     while True:
       pids = begin_run(count, workdir, "", 0.2)
-      if signals < times:
+      if (damaged if damages else signals) < times:
         _wait(workdir, chance, seconds, damages)
         # Processes share a stop request, but not a kill.
         for pid in pids if number == signal.SIGKILL else [chance.choice(pids)]:
@@ -299,16 +327,18 @@ def kill_at_random(
 def _wait(
   workdir: pathlib.Path, chance: random.Random, seconds: float, damages: bool
 ) -> None:
-  """Waits for a random part of a run, or for a checkpoint after step 0."""
+  """Waits for a random part of a run, or for a new checkpoint after step 0."""
   if not damages:
     # The start takes long, so half of the signals come later.
     time.sleep(chance.uniform(chance.choice([0.0, 0.5]), 1.0) * seconds)
     return
-  step, until = chance.choice([2, 4]), time.monotonic() + 3 * seconds
-  while (
-    time.monotonic() < until
-    and max(checkpoint.complete_steps(workdir), default=0) < step
-  ):
+  start, step = time.time(), chance.choice([2, 4])
+  while time.time() < start + 3 * seconds:
+    newest = max(checkpoint.complete_steps(workdir), default=0)
+    with contextlib.suppress(FileNotFoundError):  # it was just set aside
+      folder = workdir / "checkpoints" / str(newest)
+      if newest >= step and folder.stat().st_mtime > start:
+        break
     time.sleep(0.02)
   time.sleep(chance.uniform(0.0, 0.5))
 
@@ -347,8 +377,10 @@ def main() -> None:
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
   parser.add_argument("--processes", type=int, default=1, help="of a run")
   parser.add_argument("--only", default="", help="kill, ask or damage")
+  parser.add_argument("--adapters", action="store_true", help="another run")
   parser.add_argument("--places", action="store_true", help="chosen places")
   options = parser.parse_args()
+  _more.update(ADAPTERS if options.adapters else {})
   chance = random.Random(options.seed)
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary)

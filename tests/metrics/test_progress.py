@@ -125,3 +125,40 @@ def test_long_runs_are_reported_ever_more_rarely(monkeypatch, capsys):
     steps.advance(1)
     bar.say("nothing")
   assert not capsys.readouterr().out
+
+
+_CLOSED = """
+import sys
+from dppo_jax import main
+from dppo_jax.metrics import progress
+
+def show(argv):
+  for _ in range(9999):
+    {}
+  sys.stderr.write("done")
+
+main.main = show
+main.run()
+"""
+
+
+@pytest.mark.parametrize(
+  ("act", "errors", "code"),
+  [
+    ("progress.Progress().say('x' * 99)", "done", 0),
+    ("print('x' * 99, flush=True)", "error: output: Broken pipe\n", 1),
+  ],
+)
+def test_run_continues_without_the_reader_of_its_output(act, errors, code):
+  """The reader may be `head`; a mode that only prints ends."""
+  child = subprocess.Popen(
+    [sys.executable, "-c", _CLOSED.format(act)],
+    cwd=commands.ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  child.stdout.readline()
+  child.stdout.close()
+  assert (child.stderr.read(), child.wait()) == (errors, code)
+  child.stderr.close()

@@ -53,6 +53,19 @@ def test_compilations_are_counted_while_the_context_lasts():
   assert not compilations
 
 
+def test_programs_compile_without_a_home_directory(monkeypatch):
+  """In a container, for a user without a name."""
+  before = jax.config.jax_compilation_cache_dir
+  no_home = mock.Mock(side_effect=RuntimeError("no home directory"))
+  monkeypatch.setattr(compile_cache.pathlib.Path, "home", no_home)
+  jax.config.update("jax_compilation_cache_dir", None)
+  try:
+    compile_cache.enable_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_every_completion_is_written_once_after_a_crash(tmp_path):
   """Stops in step 4, with a checkpoint of step `latest`; a line is cut."""
   write = lambda out, step: out.write_completions(
@@ -72,6 +85,15 @@ def test_every_completion_is_written_once_after_a_crash(tmp_path):
       assert [x.stem for x in files] == ["000001", "000003", "000005"]
       steps = [[x["step"] for x in jsonl.read(path)] for path in files]
       assert steps == [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5]], latest
+
+
+def test_other_files_next_to_the_completions_stay(tmp_path):
+  path = tmp_path / "completions/all.jsonl"
+  path.parent.mkdir()
+  path.write_text('{"step": 9}\n')
+  with _writer(tmp_path, first_step=3) as out:
+    out.write_completions(4, [{}])
+  assert path.read_text() == '{"step": 9}\n'
 
 
 def test_writer_keeps_metrics_and_messages(tmp_path, capsys):
