@@ -34,7 +34,7 @@ Rows = Iterator[dict[str, str]]
 
 
 def single() -> Rows:
-  """Yields the sums, differences, products and one-step problems to train on."""
+  """Yields calculations and one-step word problems to train on."""
   return _part(_calculations() + _one_step(), held_out=False)
 
 
