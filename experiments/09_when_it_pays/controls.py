@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dppo_jax import methods
 from dppo_jax.methods import ranking
+from dppo_jax.methods.method import ChoiceInfo
 from dppo_jax.methods.neyman import budget
 from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.records import Groups, Selection
@@ -21,7 +22,7 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)
 def baseline() -> methods.Method:
   """Returns GRPO that logs what shares of its completions add and cost."""
 
-  def describe(groups: Groups, chosen: Selection) -> dict:
+  def describe(groups: Groups, chosen: Selection) -> ChoiceInfo:
     del chosen
     size = gradient_size(groups).reshape(-1)
     num_needed = (size > 0).sum(dtype=jnp.float32)
@@ -34,7 +35,7 @@ def baseline() -> methods.Method:
     for i, share in enumerate(SHARES):
       metrics[f"law/variance_{share}"] = added[i]
       metrics[f"law/tokens_{share}"] = tokens[i]
-    return metrics
+    return ChoiceInfo(jnp.float32(0), metrics)
 
   return methods.grpo()._replace(describe=describe, noise_every=8)
 

@@ -46,8 +46,8 @@ def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
   steps = [
     line for lines in runs_of for line in lines if "step/seconds" in line
   ]
-  # Measuring the noise costs time that runs without it do not spend.
-  timed = [line for line in steps if not line["noise/measured"]]
+  # Results of versions that measured it by extra passes: those took time.
+  timed = [line for line in steps if not line.get("noise/measured")]
   total = lambda name: sum(line[name] for line in timed)
   mean = lambda name, of=steps: sum(line[name] for line in of) / len(of)
   full = total("step/seconds")

@@ -117,7 +117,7 @@ def test_proportional_probabilities_add_the_least(size, mix):
     ([0.9, 0.7, 1.0], 1),
     ([0.5, 0.51, 1.0], 1),  # hardly slower, and adds less noise
     ([0.51, 0.5, 1.0], 1),
-    ([0.98, 0.99, 1.0], 2),
+    ([0.985, 0.99, 1.0], 2),
     ([0.5, 0.7, 0.4], 2),
     ([np.inf, np.nan, 1.0], 2),
     ([np.nan, np.nan, np.nan], 2),

@@ -7,7 +7,7 @@ directory, and torch is installed.
 import dataclasses
 import importlib
 
-from dppo_jax.configs import word_problems
+from dppo_jax.configs import smollm2
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +48,7 @@ def theirs(checkpoint):
 def prompts(checkpoint):
   """Tokens of chat prompts, of text alone for a model without a template."""
   tokenizer = data.PretrainedTokenizer(checkpoint)
-  problems = [row["problem"] for row in word_problems.words_test()]
+  problems = [row["problem"] for row in smollm2.words_test()]
   return [tokenizer.encode_prompt(x) for x in problems[:NUM_PROMPTS]]
 
 
@@ -122,7 +122,7 @@ def test_chat_prompts_are_those_of_transformers(checkpoint, prompts):
   import transformers
 
   tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-  problem = next(word_problems.words_test())["problem"]
+  problem = next(smollm2.words_test())["problem"]
   if tokenizer.chat_template:
     turn = [{"role": "user", "content": problem}]
     want = tokenizer.apply_chat_template(

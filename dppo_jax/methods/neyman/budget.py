@@ -205,6 +205,20 @@ def proportional(
   return jnp.where(is_all[:, None], (size > 0).astype(jnp.float32)[None], prob)
 
 
+def added_variance(
+  prob: Float[Array, "K M"], squares: Float[Array, "M"]
+) -> Float[Array, "K"]:
+  """Computes `sum (1 / prob - 1) a^2 / sum a^2`, as for independent draws.
+
+  Args:
+    squares: `a^2` up to a common factor; 0 for terms that are not needed.
+  """
+  is_lost = (squares[None] > 0) & (prob <= 0)
+  added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
+  fraction = _ratio(added.sum(axis=1), squares.sum())
+  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
+
+
 def systematic_variance(
   prob: Float[Array, "K M"],
   squares: Float[Array, "M"],
