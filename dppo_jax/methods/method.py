@@ -101,7 +101,7 @@ class Method(NamedTuple):
     reads_costs: the completion rule reads `groups.costs`.
     noise_every: steps between measurements of the gradient noise within
       prompts, each of which takes one extra micro-batch; the noise scale is
-      measured at every update. 0 measures nothing.
+      measured every four steps. 0 measures nothing.
   """
 
   prompts: PromptRule

@@ -12,6 +12,8 @@ from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models.parameters import Params
 from dppo_jax.records import NoiseTerms, PackedBatch, TrainState
 
+PRODUCT_EVERY = 4  # steps between measurements of the noise scale
+
 
 def sum_with_signs(
   sum_up: Callable[..., Any],
@@ -66,46 +68,60 @@ def sum_with_signs(
   return sums, squared / jnp.where(estimate > 0, estimate, jnp.nan)
 
 
-def measured_noise(
+def product_with_momentum(
   state: TrainState,
   sums: Params,
   denominator: Float[Array, ""],
+  decay: float,
+  is_new: Bool[Array, ""],
+) -> Float[Array, ""]:
+  """Returns the product of the gradient and the momentum, NaN if it is not due.
+
+  Reading both trees takes a percent of a step on a CPU, so that only every
+  fourth step does.
+
+  Args:
+    state: train state before the optimizer's step.
+    sums: gradient of the loss sum.
+    decay: decay of the momentum; 0 if it is unknown.
+    is_new: True if the momentum has no gradient of the same completions.
+  """
+  nothing = jnp.float32(jnp.nan)
+  if not decay:
+    return nothing
+  momentum = optax.tree.get(state.opt_state, "mu")
+  return jax.lax.cond(
+    is_new & (state.step % PRODUCT_EVERY == 1),
+    lambda: optax.tree.vdot(sums, momentum) / denominator,
+    lambda: nothing,
+  )
+
+
+def update_noise(
+  old: gradient_noise.Noise,
+  grad_norm: Float[Array, ""],
+  product: Float[Array, ""],
   within: Float[Array, ""],
   terms: NoiseTerms,
   clip_norm: float,
-  momentum: float,
-  is_new: Bool[Array, ""],
+  decay: float,
 ) -> gradient_noise.Noise:
   """Returns the estimates of the gradient noise after an optimizer step.
 
   Args:
-    state: train state before the step.
-    sums: gradient of the loss sum.
-    within: sum of the squared norms of the completions' gradients, in units of
-      `sums`; NaN if it was not measured.
-    clip_norm, momentum: as in `update.UpdateConfig`.
-    is_new: True if the momentum has no gradient of the same completions.
+    product: value of `product_with_momentum`.
+    within: sum of the squared norms of the completions' gradients; NaN if it
+      was not measured.
+    clip_norm: largest gradient norm that reaches the momentum.
+    decay: decay of the momentum.
   """
-  squared = optax.tree.norm(sums, squared=True) / denominator**2
-  product = jnp.float32(jnp.nan)
-  if momentum:
-    earlier = optax.tree.get(state.opt_state, "mu")
-    product = optax.tree.vdot(sums, earlier) / denominator
-  noise = gradient_noise.add_gradient(
-    state.noise,
-    squared,
-    jnp.where(is_new, product, jnp.nan),
-    terms.added_variance,
-  )
+  squared, added = grad_norm**2, terms.added_variance
+  noise = gradient_noise.add_gradient(old, squared, product, added)
   noise = gradient_noise.add_signs(
-    noise,
-    squared,
-    within / denominator**2,
-    terms.added_variance,
-    terms.group_size,
+    noise, squared, within, added, terms.group_size
   )
-  kept = jnp.minimum(clip_norm / jnp.sqrt(squared), 1.0)
+  kept = jnp.minimum(clip_norm / grad_norm, 1.0)
   # A gradient that is not finite does not reach the momentum.
-  moved = gradient_noise.add_momentum(noise, momentum, kept)
-  is_finite = jnp.isfinite(squared)
+  moved = gradient_noise.add_momentum(noise, decay, kept)
+  is_finite = jnp.isfinite(grad_norm)
   return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), moved, noise)

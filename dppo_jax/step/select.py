@@ -23,6 +23,7 @@ from dppo_jax.records import (
   PackedBatch,
   PromptBatch,
   Rollout,
+  Selection,
   StepCosts,
 )
 from dppo_jax.rng import StepRng
@@ -100,9 +101,7 @@ def select(
   weights = horvitz_thompson(rollout.kept, chosen)  # 1 / probability
   weights = jnp.where(is_drawn, weights, 0.0)
   is_needed = adds_gradient(rollout, advantages, objective)
-  is_trained = weights > 0
-  if not method.trains_zero_advantage:
-    is_trained &= is_needed
+  is_trained = (weights > 0) & (is_needed | method.trains_zero_advantage)
   trained_lengths = jnp.where(is_trained, rollout.lengths, 0)
   scale = token_scale(rollout, objective)
   batch, num_micro, pack_info = pack(
@@ -117,21 +116,19 @@ def select(
   # Gradient norm of a completion whose tokens' gradients are independent.
   size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
-  described = ChoiceInfo(jnp.float32(0), {})
-  if method.describe:
-    described = method.describe(groups, chosen)
+  describe = method.describe or _describe_nothing
+  described = describe(groups, chosen)
   scalars |= described.metrics
-  count = lambda x: x.sum(dtype=jnp.float32)
   scalars["prompts/prob_min"] = jnp.where(
     rollout.kept.keep, rollout.kept.prob, 1.0
   ).min()
-  scalars["completions/kept"] = count(weights > 0)
+  scalars["completions/kept"] = _count(weights > 0)
   drawn = chosen.replace(keep=chosen.keep & is_drawn)
   info = SelectInfo(
     pack=pack_info,
     num_invalid_probs=invalid_probs(rollout.kept) + invalid_probs(drawn),
-    num_trained=count(is_trained),
-    num_tokens=count(trained_lengths),
+    num_trained=_count(is_trained),
+    num_tokens=_count(trained_lengths),
     noise=_noise_terms(rollout, groups, described.added_variance),
     diagnostics=scalars,
   )
@@ -158,6 +155,15 @@ def make_groups(
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
   )
+
+
+def _count(x: Array) -> Float[Array, ""]:
+  return x.sum(dtype=jnp.float32)
+
+
+def _describe_nothing(groups: Groups, chosen: Selection) -> ChoiceInfo:
+  del groups, chosen
+  return ChoiceInfo(jnp.float32(0), {})
 
 
 def _noise_terms(

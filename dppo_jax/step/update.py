@@ -340,7 +340,7 @@ def update(
     state, seen, _, at_start = carry
     part = i % num_parts
     first = jnp.where(part > 0, ends[part - 1], 0)
-    noise, here = state.noise, denominator / num_parts
+    here = denominator / num_parts
 
     def sum_up(weights, end):
       rows = batch.replace(weights=weights)
@@ -351,20 +351,24 @@ def update(
       sums, ratio = measure_noise.sum_with_signs(
         sum_up, batch, first, ends[part], rng.key, is_due
       )
-      noise = measure_noise.measured_noise(
-        state,
-        sums.grad,
-        here,
-        ratio * select_info.noise.sum_squares / num_parts,
-        select_info.noise,
-        config.clip_norm,
-        config.momentum,
-        is_new=i < num_parts,
+      product = measure_noise.product_with_momentum(
+        state, sums.grad, here, config.momentum, i < num_parts
       )
     else:
       sums = sum_up(batch.weights, ends[part])
     state, info = apply_gradient(state, sums, here, optimizer)
-    state = state.replace(noise=noise)
+    if config.noise_every:
+      terms = select_info.noise
+      noise = measure_noise.update_noise(
+        state.noise,
+        info.grad_norm,
+        product,
+        ratio * terms.sum_squares / (num_parts * here**2),
+        terms,
+        config.clip_norm,
+        config.momentum,
+      )
+      state = state.replace(noise=noise)
     seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
     # Before any update the policy is the sampler's.
     at_start = jnp.where(i == 0, sums.log_ratio, at_start)
