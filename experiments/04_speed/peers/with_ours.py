@@ -14,7 +14,7 @@ from dppo_jax.metrics import writer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import setup
-from dppo_jax.step import abstract_values, programs, update
+from dppo_jax.step import abstract_values, programs, train_step, update
 
 from . import clock, work
 
@@ -103,34 +103,34 @@ def check(args) -> None:
       np.ones(work.PROMPTS, bool), np.ones(work.PROMPTS, np.float32)
     ),
     slot_steps=np.int32(0),
+    busy_steps=np.int32(0),
   )
   rewards = np.array(sequences["rewards"], np.float32).reshape(shape)
+  experience = train_step.Experience(
+    prompts, drawn, rewards, np.float32(work.PROMPTS), counts={}, samples=[]
+  )
   config = programs.update_config(run)
   with jax.set_mesh(run.mesh):
-    compiled = programs.compile_programs(programs.programs(run), run.mesh)
+    step = train_step.TrainStep(run, grader=None)
     abstract = abstract_values.abstract_train_state(run)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     start = functools.partial(abstract_values.init_train_state, run)
     state = jax.jit(start, out_shardings=shardings)(run.initial_params())
-    rng = rng_at(run.root_key, 0, Stage.COMPLETIONS)
-    batch, num_micro, *_ = compiled["select"](
-      rng, prompts, drawn, rewards, None
-    )
+    batch = step.select(rng_at(run.root_key, 0), experience, state)
     score = lambda params, *batch_args: update.score(
       params, config, *batch_args
     )
-    stats = jax.jit(score)(state.params, batch, num_micro)
-    is_trained = np.asarray(batch.is_trained)
-    place = np.asarray(batch.old_logprobs)[is_trained].astype(int)
+    stats = jax.jit(score)(state.params, batch.rows, batch.num_micro)
+    is_trained = np.asarray(batch.rows.is_trained)
+    place = np.asarray(batch.rows.old_logprobs)[is_trained].astype(int)
     logprobs = np.full(tokens.shape, np.nan)
     logprobs.ravel()[place] = np.asarray(stats.logprobs)[is_trained]
-    count = np.float32(work.BATCH)
-    _, info = compiled["update"](state, None, batch, num_micro, count)
+    _, info = step.update(state, None, batch)
   lengths = zip(prompts.tokens, prompts.lengths, strict=True)
   out = {
     "prompt_ids": [row[:n].tolist() for row, n in lengths],
     "logprobs": logprobs.tolist(),
-    "norm": float(info.grad_norm),
+    "norm": float(info.update.grad_norm),
   }
   args.out.write_text(json.dumps(out))
 

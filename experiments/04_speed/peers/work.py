@@ -78,7 +78,7 @@ def sequences(directory: pathlib.Path) -> dict:
 
 
 def write(directory: pathlib.Path, steps: int) -> None:
-  """The checkpoint, problems for as many steps, and sequences to check."""
+  """Writes problems for `steps` steps, and sequences to check."""
   import numpy as np
 
   rng = np.random.default_rng(SEED)
@@ -103,11 +103,10 @@ def write(directory: pathlib.Path, steps: int) -> None:
     "".join(json.dumps(row) + "\n" for row in rows)
   )
   (directory / "sequences.json").write_text(json.dumps(checked))
-  _write_checkpoint(str(directory / "checkpoint"))
 
 
-def _write_checkpoint(path: str) -> None:
-  import tokenizers
+def write_checkpoint(path: str) -> None:
+  """Writes the model and its tokenizer."""
   import torch
   import transformers
 
@@ -119,6 +118,14 @@ def _write_checkpoint(path: str) -> None:
       norm.add_(0.1 * torch.randn_like(norm))
     _let_stop(model, torch.randint(0, PAD, (64, LONGEST)))
   model.save_pretrained(path)
+  write_tokenizer(path)
+
+
+def write_tokenizer(path: str) -> None:
+  """Writes the tokenizer, with a word for each token."""
+  import tokenizers
+  import transformers
+
   ids = {text([i]): i for i in range(PAD)} | {"<pad>": PAD, "<eos>": EOS}
   words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids))
   words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -179,4 +186,6 @@ if __name__ == "__main__":
   flags = argparse.ArgumentParser(description=__doc__)
   flags.add_argument("directory", type=pathlib.Path)
   flags.add_argument("--steps", type=int, required=True)
-  write(**vars(flags.parse_args()))
+  given = flags.parse_args()
+  write(given.directory, given.steps)
+  write_checkpoint(str(given.directory / "checkpoint"))
