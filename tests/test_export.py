@@ -242,7 +242,7 @@ def test_the_card_has_prompt_results_options_and_the_base_model(
   assert card.data.base_model == "them/base"
   assert "dppo" in card.data.tags
   assert "were\n\n```\n{problem}\n```" in card.text
-  assert "| aime | 30 | greedy | 0.250 | 0.100 to 0.400 |" in card.text
+  assert "| aime | 30 | greedy accuracy | 0.250 | 0.100 to 0.400 |" in card.text
   options = re.search(r"```json\n(.*)\n```", card.text, re.DOTALL)[1]
   assert json.loads(options)["rollout.max_tokens"] == 8
 

@@ -1,0 +1,130 @@
+"""Tables of the runs on a pretrained model, and a figure."""
+
+from collections.abc import Sequence
+import pathlib
+import statistics
+
+from matplotlib import figure as figures
+import numpy as np
+
+from dppo_jax.analysis import style, tables
+
+from . import run
+
+HERE = pathlib.Path(__file__).parent
+MARKS = (0.5, 0.6, 0.7, 0.8)
+WINDOW = 4  # steps, 256 completions, whose mean accuracy is compared
+MAIN = ("grpo", "dppo", "neyman")
+
+
+def smooth(row: dict) -> np.ndarray:
+  """Returns the mean sampled accuracy of each step and those before it."""
+  values = row["accuracy"]
+  starts = [max(i + 1 - WINDOW, 0) for i in range(len(values))]
+  return np.array([np.mean(values[a : i + 1]) for i, a in enumerate(starts)])
+
+
+def seconds_to(row: dict, mark: float) -> float | None:
+  """Returns the seconds of steps until the accuracy first reaches a mark."""
+  reached = np.flatnonzero(smooth(row) >= mark)
+  return float(np.cumsum(row["seconds"])[reached[0]]) if len(reached) else None
+
+
+def of_methods(rows: Sequence[dict]) -> list[dict]:
+  """Returns the runs that compare methods."""
+  names = {cell.name for cell in run.METHODS}
+  cell = lambda row: run.Cell(*(row[x] for x in run.Cell._fields))
+  return [row for row in rows if cell(row).name in names]
+
+
+def run_table(rows: Sequence[dict]) -> str:
+  """Returns one line a run."""
+  head = ["method", "prompts x group", "rate", "seed", "steps", "seconds"]
+  head += ["update", "micro-batches", "tokens generated", "trained"]
+  head += [f"to {x:.0%}, s" for x in MARKS] + ["last 4 steps", "held out"]
+  lines = []
+  for row in rows:
+    total = sum(row["seconds"])
+    to = [seconds_to(row, mark) for mark in MARKS]
+    lines.append(
+      [
+        row["method"],
+        f"{row['prompts']} x {row['group']}",
+        row["rate"],
+        row["seed"],
+        len(row["seconds"]),
+        f"{total:.0f}",
+        f"{sum(row['update']) / total:.0%}",
+        f"{sum(row['micro_batches']):.0f}",
+        f"{sum(row['generated']):,.0f}",
+        f"{sum(row['trained']):,.0f}",
+        *("-" if x is None else f"{x:.0f}" for x in to),
+        f"{smooth(row)[-1]:.2f}",
+        f"{row['held_out'][-1]:.2f}",
+      ]
+    )
+  return tables.markdown(head, lines)
+
+
+def method_table(rows: Sequence[dict]) -> str:
+  """Returns medians over seeds, with the least and the largest value."""
+  head = ["method", "seeds", "seconds of a step", "micro-batches a step"]
+  head += ["tokens trained", "predicted speed-up"]
+  head += ["accuracy of the last 4 steps", "accuracy at 240 s"]
+  lines = []
+  for method in dict.fromkeys(row["method"] for row in rows):
+    some = [row for row in rows if row["method"] == method]
+    spread = lambda values: (
+      f"{statistics.median(values):.2f} ({min(values):.2f} to "
+      f"{max(values):.2f})"
+    )
+    at = [
+      np.interp(240, np.cumsum(row["seconds"]), smooth(row)) for row in some
+    ]
+    trained = [sum(x["trained"]) / sum(x["generated"]) for x in some]
+    predicted = [np.mean(x["predicted"]) for x in some]
+    lines.append(
+      [
+        method,
+        len(some),
+        spread([np.mean(x["seconds"]) for x in some]),
+        spread([np.mean(x["micro_batches"]) for x in some]),
+        spread(trained),
+        spread(predicted) if any(predicted) else "-",
+        spread([smooth(x)[-1] for x in some]),
+        spread(at),
+      ]
+    )
+  return tables.markdown(head, lines)
+
+
+@style.rc()
+def draw(rows: Sequence[dict]) -> figures.Figure:
+  """Draws sampled accuracy over seconds, a line a seed."""
+  figure = style.figure(height=3.4)
+  axis = figure.subplots()
+  for number, method in enumerate(MAIN):
+    for row in (x for x in rows if x["method"] == method):
+      label = method if row["seed"] == 0 else None
+      axis.plot(
+        np.cumsum(row["seconds"]), smooth(row), f"C{number}", label=label
+      )
+  axis.set(
+    xlabel="seconds of training steps on one core",
+    ylabel=f"sampled accuracy, mean of {WINDOW} steps",
+    title="SmolLM2-135M-Instruct on one-step problems, three seeds each",
+  )
+  axis.legend()
+  return figure
+
+
+def write(rows: Sequence[dict]) -> None:
+  """Writes table.md and figure.png."""
+  compared = of_methods(rows)
+  page = [
+    "Made by `python -m experiments.15_real_model.run --stage=report`.",
+    method_table(compared),
+    run_table(rows),
+  ]
+  (HERE / "table.md").write_text("\n\n".join(page) + "\n")
+  style.save(draw(compared), HERE / "figure.png")
