@@ -105,7 +105,8 @@ def declare(run: Run) -> dict[str, Declaration]:
     ),
     "update": Declaration(
       bind(update.update, config=config, optimizer=optimizer(run)),
-      args="state reference batch num_micro denominator rng select_info",
+      args="state reference batch num_micro denominator"
+      + (" rng select_info" if method.noise_every else ""),
       out="state update_info",
       donate="state",
     ),

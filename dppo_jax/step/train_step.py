@@ -234,6 +234,7 @@ class TrainStep:
   ) -> tuple[TrainState, StepInfo]:
     """Takes the optimizer steps on the batch; ends the clock of the step."""
     step, every = int(state.step), self._run.method.noise_every
+    rng = rng_at(self._run.root_key, step, Stage.NOISE)
     state, info = self._timed(
       "update",
       state,
@@ -241,8 +242,7 @@ class TrainStep:
       batch.rows,
       batch.num_micro,
       batch.denominator,
-      rng_at(self._run.root_key, step, Stage.NOISE),
-      batch.info,
+      *((rng, batch.info) if every else ()),
     )
     info = jax.device_get(info)
     seconds = self._clock.metrics()
