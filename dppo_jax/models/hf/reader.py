@@ -75,6 +75,8 @@ def read_config(
   path: str, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """Returns the model of the checkpoint in directory `path`."""
+  if not pathlib.Path(path).is_dir():
+    raise UserError(f"config.model.path: there is no directory {path}")
   settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   try:
     return families.from_settings(settings, dtype, remat)
@@ -160,8 +162,6 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
     weights: name of the file; WEIGHTS may be several files with an index.
   """
   path, files = pathlib.Path(path), [weights]
-  if not path.is_dir():
-    raise UserError(f"config.model.path: there is no directory {path}")
   if not (path / weights).is_file():
     if not (path / INDEX).is_file():
       raise UserError(
