@@ -71,7 +71,8 @@ setuptools.setup(
       "ruff>=0.9",
     ],
     "parity": ["torch>=2.6"],
-    "cuda": ["jax[cuda13]>=0.10"],
+    "cuda": ["jax[cuda13]>=0.10"],  # drivers from 580.65 on
+    "cuda12": ["jax[cuda12]>=0.10"],
     "tpu": ["jax[tpu]>=0.10"],
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4.2"],
   },

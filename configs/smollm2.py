@@ -17,7 +17,10 @@ For `words`, add
   --config.data.train=dppo_jax.configs.smollm2:words
   --config.data.eval=dppo_jax.configs.smollm2:words_test
 
-EXPECTATION
+Expect the accuracy on 75 held-out problems of `single` to go from 0.14 to 0.92
+sampled and from 0.48 to 0.99 greedy, in 12 CPU minutes and 5 GB
+(experiments/15_real_model). `words` was not reached from the pretrained
+weights; start from a run on `single` with --config.sft.from_run=RUN.
 """
 
 from collections.abc import Iterator
@@ -41,8 +44,9 @@ def get_config(method: str = "dppo") -> Config:
   config.rollout.num_slots = 64
   config.pack.row_length = 256
   config.pack.rows_per_micro = 2
-  config.optimizer.learning_rate = 4e-5
-  config.eval.every = 20
+  config.optimizer.learning_rate = 2e-5
+  config.optimizer.schedule = "linear"
+  config.eval.every = 30
   config.eval.samples = 2
   config.eval.prompts = 32
   return config

@@ -31,7 +31,7 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## Data: a function
 #
-# A data source is a function that yields dictionaries, or a `.jsonl`, `.csv` or
+# A data source is a function that yields dictionaries, or a `.jsonl` or
 # `.parquet` file, or a TFDS data set. It needs a `problem` and an `answer`. A
 # `solution` is optional: supervised steps imitate it. Every other column
 # reaches your reward functions by its name.
