@@ -5,6 +5,7 @@ directory, and torch is installed.
 """
 
 import dataclasses
+import functools
 import importlib
 
 from dppo_jax.configs import smollm2
@@ -52,6 +53,14 @@ def prompts(checkpoint):
   return [tokenizer.encode_prompt(x) for x in problems[:NUM_PROMPTS]]
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _forward(params, config, tokens, positions):
+  hidden = transformer.forward(
+    params, config, tokens, positions, jnp.ones_like(tokens)
+  )
+  return transformer.logits(params, config, hidden)
+
+
 def _logits(model, tokens):
   with torch.no_grad():
     return model(torch.tensor([tokens])).logits[0].numpy()
@@ -94,18 +103,11 @@ def _assert_greedy(model, prompt, completion, stop_ids):
 
 def test_logits_agree_with_transformers(checkpoint, theirs, prompts):
   params, config = hf.load(checkpoint)
-  forward = jax.jit(
-    lambda tokens, positions: transformer.logits(
-      params,
-      config,
-      transformer.forward(
-        params, config, tokens, positions, jnp.ones_like(tokens)
-      ),
-    )
-  )
   for tokens in prompts[:NUM_LOGITS]:
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    ours = forward(jnp.array([tokens], jnp.int32), positions)[0]
+    ours = _forward(params, config, jnp.array([tokens], jnp.int32), positions)[
+      0
+    ]
     want = _logits(theirs, tokens)
     np.testing.assert_allclose(ours, want, atol=1e-5 * np.abs(want).max())
 
@@ -161,8 +163,9 @@ def test_an_adapter_computes_the_same_in_peft(
 ):
   package = pytest.importorskip("peft")
   params, config = hf.load(checkpoint)
-  names = lora.choose("all", config)
-  config = dataclasses.replace(config, lora=lora.Lora(4, 8.0, names))
+  table = parameters.parameter_table(config)
+  adapted = lora.choose(table, rank=4, alpha=8.0, targets="all")
+  config = dataclasses.replace(config, lora=adapted)
   noise = np.random.default_rng(0)
   adapters = jax.tree.map(
     lambda p: jnp.asarray(0.02 * noise.normal(size=p.shape), jnp.float32),
@@ -174,9 +177,6 @@ def test_an_adapter_computes_the_same_in_peft(
   tokens = prompts[0]
   positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
   array = jnp.array([tokens], jnp.int32)
-  hidden = transformer.forward(
-    params, config, array, positions, jnp.ones_like(array)
-  )
-  ours = transformer.logits(params, config, hidden)[0]
+  ours = _forward(params, config, array, positions)[0]
   want = _logits(model, tokens)
   np.testing.assert_allclose(ours, want, atol=1e-5 * np.abs(want).max())
