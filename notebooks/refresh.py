@@ -12,9 +12,10 @@ import jupytext
 import nbclient
 import nbformat
 
-# Where the project is public, as OWNER/NAME on GitHub: badges and install cells
-# name it. To publish it, set this and run the command above.
-REPOSITORY = "-owner-/dppo_jax"
+# Where the project is public, as OWNER/NAME on GitHub. Badges and install cells
+# name it, and are left out while it is empty: the notebooks run from a clone.
+# To publish the project, set this and run the command above.
+REPOSITORY = ""
 
 FOLDER = pathlib.Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
@@ -33,13 +34,14 @@ if importlib.util.find_spec("dppo_jax") is None:
 
 
 def make(name: str) -> nbformat.NotebookNode:
-  """The notebook without outputs: badge, install cell, the cells of the .py."""
+  """Returns the notebook of a .py, without outputs."""
   notebook = jupytext.read(FOLDER / f"{name}.py", fmt="py:percent")
-  fill = {"repository": REPOSITORY, "name": name}
-  notebook.cells[:0] = [
-    nbformat.v4.new_markdown_cell(_BADGE.format(**fill)),
-    nbformat.v4.new_code_cell(_INSTALL.format(**fill)),
-  ]
+  if REPOSITORY:
+    fill = {"repository": REPOSITORY, "name": name}
+    notebook.cells[:0] = [
+      nbformat.v4.new_markdown_cell(_BADGE.format(**fill)),
+      nbformat.v4.new_code_cell(_INSTALL.format(**fill)),
+    ]
   for i, cell in enumerate(notebook.cells):
     cell.id, cell.metadata = f"cell-{i}", nbformat.NotebookNode()
   notebook.metadata = nbformat.from_dict(

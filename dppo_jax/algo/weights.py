@@ -24,8 +24,8 @@ def horvitz_thompson(
    [4. 1.]]
 
   Args:
-    chosen: the only choice, of any shape; or that of prompts, `[Q]`, made
-      before the rollout.
+    chosen: the only choice, of any shape; or the choice of prompts, `[Q]`,
+      made before the rollout.
     completions: choice of completions, `[Q, G]`, made after the rollout, whose
       probabilities may depend on the rewards.
   Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
@@ -88,7 +88,7 @@ def effective_sample_size(
 ) -> Float[Array, ""]:
   """Effective number of kept terms, `(sum w a)^2 / sum (w a)^2`.
 
-  It is that of contributions, not of weights: probabilities proportional to `a`
+  Contributions count, not weights: probabilities proportional to `a`
   make `w a` constant, the best case, however uneven `w` itself is.
 
   >>> import jax.numpy as jnp

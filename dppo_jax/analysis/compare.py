@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def group(members: Sequence[runs.Run]) -> list[Group]:
   """Groups runs by all options but the seed.
 
-  Methods are in the order of the runs, their options in that of numbers.
+  Methods are in the order of the runs, their options in numerical order.
   """
   by_options: dict[str, list[runs.Run]] = {}
   for run in members:

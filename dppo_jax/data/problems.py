@@ -254,8 +254,8 @@ def draw(
 ) -> PromptBatch:
   """Draws distinct prompts, a function of the key and the step alone.
 
-  Each epoch has its own order and as many batches as it fills. The up to
-  `num_prompts - 1` prompts left over are not drawn in that epoch.
+  Each epoch has its own order and only full batches: up to `num_prompts - 1`
+  prompts are left over and not drawn in that epoch.
   """
   epoch, index = divmod(int(step), len(problems) // num_prompts)
   key = rng_at(root_key, epoch, Stage.DATA).key

@@ -40,7 +40,7 @@ class DynamicSampling(NamedTuple):
 
   Attributes:
     max_draws: largest number of chunks in a step.
-    is_exact: divides so that the expected gradient is that of all candidates.
+    is_exact: divides so that the expected gradient is all candidates'.
   """
 
   max_draws: int

@@ -51,7 +51,7 @@ class PromptRule(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-  """A choice of tokens among those of the kept completions.
+  """A choice among the tokens of the kept completions.
 
   The model still reads a token that is not chosen, as context; its part of the
   logits and of their gradient is saved.
@@ -72,7 +72,7 @@ class ChoiceInfo(NamedTuple):
 
   Attributes:
     added_variance: variance that the choice adds to the gradient, over the
-      noise of the batch without pruning; infinity if it is unknown.
+      noise of the batch without pruning.
     metrics: scalars to log.
   """
 

@@ -58,8 +58,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
   """Returns an optimizer with global-norm clipping, by default AdamW.
 
-  Non-finite gradients are skipped. The first four arguments are those of
-  `make_schedule`, `factory` is that of `call_factory`.
+  Non-finite gradients are skipped. The first four arguments are described
+  in `make_schedule`, `factory` in `call_factory`.
   """
   factory = factory or optax.adamw
   rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)

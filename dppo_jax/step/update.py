@@ -61,7 +61,7 @@ class UpdateConfig(NamedTuple):
 class UpdateInfo(struct.PyTreeNode):
   """Result of an update: the metrics `update/NAME` of metrics/README.md.
 
-  Token means are over the last pass, `grad_norm` is that of the last step.
+  Token means are over the last pass, `grad_norm` is from the last step.
 
   Attributes:
     experts: load of a mixture of experts, as metrics.
@@ -323,7 +323,7 @@ def update(
   """Takes the optimizer steps of a rollout, and advances the step counter.
 
   Each mini-batch has an equal part of the prompts and of the denominator: the
-  mean of their gradients is that of the full batch.
+  mean of their gradients is the gradient of the full batch.
 
   Args:
     batch: micro-batches `[M, R, L]`.

@@ -63,7 +63,7 @@ class AutoBudget(NamedTuple):
   With a gradient noise scale of `r` times the batch size, steps to a target
   are proportional to `1 + r`; a choice that adds `v` of the batch's own
   variance makes that `1 + (1 + v) r`. Seconds to the target are therefore
-  proportional to those of a step times `1 + v r / (1 + r)`.
+  proportional to the seconds of a step times `1 + v r / (1 + r)`.
 
   Attributes:
     min_keep, max_keep: bounds of the fraction, in (0, 1], before a least
@@ -80,7 +80,7 @@ class AutoBudget(NamedTuple):
 
   def choose(
     self, groups: Groups, size: Float[Array, "Q G"], min_prob: float = 0.0
-  ) -> "Budget":
+  ) -> Budget:
     """Returns the number of completions to train on, and what it predicts.
 
     A grid over all fractions is refined between the neighbours of its best one.
@@ -125,14 +125,14 @@ class AutoBudget(NamedTuple):
     size: Float[Array, "M"],
     fractions: Float[Array, "K"],
     min_prob: float,
-  ) -> "_Candidates":
+  ) -> _Candidates:
     """Predicts seconds to a target, up to a factor, for several fractions."""
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
     lengths = lengths.astype(jnp.float32)
     num_needed = (size > 0).sum(dtype=jnp.float32)
     at_most_all = lambda x: jnp.clip(x, 1.0, jnp.maximum(num_needed, 1.0))
     prob = proportional(size, at_most_all(jnp.round(fractions * num_needed)))
-    # Up to rounding those of `water_filling` for `counts` completions.
+    # Up to rounding the probabilities of `water_filling` for `counts`.
     prob = jnp.where(size > 0, jnp.maximum(prob, min_prob), 0.0)
     counts = at_most_all(jnp.round(prob.sum(axis=1)))
     added = added_noise(groups, size, prob)
@@ -194,7 +194,7 @@ def proportional(
       these certain.
   """
   falling = -jnp.sort(-size)
-  # With the `f` largest certain, the others divide the remaining budget.
+  # With the `f` largest certain, smaller ones divide the remaining budget.
   tails = jnp.cumsum(falling[::-1])[::-1]
   certain = jnp.arange(len(size), dtype=jnp.float32)
   left = budgets[:, None] - certain[None]

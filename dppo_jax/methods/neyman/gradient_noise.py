@@ -6,10 +6,10 @@ product of the two is, in expectation, the squared norm of the gradient's mean
 times the sum of the weights, as long as the mean changes slowly. Faster changes
 make the estimate of the signal too low, and budgets prune less.
 
-The part of the noise between the completions of a prompt comes from a few extra
-backward passes of one micro-batch: if each completion's gradient has a random
-sign, the expected squared norm of the sum is the sum of the squared norms.
-Parts that cut through groups, such as micro-batches, cannot be compared
+The part of the noise between the completions of a prompt comes from an extra
+backward pass of one micro-batch now and then: if each completion's gradient has
+a random sign, the expected squared norm of the sum is the sum of the squared
+norms. Parts that cut through groups, as micro-batches do, cannot be compared
 instead: the completions of a group are not independent.
 
 Source: the definitions of McCandlish et al. 2018, arXiv:1812.06162, section 2.2
@@ -24,8 +24,8 @@ from jaxtyping import Array, Float
 from dppo_jax.analysis.runs import SCALE_LIMIT
 
 DECAY = 0.9  # weight of earlier measurements, at each further one
-# Before the first measurement; those of experiments/11_equal_seconds chose 3 to
-# 4, and a step of full groups costs as much as several of these.
+# Before the first measurement. Experiment 11_equal_seconds measured sizes of 3
+# to 4, and a step of full groups costs several times as much.
 FIRST_GROUP_SIZE = 4
 # An estimate of the noise below this is a failed measurement: the smallest
 # value in experiments/09_when_it_pays is 0.12.
@@ -148,7 +148,7 @@ def best_group_size(noise: Noise, largest: int) -> Float[Array, ""]:
   proportional to `common + one_completion / (g - 1)` and their cost to `g`, if
   the cost of prompts is small. The best `g - 1` is then the square root of
   `one_completion / common`. In turn with an automatic budget this reaches a
-  size and a fraction of which neither can be improved alone.
+  size and a fraction, neither of which can be improved alone.
   """
   common = noise.total - noise.within
   ratio = jnp.maximum(noise.one_completion, 0.0) / jnp.where(

@@ -40,7 +40,7 @@ def neyman(
 
   Probabilities are proportional to the expected contribution to the gradient,
   the draw is systematic, and every weight is 1 / probability: the expected
-  gradient is that of the full batch.
+  gradient is the full batch's.
 
   Args:
     prompt_budget: fraction of the prompts rolled out, as in `neyman_prompts`.
@@ -56,8 +56,8 @@ def neyman(
     budget after McCandlish et al. 2018, arXiv:1812.06162. Cost-Aware Learning,
     arXiv:2604.28020, is similar; experiments/PAPERS.md has the differences.
   Deviates:
-    1. A prompt's size is that of advantages divided by their standard
-       deviation, under any objective.
+    1. A prompt's size assumes advantages divided by their standard deviation,
+       under any objective.
     2. With groups of several sizes the gradient is exact for `rloo` and
        `dr_grpo`. For `grpo` the deviation of rewards, and with it the weight of
        a prompt, depends on the size of its group.
@@ -79,7 +79,7 @@ def neyman(
   if prompt_budget < 1:
     rules = rules._replace(prompts=neyman_prompts(prompt_budget))
   if not samples_all:
-    # The memory is that of the prompt rule, which keeps all at a budget of 1.
+    # The prompt rule provides the memory; at a budget of 1 it keeps all.
     rules = rules._replace(
       prompts=neyman_prompts(prompt_budget),
       group_sizes=group_sizes(rollout_budget),
