@@ -28,7 +28,7 @@ NEEDED = 0.75
 
 
 def seconds(function: Callable, *args) -> float:
-  """Returns the median time of a call, after one that compiles."""
+  """Returns the median time of a call, after a first one to compile."""
   function = jax.jit(function)
   jax.block_until_ready(function(*args))
   times = []
