@@ -51,7 +51,7 @@ TUNE = (
   Cell("grpo", 8, 8, "4e-5", 0, 22),
   Cell("grpo", 16, 4, "4e-5", 0, 26),
 )
-BEST = Cell("grpo", 16, 4, "4e-5", 0, 26)
+BEST = Cell("grpo", 16, 4, "2e-5", 0, 26)
 METHODS = (
   *(
     BEST._replace(method=method, seed=seed)
