@@ -40,7 +40,7 @@ class Cell(NamedTuple):
   @property
   def name(self) -> str:
     shape = f"{self.prompts}x{self.group}"
-    return f"{self.method}-{shape}-{self.rate}-{self.seed}"
+    return f"{self.method}-{shape}-{self.rate}-{self.seed}-{self.steps}"
 
 
 TUNE = (
