@@ -5,8 +5,8 @@ import os
 import pathlib
 import sys
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.metrics import progress
 from dppo_jax.run import compile_cache
 
@@ -18,8 +18,8 @@ _OF_PLACES |= {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EPIPE}
 def main(argv: list[str]) -> None:
   """Runs one command, given the program's name and flags."""
   from dppo_jax import config as configs
+  from dppo_jax import distributed
   from dppo_jax.config import cli
-  from dppo_jax.run import distributed
 
   config, workdir, flags = cli.parse(argv)
   with user_code.explained("user code ended the run", (SystemExit,)):
@@ -72,7 +72,7 @@ def run() -> None:
     progress.drop_output()  # or Python would try to write more of it
     sys.exit(f"error: {error.filename or 'output'}: {error.strerror}")
   except Exception as error:
-    from dppo_jax.run import distributed
+    from dppo_jax import distributed
 
     if not distributed.has_lost_another(error):
       raise

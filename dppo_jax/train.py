@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards
+from dppo_jax import data, distributed, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
@@ -25,16 +25,10 @@ from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.planning import memory
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
-from dppo_jax.run import (
-  checkpoint,
-  compile_cache,
-  distributed,
-  runtime_checks,
-  signals,
-)
+from dppo_jax.run import checkpoint, compile_cache, initial_state, signals
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import initial_state
+from dppo_jax.step import runtime_checks
 from dppo_jax.step.train_step import StepInfo, TrainStep
 
 # `(step, info, state) -> metrics`, called after each step; may return None.

@@ -25,8 +25,8 @@ from dppo_jax.algo.weights import horvitz_thompson
 from dppo_jax.metrics import progress
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import compile_cache, setup
-from dppo_jax.step import abstract_values, grade, sft, update
+from dppo_jax.run import compile_cache, setup, sft
+from dppo_jax.step import abstract_values, grade, update
 from dppo_jax.step.train_step import TrainStep
 
 compile_cache.quiet_libraries()

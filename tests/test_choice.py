@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import algo, methods, rewards, train, user_code
+from dppo_jax import algo, methods, rewards, train
 from dppo_jax import config as configs
 from dppo_jax.config import options
 from dppo_jax.data import sources
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.records import Groups
 from dppo_jax.rng import StepRng
 

@@ -10,7 +10,7 @@ import pytest
 import small
 
 from dppo_jax import rollout, train
-from dppo_jax.analysis import jsonl
+from dppo_jax.files import jsonl
 from dppo_jax.records import Selection
 from dppo_jax.rollout import drafts
 from dppo_jax.step.draft_choice import RETRY, DraftChoice

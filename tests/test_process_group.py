@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import yaml
 
-from dppo_jax import data
+from dppo_jax import data, distributed
 from dppo_jax.errors import UserError
 from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
-from dppo_jax.run import distributed, preflight, workdir
+from dppo_jax.run import preflight, workdir
 from dppo_jax.step import grade as grading
 
 LAUNCH = commands.ROOT / "experiments/launch"
@@ -190,7 +190,7 @@ def test_mesh_without_devices_of_a_process_is_rejected(each):
 _JOIN = """
 import sys
 from dppo_jax.errors import UserError
-from dppo_jax.run import distributed
+from dppo_jax import distributed
 
 distributed._CONNECT_SECONDS = int(sys.argv[1])
 try:
@@ -203,7 +203,7 @@ except UserError as error:
 _LOSE = """
 import os, signal, sys
 from dppo_jax import main
-from dppo_jax.run import distributed
+from dppo_jax import distributed
 
 def work(argv):
   address, index = sys.argv[2], int(sys.argv[4])

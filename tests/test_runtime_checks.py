@@ -11,8 +11,7 @@ from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import runtime_checks
-from dppo_jax.step import select
+from dppo_jax.step import runtime_checks, select
 
 SPEC = PackingSpec(row_length=24, rows_per_micro=2)
 

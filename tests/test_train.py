@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import config, methods, train
-from dppo_jax.analysis import jsonl
+from dppo_jax.files import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from matplotlib import figure as figures
 import numpy as np
 
-from dppo_jax.analysis import jsonl, runs, statistics, style, tables
+from dppo_jax.analysis import runs, statistics, style, tables
 from dppo_jax.errors import UserError
+from dppo_jax.files import jsonl
 
 # Options, and sections of them, that do not make a run another experiment.
 _IGNORED = ("seed.", "steps.", "eval.every.", "sft.from_run.")

@@ -6,8 +6,8 @@ import pathlib
 
 import numpy as np
 
-from dppo_jax.analysis import jsonl, statistics
-from dppo_jax.files import json_object
+from dppo_jax.analysis import statistics
+from dppo_jax.files import json_object, jsonl
 
 SECONDS = "step/seconds"
 SCALE_LIMIT = 1e6  # prompts; a larger gradient noise scale is unknown

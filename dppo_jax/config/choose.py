@@ -8,12 +8,12 @@ from typing import Any
 
 import optax
 
-from dppo_jax import algo, methods, rewards, user_code
+from dppo_jax import algo, methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import assign, check_option, default_args, walk
 from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
 from dppo_jax.errors import UserError
-from dppo_jax.files import json_object
+from dppo_jax.files import json_object, user_code
 from dppo_jax.metrics import trackers
 
 # A name, a reference to a user's function, or the function.

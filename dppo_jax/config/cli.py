@@ -14,12 +14,13 @@ from typing import Any
 from absl import flags as absl_flags
 from ml_collections import config_flags
 
-from dppo_jax import methods, user_code
+from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.config.choose import read
 from dppo_jax.config.options import default_args, flatten, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 
 _EXAMPLES = """\
 Trains language models by group-based policy optimisation with unbiased pruning.

@@ -8,8 +8,8 @@ import json
 from numbers import Integral, Real
 from typing import Any
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 
 # Accepted types by the type of the default.
 _TYPES = {

@@ -15,11 +15,12 @@ import jax
 from jaxtyping import Int
 import numpy as np
 
-from dppo_jax import sharding, user_code
+from dppo_jax import sharding
 from dppo_jax.data import arithmetic, sources
 from dppo_jax.data.sources import Prompt, Row, is_begun, parse_messages, text_of
 from dppo_jax.data.tokenizer import Tokenizer
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.records import PromptBatch
 from dppo_jax.rng import Stage, rng_at
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
-from dppo_jax.files import json_object
+from dppo_jax.files import json_object, user_code
 from dppo_jax.rewards import last_boxed
 
 Record = Mapping[str, Any]

@@ -5,7 +5,8 @@ import json
 import pathlib
 from typing import Any
 
-from dppo_jax.analysis import jsonl, tables
+from dppo_jax.analysis import tables
+from dppo_jax.files import jsonl
 
 
 def write(directory: pathlib.Path, results: Mapping[str, Any]) -> pathlib.Path:

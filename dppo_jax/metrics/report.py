@@ -9,8 +9,9 @@ from matplotlib import axes as mpl_axes
 from matplotlib import figure as figures
 import numpy as np
 
-from dppo_jax.analysis import jsonl, runs, statistics, style, tables
+from dppo_jax.analysis import runs, statistics, style, tables
 from dppo_jax.analysis.statistics import Interval
+from dppo_jax.files import jsonl
 from dppo_jax.metrics import warnings as health
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours

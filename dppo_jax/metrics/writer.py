@@ -11,8 +11,8 @@ import time
 import traceback
 from typing import Any
 
-from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
+from dppo_jax.files import jsonl
 from dppo_jax.metrics import progress, trackers
 from dppo_jax.metrics import warnings as health
 

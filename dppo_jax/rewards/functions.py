@@ -14,8 +14,8 @@ import os
 import re
 from typing import NamedTuple
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.rewards.math_answers import (
   MAX_CHARS,
   last_boxed,

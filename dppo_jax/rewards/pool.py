@@ -18,8 +18,8 @@ import subprocess
 import sys
 import traceback
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.rewards import functions
 
 LOAD_SECONDS = 600.0  # for a process to load a function: usually 0.5 s

@@ -22,11 +22,11 @@ from jaxtyping import PyTree
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from dppo_jax.analysis import jsonl
+from dppo_jax import distributed
 from dppo_jax.errors import UserError
+from dppo_jax.files import jsonl
 from dppo_jax.models import lora
 from dppo_jax.records import TrainState
-from dppo_jax.run import distributed
 
 CHECKSUMS = "sha256.json"
 LABEL = "label.json"  # name of the run, step and evaluation of a checkpoint

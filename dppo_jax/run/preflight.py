@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, sharding
+from dppo_jax import data, distributed, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import parameters
 from dppo_jax.models.config import ModelConfig
-from dppo_jax.run import distributed
 
 
 def check_lengths(config: configs.Config, prompt_length: int) -> None:

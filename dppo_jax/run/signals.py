@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from dppo_jax.run import distributed
+from dppo_jax import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Functions that swallow every exception: JAX's part in a garbage collection.

@@ -16,12 +16,11 @@ import pathlib
 import uuid
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards
-from dppo_jax.analysis import jsonl
+from dppo_jax import data, distributed, rewards
 from dppo_jax.errors import UserError
-from dppo_jax.files import json_object
+from dppo_jax.files import json_object, jsonl
 from dppo_jax.metrics import report
-from dppo_jax.run import checkpoint, distributed
+from dppo_jax.run import checkpoint
 
 
 def may_change(config: configs.Config) -> set[str]:

@@ -1,6 +1,6 @@
 """Choice between rollouts with and without drafts, by their measured speed."""
 
-from dppo_jax.run import distributed
+from dppo_jax import distributed
 
 # Rollouts before the slower kind is tried again; each later wait is 4 times as
 # long.

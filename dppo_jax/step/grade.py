@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dppo_jax import data, rewards
+from dppo_jax import data, distributed, rewards
 from dppo_jax.records import Rollout
-from dppo_jax.run import distributed
 
 
 class GradedRollout(NamedTuple):

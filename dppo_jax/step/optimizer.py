@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 
 MOMENTUM = 0.9  # decay of the first moment, the default of optax.adamw
 

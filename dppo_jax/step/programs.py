@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dppo_jax import rollout, sharding
+from dppo_jax import distributed, rollout, sharding
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout.drafts import AUTOMATIC
-from dppo_jax.run import distributed
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values, collect, select, tokens, update
 from dppo_jax.step.abstract_values import (

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import ArrayLike
 import numpy as np
 
-from dppo_jax import data, rewards
+from dppo_jax import data, distributed, rewards
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
@@ -21,9 +21,8 @@ from dppo_jax.records import (
   TrainState,
 )
 from dppo_jax.rng import Stage, StepRng, rng_at
-from dppo_jax.run import distributed, runtime_checks
 from dppo_jax.run.setup import Run
-from dppo_jax.step import abstract_values, grade, programs
+from dppo_jax.step import abstract_values, grade, programs, runtime_checks
 from dppo_jax.step.clock import StageClock
 from dppo_jax.step.collect import Experience
 from dppo_jax.step.draft_choice import DraftChoice

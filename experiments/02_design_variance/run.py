@@ -16,7 +16,7 @@ import pathlib
 
 import jax
 
-from dppo_jax.analysis import jsonl
+from dppo_jax.files import jsonl
 
 from ..common import results, tasks
 from . import (

@@ -4,7 +4,7 @@ import pathlib
 
 from matplotlib import figure as figures
 
-from dppo_jax.analysis import jsonl
+from dppo_jax.files import jsonl
 
 from ..common.results import tidy
 

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from dppo_jax import config as configs
-from dppo_jax import plan, sharding, user_code
+from dppo_jax import plan, sharding
 from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.metrics import progress
 from dppo_jax.planning import assumed, memory, topology
 from dppo_jax.run import compile_cache

@@ -7,7 +7,8 @@ import statistics
 from matplotlib import figure as figures
 import numpy as np
 
-from dppo_jax.analysis import jsonl, tables
+from dppo_jax.analysis import tables
+from dppo_jax.files import jsonl
 
 from ..common.results import tidy
 from . import tasks, training

@@ -3,7 +3,7 @@
 from concurrent import futures
 import pathlib
 
-from dppo_jax.analysis import jsonl
+from dppo_jax.files import jsonl
 
 from ..common import processes
 from . import tasks

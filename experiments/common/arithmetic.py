@@ -6,8 +6,8 @@ higher rate since, and evaluates sampled completions.
 
 import pathlib
 
-from dppo_jax import user_code
 from dppo_jax.config import Config
+from dppo_jax.files import user_code
 
 _CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "arithmetic.py"
 

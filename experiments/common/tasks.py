@@ -1,7 +1,7 @@
 """Configs of the tasks that several experiments use."""
 
-from dppo_jax import user_code
 from dppo_jax.config import Config
+from dppo_jax.files import user_code
 
 from . import rings
 from .processes import ROOT

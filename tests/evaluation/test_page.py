@@ -4,9 +4,10 @@ from unittest import mock
 
 import pytest
 
-from dppo_jax.analysis import jsonl, tables
+from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
+from dppo_jax.files import jsonl
 
 
 def test_tables_show_every_estimate():

@@ -41,11 +41,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dppo_jax import config, train
+from dppo_jax import config, distributed, train
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import report
-from dppo_jax.run import checkpoint, compile_cache, distributed, runtime_checks
-from dppo_jax.step import grade, programs, train_step
+from dppo_jax.run import checkpoint, compile_cache
+from dppo_jax.step import grade, programs, runtime_checks, train_step
 
 STEPS = 6
 # Functions in which a run is killed, and at which call.

@@ -11,10 +11,10 @@ import sys
 import jax
 from jax._src import cache_key
 
-from dppo_jax import main
+from dppo_jax import distributed, main
 from dppo_jax.methods.neyman.step_costs import StepSample
 from dppo_jax.models.moe import Experts
-from dppo_jax.run import distributed, setup
+from dppo_jax.run import setup
 from dppo_jax.step import train_step
 
 EXPERTS = Experts(num=4, per_token=2, mlp=16, is_normalized=True)

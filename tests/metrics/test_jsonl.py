@@ -2,8 +2,8 @@
 
 import pytest
 
-from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
+from dppo_jax.files import jsonl
 
 LINES = b"".join(
   jsonl.line({"step": step, "text": "größer"}).encode() for step in (0, 1, 2)

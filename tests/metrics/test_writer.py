@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax.analysis import jsonl
 from dppo_jax.errors import UserError
+from dppo_jax.files import jsonl
 from dppo_jax.metrics import progress, trackers, warnings, writer
 from dppo_jax.run import compile_cache
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from dppo_jax import user_code
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.rewards import Grader, RewardSpec, functions, parse
 
 

@@ -9,7 +9,8 @@ import sys
 import jax
 import numpy as np
 
-from dppo_jax import data, main, rollout, user_code
+from dppo_jax import data, main, rollout
+from dppo_jax.files import user_code
 from dppo_jax.metrics import writer
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import Stage, rng_at

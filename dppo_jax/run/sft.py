@@ -13,16 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dppo_jax import data
+from dppo_jax import data, distributed
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.records import PromptBatch, Rollout, Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import distributed, runtime_checks
 from dppo_jax.run.setup import Run
-from dppo_jax.step import abstract_values, update
+from dppo_jax.step import abstract_values, runtime_checks, update
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
 

@@ -7,9 +7,9 @@ import jax
 from dppo_jax.metrics import writer as metrics
 from dppo_jax.models import parameters
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint, runtime_checks
+from dppo_jax.run import checkpoint, sft
 from dppo_jax.run.setup import Run
-from dppo_jax.step import abstract_values, sft
+from dppo_jax.step import abstract_values, runtime_checks
 
 
 def first_state(run: Run, writer: metrics.Writer) -> TrainState:
