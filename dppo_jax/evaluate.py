@@ -48,7 +48,7 @@ def run(
       run = setup_run(config, trains=False)
     if not run.eval_sets:
       raise UserError("config.data.eval is empty: name a source to evaluate on")
-    with jax.set_mesh(run.mesh), run.make_grader() as grader:
+    with jax.set_mesh(run.spec.mesh), run.make_grader() as grader:
       for problems in run.eval_sets.values():
         bar.say(progress.wrapped(problems.report))
         with bar.task("starting to grade"), distributed.sharing_errors():
@@ -56,13 +56,15 @@ def run(
       with bar.task("reading weights"):
         step, params, weights = read_weights(run, workdir, step)
       bar.say(progress.wrapped(f"weights: {weights}\n{run.stop_warning}"))
-      to_compile = {"greedy": programs.evaluation_program(run, 0)}
+      to_compile = {"greedy": eval_sets.program(run, 0)}
       if samples := config.eval.samples:
-        sampled = programs.evaluation_program(run, samples)
+        sampled = eval_sets.program(run, samples)
         to_compile = {"sampled": sampled, **to_compile}
       with bar.task("compiling") as task:
-        compiled = programs.compile_programs(to_compile, run.mesh, task)
-      roll_outs = {x: functools.partial(f, params) for x, f in compiled.items()}
+        compiled = programs.compile_programs(to_compile, run.spec.mesh, task)
+      roll_outs = {
+        x: functools.partial(f, params=params) for x, f in compiled.items()
+      }
       directory = pathlib.Path(_make_directory(workdir, step))
       lines = []
       sets = {
@@ -105,7 +107,7 @@ def read_weights(
     best = run.config.checkpoint.best
     step = checkpoint.find(workdir, step, best=best)
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-      like = abstract_values.abstract_params(run)
+      like = abstract_values.abstract_params(run.spec)
       params = checkpoints.restore_params(step, like)
     origin = f"step {step} of {workdir}"
   advice = f"{origin} cannot be used; choose other weights with --step"

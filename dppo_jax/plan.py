@@ -59,7 +59,7 @@ def _estimated(
   run: Run, stages: dict[str, memory.Parts], hardware: targets.Hardware
 ) -> str:
   """The estimate as a table, and whether it fits."""
-  model = run.model
+  model = run.spec.model
   purposes = dict.fromkeys(
     name for parts in stages.values() for name, size in parts.items() if size
   )
@@ -73,9 +73,9 @@ def _estimated(
   return (
     f"\n{model.family}, {parameters.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, attention={model.attention}, "
-    f"{run.config.rollout.num_slots} slots a device\n"
+    f"{run.spec.num_slots} slots a device\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
-    f"{sharding.describe(run.mesh)}\n\n"
+    f"{sharding.describe(run.spec.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"
     f"{_verdict(sums, hardware.memory)}"
   )

@@ -72,7 +72,8 @@ class StepCosts(struct.PyTreeNode):
   Attributes:
     noise_fraction: part of the gradient's squared norm that is noise,
       `r / (1 + r)` with `r` the gradient noise scale over the batch size; 1
-      while unknown.
+      while unknown. `r / (1 + mu r)` with `mu` passes over a rollout, each with
+      its own choice of completions.
     micro_seconds: seconds of an update per micro-batch.
     micro_tokens: trained tokens in a full micro-batch.
     other_seconds: seconds of a step outside its update.
@@ -80,7 +81,7 @@ class StepCosts(struct.PyTreeNode):
       over that noise; infinity while unknown.
     group_size: completions of a prompt at which a second of rollouts and
       updates leaves the least noise; 0 while unknown.
-    mini_batches: parts of a rollout, whose micro-batches are rounded up apart.
+    num_updates: updates on a rollout.
   """
 
   noise_fraction: Float[Array | np.ndarray, ""]
@@ -89,7 +90,7 @@ class StepCosts(struct.PyTreeNode):
   other_seconds: Float[Array | np.ndarray, ""]
   within_fraction: Float[Array | np.ndarray, ""]
   group_size: Float[Array | np.ndarray, ""]
-  mini_batches: Float[Array | np.ndarray, ""]
+  num_updates: Float[Array | np.ndarray, ""]
 
 
 class Groups(struct.PyTreeNode):

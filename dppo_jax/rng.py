@@ -46,6 +46,11 @@ class StepRng(NamedTuple):
     """Returns the randomness of one stage of this step."""
     return StepRng(_fold_in(self.key, stage), self.step)
 
+  def draw(self, number: int) -> "StepRng":
+    """Returns the randomness of one of several draws; draw 0 has this key."""
+    key = _fold_in(self.key, number) if number else self.key
+    return StepRng(key, self.step)
+
 
 def as_step_rng(rng: StepRng | jax.Array) -> StepRng:
   """Returns `rng`; a bare key becomes the randomness of an unknown step."""

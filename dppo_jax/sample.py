@@ -55,7 +55,7 @@ def run(
       without_problems = copy.deepcopy(config)
       without_problems.data.eval = ""
       run = setup_run(without_problems, trains=False)
-    with jax.set_mesh(run.mesh), run.make_grader() as grader:
+    with jax.set_mesh(run.spec.mesh), run.make_grader() as grader:
       with bar.task("reading weights"):
         _, params, weights = read_weights(run, workdir, step)
       r, samples = config.rollout, config.eval.samples
@@ -66,13 +66,14 @@ def run(
       bar.say(progress.wrapped(start))
       sampler = _Sampler(run, params, grader, bar)
       if source is not None:
-        sampler.print_completions(source, run.root_key)
+        sampler.print_completions(source, run.spec.root_key)
         return
       is_typed = sys.stdin.isatty()
       for number, line in enumerate(_lines(is_typed)):
         if not line:
           continue
-        key = jax.random.fold_in(run.root_key, number)  # of a repeated line too
+        # A repeated line has other randomness.
+        key = jax.random.fold_in(run.spec.root_key, number)
         try:
           sampler.print_completions(_source_of(config, [line]), key)
         except UserError as error:
@@ -150,7 +151,8 @@ class _Sampler:
     sets = read_problems(
       run.config, run.tokenizer, trains=False, needs_answers=False
     )[1]
-    preflight.check_ids(run.config, run.model, run.stop_ids, [*sets.values()])
+    model, stop_ids = run.spec.model, run.spec.sampling.stop_ids
+    preflight.check_ids(run.config, model, stop_ids, [*sets.values()])
     largest = max(len(x) for x in sets.values())
     run.config.eval.prompts = min(run.config.eval.prompts, largest)
     run = run._replace(eval_sets={x: _widened(y) for x, y in sets.items()})
@@ -165,12 +167,14 @@ class _Sampler:
     width = next(iter(run.eval_sets.values())).tokens.shape[1]
     size = width, run.config.eval.prompts
     if size not in self._compiled:
-      program = programs.evaluation_program(run, run.config.eval.samples)
+      program = eval_sets.program(run, run.config.eval.samples)
       with self._bar.task("compiling") as task:
         compiled = programs.compile_programs(
-          {"sample": program}, run.mesh, task
+          {"sample": program}, run.spec.mesh, task
         )
-      self._compiled[size] = functools.partial(compiled["sample"], self._params)
+      self._compiled[size] = functools.partial(
+        compiled["sample"], params=self._params
+      )
     return self._compiled[size]
 
   def _print_rollout(self, rollout: Rollout, problems: data.ProblemSet) -> None:

@@ -28,8 +28,9 @@ from dppo_jax.rng import rng_at
 from dppo_jax.run import checkpoint, compile_cache, initial_state, signals
 from dppo_jax.run import workdir as resume
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import runtime_checks
-from dppo_jax.step.train_step import StepInfo, TrainStep
+from dppo_jax.step import programs, runtime_checks
+from dppo_jax.step.step_info import StepInfo
+from dppo_jax.step.train_step import TrainStep
 
 # `(step, info, state) -> metrics`, called after each step; may return None.
 Callback = Callable[[int, StepInfo, TrainState], dict[str, float] | None]
@@ -77,7 +78,7 @@ def _run(
       eval_sets.check_metric(run, config.checkpoint.best)
     prints = resume.fingerprints(config, run.train_set)
     stack.enter_context(resume.held(workdir / "config.json", config, prints))
-    stack.enter_context(jax.set_mesh(run.mesh))
+    stack.enter_context(jax.set_mesh(run.spec.mesh))
     grader = stack.enter_context(run.make_grader())
     checkpoints = stack.enter_context(
       checkpoint.Checkpoints(
@@ -100,10 +101,18 @@ def _run(
       with bar.task("starting to grade"), distributed.sharing_errors():
         grader.self_check(run.train_set.columns)
       with bar.task("compiling") as task:
-        train_step = TrainStep(run, grader, task)
+        compiled = _compile(run, task)
       stack.callback(gc.unfreeze)
       _train(
-        _Session(run, train_step, grader, checkpoints, writer, stop, callbacks)
+        _Session(
+          run=run,
+          compiled=compiled,
+          grader=grader,
+          checkpoints=checkpoints,
+          writer=writer,
+          stop=stop,
+          callbacks=callbacks,
+        )
       )
       with bar.task("writing the report"), distributed.sharing_errors():
         if distributed.is_first():
@@ -114,14 +123,26 @@ def _run(
       raise
 
 
+def _compile(run: Run, task: progress.Task) -> dict[str, jax.stages.Compiled]:
+  """Compiles the stages of a step, and evaluations if there are problems."""
+  table, samples = programs.step_programs(run.spec), run.config.eval.samples
+  if run.eval_sets:
+    table["evaluate"] = eval_sets.program(run, samples)
+    if samples:  # the first and the last evaluation are greedy too
+      table["evaluate_greedy"] = eval_sets.program(run, samples=0)
+  return programs.compile_programs(table, run.spec.mesh, task)
+
+
 def _train(session: "_Session") -> None:
   """Trains to the last step; `session` keeps the logs and checkpoints."""
-  run, train_step = session.run, session.train_step
-  config = run.config
+  run, root_key = session.run, session.run.spec.root_key
+  train_step = TrainStep(
+    run.spec, run.train_set, run.tokenizer, session.grader, session.compiled
+  )
   state = session.begin()
   reference = initial_state.reference_params(run, session.checkpoints)
   # The first draw shuffles the epoch, which compiles; no later one does.
-  data.draw(run.train_set, run.root_key, 0, config.data.prompts_per_step)
+  data.draw(run.train_set, root_key, 0, run.spec.num_prompts)
   first = int(state.step)
   # Excludes what exists, mostly jax traces, from garbage collections: walking
   # it stalls one step in a hundred for 0.3 s.
@@ -129,14 +150,15 @@ def _train(session: "_Session") -> None:
   with (
     compile_cache.compilations() as compilations,
     session.stop.after_step(),
-    session.writer.bar.steps("step", config.steps, first),
+    session.writer.bar.steps("step", run.config.steps, first),
   ):
-    for step in range(first, config.steps):  # `TrainStep` says what is where
-      rng = rng_at(run.root_key, step)
+    for step in range(first, run.config.steps):  # see `TrainStep`
+      rng = rng_at(root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
-      batch = train_step.select(rng, experience, state)  # weights and rows
-      batch = train_step.score(rng, state.params, batch)  # token weights
-      state, info = train_step.update(state, reference, batch)
+      batches = train_step.select(rng, experience, state)  # one per update
+      batches = train_step.score(rng, state.params, batches)  # token weights
+      state, updates = train_step.update(state, reference, batches)
+      info = train_step.info(state, experience, batches, updates)
       session.after_step(step + 1, state, info, len(compilations))
       compilations.clear()
 
@@ -146,7 +168,7 @@ class _Session:
   """A run with its open files, and what follows each step."""
 
   run: Run
-  train_step: TrainStep
+  compiled: dict[str, jax.stages.Compiled]
   grader: rewards.Grader
   checkpoints: checkpoint.Checkpoints
   writer: Writer | Silent
@@ -175,7 +197,7 @@ class _Session:
       info.update.nonfinite_params,
       info.update.skipped_in_a_row,
       f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
-      f"{info.select.diagnostics['weights/max']:.1f}",
+      f"{max(x.info.diagnostics['weights/max'] for x in info.batches):.1f}",
     )
     config = self.run.config
     is_last = done == config.steps
@@ -210,7 +232,7 @@ class _Session:
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
-    largest = self.run.config.rollout.group_size
+    largest = self.run.spec.group_size
     solved = [np.mean([x["correct"] for x in group]) for group in groups]
     accuracy = estimators.interval(np.array(solved), largest)
     sampled = drawn / max(values["prompts/kept"], 1)
@@ -271,9 +293,7 @@ class _Session:
   ) -> eval_sets.Completions:
     """Returns completions of an evaluation set by a compiled program."""
     with self.writer.bar.task(f"evaluating on {name}"):
-      roll_out = functools.partial(
-        self.train_step.programs[program], state.params
-      )
+      roll_out = functools.partial(self.compiled[program], params=state.params)
       return eval_sets.evaluate(self.run, name, roll_out, self.grader)
 
 

@@ -74,7 +74,7 @@ print("row 0 as tokens:", problems.tokens[0])
 # imitates solutions for a few seconds. Half of them show the work, half guess.
 
 # %%
-with jax.set_mesh(run.mesh):
+with jax.set_mesh(run.spec.mesh):
   params = sft.run(run, run.initial_params(), 70, print, progress.Progress())
 num_weights = sum(x.size for x in jax.tree.leaves(params))
 print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
@@ -88,9 +88,9 @@ print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 # %%
 grader = run.make_grader()
 grader.__enter__()  # starts its processes, if the rewards need any
-with jax.set_mesh(run.mesh):
+with jax.set_mesh(run.spec.mesh):
   train_step = TrainStep(run, grader)
-  state = abstract_values.init_train_state(run, params)
+  state = abstract_values.init_train_state(run.spec, params)
 
 stages = train_step.programs
 print("stages:", *stages)
@@ -105,9 +105,9 @@ print("what the method remembers of each problem:", before_pruning)
 # visit, so we first visit every problem once: 8 steps of 16 prompts.
 
 # %%
-with jax.set_mesh(run.mesh):
+with jax.set_mesh(run.spec.mesh):
   for i in range(8):
-    rng = rng_at(run.root_key, i)
+    rng = rng_at(run.spec.root_key, i)
     state, experience = train_step.collect(state)
     batch = train_step.select(rng, experience, state)
     batch = train_step.score(rng, state.params, batch)
@@ -125,7 +125,7 @@ with jax.set_mesh(run.mesh):
 # %%
 num_prompts = c.data.prompts_per_step
 draw = int(state.draws)
-prompts = data.draw(problems, run.root_key, draw, num_prompts)
+prompts = data.draw(problems, run.spec.root_key, draw, num_prompts)
 print("ids    ", prompts.ids.shape, prompts.ids)
 print("tokens ", prompts.tokens.shape, "[N, P]")
 print("lengths", prompts.lengths.shape, prompts.lengths)
@@ -140,7 +140,7 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 # that mean was 0: there was nothing to learn.
 
 # %%
-rng = rng_at(run.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
+rng = rng_at(run.spec.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
 chosen, sizes = stages["choose_prompts"](
   rng, state.history, prompts.ids, np.int32(num_prompts), None
 )
@@ -157,9 +157,9 @@ print("score of the last visit", score.shape, score.round(2))
 # pruned prompt is a row of length 0.
 
 # %%
-with jax.set_mesh(run.mesh):
+with jax.set_mesh(run.spec.mesh):
   inference_params = stages["to_inference_params"](state.params)
-  rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
+  rng = rng_at(run.spec.root_key, draw, Stage.ROLLOUT)
   rollout = stages["roll_out"](inference_params, prompts, rng, chosen, sizes)
 print("tokens    ", rollout.tokens.shape, "[Q, G, T]")
 print("logprobs  ", rollout.logprobs.shape, "nats, of each token sampled")
@@ -219,7 +219,7 @@ state = state.replace(history=history, draws=num_draws)
 # computed from all `G` completions, before any is dropped.
 
 # %%
-advantages = run.objective.advantage(rewards)
+advantages = run.spec.objective.advantage(rewards)
 print("advantages", advantages.shape, "[Q, G]")
 print(advantages.round(2))
 
@@ -233,8 +233,8 @@ print(advantages.round(2))
 
 # %%
 groups = Groups(jnp.array(rewards), advantages, rollout.lengths)
-rng = rng_at(run.root_key, int(state.step), Stage.COMPLETIONS)
-picked = run.method.completions(rng, groups)
+rng = rng_at(run.spec.root_key, int(state.step), Stage.COMPLETIONS)
+picked = run.spec.method.completions(rng, groups)
 weights = horvitz_thompson(chosen, picked)
 weights = jnp.where(rollout.lengths > 0, weights, 0.0)
 print("keep   ", picked.keep.shape)
@@ -291,7 +291,7 @@ plt.show()
 # Rows come in micro-batches of one fixed shape. Only those in use are computed.
 
 # %%
-with jax.set_mesh(run.mesh):
+with jax.set_mesh(run.spec.mesh):
   batch, num_micro, selected, _ = stages["select"](
     rng, prompts, rollout, rewards, None
   )
@@ -353,7 +353,7 @@ print("has a stage to score:", "score" in stages)
 # number of completions of the *unpruned* batch. Then AdamW takes a step.
 
 # %%
-update_config = update.UpdateConfig(run.model, run.objective)
+update_config = update.UpdateConfig(run.spec.model, run.spec.objective)
 denominator = np.float32(num_prompts * c.rollout.group_size)
 
 
@@ -366,7 +366,7 @@ def logprobs_of(params):
   return jax.lax.map(of_rows, batch)
 
 
-with jax.set_mesh(run.mesh):
+with jax.set_mesh(run.spec.mesh):
   before = logprobs_of(state.params)
   state, updated = stages["update"](state, None, batch, num_micro, denominator)
   after = logprobs_of(state.params)

@@ -35,7 +35,7 @@ def test_rows_and_slots_count_one_devices(num_devices):
     sft__steps=0,
   )
   run = setup.setup_run(c)
-  rows = run.packing.rows_per_micro
+  rows = run.spec.packing.rows_per_micro
   assert rows == num_devices * c.pack.rows_per_micro
   description = " ".join(run.description().split())
   assert f"micro-batches of {rows} rows" in description

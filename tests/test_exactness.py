@@ -10,6 +10,7 @@ import functools
 
 from enumeration import Draws
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def _prompt_draws(method):
   return list(Draws(select, IDS.shape)())
 
 
-def _draws(method, objective, is_weighted=True, mini_batches=1):
+def _draws(method, objective, is_weighted=True, part=0, num_parts=1):
   """Chance, prompts, completions and packed batch of every possible draw."""
   forget = lambda chosen: chosen.replace(prob=jnp.ones_like(chosen.prob))
 
@@ -83,7 +84,8 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
       method=method._replace(completions=spy),
       objective=objective,
       spec=SPEC,
-      mini_batches=mini_batches,
+      part=part,
+      num_parts=num_parts,
     )
     return chosen[0], batch, num_micro
 
@@ -105,7 +107,8 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
     )
     return chosen[0], batch
 
-  completions, tokens = Draws(pack, REWARDS.shape), Draws(refine, ())
+  completions = Draws(pack, (3 // num_parts, 3))
+  tokens = Draws(refine, ())
   full = small.rollout(small.prompts())
   for by_prompts, kept in _prompt_draws(method):
     lengths = jnp.where(kept.keep[:, None], full.lengths, 0)
@@ -123,21 +126,20 @@ def _draws(method, objective, is_weighted=True, mini_batches=1):
 
 @functools.partial(jax.jit, static_argnames=("objective", "model"))
 def _gradient(
-  params, reference, batch, num_micro, objective, first, model=small.MODEL
+  params, reference, batch, num_micro, objective, model=small.MODEL
 ):
   config = update.UpdateConfig(
     model, objective, logit_chunk=16, inner_updates=2
   )
-  total = update.sum_gradients(
-    batch, num_micro, params, reference, config, first
-  )
+  total = update.sum_gradients(batch, num_micro, params, reference, config)
   leaves = jax.tree.leaves(total.grad)
   return jnp.concatenate([jnp.ravel(x) for x in leaves]), total.sums
 
 
-def _gradient_of(batch, num_micro, objective, first=0):
+def _gradient_of(batch, num_micro, objective, params=None):
+  params = small.params(0) if params is None else params
   gradient, sums = _gradient(
-    small.params(0), small.params(1), batch, num_micro, objective, first
+    params, small.params(1), batch, num_micro, objective
   )
   return np.asarray(gradient, np.float64), sums
 
@@ -207,7 +209,7 @@ def test_pruned_gradient_of_adapters_averages_to_that_of_the_full_batch(method):
     total = 0.0
     for chance, *_, batch, num_micro in _draws(method, OBJECTIVES["grpo"]):
       arrays = params, None, batch, num_micro
-      gradient, sums = _gradient(*arrays, OBJECTIVES["grpo"], 0, model)
+      gradient, sums = _gradient(*arrays, OBJECTIVES["grpo"], model)
       total = total + chance * np.asarray(gradient, np.float64)
     assert sums["kl"] > 0
     return total
@@ -217,27 +219,52 @@ def test_pruned_gradient_of_adapters_averages_to_that_of_the_full_batch(method):
   assert _distance(mean(WEIGHTED[method]), full) < 2e-5
 
 
-def _of_each_part(batch, ends, objective):
-  firsts = [0, *ends[:-1]]
-  gradients = [
-    _gradient_of(batch, end, objective, first)[0]
-    for first, end in zip(firsts, ends, strict=True)
-  ]
-  return np.stack(gradients)
-
-
 @pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])
 def test_each_mini_batch_averages_to_the_gradient_of_its_own_prompts(method):
-  """Choices are over the full batch; gradients are at the initial weights."""
-  objective, mean = OBJECTIVES["grpo"], 0.0
-  ((_, _, _, batch, ends),) = _draws(methods.grpo(), objective, True, 3)
-  want = _of_each_part(batch, ends, objective)
-  for chance, _, _, batch, ends in _draws(WEIGHTED[method], objective, True, 3):
-    mean = mean + chance * _of_each_part(batch, ends, objective)
+  """Each part has its own draw, and advantages of the whole rollout."""
+  objective, parts = OBJECTIVES["grpo"], []
   for part in range(3):
-    assert _distance(mean[part], want[part]) < 2e-5
-  assert _distance(want[0], want[1]) > 0.1
-  assert _distance(want.sum(axis=0), _full("grpo")[0]) < 2e-5
+    ((_, _, _, *batch),) = _draws(methods.grpo(), objective, True, part, 3)
+    parts.append(_gradient_of(*batch, objective)[0])
+    mean = 0.0
+    for chance, _, _, *batch in _draws(
+      WEIGHTED[method], objective, True, part, 3
+    ):
+      mean = mean + chance * _gradient_of(*batch, objective)[0]
+    assert _distance(mean, parts[part]) < 2e-5
+  assert _distance(parts[0], parts[1]) > 0.1
+  assert _distance(sum(parts), _full("grpo")[0]) < 2e-5
+
+
+def test_a_later_update_with_its_own_draw_is_unbiased_given_its_parameters():
+  """With the draw of the update before it, it is not."""
+  objective, params = OBJECTIVES["grpo"], small.params(0)
+  flat, unflatten = jax.flatten_util.ravel_pytree(params)
+  ((_, _, _, *everything),) = _draws(methods.grpo(), objective)
+  draws = [
+    (chance, batch)
+    for chance, _, _, *batch in _draws(methods.dppo(0.0, 0.7), objective)
+  ]
+  assert len(draws) >= 4
+  bias = {"own": 0.0, "shared": 0.0}
+  for chance, first in draws:
+    moved = unflatten(flat - 0.05 * _gradient_of(*first, objective)[0])
+    moved = jax.tree.map(lambda x, y: x.astype(y.dtype), moved, params)
+    at_moved = lambda batch, at=moved: _gradient_of(*batch, objective, at)[0]
+    want = at_moved(everything)
+    own = sum(p * at_moved(batch) for p, batch in draws)
+    assert _distance(own, want) < 2e-5
+    bias["own"] += chance * (own - want)
+    bias["shared"] += chance * (at_moved(first) - want)
+  size = np.linalg.norm(_full("grpo")[0])
+  norms = {name: np.linalg.norm(x) / size for name, x in bias.items()}
+  assert norms["own"] < 2e-5 and norms["shared"] > 0.01, norms
+
+
+def test_every_update_on_a_rollout_has_its_own_randomness():
+  data = lambda rng: tuple(jax.random.key_data(rng.key).tolist())
+  keys = [data(RNG.draw(i)) for i in range(4)]
+  assert len(set(keys)) == 4 and keys[0] == data(RNG)
 
 
 def test_every_method_is_tested_or_known_to_be_biased():

@@ -102,13 +102,13 @@ def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
       values = signs[numbers[row] : numbers[row + 1]]
       by_segment = by_segment.at[0, row, 1 : count + 1].set(values)
     sum_up = lambda weights, end: update.sum_gradients(
-      batch.replace(weights=weights), end, PARAMS, None, CONFIG, 0
+      batch.replace(weights=weights), end, PARAMS, None, CONFIG
     )
     with mock.patch.object(
       jax.random, "rademacher", lambda key, shape, dtype: by_segment
     ):
       return measure_noise.sum_with_signs(
-        sum_up, batch, jnp.int32(0), end, RNG.key, jnp.bool(True)
+        sum_up, batch, end, RNG.key, jnp.bool(True)
       )
 
   matrix = scipy.linalg.hadamard(16)[:, : numbers[-1]].astype(np.float32)
@@ -145,8 +145,8 @@ def _update(state, rollout):
     batch,
     num_used,
     jnp.float32(REWARDS.size),
-    RNG,
-    info,
+    rng=RNG,
+    select_info=info,
     config=CONFIG,
     optimizer=SGD,
   )[0]
@@ -265,7 +265,7 @@ def test_costs_are_ratios_of_smoothed_seconds():
     tracker.add(sample)
   costs = tracker.costs(noise, 8)
   np.testing.assert_allclose(costs.within_fraction, 6 / 9 / 0.5, rtol=1e-6)
-  assert (costs.group_size, costs.mini_batches) == (3, 1)
+  assert (costs.group_size, costs.num_updates) == (3, 1)
   assert tracker.costs(noise, 2).group_size == 2
   assert tracker.costs(gradient_noise.init(), 8).group_size == 4
   np.testing.assert_allclose(
@@ -275,4 +275,4 @@ def test_costs_are_ratios_of_smoothed_seconds():
   )
   np.testing.assert_allclose(costs.other_seconds, 2.0, rtol=1e-6)
   passes = tracker.costs(noise, 8, inner_updates=3, mini_batches=2)
-  assert passes.noise_fraction == 0.75 and passes.mini_batches == 2
+  assert passes.noise_fraction == 0.25 and passes.num_updates == 6

@@ -12,12 +12,11 @@ import dppo_jax
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "dppo_jax"
 LEVELS = [
-  {"errors", "files", "records", "rng", "sharding", "user_code"},
+  {"distributed", "errors", "files", "records", "rng", "sharding"},
   {"algo", "analysis", "data", "models", "rewards"},
   {"methods", "metrics", "rollout"},
-  {"config"},
+  {"config", "step"},
   {"run"},
-  {"step"},
   {"eval", "planning"},
   {"evaluate", "train", "export", "plan", "sample"},
   {"main"},

@@ -99,7 +99,7 @@ def trained(workdir, **options):
   c = commands.config("arithmetic:grpo", **SETTINGS | LORA | options)
   train.run(c, workdir)
   run = setup.setup_run(c)
-  like = abstract_values.abstract_train_state(run)
+  like = abstract_values.abstract_train_state(run.spec)
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     return c, checkpoints.restore(checkpoints.latest_step(), like)
 
@@ -114,7 +114,7 @@ def run(tmp_path_factory):
 def test_run_trains_only_adapters_on_policy(run):
   workdir, c, state = run
   first = setup.setup_run(c)
-  like = abstract_values.abstract_train_state(first)
+  like = abstract_values.abstract_train_state(first.spec)
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
     start = checkpoints.restore(0, like)
   chex.assert_trees_all_equal(
@@ -143,7 +143,7 @@ def test_export_has_the_merged_weights(run, tmp_path):
   workdir, c, state = run
   export.run(c, workdir, tmp_path / "merged")
   params, _ = hf.load(str(tmp_path / "merged"))
-  model = setup.setup_run(c).model
+  model = setup.setup_run(c).spec.model
   chex.assert_trees_all_close(params, lora.merge_all(state.params, model.lora))
   assert our_tokens(tmp_path / "merged") != our_tokens_of_base(
     c, workdir, tmp_path
@@ -187,7 +187,7 @@ def test_peft_reads_adapters_that_we_export_and_we_read_them(family, tmp_path):
   tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
   with torch.no_grad():
     expected = model(torch.as_tensor(tokens)).logits.numpy()
-  config = setup.setup_run(c).model
+  config = setup.setup_run(c).spec.model
   places = np.broadcast_to(np.arange(9), tokens.shape)
   hidden = transformer.forward(
     state.params, config, tokens, places, np.ones_like(tokens)

@@ -58,12 +58,12 @@ def test_weights_optimizer_and_copy_are_exact(model, divided):
   moments = parts["update"]["optimizer"] - 2 * held(params)
   assert 0 <= moments < 100  # and counts of steps
   places = jax.tree.map(
-    lambda x: x.sharding, abstract_values.abstract_inference_params(run)
+    lambda x: x.sharding, abstract_values.abstract_inference_params(run.spec)
   )
   cast = functools.partial(
-    parameters.to_inference_params, config=abstract_values.inference_model(run)
+    parameters.to_inference_params, config=run.spec.sampler
   )
-  with jax.set_mesh(run.mesh):
+  with jax.set_mesh(run.spec.mesh):
     inference_params = jax.jit(cast, out_shardings=places)(params)
   assert parts["roll_out"]["inference copy"] == held(inference_params)
 
@@ -142,15 +142,15 @@ def test_simulated_devices_share_the_memory(monkeypatch):
 def test_zero_slots_are_as_many_as_fit():
   """Slots are as many as completions, or halved until the rollout fits."""
   run = planned(rollout__num_slots=0)
-  most = memory.choose_slots(run, 1e15).config.rollout.num_slots
-  shards = sharding.num_shards(run.mesh, "batch")
+  most = memory.choose_slots(run, 1e15).spec.num_slots
+  shards = sharding.num_shards(run.spec.mesh, "batch")
   num_prompts = run.config.data.prompts_per_step // shards
   assert most == num_prompts * run.config.rollout.group_size
   limit = 1.3 * total(planned(rollout__num_slots=most // 2), "roll_out")
-  chosen = memory.choose_slots(run, 1.001 * limit).config.rollout.num_slots
+  chosen = memory.choose_slots(run, 1.001 * limit).spec.num_slots
   assert chosen == most // 2
-  assert memory.choose_slots(run, 0.0).config.rollout.num_slots == 8
-  assert run.config.rollout.num_slots == 0
+  assert memory.choose_slots(run, 0.0).spec.num_slots == 8
+  assert run.spec.num_slots == 0
   given = planned(rollout__num_slots=5)
   assert memory.choose_slots(given, 0.0) is given
 

@@ -75,25 +75,27 @@ def _three_steps(mesh, method="dppo", **overrides):
   """Tokens of three steps and the state after them, on a mesh."""
   run = setup_run(_config(mesh, method, **overrides))
   if method == "neyman":
-    measured = run.method._replace(noise_every=1)
-    run = run._replace(method=measured)
-  with jax.set_mesh(run.mesh):
-    step = TrainStep(run, _Grader())
-    state = abstract_values.new_train_state(run, run.initial_params())
+    measured = run.spec.method._replace(noise_every=1)
+    spec = dataclasses.replace(run.spec, method=measured)
+    run = run._replace(spec=spec)
+  with jax.set_mesh(run.spec.mesh):
+    step = TrainStep(run.spec, run.train_set, run.tokenizer, _Grader())
+    state = abstract_values.new_train_state(run.spec, run.initial_params())
     reference = None
-    if abstract_values.has_reference(run):
+    if run.spec.has_reference:
       reference = jax.tree.map(lambda x: x.copy(), state.params)
     tokens = []
     for i in range(3):
-      rng = rng_at(run.root_key, i)
+      rng = rng_at(run.spec.root_key, i)
       state, experience = step.collect(state)
-      batch = step.select(rng, experience, state)
-      batch = step.score(rng, state.params, batch)
-      state, info = step.update(state, reference, batch)
+      batches = step.select(rng, experience, state)
+      batches = step.score(rng, state.params, batches)
+      state, updates = step.update(state, reference, batches)
+      step.info(state, experience, batches, updates)  # tracks its costs
       tokens.append(
         jax.device_get((experience.rollout.tokens, experience.rollout.lengths))
       )
-    assert info.update.kl > 0
+    assert updates[-1].kl > 0
     return tokens, jax.device_get(state)
 
 
@@ -240,8 +242,8 @@ def test_replicas_exchange_gradients_and_nothing_else():
   """Each device exchanges its part once per micro-batch."""
   c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)
   run = setup_run(c)
-  with jax.set_mesh(run.mesh):
-    lowered = programs.programs(run)["update"].lower()
+  with jax.set_mesh(run.spec.mesh):
+    lowered = programs.step_programs(run.spec)["update"].lower()
   sizes = collections.Counter()
   for line in lowered.compile().as_text().splitlines():
     match = re.search(rf" = (.*?) ({_COLLECTIVES})(?:-start)?\(", line)
@@ -250,7 +252,7 @@ def test_replicas_exchange_gradients_and_nothing_else():
       sizes[match[2]] += sum(
         math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
       )
-  params = abstract_values.abstract_params(run)
+  params = abstract_values.abstract_params(run.spec)
   share = lambda x: math.prod(x.sharding.shard_shape(x.shape))
   shares = sum(map(share, jax.tree.leaves(params)))
   assert sizes.keys() == {"all-reduce"}

@@ -1,4 +1,4 @@
-"""A rollout in parts, each an update: what is split, and in which order."""
+"""Several updates on a rollout: its parts, their order, their metrics."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import small
 
@@ -16,7 +15,7 @@ from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import choose_tokens, select, update
+from dppo_jax.step import choose_tokens, select, step_info, update
 from dppo_jax.step.optimizer import make_optimizer
 
 pytestmark = pytest.mark.slow
@@ -31,17 +30,18 @@ MODEL = dataclasses.replace(small.MODEL, layers=1)
 OPTIMIZER = make_optimizer(1e-2, 10)
 
 
-@functools.partial(jax.jit, static_argnames=("mini_batches", "objective"))
-def _select(prompts, rollout, rewards, mini_batches=1, objective=PLAIN):
+@functools.partial(jax.jit, static_argnames=("num_parts", "objective"))
+def _select(prompts, rollout, rewards, part=0, num_parts=1, objective=PLAIN):
   return select.select(
     RNG,
     prompts,
     rollout,
     rewards,
+    part=part,
     method=methods.grpo(),
     objective=objective,
     spec=SPEC,
-    mini_batches=mini_batches,
+    num_parts=num_parts,
   )
 
 
@@ -51,34 +51,25 @@ def _sampled():
   return prompts, small.rollout(prompts)
 
 
-def _part(tree, k, num_parts):
-  """Every `num_parts`-th prompt from the `k`-th on."""
-  return jax.tree.map(lambda x: x[k::num_parts] if x.ndim else x, tree)
-
-
-def _alone(k, num_parts, sampled, rewards, objective=PLAIN):
-  """A part of the prompts, packed as if there were no others."""
-  part = _part((*sampled, rewards), k, num_parts)
-  batch, num_micro, *_ = _select(*part, objective=objective)
-  return jax.tree.map(lambda x: x[: int(num_micro)], batch)
+def _in_use(batch, num_micro):
+  return jax.tree.map(lambda x: x[: int(num_micro)], jax.device_get(batch))
 
 
 def test_a_mini_batch_is_packed_as_if_alone(num_parts=2):
   """The first part has no variance, and no rows."""
   rewards = REWARDS.at[::num_parts].set(1.0)
-  prompts, rollout = _sampled()
-  batch, ends, info, _ = _select(prompts, rollout, rewards, num_parts)
-  alone = [
-    _alone(k, num_parts, (prompts, rollout), rewards) for k in range(num_parts)
-  ]
-  assert ends.tolist() == np.cumsum([len(x.tokens) for x in alone]).tolist()
-  assert ends[0] == 0 < ends[1]
-  want = jax.tree.map(lambda *xs: np.concatenate(xs), *alone)
-  actual = jax.tree.map(lambda x: x[: int(ends[-1])], batch)
-  chex.assert_trees_all_equal(jax.device_get(actual), want)
-  assert not (batch.segment_ids[int(ends[-1]) :] > 0).any()
-  rows = sum((x.segment_ids > 0).any(2).sum() for x in alone)
-  assert info.pack.rows == rows and info.pack.unplaced == 0
+  counts = []
+  for k in range(num_parts):
+    actual, num, info, summary = _select(*_sampled(), rewards, k, num_parts)
+    alone = jax.tree.map(
+      lambda x, k=k: x[k::num_parts] if x.ndim else x, (*_sampled(), rewards)
+    )
+    want, num_alone, info_alone, summary_alone = _select(*alone)
+    chex.assert_trees_all_equal(_in_use(actual, num), _in_use(want, num_alone))
+    chex.assert_trees_all_equal(info, info_alone)
+    chex.assert_trees_all_equal(summary, summary_alone)
+    counts.append(int(num))
+  assert counts[0] == 0 < counts[1]
 
 
 def _config(objective, inner_updates, mini_batches):
@@ -97,8 +88,8 @@ def _state():
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score(params, batch, num_used, config):
-  stats = update.score(params, config, batch, num_used)
+def _score(params, batch, num_micro, config):
+  stats = update.score(params, config, batch, num_micro)
   batch, _ = choose_tokens(
     RNG,
     batch,
@@ -111,10 +102,8 @@ def _score(params, batch, num_used, config):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _one_step(state, batch, config):
-  """A step on all of `batch`, which is half of the prompts."""
-  num = jnp.int32(len(batch.tokens))
-  sums = update.sum_gradients(batch, num, state.params, None, config)
+def _one_step(state, batch, num_micro, config):
+  sums = update.sum_gradients(batch, num_micro, state.params, None, config)
   state, info = update.apply_gradient(state, sums, jnp.float32(6), OPTIMIZER)
   return state, info, sums.sums
 
@@ -122,39 +111,47 @@ def _one_step(state, batch, config):
 @pytest.mark.parametrize(
   ("objective", "inner_updates"), [(PLAIN, 2), (objectives.gspo(), 1)]
 )
-def test_mini_batches_are_consecutive_updates(objective, inner_updates):
-  """With the log-probabilities from before the first; then clips count."""
+def test_updates_on_a_rollout_are_optimizer_steps_from_one_old_policy(
+  objective, inner_updates
+):
+  """With log-probabilities from before the first; the last ends the step."""
   config = _config(objective, inner_updates, 2)
-  sampled = _sampled()
-  batch, ends, *_ = _select(*sampled, REWARDS, 2, objective)
-  batch = _score(small.params(0, MODEL), batch, ends, config)
-  step = functools.partial(update.update, config=config, optimizer=OPTIMIZER)
-  actual, info = jax.jit(step)(_state(), None, batch, ends, jnp.float32(12))
-
-  state, steps = _state(), []
-  halves = [_alone(k, 2, sampled, REWARDS, objective) for k in range(2)]
-  halves = [
-    _score(small.params(0, MODEL), x, jnp.int32(len(x.tokens)), config)
-    for x in halves
-  ]
-  for half in halves * inner_updates:
-    state, last, sums = _one_step(state, half, config)
-    steps.append((last, sums))
-  chex.assert_trees_all_close(actual.params, state.params, rtol=1e-5, atol=1e-6)
-  clipped = [float(sums["clipped"]) for _, sums in steps]
+  first = small.params(0, MODEL)
+  batches = []
+  for part in range(2):
+    batch, num, *_ = _select(*_sampled(), REWARDS, part, 2, objective)
+    batches.append((_score(first, batch, num, config), num))
+  step = jax.jit(
+    functools.partial(update.update, config=config, optimizer=OPTIMIZER)
+  )
+  state = want = _state()
+  clipped = []
+  for number, batch in enumerate(batches * inner_updates):
+    state, info = step(state, None, *batch, jnp.float32(6), jnp.int32(number))
+    want, info_alone, sums = _one_step(want, *batch, config)
+    chex.assert_trees_all_close(info, info_alone, rtol=1e-4, atol=1e-6)
+    assert int(state.step) == (number == 2 * inner_updates - 1)
+    clipped.append(float(sums["clipped"]))
+  chex.assert_trees_all_close(state.params, want.params, rtol=1e-5, atol=1e-6)
   assert clipped[0] == 0 < clipped[1]
+  assert info.policy_ratio_max > 1.01
 
-  # Of the last pass: its tokens, and its last step.
-  tokens = sum(sums["tokens"] for _, sums in steps[-2:])
-  for name, want in {
-    "clip_share": sum(clipped[-2:]) / tokens,
-    "loss": sum(info.loss for info, _ in steps[-2:]) / 2,
-    "policy_ratio_max": max(x.policy_ratio_max for x, _ in steps[-2:]),
-    "grad_norm": last.grad_norm,
-  }.items():
-    np.testing.assert_allclose(
-      getattr(info, name), want, rtol=1e-4, atol=1e-6, err_msg=name
-    )
+
+def test_metrics_of_several_updates_are_sums_means_or_extremes():
+  """Two passes over a rollout in two parts."""
+  names = (
+    "completions/trained",
+    "pack/fill",
+    "weights/max",
+    "prompts/prob_min",
+    "update/grad_norm",
+    "update/sampler_ratio_max",
+  )
+  values = [dict.fromkeys(names, float(x)) for x in (1, 2, 3, 6)]
+  assert step_info.combined(values, passes=2) == dict(
+    zip(names, (6, 3, 6, 1, 6, 1), strict=True)
+  )
+  assert step_info.combined(values[:1], passes=1) == values[0]
 
 
 def test_prompts_not_divisible_into_mini_batches_are_rejected():

@@ -137,8 +137,8 @@ def test_state_of_any_optimizer_is_laid_out_as_the_weights_are(tmp_path):
     mesh = {"mesh__data": 2, "mesh__model": 2}
     function = {"optimizer__function": f"optax:{name}"}
     run = setup_run(commands.config("arithmetic", **TINY, **function, **mesh))
-    with jax.set_mesh(run.mesh):
-      state = abstract_values.abstract_train_state(run)
+    with jax.set_mesh(run.spec.mesh):
+      state = abstract_values.abstract_train_state(run.spec)
     weights = jax.tree.leaves(state.params)
     split = [
       x
@@ -176,7 +176,7 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
     rates = [json.loads(x)["update/learning_rate"] for x in lines]
     np.testing.assert_allclose(rates, [1e-2, 5e-3], rtol=1e-6)
     with checkpoint.Checkpoints(tmp_path / name, 2) as checkpoints:
-      like = abstract_values.abstract_train_state(setup_run(c))
+      like = abstract_values.abstract_train_state(setup_run(c).spec)
       states.append(jax.device_get(checkpoints.restore(2, like)))
   chex.assert_trees_all_equal(*states)
   assert states[0].opt_state.total_notfinite == 0

@@ -134,7 +134,7 @@ class _Folder:
     run = setup.setup_run(self.config(steps=step))
     with checkpoint.Checkpoints(self.workdir, read_only=True) as checkpoints:
       return checkpoints.restore_params(
-        step, abstract_values.abstract_params(run)
+        step, abstract_values.abstract_params(run.spec)
       )
 
 

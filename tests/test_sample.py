@@ -91,7 +91,7 @@ def test_log_probability_is_that_of_the_model(
 ):
   """Computed again from the full text; greedy text has temperature 1."""
   c, folder, params = begun
-  model = setup_run(c, trains=False).model
+  model = setup_run(c, trains=False).spec.model
   tokenizer = data.CharacterTokenizer()
   printed = _sample(
     capsys,

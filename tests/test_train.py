@@ -16,7 +16,7 @@ from dppo_jax.files import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import abstract_values, grade, programs
+from dppo_jax.step import abstract_values, grade
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def _completions(workdir):
 
 def _final_state(workdir, c):
   with checkpoint.Checkpoints(workdir, 2) as checkpoints:
-    abstract = abstract_values.abstract_train_state(setup_run(c))
+    abstract = abstract_values.abstract_train_state(setup_run(c).spec)
     return jax.device_get(checkpoints.restore(c.steps, abstract))
 
 
@@ -79,10 +79,9 @@ def compile_once():
 
   Programs compiled again, in another process, are the matter of test_kill.
   """
-  compiled = {}
-  declare, compile_all = programs.programs, programs.compile_programs
+  compiled, compile_all = {}, train._compile
 
-  def compile_new(run, mesh, task):
+  def compile_new(run, task):
     options = {
       name: value
       for name, value in config.flatten(run.config).items()
@@ -90,13 +89,10 @@ def compile_once():
     }
     key = json.dumps(options, sort_keys=True, default=str)
     if key not in compiled:
-      compiled[key] = compile_all(declare(run), mesh, task)
+      compiled[key] = compile_all(run, task)
     return compiled[key]
 
-  with (
-    mock.patch.object(programs, "programs", lambda run: run),
-    mock.patch.object(programs, "compile_programs", compile_new),
-  ):
+  with mock.patch.object(train, "_compile", compile_new):
     yield
 
 
@@ -379,7 +375,7 @@ def test_a_run_starts_from_weights_of_another(
   c = _config(steps=0, **{"sft.from_run": f"{uninterrupted}{named}"})
   train.run(c, tmp_path)
   with checkpoint.Checkpoints(tmp_path, 2) as mine:
-    abstract = abstract_values.abstract_train_state(setup_run(c))
+    abstract = abstract_values.abstract_train_state(setup_run(c).spec)
     params = mine.restore_params(0, abstract.params)
   with checkpoint.Checkpoints(uninterrupted, 2) as other:
     chex.assert_trees_all_equal(

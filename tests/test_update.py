@@ -296,22 +296,6 @@ def test_a_batch_without_a_gradient_changes_no_weight():
     assert any("no token was trained on" in x for x in messages)
 
 
-def test_inner_updates_are_steps_from_one_old_policy():
-  """Two at once equal two in turn, with the same old log-probabilities."""
-  optimizer = make_optimizer(1e-2, 10)
-  batch, num_micro, *_ = _select(small.rollout(small.prompts()))
-  batch = _score(small.params(), batch, num_micro)
-  args = (_state(optimizer), small.params(1), batch, num_micro, jnp.float32(9))
-  twice, info = _update(2, optimizer)(*args)
-  assert info.policy_ratio_max > 1.01
-  once, _ = _update(1, optimizer)(*args)
-  # The second of two single steps must not take itself for on-policy.
-  by_hand = _gradient(once.params, small.params(1), batch, num_micro, _config())
-  apply = jax.jit(update.apply_gradient, static_argnums=3)
-  second, _ = apply(once, by_hand, jnp.float32(9), optimizer)
-  _assert_close(twice.params, second.params, rtol=1e-6)
-
-
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_learning_rate_rises_and_falls(schedule):
   """A constant gradient makes AdamW move a weight by the learning rate."""

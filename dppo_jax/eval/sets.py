@@ -17,6 +17,7 @@ from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rewards.normalize import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run.setup import Run
+from dppo_jax.step import programs
 from dppo_jax.step.grade import grade
 
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
@@ -66,7 +67,7 @@ class Completions(NamedTuple):
 def evaluate(
   run: Run,
   name: str,
-  roll_out: Callable[[PromptBatch, StepRng], Rollout],
+  roll_out: Callable[..., Rollout],
   grader: rewards.Grader,
   advance: Callable[[int], None] = lambda done: None,
 ) -> Completions:
@@ -74,12 +75,12 @@ def evaluate(
 
   Args:
     name: a key of run.eval_sets.
-    roll_out: a program of `evaluation_program`, with its weights.
+    roll_out: a compiled program of `program`, with its weights.
     grader: its first function is the verifier.
     advance: called after each batch with the number of problems done.
   """
   problems = run.eval_sets[name]
-  rng = rng_of_set(run.root_key, name, [*run.eval_sets].index(name))
+  rng = rng_of_set(run.spec.root_key, name, [*run.eval_sets].index(name))
   arrays, samples = [], []
   for rollout in rollouts(run, name, roll_out, rng):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
@@ -87,6 +88,19 @@ def evaluate(
     samples += _records(rollout, graded.samples)
     advance(len(samples) // rollout.lengths.shape[1])
   return Completions(*map(np.concatenate, zip(*arrays, strict=True)), samples)
+
+
+def program(run: Run, samples: int) -> programs.Program:
+  """Returns the program that rolls out a batch of evaluation problems.
+
+  Args:
+    samples: completions of each problem; 0 decodes one greedily.
+  """
+  problems = next(iter(run.eval_sets.values()))  # all are of one width
+  width = problems.tokens.shape[1]
+  return programs.evaluation_program(
+    run.spec, run.config.eval.prompts, width, samples
+  )
 
 
 def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
@@ -120,24 +134,21 @@ def check_metric(run: Run, metric: str) -> None:
 
 
 def rollouts(
-  run: Run,
-  name: str,
-  roll_out: Callable[[PromptBatch, StepRng], Rollout],
-  rng: StepRng,
+  run: Run, name: str, roll_out: Callable[..., Rollout], rng: StepRng
 ) -> Iterator[Rollout]:
   """Yields rollouts of every problem once, while the next one decodes.
 
   See `evaluate` for the arguments.
   """
   problems = run.eval_sets[name]
-  num_shards = sharding.num_shards(run.mesh, "batch")
+  num_shards = sharding.num_shards(run.spec.mesh, "batch")
   num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
 
   def begin(start: int) -> Rollout:
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
     ids = np.minimum(ids, len(problems) - 1)  # repeats the last problem
     batch = PromptBatch(ids, problems.tokens[ids], problems.lengths[ids])
-    return roll_out(batch, rng)
+    return roll_out(prompts=batch, rng=rng)
 
   starts = range(0, len(problems), num_prompts)
   started = itertools.pairwise(itertools.chain(map(begin, starts), [None]))

@@ -6,7 +6,6 @@ for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
 """
 
 import contextlib
-import copy
 import dataclasses
 import math
 import pathlib
@@ -24,6 +23,7 @@ from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values
+from dppo_jax.step.spec import StepSpec
 
 # The check before a run leaves room for an estimate that is too high.
 _MARGIN = 1.3
@@ -45,22 +45,22 @@ Parts = dict[str, float]  # bytes by purpose
 
 def estimate(run: Run) -> dict[str, Parts]:
   """Bytes on one device by stage and purpose, for the largest stages."""
-  with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
-    train_state = abstract_values.abstract_train_state(run)
-    copy = abstract_values.abstract_inference_params(run)
+  spec = run.spec
+  with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
+    train_state = abstract_values.abstract_train_state(spec)
+    copy = abstract_values.abstract_inference_params(spec)
   weights = _held(train_state.params)
   state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
-  if abstract_values.has_reference(run):
+  if spec.has_reference:
     state["reference"] = weights
   # Of all micro-batches, and of one.
   gradients = 2 * _held(lora.trainable(train_state.params))
   stages = {
-    "roll_out": state | {"inference copy": _held(copy)} | _roll_out(run),
-    "update": state | {"gradients": gradients} | _update(run),
+    "roll_out": state | {"inference copy": _held(copy)} | _roll_out(spec),
+    "update": state | {"gradients": gradients} | _update(spec),
   }
-  if run.model.lora and run.config.sft.steps and not run.config.sft.from_run:
-    plain = run._replace(model=dataclasses.replace(run.model, lora=None))
-    stages["sft"] = estimate(plain)["update"]  # trains all weights
+  if spec.model.lora and run.config.sft.steps and not run.config.sft.from_run:
+    stages["sft"] = estimate(run.without_adapters())["update"]
   return stages
 
 
@@ -72,41 +72,40 @@ def _held(tree: PyTree) -> float:
   )
 
 
-def _roll_out(run: Run) -> Parts:
-  r, model = run.config.rollout, abstract_values.inference_model(run)
-  num_shards = sharding.num_shards(run.mesh, "batch")
-  num_prompts = -(-run.config.data.prompts_per_step // num_shards)
-  width = run.train_set.tokens.shape[1]
-  slots = _num_slots(run)
-  drafts = AUTOMATIC if r.draft_tokens < 0 else r.draft_tokens
+def _roll_out(spec: StepSpec) -> Parts:
+  model = spec.sampler
+  num_shards = sharding.num_shards(spec.mesh, "batch")
+  num_prompts = -(-spec.num_prompts // num_shards)
+  width = spec.prompt_tokens
+  slots = _num_slots(spec)
+  drafts = AUTOMATIC if spec.draft_tokens < 0 else spec.draft_tokens
   num_caches = slots
   if not model.shares_prompts:
     # The TPU compiler keeps half of the cache in a second layout, and two
     # stages of the decode loop overlap.
-    num_caches *= 1.5 if run.platform == "tpu" else 1
-    num_caches += [*decode.slot_schedule(slots, run.platform), 0][1]
-  shards = run.mesh.shape["model"]
+    num_caches *= 1.5 if spec.platform == "tpu" else 1
+    num_caches += [*decode.slot_schedule(slots, spec.platform), 0][1]
+  shards = spec.mesh.shape["model"]
   kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
   item = jnp.dtype(model.dtype).itemsize
   token = 2 * item * model.layers * kv_heads * model.head_dim
-  sizes = kv_cache.slot_and_prompt_sizes(model, width, r.max_tokens)
+  sizes = kv_cache.slot_and_prompt_sizes(model, width, spec.sampling.max_tokens)
   positions, prompt_positions = map(sum, sizes)
   prefill = min(prefill_batch_size(width), num_prompts) * width
   cached = positions * num_caches + prompt_positions * num_prompts
   return {
-    "gathered weights": r.shard_weights * _gathered_layers(run, item),
+    "gathered weights": spec.shard_weights * _gathered_layers(spec, item),
     "kv cache": token * cached,
     "logits": 3 * 4 * slots * (1 + drafts) * model.vocab,
-    "activations of a layer": item * prefill * _layer_width(run),
+    "activations of a layer": item * prefill * _layer_width(spec),
   }
 
 
-def _num_slots(run: Run) -> int:
+def _num_slots(spec: StepSpec) -> int:
   """Decode slots of one device, at most one for each completion."""
-  num_shards = sharding.num_shards(run.mesh, "batch")
-  r, num_prompts = run.config.rollout, run.config.data.prompts_per_step
-  most = -(-num_prompts // num_shards) * r.group_size
-  return min(r.num_slots or most, most)
+  num_shards = sharding.num_shards(spec.mesh, "batch")
+  most = -(-spec.num_prompts // num_shards) * spec.group_size
+  return min(spec.num_slots or most, most)
 
 
 def choose_slots(run: Run, available: float | None = None) -> Run:
@@ -115,27 +114,28 @@ def choose_slots(run: Run, available: float | None = None) -> Run:
   Args:
     available: bytes of one device; None for the memory of this machine.
   """
-  if run.config.rollout.num_slots:
+  if run.spec.num_slots:
     return run
-  available = _available(run) if available is None else available
-  config = copy.deepcopy(run.config)
-  run = run._replace(config=config)
-  config.rollout.num_slots = _num_slots(run)
-  while config.rollout.num_slots > _FEWEST_CHOSEN_SLOTS and (
-    _MARGIN * sum(estimate(run)["roll_out"].values()) > available
+  available = _available(run.spec) if available is None else available
+  with_slots = lambda num: run._replace(
+    spec=dataclasses.replace(run.spec, num_slots=num)
+  )
+  num = _num_slots(run.spec)
+  while num > _FEWEST_CHOSEN_SLOTS and (
+    _MARGIN * sum(estimate(with_slots(num))["roll_out"].values()) > available
   ):
-    half = config.rollout.num_slots // 2
-    config.rollout.num_slots = sharding.round_up(half, 8)
-  return run
+    num = sharding.round_up(num // 2, 8)
+  return with_slots(num)
 
 
-def _update(run: Run) -> Parts:
-  p, model = run.config.pack, run.model
-  item, shards = jnp.dtype(model.dtype).itemsize, run.mesh.shape["model"]
-  tokens = p.rows_per_micro * p.row_length
-  num_shards = sharding.num_shards(run.mesh, "batch")
-  chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, p.rows_per_micro), tokens)
-  width = _layer_width(run)
+def _update(spec: StepSpec) -> Parts:
+  p, model = spec.packing, spec.model
+  num_shards = sharding.num_shards(spec.mesh, "batch")
+  rows = p.rows_per_micro // num_shards
+  item, shards = jnp.dtype(model.dtype).itemsize, spec.mesh.shape["model"]
+  tokens = rows * p.row_length
+  chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, rows), tokens)
+  width = _layer_width(spec)
   pairs = 0  # token pairs whose logits a backend holds for all heads at once
   if model.attention == "xla_dense":
     pairs = tokens * p.row_length * model.heads / shards
@@ -145,7 +145,7 @@ def _update(run: Run) -> Parts:
     "none": 3 * (model.embed + width),
   }[model.remat]
   return {
-    "gathered weights": _gathered_layers(run, item),
+    "gathered weights": _gathered_layers(spec, item),
     # Gathered, and unless it is frozen its gradient, and the gradient's
     # float32 sum over devices.
     "output head": (item if model.lora else 2 * item + 4)
@@ -153,31 +153,31 @@ def _update(run: Run) -> Parts:
     * model.embed
     / shards,
     # Product of its adapters, sum and gradient, in float32.
-    "merged layer": 12 * bool(model.lora) * _layer_weights(run) / shards,
+    "merged layer": 12 * bool(model.lora) * _layer_weights(spec) / shards,
     "activations": item * tokens * model.layers * saved,
     "activations of a layer": item * tokens * 4 * width + 3 * 4 * pairs,
     "logits": 3 * 4 * chunk * model.vocab / shards,
   }
 
 
-def _gathered_layers(run: Run, item: int) -> float:
+def _gathered_layers(spec: StepSpec, item: int) -> float:
   """Weights of the layers that are gathered at once, one of each group."""
-  shape = run.mesh.shape
-  by_group = dataclasses.replace(run.model, gathers_layers=True)
-  weights = _layer_weights(run) * kv_cache.num_groups(by_group)
+  shape = spec.mesh.shape
+  by_group = dataclasses.replace(spec.model, gathers_layers=True)
+  weights = _layer_weights(spec) * kv_cache.num_groups(by_group)
   return item * weights / shape["model"] * (shape["data"] > 1)
 
 
-def _layer_weights(run: Run) -> float:
+def _layer_weights(spec: StepSpec) -> float:
   """Weights of one layer."""
-  table = parameters.parameter_table(run.model).items()
+  table = parameters.parameter_table(spec.model).items()
   layers = sum(math.prod(p.shape) for name, p in table if "layers/" in name)
-  return layers / run.model.layers
+  return layers / spec.model.layers
 
 
-def _layer_width(run: Run) -> float:
+def _layer_width(spec: StepSpec) -> float:
   """Numbers that a layer computes for each token."""
-  model, shards = run.model, run.mesh.shape["model"]
+  model, shards = spec.model, spec.mesh.shape["model"]
   inner = 2 * model.mlp / shards
   if x := model.experts:
     inner = x.per_token * (2 * x.mlp / shards + model.embed)
@@ -198,16 +198,16 @@ def shortage(sums: dict[str, float], limit: float) -> str:
 
 def check(run: Run) -> None:
   """Raises UserError if training needs far more memory than there is."""
-  available = _available(run)
+  available = _available(run.spec)
   sums = {name: sum(parts.values()) for name, parts in estimate(run).items()}
   if max(sums.values()) > _MARGIN * available:
     raise UserError(f"not enough memory: {shortage(sums, available)}")
 
 
-def _available(run: Run) -> float:
+def _available(spec: StepSpec) -> float:
   """Bytes that one device of this machine has left."""
-  devices = run.mesh.local_devices
-  if run.platform == "cpu":
+  devices = spec.mesh.local_devices
+  if spec.platform == "cpu":
     return _free_memory() / len(devices)  # which they share
   stats = devices[0].memory_stats() or {}
   # A batched reward may hold a model.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dppo_jax.errors import UserError
+from dppo_jax.eval import sets
 from dppo_jax.metrics import progress
 from dppo_jax.planning.collectives import Collective, read_collectives
 from dppo_jax.run.setup import Run
@@ -118,10 +119,11 @@ def compile_stages(
   run: Run, task: progress.Task, names: Collection[str] = ()
 ) -> Iterator[Stage]:
   """Compiles the named stages (default: all) for the devices of the mesh."""
-  mesh = run.mesh.abstract_mesh  # so that nothing is computed
+  mesh = run.spec.mesh.abstract_mesh  # so that nothing is computed
   with task.part("tracing"), jax.sharding.use_abstract_mesh(mesh):
-    table = programs.programs(run)
-    table.pop("evaluate_greedy", None)  # no larger than "evaluate"
+    table = programs.step_programs(run.spec)
+    if run.eval_sets:  # a greedy evaluation is no larger
+      table["evaluate"] = sets.program(run, run.config.eval.samples)
   if unknown := [name for name in names if name not in table]:
     raise UserError(
       f"--stages has {unknown[0]!r} but the stages of this run are "

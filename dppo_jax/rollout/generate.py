@@ -74,7 +74,7 @@ def sample(
 
 
 def roll_out(
-  params: parameters.Params,
+  inference_params: parameters.Params,
   prompts: PromptBatch,
   rng: StepRng,
   kept: Selection,
@@ -88,6 +88,7 @@ def roll_out(
   platform: str = "cpu",
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
+  params = inference_params
   num_shards = sharding.num_shards_here("batch")
   most_slots = prompts.ids.shape[0] // num_shards * group_size
   run = functools.partial(

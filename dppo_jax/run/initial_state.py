@@ -1,7 +1,5 @@
 """The train state that a run begins or resumes with."""
 
-import dataclasses
-
 import jax
 
 from dppo_jax.metrics import writer as metrics
@@ -19,7 +17,7 @@ def first_state(run: Run, writer: metrics.Writer) -> TrainState:
     UserError: for weights that are not finite.
   """
   params = _first_params(run, writer)
-  state = abstract_values.new_train_state(run, params)
+  state = abstract_values.new_train_state(run.spec, params)
   runtime_checks.check_params(
     state.params,
     "lower config.sft.steps"
@@ -37,7 +35,8 @@ def resumed_state(
   Raises:
     UserError: for weights that are not finite.
   """
-  state = checkpoints.restore(step, abstract_values.abstract_train_state(run))
+  like = abstract_values.abstract_train_state(run.spec)
+  state = checkpoints.restore(step, like)
   runtime_checks.check_params(
     state.params,
     f"delete the checkpoint of step {step} to resume from the one before",
@@ -49,10 +48,11 @@ def reference_params(
   run: Run, checkpoints: checkpoint.Checkpoints
 ) -> parameters.Params | None:
   """Returns the weights of step 0 if a KL penalty needs a copy of them."""
-  if not abstract_values.has_reference(run):
+  if not run.spec.has_reference:
     return None
   checkpoints.wait()
-  return checkpoints.restore_params(0, abstract_values.abstract_params(run))
+  like = abstract_values.abstract_params(run.spec)
+  return checkpoints.restore_params(0, like)
 
 
 def _first_params(run: Run, writer: metrics.Writer) -> parameters.Params:
@@ -61,15 +61,15 @@ def _first_params(run: Run, writer: metrics.Writer) -> parameters.Params:
   All weights are fine-tuned, before there are adapters.
   """
   from_run, steps = run.config.sft.from_run, run.config.sft.steps
-  if run.model.lora and (from_run or steps):
-    plain = dataclasses.replace(run.model, lora=None)
-    params = _first_params(run._replace(model=plain), writer)
+  if run.spec.model.lora and (from_run or steps):
+    params = _first_params(run.without_adapters(), writer)
     return run.add_adapters(params)
   if from_run:
     workdir, step = checkpoint.split_step(from_run)
     writer.say(f"starting from the weights of {workdir} after step {step}")
     with checkpoint.Checkpoints(workdir, read_only=True) as other:
-      return other.restore_params(step, abstract_values.abstract_params(run))
+      like = abstract_values.abstract_params(run.spec)
+      return other.restore_params(step, like)
   model = run.config.model
   is_stored = model.path or model.hub_id
   with writer.bar.task(f"{'reading' if is_stored else 'initialising'} weights"):

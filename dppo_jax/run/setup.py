@@ -9,52 +9,41 @@ import jax
 
 from dppo_jax import config as configs
 from dppo_jax import data, rewards, sharding
-from dppo_jax.algo import packing, policy_loss
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
-from dppo_jax.methods import Method
 from dppo_jax.models import attention, hf, lora, parameters
 from dppo_jax.models.config import ModelConfig, drop_idle_window
 from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout import Sampling
 from dppo_jax.run import checkpoint, preflight
+from dppo_jax.step.optimizer import Optimizer, make_optimizer
+from dppo_jax.step.spec import StepSpec
 
 
 class Run(NamedTuple):
-  """State shared by the stages of a step.
+  """What a run reads before its first step.
 
   Attributes:
-    mesh: devices, not necessarily of this machine.
-    platform: cpu, gpu or tpu.
+    spec: specification of a step, all that the config says about it.
     tokenizer: None in a plan.
-    path: directory of the checkpoint; empty for a randomly initialised model.
     train_set: problems to train on; None without training.
     eval_sets: problems to evaluate on, by the name of their set.
+    path: directory of the checkpoint; empty for a randomly initialised model.
   """
 
   config: configs.Config
-  mesh: jax.sharding.Mesh
-  platform: str
-  root_key: jax.Array
-  method: Method
-  objective: policy_loss.Objective
+  spec: StepSpec
   tokenizer: data.Tokenizer | None
-  stop_ids: tuple[int, ...]
   train_set: data.ProblemSet | None
   eval_sets: dict[str, data.ProblemSet]
   path: str
-  model: ModelConfig
-  packing: packing.PackingSpec
 
   @property
   def stop_warning(self) -> str:
     """Says which end of a turn is no stop id; empty if none is missing."""
     is_chosen = self.config.rollout.stop_ids or not self.tokenizer
     return "" if is_chosen else self.tokenizer.stop_warning
-
-  @property
-  def num_updates(self) -> int:
-    """Optimizer updates in the full run."""
-    return self.config.steps * self.config.objective.num_updates
 
   def make_grader(self) -> rewards.Grader:
     """Returns the grader of the config, not yet started."""
@@ -66,38 +55,43 @@ class Run(NamedTuple):
   def initial_params(self) -> parameters.Params:
     """Returns the initial weights, placed on the mesh."""
     if adapter := self.config.lora.adapter:
-      peft.check(adapter, self.model)
-    shardings = parameters.shardings(self.model, self.mesh)
+      peft.check(adapter, self.spec.model)
+    shardings = parameters.shardings(self.spec.model, self.spec.mesh)
     if self.path:
-      dtype = self.model.param_dtype
+      dtype = self.spec.model.param_dtype
       params = hf.load(self.path, shardings=shardings, param_dtype=dtype)[0]
       return self.add_adapters(params)
-    init = functools.partial(parameters.init, self.model)
+    init = functools.partial(parameters.init, self.spec.model)
     return jax.jit(init, out_shardings=shardings)(self._init_key)
 
   def add_adapters(self, params: parameters.Params) -> parameters.Params:
     """Returns weights with the adapters that training starts from, if any."""
-    if not self.model.lora:
+    if not self.spec.model.lora:
       return params
-    shardings = parameters.shardings(self.model, self.mesh)
+    shardings = parameters.shardings(self.spec.model, self.spec.mesh)
     places = {lora.KEY: shardings[lora.KEY]}
-    cast = functools.partial(parameters.cast, config=self.model)
+    cast = functools.partial(parameters.cast, config=self.spec.model)
     params = jax.jit(cast, donate_argnums=0)(params)
     if path := self.config.lora.adapter:
-      return params | peft.load(path, self.model, places)
-    init = functools.partial(parameters.init_adapters, self.model)
+      return params | peft.load(path, self.spec.model, places)
+    init = functools.partial(parameters.init_adapters, self.spec.model)
     return params | jax.jit(init, out_shardings=places)(self._init_key)
+
+  def without_adapters(self) -> "Run":
+    """Returns the run that trains all weights of its model."""
+    model = dataclasses.replace(self.spec.model, lora=None)
+    return self._replace(spec=dataclasses.replace(self.spec, model=model))
 
   @property
   def _init_key(self) -> jax.Array:
-    return rng_at(self.root_key, 0, Stage.INIT).key
+    return rng_at(self.spec.root_key, 0, Stage.INIT).key
 
   def description(self) -> str:
     """Model, problems and batch sizes of the run, as text."""
-    c, m, p = self.config, self.model, self.packing
-    prompts, group_size = c.data.prompts_per_step, c.rollout.group_size
+    c, spec, m, p = self.config, self.spec, self.spec.model, self.spec.packing
+    prompts, group_size = spec.num_prompts, spec.group_size
+    parts = spec.mini_batches
     longest = self.train_set.tokens.shape[1] + c.rollout.max_tokens - 1
-    parts = c.objective.mini_batches
     num_rows = p.num_rows(prompts // parts * group_size, longest)
     epoch, left_over = divmod(len(self.train_set), prompts)
     reports = [x.report for x in self.eval_sets.values()]
@@ -105,17 +99,17 @@ class Run(NamedTuple):
       [
         f"model: {m.family}, {m.layers} layers of width {m.embed}, "
         f"{parameters.num_parameters(m):,} parameters, {m.dtype}; mesh "
-        f"{sharding.describe(self.mesh)}",
+        f"{sharding.describe(self.spec.mesh)}",
         *([_adapters(m)] if m.lora else []),
         self.train_set.report,
         *(reports or ["eval: no problems"]),
         self.train_set.first_prompt,
         *([self.stop_warning] if self.stop_warning else []),
         f"step: {prompts} prompts x {group_size} sequences of at most "
-        f"{longest} tokens, decoded in {c.rollout.num_slots} slots a device",
+        f"{longest} tokens, decoded in {spec.num_slots} slots a device",
         f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
         f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
-        f"mini-batches, {c.objective.num_updates} update(s) per rollout",
+        f"mini-batches, {spec.num_updates} update(s) per rollout",
         f"epoch: {epoch} steps; {left_over} prompts are left over (different "
         "ones each epoch)",
         f"method: {c.method.name}, objective {c.objective.name}, "
@@ -177,50 +171,79 @@ def make_run(
 
   For the arguments see `Run`.
   """
+  c = config
   problems = [x for x in (train_set, *eval_sets.values()) if x]
   widths = [x.tokens.shape[1] for x in problems]
-  longest = max(widths, default=config.data.max_prompt_tokens)
-  longest += config.rollout.max_tokens
-  if config.sft.steps:
-    longest = max(longest, config.pack.row_length)
+  longest = max(widths, default=c.data.max_prompt_tokens)
+  longest += c.rollout.max_tokens
+  if c.sft.steps:
+    longest = max(longest, c.pack.row_length)
   model = drop_idle_window(model, longest)
   backend = attention.choose_backend(
-    config.model.attention,
+    c.model.attention,
     platform,
-    config.pack.row_length,
-    config.rollout.group_size,
+    c.pack.row_length,
+    c.rollout.group_size,
     model.head_dim,
     has_window=bool(model.local and model.local.window),
     dtype=model.dtype,
   )
   model = dataclasses.replace(model, attention=backend)
-  model = with_lora(model, config.lora)
+  model = with_lora(model, c.lora)
   preflight.check_weights(mesh, model)
   default = tokenizer.stop_ids if tokenizer else (0,)
-  stop_ids = tuple(config.rollout.stop_ids) or default
-  preflight.check_ids(config, model, stop_ids, [train_set, *eval_sets.values()])
+  stop_ids = tuple(c.rollout.stop_ids) or default
+  preflight.check_ids(c, model, stop_ids, [train_set, *eval_sets.values()])
   if train_set:
-    preflight.check_lengths(config, train_set.tokens.shape[1])
-  method = configs.make_method(config)
-  return Run(
-    config=config,
+    preflight.check_lengths(c, train_set.tokens.shape[1])
+  method = configs.make_method(c)
+  spec = StepSpec(
     mesh=mesh,
     platform=platform,
-    root_key=jax.random.key(config.seed),
-    method=method,
-    objective=configs.make_objective(config),
-    tokenizer=tokenizer,
-    stop_ids=stop_ids,
-    train_set=train_set,
-    eval_sets=eval_sets,
-    path=path,
+    root_key=jax.random.key(c.seed),
     model=model,
-    packing=packing.PackingSpec(
-      config.pack.row_length,
-      config.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
+    method=method,
+    objective=configs.make_objective(c),
+    packing=PackingSpec(
+      c.pack.row_length,
+      c.pack.rows_per_micro * sharding.num_shards(mesh, "batch"),
       # Tokens are drawn along the rows, in an order that no mesh changes.
       spread_rows=method.tokens is None,
     ),
+    sampling=Sampling(
+      c.rollout.max_tokens,
+      stop_ids,
+      c.rollout.temperature,
+      c.rollout.top_k,
+      c.rollout.top_p,
+    ),
+    optimizer=_optimizer(c) if train_set else None,
+    num_problems=len(train_set) if train_set else 0,
+    prompt_tokens=train_set.tokens.shape[1] if train_set else 0,
+    num_prompts=c.data.prompts_per_step,
+    group_size=c.rollout.group_size,
+    num_slots=c.rollout.num_slots,
+    draft_tokens=c.rollout.draft_tokens,
+    rollout_dtype=c.rollout.dtype,
+    shard_weights=c.rollout.shard_weights,
+    overlong_tokens=c.reward.overlong_tokens,
+    inner_updates=c.objective.inner_updates,
+    mini_batches=c.objective.mini_batches,
+  )
+  return Run(c, spec, tokenizer, train_set, eval_sets, path)
+
+
+def _optimizer(config: configs.Config) -> Optimizer:
+  """Returns the optimizer that the config describes."""
+  o = config.optimizer
+  return make_optimizer(
+    o.learning_rate,
+    config.steps * config.objective.num_updates,
+    o.schedule,
+    o.warmup_steps,
+    o.weight_decay,
+    o.clip_norm,
+    configs.load_optimizer(config),
   )
 
 

@@ -5,7 +5,7 @@ so a supervised step is an update on rows whose completions are solutions.
 """
 
 from collections.abc import Callable
-import copy
+import dataclasses
 import functools
 
 import jax
@@ -49,16 +49,14 @@ def run(
   optimizer = make_optimizer(
     LEARNING_RATE, steps, "cosine", warmup_steps=min(50, steps // 4)
   )
-  config = update.UpdateConfig(run.model, objectives.grpo())
-  # With AdamW's state, which this optimizer needs.
-  of_sft = run._replace(config=copy.deepcopy(run.config))
-  of_sft.config.optimizer.function = ""
-  state = abstract_values.new_train_state(of_sft, params)
+  config = update.UpdateConfig(run.spec.model, objectives.grpo())
+  spec = dataclasses.replace(run.spec, optimizer=optimizer)
+  state = abstract_values.new_train_state(spec, params)
   draw = _sampler(run)
   with bar.task("compiling the supervised step"):
     jitted = jax.jit(
       functools.partial(
-        sft_step, spec=run.packing, config=config, optimizer=optimizer
+        sft_step, spec=spec.packing, config=config, optimizer=optimizer
       ),
       donate_argnums=0,
       out_shardings=(abstract_values.shardings_of(state), None),
@@ -87,18 +85,18 @@ def _sampler(
   run: Run,
 ) -> Callable[[int], tuple[PromptBatch, np.ndarray, np.ndarray]]:
   """Returns a function from a step to its prompts, solutions and lengths."""
-  problems = run.train_set
+  problems, spec = run.train_set, run.spec
   tokens, lengths = data.problems.tokenize_solutions(
-    problems, run.tokenizer, run.stop_ids[0], run.packing.row_length
+    problems, run.tokenizer, spec.sampling.stop_ids[0], spec.packing.row_length
   )
-  data_key = rng_at(run.root_key, 0, Stage.DATA).key
+  data_key = rng_at(spec.root_key, 0, Stage.DATA).key
   num = min(SEQUENCES_PER_STEP, len(problems))
   is_arithmetic = data.arithmetic.is_source(run.config.data.train)
   direct_share = ARITHMETIC_DIRECT_SHARE if is_arithmetic else 0.0
 
   def draw(step: int) -> tuple[PromptBatch, np.ndarray, np.ndarray]:
     prompts = data.draw(problems, data_key, step, num)
-    rng = rng_at(run.root_key, step, Stage.SFT)
+    rng = rng_at(spec.root_key, step, Stage.SFT)
     uniform = np.asarray(jax.random.uniform(rng.key, prompts.ids.shape))
     chosen = ((uniform < direct_share).astype(int), prompts.ids)
     return prompts, tokens[chosen], lengths[chosen]
@@ -128,8 +126,14 @@ def sft_step(
     slot_steps=jnp.int32(0),
   )
   ones = jnp.ones(lengths.shape, jnp.float32)
-  batch, num_used, _ = pack(prompts, solutions, ones, ones, spec)
+  batch, num_micro, _ = pack(prompts, solutions, ones, ones, spec)
   num_tokens = lengths.sum().astype(jnp.float32)
   return update.update(
-    state, None, batch, num_used, num_tokens, config=config, optimizer=optimizer
+    state,
+    None,
+    batch,
+    num_micro,
+    num_tokens,
+    config=config,
+    optimizer=optimizer,
   )

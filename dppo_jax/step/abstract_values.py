@@ -1,30 +1,24 @@
 """Shapes, dtypes and shardings of the values that a step's stages exchange."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
-import optax
 
-from dppo_jax import config as configs
 from dppo_jax import sharding
-from dppo_jax.data import ProblemSet
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models import lora, parameters
-from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.parameters import Params
 from dppo_jax.records import PromptBatch, StepCosts, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run.setup import Run
-from dppo_jax.step.optimizer import call_factory, make_optimizer, make_schedule
+from dppo_jax.step.spec import StepSpec
 
 # Mesh axes of the results of stages; others are replicated.
-_PLACES = {
+_AXES = {
   "prompts": ("batch",),
   "kept": ("batch",),
-  "sizes": ("batch",),
+  "group_sizes": ("batch",),
   "rollout": ("batch",),
   "rewards": ("batch",),
   "buffer": ("batch",),
@@ -32,26 +26,30 @@ _PLACES = {
 }
 
 
-def inputs(run: Run) -> dict[str, PyTree]:
-  """Returns the abstract values that no stage produces."""
-  state = abstract_train_state(run)
-  num_prompts = run.config.data.prompts_per_step
-  prompts = abstract_prompts(run, run.train_set, num_prompts)
-  shape = (num_prompts, run.config.rollout.group_size)
-  rewards = place(run, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32))
-  costs = lambda: StepCosts(*jnp.zeros(7, jnp.float32))
+def inputs(spec: StepSpec) -> dict[str, PyTree]:
+  """Returns the abstract values that no stage produces, by name."""
+  state = abstract_train_state(spec)
+  prompts = abstract_prompts(spec, spec.num_prompts)
+  shape = (spec.num_prompts, spec.group_size)
+  rewards = with_sharding(
+    spec, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32)
+  )
+  num_costs = len(StepCosts.__dataclass_fields__)
+  costs = lambda: StepCosts(*jnp.zeros(num_costs, jnp.float32))
   replicated = {
-    "rng": jax.eval_shape(lambda: rng_at(run.root_key, 0, Stage.ROLLOUT)),
+    "rng": jax.eval_shape(lambda: rng_at(spec.root_key, 0, Stage.ROLLOUT)),
     "limit": jax.ShapeDtypeStruct((), jnp.int32),
+    "number": jax.ShapeDtypeStruct((), jnp.int32),
+    "part": jax.ShapeDtypeStruct((), jnp.int32),
     "denominator": jax.ShapeDtypeStruct((), jnp.float32),
-    "costs": jax.eval_shape(costs) if run.method.reads_costs else None,
+    "costs": jax.eval_shape(costs) if spec.method.reads_costs else None,
   }
   return {
     **vars(state),
-    **place(run, "", replicated),
+    **with_sharding(spec, "", replicated),
     "state": state,
-    "reference": state.params if has_reference(run) else None,
-    "inference_params": abstract_inference_params(run),
+    "reference": state.params if spec.has_reference else None,
+    "inference_params": abstract_inference_params(spec),
     "prompts": prompts,
     "ids": prompts.ids,
     "rewards": rewards,
@@ -59,13 +57,13 @@ def inputs(run: Run) -> dict[str, PyTree]:
   }
 
 
-def place(run: Run, name: str, tree: PyTree) -> PyTree:
+def with_sharding(spec: StepSpec, name: str, tree: PyTree) -> PyTree:
   """Adds the sharding of a named value; its scalars are replicated."""
-  place = sharding.sharding(run.mesh, *_PLACES.get(name, ()))
-  replicated = sharding.sharding(run.mesh)
+  of_arrays = sharding.sharding(spec.mesh, *_AXES.get(name, ()))
+  replicated = sharding.sharding(spec.mesh)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=place if x.ndim else replicated
+      x.shape, x.dtype, sharding=of_arrays if x.ndim else replicated
     ),
     tree,
   )
@@ -79,82 +77,51 @@ def shardings_of(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def optimizer(run: Run) -> optax.GradientTransformation:
-  """Returns the optimizer that the config describes."""
-  o = run.config.optimizer
-  return make_optimizer(
-    o.learning_rate,
-    run.num_updates,
-    o.schedule,
-    o.warmup_steps,
-    o.weight_decay,
-    o.clip_norm,
-    configs.load_optimizer(run.config),
-  )
-
-
-def learning_rate(run: Run) -> optax.Schedule:
-  """Returns the optimizer's rate as a function of the number of updates."""
-  o, num = run.config.optimizer, run.num_updates
-  rate = make_schedule(o.learning_rate, num, o.schedule, o.warmup_steps)
-  factory = configs.load_optimizer(run.config)
-  return call_factory(factory, rate, o.weight_decay, num)[1]
-
-
-def has_reference(run: Run) -> bool:
-  """True if a KL penalty needs a copy of the first weights.
-
-  With adapters, the frozen weights are those of the reference policy.
-  """
-  return bool(run.objective.beta) and not run.model.lora
-
-
-def init_train_state(run: Run, params: Params) -> TrainState:
+def init_train_state(spec: StepSpec, params: Params) -> TrainState:
   """Returns the state before the first step."""
   return TrainState(
     step=jnp.int32(0),
     draws=jnp.int32(0),
     params=params,
-    opt_state=optimizer(run).init(lora.trainable(params)),
-    history=run.method.prompts.init(len(run.train_set)),
-    noise=gradient_noise.init() if run.method.noise_every else None,
+    opt_state=spec.optimizer.init(lora.trainable(params)),
+    history=spec.method.prompts.init(spec.num_problems),
+    noise=gradient_noise.init() if spec.method.noise_every else None,
   )
 
 
-def new_train_state(run: Run, params: Params) -> TrainState:
+def new_train_state(spec: StepSpec, params: Params) -> TrainState:
   """Returns `init_train_state`, placed on the mesh; donates `params`."""
   init = jax.jit(
-    functools.partial(init_train_state, run),
-    out_shardings=shardings_of(abstract_train_state(run)),
+    functools.partial(init_train_state, spec),
+    out_shardings=shardings_of(abstract_train_state(spec)),
     donate_argnums=0,
   )
   return init(params)
 
 
-def abstract_params(run: Run) -> Params:
+def abstract_params(spec: StepSpec) -> Params:
   """Returns shapes, dtypes and shardings of the master weights."""
-  init = functools.partial(parameters.init, run.model)
+  init = functools.partial(parameters.init, spec.model)
   return _placed(
-    jax.eval_shape(init, run.root_key),
-    parameters.shardings(run.model, run.mesh),
+    jax.eval_shape(init, spec.root_key),
+    parameters.shardings(spec.model, spec.mesh),
   )
 
 
-def abstract_inference_params(run: Run) -> Params:
+def abstract_inference_params(spec: StepSpec) -> Params:
   """Returns shapes, dtypes and shardings of the weights that rollouts read."""
-  model = inference_model(run)
-  cast = functools.partial(parameters.to_inference_params, config=model)
+  cast = functools.partial(parameters.to_inference_params, config=spec.sampler)
   return _placed(
-    jax.eval_shape(cast, abstract_params(run)),
-    parameters.inference_shardings(model, run.mesh),
+    jax.eval_shape(cast, abstract_params(spec)),
+    parameters.inference_shardings(spec.sampler, spec.mesh),
   )
 
 
-def abstract_train_state(run: Run) -> TrainState:
+def abstract_train_state(spec: StepSpec) -> TrainState:
   """Returns shapes, dtypes and shardings of the train state."""
-  params = abstract_params(run)
-  state = jax.eval_shape(functools.partial(init_train_state, run), params)
-  state = place(run, "", state)
+  params = abstract_params(spec)
+  state = jax.eval_shape(functools.partial(init_train_state, spec), params)
+  state = with_sharding(spec, "", state)
   trainable = lora.trainable(params)
   opt_state = _placed_as_weights(state.opt_state, trainable)
   return state.replace(params=params, opt_state=opt_state)
@@ -173,18 +140,10 @@ def _placed_as_weights(opt_state: PyTree, params: Params) -> PyTree:
   return jax.tree.map_with_path(place, opt_state)
 
 
-def inference_model(run: Run) -> ModelConfig:
-  """Returns the architecture with the sampler's dtype and sharding."""
-  options = run.config.rollout
-  return dataclasses.replace(
-    run.model,
-    dtype=options.dtype or run.model.dtype,
-    gathers_layers=options.shard_weights,
-  )
-
-
-def abstract_prompts(run: Run, problems: ProblemSet, num: int) -> PromptBatch:
+def abstract_prompts(spec: StepSpec, num: int, width: int = 0) -> PromptBatch:
+  """Returns a batch of `num` prompts; `width` 0 is `spec.prompt_tokens`."""
   zeros = lambda *shape: jnp.zeros((num, *shape), jnp.int32)
-  prompts = lambda tokens: PromptBatch(zeros(), zeros(tokens), zeros())
-  shapes = jax.eval_shape(lambda: prompts(problems.tokens.shape[1]))
-  return place(run, "prompts", shapes)
+  prompts = lambda: PromptBatch(
+    zeros(), zeros(width or spec.prompt_tokens), zeros()
+  )
+  return with_sharding(spec, "prompts", jax.eval_shape(prompts))

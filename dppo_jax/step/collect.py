@@ -52,10 +52,10 @@ def choose_prompts(
   """
   kept = method.prompts.select(rng, history, ids)
   kept = kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
-  sizes = jnp.full(ids.shape, group_size, jnp.int32)
+  group_sizes = jnp.full(ids.shape, group_size, jnp.int32)
   if method.group_sizes:
-    sizes = method.group_sizes(rng, history, ids, group_size, costs)
-  return kept, sizes
+    group_sizes = method.group_sizes(rng, history, ids, group_size, costs)
+  return kept, group_sizes
 
 
 def update_history(

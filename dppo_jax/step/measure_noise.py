@@ -18,8 +18,7 @@ PRODUCT_EVERY = 4  # steps between measurements of the noise scale
 def sum_with_signs(
   sum_up: Callable[..., Any],
   batch: PackedBatch,
-  first: Int[Array, ""],
-  end: Int[Array, ""],
+  num_micro: Int[Array, ""],
   key: jax.Array,
   is_due: Bool[Array, ""],
 ) -> tuple[Any, Float[Array, ""]]:
@@ -30,16 +29,17 @@ def sum_with_signs(
 
   Args:
     sum_up: `(weights [M, R, L], end) -> sums`, with the gradient as `grad`, of
-      the micro-batches `[first, end)`.
+      the first `end` micro-batches.
     batch: micro-batches `[M, R, L]`.
+    num_micro: micro-batches in use.
   Returns:
     The sums, and the sum of the squared norms of the completions' gradients
     over its estimate from tokens that are independent and have gradients of
     norm 1 - p; NaN if it is not due.
   """
-  num_micro, num_rows, length = batch.tokens.shape
+  most, num_rows, length = batch.tokens.shape
   by_segment = jax.random.rademacher(
-    key, (num_micro, num_rows, length + 1), jnp.float32
+    key, (most, num_rows, length + 1), jnp.float32
   )
   signs = jnp.take_along_axis(by_segment, batch.segment_ids, axis=2)
 
@@ -47,7 +47,7 @@ def sum_with_signs(
     is_signed = i == 0
     sums = sum_up(
       jnp.where(is_signed, batch.weights * signs, batch.weights),
-      jnp.where(is_signed, first + 1, end),
+      jnp.where(is_signed, 1, num_micro),
     )
     squared = jax.lax.cond(
       is_signed,
@@ -56,13 +56,12 @@ def sum_with_signs(
     )
     return sums, squared
 
-  shapes = jax.eval_shape(sum_up, batch.weights, end)
+  shapes = jax.eval_shape(sum_up, batch.weights, num_micro)
   empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   start = jnp.where(is_due, 0, 1)
   carry = empty, jnp.float32(jnp.nan)
   sums, squared = jax.lax.fori_loop(start, 2, run, carry)
-  index = jax.lax.dynamic_index_in_dim
-  rows = jax.tree.map(lambda x: index(x, first, 0, keepdims=False), batch)
+  rows = jax.tree.map(lambda x: x[0], batch)
   size = rows.weights * rows.advantages * (1 - jnp.exp(rows.old_logprobs))
   estimate = jnp.where(rows.is_trained, size * size, 0.0).sum()
   return sums, squared / jnp.where(estimate > 0, estimate, jnp.nan)
@@ -73,7 +72,7 @@ def product_with_momentum(
   sums: Params,
   denominator: Float[Array, ""],
   decay: float,
-  is_new: Bool[Array, ""],
+  is_new: Bool[Array, ""] | bool,
 ) -> Float[Array, ""]:
   """Returns the product of the gradient and the momentum, NaN if it is not due.
 

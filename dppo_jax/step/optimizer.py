@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -11,6 +11,23 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import user_code
 
 MOMENTUM = 0.9  # decay of the first moment, the default of optax.adamw
+
+
+class Optimizer(NamedTuple):
+  """A gradient transformation of optax, and what is known about it.
+
+  Attributes:
+    init, update: functions of `optax.GradientTransformation`.
+    learning_rate: rate as a function of the number of earlier updates.
+    clip_norm: largest gradient norm that it lets through.
+    momentum: decay of its first moment, `mu`; 0 if it has none or is unknown.
+  """
+
+  init: optax.TransformInitFn
+  update: optax.TransformUpdateFn
+  learning_rate: optax.Schedule
+  clip_norm: float
+  momentum: float
 
 
 def make_schedule(
@@ -54,20 +71,26 @@ def make_optimizer(
   warmup_steps: int = 0,
   weight_decay: float = 0.0,
   clip_norm: float = 1.0,
-  factory: Callable[..., Any] | None = None,
-) -> optax.GradientTransformation:
-  """Returns an optimizer with global-norm clipping, by default AdamW.
+  factory: Callable[..., Any] = optax.adamw,
+) -> Optimizer:
+  """Returns the optimizer of a factory with global-norm clipping.
 
   Non-finite gradients are skipped. The first four arguments are described
   in `make_schedule`, `factory` in `call_factory`.
   """
-  factory = factory or optax.adamw
   rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)
-  optimizer, _ = call_factory(factory, rate, weight_decay, total_steps)
-  return optax.apply_if_finite(
-    optax.chain(optax.clip_by_global_norm(clip_norm), optimizer),
+  inner, rate = call_factory(factory, rate, weight_decay, total_steps)
+  guarded = optax.apply_if_finite(
+    optax.chain(optax.clip_by_global_norm(clip_norm), inner),
     # The run stops long before optax would let such a gradient through.
     max_consecutive_errors=2**30,
+  )
+  return Optimizer(
+    init=guarded.init,
+    update=guarded.update,
+    learning_rate=rate,
+    clip_norm=clip_norm,
+    momentum=MOMENTUM if factory is optax.adamw else 0.0,
   )
 
 

@@ -30,15 +30,13 @@ def pack(
   advantages: Float[Array, "Q G"],
   token_weights: Float[Array, "Q G"],
   spec: packing.PackingSpec,
-  mini_batches: int = 1,
-) -> tuple[PackedBatch, Int[Array, "*P"], PackInfo]:
+) -> tuple[PackedBatch, Int[Array, ""], PackInfo]:
   """Packs the sequences whose length is not 0 into micro-batches.
 
   Returns:
-    Micro-batches `[M, R, L]`, how many are in use, and information to log. With
-    several mini-batches the number is `[P]`: those in use up to the end of
-    each. If `unplaced` is above 0, sequences have no place in the rows and
-    the loss is NaN: such a batch must not be trained on.
+    Micro-batches `[M, R, L]`, how many are in use, and information to log. If
+    `unplaced` is above 0, sequences have no place in the rows and the loss is
+    NaN: such a batch must not be trained on.
   """
   # Every device computes the same plan from lengths; tokens do not move.
   replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
@@ -48,9 +46,9 @@ def pack(
     prompts.lengths, rollout.lengths, spec.share_prefix
   )
   max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  # Each mini-batch has enough rows for its sequences at any length.
-  size = spec.num_rows(rollout.lengths.size // mini_batches, max_length)
-  plan, num_micro = _plan(counts, spec, size, mini_batches)
+  # Enough rows for the sequences at any length.
+  num_rows = spec.num_rows(rollout.lengths.size, max_length)
+  plan = packing.plan(counts, spec.row_length, num_rows, spec.window)
   batch = _fill(
     plan,
     counts,
@@ -59,7 +57,7 @@ def pack(
     replicated(advantages),
     replicated(token_weights),
     spec,
-    num_rows=mini_batches * size,
+    num_rows,
   )
   total = lambda x: x.sum(dtype=jnp.float32)
   num_used = plan.num_used.astype(jnp.float32)
@@ -75,38 +73,7 @@ def pack(
     shared=1 - in_use / jnp.maximum(unshared, 1.0),
     unplaced=plan.num_unplaced.astype(jnp.float32),
   )
-  return batch, num_micro, info
-
-
-def _plan(
-  counts: packing.TokenCounts,
-  spec: packing.PackingSpec,
-  size: int,
-  mini_batches: int,
-) -> tuple[packing.Plan, Int[Array, "*P"]]:
-  """Plans `size` rows of each mini-batch; counts micro-batches up to its end.
-
-  Prompt `q` belongs to part `q % P`: the last prompts, which dynamic sampling
-  may leave blank, are spread evenly. Parts lie one after another.
-  """
-  num_micro = lambda rows: -(-rows // spec.rows_per_micro)
-  plan = lambda counts: packing.plan(counts, spec.row_length, size, spec.window)
-  if mini_batches == 1:
-    full = plan(counts)
-    return full, num_micro(full.num_used)
-  split = lambda x: x.reshape(-1, mini_batches, *x.shape[1:]).swapaxes(0, 1)
-  join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-  parts = jax.lax.map(plan, jax.tree.map(split, counts))
-  used = num_micro(parts.num_used)
-  ends = jnp.cumsum(used, dtype=jnp.int32)
-  first = (ends - used)[:, None, None] * spec.rows_per_micro
-  return packing.Plan(
-    row=join(jnp.where(parts.row >= 0, first + parts.row, -1)),
-    offset=join(parts.offset),
-    prefix_offset=join(parts.prefix_offset),
-    num_used=parts.num_used.sum(dtype=jnp.int32),
-    num_unplaced=parts.num_unplaced.sum(dtype=jnp.int32),
-  ), ends
+  return batch, -(-plan.num_used // spec.rows_per_micro), info
 
 
 def _fill(

@@ -1,8 +1,9 @@
 """From rewards to weighted rows: advantages, completions, weights, packing."""
 
 from flax import struct
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dppo_jax.algo import diagnostics
 from dppo_jax.algo.advantages import overlong_penalty
@@ -64,14 +65,15 @@ def select(
   rollout: Rollout,
   rewards: Float[Array, "Q G"],
   costs: StepCosts | None = None,
+  part: Int[Array, ""] | int = 0,
   *,
   method: Method,
   objective: Objective,
   spec: PackingSpec,
   overlong_tokens: int = 0,
-  mini_batches: int = 1,
-) -> tuple[PackedBatch, Int[Array, "*P"], SelectInfo, CompletionSummary]:
-  """Chooses, weights and packs the completions to train on.
+  num_parts: int = 1,
+) -> tuple[PackedBatch, Int[Array, ""], SelectInfo, CompletionSummary]:
+  """Chooses, weights and packs the completions of one update.
 
   Advantages come from all completions of a group, before any is dropped. If
   beta is 0, a completion of zero advantage contributes nothing to the gradient
@@ -79,38 +81,44 @@ def select(
 
   Args:
     costs: timings of earlier steps, for methods that read them.
+    part: mini-batch, from 0: prompt `q` belongs to part `q % num_parts`, since
+      the last prompts may be blank after dynamic sampling.
     overlong_tokens: length of the soft overlong ramp, in tokens.
-    mini_batches: parts of the prompts that are packed separately. They change
-      neither the choice nor the weights.
+    num_parts: mini-batches of the rollout. Advantages and denominators are
+      those of the whole rollout; the choice is made among the part.
   Returns:
     Micro-batches `[M, R, L]`, the number of them in use as returned by `pack`,
-    information to log, and a summary of each completion.
+    information to log, and a summary of each completion of the part.
   """
   if overlong_tokens:
     rewards += overlong_penalty(
       rollout.lengths, rollout.tokens.shape[2], overlong_tokens
     )
-  is_drawn = rollout.lengths > 0
   # From all that were sampled, before any is dropped.
-  advantages = make_advantages(rewards, is_drawn, objective)
+  advantages = make_advantages(rewards, rollout.lengths > 0, objective)
   groups = make_groups(rollout, rewards, advantages, objective, costs)
+  scale = token_scale(rollout, objective)
+  prompts, rollout, groups, scale = _take_part(
+    (prompts, rollout, groups, scale), part, num_parts
+  )
+  advantages, is_drawn = groups.advantages, rollout.lengths > 0
   chosen = method.completions(rng, groups)  # drops completions
   if method.has_statistics_after:
-    advantages = make_advantages(rewards, chosen.keep & is_drawn, objective)
+    advantages = make_advantages(
+      groups.rewards, chosen.keep & is_drawn, objective
+    )
 
   weights = horvitz_thompson(rollout.kept, chosen)  # 1 / probability
   weights = jnp.where(is_drawn, weights, 0.0)
   is_needed = adds_gradient(rollout, advantages, objective)
   is_trained = (weights > 0) & (is_needed | method.trains_zero_advantage)
   trained_lengths = jnp.where(is_trained, rollout.lengths, 0)
-  scale = token_scale(rollout, objective)
   batch, num_micro, pack_info = pack(
     prompts,
     rollout.replace(lengths=trained_lengths),
     advantages,
     weights * scale,
     spec,
-    mini_batches,
   )
 
   # Gradient norm of a completion whose tokens' gradients are independent.
@@ -136,6 +144,18 @@ def select(
     advantages, weights, rollout.lengths, trained_lengths
   )
   return batch, num_micro, info, summary
+
+
+def _take_part(
+  tree: PyTree, part: Int[Array, ""] | int, num_parts: int
+) -> PyTree:
+  """Returns the prompts of one mini-batch; scalars stay."""
+  if num_parts == 1:
+    return tree
+  return jax.tree.map(
+    lambda x: x.reshape(-1, num_parts, *x.shape[1:])[:, part] if x.ndim else x,
+    tree,
+  )
 
 
 def make_groups(

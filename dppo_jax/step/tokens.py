@@ -40,7 +40,7 @@ def score(
   rng: StepRng,
   params: parameters.Params,
   batch: PackedBatch,
-  num_micro: Int[Array, "*P"],
+  num_micro: Int[Array, ""],
   *,
   method: Method,
   config: update.UpdateConfig,

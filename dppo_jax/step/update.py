@@ -1,9 +1,8 @@
 """One optimizer step from packed rows: gradient sums, then one division.
 
-Rows are cut into micro-batches of one fixed shape, `[M, R, L]`, of which the
-first `num_used` are run by one compiled loop: a pruned batch costs fewer turns
-of the loop and no new compilation. The mini-batches of a rollout lie one after
-another, and each is a separate step.
+Rows are cut into micro-batches of one fixed shape, `[M, R, L]`. One compiled
+loop runs those in use: a pruned batch costs fewer turns of the loop and no new
+compilation.
 """
 
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PackedBatch, TokenStats, TrainState
 from dppo_jax.rng import StepRng
 from dppo_jax.step import measure_noise
+from dppo_jax.step.optimizer import Optimizer
 from dppo_jax.step.select import SelectInfo
 
 
@@ -29,9 +29,7 @@ class UpdateConfig(NamedTuple):
   Attributes:
     temperature: of the sampler.
     inner_updates: passes over one rollout.
-    mini_batches: parts of a rollout, each an optimizer step of every pass. With
-      one step per rollout the current log-probabilities, held constant, are the
-      old ones; the log-probabilities in the batch only measure the sampler.
+    mini_batches: parts of a rollout, each an update of every pass.
     clip_norm: largest gradient norm that the optimizer lets through.
     noise_every: steps between measurements of the noise within prompts; 0
       measures no gradient noise.
@@ -54,14 +52,22 @@ class UpdateConfig(NamedTuple):
   samples_policy: bool = True
 
   @property
+  def num_updates(self) -> int:
+    """Updates on one rollout."""
+    return self.inner_updates * self.mini_batches
+
+  @property
   def is_on_policy(self) -> bool:
-    return self.inner_updates * self.mini_batches == 1
+    """True if a rollout has one update.
+
+    The current log-probabilities, held constant, are then the old ones; those
+    in the batch only measure the sampler.
+    """
+    return self.num_updates == 1
 
 
 class UpdateInfo(struct.PyTreeNode):
   """Result of an update: the metrics `update/NAME` of metrics/README.md.
-
-  Token means are over the last pass, `grad_norm` is from the last step.
 
   Attributes:
     experts: load of a mixture of experts, as metrics.
@@ -119,7 +125,7 @@ def score(
   params: parameters.Params,
   config: UpdateConfig,
   batch: PackedBatch,
-  num_used: Int[Array, "*P"],
+  num_micro: Int[Array, ""],
 ) -> TokenStats:
   """Computes statistics of the trained tokens of the micro-batches in use."""
 
@@ -131,9 +137,7 @@ def score(
     return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
 
   zeros = jnp.zeros_like(batch.weights)
-  return jax.lax.fori_loop(
-    0, num_used.max(), score_one, TokenStats(zeros, zeros)
-  )
+  return jax.lax.fori_loop(0, num_micro, score_one, TokenStats(zeros, zeros))
 
 
 def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
@@ -239,26 +243,25 @@ def _add(sums: GradSums, more: GradSums) -> GradSums:
 
 def sum_gradients(
   batch: PackedBatch,
-  num_used: Int[Array, ""],
+  num_micro: Int[Array, ""],
   params: parameters.Params,
   reference: parameters.Params | None,
   config: UpdateConfig,
-  first: Int[Array, ""] | int = 0,
 ) -> GradSums:
-  """Sums over the micro-batches `[first, num_used)` of `[M, R, L]`."""
+  """Sums over the first `num_micro` micro-batches of `[M, R, L]`."""
   add = lambda i, sums: add_gradient(
     sums, params, reference, config, _take(batch, i)
   )
   empty = zero_sums(params, config.model)
   with jax.named_scope("micro_batch"):
-    return jax.lax.fori_loop(first, num_used, add, empty)
+    return jax.lax.fori_loop(0, num_micro, add, empty)
 
 
 def apply_gradient(
   state: TrainState,
   sums: GradSums,
   denominator: Float[Array, ""],
-  optimizer: optax.GradientTransformation,
+  optimizer: optax.GradientTransformation | Optimizer,
 ) -> tuple[TrainState, UpdateInfo]:
   """Takes one optimizer step along `sums.grad / denominator`.
 
@@ -283,7 +286,7 @@ def _describe(
   denominator: Float[Array, ""],
   grad_norm: Float[Array, ""],
 ) -> UpdateInfo:
-  """Describes the steps that led to `state` by sums over their tokens."""
+  """Describes the step that led to `state` by sums over its tokens."""
   means = {
     k: x / jnp.maximum(sums.sums["tokens"], 1.0) for k, x in sums.sums.items()
   }
@@ -312,79 +315,59 @@ def update(
   state: TrainState,
   reference: parameters.Params | None,
   batch: PackedBatch,
-  num_used: Int[Array, "*P"],
+  num_micro: Int[Array, ""],
   denominator: Float[Array, ""],
+  number: Int[Array, ""] | int = 0,
   rng: StepRng | None = None,
   select_info: SelectInfo | None = None,
   *,
   config: UpdateConfig,
-  optimizer: optax.GradientTransformation,
+  optimizer: optax.GradientTransformation | Optimizer,
 ) -> tuple[TrainState, UpdateInfo]:
-  """Takes the optimizer steps of a rollout, and advances the step counter.
-
-  Each mini-batch has an equal part of the prompts and of the denominator: the
-  mean of their gradients is the gradient of the full batch.
+  """Takes an optimizer step; the last one on a rollout ends the training step.
 
   Args:
     batch: micro-batches `[M, R, L]`.
-    num_used: number of micro-batches in use; of several mini-batches, `[P]`,
-      the number up to the end of each.
-    denominator: the loss denominator of the rollout, in completions.
+    num_micro: micro-batches in use.
+    denominator: loss denominator of the update, in completions before pruning.
+    number: earlier updates on the same rollout.
     rng, select_info: randomness and properties of the batch that gradient noise
       is measured with; needed if `config.noise_every` is not 0.
   """
-  ends = jnp.atleast_1d(num_used)
-  num_parts = config.mini_batches
 
-  def step(i, carry):
-    state, seen, _, at_start = carry
-    part = i % num_parts
-    first = jnp.where(part > 0, ends[part - 1], 0)
-    here = denominator / num_parts
+  def sum_up(weights, end):
+    rows = batch.replace(weights=weights)
+    return sum_gradients(rows, end, state.params, reference, config)
 
-    def sum_up(weights, end):
-      rows = batch.replace(weights=weights)
-      return sum_gradients(rows, end, state.params, reference, config, first)
-
-    if config.noise_every:
-      is_due = (state.step % config.noise_every == 0) & (i == 0)
-      sums, ratio = measure_noise.sum_with_signs(
-        sum_up, batch, first, ends[part], rng.key, is_due
-      )
-      product = measure_noise.product_with_momentum(
-        state, sums.grad, here, config.momentum, i < num_parts
-      )
-    else:
-      sums = sum_up(batch.weights, ends[part])
-    state, info = apply_gradient(state, sums, here, optimizer)
-    if config.noise_every:
-      terms = select_info.noise
-      noise = measure_noise.update_noise(
-        state.noise,
-        info.grad_norm,
-        product,
-        ratio * terms.sum_squares / (num_parts * here**2),
-        terms,
-        config.clip_norm,
-        config.momentum,
-      )
-      state = state.replace(noise=noise)
-    seen = jax.tree.map(lambda x: jnp.where(part > 0, x, 0), seen)
-    # Before any update the policy is the sampler's.
-    at_start = jnp.where(i == 0, sums.log_ratio, at_start)
-    seen = _add(seen, sums._replace(grad=None))
-    return state, seen, info.grad_norm, at_start
-
-  zeros = zero_sums(state.params, config.model)
-  carry = (state, zeros._replace(grad=None), jnp.float32(0), jnp.float32(0))
-  if config.is_on_policy:
-    carry = step(0, carry)
+  if config.noise_every:
+    is_due = (state.step % config.noise_every == 0) & (number == 0)
+    sums, ratio = measure_noise.sum_with_signs(
+      sum_up, batch, num_micro, rng.key, is_due
+    )
+    product = measure_noise.product_with_momentum(
+      state,
+      sums.grad,
+      denominator,
+      config.momentum,
+      number < config.mini_batches,
+    )
   else:
-    carry = jax.lax.fori_loop(0, config.inner_updates * num_parts, step, carry)
-  state, seen, grad_norm, at_start = carry
-  info = _describe(state, seen, denominator, grad_norm)
-  info = info.replace(sampler_ratio_max=jnp.exp(at_start))
-  return state.replace(step=state.step + 1), info
+    sums = sum_up(batch.weights, num_micro)
+  state, info = apply_gradient(state, sums, denominator, optimizer)
+  if config.noise_every:
+    terms = select_info.noise
+    noise = measure_noise.update_noise(
+      state.noise,
+      info.grad_norm,
+      product,
+      ratio * terms.sum_squares / denominator**2,
+      terms,
+      config.clip_norm,
+      config.momentum,
+    )
+    state = state.replace(noise=noise)
+  is_last = number == config.num_updates - 1
+  return state.replace(step=state.step + is_last), info
 
 
 def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:

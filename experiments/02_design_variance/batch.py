@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
   @property
   def advantages(self) -> jax.Array:
-    return self.run.objective.advantage(self.rewards)
+    return self.run.spec.objective.advantage(self.rewards)
 
   @property
   def factors(self) -> np.ndarray:
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
   @property
   def groups(self) -> Groups:
     return select.make_groups(
-      self.rollout, self.rewards, self.advantages, self.run.objective
+      self.rollout, self.rewards, self.advantages, self.run.spec.objective
     )
 
   @property
@@ -88,7 +88,7 @@ def score_gradients(
   run: Run, params: dict, prompts: PromptBatch, sampled: Rollout
 ) -> np.ndarray:
   """Returns gradients at advantage 1, `[U, parameters]`."""
-  scale = run.objective.token_share(sampled)
+  scale = run.spec.objective.token_share(sampled)
   of = policy.gradient_of(run, params, prompts, sampled, scale)
   end = sampled.tokens.shape[2]
   all_completions = jnp.arange(sampled.lengths.size)

@@ -119,7 +119,7 @@ def _draw(sampled: Batch, method: methods.Method) -> tuple[np.ndarray, float]:
     chosen = method.completions(StepRng(key, jnp.int32(0)), groups)
     a = advantages
     if method.has_statistics_after:
-      a = sampled.run.objective.advantage(sampled.rewards, chosen.keep)
+      a = sampled.run.spec.objective.advantage(sampled.rewards, chosen.keep)
     weight = horvitz_thompson(everyone, chosen)
     tokens = jnp.where((weight > 0) & (a != 0), groups.lengths, 0).sum()
     return (weight * a).reshape(-1), tokens

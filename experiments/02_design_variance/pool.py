@@ -42,7 +42,7 @@ class Pool(NamedTuple):
 
   def advantages(self, size: int) -> np.ndarray:
     """`[size + 1, 2]`, of a wrong and a right one, by how many are right."""
-    return _advantages(self.sampled.run.objective.advantage, size)
+    return _advantages(self.sampled.run.spec.objective.advantage, size)
 
 
 def prepare(sampled: Batch) -> Pool:

@@ -63,7 +63,7 @@ def token_products(sampled: Batch, picked: np.ndarray) -> list[np.ndarray]:
     sampled.params,
     sampled.prompts,
     rollout,
-    run.objective.token_share(rollout),
+    run.spec.objective.token_share(rollout),
   )
   every = jnp.arange(rollout.tokens.shape[2])
 

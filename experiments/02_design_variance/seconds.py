@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import methods
-from dppo_jax.step import pack, programs, update
+from dppo_jax.step import pack, update
 
 from . import completions, prefixes, sampling, tokens
 from . import pool as pools
@@ -25,7 +25,7 @@ TURNS = 5
 
 def measure(sampled: Batch) -> list[dict]:
   """Seconds of an update of each rule, absolute and as shares of the full."""
-  config = programs.update_config(sampled.run)
+  config = sampled.run.spec.update_config
 
   @jax.jit
   def gradient(packed, used):
@@ -76,7 +76,7 @@ def _makers(sampled: Batch) -> dict[str, Callable]:
 def _method(sampled: Batch, method: methods.Method) -> Callable:
   """Chooses completions, packs them, and chooses tokens."""
   pick, choose = tokens.choices(sampled, method)
-  config = programs.update_config(sampled.run)
+  config = sampled.run.spec.update_config
   needs_stats = method.tokens and method.tokens.needs_stats
   score = jax.jit(
     lambda packed, used: update.score(sampled.params, config, packed, used)
@@ -117,7 +117,7 @@ def _cut(sampled: Batch, name: str, rule) -> Callable:
 
 def _rows(sampled: Batch, lengths) -> Callable:
   """Packs completions of these lengths, `[Q, n]`; which ones costs nothing."""
-  rollout, spec = sampled.rollout, sampled.run.packing
+  rollout, spec = sampled.rollout, sampled.run.spec.packing
   copies = -(-lengths.shape[1] // rollout.tokens.shape[1])
   lengths = jnp.asarray(lengths, jnp.int32)
   spare = copies * rollout.tokens.shape[1] - lengths.shape[1]

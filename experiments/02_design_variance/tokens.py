@@ -7,9 +7,9 @@ import numpy as np
 
 from dppo_jax import methods
 from dppo_jax.rng import StepRng
-from dppo_jax.step import programs, update
 from dppo_jax.step import select as selection
 from dppo_jax.step import tokens as token_selection
+from dppo_jax.step import update
 
 from . import completions, errors
 from .batch import Batch
@@ -21,7 +21,7 @@ DRAWS = 8
 def measure(sampled: Batch) -> list[dict]:
   """Squared bias and variance, in units of the full batch's own variance."""
   exact = sampled.factors @ sampled.scores
-  config = programs.update_config(sampled.run)
+  config = sampled.run.spec.update_config
   # Compiled once: the shape of the rows does not depend on the choice.
   score = jax.jit(
     lambda packed, used: update.score(sampled.params, config, packed, used)
@@ -81,7 +81,7 @@ def of_tokens(sampled: Batch, name: str, budget: float) -> methods.Method:
 
 def choices(sampled: Batch, method: methods.Method):
   """The method's choices of completions and of tokens, compiled."""
-  objective = sampled.run.objective
+  objective = sampled.run.spec.objective
   at = lambda key: StepRng(key, jnp.int32(0))
 
   @jax.jit
@@ -93,7 +93,7 @@ def choices(sampled: Batch, method: methods.Method):
       sampled.rewards,
       method=method,
       objective=objective,
-      spec=sampled.run.packing,
+      spec=sampled.run.spec.packing,
     )[:2]
 
   @jax.jit

@@ -17,7 +17,7 @@ from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import Run
-from dppo_jax.step import abstract_values, grade, pack, programs, update
+from dppo_jax.step import abstract_values, grade, pack, update
 
 
 def restore(
@@ -26,9 +26,9 @@ def restore(
   """Returns the weights of a checkpoint, and the first prompts of the run."""
   with checkpoint.Checkpoints(workdir, keep=2) as checkpoints:
     params = checkpoints.restore_params(
-      step, abstract_values.abstract_train_state(run).params
+      step, abstract_values.abstract_train_state(run.spec).params
     )
-  prompts = data.draw(run.train_set, run.root_key, 0, num_prompts)
+  prompts = data.draw(run.train_set, run.spec.root_key, 0, num_prompts)
   return params, jax.tree.map(jnp.asarray, prompts)
 
 
@@ -43,14 +43,14 @@ def sample(
   r = run.config.rollout
   draw_all = functools.partial(
     rollout.sample,
-    model_config=run.model,
+    model_config=run.spec.model,
     group_size=r.group_size,
     max_tokens=r.max_tokens,
     temperature=r.temperature,
     num_slots=r.num_slots,
-    stop_ids=run.stop_ids,
+    stop_ids=run.spec.sampling.stop_ids,
   )
-  rng = rng_at(run.root_key, draw, Stage.ROLLOUT)
+  rng = rng_at(run.spec.root_key, draw, Stage.ROLLOUT)
   sampled = jax.jit(draw_all)(params, prompts=prompts, rng=rng)
   with run.make_grader() as grader:
     graded = grade.grade(sampled, run.train_set, run.tokenizer, grader)
@@ -72,7 +72,7 @@ def gradient_of(
   Args:
     scale: `[Q, G]`, factor on each token's loss.
   """
-  config = programs.update_config(run)
+  config = run.spec.update_config
   longest = prompts.tokens.shape[1] + sampled.tokens.shape[2] - 1
   spec = algo.PackingSpec(longest, rows_per_micro=1, window=1)
 

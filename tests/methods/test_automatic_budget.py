@@ -23,9 +23,9 @@ TOKENS = int(LENGTHS[ADVANTAGES != 0].sum())  # of all needed completions
 
 
 def _costs(
-  noise=1.0, micro=0.0, tokens=100.0, other=1.0, within=0.5, parts=1.0
+  noise=1.0, micro=0.0, tokens=100.0, other=1.0, within=0.5, updates=1.0
 ):
-  values = noise, micro, tokens, other, within, 8.0, parts
+  values = noise, micro, tokens, other, within, 8.0, updates
   return StepCosts(*(jnp.float32(x) for x in values))
 
 
@@ -187,11 +187,11 @@ def test_a_fixed_budget_reports_the_variance_that_it_adds():
   assert methods.neyman(completion_budget=0.5).describe is None
 
 
-@pytest.mark.parametrize("parts", [1.0, 4.0])
+@pytest.mark.parametrize("updates", [1.0, 4.0])
 @pytest.mark.parametrize("noise", [0.2, 1.0])
 @pytest.mark.parametrize("tokens", [100.0, 700.0])
-def test_the_budget_is_near_the_best_of_a_dense_grid(parts, noise, tokens):
-  costs = _costs(noise, micro=0.4, tokens=tokens, parts=parts)
+def test_the_budget_is_near_the_best_of_a_dense_grid(updates, noise, tokens):
+  costs = _costs(noise, micro=0.4, tokens=tokens, updates=updates)
   groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=costs)
   size = rules.gradient_size(groups)
   auto = budget.AutoBudget()
@@ -204,11 +204,17 @@ def test_the_budget_is_near_the_best_of_a_dense_grid(parts, noise, tokens):
   assert loss <= 1 + budget.SLACK + 0.01
 
 
-def test_each_mini_batch_rounds_its_micro_batches_up():
-  """Four parts of at most one micro-batch each cannot be made smaller."""
-  one = _describe(_costs(0.3, micro=1.0, tokens=2.0 * TOKENS / 4))
-  four = _describe(_costs(0.3, micro=1.0, tokens=2.0 * TOKENS / 4, parts=4.0))
-  assert one["completions"] < 0.7 and four["completions"] == 1
+def test_an_update_of_one_micro_batch_cannot_be_made_smaller():
+  many = _describe(_costs(0.3, micro=1.0, tokens=TOKENS / 4))
+  one = _describe(_costs(0.3, micro=1.0, tokens=2.0 * TOKENS))
+  assert many["completions"] < 0.7 and one["completions"] == 1
+
+
+def test_updates_on_a_rollout_share_the_time_of_its_sampling():
+  """The more of them, the larger their part of the time, and the gain."""
+  costs = [_costs(micro=0.1, tokens=TOKENS / 32, updates=x) for x in (1.0, 8.0)]
+  one, eight = (_describe(x)["completions"] for x in costs)
+  assert eight < one
 
 
 def test_nothing_is_pruned_before_the_noise_is_measured():

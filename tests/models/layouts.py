@@ -38,13 +38,13 @@ def page(name: str) -> str:
   mesh = assumed.abstract_mesh(c.mesh, math.prod(axes))
   run = assumed.assumed_run(c, mesh, "tpu")
   with jax.sharding.use_abstract_mesh(mesh):
-    state = abstract_values.abstract_train_state(run)
-    copy = abstract_values.abstract_inference_params(run)
+    state = abstract_values.abstract_train_state(run.spec)
+    copy = abstract_values.abstract_inference_params(run.spec)
   first = {**copy, "layers": copy["layers"][0]}
   groups = len(copy["layers"])
   declared = {
     name: " ".join(axis or "-" for axis in p.axes)
-    for name, p in parameters.parameter_table(run.model).items()
+    for name, p in parameters.parameter_table(run.spec.model).items()
   }
   about = f"{hub_id} on {' x '.join(map(str, axes))} devices"
   lines = [

@@ -317,9 +317,9 @@ def test_a_window_is_kept_while_the_prompts_are_unknown():
   model = dataclasses.replace(MODEL, local=local)
   mesh = sharding.make_mesh()
   make = lambda c: setup.make_run(c, mesh, "cpu", "", None, model, None, {})
-  assert make(c).model.local.window
+  assert make(c).spec.model.local.window
   c.data.max_prompt_tokens -= 8
-  assert make(c).model.local.window is None
+  assert make(c).spec.model.local.window is None
 
 
 def test_heads_by_the_layout_for_gpus_have_the_same_norms():

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dppo_jax.methods.neyman.gradient_noise import MIN_NOISE_FRACTION
 from dppo_jax.records import Groups, StepCosts
 
-NUM_BUDGETS = 17  # on each of two grids, evenly in their logarithms
+NUM_BUDGETS = 25  # on each of two grids, evenly in their logarithms
 # Fraction of a completion's squared gradient that those of the same prompt and
 # reward share: 0.3 to 0.5 in experiments/02_design_variance.
 SHARED = 0.4
@@ -165,12 +165,11 @@ class AutoBudget(NamedTuple):
         "groups.costs is None, but an automatic budget needs measured seconds: "
         "pass costs, or set update_cost or a fixed budget"
       )
-    parts = jnp.maximum(costs.mini_batches, 1.0)
-    micros = tokens / jnp.maximum(costs.micro_tokens * parts, 1.0)
-    # The number of micro-batches of each part is rounded up and known within a
-    # fifth.
+    micros = tokens / jnp.maximum(costs.micro_tokens, 1.0)
+    # The number of micro-batches is rounded up and known within a fifth.
     error = jnp.linspace(0.8, 1.2, 5)
-    micros = parts * jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
+    micros = jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
+    micros *= jnp.maximum(costs.num_updates, 1.0)
     # Before any timing is available, assume that the update costs as much as
     # the rest of the step.
     is_known = costs.other_seconds > 0

@@ -59,6 +59,7 @@ class CostTracker:
       inner_updates, mini_batches: as in `update.UpdateConfig`.
     """
     fraction = gradient_noise.noise_fraction(noise, inner_updates)
+    fraction /= inner_updates
     within = gradient_noise.within_fraction(noise)
     group_size = gradient_noise.best_group_size(noise, largest)
     sums = StepSample(*self._sums)
@@ -70,5 +71,5 @@ class CostTracker:
       other_seconds=ratio(sums.other, self._weight),
       within_fraction=np.asarray(within, np.float32),
       group_size=np.asarray(group_size, np.float32),
-      mini_batches=np.asarray(mini_batches, np.float32),
+      num_updates=np.asarray(inner_updates * mini_batches, np.float32),
     )

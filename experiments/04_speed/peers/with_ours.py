@@ -52,7 +52,7 @@ def order(args) -> None:
   """Writes the problems that each step draws."""
   run = set_up(args)
   ids = [
-    data.draw(run.train_set, run.root_key, step, work.PROMPTS).ids.tolist()
+    data.draw(run.train_set, run.spec.root_key, step, work.PROMPTS).ids.tolist()
     for step in range(args.steps)
   ]
   args.out.write_text(json.dumps(ids))
@@ -110,14 +110,16 @@ def check(args) -> None:
   experience = train_step.Experience(
     prompts, drawn, rewards, np.float32(work.PROMPTS), counts={}, samples=[]
   )
-  config = programs.update_config(run)
-  with jax.set_mesh(run.mesh):
-    step = train_step.TrainStep(run, grader=None)
-    abstract = abstract_values.abstract_train_state(run)
+  config = run.spec.update_config
+  with jax.set_mesh(run.spec.mesh):
+    step = train_step.TrainStep(
+      run.spec, run.train_set, run.tokenizer, grader=None
+    )
+    abstract = abstract_values.abstract_train_state(run.spec)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    start = functools.partial(abstract_values.init_train_state, run)
+    start = functools.partial(abstract_values.init_train_state, run.spec)
     state = jax.jit(start, out_shardings=shardings)(run.initial_params())
-    batch = step.select(rng_at(run.root_key, 0), experience, state)
+    (batch,) = step.select(rng_at(run.spec.root_key, 0), experience, state)
     score = lambda params, *batch_args: update.score(
       params, config, *batch_args
     )
@@ -126,12 +128,12 @@ def check(args) -> None:
     place = np.asarray(batch.rows.old_logprobs)[is_trained].astype(int)
     logprobs = np.full(tokens.shape, np.nan)
     logprobs.ravel()[place] = np.asarray(stats.logprobs)[is_trained]
-    _, info = step.update(state, None, batch)
+    _, (info,) = step.update(state, None, [batch])
   lengths = zip(prompts.tokens, prompts.lengths, strict=True)
   out = {
     "prompt_ids": [row[:n].tolist() for row, n in lengths],
     "logprobs": logprobs.tolist(),
-    "norm": float(info.update.grad_norm),
+    "norm": float(info.grad_norm),
   }
   args.out.write_text(json.dumps(out))
 
@@ -142,17 +144,17 @@ def decode(args) -> None:
   r = run.config.rollout
   make = functools.partial(
     rollout.sample,
-    model_config=run.model,
+    model_config=run.spec.model,
     group_size=r.group_size,
     max_tokens=r.max_tokens,
     num_slots=r.num_slots,
     stop_ids=(-1,),
   )
-  with jax.set_mesh(run.mesh):
+  with jax.set_mesh(run.spec.mesh):
     arguments = {
       "params": run.initial_params(),
       "prompts": first_prompts(run),
-      "rng": rng_at(run.root_key, 0, Stage.ROLLOUT),
+      "rng": rng_at(run.spec.root_key, 0, Stage.ROLLOUT),
     }
     lowered = jax.jit(make).lower(**arguments)
     sample = programs.compile_program(lowered, "cpu")

@@ -1,0 +1,104 @@
+"""The specification of a training step, in plain values."""
+
+import dataclasses
+
+import jax
+
+from dppo_jax.algo.packing import PackingSpec
+from dppo_jax.algo.policy_loss import Objective
+from dppo_jax.methods import Method
+from dppo_jax.models.config import ModelConfig
+from dppo_jax.rollout import Sampling
+from dppo_jax.step.optimizer import Optimizer
+from dppo_jax.step.update import UpdateConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+  """What a training step computes, and on which devices.
+
+  The letters of shapes are those of `records`.
+
+  Attributes:
+    mesh: devices, not necessarily of this machine; abstract in a plan.
+    platform: cpu, gpu or tpu, the kind of these devices.
+    root_key: source of all randomness.
+    model: architecture of the policy.
+    method: rules that choose prompts, completions and tokens.
+    objective: loss of a token, and advantages.
+    packing: shape of a micro-batch.
+    sampling: options of sampling a completion.
+    optimizer: optimizer of the policy; None if it is not trained.
+    num_problems: `M`, problems in the training set.
+    prompt_tokens: `P`, the width of a batch of prompts.
+    num_prompts: `N`, prompts drawn for a rollout.
+    group_size: `G`, completions of each prompt.
+    num_slots: completions that each device decodes at once; 0 for all.
+    draft_tokens: tokens that a decode step guesses; -1 tries it and keeps what
+      is faster.
+    rollout_dtype: dtype of rollouts; empty for the model's.
+    shard_weights: True if rollouts gather sharded weights layer by layer.
+    overlong_tokens: length of the soft overlong ramp, in tokens; 0 for none.
+    inner_updates: passes over one rollout.
+    mini_batches: parts of a rollout, each an update of every pass.
+  """
+
+  mesh: jax.sharding.Mesh
+  platform: str
+  root_key: jax.Array
+  model: ModelConfig
+  method: Method
+  objective: Objective
+  packing: PackingSpec
+  sampling: Sampling
+  optimizer: Optimizer | None
+  num_problems: int
+  prompt_tokens: int
+  num_prompts: int
+  group_size: int
+  num_slots: int = 0
+  draft_tokens: int = 0
+  rollout_dtype: str = ""
+  shard_weights: bool = False
+  overlong_tokens: int = 0
+  inner_updates: int = 1
+  mini_batches: int = 1
+
+  @property
+  def num_updates(self) -> int:
+    """Optimizer updates on one rollout."""
+    return self.inner_updates * self.mini_batches
+
+  @property
+  def has_reference(self) -> bool:
+    """True if a KL penalty needs a copy of the first weights.
+
+    With adapters, the frozen weights are the reference.
+    """
+    return bool(self.objective.beta) and not self.model.lora
+
+  @property
+  def sampler(self) -> ModelConfig:
+    """The architecture with the dtype and sharding of rollouts."""
+    return dataclasses.replace(
+      self.model,
+      dtype=self.rollout_dtype or self.model.dtype,
+      gathers_layers=self.shard_weights,
+    )
+
+  @property
+  def update_config(self) -> UpdateConfig:
+    """The constants of an update."""
+    return UpdateConfig(
+      model=self.model,
+      objective=self.objective,
+      temperature=self.sampling.temperature,
+      inner_updates=self.inner_updates,
+      mini_batches=self.mini_batches,
+      samples_policy=self.sampler.dtype == self.model.dtype
+      and not self.sampling.top_k
+      and self.sampling.top_p == 1,
+      clip_norm=self.optimizer.clip_norm,
+      noise_every=self.method.noise_every,
+      momentum=self.optimizer.momentum,
+    )

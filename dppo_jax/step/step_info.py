@@ -1,0 +1,131 @@
+"""What the stages of a step hand on, and its metrics."""
+
+from collections.abc import Sequence
+import statistics
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dppo_jax import rewards
+from dppo_jax.records import CompletionSummary, PackedBatch
+from dppo_jax.step import grade
+from dppo_jax.step.collect import Experience
+from dppo_jax.step.select import SelectInfo
+from dppo_jax.step.tokens import ScoreInfo
+from dppo_jax.step.update import UpdateInfo
+
+# Metrics of the parts of a rollout that are added, per pass.
+_SUMS = {
+  "completions/kept",
+  "completions/trained",
+  "pack/rows",
+  "pack/unplaced",
+  "tokens/invalid_probs",
+  "tokens/trained",
+  "update/micro_batches",
+  "weights/ess",
+  "weights/invalid_probs",
+}
+_FIRST = {"update/sampler_ratio_max"}  # the policy is still the sampler's
+_LAST = {
+  "update/grad_norm",
+  "update/nonfinite_params",
+  "update/skipped",
+  "update/skipped_in_a_row",
+}
+
+
+class Batch(NamedTuple):
+  """Weighted and packed completions of one update.
+
+  Attributes:
+    rows: micro-batches `[M, R, L]`.
+    num_micro: micro-batches in use.
+    denominator: loss denominator, in completions before pruning.
+    info: result of selection and packing.
+    summary: each completion of this part of the rollout.
+    score_info: result of token selection; None if there is none.
+  """
+
+  rows: PackedBatch
+  num_micro: jax.Array | float
+  denominator: np.ndarray
+  info: SelectInfo
+  summary: CompletionSummary
+  score_info: ScoreInfo | None = None
+
+
+class StepInfo(NamedTuple):
+  """Results of a step on the host, for metrics, callbacks and checks.
+
+  Attributes:
+    batches: what each update trained on.
+    updates: result of each update on the rollout.
+    mini_batches: parts of the rollout; each is in every so many batches.
+    scalars: further metrics by name, such as the seconds of the stages.
+  """
+
+  experience: Experience
+  batches: Sequence[Batch]
+  updates: Sequence[UpdateInfo]
+  mini_batches: int
+  scalars: dict[str, float]
+
+  @property
+  def update(self) -> UpdateInfo:
+    """Result of the last update."""
+    return self.updates[-1]
+
+  @property
+  def summary(self) -> CompletionSummary:
+    """Summary of each completion, `[Q, G]`, as in the first pass."""
+    parts = [batch.summary for batch in self.batches[: self.mini_batches]]
+    return jax.tree.map(
+      lambda *x: np.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts
+    )
+
+  def metrics(self, specs: tuple[rewards.RewardSpec, ...]) -> dict[str, Any]:
+    """Returns the metrics of the step by name; each of `specs` has one."""
+    experience = self.experience
+    stages = [
+      {
+        **batch.info.metrics(),
+        **(batch.score_info.metrics() if batch.score_info else {}),
+        **update.metrics(),
+        "update/micro_batches": batch.num_micro,
+      }
+      for batch, update in zip(self.batches, self.updates, strict=True)
+    ]
+    return {
+      **grade.to_metrics(experience.counts, experience.samples, specs),
+      **combined(stages, passes=len(stages) // self.mini_batches),
+      **self.scalars,
+    }
+
+
+def combined(updates: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
+  """Combines the metrics of the updates on a rollout.
+
+  Counts are added up over the parts of the rollout; a largest or smallest value
+  stays one; others are averaged over the updates.
+  """
+  if len(updates) == 1:
+    return dict(updates[0])
+  values = {}
+  for name in updates[0]:
+    x = [float(update[name]) for update in updates]
+    end = name.rpartition("/")[2]
+    if name in _SUMS:
+      values[name] = sum(x) / passes
+    elif name in _FIRST:
+      values[name] = x[0]
+    elif name in _LAST:
+      values[name] = x[-1]
+    elif end.endswith("max"):
+      values[name] = max(x)
+    elif end.endswith("min"):
+      values[name] = min(x)
+    else:
+      values[name] = statistics.fmean(x)
+  return values
