@@ -6,6 +6,8 @@ from numbers import Integral
 import os
 from typing import Any
 
+import optax
+
 from dppo_jax import algo, methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import assign, check_option, default_args, walk
