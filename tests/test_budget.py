@@ -18,21 +18,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 9_530,
+  "": 10_380,
   "algo": 7_590,
-  "analysis": 4_060,
+  "analysis": 3_750,
   "config": 5_060,
   "data": 5_680,
-  "eval": 2_010,
-  "files": 450,
+  "eval": 2_080,
+  "files": 1_350,
   "methods": 11_060,
   "metrics": 5_730,
   "models": 29_450,
   "planning": 3_370,
   "rewards": 7_200,
   "rollout": 5_490,
-  "run": 7_920,
-  "step": 15_200,
+  "run": 7_990,
+  "step": 14_410,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

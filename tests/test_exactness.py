@@ -252,9 +252,9 @@ def test_a_later_update_with_its_own_draw_is_unbiased_given_its_parameters():
     moved = jax.tree.map(lambda x, y: x.astype(y.dtype), moved, params)
     at_moved = lambda batch, at=moved: _gradient_of(*batch, objective, at)[0]
     want = at_moved(everything)
-    own = sum(p * at_moved(batch) for p, batch in draws)
-    assert _distance(own, want) < 2e-5
-    bias["own"] += chance * (own - want)
+    mean = sum(p * at_moved(batch) for p, batch in draws)
+    assert _distance(mean, want) < 2e-5
+    bias["own"] += chance * (mean - want)
     bias["shared"] += chance * (at_moved(first) - want)
   size = np.linalg.norm(_full("grpo")[0])
   norms = {name: np.linalg.norm(x) / size for name, x in bias.items()}

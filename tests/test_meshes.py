@@ -1,6 +1,7 @@
 """The same three steps on every mesh: sharded equals unsharded."""
 
 import collections
+import dataclasses
 import functools
 import math
 import re

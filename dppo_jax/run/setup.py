@@ -22,7 +22,7 @@ from dppo_jax.step.spec import StepSpec
 
 
 class Run(NamedTuple):
-  """What a run reads before its first step.
+  """Everything that a run reads before its first step.
 
   Attributes:
     spec: specification of a step, all that the config says about it.

@@ -71,14 +71,15 @@ def make_optimizer(
   warmup_steps: int = 0,
   weight_decay: float = 0.0,
   clip_norm: float = 1.0,
-  factory: Callable[..., Any] = optax.adamw,
+  factory: Callable[..., Any] | None = None,
 ) -> Optimizer:
-  """Returns the optimizer of a factory with global-norm clipping.
+  """Returns an optimizer with global-norm clipping, by default AdamW.
 
   Non-finite gradients are skipped. The first four arguments are described
   in `make_schedule`, `factory` in `call_factory`.
   """
   rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)
+  factory = factory or optax.adamw
   inner, rate = call_factory(factory, rate, weight_decay, total_steps)
   guarded = optax.apply_if_finite(
     optax.chain(optax.clip_by_global_norm(clip_norm), inner),

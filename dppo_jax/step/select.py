@@ -75,20 +75,18 @@ def select(
 ) -> tuple[PackedBatch, Int[Array, ""], SelectInfo, CompletionSummary]:
   """Chooses, weights and packs the completions of one update.
 
-  Advantages come from all completions of a group, before any is dropped. If
-  beta is 0, a completion of zero advantage contributes nothing to the gradient
-  and is left out of the rows; the loss denominator still counts it.
+  Advantages come from all completions of the rollout. If beta is 0, one of zero
+  advantage has no gradient and gets no row; the loss denominator counts it.
 
   Args:
     costs: timings of earlier steps, for methods that read them.
     part: mini-batch, from 0: prompt `q` belongs to part `q % num_parts`, since
       the last prompts may be blank after dynamic sampling.
     overlong_tokens: length of the soft overlong ramp, in tokens.
-    num_parts: mini-batches of the rollout. Advantages and denominators are
-      those of the whole rollout; the choice is made among the part.
+    num_parts: mini-batches of the rollout.
   Returns:
-    Micro-batches `[M, R, L]`, the number of them in use as returned by `pack`,
-    information to log, and a summary of each completion of the part.
+    Micro-batches `[M, R, L]`, the number of them in use, information to log,
+    and a summary of each completion of the part.
   """
   if overlong_tokens:
     rewards += overlong_penalty(
@@ -104,9 +102,8 @@ def select(
   advantages, is_drawn = groups.advantages, rollout.lengths > 0
   chosen = method.completions(rng, groups)  # drops completions
   if method.has_statistics_after:
-    advantages = make_advantages(
-      groups.rewards, chosen.keep & is_drawn, objective
-    )
+    is_counted = chosen.keep & is_drawn
+    advantages = make_advantages(groups.rewards, is_counted, objective)
 
   weights = horvitz_thompson(rollout.kept, chosen)  # 1 / probability
   weights = jnp.where(is_drawn, weights, 0.0)
@@ -125,16 +122,14 @@ def select(
   size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
   describe = method.describe or _describe_nothing
-  described = describe(groups, chosen)
+  described, kept = describe(groups, chosen), rollout.kept
   scalars |= described.metrics
-  scalars["prompts/prob_min"] = jnp.where(
-    rollout.kept.keep, rollout.kept.prob, 1.0
-  ).min()
+  scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
   scalars["completions/kept"] = _count(weights > 0)
   drawn = chosen.replace(keep=chosen.keep & is_drawn)
   info = SelectInfo(
     pack=pack_info,
-    num_invalid_probs=invalid_probs(rollout.kept) + invalid_probs(drawn),
+    num_invalid_probs=invalid_probs(kept) + invalid_probs(drawn),
     num_trained=_count(is_trained),
     num_tokens=_count(trained_lengths),
     noise=_noise_terms(rollout, groups, described.added_variance),

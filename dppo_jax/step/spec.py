@@ -1,4 +1,4 @@
-"""The specification of a training step, in plain values."""
+"""Specification of a training step."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from dppo_jax.step.update import UpdateConfig
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-  """What a training step computes, and on which devices.
+  """A training step as plain values, without config or files.
 
   The letters of shapes are those of `records`.
 

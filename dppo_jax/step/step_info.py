@@ -1,4 +1,4 @@
-"""What the stages of a step hand on, and its metrics."""
+"""Results of the stages of a step, and its metrics."""
 
 from collections.abc import Sequence
 import statistics

@@ -27,7 +27,9 @@ def test_the_mean_of_the_full_batch_is_that_over_all_groups(monkeypatch):
   monkeypatch.setattr(pool, "GROUP", 3)
   rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]])
   run = types.SimpleNamespace(
-    objective=types.SimpleNamespace(advantage=_centred)
+    spec=types.SimpleNamespace(
+      objective=types.SimpleNamespace(advantage=_centred)
+    )
   )
   fake = types.SimpleNamespace(run=run)
   some = pool.Pool(fake, None, rewards, rewards, rewards[:, 0])
