@@ -89,7 +89,7 @@ print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 grader = run.make_grader()
 grader.__enter__()  # starts its processes, if the rewards need any
 with jax.set_mesh(run.spec.mesh):
-  train_step = TrainStep(run, grader)
+  train_step = TrainStep(run.spec, run.train_set, run.tokenizer, grader)
   state = abstract_values.init_train_state(run.spec, params)
 
 stages = train_step.programs
@@ -99,7 +99,7 @@ before_pruning = jax.tree.map(lambda x: x.shape, state.history)
 print("what the method remembers of each problem:", before_pruning)
 
 # %% [markdown]
-# ## A step in five lines
+# ## A step in four calls
 #
 # This is the training loop. `dppo` prunes a prompt by the result of its last
 # visit, so we first visit every problem once: 8 steps of 16 prompts.
@@ -109,9 +109,9 @@ with jax.set_mesh(run.spec.mesh):
   for i in range(8):
     rng = rng_at(run.spec.root_key, i)
     state, experience = train_step.collect(state)
-    batch = train_step.select(rng, experience, state)
-    batch = train_step.score(rng, state.params, batch)
-    state, info = train_step.update(state, None, batch)
+    batches = train_step.select(rng, experience, state)
+    batches = train_step.score(rng, state.params, batches)
+    state, updates = train_step.update(state, None, batches)
     print(f"step {i}: mean reward {np.mean(experience.rewards):.2f}")
 
 # %% [markdown]
@@ -142,7 +142,11 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 # %%
 rng = rng_at(run.spec.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
 chosen, sizes = stages["choose_prompts"](
-  rng, state.history, prompts.ids, np.int32(num_prompts), None
+  rng=rng,
+  history=state.history,
+  ids=prompts.ids,
+  limit=np.int32(num_prompts),
+  costs=None,
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))
 print("prob", chosen.prob.shape, chosen.prob)
@@ -158,9 +162,15 @@ print("score of the last visit", score.shape, score.round(2))
 
 # %%
 with jax.set_mesh(run.spec.mesh):
-  inference_params = stages["to_inference_params"](state.params)
+  inference_params = stages["to_inference_params"](params=state.params)
   rng = rng_at(run.spec.root_key, draw, Stage.ROLLOUT)
-  rollout = stages["roll_out"](inference_params, prompts, rng, chosen, sizes)
+  rollout = stages["roll_out"](
+    inference_params=inference_params,
+    prompts=prompts,
+    rng=rng,
+    kept=chosen,
+    group_sizes=sizes,
+  )
 print("tokens    ", rollout.tokens.shape, "[Q, G, T]")
 print("logprobs  ", rollout.logprobs.shape, "nats, of each token sampled")
 print("lengths   ", rollout.lengths.shape)
@@ -204,7 +214,12 @@ print(
 # %%
 old = state.history[prompts.ids]
 history, num_draws = stages["update_history"](
-  state.history, state.step, state.draws, rollout, rewards, graded.correct
+  history=state.history,
+  step=state.step,
+  draws=state.draws,
+  rollout=rollout,
+  rewards=rewards,
+  correct=graded.correct,
 )
 print("before", old.round(2))
 print("now   ", history[prompts.ids].round(2))
@@ -293,7 +308,12 @@ plt.show()
 # %%
 with jax.set_mesh(run.spec.mesh):
   batch, num_micro, selected, _ = stages["select"](
-    rng, prompts, rollout, rewards, None
+    rng=rng,
+    prompts=prompts,
+    rollout=rollout,
+    rewards=rewards,
+    costs=None,
+    part=np.int32(0),  # there is one update on a rollout
   )
 for name, value in vars(batch).items():
   print(f"{name:13} {value.dtype!s:8} {value.shape}")
@@ -368,7 +388,16 @@ def logprobs_of(params):
 
 with jax.set_mesh(run.spec.mesh):
   before = logprobs_of(state.params)
-  state, updated = stages["update"](state, None, batch, num_micro, denominator)
+  state, updated = stages["update"](
+    state=state,
+    reference=None,
+    batch=batch,
+    num_micro=num_micro,
+    denominator=denominator,
+    number=np.int32(0),
+    rng=rng,
+    select_info=selected,
+  )
   after = logprobs_of(state.params)
 
 for name, value in updated.metrics().items():

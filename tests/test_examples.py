@@ -20,6 +20,13 @@ def test_training_loop_learns():
   assert last > first + 0.5
 
 
+def test_a_step_without_a_config_learns():
+  path = FOLDER / "train_step.py"
+  variables = runpy.run_path(str(path), run_name="__main__")
+  first, *_, last = variables["history"]
+  assert first < 0.2 and last > 0.9
+
+
 def test_checkpoint_is_sampled(tmp_path, monkeypatch, capsys):
   pytest.importorskip("torch")
   import checkpoints

@@ -15,7 +15,8 @@ LEVELS = [
   {"distributed", "errors", "files", "records", "rng", "sharding"},
   {"algo", "analysis", "data", "models", "rewards"},
   {"methods", "metrics", "rollout"},
-  {"config", "step"},
+  {"step"},
+  {"config"},
   {"run"},
   {"eval", "planning"},
   {"evaluate", "train", "export", "plan", "sample"},
@@ -75,6 +76,17 @@ def test_algo_imports_no_model_config_or_files():
   for path in (PACKAGE / "algo").glob("*.py"):
     parts = {_part(name) for name in _imported(path)}
     assert parts <= {"algo", "errors", "records", "rng"}, path.name
+
+
+def test_below_the_runs_nothing_reads_a_config():
+  """The levels forbid its import; here, an attribute of what is handed in."""
+  names = {"config", "configs"}
+  below = [p for name, p in MODULES.items() if LEVEL.get(_part(name), 9) < 4]
+  assert PACKAGE / "step" / "train_step.py" in below
+  for path in below:
+    for node in ast.walk(ast.parse(path.read_text())):
+      is_read = isinstance(node, ast.Attribute) and node.attr in names
+      assert not is_read, f"{path.name}:{node.lineno}"
 
 
 def test_subpackages_are_imported_on_first_use():

@@ -52,13 +52,13 @@ class TrainStep:
   ):
     self._spec, self._problems = spec, problems
     self._tokenizer, self._grader = tokenizer, grader
-    self._programs = compiled or programs.compile_programs(
+    self.programs = compiled or programs.compile_programs(
       programs.step_programs(spec), spec.mesh
     )
     self._tracker = CostTracker(spec.packing.rows_per_micro)
     self._clock = StageClock()
     self._drafts = DraftChoice(
-      [name for name in self._programs if name.startswith("roll_out")]
+      [name for name in self.programs if name.startswith("roll_out")]
     )
 
   def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
@@ -88,7 +88,7 @@ class TrainStep:
       prompts = data.draw(self._problems, root_key, draw, spec.num_prompts)
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept, group_sizes = self._programs["choose_prompts"](
+      kept, group_sizes = self.programs["choose_prompts"](
         rng=rng,
         history=state.history,
         ids=prompts.ids,
@@ -152,7 +152,7 @@ class TrainStep:
         "rollout": chunk.rollout,
         "rewards": chunk.rewards,
       }
-      buffer = buffer or self._programs["init_buffer"](**groups)
+      buffer = buffer or self.programs["init_buffer"](**groups)
       buffer, limit, denominator = self._timed(
         "add_groups", clock="dynamic_sampling", buffer=buffer, **groups
       )
@@ -203,7 +203,7 @@ class TrainStep:
     Args:
       params: weights before the first update on the rollout.
     """
-    if "score" not in self._programs:
+    if "score" not in self.programs:
       return batches
     rng, scored = rng.at(Stage.TOKENS), []
     for number, batch in enumerate(batches):
@@ -279,7 +279,7 @@ class TrainStep:
   def _timed(self, stage: str, clock: str = "", **args) -> Any:
     """Returns the results of a stage, when they are ready."""
     with self._clock(clock or stage):
-      return jax.block_until_ready(self._programs[stage](**args))
+      return jax.block_until_ready(self.programs[stage](**args))
 
   def _costs(self, state: TrainState) -> StepCosts | None:
     """Returns the timings and noise so far, for methods that read them."""
