@@ -2,12 +2,14 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 
   python -m experiments.15_real_model.run --stage=tune --core=0
   python -m experiments.15_real_model.run --stage=methods --core=0
+  python -m experiments.15_real_model.run --stage=trl --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=report
 
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
-learning rates, `methods` every method with the best of them. A run that ended
-is not repeated, and results.jsonl gets a line when one ends.
+learning rates, `methods` every method with the best of them, `trl` the best one
+in TRL, installed in another environment. A run that ended is not repeated, and
+results.jsonl gets a line when one ends.
 """
 
 import argparse
@@ -16,7 +18,10 @@ import pathlib
 import shutil
 from typing import NamedTuple
 
+from dppo_jax import data
 from dppo_jax.analysis import runs
+from dppo_jax.files import user_code
+from dppo_jax.run.setup import setup_run
 
 from ..common import processes, results
 from . import fetch
@@ -62,6 +67,9 @@ METHODS = (
     BEST._replace(method=method) for method in ("cppo", "greso", "pods", "d3s")
   ),
 )
+TRL_MICRO = 16  # completions of a micro-batch
+TRL = BEST._replace(method="trl", steps=16)
+STAGES = {"tune": TUNE, "methods": METHODS, "trl": (TRL,), "report": ()}
 
 
 def flags(cell: Cell, model: pathlib.Path) -> list[str]:
@@ -123,10 +131,55 @@ def train(cell: Cell, root: pathlib.Path, core: int) -> None:
     file.write(json.dumps(row) + "\n")
 
 
+def write_work(cell: Cell, path: pathlib.Path) -> None:
+  """Writes the prompts of our run of a cell, step by step, and its options."""
+  config = user_code.load(f"{CONFIG}:get_config")(cell.method)
+  config.seed, config.steps = cell.seed, cell.steps
+  config.model.hub_id, config.model.path = "", str(fetch.fetch("smollm2"))
+  config.data.prompts_per_step = cell.prompts
+  config.rollout.group_size = cell.group
+  run = setup_run(config)
+  problems, key = run.train_set, run.spec.root_key
+  draws = [
+    data.draw(problems, key, step, cell.prompts).ids
+    for step in range(cell.steps)
+  ]
+  row = lambda i: {
+    "problem": problems.problems[i],
+    "answer": problems.answers[i],
+  }
+  work = {
+    "steps": [[row(i) for i in ids] for ids in draws],
+    "batch": cell.prompts * cell.group,
+    "group_size": cell.group,
+    "max_tokens": config.rollout.max_tokens,
+    "clip_norm": config.optimizer.clip_norm,
+  }
+  path.write_text(json.dumps(work))
+
+
+def train_with_trl(
+  cell: Cell, root: pathlib.Path, core: int, python: str
+) -> None:
+  """Trains by TRL, and adds a line to results.jsonl."""
+  work, out = root / f"{cell.name}.work.json", root / f"{cell.name}.json"
+  if not out.exists():
+    write_work(cell._replace(method="grpo"), work)
+    command = [python, "-m", "experiments.15_real_model.with_trl"]
+    command += [f"--model={fetch.fetch('smollm2')}", f"--prompts={work}"]
+    command += [f"--out={out}", f"--rate={cell.rate}", f"--seed={cell.seed}"]
+    log = root / f"{cell.name}.log"
+    processes.execute([*command, f"--micro={TRL_MICRO}"], {core}, log)
+  row = {**cell._asdict(), **json.loads(out.read_text()), **results.facts()}
+  with RESULTS.open("a") as file:
+    file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--stage", choices=("tune", "methods", "report"))
+  parser.add_argument("--stage", choices=STAGES)
   parser.add_argument("--core", type=int, default=0)
+  parser.add_argument("--python", help="of the environment that has TRL")
   parser.add_argument(
     "--workdir", type=pathlib.Path, default=pathlib.Path("runs/real_model")
   )
@@ -139,9 +192,13 @@ def main() -> None:
   root = args.workdir.resolve()
   root.mkdir(parents=True, exist_ok=True)
   done = {Cell(*(row[x] for x in Cell._fields)) for row in read()}
-  for cell in TUNE if args.stage == "tune" else METHODS:
-    if cell not in done:
-      print(cell.name, flush=True)
+  for cell in STAGES[args.stage]:
+    if cell in done:
+      continue
+    print(cell.name, flush=True)
+    if cell.method == "trl":
+      train_with_trl(cell, root, args.core, args.python)
+    else:
       train(cell, root, args.core)
 
 
