@@ -1,9 +1,10 @@
 """--mode=export: the weights of a run as a checkpoint for transformers."""
 
-import contextlib
+from collections.abc import Callable
 import functools
 import json
 import pathlib
+import string
 import tempfile
 
 import jax
@@ -15,6 +16,7 @@ from dppo_jax.config.options import flatten
 from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
+from dppo_jax.files import user_code
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, lora, parameters
 from dppo_jax.models.config import ModelConfig
@@ -112,6 +114,20 @@ def _check_adapter(model: ModelConfig, path: str) -> None:
     )
 
 
+def _prompt(template: str | Callable, tokenizer: data.Tokenizer) -> str:
+  """Returns a prompt with the names of columns in the place of their values."""
+  if template and not (isinstance(template, str) and "{" in template):
+    is_name = isinstance(template, str)
+    name = template if is_name else user_code.reference_of(template)
+    return f"(made of each row by {name})"
+  fields = (name for _, name, *_ in string.Formatter().parse(template))
+  columns = {name: f"{{{name}}}" for name in ("problem", *filter(None, fields))}
+  try:
+    return tokenizer.prompt(make_prompt(template, "{problem}", columns))
+  except UserError:  # it takes a column apart, as {choices[0]} does
+    return tokenizer.prompt(template)
+
+
 def _card(
   config: configs.Config,
   workdir: pathlib.Path,
@@ -124,9 +140,6 @@ def _card(
   model, method, objective = config.model, config.method, config.objective
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
   base = f"\nbase_model: {model.hub_id}" if model.hub_id else ""
-  prompt = "{problem}"
-  with contextlib.suppress(UserError):  # the template may need other columns
-    prompt = make_prompt(config.data.template, prompt, {"problem": prompt})
   results = "No results."
   files = workdir.glob(f"evaluation/step-{step}*/results.json")
   for file in sorted(files, key=lambda x: x.stat().st_mtime):
@@ -148,7 +161,7 @@ The licence and the limits of the model that training began with hold for this
 one. Nothing but the results below was measured. Prompts in training were
 
 ```
-{tokenizer.prompt(prompt)}
+{_prompt(config.data.template, tokenizer)}
 ```
 
 ## Results

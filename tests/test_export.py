@@ -247,6 +247,19 @@ def test_the_card_has_prompt_results_options_and_the_base_model(
   assert json.loads(options)["rollout.max_tokens"] == 8
 
 
+@pytest.mark.parametrize(
+  ("template", "shown"),
+  [
+    ("", "{problem}"),
+    ("{question}? {options}", "{question}? {options}"),
+    ("Of {choices[0]} and {{1}}:", "Of {choices[0]} and {{1}}:"),
+    ("my.py:prompt", "(made of each row by my.py:prompt)"),
+  ],
+)
+def test_the_card_shows_the_template_of_any_columns(template, shown):
+  assert export._prompt(template, data.CharacterTokenizer()) == shown
+
+
 def test_only_a_new_or_an_empty_directory_is_written(begun, tmp_path):
   c, workdir, params = begun
   out = tmp_path / "there/out"

@@ -77,12 +77,14 @@ def devices(hardware: Hardware) -> Sequence[Any]:
   """Descriptions of the devices of a topology, for the compiler."""
   from jax.experimental import topologies
 
-  target = {"platform": "tpu", "topology_name": hardware.name}
+  target: dict[str, Any] = {"platform": "tpu", "topology_name": hardware.name}
   try:
     if hardware.platform == "gpu":
       path = pathlib.Path(__file__).with_name(f"{hardware.kind}.txtpb")
       text, shape = path.read_text(), f"1x1x{hardware.num}"
       target = {"platform": "cuda", "target_config": text, "topology": shape}
+    elif hardware.num < _TPU_HOST:  # of one host, which lends a part
+      target["chips_per_host_bounds"] = [hardware.num, 1, 1]
     for name, value in _NO_TPU.items():
       os.environ.setdefault(name, value)
     return topologies.get_topology_desc(**target).devices
