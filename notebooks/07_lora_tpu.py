@@ -1,16 +1,16 @@
 # %% [markdown]
-# # Qwen3-0.6B with LoRA on GSM8K, on a TPU v5e-8
+# # Qwen3-0.6B with LoRA on GSM8K, on one or eight TPU v5e
 #
-# Kaggle and Colab lend slices of eight v5e chips. On such a slice this notebook
+# Colab lends one v5e chip, Kaggle a slice of eight. On either this notebook
 # trains adapters of Qwen3-0.6B on grade-school problems. On any other machine
 # it runs the same cells with a model of 0.1 M parameters and sums of small
 # numbers, in two minutes.
 #
 # **It has never been run on a TPU.** Memory and seconds below are predictions.
-# XLA's TPU compiler, which needs no TPU, compiled this config for `v5e:2x4`: it
-# takes 5.6 GiB on each chip in the rollout and 1.4 in the update, of 15.7.
-# Qwen3-4B fits with LoRA too, with 11.5 and 5.7 GiB, and not without it
-# ([experiment 14](../experiments/14_lora/README.md)).
+# XLA's TPU compiler, which needs no TPU, compiled this config: for `v5e:2x4` it
+# takes 5.6 GiB on each chip in the rollout and 1.4 in the update, of 15.7; for
+# `v5e:1x1` @@. On eight chips Qwen3-4B fits with LoRA too, with 11.5 and 5.7
+# GiB, and not without it ([experiment 14](../experiments/14_lora/README.md)).
 
 # %%
 import json
@@ -24,9 +24,10 @@ import matplotlib.pyplot as plt
 from dppo_jax import export, plan, train
 from dppo_jax.analysis import runs
 from dppo_jax.models.hf import families
-from dppo_jax.planning import assumed, topology
+from dppo_jax.planning import assumed
 
 is_full_size = jax.default_backend() == "tpu"
+num_chips = jax.device_count() if is_full_size else 8  # to plan for
 folder = pathlib.Path(tempfile.mkdtemp())
 print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 
@@ -43,6 +44,7 @@ def full_size():
   c = gsm8k.get_config("neyman")
   c.lora.rank = 16
   c.optimizer.learning_rate = 1e-5
+  c.steps = 200 if num_chips == 8 else 50  # a chip takes eight times as long
   return c
 
 
@@ -69,14 +71,15 @@ c = full_size() if is_full_size else toy()
 for rank in (0, 16):
   planned = full_size()
   planned.lora.rank = rank
-  plan.run(planned, hardware="v5e:8")
+  plan.run(planned, hardware=f"v5e:{num_chips}")
 
 # %% [markdown]
 # `pip install "jax[tpu]"` brings the compiler, and this compiles what the
 # estimate only adds up. It takes minutes, so it is off here:
 #
 # ```python
-# plan.run(full_size(), topology="v5e:2x4", stages="roll_out,update")
+# topology = "v5e:2x4"  # or "v5e:1x1"
+# plan.run(full_size(), topology=topology, stages="roll_out,update")
 # ```
 #
 # ## How long is a step?
@@ -91,15 +94,15 @@ for rank in (0, 16):
 FLOPS, BANDWIDTH, EFFICIENCY = 197e12, 819e9, 0.5
 big = full_size()
 model = families.from_settings(assumed.known_models()[big.model.hub_id])
-chips, length = topology.parse("v5e:8").num, 300  # tokens of a completion
+length = 300  # tokens of a completion
 completions = big.data.prompts_per_step * big.rollout.group_size
 parameters = 0.6e9
 cache = 2 * 2 * model.layers * model.kv_heads * model.head_dim  # bytes a token
-slots = 64  # as planned above
-rounds = completions / chips / slots
+slots = 64 if num_chips == 8 else 128  # as planned above
+rounds = completions / num_chips / slots
 read = 2 * parameters + slots * cache * (100 + length / 2)
 rollout = rounds * length * read / BANDWIDTH / EFFICIENCY
-tokens = completions * (100 + length) / chips
+tokens = completions * (100 + length) / num_chips
 update = 8 * parameters * tokens / FLOPS / EFFICIENCY
 print(
   f"{completions} completions of {length} tokens: {rollout:.1f} s of rollout, "

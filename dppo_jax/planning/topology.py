@@ -83,8 +83,9 @@ def devices(hardware: Hardware) -> Sequence[Any]:
       path = pathlib.Path(__file__).with_name(f"{hardware.kind}.txtpb")
       text, shape = path.read_text(), f"1x1x{hardware.num}"
       target = {"platform": "cuda", "target_config": text, "topology": shape}
-    elif hardware.num < _TPU_HOST:  # of one host, which lends a part
-      target["chips_per_host_bounds"] = [hardware.num, 1, 1]
+    elif hardware.num < 4:  # a part of a host, which has 2 x 2 chips
+      shape = [*map(int, hardware.name.partition(":")[2].split("x")), 1, 1]
+      target["chips_per_host_bounds"] = shape[:3]
     for name, value in _NO_TPU.items():
       os.environ.setdefault(name, value)
     return topologies.get_topology_desc(**target).devices

@@ -1,4 +1,8 @@
-"""Tables of the runs on a pretrained model, and a figure."""
+"""Tables of the runs on a pretrained model, and a figure.
+
+Seconds are CPU seconds. A run has one core, so that on an idle one they are the
+seconds of the wall, and other programs on it do not change them much.
+"""
 
 from collections.abc import Sequence
 import pathlib
@@ -27,7 +31,9 @@ def smooth(row: dict) -> np.ndarray:
 def seconds_to(row: dict, mark: float) -> float | None:
   """Returns the seconds of steps until the accuracy first reaches a mark."""
   reached = np.flatnonzero(smooth(row) >= mark)
-  return float(np.cumsum(row["seconds"])[reached[0]]) if len(reached) else None
+  return (
+    float(np.cumsum(row["cpu_seconds"])[reached[0]]) if len(reached) else None
+  )
 
 
 def of_methods(rows: Sequence[dict]) -> list[dict]:
@@ -44,7 +50,7 @@ def run_table(rows: Sequence[dict]) -> str:
   head += [f"to {x:.0%}, s" for x in MARKS] + ["last 4 steps", "held out"]
   lines = []
   for row in rows:
-    total = sum(row["seconds"])
+    total = sum(row["cpu_seconds"])
     to = [seconds_to(row, mark) for mark in MARKS]
     lines.append(
       [
@@ -54,7 +60,7 @@ def run_table(rows: Sequence[dict]) -> str:
         row["seed"],
         len(row["seconds"]),
         f"{total:.0f}",
-        f"{sum(row['update']) / total:.0%}",
+        f"{sum(row['update']) / sum(row['seconds']):.0%}",
         f"{sum(row['micro_batches']):.0f}",
         f"{sum(row['generated']):,.0f}",
         f"{sum(row['trained']):,.0f}",
@@ -79,7 +85,7 @@ def method_table(rows: Sequence[dict]) -> str:
       f"{max(values):.2f})"
     )
     at = [
-      np.interp(240, np.cumsum(row["seconds"]), smooth(row)) for row in some
+      np.interp(240, np.cumsum(row["cpu_seconds"]), smooth(row)) for row in some
     ]
     trained = [sum(x["trained"]) / sum(x["generated"]) for x in some]
     predicted = [np.mean(x["predicted"]) for x in some]
@@ -87,7 +93,7 @@ def method_table(rows: Sequence[dict]) -> str:
       [
         method,
         len(some),
-        spread([np.mean(x["seconds"]) for x in some]),
+        spread([np.mean(x["cpu_seconds"]) for x in some]),
         spread([np.mean(x["micro_batches"]) for x in some]),
         spread(trained),
         spread(predicted) if any(predicted) else "-",
@@ -95,6 +101,29 @@ def method_table(rows: Sequence[dict]) -> str:
         spread(at),
       ]
     )
+  return tables.markdown(head, lines)
+
+
+def trl_table(rows: Sequence[dict]) -> str:
+  """Returns TRL's run beside ours of the same prompts, over its steps."""
+  head = ["system", "CPU seconds of a step", "tokens generated"]
+  head += ["CPU ms per generated token", "accuracy of the last 4 steps"]
+  lines = []
+  for theirs in (row for row in rows if row["method"] == "trl"):
+    steps = len(theirs["seconds"])
+    same = [row for row in of_methods(rows) if row["seed"] == theirs["seed"]]
+    for row in (*same, theirs):
+      seconds = sum(row["cpu_seconds"][:steps])
+      tokens = sum(row["generated"][:steps])
+      lines.append(
+        [
+          row["method"],
+          f"{seconds / steps:.1f}",
+          f"{tokens:,.0f}",
+          f"{1000 * seconds / tokens:.1f}",
+          f"{smooth(row)[steps - 1]:.2f}",
+        ]
+      )
   return tables.markdown(head, lines)
 
 
@@ -107,10 +136,13 @@ def draw(rows: Sequence[dict]) -> figures.Figure:
     for row in (x for x in rows if x["method"] == method):
       label = method if row["seed"] == 0 else None
       axis.plot(
-        np.cumsum(row["seconds"]), smooth(row), f"C{number}", label=label
+        np.cumsum(row["cpu_seconds"]), smooth(row), f"C{number}", label=label
       )
+  for row in (x for x in rows if x["method"] == "trl"):
+    seconds = np.cumsum(row["cpu_seconds"])
+    axis.plot(seconds, smooth(row), "k--", label="TRL (grpo)")
   axis.set(
-    xlabel="seconds of training steps on one core",
+    xlabel="CPU seconds of training steps on one core",
     ylabel=f"sampled accuracy, mean of {WINDOW} steps",
     title="SmolLM2-135M-Instruct on one-step problems, three seeds each",
   )
@@ -121,10 +153,12 @@ def draw(rows: Sequence[dict]) -> figures.Figure:
 def write(rows: Sequence[dict]) -> None:
   """Writes table.md and figure.png."""
   compared = of_methods(rows)
+  theirs = [row for row in rows if row["method"] == "trl"]
   page = [
     "Made by `python -m experiments.15_real_model.run --stage=report`.",
     method_table(compared),
-    run_table(rows),
+    trl_table(rows),
+    run_table([row for row in rows if row["method"] != "trl"]),
   ]
   (HERE / "table.md").write_text("\n\n".join(page) + "\n")
-  style.save(draw(compared), HERE / "figure.png")
+  style.save(draw([*compared, *theirs]), HERE / "figure.png")

@@ -82,6 +82,7 @@ def flags(cell: Cell, model: pathlib.Path) -> list[str]:
     f"--config.data.prompts_per_step={cell.prompts}",
     f"--config.rollout.group_size={cell.group}",
     f"--config.optimizer.learning_rate={cell.rate}",
+    "--config.optimizer.schedule=constant",
     "--config.eval.every=0",
     f"--config.eval.samples={EVAL_SAMPLES}",
     f"--config.data.eval_limit={EVAL_PROBLEMS}",

@@ -26,8 +26,9 @@ class Steps(transformers.TrainerCallback):
   """Measures each optimizer step, with the rollout before it."""
 
   def __init__(self):
-    self.columns = {"seconds": [], "accuracy": [], "generated": []}
-    self._start = time.monotonic()
+    names = "seconds", "cpu_seconds", "accuracy", "generated"
+    self.columns = {name: [] for name in names}
+    self._start = time.monotonic(), time.process_time()
 
   def reward(self, completions, answer, completion_ids, **unused):
     """Grades the completions of a step by the reward of our runs."""
@@ -38,11 +39,12 @@ class Steps(transformers.TrainerCallback):
     return values
 
   def on_train_begin(self, args, state, control, **unused):
-    self._start = time.monotonic()
+    self._start = time.monotonic(), time.process_time()
 
   def on_step_end(self, args, state, control, **unused):
-    now = time.monotonic()
-    self.columns["seconds"].append(now - self._start)
+    now, start = (time.monotonic(), time.process_time()), self._start
+    self.columns["seconds"].append(now[0] - start[0])
+    self.columns["cpu_seconds"].append(now[1] - start[1])
     self._start = now
 
 
