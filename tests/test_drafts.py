@@ -36,6 +36,7 @@ def test_drafts_change_no_token(draft_tokens, options):
     max_tokens=12,
     num_slots=4,
     stop_ids=(small.STOP,),
+    platform="cpu",
   )
 
   def sample(num):

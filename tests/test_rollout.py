@@ -35,6 +35,7 @@ def _sampler(**kwargs):
     num_slots=4,
     stop_ids=(small.STOP,),
     model_config=ONE_LAYER,
+    platform="cpu",
   )
   return jax.jit(functools.partial(rollout.sample, **(args | kwargs)))
 
@@ -72,6 +73,26 @@ def test_logprobs_are_those_of_the_full_forward_pass():
     logprobs = jax.nn.log_softmax(logits[n_prompt - 1 :][:n] / 0.8)
     alone = logprobs[np.arange(n), actual.tokens[q, g, :n]]
     np.testing.assert_allclose(actual.logprobs[q, g, :n], alone, atol=2e-5)
+
+
+def test_the_platform_of_traced_weights_has_to_be_named():
+  """Of others it is known, and no token depends on it."""
+  prompts, key = small.prompts(2), jax.random.key(0)
+  options = dict(
+    model_config=ONE_LAYER,
+    prompts=prompts,
+    rng=key,
+    group_size=1,
+    num_slots=2,
+    max_tokens=2,
+    stop_ids=(small.STOP,),
+  )
+  params = small.params(0, ONE_LAYER)
+  named = rollout.sample(params, **options, platform="cpu")
+  found = rollout.sample(params, **options)
+  assert (found.tokens == named.tokens).all()
+  with pytest.raises(ValueError, match="platform must be cpu"):
+    jax.jit(functools.partial(rollout.sample, **options))(params)
 
 
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit():

@@ -33,7 +33,7 @@ def sample(
   draft_tokens: int = 0,
   kept: Selection | None = None,
   group_sizes: Int[Array, "N"] | None = None,
-  platform: str = "cpu",
+  platform: str = "",
   **sampling,
 ) -> Rollout:
   """Samples `group_size` completions of each kept prompt.
@@ -51,8 +51,11 @@ def sample(
     kept: prompts to roll out; None for all.
     group_sizes: completions of each prompt, at most `group_size`; rows beyond
       have length 0. None for `group_size`.
-    platform: cpu, gpu or tpu; determines the number of compiled stages.
+    platform: cpu, gpu or tpu; determines the number of compiled stages. Empty
+      for the devices that hold the weights, which are unknown under `jax.jit`.
     sampling: the fields of `Sampling`.
+  Raises:
+    ValueError: if `platform` is empty under `jax.jit`.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
   if kept is None:
@@ -69,8 +72,16 @@ def sample(
     group_size=group_size,
     num_slots=num_slots,
     draft_tokens=draft_tokens,
-    platform=platform,
+    platform=platform or _platform_of(params),
   )
+
+
+def _platform_of(params: parameters.Params) -> str:
+  """Returns the platform of the devices that hold the weights."""
+  weight = jax.tree.leaves(params)[0]
+  if isinstance(weight, jax.core.Tracer):
+    raise ValueError("platform must be cpu, gpu or tpu in a traced function")
+  return next(iter(jnp.asarray(weight).devices())).platform
 
 
 def roll_out(
@@ -84,8 +95,8 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
+  platform: str,
   draft_tokens: int = 0,
-  platform: str = "cpu",
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
   params = inference_params

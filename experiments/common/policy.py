@@ -49,6 +49,7 @@ def sample(
     temperature=r.temperature,
     num_slots=r.num_slots,
     stop_ids=run.spec.sampling.stop_ids,
+    platform=run.spec.platform,
   )
   rng = rng_at(run.spec.root_key, draw, Stage.ROLLOUT)
   sampled = jax.jit(draw_all)(params, prompts=prompts, rng=rng)

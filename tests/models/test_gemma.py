@@ -268,7 +268,7 @@ def test_kernels_for_gpus_sample_the_same_tokens(gpu_kernels, draft_tokens):
       group_size=3,
       max_tokens=24,
       stop_ids=(small.STOP,),
-      **options,
+      **{"platform": "cpu", **options},
     )
     inputs = random_params(MODEL), small.prompts(4)
     return jax.jit(run)(inputs[0], prompts=inputs[1], rng=jax.random.key(0))

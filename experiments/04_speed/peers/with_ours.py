@@ -149,6 +149,7 @@ def decode(args) -> None:
     max_tokens=r.max_tokens,
     num_slots=r.num_slots,
     stop_ids=(-1,),
+    platform="cpu",
   )
   with jax.set_mesh(run.spec.mesh):
     arguments = {
