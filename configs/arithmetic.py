@@ -5,10 +5,10 @@
 
 After supervised fine-tuning half of the sampled completions show their work and
 the others guess; reinforcement learning teaches the model to show it always. A
-run takes two to five minutes, a quarter of a minute of which is training steps.
-Expect a sampled accuracy, on 256 held-out problems, of 0.45 at first, 0.6 after
-100 steps and 0.8 at the end. The greedy one goes from 0.2 to 0.9: it needs only
-the better way of answering to become the more frequent.
+run takes two to five minutes, including a quarter of a minute of training
+steps. Expect a sampled accuracy, on 256 held-out problems, of 0.45 at first,
+0.6 after 100 steps and 0.8 at the end. The greedy one goes from 0.2 to 0.9: it
+needs only the better way of answering to become the more frequent.
 """
 
 from dppo_jax.config import Config, use_method

@@ -32,8 +32,8 @@ def run(
 
   Args:
     config: names the evaluation sets, and the model if there is no checkpoint.
-    workdir: directory of the run; without checkpoints in it the weights are
-      those of config.model, before supervised fine-tuning.
+    workdir: directory of the run; without checkpoints in it, the weights come
+      from config.model, before supervised fine-tuning.
     step: checkpoint step, or "best"; None for the latest.
   Raises:
     UserError: for an invalid config, data set or checkpoint.
@@ -96,7 +96,7 @@ def read_weights(
 ) -> tuple[int, parameters.Params, str]:
   """Returns the step, the weights and their origin as text.
 
-  Without checkpoints in `workdir` and a step, they are those of config.model.
+  If `workdir` has no checkpoint and `step` is None, config.model has them.
   """
   if step is None and not checkpoint.complete_steps(workdir):
     model, adapter = run.config.model, run.config.lora.adapter

@@ -51,7 +51,7 @@ class Rollout(struct.PyTreeNode):
     is_stopped: `[Q, G]`, True where a stop token ended the completion.
     kept: `[Q]`, the selection of prompts.
     slot_steps: decode slots times decode steps.
-    busy_steps: those of slots that had a completion.
+    busy_steps: the `slot_steps` in which the slot had a completion.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -123,7 +123,7 @@ class NoiseTerms(struct.PyTreeNode):
   Attributes:
     added_variance: as in `methods.ChoiceInfo`.
     sum_squares: sum of the squared norms of all completions' gradients, if
-      those of tokens are independent and of norm 1 - p; before the choice.
+      token gradients are independent and of norm 1 - p; before the choice.
     group_size: mean number of completions of a prompt.
   """
 
@@ -158,7 +158,7 @@ class PackedBatch(struct.PyTreeNode):
     segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding. A completion is
       a segment, and so is a prompt that several share.
     prefix_ids: `[R, L]`, the segment that a position attends to in addition to
-      its own: that of its prompt if it is shared, else its own.
+      its own: its prompt's if the prompt is shared, else its own.
     is_trained: `[R, L]`, True where the target is a token of a completion.
     weights: `[R, L]`, constant factor on each token's loss; 0 if not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.

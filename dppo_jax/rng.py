@@ -16,8 +16,8 @@ class Stage(enum.IntEnum):
   """Consumers of randomness. Append only: reusing a value changes old runs.
 
   Randomness is indexed by the training step, except that DATA is indexed by
-  the epoch, and PROMPTS and ROLLOUT by the batch of prompts, of which a step
-  may draw several.
+  the epoch, and PROMPTS and ROLLOUT by the batch of prompts: a step may draw
+  several batches.
   """
 
   INIT = 0

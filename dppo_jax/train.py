@@ -44,10 +44,9 @@ def run(
   """Trains in `workdir`, resuming from its latest checkpoint if there is one.
 
   Args:
-    callbacks: called after each step, in addition to those of the config, with
-      the number of steps done, the results of the step and the train state.
-      Every process calls them. Metrics that they return are logged with those
-      of the step.
+    callbacks: called after each step, in addition to the config's, with the
+      number of steps done, the results of the step and the train state. Every
+      process calls them. Metrics that they return are logged with the step's.
   Raises:
     UserError: for invalid config, data or checkpoints, or a non-finite
       gradient.
@@ -300,7 +299,7 @@ class _Session:
 def call(
   callback: Callback, values: dict[str, float], *args
 ) -> dict[str, float]:
-  """Returns a step's metrics with those of a callback, which must be others."""
+  """Returns a step's metrics and a callback's, which must have other names."""
   more = callback(*args) or {}
   for name in more:
     is_ours = name == "step" or name in values

@@ -95,7 +95,7 @@ class CharacterTokenizer:
 class PretrainedTokenizer:
   """A checkpoint's tokenizer with its chat template, if it has one.
 
-  Methods and attributes are those of `CharacterTokenizer`, except `save`.
+  It has the methods and attributes of `CharacterTokenizer`, except `save`.
   """
 
   def __init__(self, path: str, template_args: Mapping[str, Any] | None = None):
@@ -109,7 +109,7 @@ class PretrainedTokenizer:
     if not any(os.path.exists(os.path.join(path, name)) for name in names):
       raise UserError(f"config.model.path {path!r} has no {' or '.join(names)}")
     if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
-      # transformers would drop <s> and padding, or take those of its own model.
+      # transformers would drop <s> and padding, or take its own model's tokens.
       raise UserError(
         f"config.model.path {path!r} has no tokenizer_config.json, which names "
         "the special tokens: copy it from the original checkpoint"
@@ -232,7 +232,7 @@ Tokenizer = CharacterTokenizer | PretrainedTokenizer
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:
   """Returns eos_token_id of generation_config.json, the ends of completions.
 
-  If it has none, those of config.json and of the tokenizer (`eos_id`) count.
+  If it has none, config.json and the tokenizer (`eos_id`) name them.
   """
   ids = _read_eos_ids(path, "generation_config.json")
   if not ids:

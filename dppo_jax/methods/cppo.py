@@ -16,7 +16,8 @@ def cppo(keep: float = 0.5, scope: str = "group") -> method.Method:
   Deviates:
     1. The authors' code takes the largest of the batch: `scope`.
     2. Dynamic completion allocation is a larger `data.prompts_per_step`:
-       1 / keep times as many prompts train on as many completions.
+       with 1 / keep times the prompts, the number of completions trained on
+       is the same as without pruning.
     3. One update on a rollout and no KL penalty, which are the objective's
        defaults; the paper has 2 and 0.04.
     4. Ties are broken at random; two-valued rewards make them everywhere.
@@ -30,8 +31,8 @@ def top_abs_advantage(
 ) -> method.CompletionRule:
   """Keeps the largest |advantage|, ties at random.
 
-  The probabilities are those of the tie-break: 1 above the least size that is
-  kept, 0 below it. No weights can make this unbiased; see `unweighted`.
+  The tie-break sets the probabilities: 1 above the least size that is kept,
+  0 below it. No weights can make this unbiased; see `unweighted`.
 
   >>> import jax
   >>> import jax.numpy as jnp

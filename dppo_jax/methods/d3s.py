@@ -15,7 +15,7 @@ from dppo_jax.records import Selection
 def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
   """GRPO on the subset of largest advantage variance.
 
-  In a group it is the subset of PODS. Advantages are those of the full group.
+  In a group it is the subset of PODS. Advantages come from the full group.
 
   Args:
     keep, scope: as in `max_variance`; the scope "batch" is D1S-Cross.
@@ -90,7 +90,7 @@ def top_entropy(keep: method.Rate) -> method.TokenRule:
     1. Ranks over all tokens of the kept samples, as the formula reads; the
        text can be read as a fraction of each response.
     2. Divides by a completion's kept tokens; the paper gives no divisor.
-    3. Entropy is that of the policy that sampled.
+    3. Takes the entropy of the policy that sampled.
   """
   check(FRACTION, keep=keep)
 

@@ -91,7 +91,7 @@ def init_buffer(
   rollout: Rollout,
   rewards: jax.Array | jax.ShapeDtypeStruct,
 ) -> GroupBuffer:
-  """Returns an empty buffer for chunks of these shapes."""
+  """Returns an empty buffer for chunks shaped like the arguments."""
   chunk = (prompts, rollout, rewards)
   empty = lambda x: jnp.zeros(x.shape, x.dtype)
   prompts, rollout, zeros = jax.tree.map(empty, chunk)

@@ -100,7 +100,7 @@ class Method(NamedTuple):
       which a resumed run may then not change.
     reads_costs: the completion rule reads `groups.costs`.
     noise_every: steps between measurements of the gradient noise within
-      prompts, each of which takes one extra micro-batch; the noise scale is
+      prompts; a measurement takes one extra micro-batch. The noise scale is
       measured every four steps. 0 measures nothing.
   """
 

@@ -31,8 +31,8 @@ def max_variance(
 
   It consists of some of the highest and some of the lowest. Of equally good
   subsets, up to rounding, the most balanced is taken, and then the one with
-  more of the lowest. Ties are broken at random; probabilities are those of the
-  tie-break. Within a group, rewards give the same subset.
+  more of the lowest. Ties are broken at random, which sets the probabilities.
+  Within a group, rewards give the same subset.
 
   Args:
     keep: fraction of the completions, in (0, 1], rounded down but at least

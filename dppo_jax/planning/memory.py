@@ -237,7 +237,7 @@ def _free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
     for folder in (group, *group.parents):
       with contextlib.suppress(OSError, ValueError):  # not here, or no limit
         limit, used, stat = ((folder / x).read_text() for x in files)
-        # The total of version 1 comes last, after that of the group alone.
+        # Version 1 has the group's own figure first and the total last.
         cache = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
         left.append(int(limit) - int(used) + int([0, *cache][-1]))
   return min(left)

@@ -92,7 +92,7 @@ def normalize(answer: str) -> str:
   for pattern, new in _RULES:
     answer = re.sub(pattern, new, answer)
   answer = re.sub(r"(?<!\\)[.,;]$", "", answer.strip()).strip()
-  # Braces around everything are TeX's, but those of {1,2} stand for a set.
+  # Braces around everything are TeX's, but in {1,2} they stand for a set.
   if _is_group(answer) and (is_colored or "," not in answer):
     answer = answer[1:-1].strip()
   return answer

@@ -3,7 +3,7 @@
 Each part of a checkpoint (trained weights, frozen weights, the rest) has a file
 of SHA-256 checksums, written before orbax marks the checkpoint as complete. A
 checkpoint is damaged if that file is missing, if a file that it lists has
-changed, or if the files are those of another step or run.
+changed, or if the files belong to another step or run.
 """
 
 from collections.abc import Iterator, Mapping

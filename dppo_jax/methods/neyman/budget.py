@@ -14,8 +14,8 @@ from dppo_jax.methods.neyman.gradient_noise import MIN_NOISE_FRACTION
 from dppo_jax.records import Groups, StepCosts
 
 NUM_BUDGETS = 25  # on each of two grids, evenly in their logarithms
-# Fraction of a completion's squared gradient that those of the same prompt and
-# reward share: 0.3 to 0.5 in experiments/02_design_variance.
+# Fraction of a completion's squared gradient that it shares with completions of
+# the same prompt and reward: 0.3 to 0.5 in experiments/02_design_variance.
 SHARED = 0.4
 # Fraction of the batch's noise between the completions of a prompt, until it is
 # measured.
@@ -189,8 +189,8 @@ def proportional(
 
   Args:
     size: at least 0 and finite.
-    budgets: at least 0; one above the number of nonzero sizes makes all of
-      these certain.
+    budgets: at least 0; a budget above the number of nonzero sizes gives each
+      of them probability 1.
   """
   falling = -jnp.sort(-size)
   # With the `f` largest certain, smaller ones divide the remaining budget.

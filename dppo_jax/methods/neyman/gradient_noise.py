@@ -144,11 +144,11 @@ def within_fraction(noise: Noise) -> Float[Array, ""]:
 def best_group_size(noise: Noise, largest: int) -> Float[Array, ""]:
   """Returns the size that minimises the steps to a target times their cost.
 
-  With groups of `g`, of which a fixed fraction is trained on, steps are
+  If a fixed fraction of each group of `g` is trained on, steps are
   proportional to `common + one_completion / (g - 1)` and their cost to `g`, if
   the cost of prompts is small. The best `g - 1` is then the square root of
   `one_completion / common`. In turn with an automatic budget this reaches a
-  size and a fraction, neither of which can be improved alone.
+  size and a fraction such that changing one of the two alone does not help.
   """
   common = noise.total - noise.within
   ratio = jnp.maximum(noise.one_completion, 0.0) / jnp.where(

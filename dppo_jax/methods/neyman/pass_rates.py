@@ -1,7 +1,7 @@
 """Posterior of each problem's pass rate, and the predicted cost of a rollout.
 
-Right and wrong completions are counted and slowly forgotten. Added to those of
-a prior, the counts are the parameters of a Beta distribution.
+Right and wrong completions are counted and slowly forgotten. The counts plus
+a prior's counts are the parameters of a Beta distribution.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ MIN_COUNT = 1e-5  # with fewer completions a problem counts as never seen
 
 
 class PassCounts(NamedTuple):
-  """Counts of each problem's completions, without those of the prior.
+  """Counts of each problem's completions, without the prior's counts.
 
   Attributes:
     right: `[M]`, sum of the completions' correctness, each in [0, 1].
@@ -47,8 +47,8 @@ def decayed(
   """Returns the counts of `ids`, `[Q]`, decayed up to `step`.
 
   Args:
-    forgetting: factor on every count per epoch, that is while as many prompts
-      were drawn, `Q` a step, as there are problems.
+    forgetting: factor on every count per epoch. In an epoch the number of
+      prompts drawn, `Q` a step, reaches the number of problems.
   """
   selected = jax.tree.map(lambda x: x[ids] if x.ndim else x, counts)
   steps = (step - selected.last_step).astype(jnp.float32)
@@ -93,7 +93,7 @@ def update(
 def expected_tokens(
   counts: PassCounts, ids: Int[Array, "N"]
 ) -> Float[Array, "N"]:
-  """Returns the mean length of the problem's completions, or that of all."""
+  """Returns each problem's mean completion length, or the mean of all."""
   num = counts.right + counts.wrong
   usual = counts.tokens.sum() / jnp.maximum(num.sum(), MIN_COUNT)
   observed = counts.tokens[ids] / jnp.maximum(num[ids], MIN_COUNT)

@@ -123,14 +123,14 @@ def neyman_prompts(
     min_prob: least probability, in (0, 1]; the budget's if that is lower.
     kappa: `G |d|^2 / (4 s^2)`, at least 0, as in `pass_rates.second_moment`.
     forgetting: factor on the counts, per epoch, in (0, 1].
-    prior: right completions of the Beta prior, and as many wrong ones; below 1
-      it expects most groups to be all right or all wrong.
+    prior: number of right completions in the Beta prior, and of wrong ones;
+      below 1 it expects most groups to be all right or all wrong.
   Source: Neyman 1934, optimal allocation; the rest is ours.
   Deviates:
     1. The default of `kappa` is a guess, neither fitted nor published. With
-       those of `prior` and `forgetting`, a group of 16 that was all wrong, or
-       all right, an epoch ago is predicted to be so again with probability 0.8:
-       GRESO, arXiv:2506.02177, reports 0.79.
+       the defaults of `prior` and `forgetting`, a group of 16 that was all
+       wrong, or all right, an epoch ago is predicted to be so again with
+       probability 0.8: GRESO, arXiv:2506.02177, reports 0.79.
     2. Probabilities are rounded to `designs.GRID`; among tied prompts a random
        order decides which is rounded up.
   """
@@ -234,9 +234,9 @@ def neyman_completions(
   """Keeps a fixed number of completions, in proportion to `gradient_size`.
 
   Keeps exactly `round(budget * drawn)` completions, or every needed one with
-  probability 1 if these are fewer. If `groups.is_needed` is None, those of
-  nonzero advantage are needed. The draw is systematic along (prompt, sign of
-  the advantage, size), so that similar completions exclude one another.
+  probability 1 if fewer are needed. If `groups.is_needed` is None, completions
+  of nonzero advantage are needed. The draw is systematic along (prompt, sign
+  of the advantage, size), so that similar completions exclude one another.
 
   >>> import jax
   >>> import jax.numpy as jnp

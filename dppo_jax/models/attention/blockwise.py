@@ -41,8 +41,8 @@ def attention(
   """Computes `models.attention.attention`.
 
   Args:
-    rows_at_once: a divisor of `B`; None is `B`. A pair of blocks that one of
-      these rows sees is computed for all of them.
+    rows_at_once: rows computed together, a divisor of `B`; None is `B`. If one
+      of them sees a pair of blocks, the pair is computed for all of them.
   """
   batch, length, heads, dim = q.shape
   kv_heads, rows = k.shape[2], rows_at_once or batch

@@ -56,7 +56,7 @@ FAMILIES = {
       "has_scaled_embedding": True,
       "activation": "gelu_pytorch_tanh",
     },
-    # Those of transformers: published files leave out some.
+    # The defaults of transformers: published files leave out some keys.
     defaults={
       "vocab_size": 262208,
       "num_attention_heads": 8,
@@ -67,12 +67,12 @@ FAMILIES = {
       "rope_theta": 1e6,
       "rope_local_base_freq": 1e4,
       "sliding_window": 4096,
-      "sliding_window_pattern": 6,  # the last of as many layers is global
+      "sliding_window_pattern": 6,  # every sixth layer is global
     },
   ),
 }
 
-# Architecture with images -> that of its text part, the only one to be read.
+# Architecture with images -> its text part's, the only part that is read.
 TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 # Field of ModelConfig -> key of config.json.
@@ -216,7 +216,7 @@ def to_file(name: str, part: np.ndarray) -> np.ndarray:
 
 
 def from_file(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-  """Inverts `to_file`; `shape` is that of the full weight."""
+  """Inverts `to_file`; `shape` is the full weight's."""
   _, ours, theirs = TENSORS[name]
   axes = theirs.replace(" ", "")
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
@@ -337,7 +337,7 @@ def _local_layers(
 def to_settings(config: ModelConfig) -> dict[str, Any]:
   """Returns the content of a config.json that describes this model.
 
-  The style is that of transformers 4, which 5 reads as well. From the style of
+  It has the style of transformers 4, which 5 reads as well. From the style of
   5, transformers 4 would silently take its default theta.
   """
   experts = config.experts._asdict() if config.experts else {}

@@ -141,7 +141,7 @@ def read_table(
 
 
 def has_images(path: str) -> bool:
-  """Returns True for a checkpoint of which only the text part is read."""
+  """Returns True for a checkpoint with images: only its text part is read."""
   settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   return families.text_part(settings) is not settings
 
@@ -155,7 +155,7 @@ def stored_dtype(path: str) -> str:
 def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
   """Returns each tensor by its name in a model of text alone.
 
-  In a checkpoint of a model with images, those of its text part have a further
+  In a checkpoint of a model with images, the text part's tensors have a further
   `language_model` in their names, in one of two places.
 
   Args:
