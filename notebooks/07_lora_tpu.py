@@ -9,8 +9,9 @@
 # **It has never been run on a TPU.** Memory and seconds below are predictions.
 # XLA's TPU compiler, which needs no TPU, compiled this config: for `v5e:2x4` it
 # takes 5.6 GiB on each chip in the rollout and 1.4 in the update, of 15.7; for
-# `v5e:1x1` @@. On eight chips Qwen3-4B fits with LoRA too, with 11.5 and 5.7
-# GiB, and not without it ([experiment 14](../experiments/14_lora/README.md)).
+# `v5e:1x1`, with 128 slots, 13.5 and 4.2. On eight chips Qwen3-4B fits with
+# LoRA too, with 11.5 and 5.7 GiB, and not without it
+# ([experiment 14](../experiments/14_lora/README.md)).
 
 # %%
 import json

@@ -1,9 +1,9 @@
 """Drafts of speculative decoding: guesses of the tokens that come next.
 
 A token is a function of the logits and of its random number. A step that reads
-a slot's newest token and some drafts therefore samples the same tokens as one
-step after another, up to the first that differs from its draft. Drafts come
-from the texts of the group, since its completions are alike.
+a slot's newest token and some drafts therefore samples, but for rounding, the
+same tokens as one step after another, up to the first that differs from its
+draft. Drafts come from the texts of the group, since its completions are alike.
 """
 
 import jax.numpy as jnp

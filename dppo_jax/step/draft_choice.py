@@ -11,7 +11,8 @@ DECAY = 0.7  # weight of what was measured, at each further rollout
 class DraftChoice:
   """Chooses the program that samples the most tokens per second.
 
-  Tokens do not depend on the choice, so that a resumed run may choose again.
+  A resumed run may choose again: but for rounding, tokens do not depend on the
+  choice.
 
   Args:
     names: the programs to choose from.
