@@ -33,6 +33,10 @@ REPLACED = (
   "|quickest|quickly|soon(?! as)|sooner|slopes?|alike ones|sits? out"
 )
 PHRASES = re.compile(rf"\b(?:{RIDDLES}|{REPLACED})\b", re.IGNORECASE)
+BACK = re.compile(
+  r"\b(?:that of|those of|of which|as many|of these|likewise|for which)\b",
+  re.IGNORECASE,
+)
 ENTRY = re.compile(r"^ +[\w`*, ]+: (?:of|as|at|from|by|in) .*", re.MULTILINE)
 NAMES = frozenset("found made got told said news rest own".split())
 
@@ -106,6 +110,21 @@ def test_arguments_and_attributes_are_noun_phrases():
 
 def test_texts_have_no_riddles_and_use_the_words_of_the_field():
   assert not {x for x in _phrases() if not _is_allowed(*x)}
+
+
+def test_texts_seldom_refer_back():
+  """At most once in 1,000 words of docstrings and comments, and of pages."""
+  kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+  texts = {"package": [], "pages": []}
+  for name, source in FILES.items():
+    if name.startswith("dppo_jax/"):
+      nodes = (x for x in ast.walk(ast.parse(source)) if isinstance(x, kinds))
+      texts["package"] += [ast.get_docstring(x) or "" for x in nodes]
+      texts["package"] += re.findall(r"#(.*)", source)
+  texts["pages"] = [pages.prose(page) for page in pages.pages()]
+  for name, parts in texts.items():
+    text = " ".join(" ".join(parts).split())
+    assert 1000 * len(BACK.findall(text)) <= len(text.split()), name
 
 
 def test_exceptions_are_few_and_needed():

@@ -76,7 +76,7 @@ def test_logprobs_are_those_of_the_full_forward_pass():
 
 
 def test_the_platform_of_traced_weights_has_to_be_named():
-  """Of others it is known, and no token depends on it."""
+  """Weights outside of a trace have devices; no token depends on them."""
   prompts, key = small.prompts(2), jax.random.key(0)
   options = dict(
     model_config=ONE_LAYER,
@@ -89,8 +89,8 @@ def test_the_platform_of_traced_weights_has_to_be_named():
   )
   params = small.params(0, ONE_LAYER)
   named = rollout.sample(params, **options, platform="cpu")
-  found = rollout.sample(params, **options)
-  assert (found.tokens == named.tokens).all()
+  unnamed = rollout.sample(params, **options)
+  assert (unnamed.tokens == named.tokens).all()
   with pytest.raises(ValueError, match="platform must be cpu"):
     jax.jit(functools.partial(rollout.sample, **options))(params)
 

@@ -105,7 +105,7 @@ def method_table(rows: Sequence[dict]) -> str:
 
 
 def trl_table(rows: Sequence[dict]) -> str:
-  """Returns TRL's run beside ours of the same prompts, over its steps."""
+  """Returns TRL's run and ours on the same prompts, over its steps."""
   head = ["system", "CPU seconds of a step", "tokens generated"]
   head += ["CPU ms per generated token", "accuracy of the last 4 steps"]
   lines = []
