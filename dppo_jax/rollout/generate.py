@@ -39,8 +39,8 @@ def sample(
   """Samples `group_size` completions of each kept prompt.
 
   A token's random number comes from the prompt's id, the completion's number in
-  the group and the token's index. But for rounding, tokens thus do not depend on
-  slots, on the other prompts or on the number of devices: matrix products of
+  the group and the token's index. But for rounding, tokens thus do not depend
+  on slots, on the other prompts or on the number of devices: matrix products of
   another shape round differently, which may move a draw in the tail of a large
   vocabulary to a neighbouring token. On a mesh, all shards of the batch decode
   the same number of kept prompts, independently of each other.
