@@ -14,13 +14,11 @@ from dppo_jax import distributed, rewards
 from dppo_jax.analysis import tables
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
-from dppo_jax.eval import page
-from dppo_jax.eval import sets as eval_sets
+from dppo_jax.eval import eval_sets, page
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
-from dppo_jax.run import checkpoint, compile_cache
-from dppo_jax.run import workdir as resume
+from dppo_jax.run import checkpoint, compile_cache, resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values, programs, runtime_checks
 

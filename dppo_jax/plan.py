@@ -12,8 +12,7 @@ from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
-from dppo_jax.planning import assumed, memory
-from dppo_jax.planning import topology as targets
+from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.planning.memory import gib
 from dppo_jax.run import compile_cache
 from dppo_jax.run.setup import Run

@@ -15,7 +15,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, rewards
 from dppo_jax.data.sources import Source
 from dppo_jax.errors import UserError
-from dppo_jax.eval import sets as eval_sets
+from dppo_jax.eval import eval_sets
 from dppo_jax.evaluate import read_weights
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters

@@ -17,16 +17,19 @@ from dppo_jax import data, distributed, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
-from dppo_jax.eval import estimators
-from dppo_jax.eval import sets as eval_sets
-from dppo_jax.metrics import progress, report, samples
-from dppo_jax.metrics import warnings as health
+from dppo_jax.eval import estimators, eval_sets
+from dppo_jax.metrics import health, progress, report, samples
 from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.planning import memory
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
-from dppo_jax.run import checkpoint, compile_cache, initial_state, signals
-from dppo_jax.run import workdir as resume
+from dppo_jax.run import (
+  checkpoint,
+  compile_cache,
+  initial_state,
+  resume,
+  signals,
+)
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import programs, runtime_checks
 from dppo_jax.step.step_info import StepInfo

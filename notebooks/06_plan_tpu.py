@@ -24,7 +24,7 @@ import numpy as np
 from dppo_jax import config, plan, sharding
 from dppo_jax.models import parameters
 from dppo_jax.models.hf import families
-from dppo_jax.planning import assumed, memory, topology
+from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.run import compile_cache
 
 compile_cache.quiet_libraries()
@@ -111,7 +111,7 @@ labels = [f"{name.split('/')[1]}, {n // m} x {m}" for name, n, m in cases]
 axis.set_yticks(range(len(cases)), labels)
 axis.invert_yaxis()
 for kind in ("v5e", "v6e"):
-  limit = topology.parse(f"{kind}:1").memory / GIB
+  limit = targets.parse(f"{kind}:1").memory / GIB
   axis.axvline(limit, color="#343a40", linewidth=1, linestyle=":")
   axis.text(limit + 0.3, -0.6, kind, fontsize=9)
 axis.set(xlabel="GiB on one device, 64 decode slots")

@@ -11,7 +11,7 @@ import sources
 from dppo_jax import config as configs
 from dppo_jax import evaluate, train
 from dppo_jax.errors import UserError
-from dppo_jax.eval import sets as eval_sets
+from dppo_jax.eval import eval_sets
 
 pytestmark = pytest.mark.slow
 

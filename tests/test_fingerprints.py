@@ -8,7 +8,7 @@ import sources
 
 from dppo_jax import config as configs
 from dppo_jax.errors import UserError
-from dppo_jax.run import workdir
+from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
 
 ROWS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
@@ -31,14 +31,14 @@ def run(tmp_path):
       reward__functions=f"{tmp_path}/mine.py:brief,exact",
       **more,
     )
-    return c, workdir.fingerprints(c, setup_run(c).train_set)
+    return c, resume.fingerprints(c, setup_run(c).train_set)
 
   return make
 
 
 def _begin(tmp_path, config, prints):
   path = tmp_path / "run/config.json"
-  workdir.write(path, config, prints)
+  resume.write(path, config, prints)
   (tmp_path / "run/checkpoints/0").mkdir(parents=True)
   return path
 
@@ -48,7 +48,7 @@ def test_the_same_data_and_code_have_the_same_fingerprint(run, tmp_path):
   assert run()[1] == prints
   assert prints.keys() == {"fingerprints.data", "fingerprints.code"}
   path = _begin(tmp_path, config, prints)
-  workdir.write(path, config, prints)
+  resume.write(path, config, prints)
   assert configs.read(path) == config
 
 
@@ -60,11 +60,11 @@ def test_changed_data_is_rejected(run, tmp_path, what):
   sources.write_jsonl(tmp_path / "data.jsonl", rows)
   _, other = run()
   with pytest.raises(UserError, match=r"config\.fingerprints\.data was"):
-    workdir.write(path, config, other)
+    resume.write(path, config, other)
   # What the message allows.
   saved = json.loads(path.read_text())
   path.write_text(json.dumps(saved | other))
-  workdir.write(path, config, other)
+  resume.write(path, config, other)
 
 
 def test_changed_template_or_reward_is_noticed(run, tmp_path):
@@ -73,7 +73,7 @@ def test_changed_template_or_reward_is_noticed(run, tmp_path):
   assert other != prints
   (tmp_path / "mine.py").write_text(REWARD.replace("-len", "len"))
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
-    workdir.write(_begin(tmp_path, config, prints), *run())
+    resume.write(_begin(tmp_path, config, prints), *run())
 
 
 @pytest.mark.parametrize("cut", [None, 40])
@@ -84,6 +84,6 @@ def test_checkpoints_without_a_config_are_rejected(run, tmp_path, cut):
   path.unlink() if cut is None else path.write_bytes(content[:cut])
   match = r"config.json .*run has checkpoints: restore it"
   with pytest.raises(UserError, match=match):
-    workdir.write(path, config, prints)
+    resume.write(path, config, prints)
   path.write_bytes(content)
-  workdir.write(path, config, prints)
+  resume.write(path, config, prints)

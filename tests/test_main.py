@@ -22,7 +22,7 @@ from dppo_jax.algo import objectives
 from dppo_jax.config import cli, options
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf
-from dppo_jax.run import workdir
+from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
@@ -282,7 +282,7 @@ def test_config_is_read_back(tmp_path):
     steps=7,
   )
   path = tmp_path / "config.json"
-  workdir.write(path, c)
+  resume.write(path, c)
   assert configs.read(path) == c
   for words in ([f"--config={path}"], [f"--workdir={tmp_path}"]):
     config, folder, _ = cli.parse(["main", *words, "--config.steps=9"])
@@ -330,7 +330,7 @@ def test_model_starts_from_a_checkpoint(tmp_path):
 @pytest.fixture
 def begun(tmp_path):
   """The config.json of a run that has left a checkpoint."""
-  workdir.write(tmp_path / "config.json", arithmetic())
+  resume.write(tmp_path / "config.json", arithmetic())
   (tmp_path / "checkpoints" / "0").mkdir(parents=True)
   return tmp_path / "config.json"
 
@@ -338,7 +338,7 @@ def begun(tmp_path):
 def test_directory_of_another_run_is_rejected_by_option(begun):
   other = arithmetic(seed=7, steps=3, model__shape__mlp=8)
   with pytest.raises(UserError, match="another --workdir") as error:
-    workdir.write(begun, other)
+    resume.write(begun, other)
   assert "config.seed was 0 and is now 7" in str(error.value)
   assert "config.model.shape was" in str(error.value)
   assert str(error.value).count(" was ") == 2
@@ -346,23 +346,23 @@ def test_directory_of_another_run_is_rejected_by_option(begun):
 
 
 def test_two_processes_do_not_train_in_one_directory(begun):
-  with workdir.held(begun, arithmetic()):
-    second = workdir.held(begun, arithmetic(steps=7))
+  with resume.held(begun, arithmetic()):
+    second = resume.held(begun, arithmetic(steps=7))
     with pytest.raises(UserError, match="another process trains"), second:
       pytest.fail("the second process may train")
     assert json.loads(begun.read_text())["steps"] != 7
-  with workdir.held(begun, arithmetic(steps=7)):  # the first is over
+  with resume.held(begun, arithmetic(steps=7)):  # the first is over
     assert json.loads(begun.read_text())["steps"] == 7
 
 
 def test_run_resumes_with_other_values_of_adjustable_options(begun):
   before = options.flatten(arithmetic())
-  for name in workdir.may_change(configs.Config()):
+  for name in resume.may_change(configs.Config()):
     value = before[name]
     changed = {bool: lambda x: not x, str: lambda x: f"not {x}"}.get(
       type(value), lambda x: x + 1
     )(value)
-    workdir.write(begun, arithmetic(**{name.replace(".", "__"): changed}))
+    resume.write(begun, arithmetic(**{name.replace(".", "__"): changed}))
     assert json.loads(begun.read_text())[name] == changed
 
 
@@ -372,7 +372,7 @@ def test_steps_are_fixed_if_a_schedule_depends_on_them(begun, name):
   option = {} if "d3s" in name else {"optimizer__schedule": "cosine"}
   begun.write_text(json.dumps(options.flatten(config(**option))))
   with pytest.raises(UserError, match="steps was"):
-    workdir.write(begun, config(**option, steps=999))
+    resume.write(begun, config(**option, steps=999))
 
 
 # Logs -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
-from dppo_jax.planning import assumed, memory, topology
+from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values
 
@@ -88,7 +88,7 @@ def test_estimate_is_near_the_memory_of_a_compiled_update(remat):
   mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
   run = assumed.assumed_run(config, mesh, "cpu")
   task = progress.Task("compiling")
-  (stage,) = topology.compile_stages(run, task, ["update"])
+  (stage,) = targets.compile_stages(run, task, ["update"])
   compiled = stage.held + stage.temporary + plan.resident(run, "update")
   assert 0.4 < compiled / total(run, "update") < 2.5
 

@@ -12,7 +12,7 @@ import pytest
 
 from dppo_jax import train
 from dppo_jax.errors import UserError
-from dppo_jax.run import checkpoint, workdir
+from dppo_jax.run import checkpoint, resume
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values
 from dppo_jax.step.optimizer import call_factory, make_optimizer
@@ -161,7 +161,7 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
     "checkpoint__every": 1,
   }
   c = commands.config("arithmetic", **options)
-  assert "steps" not in workdir.may_change(c)  # it takes total_steps
+  assert "steps" not in resume.may_change(c)  # it takes total_steps
 
   def stop(step, info, state):
     raise SystemExit
@@ -182,8 +182,8 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
   assert states[0].opt_state.total_notfinite == 0
   (tmp_path / "my.py").write_text(OWN + "\n")
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
-    prints = workdir.fingerprints(c, setup_run(c).train_set)
-    workdir.check(tmp_path / "stopped" / "config.json", c, prints)
+    prints = resume.fingerprints(c, setup_run(c).train_set)
+    resume.check(tmp_path / "stopped" / "config.json", c, prints)
 
 
 def test_optimizer_is_made_while_its_state_is_traced():

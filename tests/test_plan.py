@@ -11,7 +11,7 @@ import pytest
 from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lm_head
-from dppo_jax.planning import assumed, topology
+from dppo_jax.planning import assumed, targets
 from dppo_jax.planning.collectives import read_collectives
 
 SHIPPED = {
@@ -159,7 +159,7 @@ def test_experts_and_an_untied_head_compile_for_tpus(tmp_path):
 
 def test_the_head_is_gathered_once_and_not_for_every_chunk_of_logits():
   pytest.importorskip("libtpu")
-  devices = topology.devices(topology.parse("v5e:2x2"))
+  devices = targets.devices(targets.parse("v5e:2x2"))
   mesh = sharding.make_mesh(data=4, devices=devices)
   by_row = sharding.sharding(mesh, "batch")
   by_width = sharding.sharding(mesh, "vocab", "embed")

@@ -24,7 +24,7 @@ from dppo_jax import data, distributed
 from dppo_jax.errors import UserError
 from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
-from dppo_jax.run import preflight, workdir
+from dppo_jax.run import preflight, resume
 from dppo_jax.step import grade as grading
 
 LAUNCH = commands.ROOT / "experiments/launch"
@@ -149,13 +149,13 @@ def test_each_row_has_one_owner_that_can_read_it(each, readers, expected):
 def test_different_flags_are_rejected_by_name(each, tmp_path):
   ours = [commands.config("arithmetic"), commands.config("arithmetic", seed=7)]
   first, second = each(
-    2, lambda i: workdir.check_processes(ours[i], tmp_path / "run")
+    2, lambda i: resume.check_processes(ours[i], tmp_path / "run")
   )
   assert "config.seed is 7 but 0 in process 0" in str(second)
   assert str(first).startswith("process 1: config.seed")
-  check = lambda i: workdir.check_processes(ours[0], tmp_path / str(i))
+  check = lambda i: resume.check_processes(ours[0], tmp_path / str(i))
   assert f"is '{tmp_path}/1' but '{tmp_path}/0' in" in str(each(2, check)[1])
-  check = lambda i: workdir.check_processes(ours[0], tmp_path)
+  check = lambda i: resume.check_processes(ours[0], tmp_path)
   assert each(2, check) == [None, None]
 
 
@@ -163,7 +163,7 @@ def test_locked_workdir_is_rejected_by_all(each, tmp_path):
   c = commands.config("arithmetic")
 
   def hold(index):
-    with workdir.held(tmp_path / "config.json", c):
+    with resume.held(tmp_path / "config.json", c):
       return (tmp_path / "config.json").exists()
 
   assert each(2, hold) == [True, True]

@@ -14,7 +14,7 @@ from dppo_jax import data, evaluate, export, main
 from dppo_jax.errors import UserError
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint, workdir
+from dppo_jax.run import checkpoint, resume
 from dppo_jax.run.setup import setup_run
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def begun(tmp_path_factory):
   c = commands.config("arithmetic", **SETTINGS)
   params = setup_run(c, trains=False).initial_params()
   params = jax.tree.map(lambda x: 3 * x, params)  # less uniform
-  workdir.write(folder / "config.json", c)
+  resume.write(folder / "config.json", c)
   state = TrainState(jnp.int32(0), jnp.int32(0), params, (), history=())
   with checkpoint.Checkpoints(folder) as checkpoints:
     checkpoints.save(0, state)

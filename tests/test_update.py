@@ -14,7 +14,7 @@ import small
 from dppo_jax import methods
 from dppo_jax.algo import objectives, policy_loss
 from dppo_jax.algo.packing import PackingSpec
-from dppo_jax.metrics import warnings as health
+from dppo_jax.metrics import health
 from dppo_jax.models.config import LocalLayers
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at

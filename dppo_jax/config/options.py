@@ -39,7 +39,7 @@ def option(
     meaning: noun phrase with the unit, for --help.
     is_code: True if the value may also be a function, or a list of functions.
     may_change: True if a resumed run may use another value, because it changes
-      training by rounding errors at most (`run/workdir.py` has exceptions).
+      training by rounding errors at most (`run/resume.py` has exceptions).
   """
   metadata = dict(meaning=meaning, choices=choices, may_change=may_change)
   metadata |= dict(least=least, most=most)

@@ -12,7 +12,7 @@ import numpy as np
 from dppo_jax.analysis import runs, statistics, style, tables
 from dppo_jax.analysis.statistics import Interval
 from dppo_jax.files import jsonl
-from dppo_jax.metrics import warnings as health
+from dppo_jax.metrics import health
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours
 _FRACTIONS = {

@@ -13,8 +13,7 @@ from typing import Any
 
 from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
-from dppo_jax.metrics import progress, trackers
-from dppo_jax.metrics import warnings as health
+from dppo_jax.metrics import health, progress, trackers
 
 STEPS_PER_FILE = 100  # of completions
 

@@ -22,7 +22,7 @@ from dppo_jax.rewards.math_answers import (
   outcome,
   warm_up,
 )
-from dppo_jax.rewards.normalize import DASHES
+from dppo_jax.rewards.notation import DASHES
 
 RewardFn = Callable[..., Sequence[float | None]]
 

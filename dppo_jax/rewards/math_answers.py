@@ -1,6 +1,6 @@
 """Compares the answer in a completion's last box with the gold answer.
 
-math-verify compares what normalize.py returns; README.md lists equal answers.
+math-verify compares what notation.py returns; README.md lists equal answers.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import itertools
 import re
 
 from dppo_jax.errors import UserError
-from dppo_jax.rewards import normalize as notation
-from dppo_jax.rewards.normalize import normalize
+from dppo_jax.rewards import notation
+from dppo_jax.rewards.notation import normalize
 
 MAX_CHARS = 1_000_000  # of a completion: 0.2 s, if all of them are braces
 MAX_ANSWER_CHARS = 1000  # ten times the longest gold answer of MATH

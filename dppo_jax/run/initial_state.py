@@ -2,7 +2,7 @@
 
 import jax
 
-from dppo_jax.metrics import writer as metrics
+from dppo_jax.metrics.writer import Writer
 from dppo_jax.models import parameters
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, sft
@@ -10,7 +10,7 @@ from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values, runtime_checks
 
 
-def first_state(run: Run, writer: metrics.Writer) -> TrainState:
+def first_state(run: Run, writer: Writer) -> TrainState:
   """Returns the state of a new run, after supervised fine-tuning if any.
 
   Raises:
@@ -55,7 +55,7 @@ def reference_params(
   return checkpoints.restore_params(0, like)
 
 
-def _first_params(run: Run, writer: metrics.Writer) -> parameters.Params:
+def _first_params(run: Run, writer: Writer) -> parameters.Params:
   """Loads or initialises the weights, and fine-tunes them if asked to.
 
   All weights are fine-tuned, before there are adapters.

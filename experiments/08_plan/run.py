@@ -25,7 +25,7 @@ from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.files import user_code
 from dppo_jax.metrics import progress
-from dppo_jax.planning import assumed, memory, topology
+from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.run import compile_cache
 
 from ..common import hlo
@@ -121,7 +121,7 @@ def main() -> None:
 
 def stages_of(name: str) -> tuple[str, ...]:
   """Returns the stages that a case compiles."""
-  is_gpu = topology.parse(CASES[name].topology).platform == "gpu"
+  is_gpu = targets.parse(CASES[name].topology).platform == "gpu"
   return GPU_STAGES if is_gpu else STAGES
 
 
@@ -130,15 +130,15 @@ def run(name: str, stages: list[str]) -> None:
   compile_cache.quiet_libraries()
   case = CASES[name]
   config = configured(case)
-  hardware = topology.parse(case.topology)
+  hardware = targets.parse(case.topology)
   m = config.mesh
-  devices = topology.devices(hardware)
+  devices = targets.devices(hardware)
   mesh = sharding.make_mesh(m.data, m.model, m.replicas, devices=devices)
   planned = assumed.assumed_run(config, mesh, hardware.platform)
   planned = memory.choose_slots(planned, hardware.memory)
   with progress.Progress() as bar, bar.task(name) as task:
     start = time.process_time()
-    for stage in topology.compile_stages(planned, task, stages):
+    for stage in targets.compile_stages(planned, task, stages):
       resident = plan.resident(planned, stage.name)
       is_gpu = hardware.platform == "gpu"
       launched = hlo.launches(stage.text) if is_gpu and stage.text else ()
@@ -243,7 +243,7 @@ def agreement() -> str:
     config = configured(Case(row["config"], row["topology"], row["options"]))
     slots = row["options"].get("rollout.num_slots", 64)
     config.rollout.num_slots = row.get("slots", slots)
-    hardware = topology.parse(row["topology"])
+    hardware = targets.parse(row["topology"])
     mesh = assumed.abstract_mesh(config.mesh, hardware.num)
     planned = assumed.assumed_run(config, mesh, hardware.platform)
     estimated = sum(memory.estimate(planned)[row["stage"]].values())

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dppo_jax.config import Config, flatten
-from dppo_jax.metrics import progress, warnings, writer
+from dppo_jax.metrics import health, progress, writer
 
 HEALTHY = {
   "step/seconds": 0.2,
@@ -43,34 +43,34 @@ def _messages(watch, line, steps, first=1):
   return [step for step in range(first, last) if watch.check(step, line)[1]]
 
 
-@pytest.mark.parametrize("check", warnings.CHECKS, ids=lambda x: x.name)
+@pytest.mark.parametrize("check", health.CHECKS, ids=lambda x: x.name)
 def test_check_finds_its_problem_and_nothing_else(check):
   line = HEALTHY | CASES[check.name]
-  watch = warnings.Health(2)
+  watch = health.Health(2)
   assert not _messages(watch, HEALTHY, 60)
   assert not watch.check(60, {"eval/accuracy": 0.0})[1]
   assert _messages(watch, line, check.steps, first=61)
   assert watch.check(200, line)[0] == {f"warnings/{check.name}": 1.0}
   first = check.steps
-  assert _messages(warnings.Health(2), line, 250) == [
+  assert _messages(health.Health(2), line, 250) == [
     *range(first, 251, 100)  # not repeated for 100 steps
   ]
 
 
 def test_ratio_to_the_sampler_may_grow_over_several_updates():
   line = HEALTHY | {"update/policy_ratio_max": 4689.0}
-  assert not _messages(warnings.Health(4), line, 60)
+  assert not _messages(health.Health(4), line, 60)
 
 
 def test_reuse_is_judged_only_where_updates_share_a_measured_rollout():
-  assert not _messages(warnings.Health(1), HEALTHY | CASES["reuse"], 60)
+  assert not _messages(health.Health(1), HEALTHY | CASES["reuse"], 60)
   unknown = HEALTHY | {"noise/scale": 1e6}
-  assert not _messages(warnings.Health(4), unknown, 60)
+  assert not _messages(health.Health(4), unknown, 60)
 
 
 def test_advice_names_options_that_exist():
   options = {*flatten(Config()), "objective.args.sampler_cap"}
-  for check in warnings.CHECKS:
+  for check in health.CHECKS:
     names = re.findall(r"config\.([a-z_.]*[a-z_])", check.message)
     assert names and {*names} <= options
 
@@ -81,7 +81,7 @@ def test_resumed_run_warns_as_if_it_had_not_stopped(tmp_path):
     folder, done = tmp_path / name, None
     folder.mkdir()
     for end in parts:
-      watch, bar = warnings.Health(1), progress.Progress()
+      watch, bar = health.Health(1), progress.Progress()
       with writer.Writer(folder, done, bar, watch, "", {}) as out:
         for step in range((done or 0) + 1, end + 1):
           out.write(step, line)

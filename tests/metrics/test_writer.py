@@ -12,14 +12,14 @@ import pytest
 
 from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
-from dppo_jax.metrics import progress, trackers, warnings, writer
+from dppo_jax.metrics import health, progress, trackers, writer
 from dppo_jax.run import compile_cache
 
 CONFIG = {"seed": 3, "method.args": {"a": "x"}}
 
 
 def _writer(workdir, names="", first_step=None):
-  bar, watch = progress.Progress(), warnings.Health(1)
+  bar, watch = progress.Progress(), health.Health(1)
   return writer.Writer(workdir, first_step, bar, watch, names, CONFIG)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from dppo_jax.rewards.normalize import normalize
+from dppo_jax.rewards.notation import normalize
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 PIECES = [*"0123 ,.~√²½°–{}^_$a", r"\,", r"\!", r"\text{ million}"]

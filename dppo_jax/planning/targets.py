@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dppo_jax.errors import UserError
-from dppo_jax.eval import sets
+from dppo_jax.eval import eval_sets
 from dppo_jax.metrics import progress
 from dppo_jax.planning.collectives import Collective, read_collectives
 from dppo_jax.run.setup import Run
@@ -126,7 +126,7 @@ def compile_stages(
   with task.part("tracing"), jax.sharding.use_abstract_mesh(mesh):
     table = programs.step_programs(run.spec)
     if run.eval_sets:  # a greedy evaluation is no larger
-      table["evaluate"] = sets.program(run, run.config.eval.samples)
+      table["evaluate"] = eval_sets.program(run, run.config.eval.samples)
   if unknown := [name for name in names if name not in table]:
     raise UserError(
       f"--stages has {unknown[0]!r} but the stages of this run are "

@@ -14,7 +14,7 @@ from dppo_jax.analysis.statistics import Interval
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
 from dppo_jax.records import PromptBatch, Rollout
-from dppo_jax.rewards.normalize import normalize
+from dppo_jax.rewards.notation import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
