@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 
-import xla_flags
+from tests.helpers import xla_flags
 
 # Tests compile longer than they compute. Set before JAX reads it, for child
 # processes too.

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 
-import commands
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,6 +16,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import user_code
 from dppo_jax.records import Groups
 from dppo_jax.rng import StepRng
+from tests.helpers import commands
 
 FILE = """
 import jax.numpy as jnp

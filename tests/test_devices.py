@@ -3,12 +3,12 @@
 import types
 from unittest import mock
 
-import commands
 import pytest
 
 from dppo_jax import sharding
 from dppo_jax.run import preflight, setup
 from dppo_jax.step import programs
+from tests.helpers import commands
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 

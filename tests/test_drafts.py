@@ -2,18 +2,17 @@
 
 import functools
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 
 from dppo_jax import rollout, train
 from dppo_jax.files import jsonl
 from dppo_jax.records import Selection
 from dppo_jax.rollout import drafts
 from dppo_jax.step.draft_choice import RETRY, DraftChoice
+from tests.helpers import commands, small
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Draws that the enumeration would miss are errors."""
 
-from enumeration import Draws
 import jax
 import jax.numpy as jnp
 import pytest
 
 from dppo_jax.algo import designs
 from dppo_jax.records import Selection
+from tests.helpers.enumeration import Draws
 
 HALF = Selection(jnp.ones(3, bool), jnp.full((3,), 0.5))
 UNPLANNED = {

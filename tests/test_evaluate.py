@@ -2,16 +2,15 @@
 
 import json
 
-import commands
 import jax
 import numpy as np
 import pytest
-import sources
 
 from dppo_jax import config as configs
 from dppo_jax import evaluate, train
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
+from tests.helpers import commands, sources
 
 pytestmark = pytest.mark.slow
 

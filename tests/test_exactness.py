@@ -8,13 +8,11 @@ variants must fail the same test.
 import dataclasses
 import functools
 
-from enumeration import Draws
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
@@ -23,6 +21,8 @@ from dppo_jax.models import lora
 from dppo_jax.records import Selection, StepCosts, TokenStats
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update
+from tests.helpers import small
+from tests.helpers.enumeration import Draws
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])

@@ -5,11 +5,11 @@ import runpy
 import subprocess
 import sys
 
-import commands
 import pytest
 
 from dppo_jax import config as configs
 from dppo_jax import data
+from tests.helpers import commands
 
 FOLDER = commands.ROOT / "experiments" / "examples"
 
@@ -29,7 +29,7 @@ def test_a_step_without_a_config_learns():
 
 def test_checkpoint_is_sampled(tmp_path, monkeypatch, capsys):
   pytest.importorskip("torch")
-  import checkpoints
+  from tests.helpers import checkpoints
 
   checkpoints.write(tmp_path, vocab_size=32, eos_token_id=1)
   data.CharacterTokenizer().save(tmp_path)

@@ -5,8 +5,9 @@ import importlib
 import importlib.util
 import json
 
-import commands
 import pytest
+
+from tests.helpers import commands
 
 FILES = sorted(commands.ROOT.glob("experiments/**/*.py"))
 FILES += sorted(commands.ROOT.glob("configs/*.py"))

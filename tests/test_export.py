@@ -4,7 +4,6 @@ import functools
 import json
 import re
 
-import commands
 import huggingface_hub
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from dppo_jax.records import PromptBatch, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
+from tests.helpers import commands
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def begun(tmp_path):
 def write_source(path, family="Qwen3ForCausalLM", **kwargs):
   """A tiny checkpoint with the tokenizer of the arithmetic task."""
   pytest.importorskip("torch")
-  import checkpoints
+  from tests.helpers import checkpoints
 
   checkpoints.write(path, family, **kwargs)
   data.CharacterTokenizer().save(path)

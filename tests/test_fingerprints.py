@@ -2,14 +2,13 @@
 
 import json
 
-import commands
 import pytest
-import sources
 
 from dppo_jax import config as configs
 from dppo_jax.errors import UserError
 from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
+from tests.helpers import commands, sources
 
 ROWS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
 REWARD = "def brief(completions):\n  return [-len(x) for x in completions]\n"

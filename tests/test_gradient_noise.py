@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import scipy.linalg
-import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
@@ -21,6 +20,7 @@ from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import measure_noise, select, update
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
+from tests.helpers import small
 
 NUM = 4
 REWARDS = jnp.array([[1.0, 0, 0], [0, 1, 1], [1, 0, 1], [0, 0, 1]])

@@ -5,8 +5,9 @@ import pathlib
 import subprocess
 import sys
 
-import kill
 import pytest
+
+from tests.helpers import kill
 
 pytestmark = pytest.mark.slow
 

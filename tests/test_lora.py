@@ -5,12 +5,10 @@ import functools
 import json
 
 import chex
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 from test_export import SETTINGS, our_tokens, write_source
 from test_meshes import _three_steps
 
@@ -25,6 +23,7 @@ from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, update
 from dppo_jax.step.pack import pack
+from tests.helpers import commands, small
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,9 @@ import re
 import sys
 from unittest import mock
 
-import commands
 import jax
 import numpy as np
-import option_reads
 import pytest
-import small
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
@@ -24,6 +21,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.models import hf
 from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
+from tests.helpers import commands, option_reads, small
 
 FILES = sorted(x.stem for x in commands.ROOT.glob("configs/[a-z]*.py"))
 ARITHMETIC = f"--config={commands.ROOT}/configs/arithmetic.py"

@@ -2,7 +2,6 @@
 
 import functools
 
-import commands
 import jax
 import pytest
 
@@ -14,6 +13,7 @@ from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values
+from tests.helpers import commands
 
 
 def small(**options) -> configs.Config:

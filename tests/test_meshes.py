@@ -7,11 +7,9 @@ import math
 import re
 
 import chex
-import commands
 import jax
 import numpy as np
 import pytest
-import small
 
 from dppo_jax import data, rewards, sharding
 from dppo_jax.algo.packing import PackingSpec
@@ -22,6 +20,7 @@ from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values, programs
 from dppo_jax.step.pack import pack
 from dppo_jax.step.train_step import TrainStep
+from tests.helpers import commands, small
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-import small
 
 from dppo_jax import config as configs
 from dppo_jax import methods
@@ -17,6 +16,7 @@ from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, step_info, update
 from dppo_jax.step.optimizer import make_optimizer
+from tests.helpers import small
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 
-import commands
 import nbformat
 import pytest
+
+from tests.helpers import commands
 
 FOLDER = commands.ROOT / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))

@@ -3,7 +3,6 @@
 import json
 
 import chex
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from dppo_jax.run import checkpoint, resume
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values
 from dppo_jax.step.optimizer import call_factory, make_optimizer
+from tests.helpers import commands
 
 OWN = """
 import optax

@@ -3,7 +3,6 @@
 import json
 import socket
 
-import commands
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +12,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lm_head
 from dppo_jax.planning import assumed, targets
 from dppo_jax.planning.collectives import read_collectives
+from tests.helpers import commands
 
 SHIPPED = {
   "arithmetic": "v5e:1",

@@ -1,12 +1,11 @@
 """Options that cannot work are rejected before anything is loaded."""
 
-import commands
 import pytest
-import sources
 
 from dppo_jax import config as configs
 from dppo_jax.errors import UserError
 from dppo_jax.run.setup import setup_run
+from tests.helpers import commands, sources
 
 SETTINGS = {
   "data__train": "arithmetic:64",

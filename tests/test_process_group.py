@@ -12,7 +12,6 @@ import sys
 import threading
 import types
 
-import commands
 import jax
 from jax._src import xla_bridge
 from jax.experimental import multihost_utils
@@ -26,6 +25,7 @@ from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
 from dppo_jax.run import preflight, resume
 from dppo_jax.step import grade as grading
+from tests.helpers import commands
 
 LAUNCH = commands.ROOT / "experiments/launch"
 

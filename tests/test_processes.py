@@ -8,15 +8,14 @@ import subprocess
 import sys
 import types
 
-import commands
 import jax
 import numpy as np
-import one_process
 import pytest
 
 from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
 from dppo_jax.step import abstract_values, train_step
+from tests.helpers import commands, one_process
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,7 @@ import pathlib
 import re
 import tokenize
 
-import commands
-import pages
+from tests.helpers import commands, pages
 
 FOLDERS = ("dppo_jax", "tests", "experiments", "configs", "notebooks")
 FILES = {

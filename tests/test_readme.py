@@ -5,14 +5,12 @@ import pathlib
 import re
 import runpy
 
-import api_page
-import commands
-import pages
 import pytest
 
 from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from tests.helpers import api_page, commands, pages
 
 PAGES = pages.pages()
 COMMANDS = [
@@ -127,5 +125,5 @@ def test_targets_of_links_exist():
 
 def test_page_of_public_names_is_current():
   assert api_page.PAGE.read_text() == api_page.text(), (
-    "run: python tests/helpers/api_page.py"
+    "run: python -m tests.helpers.api_page"
   )

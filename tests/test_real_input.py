@@ -11,16 +11,15 @@ import json
 import pathlib
 import shutil
 
-import commands
 import numpy as np
 import pytest
-import sources
 
 from dppo_jax import evaluate, train
 from dppo_jax.data import PretrainedTokenizer
+from tests.helpers import commands, sources
 
 torch = pytest.importorskip("torch")
-import checkpoints  # noqa: E402
+from tests.helpers import checkpoints  # noqa: E402
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 if not DATA.is_dir():

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 
 from dppo_jax import rollout, sharding
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import decode, generate, sampling
+from tests.helpers import small
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives
@@ -12,6 +11,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.records import Selection
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import runtime_checks, select
+from tests.helpers import small
 
 SPEC = PackingSpec(row_length=24, rows_per_micro=2)
 

@@ -4,7 +4,6 @@ import io
 import json
 import re
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, resume
 from dppo_jax.run.setup import setup_run
+from tests.helpers import commands
 
 pytestmark = pytest.mark.slow
 

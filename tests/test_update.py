@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import small
 
 from dppo_jax import methods
 from dppo_jax.algo import objectives, policy_loss
@@ -20,6 +19,7 @@ from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update
 from dppo_jax.step.optimizer import make_optimizer
+from tests.helpers import small
 
 pytestmark = pytest.mark.slow
 

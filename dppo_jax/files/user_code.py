@@ -11,7 +11,8 @@ import traceback
 from dppo_jax.errors import UserError
 
 # Files whose lines do not help to find a mistake in user code.
-_INTERNAL = ("<frozen ", os.path.dirname(__file__), contextlib.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_INTERNAL = ("<frozen ", _PACKAGE, contextlib.__file__)
 
 
 def is_reference(text: str) -> bool:

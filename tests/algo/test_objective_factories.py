@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 
 from dppo_jax.algo import objectives, policy_loss
 from dppo_jax.errors import UserError
 from dppo_jax.records import Selection
+from tests.helpers import small
 
 EVERY = {name: make() for name, make in objectives.OBJECTIVES.items()}
 

@@ -3,12 +3,12 @@
 import re
 
 import numpy as np
-from problems import ARITHMETIC
 import pytest
 
 from dppo_jax import data
 from dppo_jax.data import CharacterTokenizer, arithmetic
 from dppo_jax.errors import UserError
+from tests.helpers.problems import ARITHMETIC
 
 
 def test_distinct_numbers_are_distinct_problems():

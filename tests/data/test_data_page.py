@@ -3,12 +3,11 @@
 import contextlib
 import io
 
-import commands
-import pages
 import pytest
 
 from dppo_jax.config import options
 from dppo_jax.run.setup import setup_run
+from tests.helpers import commands, pages
 
 ROWS = [{"problem": "1+2=", "answer": 3}, {"problem": "3+4=", "answer": 7}]
 PAGE = commands.ROOT / "dppo_jax" / "data" / "README.md"

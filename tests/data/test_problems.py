@@ -4,14 +4,14 @@ import itertools
 
 import jax
 import numpy as np
-from problems import ROWS, prepare, row
 import pytest
-from sources import write_jsonl
 
 from dppo_jax import data
 from dppo_jax.data import CharacterTokenizer
 from dppo_jax.data.problems import make_prompt, tokenize_solutions
 from dppo_jax.errors import UserError
+from tests.helpers.problems import ROWS, prepare, row
+from tests.helpers.sources import write_jsonl
 
 
 def problem_set(size):

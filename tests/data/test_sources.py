@@ -3,14 +3,19 @@
 import subprocess
 import sys
 
-from problems import ROWS, row
 import pytest
-from sources import write_jsonl, write_parquet, write_saved_dataset, write_tfds
 import tensorflow_datasets as tfds
 
 from dppo_jax import data
 from dppo_jax.data import sources
 from dppo_jax.errors import UserError
+from tests.helpers.problems import ROWS, row
+from tests.helpers.sources import (
+  write_jsonl,
+  write_parquet,
+  write_saved_dataset,
+  write_tfds,
+)
 
 
 def read(source, **options):

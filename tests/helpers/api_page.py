@@ -1,20 +1,20 @@
 """Writes dppo_jax/API.md: the public names with their signatures.
 
-python tests/helpers/api_page.py
+python -m tests.helpers.api_page
 """
 
 import enum
 import importlib
 import inspect
 
-import commands
+from tests.helpers import commands
 
 PAGE = commands.ROOT / "dppo_jax" / "API.md"
 PACKAGES = "algo methods records rng rollout models step rewards data config"
 _HEAD = """\
 # Public names
 
-Made by `python tests/helpers/api_page.py` from signatures and docstrings.
+Made by `python -m tests.helpers.api_page` from signatures and docstrings.
 `help(NAME)` has shapes, units, errors and sources; [README.md](README.md) shows
 the names in use.
 """

@@ -1,6 +1,6 @@
 """Kills a run repeatedly and compares its results to an undisturbed run.
 
-  python tests/helpers/kill.py --times=20 --seed=0 [--processes=2]
+  python -m tests.helpers.kill --times=20 --seed=0 [--processes=2]
 
 kills (SIGKILL) a small run at random moments and restarts it each time until it
 is done. Parameters, optimizer, prompt history, metrics, samples, TensorBoard
@@ -9,11 +9,11 @@ undisturbed run, and no checkpoint that it keeps may be missing. Then the same
 with SIGTERM, and with the latest checkpoint cut, emptied or with one bit
 flipped after each kill. Ten minutes on two cores.
 
-  python tests/helpers/kill.py --adapters
+  python -m tests.helpers.kill --adapters
 
 does so with adapters, the method greso and `checkpoint.best`.
 
-  python tests/helpers/kill.py --places
+  python -m tests.helpers.kill --places
 
 kills once at each of a few chosen places, destroys the weights of a step and
 fills the disk, as the tests do.
@@ -36,7 +36,6 @@ import tempfile
 import time
 import traceback
 
-import events
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -46,6 +45,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, compile_cache
 from dppo_jax.step import grade, programs, runtime_checks, train_step
+from tests.helpers import events
 
 STEPS = 6
 # Functions in which a run is killed, and at which call.

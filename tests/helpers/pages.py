@@ -6,7 +6,7 @@ import re
 import shlex
 import textwrap
 
-import commands
+from tests.helpers import commands
 
 # A fenced block, perhaps within a list, and its language.
 _BLOCK = re.compile(

@@ -2,7 +2,6 @@
 
 import functools
 
-from completions import groups_of
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from dppo_jax import methods
 from dppo_jax.methods.neyman import budget, rules
 from dppo_jax.records import Groups, StepCosts
+from tests.helpers.completions import groups_of
 
 RNG = np.random.default_rng(0)
 # 24 groups of 8, a third of them without variance.

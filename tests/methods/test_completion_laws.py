@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from prompts import EVERY
 import pytest
 
 from dppo_jax import methods
@@ -13,6 +12,7 @@ from dppo_jax.algo import advantages, designs, horvitz_thompson, invalid_probs
 from dppo_jax.methods import METHODS
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
+from tests.helpers.prompts import EVERY
 
 _relaxing = lambda step: jnp.minimum(0.4 + step.astype(jnp.float32), 1.0)
 _small = methods.drop_small_advantage

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-from completions import BINARY, VALUES, choose, draw, groups_of, normalized
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -13,6 +12,14 @@ import pytest
 
 from dppo_jax import methods
 from dppo_jax.algo import designs
+from tests.helpers.completions import (
+  BINARY,
+  VALUES,
+  choose,
+  draw,
+  groups_of,
+  normalized,
+)
 
 
 def _share_of(num):

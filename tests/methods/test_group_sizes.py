@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 
 from dppo_jax import algo, methods
 from dppo_jax.algo import objectives
@@ -15,6 +14,7 @@ from dppo_jax.methods.neyman import pass_rates
 from dppo_jax.records import Selection
 from dppo_jax.rng import StepRng
 from dppo_jax.step import select, update
+from tests.helpers import small
 
 PROB = np.array([0.5, 0.3, 0.2])  # of three completions of one prompt
 REWARD = np.array([1.0, 0.0, 0.25])

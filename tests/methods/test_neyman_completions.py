@@ -2,7 +2,6 @@
 
 import itertools
 
-from completions import BINARY, VALUES, choose, groups_of, many, normalized
 from hypothesis import given
 from hypothesis import strategies as st
 import jax.numpy as jnp
@@ -12,6 +11,14 @@ import pytest
 from dppo_jax import methods
 from dppo_jax.algo import designs
 from dppo_jax.methods.ranking import fixed_size, round_count
+from tests.helpers.completions import (
+  BINARY,
+  VALUES,
+  choose,
+  groups_of,
+  many,
+  normalized,
+)
 
 NEYMAN = many(methods.neyman_completions(0.4, min_prob=0.02))
 RNG = np.random.default_rng(0)

@@ -4,7 +4,10 @@ import math
 
 import jax
 import numpy as np
-from prompts import (
+import pytest
+
+from dppo_jax.methods.neyman import pass_rates
+from tests.helpers.prompts import (
   CANDIDATES,
   EASY,
   GRID_ERROR,
@@ -18,9 +21,6 @@ from prompts import (
   prob_of,
   seen,
 )
-import pytest
-
-from dppo_jax.methods.neyman import pass_rates
 
 NODE, WEIGHT = np.polynomial.legendre.leggauss(200)
 PASS_RATE, WEIGHT = (NODE + 1) / 2, WEIGHT / 2  # exact for these polynomials

@@ -5,7 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from prompts import (
+import pytest
+
+from dppo_jax import methods
+from tests.helpers.prompts import (
   CANDIDATES,
   DISHONEST,
   EASY,
@@ -25,9 +28,6 @@ from prompts import (
   seen,
   streaks,
 )
-import pytest
-
-from dppo_jax import methods
 
 
 @pytest.mark.parametrize("name", PROMPT_RULES)

@@ -8,10 +8,10 @@ import sys
 import termios
 import threading
 
-import commands
 import pytest
 
 from dppo_jax.metrics import progress
+from tests.helpers import commands
 
 # Less than a second of compiling, then five short steps.
 SHOW = """

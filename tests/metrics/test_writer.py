@@ -5,7 +5,6 @@ import shutil
 import sys
 from unittest import mock
 
-import events
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +13,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import health, progress, trackers, writer
 from dppo_jax.run import compile_cache
+from tests.helpers import events
 
 CONFIG = {"seed": 3, "method.args": {"a": "x"}}
 

@@ -4,13 +4,11 @@ import dataclasses
 import functools
 import json
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as stored
-import small
 
 from dppo_jax import rollout, sharding
 from dppo_jax.data.tokenizer import PretrainedTokenizer
@@ -19,6 +17,7 @@ from dppo_jax.models import hf, kv_cache, parameters, transformer
 from dppo_jax.models.config import LocalLayers, ModelConfig, drop_idle_window
 from dppo_jax.models.hf import families
 from dppo_jax.run import setup
+from tests.helpers import commands, small
 
 WITH_IMAGES = "Gemma3ForConditionalGeneration"
 LENGTHS = (37, 9)  # tokens of the prompts; windows have 5
@@ -151,8 +150,9 @@ def _older_names(path):
 def test_text_part_of_a_model_with_images(tmp_path, is_older):
   """Its logits and continuations, and those of its export."""
   torch = pytest.importorskip("torch")
-  import checkpoints
   import transformers
+
+  from tests.helpers import checkpoints
 
   source, out = tmp_path / "source", tmp_path / "out"
   theirs = checkpoints.write(source, WITH_IMAGES, num_key_value_heads=1)

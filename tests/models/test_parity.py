@@ -100,7 +100,7 @@ def assert_close(actual, expected):
 def checkpoint(request, tmp_path_factory):
   """`(path, logits of each sequence)` of a checkpoint by transformers."""
   pytest.importorskip("torch")
-  import checkpoints
+  from tests.helpers import checkpoints
 
   family, is_tied = request.param
   path = tmp_path_factory.mktemp(family)
@@ -159,7 +159,7 @@ def test_decoding_agrees_with_transformers(checkpoint):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_shards_become_float32_weights(tmp_path, dtype):
   pytest.importorskip("torch")
-  import checkpoints
+  from tests.helpers import checkpoints
 
   model = checkpoints.write(
     tmp_path, "Qwen2ForCausalLM", dtype=dtype, max_shard_size="10KB"
@@ -193,8 +193,9 @@ def test_transformers_loads_what_is_saved(checkpoint, tmp_path, has_source):
 
 def test_a_bfloat16_file_is_what_transformers_rounds(tmp_path):
   torch = pytest.importorskip("torch")
-  import checkpoints
   import transformers
+
+  from tests.helpers import checkpoints
 
   model = checkpoints.write(tmp_path / "a", is_tied=False)
   params, config = hf.load(tmp_path / "a")

@@ -2,7 +2,6 @@
 
 import sys
 
-import commands
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from dppo_jax.errors import UserError
 from dppo_jax.files import user_code
 from dppo_jax.rewards import Grader, RewardSpec, functions, parse
+from tests.helpers import commands
 
 
 @pytest.fixture(autouse=True)

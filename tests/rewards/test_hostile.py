@@ -4,12 +4,12 @@ The functions that run in the trainer's process grade all of them, `math` every
 fifth; experiments/07_grading grades all by all functions, which takes minutes.
 """
 
-import hostile
 import numpy as np
 import pytest
 
 from dppo_jax.rewards import Grader, last_boxed
 from dppo_jax.rewards.math_answers import MAX_CHARS, outcome
+from tests.helpers import hostile
 
 # What a completion of no value may count under: neither as an error of ours,
 # for which config.reward.on_error=stop would end the run, nor as nonfinite.
