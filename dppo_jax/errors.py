@@ -1,8 +1,16 @@
-"""The exception that ends a run in one line."""
+"""Exceptions that end a run: invalid input, or a callback's decision."""
 
 
 class UserError(ValueError):
   """Invalid input: an option, a file, a checkpoint or user code.
 
   `main` prints its message without a traceback, unlike for other exceptions.
+  """
+
+
+class StopTraining(Exception):
+  """Raised by a callback to end the run as if this step were its last.
+
+  The state is evaluated and saved, the report is written, and the program exits
+  with 0. The same command again continues the run.
   """

@@ -16,7 +16,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
-from dppo_jax.errors import UserError
+from dppo_jax.errors import StopTraining, UserError
 from dppo_jax.eval import estimators, eval_sets
 from dppo_jax.metrics import health, progress, report, samples
 from dppo_jax.metrics.writer import Silent, Writer
@@ -151,7 +151,7 @@ def _train(session: "_Session") -> None:
   gc.freeze()
   with (
     compile_cache.compilations() as compilations,
-    session.stop.after_step(),
+    session.stop.deferred(),
     session.writer.bar.steps("step", run.config.steps, first),
   ):
     for step in range(first, run.config.steps):  # see `TrainStep`
@@ -161,7 +161,8 @@ def _train(session: "_Session") -> None:
       batches = train_step.score(rng, state.params, batches)  # token weights
       state, updates = train_step.update(state, reference, batches)
       info = train_step.info(state, experience, batches, updates)
-      session.after_step(step + 1, state, info, len(compilations))
+      if session.after_step(step + 1, state, info, len(compilations)):
+        break
       compilations.clear()
 
 
@@ -176,6 +177,7 @@ class _Session:
   writer: Writer | Silent
   stop: signals.StopRequest
   callbacks: Sequence[Callback]
+  evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def begin(self) -> TrainState:
     """Makes, evaluates and saves a first state, or restores the latest one."""
@@ -191,9 +193,13 @@ class _Session:
 
   def after_step(
     self, done: int, state: TrainState, info: StepInfo, num_compiled: int
-  ) -> None:
-    """Logs and checks a step, then evaluates, saves and stops where due."""
-    self._log(done, state, info, num_compiled)
+  ) -> bool:
+    """Logs and checks a step, then evaluates, saves and stops where due.
+
+    Returns True if a callback has ended the run.
+    """
+    info = info._replace(evaluation=self.evaluation)
+    is_ended = self._log(done, state, info, num_compiled)
     runtime_checks.check_update(
       done,
       info.update.nonfinite_params,
@@ -202,7 +208,8 @@ class _Session:
       f"{max(x.info.diagnostics['weights/max'] for x in info.batches):.1f}",
     )
     config = self.run.config
-    is_last = done == config.steps
+    is_ended = any(distributed.gather(is_ended))
+    is_last = is_ended or done == config.steps
     is_best = False
     if is_last or _is_due(done, config.eval.every):
       is_best = self._evaluate(state, is_end=is_last)
@@ -212,15 +219,22 @@ class _Session:
       self._save(done, state)
     if stops and not is_last:
       raise KeyboardInterrupt
+    return is_ended
 
   def _log(
     self, done: int, state: TrainState, info: StepInfo, num_compiled: int
-  ) -> None:
-    """Writes the metrics and samples of a step, and calls the callbacks."""
-    values = info.metrics(self.grader.specs)
+  ) -> bool:
+    """Writes the metrics and samples of a step, and calls the callbacks.
+
+    Returns True if one of them ends the run.
+    """
+    values, is_ended = info.metrics(self.grader.specs), False
     values["update/compiles"] = num_compiled
     for callback in self.callbacks:
-      values = call(callback, values, done, info, state)
+      try:
+        values = call(callback, values, done, info, state)
+      except StopTraining:
+        is_ended = True
     x = info.summary
     groups = samples.with_outcomes(
       info.experience.samples, x.lengths, x.advantages, x.weights
@@ -253,6 +267,7 @@ class _Session:
       trained,
       f"{values['step/seconds']:.2f} s/step",
     )
+    return is_ended
 
   def _save(self, step: int, state: TrainState) -> None:
     with distributed.sharing_errors():
@@ -288,6 +303,7 @@ class _Session:
     with distributed.sharing_errors():
       if values:
         self.writer.write(step, values)
+    self.evaluation = values
     return self.checkpoints.is_best(step, values)
 
   def _complete(

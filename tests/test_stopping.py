@@ -32,7 +32,7 @@ try:
         gc.collect()
         for _ in range(10**6):
           pass
-    with stop.after_step():
+    with stop.deferred():
       print("begun", flush=True)
       if how == "busy":
         re.match(r"(a+)+$", "a" * 60 + "b")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import config, methods, train
+from dppo_jax.errors import StopTraining
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
@@ -365,6 +366,29 @@ def test_dynamic_sampling_draws_until_it_is_full_and_resumes(
   b = _final_state(tmp_path / "stopped", c)
   assert a.draws > a.step == 4
   chex.assert_trees_all_equal(a, b)
+
+
+def test_a_callback_ends_the_run_as_its_last_step(uninterrupted, tmp_path):
+  """It sees the last evaluation; the same command continues."""
+  seen = []
+
+  def end_after_two(step, info, state):
+    seen.append(dict(info.evaluation))
+    if step == 2:
+      raise StopTraining
+
+  c = _config(**{"sft.from_run": str(uninterrupted), "eval.every": 1})
+  train.run(c, tmp_path, [end_after_two])
+  steps = [m["step"] for m in _metrics(tmp_path) if "reward/mean" in m]
+  assert steps == [1, 2] and (tmp_path / "report.md").exists()
+  last = [m for m in _metrics(tmp_path) if "eval/accuracy" in m][-1]
+  assert last["step"] == 2 and "eval/greedy_accuracy" in last
+  assert [x["eval/accuracy"] for x in seen] == [
+    m["eval/accuracy"] for m in _metrics(tmp_path) if "eval/accuracy" in m
+  ][:2]
+  train.run(c, tmp_path)
+  steps = [m["step"] for m in _metrics(tmp_path) if "reward/mean" in m]
+  assert steps == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("named, step", [("", 0), ("@2", 2)])

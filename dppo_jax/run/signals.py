@@ -20,7 +20,7 @@ class StopRequest:
   _is_deferred = False
 
   @contextlib.contextmanager
-  def after_step(self) -> Iterator[None]:
+  def deferred(self) -> Iterator[None]:
     """Makes a signal set `is_requested`, for the body to check and to raise."""
     self._is_deferred = True
     try:

@@ -1,7 +1,8 @@
 """Results of the stages of a step, and its metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import statistics
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,7 @@ class StepInfo(NamedTuple):
     updates: result of each update on the rollout.
     mini_batches: parts of the rollout; each is in every so many batches.
     scalars: further metrics by name, such as the seconds of the stages.
+    evaluation: metrics of the last evaluation before the step, by name.
   """
 
   experience: Experience
@@ -71,6 +73,7 @@ class StepInfo(NamedTuple):
   updates: Sequence[UpdateInfo]
   mini_batches: int
   scalars: dict[str, float]
+  evaluation: Mapping[str, float] = types.MappingProxyType({})
 
   @property
   def update(self) -> UpdateInfo:

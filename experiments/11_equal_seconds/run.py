@@ -111,8 +111,7 @@ class Pool:
     try:
       processes.execute([*command, *flags], {core}, log, env)
     except subprocess.CalledProcessError as error:
-      if error.returncode != 130:  # that of a run which was asked to end
-        raise RuntimeError(log.read_text()[-2000:]) from error
+      raise RuntimeError(log.read_text()[-2000:]) from error
     finally:
       self._free.put(core)
 
