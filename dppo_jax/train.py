@@ -158,7 +158,7 @@ def _train(session: "_Session") -> None:
       rng = rng_at(root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
       batches = train_step.select(rng, experience, state)  # one per update
-      batches = train_step.score(rng, state.params, batches)  # token weights
+      batches = train_step.score(rng, state.params, batches)  # tokens
       state, updates = train_step.update(state, reference, batches)
       info = train_step.info(state, experience, batches, updates)
       if session.after_step(step + 1, state, info, len(compilations)):

@@ -103,7 +103,7 @@ def _draws(method, objective, is_weighted=True, part=0, num_parts=1):
       None,
       method=method._replace(tokens=tokens),
       objective=objective,
-      samples_policy=False,
+      replaces_old=False,
     )
     return chosen[0], batch
 
@@ -409,7 +409,7 @@ def test_keeping_all_is_bit_identical_to_grpo(method):
         stats,
         method=method,
         objective=objective,
-        samples_policy=True,
+        replaces_old=False,
       )
     return batch, num_micro
 

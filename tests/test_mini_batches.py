@@ -96,7 +96,7 @@ def _score(params, batch, num_micro, config):
     stats,
     method=methods.grpo(),
     objective=config.objective,
-    samples_policy=False,
+    replaces_old=True,
   )
   return batch
 

@@ -17,7 +17,7 @@ from dppo_jax.metrics import health
 from dppo_jax.models.config import LocalLayers
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import choose_tokens, select, update
+from dppo_jax.step import choose_tokens, select, tokens, update
 from dppo_jax.step.optimizer import make_optimizer
 from tests.helpers import small
 
@@ -160,7 +160,7 @@ def _score(params, batch, num_micro):
     stats,
     method=methods.grpo(),
     objective=ACTIVE,
-    samples_policy=False,
+    replaces_old=True,
   )
   return batch
 
@@ -205,6 +205,37 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
     return total
 
   _assert_close(actual.grad, jax.grad(likelihood)(small.params()))
+
+
+@pytest.mark.parametrize(
+  ("cap", "inner_updates", "is_needed"), [(0.0, 2, False), (2.0, 1, False)]
+)
+def test_no_pass_computes_old_logprobs_that_are_known(
+  cap, inner_updates, is_needed
+):
+  config = _config(objectives.grpo(sampler_cap=cap), inner_updates)
+  assert tokens.is_needed(methods.grpo(), config) == is_needed
+
+
+def test_a_sampler_is_corrected_for_before_several_updates():
+  """The trainer's probabilities are 1.05 and 1.5 times the sampler's."""
+  config = _config(objectives.grpo(sampler_cap=1.2), inner_updates=2)
+  batch, num_micro, *_ = _select(small.rollout(small.prompts()))
+  stats = update.score(small.params(), config, batch, num_micro)
+  for ratio, want in ((1.05, 1.05), (1.5, 1.2)):
+    sampled = batch.replace(old_logprobs=stats.logprobs - np.log(ratio))
+    scored, _ = tokens.score(
+      RNG,
+      small.params(),
+      sampled,
+      num_micro,
+      method=methods.grpo(),
+      config=config,
+    )
+    is_used = np.asarray(batch.is_trained & (batch.weights != 0))
+    np.testing.assert_allclose(
+      scored.weights[is_used], want * batch.weights[is_used], rtol=1e-4
+    )
 
 
 def _state(optimizer):

@@ -28,8 +28,8 @@ def sum_with_signs(
   completions. One loop does both, so that nothing is compiled twice.
 
   Args:
-    sum_up: `(weights [M, R, L], end) -> sums`, with the gradient as `grad`, of
-      the first `end` micro-batches.
+    sum_up: `(weights [M, R, L], num) -> sums`, with the gradient as `grad`, of
+      the first `num` micro-batches.
     batch: micro-batches `[M, R, L]`.
     num_micro: micro-batches in use.
   Returns:

@@ -1,8 +1,8 @@
 """The compiled stages of a step: functions, abstract arguments, shardings.
 
 Each stage is declared once, in `declare`: its arguments are the positional
-parameters of its function. A table of abstract values gives each argument and
-each result, by its name, its shape and sharding.
+parameters of its function. Shapes and shardings of arguments and results are
+looked up by name in one table.
 """
 
 from collections.abc import Callable

@@ -76,7 +76,8 @@ def select(
   """Chooses, weights and packs the completions of one update.
 
   Advantages come from all completions of the rollout. If beta is 0, one of zero
-  advantage has no gradient and gets no row; the loss denominator counts it.
+  advantage has no gradient and gets no row, unless the method trains on it; the
+  loss denominator counts it.
 
   Args:
     costs: timings of earlier steps, for methods that read them.
@@ -89,7 +90,7 @@ def select(
     and a summary of each completion of the part.
   """
   if overlong_tokens:
-    rewards += overlong_penalty(
+    rewards = rewards + overlong_penalty(
       rollout.lengths, rollout.tokens.shape[2], overlong_tokens
     )
   # From all that were sampled, before any is dropped.
@@ -161,12 +162,14 @@ def make_groups(
   costs: StepCosts | None = None,
 ) -> Groups:
   """Builds the input of a completion rule."""
+  # A prompt that was not kept may have any probability, 0 too.
+  prob = jnp.where(rollout.kept.keep, rollout.kept.prob, 1.0)
   return Groups(
     rewards,
     advantages,
     rollout.lengths,
     is_needed=adds_gradient(rollout, advantages, objective),
-    scale=token_scale(rollout, objective) / rollout.kept.prob[:, None],
+    scale=token_scale(rollout, objective) / prob[:, None],
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
   )

@@ -28,19 +28,20 @@ class StepSpec:
     objective: loss of a token, and advantages.
     packing: shape of a micro-batch.
     sampling: options of sampling a completion.
-    optimizer: optimizer of the policy; None if it is not trained.
+    optimizer: optimizer of the policy; None if nothing is trained.
     num_problems: `M`, problems in the training set.
     prompt_tokens: `P`, the width of a batch of prompts.
     num_prompts: `N`, prompts drawn for a rollout.
     group_size: `G`, completions of each prompt.
     num_slots: completions that each device decodes at once; 0 for all.
-    draft_tokens: tokens that a decode step guesses; -1 tries it and keeps what
-      is faster.
+    draft_tokens: tokens guessed in each decode step; -1 compiles rollouts with
+      and without, and uses the faster.
     rollout_dtype: dtype of rollouts; empty for the model's.
     shard_weights: True if rollouts gather sharded weights layer by layer.
     overlong_tokens: length of the soft overlong ramp, in tokens; 0 for none.
     inner_updates: passes over one rollout.
-    mini_batches: parts of a rollout, each an update of every pass.
+    mini_batches: parts of a rollout, each an update of every pass. Update
+      number `i`, and its batch, have part `i % mini_batches`.
   """
 
   mesh: jax.sharding.Mesh
@@ -95,7 +96,7 @@ class StepSpec:
       temperature=self.sampling.temperature,
       inner_updates=self.inner_updates,
       mini_batches=self.mini_batches,
-      samples_policy=self.sampler.dtype == self.model.dtype
+      sampler_is_policy=self.sampler.dtype == self.model.dtype
       and not self.sampling.top_k
       and self.sampling.top_p == 1,
       clip_norm=self.optimizer.clip_norm,

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
   rows: PackedBatch
   num_micro: jax.Array | float
-  denominator: np.ndarray
+  denominator: np.floating
   info: SelectInfo
   summary: CompletionSummary
   score_info: ScoreInfo | None = None
@@ -63,7 +63,7 @@ class StepInfo(NamedTuple):
   Attributes:
     batches: what each update trained on.
     updates: result of each update on the rollout.
-    mini_batches: parts of the rollout; each is in every so many batches.
+    mini_batches: parts of a rollout; batch `i` has part `i % mini_batches`.
     scalars: further metrics by name, such as the seconds of the stages.
     evaluation: metrics of the last evaluation before the step, by name.
   """
@@ -110,8 +110,9 @@ class StepInfo(NamedTuple):
 def combined(updates: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
   """Combines the metrics of the updates on a rollout.
 
-  Counts are added up over the parts of the rollout; a largest or smallest value
-  stays one; others are averaged over the updates.
+  Those in `_SUMS` are added up over a pass, those in `_FIRST` and `_LAST` are
+  of one update, and names that end in max or min keep the extreme. Others are
+  means over the updates.
   """
   if len(updates) == 1:
     return dict(updates[0])

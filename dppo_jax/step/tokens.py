@@ -28,7 +28,7 @@ class ScoreInfo(struct.PyTreeNode):
 def needs_stats(method: Method, config: update.UpdateConfig) -> bool:
   """Returns True if a step takes another forward pass before its update."""
   is_read = method.tokens is not None and method.tokens.needs_stats
-  return is_read or not (config.is_on_policy or config.samples_policy)
+  return is_read or config.needs_old_logprobs
 
 
 def is_needed(method: Method, config: update.UpdateConfig) -> bool:
@@ -55,7 +55,7 @@ def score(
     stats,
     method=method,
     objective=config.objective,
-    samples_policy=config.is_on_policy or config.samples_policy,
+    replaces_old=config.needs_old_logprobs,
   )
 
 
@@ -66,7 +66,7 @@ def choose_tokens(
   *,
   method: Method,
   objective: policy_loss.Objective,
-  samples_policy: bool,
+  replaces_old: bool,
 ) -> tuple[PackedBatch, ScoreInfo]:
   """Weights the tokens that the method chooses; the others get weight 0.
 
@@ -74,9 +74,9 @@ def choose_tokens(
 
   Args:
     stats: statistics of the batch under the policy to train, if computed.
-    samples_policy: if False, the log-probabilities of `stats` become the
-      batch's old ones, and the objective's correction for their difference from
-      the sampler's is applied to the weights.
+    replaces_old: True if the log-probabilities of `stats` become the batch's
+      old ones, and the objective's correction for their difference from the
+      sampler's is applied to the weights.
   """
   weights, num_invalid = batch.weights, jnp.float32(0)
   if method.tokens:
@@ -85,7 +85,7 @@ def choose_tokens(
     num_invalid = invalid_probs(chosen.replace(keep=keep))
     weights = jnp.where(keep, weights / jnp.where(keep, chosen.prob, 1.0), 0.0)
   sampler_ratio = jnp.float32(0)
-  if stats is not None and not samples_policy:
+  if replaces_old:
     log_ratio = jnp.abs(stats.logprobs - batch.old_logprobs)
     sampler_ratio = jnp.where(batch.is_trained, log_ratio, 0.0).max()
     if objective.sampler_cap:

@@ -34,7 +34,10 @@ class TrainStep:
   `step/collect.py`, and completions in `step/select.py`, by rules of
   `methods/`, which is where a new method goes; `algo/weights.py` weights them.
   A slot gets its next completion in `rollout/decode.py`, `refill`. The loss of
-  a token is in `algo/objectives.py`, called by `algo/policy_loss.py`.
+  a token is in `algo/objectives.py`, called by `algo/policy_loss.py`; the
+  gradient is divided in `step/update.py`, `apply_gradient`. With several
+  updates on a rollout each has its own draw, and ratios are to the sampler's
+  log-probabilities, or to those that `score` computes.
 
   Args:
     problems: training set.
@@ -177,7 +180,9 @@ class TrainStep:
     """
     spec, rng = self._spec, rng.at(Stage.COMPLETIONS)
     costs = self._costs(state)
-    completions = np.array(experience.num_prompts, np.float32) * spec.group_size
+    num_prompts = np.float32(experience.num_prompts)
+    num_completions = num_prompts * np.float32(spec.group_size)
+    denominator = num_completions / np.float32(spec.mini_batches)
     batches = []
     for number in range(spec.num_updates):
       rows, num_micro, info, summary = self._timed(
@@ -191,7 +196,6 @@ class TrainStep:
       )
       info = jax.device_get(info)
       runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
-      denominator = completions / np.float32(spec.mini_batches)
       batches.append(Batch(rows, num_micro, denominator, info, summary))
     return batches
 
@@ -199,6 +203,9 @@ class TrainStep:
     self, rng: StepRng, params: parameters.Params, batches: Sequence[Batch]
   ) -> Sequence[Batch]:
     """Computes old log-probabilities and chooses tokens, where needed.
+
+    There is such a stage if the method chooses tokens, or if there are several
+    updates on a rollout and the sampler may differ from the policy.
 
     Args:
       params: weights before the first update on the rollout.

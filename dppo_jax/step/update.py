@@ -35,9 +35,9 @@ class UpdateConfig(NamedTuple):
       measures no gradient noise.
     momentum: decay of the optimizer's first moment, `mu`; 0 if it has none or
       is unknown, which leaves the noise scale unknown.
-    samples_policy: True if the sampler draws from the policy as the trainer
-      computes it, in one dtype and without top_k or top_p: then the
-      log-probabilities in the batch are the old ones of every update.
+    sampler_is_policy: True if the sampler draws from the policy as the trainer
+      computes it, in one dtype and without top_k or top_p. Its own
+      log-probabilities then serve as the old ones of several updates.
   """
 
   model: ModelConfig
@@ -49,7 +49,7 @@ class UpdateConfig(NamedTuple):
   clip_norm: float = float("inf")
   noise_every: int = 0
   momentum: float = 0.0
-  samples_policy: bool = True
+  sampler_is_policy: bool = True
 
   @property
   def num_updates(self) -> int:
@@ -60,10 +60,18 @@ class UpdateConfig(NamedTuple):
   def is_on_policy(self) -> bool:
     """True if a rollout has one update.
 
-    The current log-probabilities, held constant, are then the old ones; those
-    in the batch only measure the sampler.
+    The current log-probabilities, held constant, are then the old ones.
     """
     return self.num_updates == 1
+
+  @property
+  def needs_old_logprobs(self) -> bool:
+    """True if the old log-probabilities take a pass before the first update.
+
+    A correction for the sampler compares them with the sampler's own.
+    """
+    is_known = self.sampler_is_policy and not self.objective.sampler_cap
+    return not (self.is_on_policy or is_known)
 
 
 class UpdateInfo(struct.PyTreeNode):
@@ -98,7 +106,7 @@ class GradSums(NamedTuple):
   Attributes:
     grad: gradient of the loss sum by the trainable weights.
     sums: token sums to log: `loss tokens clipped kl logprob entropy`.
-    log_ratio: the largest |log(policy / sampler)| of any trained token.
+    log_ratio: the largest |log(policy / old)| of any trained token.
     load: of each layer's experts; None for a dense model.
     num_read: positions that the model read, without padding.
   """
@@ -206,7 +214,7 @@ def add_gradient(
         logprobs(reference, config, rows, is_chosen)
       )
     weights, cap = rows.weights, config.objective.sampler_cap
-    if cap and config.is_on_policy:  # else `tokens.choose_tokens` applied it
+    if cap and config.is_on_policy:  # else by `tokens.choose_tokens`
       weights *= policy_loss.sampler_correction(new, rows.old_logprobs, cap)
     loss, info = policy_loss.surrogate(
       config.objective,
@@ -270,7 +278,7 @@ def apply_gradient(
   applied too: skipping it would bias the steps towards draws with a gradient.
 
   Args:
-    denominator: the loss denominator, in completions of the unpruned batch.
+    denominator: the loss denominator, in completions before pruning.
   """
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
   params = lora.trainable(state.params)
@@ -330,18 +338,18 @@ def update(
     batch: micro-batches `[M, R, L]`.
     num_micro: micro-batches in use.
     denominator: loss denominator of the update, in completions before pruning.
-    number: earlier updates on the same rollout.
+    number: index of this update among those on the rollout.
     rng, select_info: randomness and properties of the batch that gradient noise
       is measured with; needed if `config.noise_every` is not 0.
   """
 
-  def sum_up(weights, end):
+  def sum_up(weights, num):
     rows = batch.replace(weights=weights)
-    return sum_gradients(rows, end, state.params, reference, config)
+    return sum_gradients(rows, num, state.params, reference, config)
 
   if config.noise_every:
     is_due = (state.step % config.noise_every == 0) & (number == 0)
-    sums, ratio = measure_noise.sum_with_signs(
+    sums, norm_factor = measure_noise.sum_with_signs(
       sum_up, batch, num_micro, rng.key, is_due
     )
     product = measure_noise.product_with_momentum(
@@ -360,7 +368,7 @@ def update(
       state.noise,
       info.grad_norm,
       product,
-      ratio * terms.sum_squares / denominator**2,
+      norm_factor * terms.sum_squares / denominator**2,
       terms,
       config.clip_norm,
       config.momentum,

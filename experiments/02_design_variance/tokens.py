@@ -104,7 +104,7 @@ def choices(sampled: Batch, method: methods.Method):
       stats,
       method=method,
       objective=objective,
-      samples_policy=True,
+      replaces_old=False,
     )
 
   return select, choose
