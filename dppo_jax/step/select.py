@@ -86,14 +86,13 @@ def select(
     overlong_tokens: length of the soft overlong ramp, in tokens.
     num_parts: mini-batches of the rollout.
   Returns:
-    Micro-batches `[M, R, L]`, the number of them in use, information to log,
-    and a summary of each completion of the part.
+    Micro-batches `[M, R, L]`, how many are in use, information to log, and a
+    summary of the part's completions.
   """
   if overlong_tokens:
     rewards = rewards + overlong_penalty(
       rollout.lengths, rollout.tokens.shape[2], overlong_tokens
     )
-  # From all that were sampled, before any is dropped.
   advantages = make_advantages(rewards, rollout.lengths > 0, objective)
   groups = make_groups(rollout, rewards, advantages, objective, costs)
   scale = token_scale(rollout, objective)
