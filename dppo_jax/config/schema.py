@@ -177,7 +177,9 @@ class SftConfig:
   """Supervised fine-tuning before the first rollout."""
 
   steps: int = option(0, "number of updates; 0: none")
-  from_run: str = option("", "RUN or RUN@STEP whose weights to start from")
+  from_run: str = option(
+    "", "RUN, for its weights at step 0, or RUN@STEP, to start from"
+  )
 
   @property
   def needs_solutions(self) -> bool:
