@@ -1,13 +1,12 @@
 """A run that is killed at any point and resumed equals an undisturbed run."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers import kill
+from tests.helpers import commands, kill
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +17,8 @@ def test_killed_run_ends_bit_identical():
   Runs in its own process, because forking is unsafe once JAX has a device.
   """
   done = subprocess.run(
-    [sys.executable, pathlib.Path(kill.__file__), "--places"],
+    [sys.executable, "-m", kill.__name__, "--places"],
+    cwd=commands.ROOT,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
     capture_output=True,
     check=False,

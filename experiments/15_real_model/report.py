@@ -146,7 +146,7 @@ def draw(rows: Sequence[dict]) -> figures.Figure:
     ylabel=f"sampled accuracy, mean of {WINDOW} steps",
     title="SmolLM2-135M-Instruct on one-step problems, three seeds each",
   )
-  axis.legend()
+  axis.legend(loc="lower right")
   return figure
 
 
