@@ -83,7 +83,8 @@ def run() -> None:
       file=sys.stderr,
       flush=True,
     )
-    os._exit(1)  # at once: JAX would wait for the other process
+    # At once: JAX would wait for the other process.
+    os._exit(os.EX_TEMPFAIL)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ main.run()
 
 def test_loss_of_another_process_ends_in_one_line():
   codes, errors = _join([0, 1], program=_LOSE)
-  assert codes == [1, -signal.SIGKILL]
+  assert codes == [os.EX_TEMPFAIL, -signal.SIGKILL]
   line = errors[0].splitlines()[-1]
   assert line.startswith("error: another process has ended or cannot be reac")
 
@@ -334,6 +334,21 @@ def test_skypilot_launch_passes_the_three_flags():
   assert task["num_nodes"] > 1
   flags = re.findall(r"--(coordinator|num_processes|process_id)=", task["run"])
   assert flags == ["coordinator", "num_processes", "process_id"]
+
+
+def test_gke_restarts_what_was_stopped_or_lost_a_process_and_no_error():
+  jobset = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
+  (job,) = jobset["spec"]["replicatedJobs"]
+  spec = job["template"]["spec"]
+  assert spec["parallelism"] == spec["completions"]
+  (rule,) = spec["podFailurePolicy"]["rules"]
+  codes = rule["onExitCodes"]
+  assert rule["action"] == "FailJob"
+  assert codes["operator"] == "In"
+  assert 1 in codes["values"]
+  assert not {os.EX_TEMPFAIL, 130, 134, 137, 143} & set(codes["values"])
+  (container,) = spec["template"]["spec"]["containers"]
+  assert codes["containerName"] == container["name"]
 
 
 def test_exit_code_is_that_of_a_failing_process():

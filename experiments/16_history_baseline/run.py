@@ -173,7 +173,9 @@ def train(cell: Cell, workdir: pathlib.Path) -> dict:
     like = abstract_values.abstract_params(run.spec)
     with checkpoint.Checkpoints(workdir, read_only=True) as warm:
       params = warm.restore_params(0, like)
-    reference = jax.tree.map(jnp.copy, params) if run.spec.has_reference else None
+    reference = (
+      jax.tree.map(jnp.copy, params) if run.spec.has_reference else None
+    )
     state = abstract_values.new_train_state(run.spec, params)
     for number in range(task.completions // size + 1):
       if number * size % task.every == 0:

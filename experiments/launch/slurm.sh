@@ -35,7 +35,7 @@ srun --kill-on-bad-exit=1 bash -c 'exec "${PYTHON:-python}" -m dppo_jax.main \
   --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \
   --process_id="$SLURM_PROCID" "$@"' main "$@"
 code=$?
-if [ "$code" = 130 ]; then
+if [ "$code" = 130 ] || [ "$code" = 75 ]; then # stopped, or lost a process
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -2,19 +2,18 @@
 # A run on a TPU slice of several hosts, by queued resources of Google Cloud.
 #
 #   export NAME=dppo ZONE=europe-west4-b TYPE=v5litepod-16 \
-#     VERSION=v2-alpha-tpuv5-lite SHARE=10.0.0.2:/runs
+#     VERSION=v2-alpha-tpuv5-lite
 #   ./tpu_pod.sh create         # waits in the queue
-#   ./tpu_pod.sh setup          # mounts SHARE, copies the clone, installs it
-#   ./tpu_pod.sh run --config=configs/gsm8k.py --config.model.path=/share/MODEL \
-#     --config.mesh.data=-1 --workdir=/share/my_run
+#   ./tpu_pod.sh setup          # copies the clone to every host, installs it
+#   ./tpu_pod.sh run [NAME=VALUE] --config=configs/gsm8k.py \
+#     --config.mesh.data=-1 --workdir=gs://BUCKET/my_run
 #   ./tpu_pod.sh log            # of the first host, which alone prints
 #   ./tpu_pod.sh stop           # saves after the step; `run` again resumes
 #   ./tpu_pod.sh delete
 #
-# SHARE is an NFS export that the slice's network reaches, such as a Filestore
-# instance: --workdir must be one directory for all hosts. SPOT=1 asks for spot
-# capacity: when that is taken back, `delete`, `create`, `setup` and the same
-# `run` resume from the latest checkpoint.
+# SPOT=1 asks for spot capacity: when that is taken back, `delete`, `create`,
+# `setup` and the same `run` resume from the latest checkpoint. tpu_vm.md starts
+# with an empty project.
 #
 # Source: cloud.google.com/tpu/docs, "Manage queued resources", "Run JAX code on
 # TPU slices"; the reference of `gcloud compute tpus`.
@@ -51,11 +50,6 @@ create() {
 }
 
 setup() {
-  : "${SHARE:?an NFS export, HOST:/PATH}"
-  on_hosts all "sudo apt-get update -q && sudo apt-get install -y nfs-common &&
-    sudo mkdir -p /share &&
-    (mountpoint -q /share || sudo mount -t nfs $SHARE /share) &&
-    sudo chown \$(id -u) /share"
   tar -C "$CLONE" --exclude=./.git --exclude=./runs -czf /tmp/dppo_jax.tar.gz .
   gcloud compute tpus tpu-vm scp /tmp/dppo_jax.tar.gz "$NAME":dppo_jax.tar.gz \
     --zone="$ZONE" --worker=all
@@ -63,13 +57,18 @@ setup() {
   on_hosts all "mkdir -p dppo_jax && tar -C dppo_jax -xzf dppo_jax.tar.gz &&
     curl -LsSf https://astral.sh/uv/install.sh | sh &&
     .local/bin/uv venv --clear --python 3.12 dppo_jax/.venv &&
-    .local/bin/uv pip install --python dppo_jax/.venv -e 'dppo_jax[tpu]'"
+    .local/bin/uv pip install --python dppo_jax/.venv -e 'dppo_jax[tpu,gcs]'"
 }
 
 run() {
+  local env=()
+  while [[ ${1:-} == [A-Z]*=* ]]; do # of the environment, such as HF_TOKEN
+    env+=("$(printf %q "$1")")
+    shift
+  done
   # Detached, so that the run outlives the connection.
   on_hosts all "cd dppo_jax &&
-    (setsid nohup .venv/bin/python -m dppo_jax.main$(printf ' %q' "$@") \
+    (${env[*]:-} setsid nohup .venv/bin/python -m dppo_jax.main$(printf ' %q' "$@") \
       >> ~/dppo.log 2>&1 < /dev/null & echo \$! > ~/dppo.pid)"
 }
 
