@@ -1,4 +1,4 @@
-r"""SmolLM2-135M-Instruct on word problems of two steps, after configs/smollm2.py.
+r"""SmolLM2-135M-Instruct on word problems of two steps, after smollm2.py.
 
   python -m dppo_jax.main --config=configs/smollm2.py
   python -m dppo_jax.main --config=configs/smollm2_words.py
@@ -14,8 +14,9 @@ Expect the accuracy on 100 held-out problems, sampled, to go from 0.06 before
 both runs to 0.34 and above 0.6 (experiments/15_real_model).
 """
 
-from dppo_jax.config import Config
 from dppo_jax.configs import smollm2
+
+from dppo_jax.config import Config
 
 
 def get_config(method: str = "dppo") -> Config:
