@@ -1,7 +1,7 @@
 #!/bin/bash
 # A run on a TPU slice of several hosts, by queued resources of Google Cloud.
 #
-#   export NAME=dppo ZONE=europe-west4-b TYPE=v5litepod-16 \
+#   export NAME=dppo ZONE=europe-west4-b TYPE=v5litepod-8 \
 #     VERSION=v2-alpha-tpuv5-lite
 #   ./tpu_pod.sh create         # waits in the queue
 #   ./tpu_pod.sh setup          # copies the clone to every host, installs it
@@ -12,8 +12,9 @@
 #   ./tpu_pod.sh delete
 #
 # SPOT=1 asks for spot capacity: when that is taken back, `delete`, `create`,
-# `setup` and the same `run` resume from the latest checkpoint. tpu_vm.md starts
-# with an empty project.
+# `setup` and the same `run` resume from the latest checkpoint. A slice of several
+# hosts also needs SHARE=HOST:/PATH, an NFS export where they write checkpoints
+# before these are copied to the bucket. tpu_vm.md starts with an empty project.
 #
 # Source: cloud.google.com/tpu/docs, "Manage queued resources", "Run JAX code on
 # TPU slices"; the reference of `gcloud compute tpus`.
@@ -50,6 +51,12 @@ create() {
 }
 
 setup() {
+  if [ -n "${SHARE:-}" ]; then
+    on_hosts all "sudo apt-get update -q && sudo apt-get install -y nfs-common &&
+      sudo mkdir -p /share &&
+      (mountpoint -q /share || sudo mount -t nfs $SHARE /share) &&
+      sudo chown \$(id -u) /share"
+  fi
   tar -C "$CLONE" --exclude=./.git --exclude=./runs -czf /tmp/dppo_jax.tar.gz .
   gcloud compute tpus tpu-vm scp /tmp/dppo_jax.tar.gz "$NAME":dppo_jax.tar.gz \
     --zone="$ZONE" --worker=all
@@ -61,7 +68,7 @@ setup() {
 }
 
 run() {
-  local env=()
+  local env=(${SHARE:+XDG_CACHE_HOME=/share/cache})
   while [[ ${1:-} == [A-Z]*=* ]]; do # of the environment, such as HF_TOKEN
     env+=("$(printf %q "$1")")
     shift
