@@ -13,6 +13,9 @@ import jax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 import numpy as np
 
+Scalar = Float[Array, ""]
+IntScalar = Int[Array, ""]
+
 
 class Selection(struct.PyTreeNode):
   """A choice, with the inclusion probability of every item.
@@ -60,8 +63,8 @@ class Rollout(struct.PyTreeNode):
   lengths: Int[Array, "Q G"]
   is_stopped: Bool[Array, "Q G"] | None = None
   kept: Selection | None = None
-  slot_steps: Int[Array, ""] | None = None
-  busy_steps: Int[Array, ""] | None = None
+  slot_steps: IntScalar | None = None
+  busy_steps: IntScalar | None = None
 
 
 class StepCosts(struct.PyTreeNode):
@@ -84,13 +87,13 @@ class StepCosts(struct.PyTreeNode):
     num_updates: updates on a rollout.
   """
 
-  noise_fraction: Float[Array | np.ndarray, ""]
-  micro_seconds: Float[Array | np.ndarray, ""]
-  micro_tokens: Float[Array | np.ndarray, ""]
-  other_seconds: Float[Array | np.ndarray, ""]
-  within_fraction: Float[Array | np.ndarray, ""]
-  group_size: Float[Array | np.ndarray, ""]
-  num_updates: Float[Array | np.ndarray, ""]
+  noise_fraction: Scalar | np.ndarray
+  micro_seconds: Scalar | np.ndarray
+  micro_tokens: Scalar | np.ndarray
+  other_seconds: Scalar | np.ndarray
+  within_fraction: Scalar | np.ndarray
+  group_size: Scalar | np.ndarray
+  num_updates: Scalar | np.ndarray
 
 
 class Groups(struct.PyTreeNode):
@@ -127,9 +130,9 @@ class NoiseTerms(struct.PyTreeNode):
     group_size: mean number of completions of a prompt.
   """
 
-  added_variance: Float[Array, ""]
-  sum_squares: Float[Array, ""]
-  group_size: Float[Array, ""]
+  added_variance: Scalar
+  sum_squares: Scalar
+  group_size: Scalar
 
 
 class CompletionSummary(struct.PyTreeNode):
@@ -199,8 +202,8 @@ class TrainState(struct.PyTreeNode):
     noise: a `gradient_noise.Noise`; None if the method measures none.
   """
 
-  step: Int[Array, ""]
-  draws: Int[Array, ""]
+  step: IntScalar
+  draws: IntScalar
   params: PyTree[jax.Array]
   opt_state: PyTree
   history: PyTree

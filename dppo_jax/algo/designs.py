@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from dppo_jax.records import IntScalar
+
 GRID = 2**20
 
 
 def water_filling(
-  size_measure: Float[Array, "M"],
-  n: int | Int[Array, ""],
-  min_prob: float = 0.0,
+  size_measure: Float[Array, "M"], n: int | IntScalar, min_prob: float = 0.0
 ) -> Float[Array, "M"]:
   """Probabilities that sum to `n`, proportional to size within their bounds.
 
@@ -64,9 +64,7 @@ def water_filling(
   return to_grid(filled(low), n)
 
 
-def to_grid(
-  prob: Float[Array, "M"], n: int | Int[Array, ""]
-) -> Float[Array, "M"]:
+def to_grid(prob: Float[Array, "M"], n: int | IntScalar) -> Float[Array, "M"]:
   """Probabilities rounded to multiples of `1 / GRID` whose exact sum is `n`.
 
   Probabilities of 0 and 1 do not change and others stay between the two. They
@@ -101,7 +99,7 @@ def to_grid(
 
 
 def systematic(
-  key: Key[Array, ""], prob: Float[Array, "M"], n: int | Int[Array, ""]
+  key: Key[Array, ""], prob: Float[Array, "M"], n: int | IntScalar
 ) -> Bool[Array, "M"]:
   """Keeps exactly `n` items, each with exactly its probability.
 
@@ -178,7 +176,7 @@ def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:
   return jnp.floor(prob * GRID).astype(jnp.int32)
 
 
-def _excess(units: Int[Array, "M"], n: Int[Array, ""]) -> Int[Array, ""]:
+def _excess(units: Int[Array, "M"], n: IntScalar) -> IntScalar:
   """`sum(units) - n * GRID`, clipped to 2**30, of up to 2**24 items."""
   # In three limbs, as the sum may exceed 2**32.
   high = (units >> 14).sum(dtype=jnp.int32)

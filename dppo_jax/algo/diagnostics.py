@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dppo_jax.algo import weights
-from dppo_jax.records import Selection
+from dppo_jax.records import Scalar, Selection
 
 
 def diagnose(
@@ -13,7 +13,7 @@ def diagnose(
   advantages: Float[Array, "Q G"],
   size: Float[Array, "Q G"],
   is_needed: Bool[Array, "Q G"],
-) -> dict[str, Float[Array, ""]]:
+) -> dict[str, Scalar]:
   """Returns metrics of the noise that pruning adds; see metrics/README.md.
 
   weights/added_variance is sum w (w - 1) a^2 / sum w a^2 over the kept
@@ -33,7 +33,6 @@ def diagnose(
   squares = jnp.where(kept, weight * size * size, 0.0)
   count = lambda x: x.sum(dtype=jnp.float32)
   share = lambda x, of: count(x & of) / jnp.maximum(count(of), 1.0)
-  total = squares.sum()
   return {
     "weights/max": weight.max(),
     "weights/mean": weight.mean(),
@@ -43,8 +42,9 @@ def diagnose(
     "weights/ess": weights.effective_sample_size(
       jnp.where(kept, weight, 0.0), size
     ),
-    "weights/added_variance": (squares * (weight - 1)).sum()
-    / jnp.where(total > 0, total, 1.0),
+    "weights/added_variance": weights.ratio(
+      (squares * (weight - 1)).sum(), squares.sum()
+    ),
     "completions/positive": share(advantages > 0, is_needed),
     "completions/positive_kept": share(advantages > 0, kept),
   }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo.packing import Plan, TokenCounts
-from dppo_jax.records import PackedBatch, PromptBatch, Rollout
+from dppo_jax.records import IntScalar, PackedBatch, PromptBatch, Rollout
 
 
 class RowLayout(NamedTuple):
@@ -66,7 +66,7 @@ def assemble(
   prompt_lengths: Int[Array, "Q"],
   advantages: Float[Array, "Q G"],
   weights: Float[Array, "Q G"],
-  num_unplaced: Int[Array, ""],
+  num_unplaced: IntScalar,
 ) -> PackedBatch:
   """Joins layout and tokens; a NaN marks a batch with unplaced completions."""
   next_token = layout.positions + 1 - prompt_lengths[layout.prompt]
@@ -94,7 +94,7 @@ def read_rows(
   prompt_tokens: Int[Array, "q P"],
   completion_tokens: Int[Array, "q G T"],
   logprobs: Float[Array, "q G T"],
-  first: Int[Array, ""] | int = 0,
+  first: IntScalar | int = 0,
 ) -> RowTokens:
   """Reads the tokens of `q` of `Q` prompts, from `first` on; 0 elsewhere."""
   num_here, group_size, longest = completion_tokens.shape

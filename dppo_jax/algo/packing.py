@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dppo_jax.records import IntScalar
+
 
 class PackingSpec(NamedTuple):
   """The shape of packed rows.
@@ -47,8 +49,8 @@ class Plan(NamedTuple):
   row: Int[Array, "Q G"]
   offset: Int[Array, "Q G"]
   prefix_offset: Int[Array, "Q G"]
-  num_used: Int[Array, ""]
-  num_unplaced: Int[Array, ""]
+  num_used: IntScalar
+  num_unplaced: IntScalar
 
 
 class TokenCounts(NamedTuple):
@@ -184,7 +186,7 @@ class _Queue(NamedTuple):
   size: Int[Array, "n"]
   prompt: Int[Array, "n"]
   prefix: Int[Array, "n"]
-  num_real: Int[Array, ""]
+  num_real: IntScalar
 
 
 class _PlanState(NamedTuple):
@@ -200,14 +202,14 @@ class _PlanState(NamedTuple):
   """
 
   waiting: Int[Array, "W"]
-  upcoming: Int[Array, ""]
+  upcoming: IntScalar
   row: Int[Array, "n"]
   offset: Int[Array, "n"]
   prefix_offset: Int[Array, "n"]
-  current: Int[Array, ""]
-  used: Int[Array, ""]
-  last_prompt: Int[Array, ""]
-  prefix_at: Int[Array, ""]
+  current: IntScalar
+  used: IntScalar
+  last_prompt: IntScalar
+  prefix_at: IntScalar
 
 
 def _empty_plan(queue: _Queue, window: int) -> _PlanState:
@@ -230,7 +232,7 @@ def _empty_plan(queue: _Queue, window: int) -> _PlanState:
 
 def _choose(
   state: _PlanState, queue: _Queue, row_length: int
-) -> tuple[Int[Array, ""], Int[Array, "W"], Bool[Array, ""]]:
+) -> tuple[IntScalar, Int[Array, "W"], Bool[Array, ""]]:
   """Returns the place to pack, the positions needed by each, if none fits."""
   num = len(queue.item) - 1
   size, prompt = queue.size[state.waiting], queue.prompt[state.waiting]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax.algo.segments import segment_sum
-from dppo_jax.records import Rollout
+from dppo_jax.records import Rollout, Scalar
 
 Tokens = Float[Array, "*rows L"]
 IsClipped = Bool[Array, "*rows L"]
@@ -63,7 +63,7 @@ def surrogate(
   is_trained: Bool[Array, "*rows L"],
   segment_ids: Int[Array, "*rows L"] | None = None,
   ref_logprobs: Float[Array, "*rows L"] | None = None,
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+) -> tuple[Scalar, dict[str, Scalar]]:
   """Computes the loss summed over trained tokens, and sums that describe it.
 
   A positive weight multiplies a token's loss, clipped or not, which equals

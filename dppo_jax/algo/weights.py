@@ -3,8 +3,9 @@
 import chex
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+import numpy as np
 
-from dppo_jax.records import Selection
+from dppo_jax.records import Scalar, Selection
 
 
 def horvitz_thompson(
@@ -77,7 +78,7 @@ def self_correction(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q 1"]:
   return jnp.where(size > 1, full / lost(jnp.maximum(size, 2.0)), 1.0)
 
 
-def invalid_probs(selection: Selection) -> Float[Array, ""]:
+def invalid_probs(selection: Selection) -> Scalar:
   """Number of kept items whose probability is not in (0, 1]."""
   is_valid = (selection.prob > 0) & (selection.prob <= 1)
   return (selection.keep & ~is_valid).sum(dtype=jnp.float32)
@@ -85,7 +86,7 @@ def invalid_probs(selection: Selection) -> Float[Array, ""]:
 
 def effective_sample_size(
   weights: Float[Array, "*shape"], contributions: Float[Array, "*shape"]
-) -> Float[Array, ""]:
+) -> Scalar:
   """Effective number of kept terms, `(sum w a)^2 / sum (w a)^2`.
 
   Contributions count, not weights: probabilities proportional to `a`
@@ -98,7 +99,11 @@ def effective_sample_size(
   3.0
   """
   terms = weights * contributions
-  square = (terms * terms).sum()
-  return jnp.where(
-    square > 0, terms.sum() ** 2 / jnp.where(square > 0, square, 1.0), 0.0
-  )
+  return ratio(terms.sum() ** 2, (terms * terms).sum())
+
+
+def ratio(
+  x: Array | np.ndarray, y: Array | np.ndarray, otherwise: float = 0.0
+) -> Array:
+  """`x / y` where `y` is above 0, else `otherwise`; arrays broadcast."""
+  return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), otherwise)

@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dppo_jax.algo import advantages
-from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.records import IntScalar, PromptBatch, Rollout, Scalar, Selection
 
 
 class DynamicSampling(NamedTuple):
@@ -63,8 +63,8 @@ class GroupBuffer(NamedTuple):
   prompts: PromptBatch
   rollout: Rollout
   rewards: Float[Array, "N G"]
-  num_groups: Int[Array, ""]
-  num_seen: Int[Array, ""]
+  num_groups: IntScalar
+  num_seen: IntScalar
 
 
 def draws_of_step(
@@ -142,9 +142,7 @@ def has_variance(
   )
 
 
-def denominator(
-  buffer: GroupBuffer, sampling: DynamicSampling
-) -> Float[Array, ""]:
+def denominator(buffer: GroupBuffer, sampling: DynamicSampling) -> Scalar:
   """Returns the number of prompts that divides the sum over groups."""
   size = len(buffer.prompts.ids)  # at least 2 if it is exact
   number = buffer.num_groups.astype(jnp.float32)
@@ -159,7 +157,7 @@ def next_size(
   rollout: Rollout,
   rewards: Float[Array, "N G"],
   sampling: DynamicSampling,
-) -> Int[Array, ""]:
+) -> IntScalar:
   """Returns the number of the next chunk's kept prompts to roll out.
 
   This is a quarter more than would fill the buffer at the last chunk's fraction

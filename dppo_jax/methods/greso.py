@@ -10,6 +10,7 @@ from dppo_jax.algo.validation import COUNT, FRACTION, UNIT, check, one_of
 from dppo_jax.methods import method
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.methods.grpo import grpo
+from dppo_jax.records import IntScalar
 
 
 def greso(
@@ -73,8 +74,8 @@ class Streaks(NamedTuple):
   is_easy: Bool[Array, "M"]
   keep_base: Float[Array, "2"]
   num_zero_variance: Int[Array, "2"]
-  num_revisited: Int[Array, ""]
-  step: Int[Array, ""]
+  num_revisited: IntScalar
+  step: IntScalar
 
 
 def drop_zero_variance_streaks(

@@ -20,12 +20,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dppo_jax.algo import designs
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
-from dppo_jax.records import Groups, PackedBatch, Selection
+from dppo_jax.records import Groups, IntScalar, PackedBatch, Scalar, Selection
 from dppo_jax.rng import StepRng, keys_for_ids
 
 CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
 History: TypeAlias = PyTree[jax.Array]
-Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]  # of the step
+Schedule = Callable[[IntScalar], Scalar]  # of the step
 Rate = float | Schedule  # constant or scheduled
 
 # Numbers that are equal in theory differ in the last bits of a float32.
@@ -76,8 +76,8 @@ class ChoiceInfo(NamedTuple):
     metrics: scalars to log.
   """
 
-  added_variance: Float[Array, ""]
-  metrics: dict[str, Float[Array, ""]]
+  added_variance: Scalar
+  metrics: dict[str, Scalar]
 
 
 class Method(NamedTuple):
@@ -163,7 +163,7 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
   return biased
 
 
-def at_step(rate: Rate, step: int | Int[Array, ""] | None):
+def at_step(rate: Rate, step: int | IntScalar | None):
   """Evaluates a constant or scheduled rate at `step`."""
   return rate(jnp.asarray(step, jnp.int32)) if callable(rate) else rate
 

@@ -1,11 +1,12 @@
 """PODS: trains on each group's subset of the largest reward variance."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dppo_jax.algo.validation import FRACTION, check
 from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
+from dppo_jax.records import IntScalar
 
 
 def pods(keep: float = 0.25) -> method.Method:
@@ -59,8 +60,8 @@ def max_variance(
 
 
 def _num_highest(
-  x: Float[Array, "n"], is_drawn: Bool[Array, "n"], num: Int[Array, ""]
-) -> Int[Array, ""]:
+  x: Float[Array, "n"], is_drawn: Bool[Array, "n"], num: IntScalar
+) -> IntScalar:
   """Number of the highest in the subset of `num` with the largest variance."""
   num_drawn = is_drawn.sum(dtype=jnp.int32)
   ascending = jnp.sort(jnp.where(is_drawn, x, jnp.inf))

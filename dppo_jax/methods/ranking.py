@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dppo_jax.algo import designs
 from dppo_jax.algo.validation import check, one_of
 from dppo_jax.methods.method import ROUNDING, CompletionRule
-from dppo_jax.records import Groups, Selection
+from dppo_jax.records import Groups, IntScalar, Scalar, Selection
 from dppo_jax.rng import StepRng, as_step_rng
 
 
@@ -82,7 +82,7 @@ def random_in_ties(
 def fixed_size(
   key: Key[Array, ""],
   size: Float[Array, "Q G"],
-  num: Int[Array, ""],
+  num: IntScalar,
   min_prob: float = 0.0,
   strata: tuple[Array, ...] = (),
 ) -> Selection:
@@ -103,16 +103,14 @@ def fixed_size(
   return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
 
 
-def floor_count(
-  share: float | Float[Array, ""], count: Int[Array, ""]
-) -> Int[Array, ""]:
+def floor_count(share: float | Scalar, count: IntScalar) -> IntScalar:
   """Rounds `share * count` down, after correcting a float32 rounding error."""
   exact = jnp.float32(share) * count.astype(jnp.float32)
   return jnp.floor(exact * (1 + 1e-6)).astype(jnp.int32)
 
 
 def round_count(
-  share: float | Float[Array, ""], count: Int[Array, "*shape"]
+  share: float | Scalar, count: Int[Array, "*shape"]
 ) -> Int[Array, "*shape"]:
   """Rounds `share * count`, but to at least 1 if the count is above 0."""
   exact = jnp.float32(share) * count.astype(jnp.float32)

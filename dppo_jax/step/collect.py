@@ -13,7 +13,14 @@ from jaxtyping import Array, Float, Int, PyTree
 import numpy as np
 
 from dppo_jax.methods import Method, dynamic_sampling
-from dppo_jax.records import PromptBatch, Rollout, Selection, StepCosts
+from dppo_jax.records import (
+  IntScalar,
+  PromptBatch,
+  Rollout,
+  Scalar,
+  Selection,
+  StepCosts,
+)
 from dppo_jax.rng import StepRng
 
 
@@ -39,7 +46,7 @@ def choose_prompts(
   rng: StepRng,
   history: PyTree,
   ids: Int[Array, "N"],
-  limit: Int[Array, ""],
+  limit: IntScalar,
   costs: StepCosts | None = None,
   *,
   method: Method,
@@ -60,15 +67,15 @@ def choose_prompts(
 
 def update_history(
   history: PyTree,
-  step: Int[Array, ""],
-  draws: Int[Array, ""],
+  step: IntScalar,
+  draws: IntScalar,
   rollout: Rollout,
   rewards: Float[Array, "Q G"],
   correct: Float[Array, "Q G"],
   *,
   method: Method,
   num_problems: int,
-) -> tuple[PyTree, Int[Array, ""]]:
+) -> tuple[PyTree, IntScalar]:
   """Updates the prompt rule's memory after a rollout, and counts the draw."""
   # A pruned prompt gets an id that no problem has.
   ids = jnp.where(rollout.kept.keep, rollout.prompt_ids, num_problems)
@@ -85,7 +92,7 @@ def add_groups(
   rewards: Float[Array, "N G"],
   *,
   rule: dynamic_sampling.DynamicSampling,
-) -> tuple[dynamic_sampling.GroupBuffer, Int[Array, ""], Float[Array, ""]]:
+) -> tuple[dynamic_sampling.GroupBuffer, IntScalar, Scalar]:
   """Adds a chunk; returns buffer, size of the next chunk and denominator."""
   buffer = dynamic_sampling.add_groups(buffer, prompts, rollout, rewards)
   size = dynamic_sampling.next_size(buffer, rollout, rewards, rule)

@@ -5,12 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 import optax
 
+from dppo_jax.algo.weights import ratio
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models.parameters import Params
-from dppo_jax.records import NoiseTerms, PackedBatch, TrainState
+from dppo_jax.records import (
+  IntScalar,
+  NoiseTerms,
+  PackedBatch,
+  Scalar,
+  TrainState,
+)
 
 PRODUCT_EVERY = 4  # steps between measurements of the noise scale
 
@@ -18,10 +25,10 @@ PRODUCT_EVERY = 4  # steps between measurements of the noise scale
 def sum_with_signs(
   sum_up: Callable[..., Any],
   batch: PackedBatch,
-  num_micro: Int[Array, ""],
+  num_micro: IntScalar,
   key: jax.Array,
   is_due: Bool[Array, ""],
-) -> tuple[Any, Float[Array, ""]]:
+) -> tuple[Any, Scalar]:
   """Sums the gradients of micro-batches, and measures completions if due.
 
   Before that, the first micro-batch is run with a random sign for each of its
@@ -64,16 +71,16 @@ def sum_with_signs(
   rows = jax.tree.map(lambda x: x[0], batch)
   size = rows.weights * rows.advantages * (1 - jnp.exp(rows.old_logprobs))
   estimate = jnp.where(rows.is_trained, size * size, 0.0).sum()
-  return sums, squared / jnp.where(estimate > 0, estimate, jnp.nan)
+  return sums, ratio(squared, estimate, jnp.nan)
 
 
 def product_with_momentum(
   state: TrainState,
   sums: Params,
-  denominator: Float[Array, ""],
+  denominator: Scalar,
   decay: float,
   is_new: Bool[Array, ""] | bool,
-) -> Float[Array, ""]:
+) -> Scalar:
   """Returns the product of the gradient and the momentum, NaN if it is not due.
 
   Reading both trees takes a percent of a step on a CPU, so that only every
@@ -98,9 +105,9 @@ def product_with_momentum(
 
 def update_noise(
   old: gradient_noise.Noise,
-  grad_norm: Float[Array, ""],
-  product: Float[Array, ""],
-  within: Float[Array, ""],
+  grad_norm: Scalar,
+  product: Scalar,
+  within: Scalar,
   terms: NoiseTerms,
   clip_norm: float,
   decay: float,

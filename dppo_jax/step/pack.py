@@ -9,18 +9,24 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.algo import filling, packing
-from dppo_jax.records import PackedBatch, PromptBatch, Rollout
+from dppo_jax.records import (
+  IntScalar,
+  PackedBatch,
+  PromptBatch,
+  Rollout,
+  Scalar,
+)
 
 
 class PackInfo(struct.PyTreeNode):
   """Result of packing: the metrics `pack/NAME` of metrics/README.md."""
 
-  rows: Float[Array, ""]
-  fill: Float[Array, ""]
-  shared: Float[Array, ""]
-  unplaced: Float[Array, ""]
+  rows: Scalar
+  fill: Scalar
+  shared: Scalar
+  unplaced: Scalar
 
-  def metrics(self) -> dict[str, Float[Array, ""]]:
+  def metrics(self) -> dict[str, Scalar]:
     return {f"pack/{name}": x for name, x in vars(self).items()}
 
 
@@ -30,7 +36,7 @@ def pack(
   advantages: Float[Array, "Q G"],
   token_weights: Float[Array, "Q G"],
   spec: packing.PackingSpec,
-) -> tuple[PackedBatch, Int[Array, ""], PackInfo]:
+) -> tuple[PackedBatch, IntScalar, PackInfo]:
   """Packs the sequences whose length is not 0 into micro-batches.
 
   Returns:
@@ -144,10 +150,7 @@ def _fill(
 
 
 def _local_plan(
-  plan: packing.Plan,
-  shard: Int[Array, ""],
-  shards: int,
-  spec: packing.PackingSpec,
+  plan: packing.Plan, shard: IntScalar, shards: int, spec: packing.PackingSpec
 ) -> packing.Plan:
   """Restricts a plan to the rows of one shard."""
   rows_here = spec.rows_per_micro // shards

@@ -3,7 +3,7 @@
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from dppo_jax.algo import diagnostics
 from dppo_jax.algo.advantages import overlong_penalty
@@ -20,10 +20,12 @@ from dppo_jax.methods.method import ChoiceInfo
 from dppo_jax.records import (
   CompletionSummary,
   Groups,
+  IntScalar,
   NoiseTerms,
   PackedBatch,
   PromptBatch,
   Rollout,
+  Scalar,
   Selection,
   StepCosts,
 )
@@ -43,13 +45,13 @@ class SelectInfo(struct.PyTreeNode):
   """
 
   pack: PackInfo
-  num_invalid_probs: Float[Array, ""]
-  num_trained: Float[Array, ""]
-  num_tokens: Float[Array, ""]
+  num_invalid_probs: Scalar
+  num_trained: Scalar
+  num_tokens: Scalar
   noise: NoiseTerms
-  diagnostics: dict[str, Float[Array, ""]]
+  diagnostics: dict[str, Scalar]
 
-  def metrics(self) -> dict[str, Float[Array, ""]]:
+  def metrics(self) -> dict[str, Scalar]:
     return {
       **self.pack.metrics(),
       **self.diagnostics,
@@ -65,14 +67,14 @@ def select(
   rollout: Rollout,
   rewards: Float[Array, "Q G"],
   costs: StepCosts | None = None,
-  part: Int[Array, ""] | int = 0,
+  part: IntScalar | int = 0,
   *,
   method: Method,
   objective: Objective,
   spec: PackingSpec,
   overlong_tokens: int = 0,
   num_parts: int = 1,
-) -> tuple[PackedBatch, Int[Array, ""], SelectInfo, CompletionSummary]:
+) -> tuple[PackedBatch, IntScalar, SelectInfo, CompletionSummary]:
   """Chooses, weights and packs the completions of one update.
 
   Advantages come from all completions of the rollout. If beta is 0, one of zero
@@ -94,8 +96,8 @@ def select(
       rollout.lengths, rollout.tokens.shape[2], overlong_tokens
     )
   advantages = make_advantages(rewards, rollout.lengths > 0, objective)
-  groups = make_groups(rollout, rewards, advantages, objective, costs)
   scale = token_scale(rollout, objective)
+  groups = make_groups(rollout, rewards, advantages, scale, objective, costs)
   prompts, rollout, groups, scale = _take_part(
     (prompts, rollout, groups, scale), part, num_parts
   )
@@ -141,9 +143,7 @@ def select(
   return batch, num_micro, info, summary
 
 
-def _take_part(
-  tree: PyTree, part: Int[Array, ""] | int, num_parts: int
-) -> PyTree:
+def _take_part(tree: PyTree, part: IntScalar | int, num_parts: int) -> PyTree:
   """Returns the prompts of one mini-batch; scalars stay."""
   if num_parts == 1:
     return tree
@@ -157,10 +157,11 @@ def make_groups(
   rollout: Rollout,
   rewards: Float[Array, "Q G"],
   advantages: Float[Array, "Q G"],
+  scale: Float[Array, "Q G"],
   objective: Objective,
   costs: StepCosts | None = None,
 ) -> Groups:
-  """Builds the input of a completion rule."""
+  """Builds the input of a completion rule; `scale` is of `token_scale`."""
   # A prompt that was not kept may have any probability, 0 too.
   prob = jnp.where(rollout.kept.keep, rollout.kept.prob, 1.0)
   return Groups(
@@ -168,13 +169,13 @@ def make_groups(
     advantages,
     rollout.lengths,
     is_needed=adds_gradient(rollout, advantages, objective),
-    scale=token_scale(rollout, objective) / prob[:, None],
+    scale=scale / prob[:, None],
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
   )
 
 
-def _count(x: Array) -> Float[Array, ""]:
+def _count(x: Array) -> Scalar:
   return x.sum(dtype=jnp.float32)
 
 
@@ -184,7 +185,7 @@ def _describe_nothing(groups: Groups, chosen: Selection) -> ChoiceInfo:
 
 
 def _noise_terms(
-  rollout: Rollout, groups: Groups, added_variance: Float[Array, ""]
+  rollout: Rollout, groups: Groups, added_variance: Scalar
 ) -> NoiseTerms:
   """Returns the properties that the gradient noise is measured with."""
   squares = jnp.square(groups.advantages * groups.scale)

@@ -2,13 +2,12 @@
 
 from flax import struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from dppo_jax.algo import policy_loss
 from dppo_jax.algo.weights import invalid_probs
 from dppo_jax.methods import Method
 from dppo_jax.models import parameters
-from dppo_jax.records import PackedBatch, TokenStats
+from dppo_jax.records import IntScalar, PackedBatch, Scalar, TokenStats
 from dppo_jax.rng import StepRng
 from dppo_jax.step import update
 
@@ -16,12 +15,12 @@ from dppo_jax.step import update
 class ScoreInfo(struct.PyTreeNode):
   """Result of choosing tokens: the metrics `tokens/NAME`."""
 
-  invalid_probs: Float[Array, ""]
-  sampler_ratio_max: Float[Array, ""]
-  trained: Float[Array, ""]
-  weight_max: Float[Array, ""]
+  invalid_probs: Scalar
+  sampler_ratio_max: Scalar
+  trained: Scalar
+  weight_max: Scalar
 
-  def metrics(self) -> dict[str, Float[Array, ""]]:
+  def metrics(self) -> dict[str, Scalar]:
     return {f"tokens/{name}": x for name, x in vars(self).items()}
 
 
@@ -40,7 +39,7 @@ def score(
   rng: StepRng,
   params: parameters.Params,
   batch: PackedBatch,
-  num_micro: Int[Array, ""],
+  num_micro: IntScalar,
   *,
   method: Method,
   config: update.UpdateConfig,

@@ -10,13 +10,19 @@ from typing import NamedTuple
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 import optax
 
 from dppo_jax.algo import policy_loss
 from dppo_jax.models import lm_head, lora, moe, parameters, transformer
 from dppo_jax.models.config import ModelConfig
-from dppo_jax.records import PackedBatch, TokenStats, TrainState
+from dppo_jax.records import (
+  IntScalar,
+  PackedBatch,
+  Scalar,
+  TokenStats,
+  TrainState,
+)
 from dppo_jax.rng import StepRng
 from dppo_jax.step import measure_noise
 from dppo_jax.step.optimizer import Optimizer
@@ -81,20 +87,20 @@ class UpdateInfo(struct.PyTreeNode):
     experts: load of a mixture of experts, as metrics.
   """
 
-  loss: Float[Array, ""]
-  logprob: Float[Array, ""]
-  entropy: Float[Array, ""]
-  kl: Float[Array, ""]
-  clip_share: Float[Array, ""]
-  policy_ratio_max: Float[Array, ""]
-  sampler_ratio_max: Float[Array, ""]
-  grad_norm: Float[Array, ""]
-  skipped: Float[Array, ""]
-  skipped_in_a_row: Float[Array, ""]
-  nonfinite_params: Float[Array, ""]
-  experts: dict[str, Float[Array, ""]]
+  loss: Scalar
+  logprob: Scalar
+  entropy: Scalar
+  kl: Scalar
+  clip_share: Scalar
+  policy_ratio_max: Scalar
+  sampler_ratio_max: Scalar
+  grad_norm: Scalar
+  skipped: Scalar
+  skipped_in_a_row: Scalar
+  nonfinite_params: Scalar
+  experts: dict[str, Scalar]
 
-  def metrics(self) -> dict[str, Float[Array, ""]]:
+  def metrics(self) -> dict[str, Scalar]:
     values = dict(vars(self))
     experts = values.pop("experts")
     return {f"update/{name}": x for name, x in values.items()} | experts
@@ -112,10 +118,10 @@ class GradSums(NamedTuple):
   """
 
   grad: parameters.Params
-  sums: dict[str, Float[Array, ""]]
-  log_ratio: Float[Array, ""]
+  sums: dict[str, Scalar]
+  log_ratio: Scalar
   load: moe.Load | None
-  num_read: Float[Array, ""]
+  num_read: Scalar
 
 
 def logprobs(
@@ -125,22 +131,20 @@ def logprobs(
   is_needed: Bool[Array, "R L"],
 ) -> Float[Array, "R L"]:
   """Computes log-probabilities of the needed targets in nats; 0 elsewhere."""
-  arguments, _ = _head_args(params, config, rows, is_needed)
-  return lm_head.logprobs_and_entropy(*arguments)[0]
+  return _forward(params, config, rows, is_needed)[0].logprobs
 
 
 def score(
   params: parameters.Params,
   config: UpdateConfig,
   batch: PackedBatch,
-  num_micro: Int[Array, ""],
+  num_micro: IntScalar,
 ) -> TokenStats:
   """Computes statistics of the trained tokens of the micro-batches in use."""
 
   def score_one(i, stats):
     rows = _take(batch, i)
-    arguments, _ = _head_args(params, config, rows, rows.is_trained)
-    new = TokenStats(*lm_head.logprobs_and_entropy(*arguments))
+    new, _ = _forward(params, config, rows, rows.is_trained)
     put = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
 
@@ -148,8 +152,10 @@ def score(
   return jax.lax.fori_loop(0, num_micro, score_one, TokenStats(zeros, zeros))
 
 
-def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
-  """Returns the arguments of the `models.lm_head` functions, and the load."""
+def _forward(
+  params, config: UpdateConfig, rows: PackedBatch, is_needed
+) -> tuple[TokenStats, moe.Load | None]:
+  """Returns the statistics of the needed targets, and the experts' load."""
   model = config.model
   hidden, load = transformer.forward_and_load(
     params,
@@ -159,7 +165,7 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
     rows.segment_ids,
     rows.prefix_ids,
   )
-  arguments = (
+  stats = lm_head.logprobs_and_entropy(
     hidden,
     transformer.head(params, model).astype(hidden.dtype),
     rows.targets,
@@ -167,7 +173,7 @@ def _head_args(params, config: UpdateConfig, rows: PackedBatch, is_needed):
     config.temperature,
     config.logit_chunk,
   )
-  return arguments, load
+  return TokenStats(*stats), load
 
 
 def zero_sums(params: parameters.Params, model: ModelConfig) -> GradSums:
@@ -203,10 +209,8 @@ def add_gradient(
   reference = lora.frozen(params) or reference
 
   def loss_sum(trainable):
-    arguments, load = _head_args(
-      {**params, **trainable}, config, rows, is_needed
-    )
-    new, entropy = lm_head.logprobs_and_entropy(*arguments)
+    stats, load = _forward({**params, **trainable}, config, rows, is_needed)
+    new = stats.logprobs
     constant = jax.lax.stop_gradient(new)
     ref_logprobs = None
     if config.objective.beta:
@@ -231,7 +235,7 @@ def add_gradient(
     scalars = {
       "loss": loss,
       "logprob": at_chosen.sum(),
-      "entropy": jnp.where(is_chosen, entropy, 0.0).sum(),
+      "entropy": jnp.where(is_chosen, stats.entropy, 0.0).sum(),
       **info,
     }
     return loss, (scalars, jnp.abs(log_ratio).max(), load)
@@ -251,7 +255,7 @@ def _add(sums: GradSums, more: GradSums) -> GradSums:
 
 def sum_gradients(
   batch: PackedBatch,
-  num_micro: Int[Array, ""],
+  num_micro: IntScalar,
   params: parameters.Params,
   reference: parameters.Params | None,
   config: UpdateConfig,
@@ -268,7 +272,7 @@ def sum_gradients(
 def apply_gradient(
   state: TrainState,
   sums: GradSums,
-  denominator: Float[Array, ""],
+  denominator: Scalar,
   optimizer: optax.GradientTransformation | Optimizer,
 ) -> tuple[TrainState, UpdateInfo]:
   """Takes one optimizer step along `sums.grad / denominator`.
@@ -289,10 +293,7 @@ def apply_gradient(
 
 
 def _describe(
-  state: TrainState,
-  sums: GradSums,
-  denominator: Float[Array, ""],
-  grad_norm: Float[Array, ""],
+  state: TrainState, sums: GradSums, denominator: Scalar, grad_norm: Scalar
 ) -> UpdateInfo:
   """Describes the step that led to `state` by sums over its tokens."""
   means = {
@@ -323,9 +324,9 @@ def update(
   state: TrainState,
   reference: parameters.Params | None,
   batch: PackedBatch,
-  num_micro: Int[Array, ""],
-  denominator: Float[Array, ""],
-  number: Int[Array, ""] | int = 0,
+  num_micro: IntScalar,
+  denominator: Scalar,
+  number: IntScalar | int = 0,
   rng: StepRng | None = None,
   select_info: SelectInfo | None = None,
   *,
@@ -378,6 +379,6 @@ def update(
   return state.replace(step=state.step + is_last), info
 
 
-def _take(batch: PackedBatch, i: Int[Array, ""]) -> PackedBatch:
+def _take(batch: PackedBatch, i: IntScalar) -> PackedBatch:
   index = jax.lax.dynamic_index_in_dim
   return jax.tree.map(lambda x: index(x, i, 0, keepdims=False), batch)

@@ -47,8 +47,10 @@ class Batch(NamedTuple):
 
   @property
   def groups(self) -> Groups:
+    objective = self.run.spec.objective
+    scale = select.token_scale(self.rollout, objective)
     return select.make_groups(
-      self.rollout, self.rewards, self.advantages, self.run.spec.objective
+      self.rollout, self.rewards, self.advantages, scale, objective
     )
 
   @property

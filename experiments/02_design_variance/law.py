@@ -15,6 +15,7 @@ from dppo_jax import methods
 from dppo_jax.methods.neyman import budget
 from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.rng import StepRng
+from experiments.common.variance import added_variance
 
 from . import completions
 from .batch import Batch
@@ -71,7 +72,7 @@ def design_effects(sampled: Batch) -> list[dict]:
       of = jnp.asarray(squares, jnp.float32)
       is_positive = part.advantages.reshape(-1) > 0
       shape = part.rewards.shape
-      independent = float(budget.added_variance(prob, of)[0])
+      independent = float(added_variance(prob, of)[0])
       expected = budget.systematic_variance(prob, of, is_positive, shape)
       error = completions.error(part, method)
       measured = error["variance"] * part.variance / squares.sum()

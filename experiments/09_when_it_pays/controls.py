@@ -13,6 +13,7 @@ from dppo_jax.methods.neyman import budget
 from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng
+from experiments.common.variance import added_variance
 
 # That of `methods.neyman.budget` when the predictions were made.
 DESIGN_EFFECT = 0.5
@@ -28,7 +29,7 @@ def baseline() -> methods.Method:
     num_needed = (size > 0).sum(dtype=jnp.float32)
     counts = jnp.maximum(jnp.round(jnp.array(SHARES) * num_needed), 1.0)
     prob = budget.proportional(size, counts)
-    added = DESIGN_EFFECT * budget.added_variance(prob, size * size)
+    added = DESIGN_EFFECT * added_variance(prob, size * size)
     lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
     tokens = (prob @ lengths) / jnp.maximum(lengths.sum(), 1)
     metrics = {"law/needed": num_needed}

@@ -12,6 +12,7 @@ import pytest
 
 from dppo_jax.algo import designs
 from dppo_jax.methods.neyman import budget
+from experiments.common.variance import added_variance
 
 NUM = 12
 SIZES = st.lists(
@@ -21,7 +22,7 @@ SIZES = st.lists(
 )
 _filled = jax.jit(jax.vmap(designs.water_filling, (None, 0)))
 _proportional = jax.jit(budget.proportional)
-_added = jax.jit(budget.added_variance)
+_added = jax.jit(added_variance)
 
 
 @given(SIZES)
@@ -49,7 +50,7 @@ def test_the_variance_added_is_that_of_independent_draws(num):
   total = (keeps * terms / p).sum(axis=1)
   assert chance @ total == pytest.approx(terms.sum(), rel=1e-6)
   variance = chance @ (total - terms.sum()) ** 2
-  actual = budget.added_variance(prob, size * size)[0]
+  actual = added_variance(prob, size * size)[0]
   np.testing.assert_allclose(actual, variance / (terms**2).sum(), rtol=1e-5)
 
 
@@ -94,7 +95,7 @@ def test_single_completions_of_a_kind_vary_as_in_independent_draws():
   size, sign = jnp.array([3.0, 1.0, 1.0, 2.0]), np.array([1, -1, -1, 1])
   prob = budget.proportional(size, jnp.array([1.0, 2.0]))
   some = budget.systematic_variance(prob, size**2, jnp.array(sign > 0), (2, 2))
-  np.testing.assert_allclose(some, budget.added_variance(prob, size**2))
+  np.testing.assert_allclose(some, added_variance(prob, size**2))
 
 
 @given(SIZES, st.floats(0.0, 1.0))

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from dppo_jax.algo.weights import ratio
 from dppo_jax.methods.neyman.gradient_noise import MIN_NOISE_FRACTION
-from dppo_jax.records import Groups, StepCosts
+from dppo_jax.records import Groups, IntScalar, Scalar, StepCosts
 
 NUM_BUDGETS = 25  # on each of two grids, evenly in their logarithms
 # Fraction of a completion's squared gradient that it shares with completions of
@@ -33,9 +34,9 @@ class Budget(NamedTuple):
     metrics: scalars to log.
   """
 
-  number: Int[Array, ""]
-  added_variance: Float[Array, ""]
-  metrics: dict[str, Float[Array, ""]]
+  number: IntScalar
+  added_variance: Scalar
+  metrics: dict[str, Scalar]
 
 
 class _Candidates(NamedTuple):
@@ -111,11 +112,11 @@ class AutoBudget(NamedTuple):
       number=chosen.number.astype(jnp.int32),
       added_variance=chosen.added_variance,
       metrics={
-        "budget/completions": _ratio(chosen.number, num_needed),
+        "budget/completions": ratio(chosen.number, num_needed),
         "budget/added_variance": chosen.added_variance,
         # 1 while all seconds are 0, that is unknown.
-        "budget/predicted_speedup": _ratio(last.seconds, chosen.seconds, 1.0),
-        "budget/update_cost": _ratio(last.update, last.other),
+        "budget/predicted_speedup": ratio(last.seconds, chosen.seconds, 1.0),
+        "budget/update_cost": ratio(last.update, last.other),
       },
     )
 
@@ -150,11 +151,8 @@ class AutoBudget(NamedTuple):
     return _Candidates(fractions, counts, added, update, other, seconds)
 
   def _seconds(
-    self,
-    tokens: Float[Array, "K"],
-    all_tokens: Float[Array, ""],
-    costs: StepCosts | None,
-  ) -> tuple[Float[Array, "K"], Float[Array, ""]]:
+    self, tokens: Float[Array, "K"], all_tokens: Scalar, costs: StepCosts | None
+  ) -> tuple[Float[Array, "K"], Scalar]:
     """Predicts seconds of an update on `tokens`, and of the other stages."""
     other = jnp.float32(1)
     update = tokens / jnp.maximum(all_tokens, 1.0)
@@ -204,20 +202,6 @@ def proportional(
   return jnp.where(is_all[:, None], (size > 0).astype(jnp.float32)[None], prob)
 
 
-def added_variance(
-  prob: Float[Array, "K M"], squares: Float[Array, "M"]
-) -> Float[Array, "K"]:
-  """Computes `sum (1 / prob - 1) a^2 / sum a^2`, as for independent draws.
-
-  Args:
-    squares: `a^2` up to a common factor; 0 for terms that are not needed.
-  """
-  is_lost = (squares[None] > 0) & (prob <= 0)
-  added = (1 / jnp.where(prob > 0, prob, 1.0) - 1) * squares[None]
-  fraction = _ratio(added.sum(axis=1), squares.sum())
-  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
-
-
 def systematic_variance(
   prob: Float[Array, "K M"],
   squares: Float[Array, "M"],
@@ -246,10 +230,10 @@ def systematic_variance(
     (x[:, None] * by_sign[None]).reshape(len(x), 2, *shape).sum(axis=-1)
   )
   part = sums(prob) % 1.0
-  shared = _ratio(part * (1 - part), sums(prob * (1 - prob)), 1.0)
+  shared = ratio(part * (1 - part), sums(prob * (1 - prob)), 1.0)
   added = sums((per_prob - 1) * squares[None])
   added = (added * (1 - SHARED + SHARED * shared)).sum(axis=(1, 2))
-  fraction = _ratio(added, squares.sum())
+  fraction = ratio(added, squares.sum())
   return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
 
 
@@ -266,7 +250,7 @@ def added_noise(
   return added * jnp.where(jnp.isfinite(within), within, UNKNOWN_WITHIN)
 
 
-def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:
+def largest_near_optimal(times: Float[Array, "K"]) -> IntScalar:
   """Returns the index of the largest budget within SLACK of the least time.
 
   Args:
@@ -275,7 +259,3 @@ def largest_near_optimal(times: Float[Array, "K"]) -> Int[Array, ""]:
   times = jnp.where(jnp.isfinite(times), times, jnp.inf)
   is_near = times[::-1] <= (1 + SLACK) * times.min()
   return len(times) - 1 - jnp.argmax(is_near)
-
-
-def _ratio(x, y, otherwise: float = 0.0):
-  return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), otherwise)

@@ -19,9 +19,10 @@ and appendix A; momentum and signs are ours.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from dppo_jax.algo.weights import ratio
 from dppo_jax.analysis.runs import SCALE_LIMIT
+from dppo_jax.records import Scalar
 
 DECAY = 0.9  # weight of earlier measurements, at each further one
 # Before the first measurement. Experiment 11_equal_seconds measured sizes of 3
@@ -47,12 +48,12 @@ class Noise(NamedTuple):
       adds, times the completions of a prompt less 1: independent of the number.
   """
 
-  momentum: Float[Array, ""]
-  signal: Float[Array, ""]
-  noise: Float[Array, ""]
-  within: Float[Array, ""]
-  total: Float[Array, ""]
-  one_completion: Float[Array, ""]
+  momentum: Scalar
+  signal: Scalar
+  noise: Scalar
+  within: Scalar
+  total: Scalar
+  one_completion: Scalar
 
 
 def init() -> Noise:
@@ -61,10 +62,7 @@ def init() -> Noise:
 
 
 def add_gradient(
-  old: Noise,
-  squared_norm: Float[Array, ""],
-  product: Float[Array, ""],
-  added: Float[Array, ""],
+  old: Noise, squared_norm: Scalar, product: Scalar, added: Scalar
 ) -> Noise:
   """Updates signal and noise by one gradient.
 
@@ -74,7 +72,7 @@ def add_gradient(
     added: variance that the choice of completions adds, over the noise of the
       batch without pruning.
   """
-  signal = product / jnp.where(old.momentum > 0, old.momentum, 1.0)
+  signal = ratio(product, old.momentum)
   noise = (squared_norm - signal) / (1 + added)
   is_measured = (old.momentum > 0) & jnp.isfinite(signal + noise)
   mix = lambda x, y: jnp.where(is_measured, DECAY * x + (1 - DECAY) * y, x)
@@ -83,7 +81,7 @@ def add_gradient(
   )
 
 
-def add_momentum(old: Noise, decay: float, kept: Float[Array, ""]) -> Noise:
+def add_momentum(old: Noise, decay: float, kept: Scalar) -> Noise:
   """Updates the weight of earlier gradients as the optimizer does.
 
   Args:
@@ -95,10 +93,10 @@ def add_momentum(old: Noise, decay: float, kept: Float[Array, ""]) -> Noise:
 
 def add_signs(
   old: Noise,
-  squared_norm: Float[Array, ""],
-  within: Float[Array, ""],
-  added: Float[Array, ""],
-  group_size: Float[Array, ""],
+  squared_norm: Scalar,
+  within: Scalar,
+  added: Scalar,
+  group_size: Scalar,
 ) -> Noise:
   """Updates the noise within prompts by one measurement.
 
@@ -109,15 +107,17 @@ def add_signs(
   """
   added_part = added * noise_fraction(old)
   total = squared_norm / (1 + added_part)
-  new = within, total, (within + added_part * total) * (group_size - 1)
-  is_finite = jnp.isfinite(sum(new))
+  one_completion = (within + added_part * total) * (group_size - 1)
+  is_finite = jnp.isfinite(within + total + one_completion)
   mix = lambda x, y: jnp.where(is_finite, DECAY * x + (1 - DECAY) * y, x)
-  names = "within total one_completion".split()
-  values = (mix(getattr(old, x), y) for x, y in zip(names, new, strict=True))
-  return old._replace(**dict(zip(names, values, strict=True)))
+  return old._replace(
+    within=mix(old.within, within),
+    total=mix(old.total, total),
+    one_completion=mix(old.one_completion, one_completion),
+  )
 
 
-def noise_fraction(noise: Noise, passes: int = 1) -> Float[Array, ""]:
+def noise_fraction(noise: Noise, passes: int = 1) -> Scalar:
   """Computes `noise_fraction` of `records.StepCosts`; 1 while unknown.
 
   Args:
@@ -125,23 +125,17 @@ def noise_fraction(noise: Noise, passes: int = 1) -> Float[Array, ""]:
   """
   signal = jnp.maximum(noise.signal, 0.0)
   total = signal + jnp.maximum(noise.noise, 0.0) * passes
-  return 1 - jnp.where(
-    total > 0, signal / jnp.where(total > 0, total, 1.0), 0.0
-  )
+  return 1 - ratio(signal, total)
 
 
-def within_fraction(noise: Noise) -> Float[Array, ""]:
+def within_fraction(noise: Noise) -> Scalar:
   """Computes `within_fraction` of `records.StepCosts`; infinity if unknown."""
-  is_known = (noise.total > 0) & (noise.within > 0)
-  fraction = noise.within / jnp.where(is_known, noise.total, 1.0)
-  return jnp.where(
-    is_known,
-    fraction / jnp.maximum(noise_fraction(noise), MIN_NOISE_FRACTION),
-    jnp.inf,
-  )
+  fraction = ratio(noise.within, noise.total)
+  fraction /= jnp.maximum(noise_fraction(noise), MIN_NOISE_FRACTION)
+  return jnp.where(fraction > 0, fraction, jnp.inf)
 
 
-def best_group_size(noise: Noise, largest: int) -> Float[Array, ""]:
+def best_group_size(noise: Noise, largest: int) -> Scalar:
   """Returns the size that minimises the steps to a target times their cost.
 
   If a fixed fraction of each group of `g` is trained on, steps are
@@ -150,11 +144,11 @@ def best_group_size(noise: Noise, largest: int) -> Float[Array, ""]:
   `one_completion / common`. In turn with an automatic budget this reaches a
   size and a fraction such that changing one of the two alone does not help.
   """
-  common = noise.total - noise.within
-  ratio = jnp.maximum(noise.one_completion, 0.0) / jnp.where(
-    common > 0, common, 1.0
+  one, common = (
+    jnp.maximum(noise.one_completion, 0.0),
+    noise.total - noise.within,
   )
-  size = jnp.where(common > 0, 1 + jnp.sqrt(ratio), float(largest))
+  size = 1 + jnp.sqrt(ratio(one, common, jnp.inf))
   size = jnp.where(noise.within > 0, size, FIRST_GROUP_SIZE)
   return jnp.clip(size, 2.0, float(largest))
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dppo_jax.records import IntScalar
+
 MIN_COUNT = 1e-5  # with fewer completions a problem counts as never seen
 
 
@@ -28,7 +30,7 @@ class PassCounts(NamedTuple):
   wrong: Float[Array, "M"]
   tokens: Float[Array, "M"]
   last_step: Int[Array, "M"]
-  group_size: Int[Array, ""]
+  group_size: IntScalar
 
 
 def init(num_prompts: int) -> PassCounts:
@@ -40,7 +42,7 @@ def init(num_prompts: int) -> PassCounts:
 
 def decayed(
   counts: PassCounts,
-  step: int | Int[Array, ""],
+  step: int | IntScalar,
   ids: Int[Array, "Q"],
   forgetting: float,
 ) -> PassCounts:
@@ -63,7 +65,7 @@ def decayed(
 
 def update(
   counts: PassCounts,
-  step: int | Int[Array, ""],
+  step: int | IntScalar,
   ids: Int[Array, "Q"],
   correct: Float[Array, "Q G"],
   lengths: Int[Array, "Q G"],
@@ -103,7 +105,7 @@ def expected_tokens(
 def second_moment(
   right: Float[Array, "N"],
   wrong: Float[Array, "N"],
-  group_size: Int[Array, ""],
+  group_size: IntScalar,
   kappa: float,
 ) -> Float[Array, "N"]:
   """Returns the expected squared norm of a group's gradient, over `s^2 / G`.
@@ -124,7 +126,7 @@ def second_moment(
 
 
 def prob_mixed(
-  right: Float[Array, "N"], wrong: Float[Array, "N"], group_size: Int[Array, ""]
+  right: Float[Array, "N"], wrong: Float[Array, "N"], group_size: IntScalar
 ) -> Float[Array, "N"]:
   """Returns the probability that a group is neither all right nor all wrong.
 
