@@ -184,25 +184,24 @@ class _Sampler:
     with self._bar.task("grading", is_brief=True):
       lines = grade(rollout, problems, self._run.tokenizer, grader).samples
     text = ""
-    for i, line in enumerate(lines):
-      member = i % rollout.lengths.shape[1]
-      if member == 0:
+    for line in lines:
+      if line["member"] == 0:
         text += f"\nprompt: {line['problem']}\n"
         text += f"answer: {line['answer']}\n" * bool(line["answer"])
-      text += f"{_summary(member + 1, line)}\n{line['completion']}\n"
+      text += f"{_summary(line)}\n{line['completion']}\n"
     self._bar.say(text.removesuffix("\n"))
     for warning in self._grader.pop_warnings():
       self._bar.say(warning)
 
 
-def _summary(number: int, line: dict) -> str:
+def _summary(line: dict) -> str:
   """Describes length, end, log-probability and grades of a completion."""
   num, logprob = line["tokens"], line["logprob"]
   end = "stop" if line["stopped"] else "length"
   grades = [f"{name} {x:g}" for name, x in line["rewards"].items()]
   return ", ".join(
     [
-      f"[{number}] {num} tokens, {end}",
+      f"[{line['member'] + 1}] {num} tokens, {end}",
       f"log-probability {logprob:.3f} ({logprob / num:.3f} per token)",
       *(grades if line["answer"] else ()),
     ]

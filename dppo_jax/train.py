@@ -237,7 +237,7 @@ class _Session:
         is_ended = True
     x = info.summary
     groups = samples.with_outcomes(
-      info.experience.samples, x.lengths, x.advantages, x.weights
+      info.experience.samples, x.advantages, x.weights
     )
     warnings = distributed.gather(self.grader.pop_warnings())
     with distributed.sharing_errors():

@@ -85,7 +85,7 @@ def evaluate(
   for rollout in rollouts(run, name, roll_out, rng):
     graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
     arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
-    samples += _records(rollout, graded.samples)
+    samples += map(_record, graded.samples)
     advance(len(samples) // rollout.lengths.shape[1])
   return Completions(*map(np.concatenate, zip(*arrays, strict=True)), samples)
 
@@ -158,11 +158,8 @@ def rollouts(
     yield jax.tree.map(cut, distributed.to_host(rollout))
 
 
-def _records(rollout: Rollout, samples: list[dict]) -> list[dict]:
-  """Adds to each graded sample what only an evaluation reports."""
-  positions = np.ndindex(rollout.lengths.shape)
-  return [
-    {"sample": column, "extracted": rewards.last_boxed(sample["completion"])}
-    | sample
-    for (_, column), sample in zip(positions, samples, strict=True)
-  ]
+def _record(sample: dict) -> dict:
+  """Returns what an evaluation reports of a graded sample."""
+  del sample["row"]
+  extracted = rewards.last_boxed(sample["completion"])
+  return {"sample": sample.pop("member"), "extracted": extracted} | sample

@@ -1,46 +1,31 @@
 """Completions of a step with their outcomes, for samples.jsonl and others."""
 
 from collections.abc import Sequence
-import itertools
 
 import numpy as np
 
 
 def with_outcomes(
-  samples: Sequence[dict],
-  lengths: np.ndarray,
-  advantages: np.ndarray,
-  weights: np.ndarray,
+  samples: Sequence[dict], advantages: np.ndarray, weights: np.ndarray
 ) -> list[list[dict]]:
   """Returns the groups of a step, `advantage`, `weight` and `kept` added.
 
   Args:
-    samples: one for each sampled completion, group by group.
-    lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
+    samples: samples of `collect.Experience`.
     advantages, weights: `[Q, G]`; a completion of weight 0 was pruned.
   """
-  rows, sizes = np.flatnonzero(lengths.max(axis=1)), (lengths > 0).sum(axis=1)
-  if sizes.sum() < len(samples):  # with dynamic sampling all are of one size
-    sizes = np.full(len(samples) // lengths.shape[1], lengths.shape[1])
-  ends = itertools.accumulate(sizes[sizes > 0], initial=0)
-  groups = [samples[i:j] for i, j in itertools.pairwise(ends)]
-  # Dynamic sampling drops groups of equal rewards: they have no row.
-  drops, rows = len(groups) > len(rows), iter(rows)
-  nothing = np.zeros(lengths.shape[1])
-  outcomes = []
-  for group in groups:
-    is_dropped = drops and len({line["reward"] for line in group}) == 1
-    row = None if is_dropped else next(rows, None)
-    a, w = (nothing if row is None else x[row] for x in (advantages, weights))
-    outcomes.append(
-      [
-        line
-        | {"advantage": float(a[i]), "weight": float(w[i])}
-        | {"kept": bool(w[i])}
-        for i, line in enumerate(group)
-      ]
+  groups: list[list[dict]] = []
+  for sample in samples:
+    line = dict(sample)
+    at = row, member = line.pop("row"), line.pop("member")
+    if member == 0:
+      groups.append([])
+    advantage, weight = (
+      0.0 if row is None else float(x[at]) for x in (advantages, weights)
     )
-  return outcomes
+    outcome = dict(advantage=advantage, weight=weight, kept=bool(weight))
+    groups[-1].append(line | outcome)
+  return groups
 
 
 def choose(groups: list[list[dict]]) -> list[dict]:

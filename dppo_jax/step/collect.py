@@ -31,7 +31,8 @@ class Experience(NamedTuple):
     rewards: `[Q, G]`, 0 for the completions of a pruned prompt.
     num_prompts: loss denominator, in prompts.
     counts: sums over the rollouts of the step, see `grade`.
-    samples: one line of samples.jsonl per completion.
+    samples: one line of samples.jsonl per completion, with its `row` among the
+      `Q`, None for a group that was not gathered, and its `member`.
   """
 
   prompts: PromptBatch

@@ -16,7 +16,8 @@ class GradedRollout(NamedTuple):
     rewards: f32 `[Q, G]`.
     correct: f32 `[Q, G]`, verdict of the verifier, in [0, 1].
     counts: sums that describe them.
-    samples: one line of samples.jsonl per sampled completion.
+    samples: one line of samples.jsonl per sampled completion, with its `row` in
+      the rollout and its `member`, the number in its group.
   """
 
   rewards: np.ndarray
@@ -48,13 +49,13 @@ def grade(
     local = _grade_rows(
       rollout, rows, problems, tokenizer, grader, verifier_only
     )
-  all_lines: list[dict] = []
+  samples: list[dict] = []
   counts: collections.Counter = collections.Counter()
   for lines, of_process in distributed.gather(local):
-    all_lines += lines
+    samples += lines
     counts.update(of_process)
   # Each row belongs to one process, with its completions in order.
-  return _summarise(rollout, sorted(all_lines, key=lambda x: x["row"]), counts)
+  return _summarise(rollout, sorted(samples, key=lambda x: x["row"]), counts)
 
 
 def _grade_rows(
@@ -65,12 +66,7 @@ def _grade_rows(
   grader: rewards.Grader,
   verifier_only: bool,
 ) -> tuple[list[dict], collections.Counter]:
-  """Grades the groups of some rows.
-
-  Returns:
-    For each completion its row, number in the group and sample; and counts of
-    outcomes and faults.
-  """
+  """Returns samples of the groups of some rows, and counts of outcomes."""
   sizes = (rollout.lengths[rows] > 0).sum(axis=1)
   place, member = np.nonzero(rollout.lengths[rows] > 0)
   at = rows[place], member
@@ -93,6 +89,8 @@ def _grade_rows(
   )
   earned = {name: x.tolist() for name, x in graded.values.items()}
   samples = {
+    "row": at[0].tolist(),
+    "member": at[1].tolist(),
     "id": [problems.names[i] for i in ids],
     "problem": prompts,
     "completion": completions,
@@ -104,12 +102,7 @@ def _grade_rows(
     "rewards": _lines(earned, len(ids)),
     "correct": graded.correct.tolist(),
   }
-  columns = {
-    "row": at[0].tolist(),
-    "member": at[1].tolist(),
-    "sample": _lines(samples, len(ids)),
-  }
-  return _lines(columns, len(ids)), graded.counts
+  return _lines(samples, len(ids)), graded.counts
 
 
 def _lines(columns: dict[str, list], num: int) -> list[dict]:
@@ -118,14 +111,11 @@ def _lines(columns: dict[str, list], num: int) -> list[dict]:
 
 
 def _summarise(
-  rollout: Rollout, lines: list[dict], counts: collections.Counter
+  rollout: Rollout, samples: list[dict], counts: collections.Counter
 ) -> GradedRollout:
   """Arranges grades by group, and adds sums of them to `counts`."""
   shape = rollout.lengths.shape
-  samples = [line["sample"] for line in lines]
-  at = tuple(
-    np.array([line[x] for line in lines], int) for x in ("row", "member")
-  )
+  at = tuple(np.array([x[y] for x in samples], int) for y in ("row", "member"))
   is_drawn = np.zeros(shape, bool)
   is_drawn[at] = True
 
@@ -141,7 +131,7 @@ def _summarise(
       "prompts": shape[0],
       "rolled_out": len(groups),
       "zero_std": sum(int(x.max() == x.min()) for x in groups),
-      "completions": len(lines),
+      "completions": len(samples),
       "stopped": sum(sample["stopped"] for sample in samples),
       "tokens": sum(sample["tokens"] for sample in samples),
       "slot_steps": int(rollout.slot_steps),

@@ -146,10 +146,10 @@ class TrainStep:
     buffer, limit = None, np.array(num_prompts, np.int32)
     counts: collections.Counter = collections.Counter()
     samples: list[dict] = []
+    num_groups = 0
     for draw in draws:
       state, chunk = self._rollout_once(state, params, draw, limit)
       counts.update(chunk.counts)
-      samples += chunk.samples
       groups = {
         "prompts": chunk.prompts,
         "rollout": chunk.rollout,
@@ -159,7 +159,12 @@ class TrainStep:
       buffer, limit, denominator = self._timed(
         "add_groups", clock="dynamic_sampling", buffer=buffer, **groups
       )
-      if int(buffer.num_groups) == num_prompts:
+      # Groups whose rewards differ are gathered in order, until it is full.
+      differ = np.flatnonzero(np.ptp(chunk.rewards, axis=1)).tolist()
+      rows = dict(zip(differ, range(num_groups, num_prompts), strict=False))
+      samples += [x | {"row": rows.get(x["row"])} for x in chunk.samples]
+      num_groups = int(buffer.num_groups)
+      if num_groups == num_prompts:
         break
     return state, Experience(
       prompts=buffer.prompts,
