@@ -52,19 +52,16 @@ def forget_programs():
 
 @pytest.fixture
 def gpu_kernels(monkeypatch):
-  """Emulates the kernels for GPUs."""
-  from dppo_jax.models import attention
+  """Emulates the kernels for GPUs, and that of decoding for TPUs."""
+  from jax.experimental import pallas
 
-  kernel = attention.decode_kernel
-  attend = functools.partial(kernel.attend, interpret=True)
-  monkeypatch.setattr(kernel, "attend", attend)
-  flash = functools.partial(attention.flash_kernel.attention, interpret=True)
-  monkeypatch.setitem(attention.BACKENDS, "triton", flash)
+  call = functools.partial(pallas.pallas_call, interpret=True)
+  monkeypatch.setattr(pallas, "pallas_call", call)
 
 
 @pytest.fixture
 def tpu_kernels(gpu_kernels, monkeypatch):
-  """Emulates the kernels for TPUs; that of decoding is shared with GPUs."""
+  """Emulates the kernels for TPUs."""
   from dppo_jax.models import attention
 
   splash = functools.partial(attention.splash_kernel.attention, interpret=True)

@@ -32,7 +32,6 @@ def product(
   weights: Float[Array, "X E F"] | Float[Array, "X F E"],
   sizes: Int[Array, "X"],
   is_transposed: bool = False,
-  interpret: bool = False,
 ) -> Float[Array, "M F"]:
   """Computes `models.grouped.product`, on request with transposed matrices.
 
@@ -60,16 +59,12 @@ def product(
     grid=(num_blocks, outer // width),
     out_shape=jax.ShapeDtypeStruct((len(rows), outer), rows.dtype),
     compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
-    interpret=interpret,
     name="grouped_product",
   )(group, first.astype(jnp.int32), ends[group], rows, weights)
 
 
 def outer_product(
-  rows: Float[Array, "M E"],
-  grad: Float[Array, "M F"],
-  sizes: Int[Array, "X"],
-  interpret: bool = False,
+  rows: Float[Array, "M E"], grad: Float[Array, "M F"], sizes: Int[Array, "X"]
 ) -> Float[Array, "X E F"]:
   """Returns the gradient of the matrices; programs divide its blocks."""
   shape = len(sizes), rows.shape[1], grad.shape[1]
@@ -82,7 +77,6 @@ def outer_product(
     grid=(shape[1] // inner, shape[2] // width, shape[0]),
     out_shape=jax.ShapeDtypeStruct(shape, rows.dtype),
     compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=3),
-    interpret=interpret,
     name="grouped_outer_product",
   )(ends - sizes, ends, rows, grad)
 

@@ -12,9 +12,9 @@ from dppo_jax.models import attention
 from dppo_jax.models.attention import blockwise, flash_kernel, splash_kernel
 
 BACKENDS = attention.BACKENDS | {
-  "splash": functools.partial(splash_kernel.attention, interpret=True),
-  "triton": functools.partial(flash_kernel.attention, interpret=True),
+  "splash": functools.partial(splash_kernel.attention, interpret=True)
 }
+pytestmark = pytest.mark.usefixtures("gpu_kernels")
 # Groups of a row: (tokens of a shared prompt, or 0; tokens of completions).
 SEGMENTS = {
   "shared": [(5, (9, 40, 3)), (30, (70, 12)), (4, (50,))],

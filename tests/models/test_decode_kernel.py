@@ -14,6 +14,8 @@ from dppo_jax.models.attention import (
   decode_kernel_tpu,
 )
 
+pytestmark = pytest.mark.usefixtures("gpu_kernels")
+
 LAYER = 1
 COUNTS = [0, 5, 128, 191]  # own tokens of each slot
 SHARED = [0, 64, 97, 128]  # prompt tokens of each slot
@@ -43,9 +45,7 @@ def _run(inputs, window=None):
   where = jnp.int32(LAYER), *rows, positions, jnp.array(COUNTS)
   where = *where, window and positions - window + 1
   is_tpu = inputs[0].shape[-1] % 128 == 0
-  kernel = functools.partial(
-    decode_kernel.attend, is_tpu=is_tpu, interpret=True
-  )
+  kernel = functools.partial(decode_kernel.attend, is_tpu=is_tpu)
   return jax.jit(kernel)(*inputs, *where)
 
 

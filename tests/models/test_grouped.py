@@ -72,15 +72,14 @@ def test_other_platforms_have_the_same_gradient_of_the_weights(way, sizes):
 
 @CASES
 @pytest.mark.parametrize("num_rows", [256, 261])
-def test_kernels_of_gpus_compute_the_same(num_rows, sizes):
+def test_kernels_of_gpus_compute_the_same(gpu_kernels, num_rows, sizes):
   """Emulated. Blocks of 32 rows, which the groups do not fill."""
   rows, weights, grad = _data(num_rows, inner=32, outer=48)
   want = _expected(rows, weights, grad, sizes)
-  args, options = jnp.array(sizes), {"interpret": True}
-  product = grouped_kernel.product
-  out = product(rows, weights, args, **options)
-  drows = product(grad, weights, args, is_transposed=True, **options)
-  dweights = grouped_kernel.outer_product(rows, grad, args, **options)
+  product, groups = grouped_kernel.product, jnp.array(sizes)
+  out = product(rows, weights, groups)
+  drows = product(grad, weights, groups, is_transposed=True)
+  dweights = grouped_kernel.outer_product(rows, grad, groups)
   num = sum(sizes)
   np.testing.assert_allclose(out[:num], want[0], atol=1e-4)
   np.testing.assert_allclose(drows[:num], want[1], atol=1e-4)

@@ -27,7 +27,6 @@ def attend(
   count: Int[Array, "B"],
   oldest: Int[Array, "B"] | None = None,
   is_tpu: bool = False,
-  interpret: bool = False,
 ) -> tuple[Float[Array, "B n H D"], tuple[Array, Array]]:
   """Writes keys and values of each slot's `n` tokens, and attends to its past.
 
@@ -43,7 +42,6 @@ def attend(
     oldest: first position that the first new token sees, which may be negative,
       and one higher for each further token; None if they see all.
     is_tpu: runs the kernel for TPUs.
-    interpret: emulates the kernel on any platform, slowly.
   """
   (batch, num, _, dim), kv_heads = q.shape, k.shape[2]
   # One array, so that a single operation computes it: [B, K, n (H/K + 2), D].
@@ -54,7 +52,7 @@ def attend(
   )
   qkv = jnp.concatenate([by_head(x) for x in (q, k, v)], 2)
   kernel = decode_kernel_tpu if is_tpu else decode_kernel_gpu
-  run = functools.partial(kernel.attend, num=num, interpret=interpret)
+  run = functools.partial(kernel.attend, num=num)
   mesh = jax.sharding.get_abstract_mesh()
   if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
     # Each device computes its own heads: no compiler can divide a kernel.

@@ -25,7 +25,7 @@ _ENOUGH = 1024  # programs that need no splits: several on each multiprocessor
 
 def attend(
   qkv, cache, prompts, layer, place, prompt, positions, count, oldest,
-  num, interpret,
+  num,
 ):  # fmt: skip
   """Computes `decode_kernel.attend` with `[B, K, n (H/K + 2), D]` inputs."""
   batch, kv_heads, rows, dim = qkv.shape
@@ -73,7 +73,6 @@ def attend(
     ],
     input_output_aliases={8 + len(oldest): 2, 9 + len(oldest): 3},
     compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-    interpret=interpret,
     name="decode_attention",
   )(layer[None], place, prompt, positions, count, oldest, qkv, *prompts, *cache)
   if is_undivided:

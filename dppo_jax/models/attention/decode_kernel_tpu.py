@@ -26,7 +26,7 @@ _div = jax.lax.div  # no operand is negative; `//` asks for the kind of device
 
 def attend(
   qkv, cache, prompts, layer, place, prompt, positions, count, oldest,
-  num, interpret,
+  num,
 ):  # fmt: skip
   """Computes `decode_kernel.attend` with `[B, K, n (H/K + 2), D]` inputs."""
   batch, kv_heads, rows, dim = qkv.shape
@@ -86,7 +86,6 @@ def attend(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary")
     ),
-    interpret=interpret,
     name="decode_attention",
   )(
     layer[None], place, prompt, positions, count, oldest,

@@ -21,15 +21,7 @@ _NUMBERS = 2**13  # in one block of one head; at most
 
 
 def attention(
-  q,
-  k,
-  v,
-  segment_ids,
-  prefix_ids=None,
-  *,
-  ranges=None,
-  window=None,
-  interpret=False,
+  q, k, v, segment_ids, prefix_ids=None, *, ranges=None, window=None
 ):
   """Computes `models.attention.attention`.
 
@@ -38,12 +30,11 @@ def attention(
   Args:
     ranges: result of `block_ranges`, computed here if not given.
     window: see `models.attention.attention`.
-    interpret: emulates the kernels on any platform, slowly.
   """
   ranges = ranges or block_ranges(segment_ids, prefix_ids, q.shape[-1])
   prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   masks = segment_ids, prefix_ids, *(window or ())
-  return _attention(q, k, v, (masks, *ranges), interpret)
+  return _attention(q, k, v, (masks, *ranges))
 
 
 def block_ranges(
@@ -88,31 +79,30 @@ def _block_size(length: int, head_dim: int) -> int:
   return math.gcd(length, min(_BLOCK, _NUMBERS // head_dim))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, ids, interpret):
-  return _forward(q, k, v, ids, interpret)[0]
+@jax.custom_vjp
+def _attention(q, k, v, ids):
+  return _forward(q, k, v, ids)[0]
 
 
-def _forward(q, k, v, ids, interpret):
+def _forward(q, k, v, ids):
   batch, length, heads, dim = q.shape
   out, lse = _call(
     _forward_kernel,
     (q, k, v, *ids),
     [q, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
     grid=(length // _block_size(length, dim), heads, batch),
-    interpret=interpret,
   )
   return out, (q, k, v, ids, out, lse)
 
 
-def _backward(interpret, saved, grad):
+def _backward(saved, grad):
   q, k, v, ids, out, lse = saved
   batch, length, heads, dim = q.shape
   num_blocks = length // _block_size(length, dim)
   # The gradient of a softmax is p * (dp - sum of p * dp); delta is that sum.
   delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   arrays = q, k, v, *ids, grad, lse, delta.swapaxes(1, 2)
-  call = functools.partial(_call, interpret=interpret, num_warps=8)
+  call = functools.partial(_call, num_warps=8)
   (dq,) = call(_dq_kernel, arrays, [q], grid=(num_blocks, heads, batch))
   grid = num_blocks, k.shape[2], batch
   dk, dv = call(_dkv_kernel, arrays, [k, v], grid=grid)
@@ -122,7 +112,7 @@ def _backward(interpret, saved, grad):
 _attention.defvjp(_forward, _backward)
 
 
-def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
+def _call(kernel, arrays, outputs, grid, num_warps=4):
   q, k = arrays[:2]
   kernel = functools.partial(
     kernel,
@@ -135,7 +125,6 @@ def _call(kernel, arrays, outputs, grid, interpret, num_warps=4):
     grid=grid,
     out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
     compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
-    interpret=interpret,
     name=f"attention{kernel.func.__name__}",
   )(*arrays)
 
