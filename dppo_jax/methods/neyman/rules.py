@@ -92,8 +92,7 @@ def neyman(
   def describe(groups: Groups, chosen: Selection) -> method.ChoiceInfo:
     size = gradient_size(groups)
     if isinstance(budget, AutoBudget):
-      best = budget.choose(groups, size, min_prob)
-      return method.ChoiceInfo(best.added_variance, best.metrics)
+      return budget.choose(groups, size, min_prob).info
     added = added_noise(groups, size, chosen.prob.reshape(1, -1))[0]
     return method.ChoiceInfo(added, {"budget/added_variance": added})
 
@@ -150,7 +149,7 @@ def neyman_prompts(
     order = jnp.lexsort((tie_break, right / (right + wrong)))
     number = max(round(budget * len(ids)), 1)
     prob = designs.water_filling(size[order], number, min_prob)
-    keep = designs.systematic(draw_key, prob, number)
+    keep = designs.systematic(draw_key, prob)
     back = jnp.argsort(order)
     return Selection(keep[back], prob[back])
 
@@ -306,7 +305,7 @@ def neyman_tokens(budget: float, min_prob: float = 0.05) -> method.TokenRule:
     size = jnp.where(can_train, jnp.maximum(size, least), 0.0)
     n = round_count(budget, can_train.sum(dtype=jnp.int32))
     prob = designs.water_filling(size.reshape(-1), n, min_prob)
-    keep = designs.systematic(rng.key, prob, n)
+    keep = designs.systematic(rng.key, prob)
     return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
 
   return method.TokenRule(needs_stats=False, select=select)
