@@ -139,9 +139,12 @@ def _draw(run: runs.Run) -> figures.Figure:
   figure = style.figure(height=9.0, width=12.0)
   axes = figure.subplots(3, 3)
   _draw_accuracy(axes[0, 0], run)
-  _draw_reward_and_length(*axes[0, 1:], run.steps)
-  _draw_update(*axes[1, :2], run.steps)
-  _draw_work(axes[1, 2], *axes[2], run)
+  _draw_step_metrics(axes[0, 1:], axes[1, :2], axes[2, ::2], run.steps)
+  _draw_pruning(axes[1, 2], run.steps)
+  seconds = _stage_seconds(run)
+  axes[2, 1].barh([*seconds], [*seconds.values()])
+  axes[2, 1].set(title="time by stage", xlabel="seconds")
+  axes[2, 1].invert_yaxis()
   for axis in axes.flat:
     if len(axis.get_legend_handles_labels()[1]) > 1:
       style.legend_below(axis)
@@ -169,63 +172,47 @@ def _draw_accuracy(axis: mpl_axes.Axes, run: runs.Run) -> None:
   style.format_axes(axis)
 
 
-def _draw_reward_and_length(
-  reward: mpl_axes.Axes, length: mpl_axes.Axes, steps: Sequence[dict]
+def _draw_step_metrics(
+  samples: Sequence[mpl_axes.Axes],
+  updates: Sequence[mpl_axes.Axes],
+  costs: Sequence[mpl_axes.Axes],
+  steps: Sequence[dict],
 ) -> None:
+  """Draws reward, length, entropy, gradient norm, tokens and speed-up."""
+
+  def plot(axis, title, **metrics):
+    for label, metric in metrics.items():
+      axis.plot(*_curves(steps, metric), label=label)
+    axis.set(title=title, xlabel="step")
+
+  shade = {"alpha": 0.15, "lw": 0}
+  plot(samples[0], "reward", mean="reward/mean")
   x, mean, std = _curves(steps, "reward/mean", "reward/std")
-  reward.plot(x, mean, label="mean")
-  reward.fill_between(
-    x, mean - std, mean + std, alpha=0.15, lw=0, label="± deviation in a group"
-  )
-  reward.set(title="reward", xlabel="step")
-  names = (f"tokens/completion_{x}" for x in ("mean", "min", "max"))
-  x, mean, low, high = _curves(steps, *names)
-  length.plot(x, mean, label="mean")
-  length.fill_between(
-    x, low, high, alpha=0.15, lw=0, label="shortest to longest"
-  )
-  length.set(title="tokens of a completion", xlabel="step", ylim=(0, None))
+  label = "± deviation in a group"
+  samples[0].fill_between(x, mean - std, mean + std, label=label, **shade)
+  plot(samples[1], "tokens of a completion", mean="tokens/completion_mean")
+  ends = _curves(steps, "tokens/completion_min", "tokens/completion_max")
+  samples[1].fill_between(*ends, label="shortest to longest", **shade)
+  plot(updates[0], "entropy and KL divergence, nats", entropy="update/entropy")
+  if any(x.get("update/kl") for x in steps):
+    plot(updates[0], "entropy and KL divergence, nats", kl="update/kl")
+  plot(updates[1], "gradient norm", norm="update/grad_norm")
+  metrics = {x: f"tokens/{x}" for x in ("generated", "trained")}
+  plot(costs[0], "tokens per step", **metrics)
+  plot(costs[1], "predicted speed-up", speedup=_SPEEDUP)
+  for axis in (samples[1], updates[1], *costs):
+    axis.set_ylim(0, None)
+  if not any(_SPEEDUP in x for x in steps):
+    costs[1].remove()
 
 
-def _draw_update(
-  entropy: mpl_axes.Axes, norm: mpl_axes.Axes, steps: Sequence[dict]
-) -> None:
-  """Draws entropy, KL divergence if there is any, and the gradient norm."""
-  for name in ("entropy", "kl"):
-    x, y = _curves(steps, f"update/{name}")
-    if name == "entropy" or np.any(y):
-      entropy.plot(x, y, label=name)
-  entropy.set(title="entropy and KL divergence, nats", xlabel="step")
-  norm.plot(*_curves(steps, "update/grad_norm"))
-  norm.set(title="gradient norm", xlabel="step", ylim=(0, None))
-
-
-def _draw_work(
-  pruning: mpl_axes.Axes,
-  tokens: mpl_axes.Axes,
-  time: mpl_axes.Axes,
-  speedup: mpl_axes.Axes,
-  run: runs.Run,
-) -> None:
-  """Draws what was pruned, tokens, seconds, and the predicted speed-up."""
+def _draw_pruning(axis: mpl_axes.Axes, steps: Sequence[dict]) -> None:
   for i, (label, names) in enumerate(_FRACTIONS.items()):
-    x, part, total = _curves(run.steps, *names)
+    x, part, total = _curves(steps, *names)
     # Thinner and thinner, so that equal curves are all visible.
-    pruning.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
-  pruning.set(title="pruning", xlabel="step")
-  style.format_axes(pruning)
-  for label in ("generated", "trained"):
-    tokens.plot(*_curves(run.steps, f"tokens/{label}"), label=label)
-  tokens.set(title="tokens per step", xlabel="step", ylim=(0, None))
-  seconds = _stage_seconds(run)
-  time.barh([*seconds], [*seconds.values()])
-  time.set(title="time by stage", xlabel="seconds")
-  time.invert_yaxis()
-  if any(_SPEEDUP in x for x in run.steps):
-    speedup.plot(*_curves(run.steps, _SPEEDUP))
-    speedup.set(title="predicted speed-up", xlabel="step", ylim=(0, None))
-  else:
-    speedup.remove()
+    axis.plot(x, part / np.maximum(total, 1), label=label, lw=4 - i)
+  axis.set(title="pruning", xlabel="step")
+  style.format_axes(axis)
 
 
 def _title(run: runs.Run) -> str:
