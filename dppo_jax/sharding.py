@@ -111,6 +111,12 @@ def num_shards_here(axis: str) -> int:
   return math.prod(mesh.shape.get(name, 1) for name in names)
 
 
+def free_axes() -> set[str]:
+  """Returns the mesh axes that no enclosing shard_map divides."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return set(mesh.axis_names) - set(mesh.manual_axes)
+
+
 def num_kv_heads(kv_heads: int) -> int:
   """Returns the heads of keys and values, repeated to divide evenly."""
   return math.lcm(kv_heads, num_shards_here("kv_heads"))
@@ -145,8 +151,7 @@ def gather_width(x: jax.Array, *axes: str | None) -> jax.Array:
     axis=axes.index("embed"),
     tiled=True,
   )
-  mesh = jax.sharding.get_abstract_mesh()
-  if free := set(mesh.axis_names) - set(mesh.manual_axes):
+  if free := free_axes():
     place = unclaimed_spec(*axes)
     gather = jax.shard_map(
       gather, in_specs=place, out_specs=place, axis_names=free, check_vma=False

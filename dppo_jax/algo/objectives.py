@@ -3,6 +3,7 @@
 Equal arguments return equal objectives, so that an objective compiles once.
 """
 
+from collections.abc import Callable
 import functools
 
 import jax
@@ -82,14 +83,10 @@ def dapo(
        the rollout; in public code it is over each mini-batch.
   """
   check(FINITE, tokens_per_completion=tokens_per_completion)
-
-  def one_over_constant(rollout):
-    value = 1.0 / tokens_per_completion
-    return jnp.full(rollout.lengths.shape, value, jnp.float32)
-
-  share = one_over_constant if tokens_per_completion else _one_over_mean_length
   plain = grpo(clip_low, clip_high, beta, sampler_cap)
-  return plain._replace(token_share=share)
+  if tokens_per_completion:
+    return plain._replace(token_share=_constant(1.0 / tokens_per_completion))
+  return plain._replace(token_share=_one_over_mean_length)
 
 
 def dr_grpo(
@@ -166,7 +163,7 @@ def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
   return grpo(beta=beta, sampler_cap=sampler_cap)._replace(
     advantage=leave_one_out,
     token_loss=_log_likelihood,
-    token_share=_one,
+    token_share=_constant(1.0),
     includes_self=False,
   )
 
@@ -212,8 +209,9 @@ def _log_likelihood(
   return -advantages * logprobs, jnp.zeros(ratio.shape, bool)
 
 
-def _one(rollout: Rollout) -> Float[Array, "Q G"]:
-  return jnp.ones(rollout.lengths.shape, jnp.float32)
+@functools.cache
+def _constant(share: float) -> Callable[[Rollout], Float[Array, "Q G"]]:
+  return lambda rollout: jnp.full(rollout.lengths.shape, share, jnp.float32)
 
 
 def _one_over_length(rollout: Rollout) -> Float[Array, "Q G"]:

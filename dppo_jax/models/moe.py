@@ -65,8 +65,7 @@ def mixture(
   """
   run = functools.partial(_mixture, experts=experts, axis=None)
   numbers = jnp.arange(experts.num, dtype=jnp.int32)
-  mesh = jax.sharding.get_abstract_mesh()
-  if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
+  if axis_names := sharding.free_axes():
     by_token = sharding.unclaimed_spec("batch")
     by_expert = sharding.unclaimed_spec("expert")
     # A rollout's shards already hold the full width of the weights.

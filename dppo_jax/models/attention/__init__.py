@@ -120,8 +120,7 @@ def attention(
   def run(q, k, v, segment_ids, prefix_ids, more):
     return BACKENDS[backend](q, k, v, segment_ids, prefix_ids, **more)
 
-  mesh = jax.sharding.get_abstract_mesh()
-  if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
+  if axis_names := sharding.free_axes():
     # Each device computes its own rows and heads: the compiler knows neither
     # how many blocks a row needs nor how to partition a kernel.
     by_head = sharding.unclaimed_spec("batch", None, "heads", None)

@@ -53,8 +53,7 @@ def attend(
   qkv = jnp.concatenate([by_head(x) for x in (q, k, v)], 2)
   kernel = decode_kernel_tpu if is_tpu else decode_kernel_gpu
   run = functools.partial(kernel.attend, num=num)
-  mesh = jax.sharding.get_abstract_mesh()
-  if axis_names := set(mesh.axis_names) - set(mesh.manual_axes):
+  if axis_names := sharding.free_axes():
     # Each device computes its own heads: no compiler can divide a kernel.
     heads = sharding.unclaimed_spec(None, "heads")
     caches = sharding.unclaimed_spec(None, None, "heads")
