@@ -18,11 +18,9 @@ def _mesh(data, replicas=1):
   return types.SimpleNamespace(shape=shape)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
 @pytest.mark.parametrize("file", FILES)
-def test_prompts_divide_over_devices(file, num_devices):
-  mesh = _mesh(num_devices)
-  preflight.check_prompts(mesh, commands.config(file))
+def test_prompts_divide_over_up_to_16_devices(file):
+  preflight.check_prompts(_mesh(16), commands.config(file))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
@@ -152,10 +151,3 @@ def test_metrics_of_several_updates_are_sums_means_or_extremes():
     zip(names, (6, 3, 6, 1, 6, 1), strict=True)
   )
   assert step_info.combined(values[:1], passes=1) == values[0]
-
-
-def test_prompts_not_divisible_into_mini_batches_are_rejected():
-  c = configs.Config()
-  c.data.prompts_per_step, c.objective.mini_batches = 32, 5
-  with pytest.raises(ValueError, match=r"mini_batches=5\) is 32 .*multiple"):
-    configs.validate(c)

@@ -50,9 +50,7 @@ REJECTED = [
   ("mesh.data=99", "config.mesh.data", "99 devices"),
   ("mesh.model=8", "config.mesh.model", "heads"),
   ("method.args.prompt_rate=1.5", "config.method.args", "1.5"),
-  ("method.args.scope=all", "config.method.args", "group, batch"),
   ("objective.args.beta=-1", "config.objective.args", "at least 0"),
-  ("greso method.args.max_draws=0", "config.method.args", "max_draws"),
   (
     "greso method.args.dynamic_sampling=exact objective.args.beta=0.1",
     "config.objective.args.beta",
@@ -63,7 +61,6 @@ REJECTED = [
     "config.objective.args.tokens_per_completion",
     "exact dynamic sampling",
   ),
-  ("cppo method.args.keep=0", "config.method.args", "keep"),
 ]
 
 
