@@ -7,16 +7,14 @@ large batch from it, takes the gradient of every completion, and draws each
 rule's choice thousands of times at equal tokens: choices of completions, of
 prompts, of tokens, and of how many completions to sample at all. Then it times
 the updates. Every stage leaves a file in --workdir, and a stage that has one is
-not measured again; results.jsonl, table.md and figure.png in this directory are
-made of them.
+not measured again; results.jsonl, table.csv and figure.png here are made of
+them.
 """
 
 import argparse
 import pathlib
 
 import jax
-
-from dppo_jax.files import jsonl
 
 from ..common import results, tasks
 from . import (
@@ -68,7 +66,7 @@ def measure(name: str, workdir: pathlib.Path, num_prompts: int) -> None:
 def collect(workdir: pathlib.Path, names: list[str]) -> list[dict]:
   """Returns the rows of all stages that are done."""
   files = [workdir / n / f"{level}.jsonl" for n in names for level in STAGES]
-  return [row for file in files if file.exists() for row in jsonl.read(file)]
+  return [row for file in files if file.exists() for row in results.read(file)]
 
 
 def main() -> None:
@@ -83,7 +81,7 @@ def main() -> None:
     measure(name, workdir / name, args.prompts)
   rows = collect(workdir, names)
   results.write(HERE / "results.jsonl", rows)
-  (HERE / "table.md").write_text(ledger.pages(rows))
+  (HERE / "table.csv").write_text(results.to_csv(ledger.pages(rows)))
   picture.draw(rows, HERE / "figure.png")
 
 

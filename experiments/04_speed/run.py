@@ -5,7 +5,7 @@
 
 Seeds and shapes are fixed (work.py). Every figure is the median over
 repetitions, with the least and the most. Rows are appended to results.jsonl
-as they are measured; table.md and figure.png are made from all rows there.
+as they are measured; table.txt and figure.png are made from all rows there.
 """
 
 import argparse

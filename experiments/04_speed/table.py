@@ -4,9 +4,7 @@ import pathlib
 
 from matplotlib import figure as figures
 
-from dppo_jax.files import jsonl
-
-from ..common.results import tidy
+from ..common.results import read, tidy
 
 COLOURS = {
   "decode": "#2a6f97",
@@ -57,8 +55,8 @@ def bandwidth(row: dict) -> float:
 
 
 def write(results: pathlib.Path) -> None:
-  """Writes table.md, and figure.png if growth was measured."""
-  rows = jsonl.read(results)
+  """Writes table.txt, and figure.png if growth was measured."""
+  rows = read(results)
   lines = []
   machine = lambda r: (
     f"{r['work']}, {r['dtype']}, attention {r['attention']}, remat "
@@ -67,11 +65,11 @@ def write(results: pathlib.Path) -> None:
   )
   for title in dict.fromkeys(map(machine, rows)):
     here = [r for r in rows if machine(r) == title]
-    lines += [f"## {title}", ""]
+    lines += [title, ""]
     for part in dict.fromkeys(r["part"] for r in here):
       yard = next(r["yardstick"] for r in here if r["part"] == part)
       lines += [
-        f"**{part}**; matmul "
+        f"{part}; matmul "
         + ", ".join(
           f"{yard[f'{d}_flops'] / 1e9:,.0f} GFLOP/s in {d}"
           for d in ("float32", "bfloat16")
@@ -81,7 +79,7 @@ def write(results: pathlib.Path) -> None:
       ]
       lines += [f"- {line(r)}" for r in here if r["part"] == part]
       lines.append("")
-  results.with_name("table.md").write_text("\n".join(lines))
+  results.with_name("table.txt").write_text("\n".join(lines))
   grown = [r for r in rows if r["part"] == "growth"]
   if grown:
     draw(grown, results.with_name("figure.png"))

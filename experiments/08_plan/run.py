@@ -28,7 +28,7 @@ from dppo_jax.metrics import progress
 from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.run import compile_cache
 
-from ..common import hlo
+from ..common import hlo, results
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -115,7 +115,7 @@ def main() -> None:
       agreement(),
     ]
   )
-  (HERE / "table.md").write_text(text + "\n")
+  (HERE / "table.csv").write_text(results.to_csv(text))
   print(text)
 
 

@@ -8,9 +8,8 @@ from matplotlib import figure as figures
 import numpy as np
 
 from dppo_jax.analysis import tables
-from dppo_jax.files import jsonl
 
-from ..common.results import tidy
+from ..common.results import read, tidy, to_csv
 from . import tasks, training
 
 MARKERS = {"neyman": "o", "by chance": "s", "prompts by chance": "^"}
@@ -47,13 +46,13 @@ def _mean(steps: list[dict], name: str) -> float:
 
 
 def write(results: list[dict], folder: pathlib.Path) -> None:
-  """Writes table.md and figure.png of the results and predictions."""
-  predicted = jsonl.read(folder / "predictions.jsonl")
+  """Writes table.csv and figure.png of the results and predictions."""
+  predicted = read(folder / "predictions.jsonl")
   pairs = _pairs(results, predicted)
   text = "\n\n".join(
     [_law_table(pairs), _agreement(pairs), _facts(predicted), _sweep(results)]
   )
-  (folder / "table.md").write_text(f"{text}\n")
+  (folder / "table.csv").write_text(to_csv(text))
   print(text)
   _draw(pairs, results, folder / "figure.png")
 

@@ -4,7 +4,7 @@
 
 The unpruned runs of every task and batch size come first, then predictions from
 them (predictions.jsonl), then the predicted runs and those with an automatic
-budget. A finished run is not repeated. Results go to results.jsonl, table.md
+budget. A finished run is not repeated. Results go to results.jsonl, table.csv
 and figure.png in this folder.
 """
 

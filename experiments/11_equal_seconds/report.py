@@ -159,11 +159,11 @@ def draw(task: str, rows: list[dict]) -> None:
 
 
 def write(rows: list[dict]) -> None:
-  """Writes table.md and a figure for every task that has results."""
+  """Writes table.csv and a figure for every task that has results."""
   parts = []
   for task in dict.fromkeys(x["task"] for x in rows):
     parts += [f"## {task}\n", rates_table(task, rows), ""]
     if any(x["task"] == task and x["seed"] for x in rows):
       parts += [seeds_table(task, rows), ""]
       draw(task, rows)
-  (HERE / "table.md").write_text("\n".join(parts))
+  (HERE / "table.csv").write_text(results.to_csv("\n".join(parts)))

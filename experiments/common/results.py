@@ -1,6 +1,8 @@
 """Lines of results, and how tables and figures show them."""
 
 from collections.abc import Iterable, Sequence
+import csv
+import io
 import json
 import pathlib
 import platform
@@ -19,6 +21,24 @@ def write(path: pathlib.Path, rows: Iterable[dict]) -> None:
   """Writes one JSON line per row."""
   lines = [json.dumps(row, default=float) + "\n" for row in rows]
   path.write_text("".join(lines))
+
+
+def read(path: pathlib.Path) -> list[dict]:
+  """Returns the rows that `write` wrote."""
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def to_csv(page: str) -> str:
+  """Returns the tables of a Markdown page; a line outside of them is a cell."""
+  text = io.StringIO()
+  writer = csv.writer(text, lineterminator="\n")
+  for line in page.splitlines():
+    cells = [x.strip().strip("*") for x in line.strip("|").split("|")]
+    if not line.startswith("|"):
+      cells = [line.lstrip("# ")] if line else []
+    if set("".join(cells)) != {"-"}:
+      writer.writerow(cells)
+  return text.getvalue()
 
 
 def median_range(values: Sequence[float], digits: int = 2) -> str:

@@ -9,6 +9,8 @@ import types
 import numpy as np
 import pytest
 
+from experiments.common import results
+
 _load = lambda name: importlib.import_module(
   f"experiments.02_design_variance.{name}"
 )
@@ -126,4 +128,5 @@ def test_every_rule_of_the_ledger_was_measured_on_both_batches():
     for rule in rules:
       for batch in ("arithmetic", "rings"):
         assert (batch, rule.level, rule.method) in measured
-  assert (FOLDER / "table.md").read_text() == ledger.pages(rows)
+  table = (FOLDER / "table.csv").read_text()
+  assert table == results.to_csv(ledger.pages(rows))
