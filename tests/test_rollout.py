@@ -136,9 +136,15 @@ def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
 
 
 @pytest.mark.parametrize(
-  ("num_slots", "draft_tokens"), [(1, 0), (7, 0), (40, 0), (1, 7), (7, 2)]
+  ("num_slots", "draft_tokens", "keep"),
+  [
+    (1, 0, [1, 0, 1, 1, 0, 0]),
+    (7, 0, [1, 1, 1, 1, 1, 1]),
+    (40, 0, [1, 0, 1, 1, 0, 0]),
+    (1, 7, [1, 1, 1, 1, 1, 1]),
+    (7, 2, [1, 0, 1, 1, 0, 0]),
+  ],
 )
-@pytest.mark.parametrize("keep", [[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0]])
 def test_slots_that_share_prompts_sample_the_same_tokens(
   gpu_kernels, num_slots, draft_tokens, keep
 ):
@@ -160,10 +166,14 @@ def test_slots_that_share_prompts_sample_the_same_tokens(
   np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 3])
 @pytest.mark.parametrize(
-  ("shape", "gathers_layers"),
-  [((1, 1), False), ((2, 2), False), ((2, 2), True)],
+  ("shape", "gathers_layers", "draft_tokens"),
+  [
+    ((1, 1), False, 0),
+    ((1, 1), False, 3),
+    ((2, 2), False, 3),
+    ((2, 2), True, 0),
+  ],
 )
 def test_kernels_for_tpus_sample_the_same_tokens(
   tpu_kernels, shape, draft_tokens, gathers_layers
