@@ -127,61 +127,40 @@ def init_decode_state(
 
 
 def refill(state: DecodeState, queue: Queue) -> DecodeState:
-  """Gives the next completions to the idle slots."""
-  if queue.shares_prompts:
-    return _refill_all(state, queue)
-  is_idle = lambda slots: slots.item == len(state.uniform)
+  """Gives the next completions to the idle slots.
 
-  def can_refill(carry):
-    slots, num_taken = carry
-    return (num_taken < state.num_wanted) & is_idle(slots).any()
-
-  def refill_one(carry):
-    slots, num_taken = carry
-    slot = jnp.argmax(is_idle(slots))
-    place, item, prompt = queue.place(num_taken)
-    length = queue.prompts.lengths[prompt]
-    slots = Slots(
-      item=slots.item.at[slot].set(item),
-      # The last prompt token is read again: its successor is sampled in the
-      # step that all other slots take.
-      token=slots.token.at[slot].set(queue.prompts.tokens[prompt, length - 1]),
-      position=slots.position.at[slot].set(length - 1),
-      count=slots.count.at[slot].set(0),
-      row=slots.row.at[slot].set(place),
-      cache_slot=slots.cache_slot,
-      cache=kv_cache.copy_slot(slots.cache, slot, queue.cache, place),
-    )
-    return slots, num_taken + 1
-
-  slots, num_taken = jax.lax.while_loop(
-    can_refill, refill_one, (state.slots, state.num_taken)
-  )
-  return state._replace(slots=slots, num_taken=num_taken)
-
-
-def _refill_all(state: DecodeState, queue: Queue) -> DecodeState:
-  """Fills all idle slots at once, without a loop that a GPU's host awaits."""
+  If slots share the cache of the prompts, no loop has to be awaited by the host
+  of a GPU; otherwise a loop copies the cache of each new completion's prompt.
+  """
   slots, index = state.slots, jnp.arange(state.slots.item.size, dtype=jnp.int32)
   is_idle = slots.item == len(state.uniform)
   rank = (is_idle & (index < index[:, None])).sum(1, dtype=jnp.int32)
   number = state.num_taken + rank
   is_new = is_idle & (number < state.num_wanted)
+  num_new = is_new.sum(dtype=jnp.int32)
   row, item, prompt = queue.place(number)
-  length = queue.prompts.lengths[prompt]
-  new = Slots(
-    item=item,
-    token=queue.prompts.tokens[prompt, length - 1],
-    position=length - 1,
-    count=0,
-    row=row,
-    cache_slot=slots.cache_slot,
-    cache=None,
-  )
+  # The last prompt token is read again: its successor is sampled in the step
+  # that all other slots take.
+  last = queue.prompts.lengths[prompt] - 1
+
+  def copy_prompt(i, cache):
+    slot = jnp.argmax(is_new & (rank == i))
+    return kv_cache.copy_slot(cache, slot, queue.cache, row[slot])
+
+  cache = slots.cache
+  if not queue.shares_prompts:
+    cache = jax.lax.fori_loop(0, num_new, copy_prompt, cache)
   choose = lambda new, old: jnp.where(is_new, new, old)
-  slots = Slots(*map(choose, new[:-1], slots[:-1]), slots.cache)
-  num_taken = state.num_taken + is_new.sum(dtype=jnp.int32)
-  return state._replace(slots=slots, num_taken=num_taken)
+  slots = Slots(
+    item=choose(item, slots.item),
+    token=choose(queue.prompts.tokens[prompt, last], slots.token),
+    position=choose(last, slots.position),
+    count=choose(0, slots.count),
+    row=choose(row, slots.row),
+    cache_slot=slots.cache_slot,
+    cache=cache,
+  )
+  return state._replace(slots=slots, num_taken=state.num_taken + num_new)
 
 
 def compact_slots(
