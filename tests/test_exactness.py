@@ -64,7 +64,9 @@ def _prompt_draws(method):
   return list(Draws(select, IDS.shape)())
 
 
-def _draws(method, objective, is_weighted=True, part=0, num_parts=1):
+def _draws(
+  method, objective, is_weighted=True, part=0, num_parts=1, stopped=None
+):
   """Chance, prompts, completions and packed batch of every possible draw."""
   forget = lambda chosen: chosen.replace(prob=jnp.ones_like(chosen.prob))
 
@@ -86,6 +88,7 @@ def _draws(method, objective, is_weighted=True, part=0, num_parts=1):
       spec=SPEC,
       part=part,
       num_parts=num_parts,
+      mask_truncated=stopped is not None,
     )
     return chosen[0], batch, num_micro
 
@@ -110,6 +113,8 @@ def _draws(method, objective, is_weighted=True, part=0, num_parts=1):
   completions = Draws(pack, (3 // num_parts, 3))
   tokens = Draws(refine, ())
   full = small.rollout(small.prompts())
+  if stopped is not None:
+    full = full.replace(is_stopped=stopped)
   for by_prompts, kept in _prompt_draws(method):
     lengths = jnp.where(kept.keep[:, None], full.lengths, 0)
     rollout = full.replace(
@@ -234,6 +239,20 @@ def test_each_mini_batch_averages_to_the_gradient_of_its_own_prompts(method):
     assert _distance(mean, parts[part]) < 2e-5
   assert _distance(parts[0], parts[1]) > 0.1
   assert _distance(sum(parts), _full("grpo")[0]) < 2e-5
+
+
+@pytest.mark.parametrize("method", WEIGHTED)
+def test_pruning_masked_completions_averages_to_the_masked_batch(method):
+  stopped = jnp.array([[1, 1, 0], [1, 1, 0], [1, 0, 0]]) > 0
+  objective, args = OBJECTIVES["grpo"], (True, 0, 1, stopped)
+  ((_, _, _, *batch),) = _draws(methods.grpo(), objective, *args)
+  full, mean, num = _gradient_of(*batch, objective)[0], 0.0, 0
+  for chance, _, _, *batch in _draws(WEIGHTED[method], objective, *args):
+    mean = mean + chance * _gradient_of(*batch, objective)[0]
+    num += 1
+  assert num >= 2
+  assert _distance(mean, full) < 2e-5
+  assert _distance(mean, _full("grpo")[0]) > 0.1
 
 
 def test_a_later_update_with_its_own_draw_is_unbiased_given_its_parameters():

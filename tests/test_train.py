@@ -325,6 +325,7 @@ def test_every_objective_trains(uninterrupted, tmp_path, objective):
       "data.eval": "",
       "objective.inner_updates": 2,
       "objective.mini_batches": 4 if objective == "gspo" else 1,
+      "objective.mask_truncated": objective != "gspo",
       "reward.overlong_tokens": 4,
     },
   )

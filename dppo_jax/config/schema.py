@@ -135,6 +135,9 @@ class ObjectiveConfig:
   args: dict = option(default_args(objectives.grpo), "arguments of the loss")
   inner_updates: int = option(1, "mu, passes over one rollout", least=1)
   mini_batches: int = option(1, "updates per pass, on other prompts", least=1)
+  mask_truncated: bool = option(
+    False, "leave completions cut at rollout.max_tokens out of the loss"
+  )
 
   @property
   def name(self) -> str:

@@ -227,6 +227,7 @@ def make_run(
     rollout_dtype=c.rollout.dtype,
     shard_weights=c.rollout.shard_weights,
     overlong_tokens=c.reward.overlong_tokens,
+    mask_truncated=c.objective.mask_truncated,
     inner_updates=c.objective.inner_updates,
     mini_batches=c.objective.mini_batches,
   )

@@ -87,6 +87,7 @@ def declare(spec: StepSpec) -> dict[str, Declaration]:
         objective=spec.objective,
         spec=spec.packing,
         overlong_tokens=spec.overlong_tokens,
+        mask_truncated=spec.mask_truncated,
         num_parts=spec.mini_batches,
       ),
       out="batch num_micro select_info summary",

@@ -73,19 +73,21 @@ def select(
   objective: Objective,
   spec: PackingSpec,
   overlong_tokens: int = 0,
+  mask_truncated: bool = False,
   num_parts: int = 1,
 ) -> tuple[PackedBatch, IntScalar, SelectInfo, CompletionSummary]:
   """Chooses, weights and packs the completions of one update.
 
-  Advantages come from all completions of the rollout. If beta is 0, one of zero
-  advantage has no gradient and gets no row, unless the method trains on it; the
-  loss denominator counts it.
+  Advantages come from all completions to train on. If beta is 0, one of zero
+  advantage has no gradient and gets no row, unless the method trains on it.
+  Shares and the denominator count all completions of the rollout.
 
   Args:
     costs: timings of earlier steps, for methods that read them.
     part: mini-batch, from 0: prompt `q` belongs to part `q % num_parts`, since
       the last prompts may be blank after dynamic sampling.
     overlong_tokens: length of the soft overlong ramp, in tokens.
+    mask_truncated: True to train on completions with a stop only.
     num_parts: mini-batches of the rollout.
   Returns:
     Micro-batches `[M, R, L]`, how many are in use, information to log, and a
@@ -95,20 +97,21 @@ def select(
     rewards = rewards + overlong_penalty(
       rollout.lengths, rollout.tokens.shape[2], overlong_tokens
     )
+  scale, sampled = token_scale(rollout, objective), rollout.lengths
+  if mask_truncated:
+    rollout = rollout.replace(lengths=jnp.where(rollout.is_stopped, sampled, 0))
   advantages = make_advantages(rewards, rollout.lengths > 0, objective)
-  scale = token_scale(rollout, objective)
   groups = make_groups(rollout, rewards, advantages, scale, objective, costs)
-  prompts, rollout, groups, scale = _take_part(
-    (prompts, rollout, groups, scale), part, num_parts
+  prompts, rollout, groups, scale, sampled = _take_part(
+    (prompts, rollout, groups, scale, sampled), part, num_parts
   )
   advantages, is_drawn = groups.advantages, rollout.lengths > 0
   chosen = method.completions(rng, groups)  # drops completions
+  drawn = chosen.replace(keep=chosen.keep & is_drawn)
   if method.has_statistics_after:
-    is_counted = chosen.keep & is_drawn
-    advantages = make_advantages(groups.rewards, is_counted, objective)
+    advantages = make_advantages(groups.rewards, drawn.keep, objective)
 
-  weights = horvitz_thompson(rollout.kept, chosen)  # 1 / probability
-  weights = jnp.where(is_drawn, weights, 0.0)
+  weights = horvitz_thompson(rollout.kept, drawn)  # 1 / probability
   is_needed = adds_gradient(rollout, advantages, objective)
   is_trained = (weights > 0) & (is_needed | method.trains_zero_advantage)
   trained_lengths = jnp.where(is_trained, rollout.lengths, 0)
@@ -128,7 +131,6 @@ def select(
   scalars |= described.metrics
   scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
   scalars["completions/kept"] = _count(weights > 0)
-  drawn = chosen.replace(keep=chosen.keep & is_drawn)
   info = SelectInfo(
     pack=pack_info,
     num_invalid_probs=invalid_probs(kept) + invalid_probs(drawn),
@@ -137,9 +139,7 @@ def select(
     noise=_noise_terms(rollout, groups, described.added_variance),
     diagnostics=scalars,
   )
-  summary = CompletionSummary(
-    advantages, weights, rollout.lengths, trained_lengths
-  )
+  summary = CompletionSummary(advantages, weights, sampled, trained_lengths)
   return batch, num_micro, info, summary
 
 

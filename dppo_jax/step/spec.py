@@ -39,6 +39,7 @@ class StepSpec:
     rollout_dtype: dtype of rollouts; empty for the model's.
     shard_weights: True if rollouts gather sharded weights layer by layer.
     overlong_tokens: length of the soft overlong ramp, in tokens; 0 for none.
+    mask_truncated: True if completions without a stop are not trained on.
     inner_updates: passes over one rollout.
     mini_batches: parts of a rollout, each an update of every pass. Update
       number `i`, and its batch, have part `i % mini_batches`.
@@ -62,6 +63,7 @@ class StepSpec:
   rollout_dtype: str = ""
   shard_weights: bool = False
   overlong_tokens: int = 0
+  mask_truncated: bool = False
   inner_updates: int = 1
   mini_batches: int = 1
 
