@@ -182,7 +182,13 @@ class _Sampler:
     has_answers = any(problems.answers)
     grader = self._grader if has_answers else _Ungraded()
     with self._bar.task("grading", is_brief=True):
-      lines = grade(rollout, problems, self._run.tokenizer, grader).samples
+      lines = grade(
+        rollout,
+        problems,
+        self._run.tokenizer,
+        grader,
+        stop_strings=self._run.spec.stop_strings,
+      ).samples
     text = ""
     for line in lines:
       if line["member"] == 0:

@@ -18,12 +18,12 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_380,
+  "": 10_391,
   "algo": 7_590,
   "analysis": 3_750,
-  "config": 5_070,
+  "config": 5_112,
   "data": 5_680,
-  "eval": 2_080,
+  "eval": 2_089,
   "files": 1_350,
   "methods": 11_060,
   "metrics": 5_730,
@@ -31,8 +31,8 @@ TOKENS = {
   "planning": 3_370,
   "rewards": 7_200,
   "rollout": 5_490,
-  "run": 7_998,
-  "step": 14_448,
+  "run": 8_046,
+  "step": 14_764,
 }
 _NOT_CODE = {
   tokenize.COMMENT,
@@ -117,9 +117,9 @@ def test_training_loop_has_at_most_40_lines():
   assert lines <= 40
 
 
-def test_there_are_at_most_66_options():
-  """Four of LoRA; one masks truncated completions."""
-  assert len(list(config.walk(config.Config()))) <= 66
+def test_there_are_at_most_67_options():
+  """Four of LoRA, masked completions, stop strings."""
+  assert len(list(config.walk(config.Config()))) <= 67
 
 
 def test_there_are_at_most_11_top_level_modules():

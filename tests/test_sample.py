@@ -1,5 +1,6 @@
 """--mode=sample prints what the model says, and how likely it was."""
 
+import copy
 import io
 import json
 import re
@@ -64,14 +65,21 @@ def _sample(capsys, *flags):
   return completions
 
 
-def test_samples_and_grades_are_those_of_an_evaluation(begun, capsys):
+@pytest.mark.parametrize("stops", [(), ("=", "1", "+", "2*")])
+def test_samples_and_grades_are_those_of_an_evaluation(begun, capsys, stops):
   c, folder, _ = begun
+  c = copy.deepcopy(c)
+  c.rollout.stop_strings = stops
   evaluate.run(c, folder)
-  path = folder / "evaluation/step-0/completions.jsonl"
+  paths = folder.glob("evaluation/*/completions.jsonl")
+  path = max(paths, key=lambda path: path.stat().st_mtime_ns)
   lines = [json.loads(x) for x in path.read_text().splitlines()]
   lines = [x for x in lines if x["decoding"] == "sampled"]
-  printed = _sample(capsys, f"--workdir={folder}", "--prompt=@")
+  flags = f"--workdir={folder}", f"--config.rollout.stop_strings={stops}"
+  printed = _sample(capsys, *flags, "--prompt=@")
   assert len(lines) == len(printed) == 6
+  assert any(x["stopped"] for x in lines) or not stops
+  assert not any(stop in x["completion"] for x in lines for stop in stops)
   for line, (before, match) in zip(lines, printed, strict=True):
     number, tokens, end, logprob, mean, grade, text = match.groups()
     assert text == line["completion"] and int(number) == line["sample"] + 1

@@ -164,6 +164,12 @@ def validate(config: Config) -> None:
       f"config.reward.overlong_tokens is {ramp} but must be at most "
       f"config.rollout.max_tokens, {limit}"
     )
+  strings = config.rollout.stop_strings
+  if not all(isinstance(x, str) and x for x in strings):
+    raise UserError(
+      f"config.rollout.stop_strings is {strings!r} but must be a tuple of "
+      "texts that are not empty"
+    )
   shape = config.model.shape
   if shape.keys() != TINY.keys():
     raise UserError(

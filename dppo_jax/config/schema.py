@@ -93,6 +93,7 @@ class RolloutConfig:
     1.0, "probability mass to sample from; 1: all", least=0.001, most=1
   )
   stop_ids: tuple = option((), "stop tokens; empty: the checkpoint's")
+  stop_strings: tuple = option((), "texts that also end a completion")
 
 
 @dataclass(slots=True)

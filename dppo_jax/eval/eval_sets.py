@@ -83,8 +83,15 @@ def evaluate(
   rng = rng_of_set(run.spec.root_key, name, [*run.eval_sets].index(name))
   arrays, samples = [], []
   for rollout in rollouts(run, name, roll_out, rng):
-    graded = grade(rollout, problems, run.tokenizer, grader, verifier_only=True)
-    arrays.append((graded.correct, rollout.lengths, rollout.is_stopped))
+    graded = grade(
+      rollout,
+      problems,
+      run.tokenizer,
+      grader,
+      verifier_only=True,
+      stop_strings=run.spec.stop_strings,
+    )
+    arrays.append((graded.correct, graded.lengths, graded.is_stopped))
     samples += map(_record, graded.samples)
     advance(len(samples) // rollout.lengths.shape[1])
   return Completions(*map(np.concatenate, zip(*arrays, strict=True)), samples)

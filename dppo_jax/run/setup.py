@@ -193,6 +193,9 @@ def make_run(
   preflight.check_weights(mesh, model)
   default = tokenizer.stop_ids if tokenizer else (0,)
   stop_ids = tuple(c.rollout.stop_ids) or default
+  if tokenizer:  # a stop string of one token ends decoding too
+    encoded = map(tokenizer.encode, c.rollout.stop_strings)
+    stop_ids += tuple(ids[0] for ids in encoded if len(ids) == 1)
   preflight.check_ids(c, model, stop_ids, [train_set, *eval_sets.values()])
   if train_set:
     preflight.check_lengths(c, train_set.tokens.shape[1])
@@ -224,6 +227,7 @@ def make_run(
     group_size=c.rollout.group_size,
     num_slots=c.rollout.num_slots,
     draft_tokens=c.rollout.draft_tokens,
+    stop_strings=tuple(c.rollout.stop_strings),
     rollout_dtype=c.rollout.dtype,
     shard_weights=c.rollout.shard_weights,
     overlong_tokens=c.reward.overlong_tokens,

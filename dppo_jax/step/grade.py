@@ -1,6 +1,8 @@
 """Decoding and grading of a rollout."""
 
+import bisect
 import collections
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +20,16 @@ class GradedRollout(NamedTuple):
     counts: sums that describe them.
     samples: one line of samples.jsonl per sampled completion, with its `row` in
       the rollout and its `member`, the number in its group.
+    lengths: `[Q, G]`, tokens up to the first stop string.
+    is_stopped: `[Q, G]`, True where a stop token or string ended it.
   """
 
   rewards: np.ndarray
   correct: np.ndarray
   counts: collections.Counter
   samples: list[dict]
+  lengths: np.ndarray
+  is_stopped: np.ndarray
 
 
 def grade(
@@ -32,6 +38,7 @@ def grade(
   tokenizer: data.Tokenizer,
   grader: rewards.Grader,
   verifier_only: bool = False,
+  stop_strings: Sequence[str] = (),
 ) -> GradedRollout:
   """Decodes and grades the completions of a rollout.
 
@@ -40,15 +47,15 @@ def grade(
   Args:
     problems: the set that the rollout's prompt ids index.
     verifier_only: leaves out the functions that shape the reward.
+    stop_strings: texts that end a completion, see `until_stop`.
   """
   owners = distributed.owners(rollout.lengths)
   rollout = distributed.to_host(rollout)
   is_sampled = rollout.lengths.max(axis=1) > 0
   rows = np.flatnonzero(is_sampled & (owners == distributed.index()))
+  decode = lambda tokens: until_stop(tokenizer.decode, tokens, stop_strings)
   with distributed.sharing_errors():
-    local = _grade_rows(
-      rollout, rows, problems, tokenizer, grader, verifier_only
-    )
+    local = _grade_rows(rollout, rows, problems, decode, grader, verifier_only)
   samples: list[dict] = []
   counts: collections.Counter = collections.Counter()
   for lines, of_process in distributed.gather(local):
@@ -58,11 +65,37 @@ def grade(
   return _summarise(rollout, sorted(samples, key=lambda x: x["row"]), counts)
 
 
+def until_stop(
+  decode: Callable[[np.ndarray], str],
+  tokens: np.ndarray,
+  stop_strings: Sequence[str],
+) -> tuple[str, int, bool]:
+  """Cuts a completion at the stop string that the fewest tokens complete.
+
+  The cut depends on no later token: the tokens that stay are distributed as if
+  sampling had stopped there, so that their policy gradient is exact.
+
+  Returns:
+    The text before the stop string, the number of tokens with the stop string,
+    and True if there is one.
+  """
+  has_stop = lambda text: any(x in text for x in stop_strings)
+  text, num = decode(tokens), len(tokens)
+  if not has_stop(text):
+    return text, num, False
+  num = bisect.bisect_left(
+    range(num), True, key=lambda n: has_stop(decode(tokens[:n]))
+  )
+  text = decode(tokens[:num])
+  start = min(text.find(x) for x in stop_strings if x in text)
+  return text[:start], num, True
+
+
 def _grade_rows(
   rollout: Rollout,
   rows: np.ndarray,
   problems: data.ProblemSet,
-  tokenizer: data.Tokenizer,
+  decode: Callable[[np.ndarray], tuple[str, int, bool]],
   grader: rewards.Grader,
   verifier_only: bool,
 ) -> tuple[list[dict], collections.Counter]:
@@ -71,13 +104,13 @@ def _grade_rows(
   place, member = np.nonzero(rollout.lengths[rows] > 0)
   at = rows[place], member
   ids = rollout.prompt_ids[at[0]]
-  tokens, lengths = rollout.tokens[at], rollout.lengths[at].tolist()
-  is_sampled = np.arange(tokens.shape[1]) < rollout.lengths[at][:, None]
+  tokens, sampled = rollout.tokens[at], rollout.lengths[at]
+  decoded = [decode(x[:n]) for x, n in zip(tokens, sampled, strict=True)]
+  completions = [text for text, *_ in decoded]
+  lengths = np.array([num for _, num, _ in decoded], int)
+  is_stopped = rollout.is_stopped[at] | np.array([x for *_, x in decoded], bool)
+  is_used = np.arange(tokens.shape[1]) < lengths[:, None]
   prompts = [problems.problems[i] for i in ids]
-  completions = [
-    tokenizer.decode(tokens[:length])
-    for tokens, length in zip(tokens, lengths, strict=True)
-  ]
   answers = [problems.answers[i] for i in ids]
   graded = grader.grade(
     prompts,
@@ -95,9 +128,9 @@ def _grade_rows(
     "problem": prompts,
     "completion": completions,
     "answer": answers,
-    "tokens": lengths,
-    "stopped": rollout.is_stopped[at].tolist(),
-    "logprob": (rollout.logprobs[at] * is_sampled).sum(1).tolist(),
+    "tokens": lengths.tolist(),
+    "stopped": is_stopped.tolist(),
+    "logprob": (rollout.logprobs[at] * is_used).sum(1).tolist(),
     "reward": graded.rewards.tolist(),
     "rewards": _lines(earned, len(ids)),
     "correct": graded.correct.tolist(),
@@ -119,8 +152,8 @@ def _summarise(
   is_drawn = np.zeros(shape, bool)
   is_drawn[at] = True
 
-  def in_groups(name):
-    out = np.zeros(shape, np.float32)
+  def in_groups(name, dtype=np.float32):
+    out = np.zeros(shape, dtype)
     out[at] = [x[name] for x in samples]
     return out
 
@@ -145,7 +178,14 @@ def _summarise(
   for name in samples[0]["rewards"] if samples else ():
     values = np.array([x["rewards"][name] for x in samples], np.float32)
     counts.update({f"earned/{name}": float(values.sum())})
-  return GradedRollout(earned, correct, counts, samples)
+  return GradedRollout(
+    earned,
+    correct,
+    counts,
+    samples,
+    lengths=in_groups("tokens", np.int32),
+    is_stopped=in_groups("stopped", bool),
+  )
 
 
 def to_metrics(

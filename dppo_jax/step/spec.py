@@ -28,6 +28,7 @@ class StepSpec:
     objective: loss of a token, and advantages.
     packing: shape of a micro-batch.
     sampling: options of sampling a completion.
+    stop_strings: texts that end a completion, which is cut after sampling.
     optimizer: optimizer of the policy; None if nothing is trained.
     num_problems: `M`, problems in the training set.
     prompt_tokens: `P`, the width of a batch of prompts.
@@ -60,6 +61,7 @@ class StepSpec:
   group_size: int
   num_slots: int = 0
   draft_tokens: int = 0
+  stop_strings: tuple[str, ...] = ()
   rollout_dtype: str = ""
   shard_weights: bool = False
   overlong_tokens: int = 0

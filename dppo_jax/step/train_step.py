@@ -111,7 +111,14 @@ class TrainStep:
     seconds = time.perf_counter() - start
     with self._clock("reward"):
       graded = grade.grade(
-        rollout, self._problems, self._tokenizer, self._grader
+        rollout,
+        self._problems,
+        self._tokenizer,
+        self._grader,
+        stop_strings=spec.stop_strings,
+      )
+      rollout = rollout.replace(
+        lengths=graded.lengths, is_stopped=graded.is_stopped
       )
     self._drafts.add(name, seconds, graded.counts["tokens"])
     history, draws = self._timed(
