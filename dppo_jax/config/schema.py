@@ -53,7 +53,8 @@ class DataConfig:
 
   train: str = option(
     "arithmetic",
-    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE/DIR, tfds:NAME[:SPLIT], FUNCTION",
+    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE/DIR, hf:NAME[:CONFIG[:SPLIT]], "
+    "tfds:NAME[:SPLIT], FUNCTION",
     is_code=True,
   )
   eval: str = adjustable(

@@ -1,4 +1,4 @@
-"""Rows of problems, read from a file, a TFDS data set or a Python function.
+"""Rows of problems: of a file, a data set of the hub or TFDS, or a function.
 
 README.md lists the kinds of sources and the columns that count.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dppo_jax.data import hub
 from dppo_jax.errors import UserError
 from dppo_jax.files import json_object, user_code
 from dppo_jax.rewards import last_boxed
@@ -56,7 +57,7 @@ def parse_named(sources: Source) -> dict[str, Source]:
     return {}
   if not isinstance(sources, str) or not re.match(r"[\w.+-]+=", sources):
     name = getattr(sources, "__name__", sources)
-    path = name.removeprefix("tfds:").split(":")[0]
+    path = re.sub("^(tfds|hf):", "", name).split(":")[0]
     return {os.path.basename(path).partition(".")[0] or "eval": sources}
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
@@ -132,6 +133,9 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
     return source
   if source.startswith("tfds:"):
     return lambda: _read_tfds(source)
+  if source.startswith("hf:"):
+    paths = hub.fetch(source)
+    return lambda: itertools.chain.from_iterable(map(_read_parquet, paths))
   if os.path.isdir(source):
     return lambda: _read_saved_dataset(source)
   if source.endswith((".jsonl", ".parquet")):
@@ -144,8 +148,9 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   except UserError as error:
     raise UserError(
       f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, *.parquet, "
-      "DIR, tfds:NAME[:SPLIT], FILE.py:FUNCTION or MODULE:FUNCTION (which "
-      f"reads CSV as in dppo_jax/data/README.md): {_HINT}"
+      "DIR, hf:NAME[:CONFIG[:SPLIT]], tfds:NAME[:SPLIT], FILE.py:FUNCTION or "
+      "MODULE:FUNCTION (which reads CSV as in dppo_jax/data/README.md): "
+      f"{_HINT}"
     ) from error
 
 

@@ -1,0 +1,82 @@
+"""Data sets of the Hugging Face hub, as the Parquet files that it converts."""
+
+from collections.abc import Callable
+import functools
+import pathlib
+import re
+
+from dppo_jax.errors import UserError
+
+# The hub writes every public data set to CONFIG/SPLIT/0000.parquet and so on of
+# this branch, also one of JSON or CSV files.
+REVISION = "refs/convert/parquet"
+_FILE = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
+_SECONDS = 10  # timeout for a hub that does not answer
+
+
+def fetch(source: str) -> list[str]:
+  """Returns the Parquet files of a split, downloaded unless cached.
+
+  Args:
+    source: `hf:NAME[:CONFIG[:SPLIT]]`; by default the only config and the split
+      `train`.
+  Raises:
+    UserError: if the hub has no such data set, config or split, or if it cannot
+      be reached and the cache has none.
+  """
+  name, _, part = source.removeprefix("hf:").partition(":")
+  config, _, split = part.partition(":")
+  try:
+    files, download = _open(name)
+    parts = sorted(
+      {match.groups() for x in files if (match := _FILE.fullmatch(x))}
+    )
+    configs = {x for x, _ in parts}
+    config = config or (configs.pop() if len(configs) == 1 else "")
+    split = split or "train"
+    if (config, split) in parts:
+      path = pathlib.Path(
+        download(allow_patterns=f"{config}/{split}/*"), config
+      )
+      return sorted(map(str, path.glob(f"{split}/*.parquet")))
+  except Exception as error:  # the library's, its transport's or the system's
+    first_line = str(error).partition("\n")[0]
+    raise UserError(
+      f"cannot fetch {source} ({type(error).__name__}: {first_line}): where "
+      f"the hub is reachable, run `hf download {name} --repo-type=dataset "
+      f"--revision={REVISION}`, which fills the cache, or name a file"
+    ) from None
+  choices = ", ".join(f"hf:{name}:{x}:{y}" for x, y in parts)
+  raise UserError(
+    f"{source}: there is no split {split!r} of config {config!r}: "
+    + (f"use {choices}" if parts else "the hub has no Parquet files of it")
+  )
+
+
+def _open(name: str) -> tuple[list[str], Callable[..., str]]:
+  """Returns the files of a data set, and a function that downloads some.
+
+  Without a connection these are the files of the cache.
+  """
+  import huggingface_hub  # slow to import, and few sources need it
+
+  download = functools.partial(
+    huggingface_hub.snapshot_download,
+    name,
+    repo_type="dataset",
+    revision=REVISION,
+  )
+  try:
+    # First, since snapshot_download waits forever for a silent hub.
+    info = huggingface_hub.dataset_info(
+      name, revision=REVISION, timeout=_SECONDS
+    )
+    return [x.rfilename for x in info.siblings], download
+  except Exception as reason:
+    cached = functools.partial(download, local_files_only=True)
+    try:
+      directory = pathlib.Path(cached(allow_patterns=""))
+    except Exception:
+      raise reason from None
+    files = directory.rglob("*.parquet")
+    return [x.relative_to(directory).as_posix() for x in files], cached

@@ -1,0 +1,121 @@
+"""Data sets of the hub: rows of its Parquet branch, or of its cache."""
+
+import types
+
+import huggingface_hub
+from huggingface_hub import constants
+import pytest
+
+from dppo_jax.data import hub, sources
+from dppo_jax.errors import UserError
+from tests.helpers.problems import ROWS
+from tests.helpers.sources import write_parquet
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+FILES = {
+  "main/train/0000.parquet": ROWS[:2],
+  "main/train/0001.parquet": ROWS[2:],
+  "main/test/0000.parquet": ROWS[:1],
+  "socratic/train/0000.parquet": ROWS[1:],
+}
+
+
+def _fill(cache, name, files):
+  """Writes the hub's cache of a data set; returns the directory of files."""
+  folder = cache / f"datasets--{name.replace('/', '--')}"
+  ref = folder / "refs" / hub.REVISION
+  ref.parent.mkdir(parents=True)
+  ref.write_text(COMMIT)
+  for path, rows in files.items():
+    file = folder / "snapshots" / COMMIT / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_parquet(file, rows)
+  return folder / "snapshots" / COMMIT
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+  """The hub's cache with two data sets, without a connection."""
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  _fill(tmp_path, "openai/gsm8k", FILES)
+  _fill(tmp_path, "a/one", {"default/train/0000.parquet": ROWS})
+  return tmp_path
+
+
+def _columns(source, **options):
+  return [row.columns for row in sources.read(source, **options)]
+
+
+def test_a_split_has_the_rows_of_its_files_in_order(cache):
+  assert _columns("hf:openai/gsm8k:main:train") == ROWS
+  assert _columns("hf:openai/gsm8k:main") == ROWS
+  assert _columns("hf:openai/gsm8k:main:test") == ROWS[:1]
+  assert _columns("hf:openai/gsm8k:socratic") == ROWS[1:]
+  assert _columns("hf:a/one") == ROWS
+  assert _columns("hf:a/one::train", limit=1) == ROWS[:1]
+
+
+def test_rows_and_sets_are_named_after_the_data_set(cache):
+  without_id = {"problem": "p", "answer": "1"}
+  _fill(cache, "b/two", {"default/train/0000.parquet": [without_id]})
+  assert next(sources.read("hf:b/two")).id == "two/0"
+  named = sources.parse_named("hf:openai/gsm8k:main:test")
+  assert named == {"gsm8k": "hf:openai/gsm8k:main:test"}
+
+
+@pytest.mark.parametrize(
+  "source",
+  ["hf:openai/gsm8k", "hf:openai/gsm8k:Main", "hf:openai/gsm8k:main:x"],
+)
+def test_an_unknown_config_or_split_lists_those_that_exist(cache, source):
+  with pytest.raises(UserError, match="no split") as error:
+    list(sources.read(source))
+  choices = str(error.value).rpartition("use ")[2].split(", ")
+  assert choices == [
+    "hf:openai/gsm8k:main:test",
+    "hf:openai/gsm8k:main:train",
+    "hf:openai/gsm8k:socratic:train",
+  ]
+
+
+def test_a_data_set_that_is_not_cached_is_an_error_offline(cache):
+  with pytest.raises(UserError, match="cannot fetch hf:c/three:main") as error:
+    list(sources.read("hf:c/three:main"))
+  assert (
+    f"hf download c/three --repo-type=dataset --revision={hub.REVISION}"
+    in (str(error.value))
+  )
+  with pytest.raises(UserError, match="cannot fetch"):
+    list(sources.read("hf:no/such/name"))
+
+
+def test_a_data_set_without_parquet_files_is_an_error(cache):
+  _fill(cache, "d/four", {"train.parquet": ROWS})
+  with pytest.raises(UserError, match="has no Parquet files of it"):
+    list(sources.read("hf:d/four"))
+
+
+def test_only_the_files_of_the_split_are_downloaded(tmp_path, monkeypatch):
+  directory = _fill(tmp_path, "openai/gsm8k", FILES)
+  downloads = []
+
+  def download(name, **options):
+    downloads.append((name, options))
+    return str(directory)
+
+  def info(name, *, revision, timeout):
+    assert (name, revision) == ("openai/gsm8k", hub.REVISION) and timeout
+    names = [".gitattributes", *FILES]
+    siblings = [types.SimpleNamespace(rfilename=x) for x in names]
+    return types.SimpleNamespace(siblings=siblings)
+
+  monkeypatch.setattr(huggingface_hub, "dataset_info", info)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+  assert _columns("hf:openai/gsm8k:main:test") == ROWS[:1]
+  ((name, options),) = downloads
+  assert name == "openai/gsm8k" and options == {
+    "repo_type": "dataset",
+    "revision": hub.REVISION,
+    "allow_patterns": "main/test/*",
+  }
