@@ -7,6 +7,7 @@ import pathlib
 import string
 import tempfile
 
+import huggingface_hub
 import jax
 import numpy as np
 
@@ -14,6 +15,7 @@ from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
 from dppo_jax.data.problems import make_prompt
+from dppo_jax.data.sources import first_line
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
 from dppo_jax.files import user_code
@@ -31,6 +33,7 @@ def run(
   step: int | str | None = None,
   dtype: str | None = None,
   is_adapter: bool = False,
+  push: str = "",
 ) -> None:
   """Writes the weights of a checkpoint, complete or not at all.
 
@@ -48,8 +51,10 @@ def run(
     dtype: dtype of the files; None for that of the checkpoint that training
       began with, or float32 for adapters or without a checkpoint.
     is_adapter: True to write only the adapters, for PEFT.
+    push: OWNER/NAME of a repository of the Hugging Face hub to upload to.
   Raises:
-    UserError: if there are no such weights, or `to` is not empty.
+    UserError: if there are no such weights, `to` is not empty, or the hub
+      rejects the repository.
   """
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
@@ -59,6 +64,8 @@ def run(
   model = setup.with_lora(model, config.lora)
   if is_adapter:
     _check_adapter(model, path)
+  if push:
+    _create_repository(push)
   is_float32 = is_adapter or not path
   dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
   is_tuned = bool(config.sft.steps or config.sft.from_run)
@@ -92,13 +99,40 @@ def run(
     card = _card(config, workdir, step, tokenizer, to.name, is_adapter)
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
-  written = "adapters" if is_adapter else "weights"
-  done = (
-    f"wrote the {written} of {workdir} after step {step} to {to}, in {dtype}"
-  )
+  content = f"{'adapters' if is_adapter else 'weights'} of {workdir}"
+  done = f"wrote the {content} after step {step} to {to}, in {dtype}"
   if is_adapter and is_tuned:
     done += "; --step=0 exports the fine-tuned weights that they adapt"
   print(progress.wrapped(done), flush=True)
+  if push:
+    print(f"uploaded to {_upload(push, to)}", flush=True)
+
+
+def _create_repository(name: str) -> None:
+  """Creates a private repository, unless it exists."""
+  if not huggingface_hub.get_token():
+    raise UserError(
+      "--push needs a token of the Hugging Face hub with write access: run "
+      "`hf auth login`, or set HF_TOKEN"
+    )
+  try:
+    huggingface_hub.HfApi().create_repo(name, private=True, exist_ok=True)
+  except Exception as error:  # the library's, its transport's or the system's
+    reason = first_line(error)
+    raise UserError(f"--push: cannot create {name} ({reason})") from error
+
+
+def _upload(name: str, folder: pathlib.Path) -> str:
+  """Uploads the files of a folder in one commit, and returns its address."""
+  try:
+    return huggingface_hub.HfApi().upload_folder(
+      repo_id=name, folder_path=folder, commit_message="Export of dppo_jax"
+    )
+  except Exception as error:  # the library's, its transport's or the system's
+    raise UserError(
+      f"--push: cannot upload to {name} ({first_line(error)}): run "
+      f"`hf upload {name} {folder}` to try again"
+    ) from error
 
 
 def _check_adapter(model: ModelConfig, path: str) -> None:

@@ -43,7 +43,8 @@ def main(argv: list[str]) -> None:
       from dppo_jax import export
 
       to, is_adapter = pathlib.Path(flags.to), flags.format == "adapter"
-      export.run(config, workdir, to, flags.step, flags.dtype, is_adapter)
+      how = flags.step, flags.dtype, is_adapter, flags.push or ""
+      export.run(config, workdir, to, *how)
     elif flags.mode == "sample":
       from dppo_jax import sample
 

@@ -18,10 +18,10 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_391,
+  "": 10_543,
   "algo": 7_590,
   "analysis": 3_750,
-  "config": 5_113,
+  "config": 5_123,
   "data": 6_108,
   "eval": 2_089,
   "files": 1_350,

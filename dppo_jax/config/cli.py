@@ -49,6 +49,7 @@ _FLAGS = (
     "@FILE.txt reads lines, @SOURCE problems, @ data.eval [standard input]",
   ),
   ("to", "DIR", "export", "directory to export to"),
+  ("push", "OWNER/NAME", "export", "repository of the hub to upload to"),
   ("dtype", _DTYPES, "export", "[that of the model]"),
   ("format", _FORMATS, "export", "[model]; adapter: of LoRA, as PEFT has it"),
   ("hardware", "KIND:N,...", "plan", "memory of devices, as in h200:8"),
