@@ -26,7 +26,7 @@ TOKENS = {
   "eval": 2_089,
   "files": 1_350,
   "methods": 11_060,
-  "metrics": 5_730,
+  "metrics": 6_023,
   "models": 29_450,
   "planning": 3_370,
   "rewards": 7_200,

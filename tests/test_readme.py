@@ -4,12 +4,16 @@ import importlib.util
 import pathlib
 import re
 import runpy
+import time
+import types
+from unittest import mock
 
 import pytest
 
 from dppo_jax import config as configs
 from dppo_jax import methods
 from dppo_jax.algo import objectives
+from dppo_jax.errors import StopTraining
 from tests.helpers import api_page, commands, pages
 
 PAGES = pages.pages()
@@ -79,6 +83,24 @@ def test_every_block_of_python_runs_by_itself(page, text, elsewhere):
   if "history" in variables:  # mean rewards of a training loop
     first, *_, last = variables["history"]
     assert last > first + 0.5
+
+
+def test_callbacks_of_the_configs_page_end_a_run_in_time():
+  blocks = pages.blocks(commands.ROOT / "configs/README.md", "python")
+  (text,) = (x for x in blocks if "StopTraining" in x)
+  variables = {}
+  exec(text, variables)
+  early, late = variables["good_enough"], variables["an_hour"]
+  for evaluation in ({}, {"eval/accuracy": 0.9}):
+    early(1, types.SimpleNamespace(evaluation=evaluation), None)
+  with pytest.raises(StopTraining):
+    early(1, types.SimpleNamespace(evaluation={"eval/accuracy": 0.91}), None)
+  clock = mock.Mock(return_value=variables["START"] + 3600)
+  with mock.patch.object(time, "monotonic", clock):
+    late(1, None, None)
+    clock.return_value += 1
+    with pytest.raises(StopTraining):
+      late(1, None, None)
 
 
 def test_every_option_that_a_readme_names_exists():

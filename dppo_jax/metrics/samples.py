@@ -1,8 +1,13 @@
 """Completions of a step with their outcomes, for samples.jsonl and others."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+
+_COLUMNS = (
+  "problem completion answer reward correct tokens stopped advantage weight"
+).split()
 
 
 def with_outcomes(
@@ -39,3 +44,11 @@ def choose(groups: list[list[dict]]) -> list[dict]:
   pruned = [i for i, x in enumerate(group) if not x["kept"]]
   kept = kept[: max(2, 4 - len(pruned))]
   return [group[i] for i in sorted([*kept, *pruned[: 4 - len(kept)]])]
+
+
+def choose_columns(
+  samples: Sequence[dict],
+) -> tuple[list[str], list[list[Any]]]:
+  """Returns columns and rows of a table of completions, for trackers."""
+  columns = [x for x in _COLUMNS if x in samples[0]]
+  return columns, [[line[x] for x in columns] for line in samples]

@@ -1,27 +1,31 @@
-"""Sends metrics to TensorBoard and to Weights & Biases.
+"""Sends metrics and completions to TensorBoard and to Weights & Biases.
 
-A tracker has the methods `scalars` and `close`.
+A tracker has the methods `scalars`, `table` and `close`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
+import os
 import pathlib
+import re
 import time
 from typing import Any
 import uuid
 
+from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 
 Values = Mapping[str, Any]
 
 
 class TensorBoard:
-  """Scalars, in `events/`."""
+  """Scalars, and tables as text, in `events/`."""
 
   def __init__(self, workdir: pathlib.Path, config: Values, first_step: int):
-    from tensorboardX import event_file_writer, proto
+    from tensorboardX import event_file_writer, proto, summary
 
     self._proto, folder = proto, workdir / "events"
+    self._text = summary.text
     folder.mkdir(parents=True, exist_ok=True)
     # Files are read in the order of their names, which begin with the second.
     suffix = f".{len(list(folder.iterdir())):06}"
@@ -41,9 +45,23 @@ class TensorBoard:
     self._write(step, summary=summary)
     self._file.flush()  # a kill must lose nothing before a checkpoint
 
+  def table(
+    self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence]
+  ) -> None:
+    text = tables.markdown(columns, [map(_cell, row) for row in rows])
+    self._write(step, summary=self._text(name, text))
+    self._file.flush()
+
   def _write(self, step: int, **content) -> None:
     event = self._proto.event_pb2.Event
     self._file.write_event(event(step=step, wall_time=time.time(), **content))
+
+
+def _cell(value: Any) -> str:
+  """Formats a value for a Markdown table, without markup of its own."""
+  text = f"{value:.4g}" if isinstance(value, float) else str(value)
+  text = re.sub(r"[\\`*_\[\]|<>&~]", lambda x: f"&#{ord(x[0])};", text)
+  return "<br>".join(text.splitlines())
 
 
 class Wandb:
@@ -55,9 +73,13 @@ class Wandb:
     path = workdir / "wandb_id"
     if first_step < 0 or not path.exists():
       path.write_text(f"{workdir.absolute().name}-{uuid.uuid4().hex[:8]}")
-    options = {"id": path.read_text(), "name": path.read_text()}
-    run = wandb.init(config=dict(config), resume="allow", **options)
+    id_ = path.read_text()
+    name = os.environ.get("WANDB_NAME", id_)
+    run = wandb.init(config=dict(config), resume="allow", id=id_, name=name)
     self.scalars = lambda step, values: run.log(dict(values), step=step)
+    self.table = lambda step, name, columns, rows: run.log(
+      {name: wandb.Table(columns=columns, data=rows)}, step=step
+    )
     self.close = run.finish
 
 

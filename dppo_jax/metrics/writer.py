@@ -14,6 +14,7 @@ from typing import Any
 from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import health, progress, trackers
+from dppo_jax.metrics.samples import choose_columns
 
 STEPS_PER_FILE = 100  # of completions
 
@@ -82,6 +83,10 @@ class Writer(contextlib.AbstractContextManager):
     """Writes completions; `split` is "train", "eval" or "eval/NAME"."""
     lines = [{"step": step, "split": split, **x} for x in samples]
     self._append("samples.jsonl", "".join(map(jsonl.line, lines)))
+    if samples:
+      self._each_tracker(
+        "table", step, f"samples/{split}", *choose_columns(samples)
+      )
 
   def write_completions(self, step: int, lines: Iterable[dict]) -> None:
     """Writes all completions of a training step to the file of its steps."""

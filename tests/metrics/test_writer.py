@@ -1,5 +1,6 @@
 """Files of a run, TensorBoard, Weights & Biases, and counted compilations."""
 
+import html
 import resource
 import shutil
 import sys
@@ -160,6 +161,33 @@ def test_resumed_run_replaces_later_steps_in_tensorboard(tmp_path):
   assert values == [(1, 0.0), (2, 1.0), (3, 2.0)]
 
 
+SAMPLES = [
+  {
+    "id": "a",
+    "problem": "2*3|4*5?",
+    "completion": "*a*\n[b](c) <d>",
+    "reward": 0.5,
+  },
+  {"id": "b", "problem": "_1_", "completion": "", "reward": 1.0},
+]
+
+
+def test_tensorboard_has_completions_as_text_without_markup(tmp_path):
+  with _writer(tmp_path, "tensorboard") as out:
+    out.write_samples(3, "eval/math", SAMPLES)
+    out.write_samples(4, "train", [])
+  by_tag = _events(tmp_path)
+  ((step, value),) = by_tag["samples/eval/math/text_summary"]
+  assert value.metadata.plugin_data.plugin_name == "text" and step == 3
+  text = value.tensor.string_val[0].decode()
+  head, _, *rows = text.splitlines()
+  assert head == "| problem | completion | reward |"
+  assert not set(text.replace("<br>", "")) & set("*_[]`<>\\")
+  cells = [[html.unescape(x) for x in row[2:-2].split(" | ")] for row in rows]
+  assert cells == [["2*3|4*5?", "*a*<br>[b](c) <d>", "0.5"], ["_1_", "", "1"]]
+  assert len(by_tag) == 1
+
+
 @pytest.fixture
 def wandb(monkeypatch):
   library = mock.MagicMock(__spec__=object())
@@ -181,6 +209,24 @@ def test_wandb_gets_metrics_and_a_resumed_run_keeps_its_id(tmp_path, wandb):
   first, same, other = (x.kwargs for x in wandb.init.call_args_list)
   assert first == same and first["id"] == first["name"]
   assert first["config"] == CONFIG and other["id"] != first["id"]
+
+
+def test_wandb_gets_completions_and_takes_names_from_its_variables(
+  tmp_path, wandb, monkeypatch
+):
+  monkeypatch.setenv("WANDB_NAME", "first try")
+  with _writer(tmp_path, "wandb") as out:
+    out.write_samples(3, "train", SAMPLES)
+  wandb.Table.assert_called_once_with(
+    columns=["problem", "completion", "reward"],
+    data=[[x["problem"], x["completion"], x["reward"]] for x in SAMPLES],
+  )
+  wandb.init.return_value.log.assert_called_once_with(
+    {"samples/train": wandb.Table.return_value}, step=3
+  )
+  options = wandb.init.call_args.kwargs
+  assert options["name"] == "first try" and "project" not in options
+  assert options["id"] == (tmp_path / "wandb_id").read_text()
 
 
 @pytest.mark.parametrize("method", ["", "log", "finish"])
