@@ -111,7 +111,6 @@ def _on_one_device(method):
     ("neyman", (1, 4, 2)),
     # From here on there are fewer heads of keys and values than devices that
     # divide them, or several replicas.
-    ("dppo", (1, 2, 4)),
     ("dppo", (1, 1, 8)),
     ("dppo", (2, 2, 2)),  # with weights that a rollout gathers
   ],

@@ -17,9 +17,9 @@ NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 # What the tests shorten: the pages train until there is something to see.
 SHORTER = {
   "04_ablation": [
-    ("steps=80", "steps=8"),
+    ("steps=80", "steps=4"),
     ("sft.steps = 300", "sft.steps = 40"),
-    ("eval.every = 8", "eval.every = 4"),
+    ("eval.every = 8", "eval.every = 2"),
   ],
   "05_your_own": [
     ("sft.steps = 300", "sft.steps = 40"),

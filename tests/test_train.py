@@ -289,7 +289,10 @@ def test_another_config_is_rejected_by_name(uninterrupted):
     train.run(changed, uninterrupted)
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
+# d1s and d2s consist of the rules of pods and d3s.
+@pytest.mark.parametrize(
+  "method", sorted(methods.METHODS.keys() - {"d1s", "d2s"})
+)
 def test_every_method_trains_without_recompiling(
   uninterrupted, tmp_path, method
 ):
@@ -310,11 +313,11 @@ def test_every_method_trains_without_recompiling(
     assert set(sizes) <= {0, 4}
   whole = [m for m in _metrics(uninterrupted) if "reward/mean" in m]
   # The same weights and prompts, of which every method samples alike.
-  if method in ("grpo", "dppo", "cppo", "pods", "d1s", "d2s", "d3s"):
+  if method in ("grpo", "dppo", "cppo", "pods", "d3s"):
     assert steps[0]["reward/mean"] == whole[0]["reward/mean"]
 
 
-@pytest.mark.parametrize("objective", ["dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("objective", ["dapo", "gspo"])
 def test_every_objective_trains(uninterrupted, tmp_path, objective):
   """The second update is off-policy, and every option is set."""
   c = _config(

@@ -148,7 +148,7 @@ def test_an_export_is_continued_by_transformers_as_by_us(
   params, config, stop_ids = ours
   noise = np.random.default_rng(0)
   moved = jax.tree.map(
-    lambda p: p * (1 + 0.01 * noise.normal(size=p.shape).astype(np.float32)),
+    lambda p: p * (1 + 0.01 * noise.standard_normal(p.shape, np.float32)),
     params,
   )
   hf.save(tmp_path, moved, config, source=checkpoint)
