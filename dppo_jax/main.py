@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         with bar.task("loading libraries", True):
           from dppo_jax import train
 
-      train.run(config, workdir)
+      train.run(config, workdir, (), flags.allow_change or "")
     elif flags.mode == "evaluate":
       from dppo_jax import evaluate
 

@@ -43,6 +43,7 @@ def run(
   config: configs.Config,
   workdir: pathlib.Path,
   callbacks: Sequence[Callback] = (),
+  allow_change: str = "",
 ) -> None:
   """Trains in `workdir`, resuming from its latest checkpoint if there is one.
 
@@ -50,6 +51,7 @@ def run(
     callbacks: called after each step, in addition to the config's, with the
       number of steps done, the results of the step and the train state. Every
       process calls them. Metrics that they return are logged with the step's.
+    allow_change: "optimizer" to resume with other options of the optimizer.
   Raises:
     UserError: for invalid config, data or checkpoints, or a non-finite
       gradient.
@@ -58,9 +60,9 @@ def run(
   compile_cache.enable_compilation_cache()
   with signals.stop_signals(lambda: resume.describe_stop(workdir)) as stop:
     resume.check_processes(config, workdir)
-    if not resume.is_done(config, workdir):
+    if not resume.is_done(config, workdir, allow_change):
       callbacks = (*callbacks, *configs.load_callbacks(config))
-      _run(config, workdir, callbacks, stop)
+      _run(config, workdir, callbacks, stop, allow_change)
 
 
 def _run(
@@ -68,6 +70,7 @@ def _run(
   workdir: pathlib.Path,
   callbacks: Sequence[Callback],
   stop: signals.StopRequest,
+  allow_change: str,
 ) -> None:
   """Opens all that a run needs, trains, and writes the report."""
   with contextlib.ExitStack() as stack:
@@ -79,7 +82,10 @@ def _run(
       memory.check(run)
       eval_sets.check_metric(run, config.checkpoint.best)
     prints = resume.fingerprints(config, run.train_set)
-    stack.enter_context(resume.held(workdir / "config.json", config, prints))
+    path = workdir / "config.json"
+    changes = stack.enter_context(
+      resume.held(path, config, prints, allow_change)
+    )
     stack.enter_context(jax.set_mesh(run.spec.mesh))
     grader = stack.enter_context(run.make_grader())
     checkpoints = stack.enter_context(
@@ -98,7 +104,7 @@ def _run(
         writer = Writer(workdir, latest, bar, watch, trackers, options)
         stack.enter_context(writer)
     try:
-      for line in (*warnings, run.description()):
+      for line in (*warnings, *changes, run.description()):
         writer.say(line)
       with bar.task("starting to grade"), distributed.sharing_errors():
         grader.self_check(run.train_set.columns)

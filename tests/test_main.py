@@ -373,6 +373,32 @@ def test_steps_are_fixed_if_a_schedule_depends_on_them(begun, name):
     resume.write(begun, config(**option, steps=999))
 
 
+def test_changes_of_the_optimizer_need_a_flag_and_are_kept(begun):
+  """All but its function; another resume keeps them."""
+  rates = lambda *x: [
+    {"optimizer__learning_rate": rate, "optimizer__schedule": "cosine"}
+    for rate in x
+  ]
+  before = arithmetic().optimizer.learning_rate
+  one, two = (arithmetic(**x, steps=9) for x in rates(0.1, 0.2))
+  with pytest.raises(UserError, match="--allow_change=optimizer"):
+    resume.write(begun, one)
+  lines = resume.write(begun, one, allowed="optimizer")
+  assert len(lines) == 3 and "cosine" in "".join(lines)
+  assert resume.write(begun, one) == []
+  assert len(resume.write(begun, two, allowed="optimizer")) == 1
+  changes = json.loads(begun.read_text())["changes"]
+  name = "optimizer.learning_rate after step 0"
+  assert changes[name] == f"{before} to 0.1 to 0.2"
+  assert configs.read(begun) == two
+  other = arithmetic(optimizer__function="optax:lion", steps=9)
+  with pytest.raises(UserError, match="function was") as error:
+    resume.write(begun, other, allowed="optimizer")
+  assert "allow_change" not in str(error.value)
+  with pytest.raises(UserError, match="seed was"):
+    resume.write(begun, arithmetic(seed=7), allowed="optimizer")
+
+
 # Logs -----------------------------------------------------------------------
 
 

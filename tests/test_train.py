@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import config, methods, train
-from dppo_jax.errors import StopTraining
+from dppo_jax.errors import StopTraining, UserError
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import writer
 from dppo_jax.run import checkpoint
@@ -190,11 +190,11 @@ def _at_grading(monkeypatch, number, act):
   """Does `act` when completions are graded for the `number`-th time."""
   graded_once, calls = grade.grade, []
 
-  def graded(*args):
+  def graded(*args, **options):
     calls.append(1)
     if len(calls) == number:
       act()
-    return graded_once(*args)
+    return graded_once(*args, **options)
 
   monkeypatch.setattr(grade, "grade", graded)
 
@@ -393,6 +393,41 @@ def test_a_callback_ends_the_run_as_its_last_step(uninterrupted, tmp_path):
   train.run(c, tmp_path)
   steps = [m["step"] for m in _metrics(tmp_path) if "reward/mean" in m]
   assert steps == [1, 2, 3, 4]
+
+
+def test_another_learning_rate_on_resume_equals_a_schedule_with_a_step(
+  uninterrupted, tmp_path
+):
+  (tmp_path / "my.py").write_text("""
+import jax.numpy as jnp
+import optax
+
+def stepped(learning_rate):
+  rate = lambda count: jnp.where(count < 2, 1e-2, 1e-3)
+  return optax.adamw(rate, weight_decay=0.0), rate
+""")
+  options = {"sft.from_run": str(uninterrupted), "data.eval": ""}
+  stepped = {"optimizer.function": f"{tmp_path / 'my.py'}:stepped"}
+  whole = _config(**options | stepped)
+  train.run(whole, tmp_path / "whole")
+  part = tmp_path / "part"
+  train.run(_config(**options, steps=2), part)
+  c = _config(**options | {"optimizer.learning_rate": 1e-3})
+  with pytest.raises(UserError, match="--allow_change=optimizer"):
+    train.run(c, part)
+  train.run(c, part, allow_change="optimizer")
+  chex.assert_trees_all_equal(
+    _final_state(tmp_path / "whole", whole), _final_state(part, c)
+  )
+  rates = [m.get("update/learning_rate") for m in _metrics(part)]
+  np.testing.assert_allclose(
+    [x for x in rates if x], [1e-2, 1e-2, 1e-3, 1e-3], rtol=1e-6
+  )
+  change = "optimizer.learning_rate after step 2 | 0.01 to 0.001"
+  assert change in (part / "report.md").read_text()
+  line = "changed config.optimizer.learning_rate from 0.01 to 0.001"
+  assert f"{line}, after step 2" in (part / "log.txt").read_text()
+  train.run(c, part)  # done, and the flag is needed no more
 
 
 @pytest.mark.parametrize("named, step", [("", 0), ("@2", 2)])

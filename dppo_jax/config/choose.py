@@ -105,7 +105,7 @@ def read(path: str | os.PathLike) -> Config:
     use_method(config, *choices)
     options = {name: metadata for name, _, metadata in walk(config) if metadata}
     for name, value in saved.items():
-      if name.startswith("fingerprints."):  # of data and code
+      if name.startswith(("fingerprints.", "changes")):
         continue
       if name not in options:
         raise UserError(f"there is no option config.{name}")

@@ -41,6 +41,12 @@ _FLAGS = (
   ("config", "FILE", "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
   ("mode", _MODES, "", "[train]"),
   ("workdir", "DIR", "", "directory of the run; resumes from its checkpoint"),
+  (
+    "allow_change",
+    ("optimizer",),
+    "train",
+    "(all but its function) may change on resume",
+  ),
   ("step", "STEP", "evaluate export sample", "N or best [latest]"),
   (
     "prompt",
@@ -229,7 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     text = ", ".join(modes.split()) + ": " * bool(modes)
     if isinstance(value, tuple):
       text += ", ".join(value) + " "
-      values = {"metavar": name.upper(), "choices": value}
+      metavar = name.rpartition("_")[2].upper()
+      values = {"metavar": metavar, "choices": value}
     else:
       types = {"N": int, "STEP": _step}
       values = {"metavar": value, "type": types.get(value, str)}

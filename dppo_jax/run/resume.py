@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import pathlib
+from typing import Any
 import uuid
 
 from dppo_jax import config as configs
@@ -23,10 +24,14 @@ from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint
 
 
-def may_change(config: configs.Config) -> set[str]:
+def may_change(config: configs.Config, allowed: str = "") -> set[str]:
   """Dotted names of the options that a resumed run may have changed.
 
   They are marked in `config/`; a few depend on the method.
+
+  Args:
+    allowed: value of --allow_change, "" or "optimizer", which adds all options
+      of the optimizer but its function: its state stays.
   """
   free = {
     x for x, _, metadata in configs.walk(config) if metadata.get("may_change")
@@ -34,7 +39,11 @@ def may_change(config: configs.Config) -> set[str]:
   method = configs.make_method(config)
   arguments = inspect.signature(configs.load_optimizer(config)).parameters
   has_schedule = config.optimizer.schedule != "constant"
-  if has_schedule or "total_steps" in arguments or method.has_schedule:
+  has_schedule |= "total_steps" in arguments
+  if allowed:
+    names = {x for x, *_ in configs.walk(config) if x.startswith("optimizer.")}
+    free |= names - {"optimizer.function"}
+  if method.has_schedule or (has_schedule and not allowed):
     free.discard("steps")  # the learning rate, or pruning, depends on it
   if method.tokens:  # tokens are drawn along the rows, which depend on these
     free -= {"pack.rows_per_micro", "mesh.data", "mesh.replicas"}
@@ -45,46 +54,75 @@ def check(
   path: pathlib.Path,
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
-) -> None:
+  allowed: str = "",
+) -> dict[str, tuple[Any, Any]]:
   """Raises UserError, naming what changed, unless `config` may resume a run.
 
   Args:
     path: config.json of the run; without checkpoints, any config may resume it.
     prints: result of `fingerprints`, if known.
+    allowed: value of --allow_change.
+  Returns:
+    Old and new value of each option whose change only `allowed` permits.
   """
   if not checkpoint.complete_steps(path.parent):
-    return
+    return {}
   hint = (
     f"{path.parent} has checkpoints: restore it, or choose another --workdir"
   )
   # An option that is newer than the run had its default.
   old = configs.flatten(configs.Config()) | json_object.read(path, hint=hint)
   new = configs.flatten(config) | dict(prints or {})
-  changed = [
-    f"config.{name} was {old.get(name)!r} and is now {new[name]!r}"
+  changed = {
+    name: (old.get(name), new[name])
     for name in sorted(new.keys() - may_change(config))
     if old.get(name) != new[name]
+  }
+  rejected = [
+    f"config.{name} was {before!r} and is now {after!r}"
+    for name, (before, after) in changed.items()
+    if name not in may_change(config, allowed)
   ]
-  if changed:
+  if rejected:
+    flag = ", resume with --allow_change=optimizer"
+    flag *= changed.keys() <= may_change(config, "optimizer")
     raise UserError(
       f"{path.parent} holds a run with another config: restore it "
-      f"({'; '.join(changed)}), or start from its weights in another --workdir "
-      f"with --config.sft.from_run={path.parent}@STEP"
+      f"({'; '.join(rejected)}){flag}, or start from its weights "
+      f"in another --workdir with --config.sft.from_run={path.parent}@STEP"
     )
+  return changed
 
 
 def write(
   path: pathlib.Path,
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
-) -> None:
-  """Writes config and fingerprints, unless `check` raises."""
-  check(path, config, prints)
+  allowed: str = "",
+) -> list[str]:
+  """Writes config, fingerprints and `changes`, unless `check` raises.
+
+  Returns:
+    A line for each change of an option that `allowed` permits.
+  """
+  changed = check(path, config, prints, allowed)
+  steps = checkpoint.complete_steps(path.parent)
+  changes = json_object.read(path).get("changes", {}) if steps else {}
+  for name, (before, after) in changed.items():
+    key = f"{name} after step {max(steps)}"
+    changes[key] = f"{changes.get(key, before)} to {after}"
   path.parent.mkdir(parents=True, exist_ok=True)
   name = checkpoint.run_name(path.parent) or uuid.uuid4().hex[:8]
   content = configs.flatten(config) | dict(prints or {})
   content["fingerprints.run"] = name
+  if changes:
+    content["changes"] = changes
   jsonl.replace(path, [json.dumps(content, indent=2), "\n"])
+  return [
+    f"changed config.{name} from {before!r} to {after!r}, after step "
+    f"{max(steps)}"
+    for name, (before, after) in changed.items()
+  ]
 
 
 def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
@@ -107,8 +145,10 @@ def held(
   path: pathlib.Path,
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
-) -> Iterator[None]:
-  """Writes the config, and keeps other runs out of the directory meanwhile."""
+  allowed: str = "",
+) -> Iterator[list[str]]:
+  """Keeps other runs out of the directory; yields the lines of `write`."""
+  lines: list[str] = []
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
@@ -124,17 +164,19 @@ def held(
           ) from error
         except OSError:  # some file systems have no locks
           pass
-        write(path, config, prints)
-    yield
+        lines = write(path, config, prints, allowed)
+    yield lines
 
 
-def is_done(config: configs.Config, workdir: pathlib.Path) -> bool:
+def is_done(
+  config: configs.Config, workdir: pathlib.Path, allowed: str = ""
+) -> bool:
   """True, after printing a summary, if no step is left to train."""
   latest = max(checkpoint.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-    check(workdir / "config.json", config)
+    check(workdir / "config.json", config, allowed=allowed)
     if checkpoints.corruption(latest):
       return False
   if distributed.is_first():
