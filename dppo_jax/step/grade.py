@@ -66,7 +66,7 @@ def grade(
 
 
 def until_stop(
-  decode: Callable[[np.ndarray], str],
+  decode: Callable[..., str],
   tokens: np.ndarray,
   stop_strings: Sequence[str],
 ) -> tuple[str, int, bool]:
