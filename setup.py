@@ -63,14 +63,21 @@ setuptools.setup(
   extras_require={
     "test": [
       "beartype>=0.19",
+      "flask-cors>=4",  # the server of moto needs it
+      "gcp-storage-emulator>=2024.8",
+      "gcsfs>=2024.6",
       "hypothesis>=6.100",
+      "moto[s3]>=5",
       "mypy>=1.15",
       *NOTEBOOKS,
       "pytest>=8",
       "pytest-xdist>=3.6",
       "ruff>=0.9",
+      "s3fs>=2024.6",
     ],
     "parity": ["torch>=2.6"],
+    "gcs": ["gcsfs>=2024.6"],  # workdirs and models in a bucket
+    "s3": ["s3fs>=2024.6"],
     "cuda": ["jax[cuda13]>=0.10"],  # drivers from 580.65 on
     "cuda12": ["jax[cuda12]>=0.10"],
     "tpu": ["jax[tpu]>=0.10"],

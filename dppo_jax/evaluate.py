@@ -15,7 +15,7 @@ from dppo_jax.analysis import tables
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets, page
-from dppo_jax.files import jsonl
+from dppo_jax.files import bucket, jsonl
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.run import checkpoint, compile_cache, resume
@@ -86,7 +86,10 @@ def run(
         "sets": sets,
       }
       path = page.write(directory, results)
-      bar.say(f"\n{page.table(sets, tables.aligned)}\n\nresults: {path}")
+      bucket.upload(directory)
+      bar.say(
+        f"\n{page.table(sets, tables.aligned)}\n\nresults: {bucket.shown(path)}"
+      )
 
 
 def read_weights(

@@ -18,7 +18,7 @@ from dppo_jax.data.problems import make_prompt
 from dppo_jax.data.sources import first_line
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
-from dppo_jax.files import user_code
+from dppo_jax.files import bucket, user_code
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, lora, parameters
 from dppo_jax.models.config import ModelConfig
@@ -99,8 +99,12 @@ def run(
     card = _card(config, workdir, step, tokenizer, to.name, is_adapter)
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
-  content = f"{'adapters' if is_adapter else 'weights'} of {workdir}"
-  done = f"wrote the {content} after step {step} to {to}, in {dtype}"
+  bucket.upload(to)
+  content = "adapters" if is_adapter else "weights"
+  done = (
+    f"wrote the {content} of {bucket.shown(workdir)} after step {step} to "
+    f"{bucket.shown(to)}, in {dtype}"
+  )
   if is_adapter and is_tuned:
     done += "; --step=0 exports the fine-tuned weights that they adapt"
   print(progress.wrapped(done), flush=True)

@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 from dppo_jax.errors import UserError
-from dppo_jax.files import user_code
+from dppo_jax.files import bucket, user_code
 from dppo_jax.metrics import progress
 from dppo_jax.run import compile_cache
 
@@ -42,9 +42,15 @@ def main(argv: list[str]) -> None:
     elif flags.mode == "export":
       from dppo_jax import export
 
-      to, is_adapter = pathlib.Path(flags.to), flags.format == "adapter"
-      how = flags.step, flags.dtype, is_adapter, flags.push or ""
-      export.run(config, workdir, to, *how)
+      export.run(
+        config,
+        workdir,
+        to=pathlib.Path(bucket.local(flags.to)),
+        step=flags.step,
+        dtype=flags.dtype,
+        is_adapter=flags.format == "adapter",
+        push=flags.push or "",
+      )
     elif flags.mode == "sample":
       from dppo_jax import sample
 

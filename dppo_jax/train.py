@@ -18,6 +18,7 @@ from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
 from dppo_jax.errors import StopTraining, UserError
 from dppo_jax.eval import estimators, eval_sets
+from dppo_jax.files import bucket
 from dppo_jax.metrics import health, progress, report, samples
 from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.planning import memory
@@ -113,6 +114,7 @@ def _run(
       stack.callback(gc.unfreeze)
       _train(
         _Session(
+          workdir=workdir,
           run=run,
           compiled=compiled,
           grader=grader,
@@ -124,7 +126,7 @@ def _run(
       )
       with bar.task("writing the report"), distributed.sharing_errors():
         if distributed.is_first():
-          writer.say(f"report: {report.write(workdir)}")
+          writer.say(f"report: {bucket.shown(report.write(workdir))}")
           writer.say(report.headline(runs.load(workdir)))
     except Exception:
       writer.log(traceback.format_exc())
@@ -176,6 +178,7 @@ def _train(session: "_Session") -> None:
 class _Session:
   """A run with its open files, and what follows each step."""
 
+  workdir: pathlib.Path
   run: Run
   compiled: dict[str, jax.stages.Compiled]
   grader: rewards.Grader
@@ -279,6 +282,18 @@ class _Session:
     with distributed.sharing_errors():
       self.writer.sync()
     self.checkpoints.save(step, state)
+    if bucket.url(self.workdir):
+      self.checkpoints.wait()
+      with distributed.sharing_errors():
+        if distributed.is_first():
+          self._upload()
+
+  def _upload(self) -> None:
+    """Copies the run to its bucket; of one out of reach it only warns."""
+    try:
+      bucket.upload_run(self.workdir)
+    except bucket.Unreachable as error:
+      self.writer.say(f"warning: {error}. The next checkpoint tries again")
 
   def _evaluate(self, state: TrainState, is_end: bool) -> bool:
     """Writes the accuracy on every evaluation set, and some answers.

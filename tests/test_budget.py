@@ -18,13 +18,13 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_576,
+  "": 10_430,
   "algo": 7_590,
   "analysis": 3_750,
-  "config": 5_152,
-  "data": 6_108,
-  "eval": 2_089,
-  "files": 1_350,
+  "config": 5_060,
+  "data": 5_680,
+  "eval": 2_080,
+  "files": 3_390,
   "methods": 11_060,
   "metrics": 6_040,
   "models": 29_450,

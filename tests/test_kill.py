@@ -27,7 +27,7 @@ def test_killed_run_ends_bit_identical():
   assert done.returncode == 0, done.stderr[-3000:]
   *places, last = done.stdout.splitlines()
   assert set(places) == {
-    *(f"killed at {place}" for place in kill.PLACES),
+    *(f"killed at {place}" for place in kill.places()),
     *(f"ended by {fault}" for fault in kill.FAULTS),
   }
   assert last == "the same as undisturbed"

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from dppo_jax.analysis import statistics
-from dppo_jax.files import json_object, jsonl
+from dppo_jax.files import bucket, json_object, jsonl
 
 SECONDS = "step/seconds"
 SCALE_LIMIT = 1e6  # prompts; a larger gradient noise scale is unknown
@@ -96,7 +96,8 @@ def noise_scale(steps: Sequence[dict]) -> str:
 
 def load(workdir: str | pathlib.Path) -> Run:
   """Reads the run in `workdir`, finished or not."""
-  path = pathlib.Path(workdir)
+  names = "config.json", "metrics.jsonl"
+  path = pathlib.Path(bucket.local(str(workdir), names=names))
   hint = f"{path} is not a run"
   config = json_object.read(path / "config.json", {"seed": int}, hint)
   lines = jsonl.read(path / "metrics.jsonl")

@@ -20,7 +20,7 @@ from dppo_jax.config.choose import read
 from dppo_jax.config.options import default_args, flatten, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.errors import UserError
-from dppo_jax.files import user_code
+from dppo_jax.files import bucket, user_code
 
 _EXAMPLES = """\
 Trains language models by group-based policy optimisation with unbiased pruning.
@@ -40,7 +40,12 @@ _FORMATS = ("model", "adapter")
 _FLAGS = (
   ("config", "FILE", "", "FILE.py[:METHOD[,OBJECTIVE]] or a run's config.json"),
   ("mode", _MODES, "", "[train]"),
-  ("workdir", "DIR", "", "directory of the run; resumes from its checkpoint"),
+  (
+    "workdir",
+    "DIR",
+    "",
+    "of the run, or gs://, s3://; resumes from its checkpoint",
+  ),
   (
     "allow_change",
     ("optimizer",),
@@ -87,7 +92,7 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  workdir = pathlib.Path(flags.workdir or "")
+  workdir = pathlib.Path(bucket.local(flags.workdir or ""))
   for path in (workdir, *workdir.parents):
     if path.is_file():
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
@@ -115,7 +120,7 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   folder = f"runs/{path.stem}-{name}-seed{config.seed}"
   if path.suffix == ".json":  # of a run
     folder = path.parent
-  return config, pathlib.Path(flags.workdir or folder), flags
+  return config, workdir if flags.workdir else pathlib.Path(folder), flags
 
 
 def _changes(before: dict[str, Any], config: Config) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dppo_jax.data import hub
 from dppo_jax.errors import UserError
-from dppo_jax.files import json_object, user_code
+from dppo_jax.files import bucket, json_object, user_code
 from dppo_jax.rewards import last_boxed
 
 Record = Mapping[str, Any]
@@ -57,7 +57,7 @@ def parse_named(sources: Source) -> dict[str, Source]:
     return {}
   if not isinstance(sources, str) or not re.match(r"[\w.+-]+=", sources):
     name = getattr(sources, "__name__", sources)
-    path = re.sub("^(tfds|hf):", "", name).split(":")[0]
+    path = re.split(":(?!//)", re.sub("^(tfds|hf):", "", name))[0]
     return {os.path.basename(path).partition(".")[0] or "eval": sources}
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
@@ -136,6 +136,7 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   if source.startswith("hf:"):
     paths = hub.fetch(source)
     return lambda: itertools.chain.from_iterable(map(_read_parquet, paths))
+  source = bucket.local(source, "config.data")
   if os.path.isdir(source):
     return lambda: _read_saved_dataset(source)
   if source.endswith((".jsonl", ".parquet")):

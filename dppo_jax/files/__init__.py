@@ -1,1 +1,1 @@
-"""Files that people write or edit."""
+"""Files that people write or edit, and directories in buckets."""

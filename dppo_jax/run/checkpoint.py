@@ -24,7 +24,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from dppo_jax import distributed
 from dppo_jax.errors import UserError
-from dppo_jax.files import jsonl
+from dppo_jax.files import bucket, jsonl
 from dppo_jax.models import lora
 from dppo_jax.records import TrainState
 
@@ -393,4 +393,4 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
 def split_step(source: str) -> tuple[pathlib.Path, int]:
   """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
   run, step = re.fullmatch(r"(.+?)(?:@(\d+))?", source).groups("0")
-  return pathlib.Path(run), int(step)
+  return pathlib.Path(bucket.local(run, "config.sft.from_run")), int(step)

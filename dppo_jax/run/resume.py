@@ -19,7 +19,7 @@ import uuid
 from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards
 from dppo_jax.errors import UserError
-from dppo_jax.files import json_object, jsonl
+from dppo_jax.files import bucket, json_object, jsonl
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint
 
@@ -165,6 +165,14 @@ def held(
         except OSError:  # some file systems have no locks
           pass
         lines = write(path, config, prints, allowed)
+        stack.enter_context(bucket.claimed(path.parent))
+    copies = distributed.gather(bucket.copy_id(path.parent))
+    if len({*copies}) > 1:
+      raise UserError(
+        f"--workdir: the copy of {bucket.url(path.parent)} in {path.parent} "
+        "must be on a file system that all processes share: set "
+        "XDG_CACHE_HOME to a directory of one"
+      )
     yield lines
 
 
@@ -181,10 +189,12 @@ def is_done(
       return False
   if distributed.is_first():
     page, lines = workdir / "report.md", workdir / "metrics.jsonl"
-    if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
-      report.write(workdir)
+    with bucket.claimed(workdir):
+      if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
+        report.write(workdir)
     print(
-      f"already done: {latest} of {config.steps} steps; report: {page}\n"
+      f"already done: {latest} of {config.steps} steps; report: "
+      f"{bucket.shown(page)}\n"
       f"  --config.steps={2 * max(latest, 1)} to train longer\n"
       "  --mode=evaluate to evaluate the weights on any problems\n"
       "  --mode=export --to=DIR to write them for transformers\n"

@@ -11,6 +11,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, rewards, sharding
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
+from dppo_jax.files import bucket
 from dppo_jax.models import attention, hf, lora, parameters
 from dppo_jax.models.config import ModelConfig, drop_idle_window
 from dppo_jax.models.hf import peft
@@ -54,8 +55,8 @@ class Run(NamedTuple):
 
   def initial_params(self) -> parameters.Params:
     """Returns the initial weights, placed on the mesh."""
-    if adapter := self.config.lora.adapter:
-      peft.check(adapter, self.spec.model)
+    if self.config.lora.adapter:
+      peft.check(_adapter_path(self.config), self.spec.model)
     shardings = parameters.shardings(self.spec.model, self.spec.mesh)
     if self.path:
       dtype = self.spec.model.param_dtype
@@ -72,7 +73,7 @@ class Run(NamedTuple):
     places = {lora.KEY: shardings[lora.KEY]}
     cast = functools.partial(parameters.cast, config=self.spec.model)
     params = jax.jit(cast, donate_argnums=0)(params)
-    if path := self.config.lora.adapter:
+    if path := _adapter_path(self.config):
       return params | peft.load(path, self.spec.model, places)
     init = functools.partial(parameters.init_adapters, self.spec.model)
     return params | jax.jit(init, out_shardings=places)(self._init_key)
@@ -118,6 +119,10 @@ class Run(NamedTuple):
     )
 
 
+def _adapter_path(config: configs.Config) -> str:
+  return bucket.local(config.lora.adapter, "config.lora.adapter")
+
+
 def _adapters(model: ModelConfig) -> str:
   table = parameters.trainable_table(model).values()
   return (
@@ -149,7 +154,7 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
         )
   path, tokenizer, model = read_model(config)
   if trains and config.lora.adapter:
-    peft.check(config.lora.adapter, with_lora(model, config.lora))
+    peft.check(_adapter_path(config), with_lora(model, config.lora))
   train_set, eval_sets = read_problems(config, tokenizer, trains)
   platform = mesh.devices.flat[0].platform
   return make_run(
@@ -263,7 +268,7 @@ def read_model(
   config: configs.Config,
 ) -> tuple[str, data.Tokenizer, ModelConfig]:
   """Returns path, tokenizer and architecture; fetches what is not on disk."""
-  path = config.model.path
+  path = bucket.local(config.model.path, "config.model.path")
   if config.model.hub_id and not path:
     path = hf.fetch(config.model.hub_id)
   if path:

@@ -17,6 +17,11 @@ does so with adapters, the method greso and `checkpoint.best`.
 
 kills once at each of a few chosen places, destroys the weights of a step and
 fills the disk, as the tests do.
+
+  python -m tests.helpers.kill --times=10 --bucket=gs
+
+trains in a bucket of a server that it starts, `gs` or `s3`, and mostly resumes
+without the local copy, as on another machine; also with `--places`.
 """
 
 import argparse
@@ -42,18 +47,22 @@ import orbax.checkpoint as ocp
 
 from dppo_jax import config, distributed, train
 from dppo_jax.errors import UserError
+from dppo_jax.files import bucket
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, compile_cache
 from dppo_jax.step import grade, programs, runtime_checks, train_step
-from tests.helpers import events
+from tests.helpers import events, servers
 
 STEPS = 6
-# Functions in which a run is killed, and at which call.
+# Functions in which a run is killed, and at which call; some need a bucket.
 PLACES = {
+  "upload": (bucket._Bucket, "put", 20),
+  "second upload": (bucket._Bucket, "put", 60),
   "compiling": (programs, "compile_programs", 1),
   "rollout": (grade, "grade", 3),
   "update": (runtime_checks, "check_update", 3),
   "checkpoint": (checkpoint, "write_checksums", 2),
+  "deletion": (bucket._Bucket, "delete", 5),
   "report": (report, "write", 1),
 }
 # Faults that end a run with an error, and the expected messages.
@@ -73,6 +82,7 @@ ADAPTERS = {
   "checkpoint.best": "-eval/tokens",
 }
 _more: dict[str, object] = {}
+_buckets: list[str] = []  # the one to train in, with `--bucket`
 
 
 def make_config(num_devices: int = 1) -> config.Config:
@@ -110,10 +120,35 @@ def make_config(num_devices: int = 1) -> config.Config:
 
 def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
   """Trains, and kills itself at `place` if given; else pauses at each place."""
-  for name, (module, function, number) in PLACES.items():
+  for name, (module, function, number) in places().items():
     last = number if name == place else 0
     setattr(module, function, _passing(getattr(module, function), last, pause))
-  train.run(make_config(jax.device_count()), workdir)
+  train.run(make_config(jax.device_count()), _local(workdir))
+
+
+def places() -> dict[str, tuple]:
+  """Returns the places that a run of this kind goes through, in order."""
+  return {k: x for k, x in PLACES.items() if _buckets or x[0] != bucket._Bucket}
+
+
+def _local(workdir: pathlib.Path) -> pathlib.Path:
+  """Returns the directory of a run: with a bucket a copy, made in `workdir`."""
+  if not _buckets:
+    return workdir
+  os.environ["XDG_CACHE_HOME"] = str(workdir)
+  return pathlib.Path(bucket.local(f"{_buckets[0]}{workdir}"))
+
+
+def _use_bucket(stack: contextlib.ExitStack, kind: str) -> None:
+  """Makes all later runs train in a bucket."""
+  os.environ |= stack.enter_context(servers.running(kind))
+  _buckets.append(f"{kind}://bucket")
+
+
+def _change_machine(workdir: pathlib.Path) -> None:
+  """Leaves of a run only what is in its bucket, if it has one."""
+  if _buckets:
+    shutil.rmtree(workdir, ignore_errors=True)
 
 
 def run_one_of(port: int, count: int, index: int, *args) -> None:
@@ -257,6 +292,8 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
 def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Raises if the results of two runs differ."""
   compile_cache.quiet_libraries()
+  _change_machine(workdir)
+  workdir = _local(workdir)
   results, expected = outcome(workdir), outcome(undisturbed)
   assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
   differing = [name for name in expected if results[name] != expected[name]]
@@ -273,14 +310,15 @@ def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
 def kill_at_places(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Disturbs one run at each of `PLACES` and by each of `FAULTS`."""
   workdir = folder / "places"
-  for place in PLACES:
-    if place == "report":  # after the last step
+  for place in places():
+    if place == "report" and not _buckets:  # after the last step
       for fault, message in FAULTS.items():
         assert end(begin(fail, workdir, fault, message)) == 0, fault
         print(f"ended by {fault}", flush=True)
     status = end(begin(run, workdir, place))
     assert status == -signal.SIGKILL, f"{place}: {status}"
     print(f"killed at {place}", flush=True)
+    _change_machine(workdir)
   assert end(begin(run, workdir)) == 0
   assert end(begin(compare, workdir, undisturbed)) == 0
   print("the same as undisturbed")
@@ -317,6 +355,8 @@ def kill_at_random(
         break
       assert count > 1 or statuses <= {-number, 130}, statuses
       signals += 1
+      if _buckets and chance.random() < 0.75:
+        _change_machine(workdir)
       damaged += damages and damage(workdir, chance)
       print(".", end="", flush=True)
     assert end(begin(compare, workdir, undisturbed)) == 0
@@ -381,13 +421,16 @@ def main() -> None:
   parser.add_argument("--only", default="", help="kill, ask or damage")
   parser.add_argument("--adapters", action="store_true", help="another run")
   parser.add_argument("--places", action="store_true", help="chosen places")
+  parser.add_argument("--bucket", default="", help="gs or s3: its server")
   options = parser.parse_args()
   _more.update(ADAPTERS if options.adapters else {})
   chance = random.Random(options.seed)
-  with tempfile.TemporaryDirectory() as temporary:
-    folder = pathlib.Path(temporary)
+  with contextlib.ExitStack() as stack:
+    folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     undisturbed = folder / "undisturbed"
     assert not any(map(end, begin_run(options.processes, undisturbed)))
+    if options.bucket:
+      _use_bucket(stack, options.bucket)
     if options.places:
       kill_at_places(folder, undisturbed)
       return
@@ -396,7 +439,7 @@ def main() -> None:
       ("ask", signal.SIGTERM, False),
       ("damage", signal.SIGKILL, True),
     ):
-      if options.only in ("", name):
+      if options.only in ("", name) and not (damages and _buckets):
         kill_at_random(
           folder / name,
           undisturbed,
