@@ -100,9 +100,9 @@ def run(
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
   bucket.upload(to)
-  content = "adapters" if is_adapter else "weights"
+  written = "adapters" if is_adapter else "weights"
   done = (
-    f"wrote the {content} of {bucket.shown(workdir)} after step {step} to "
+    f"wrote the {written} of {bucket.shown(workdir)} after step {step} to "
     f"{bucket.shown(to)}, in {dtype}"
   )
   if is_adapter and is_tuned:

@@ -66,9 +66,7 @@ def grade(
 
 
 def until_stop(
-  decode: Callable[..., str],
-  tokens: np.ndarray,
-  stop_strings: Sequence[str],
+  decode: Callable[..., str], tokens: np.ndarray, stop_strings: Sequence[str]
 ) -> tuple[str, int, bool]:
   """Cuts a completion at the stop string that the fewest tokens complete.
 
