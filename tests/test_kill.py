@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import commands, kill
+from tests.helpers import commands, kill, servers
 
 pytestmark = pytest.mark.slow
 
@@ -16,8 +16,33 @@ def test_killed_run_ends_bit_identical():
 
   Runs in its own process, because forking is unsafe once JAX has a device.
   """
+  *places, last = _output("--places")
+  assert set(places) == {
+    *(f"killed at {place}" for place in kill.places()),
+    *(f"ended by {fault}" for fault in kill.FAULTS),
+  }
+  assert last == "the same as undisturbed"
+
+
+def test_killed_run_in_a_bucket_ends_bit_identical():
+  """Each time on another machine, which has nothing but the bucket."""
+  servers.skip_without("gs")
+  *places, last = _output("--places", "--bucket=gs")
+  assert places == [f"killed at {place}" for place in kill.PLACES]
+  assert last == "the same as undisturbed"
+
+
+def test_killed_processes_in_a_bucket_end_bit_identical():
+  """Two processes of one machine share a copy."""
+  servers.skip_without("s3")
+  options = "--only=kill --times=1 --processes=2 --bucket=s3"
+  *_, last = _output(*options.split())
+  assert last.strip() == "all ended as the undisturbed one"
+
+
+def _output(*options: str) -> list[str]:
   done = subprocess.run(
-    [sys.executable, "-m", kill.__name__, "--places"],
+    [sys.executable, "-m", kill.__name__, *options],
     cwd=commands.ROOT,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
     capture_output=True,
@@ -25,9 +50,4 @@ def test_killed_run_ends_bit_identical():
     text=True,
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  *places, last = done.stdout.splitlines()
-  assert set(places) == {
-    *(f"killed at {place}" for place in kill.places()),
-    *(f"ended by {fault}" for fault in kill.FAULTS),
-  }
-  assert last == "the same as undisturbed"
+  return done.stdout.splitlines()
