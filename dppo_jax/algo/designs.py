@@ -99,9 +99,9 @@ def to_grid(prob: Float[Array, "M"], n: int | IntScalar) -> Float[Array, "M"]:
 
 
 def systematic(
-  key: Key[Array, ""], prob: Float[Array, "M"]
+  key: Key[Array, ""], prob: Float[Array, "M"], n: int | IntScalar
 ) -> Bool[Array, "M"]:
-  """Keeps each item with exactly its probability, `sum(prob)` items in all.
+  """Keeps exactly `n` items, each with exactly its probability.
 
   Neighbours whose probabilities sum to at most 1 exclude one another, so the
   order is a stratification. It may depend on anything but the draw.
@@ -110,15 +110,16 @@ def systematic(
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
   >>> prob = algo.water_filling(jnp.array([4.0, 2.0, 1.0, 1.0, 0.0]), n=2)
-  >>> keep = algo.systematic(jax.random.key(0), prob)
+  >>> keep = algo.systematic(jax.random.key(0), prob, 2)
   >>> print(keep.sum(), keep[0], keep[4])
   2 True False
 
   Args:
-    prob: multiples of `1 / GRID`; if their sum is no integer, the number kept
-      is one of its neighbours.
+    prob: multiples of `1 / GRID`.
+    n: the sum of `prob`, which alone determines the draw.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
+  del n
   return systematic_at(jax.random.bits(key, dtype=jnp.uint32) >> 12, prob)
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dppo_jax.algo.weights import ratio
-from dppo_jax.methods.method import ChoiceInfo
 from dppo_jax.methods.neyman.gradient_noise import MIN_NOISE_FRACTION
 from dppo_jax.records import Groups, IntScalar, Scalar, StepCosts
 
@@ -28,10 +27,16 @@ SLACK = 0.02
 
 
 class Budget(NamedTuple):
-  """A number of completions to train on, and what it predicts."""
+  """A number of completions to train on.
+
+  Attributes:
+    added_variance: variance that the choice adds, over the batch's noise.
+    metrics: scalars to log.
+  """
 
   number: IntScalar
-  info: ChoiceInfo
+  added_variance: Scalar
+  metrics: dict[str, Scalar]
 
 
 class _Candidates(NamedTuple):
@@ -40,7 +45,7 @@ class _Candidates(NamedTuple):
   Attributes:
     fraction: fraction of the needed completions.
     number: number of completions.
-    added_variance: as in `ChoiceInfo`.
+    added_variance: as in `Budget`.
     update, other: seconds of the update, and of the other stages of a step.
     seconds: predicted seconds to a target, up to a factor.
   """
@@ -103,16 +108,16 @@ class AutoBudget(NamedTuple):
     num_needed = (size > 0).sum(dtype=jnp.float32)
     last = jax.tree.map(lambda x: x[-1], both)
     chosen = jax.tree.map(lambda x: x[best], both)
-    metrics = {
-      "budget/completions": ratio(chosen.number, num_needed),
-      "budget/added_variance": chosen.added_variance,
-      # 1 while all seconds are 0, that is unknown.
-      "budget/predicted_speedup": ratio(last.seconds, chosen.seconds, 1.0),
-      "budget/update_cost": ratio(last.update, last.other),
-    }
     return Budget(
-      chosen.number.astype(jnp.int32),
-      ChoiceInfo(chosen.added_variance, metrics),
+      number=chosen.number.astype(jnp.int32),
+      added_variance=chosen.added_variance,
+      metrics={
+        "budget/completions": ratio(chosen.number, num_needed),
+        "budget/added_variance": chosen.added_variance,
+        # 1 while all seconds are 0, that is unknown.
+        "budget/predicted_speedup": ratio(last.seconds, chosen.seconds, 1.0),
+        "budget/update_cost": ratio(last.update, last.other),
+      },
     )
 
   def _predict(

@@ -92,7 +92,8 @@ def neyman(
   def describe(groups: Groups, chosen: Selection) -> method.ChoiceInfo:
     size = gradient_size(groups)
     if isinstance(budget, AutoBudget):
-      return budget.choose(groups, size, min_prob).info
+      best = budget.choose(groups, size, min_prob)
+      return method.ChoiceInfo(best.added_variance, best.metrics)
     added = added_noise(groups, size, chosen.prob.reshape(1, -1))[0]
     return method.ChoiceInfo(added, {"budget/added_variance": added})
 
@@ -149,7 +150,7 @@ def neyman_prompts(
     order = jnp.lexsort((tie_break, right / (right + wrong)))
     number = max(round(budget * len(ids)), 1)
     prob = designs.water_filling(size[order], number, min_prob)
-    keep = designs.systematic(draw_key, prob)
+    keep = designs.systematic(draw_key, prob, number)
     back = jnp.argsort(order)
     return Selection(keep[back], prob[back])
 
@@ -305,7 +306,7 @@ def neyman_tokens(budget: float, min_prob: float = 0.05) -> method.TokenRule:
     size = jnp.where(can_train, jnp.maximum(size, least), 0.0)
     n = round_count(budget, can_train.sum(dtype=jnp.int32))
     prob = designs.water_filling(size.reshape(-1), n, min_prob)
-    keep = designs.systematic(rng.key, prob)
+    keep = designs.systematic(rng.key, prob, n)
     return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
 
   return method.TokenRule(needs_stats=False, select=select)
