@@ -144,11 +144,8 @@ def best_group_size(noise: Noise, largest: int) -> Scalar:
   `one_completion / common`. In turn with an automatic budget this reaches a
   size and a fraction such that changing one of the two alone does not help.
   """
-  one, common = (
-    jnp.maximum(noise.one_completion, 0.0),
-    noise.total - noise.within,
-  )
-  size = 1 + jnp.sqrt(ratio(one, common, jnp.inf))
+  one = jnp.maximum(noise.one_completion, 0.0)
+  size = 1 + jnp.sqrt(ratio(one, noise.total - noise.within, jnp.inf))
   size = jnp.where(noise.within > 0, size, FIRST_GROUP_SIZE)
   return jnp.clip(size, 2.0, float(largest))
 
