@@ -2,8 +2,8 @@
 
 import chex
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
-import numpy as np
 
 from dppo_jax.records import Scalar, Selection
 
@@ -102,8 +102,7 @@ def effective_sample_size(
   return ratio(terms.sum() ** 2, (terms * terms).sum())
 
 
-def ratio(
-  x: Array | np.ndarray, y: Array | np.ndarray, otherwise: float = 0.0
-) -> Array:
+def ratio(x: ArrayLike, y: ArrayLike, otherwise: float = 0.0) -> Array:
   """`x / y` where `y` is above 0, else `otherwise`; arrays broadcast."""
-  return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), otherwise)
+  is_valid = jnp.greater(y, 0)
+  return jnp.where(is_valid, x / jnp.where(is_valid, y, 1.0), otherwise)
