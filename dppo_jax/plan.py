@@ -106,8 +106,14 @@ def _compile(
     sums[stage.name] = sum(sizes)
     cells = map(gib, (*sizes, sum(sizes)))
     rows.append([stage.name, *cells, f"{stage.seconds:.0f}"])
-    if stage.error:
-      lines.append(f"{stage.name}: {stage.error}")
+    words = [
+      f"{x.count} x {x.kind}, {x.bytes / 2**20:,.1f} MiB"
+      + (f" in {x.depth} nested loop(s)" if x.depth > 0 else "")
+      for x in stage.collectives
+      if x.bytes >= 2**20
+    ]
+    if words or stage.error:
+      lines.append(f"{stage.name}: {stage.error or ', '.join(words)}")
   head = ["stage", "held", "temporary", "other", "sum", "compile s"]
   bar.say(
     f"\nCompiled for {devices[0].device_kind}, GiB on each device (held: "

@@ -11,7 +11,7 @@ from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf, lm_head
 from dppo_jax.planning import assumed, targets
-from experiments.common.collectives import read_collectives
+from dppo_jax.planning.collectives import read_collectives
 from tests.helpers import commands
 
 SHIPPED = {
@@ -92,6 +92,20 @@ def test_the_command_line_plans():
   done = commands.main("gsm8k:cppo", "--mode=plan", "--hardware=h200:1")
   assert done.returncode == 0, done.stderr
   assert "optimizer" in done.stdout and "Fits: " in done.stdout
+
+
+def test_collectives_are_read_from_a_program():
+  name = 'metadata={op_name="jit(f)/while/body/while/body/dot"}'
+  text = f"""
+  %g.1 = f32[8,4]{{1,0}} all-gather(%x), channel_id=1, {name}
+  %g.2 = (f32[2,4], f32[8,4]) all-gather-start(%x), channel_id=1, {name}
+  %g.3 = bf16[16]{{0}} all-gather(%y), channel_id=2, {name}
+  ROOT %r = (f32[4], bf16[2]) all-reduce(%z, %z), channel_id=3
+"""
+  assert read_collectives(text) == [
+    ("all-gather", 2, 2, 128 + 32),
+    ("all-reduce", -1, 1, 20),
+  ]
 
 
 # Compilers, if they are installed.

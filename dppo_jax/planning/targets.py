@@ -16,6 +16,7 @@ import jax
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
 from dppo_jax.metrics import progress
+from dppo_jax.planning.collectives import Collective, read_collectives
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
@@ -112,6 +113,7 @@ class Stage(NamedTuple):
   held: float
   temporary: float
   seconds: float
+  collectives: Sequence[Collective] = ()
   text: str = ""
   error: str = ""
 
@@ -146,7 +148,7 @@ def _compile(name: str, program: programs.Program) -> Stage:
       raise
     seconds = time.monotonic() - start
     return Stage(name, 0, math.inf, seconds, error=message[0])
-  sizes = compiled.memory_analysis()
+  sizes, text = compiled.memory_analysis(), compiled.as_text()
   return Stage(
     name,
     sizes.argument_size_in_bytes
@@ -154,5 +156,6 @@ def _compile(name: str, program: programs.Program) -> Stage:
     - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
     time.monotonic() - start,
-    compiled.as_text(),
+    read_collectives(text),
+    text,
   )
