@@ -18,17 +18,17 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_750,
-  "algo": 7_530,
+  "": 10_790,
+  "algo": 7_540,
   "analysis": 3_770,
   "config": 5_180,
   "data": 6_140,
   "eval": 2_060,
   "files": 3_450,
-  "methods": 10_700,
+  "methods": 10_740,
   "metrics": 5_830,
   "models": 29_320,
-  "planning": 3_010,
+  "planning": 3_400,
   "rewards": 7_200,
   "rollout": 5_340,
   "run": 8_410,
