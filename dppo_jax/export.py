@@ -69,12 +69,7 @@ def run(
   is_float32 = is_adapter or not path
   dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
   is_tuned = bool(config.sft.steps or config.sft.from_run)
-  init = functools.partial(parameters.init, model)
-  like = jax.eval_shape(init, jax.random.key(0))
-  like = lora.trainable(like) if is_adapter else like
-  like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
-  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-    params = checkpoints.restore_params(step, like)
+  params = _read_weights(workdir, step, model, is_adapter)
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
   json_keys = {"generation": {"eos_token_id": list(stop_ids)}}
   if not path:
@@ -110,6 +105,18 @@ def run(
   print(progress.wrapped(done), flush=True)
   if push:
     print(f"uploaded to {_upload(push, to)}", flush=True)
+
+
+def _read_weights(
+  workdir: pathlib.Path, step: int, model: ModelConfig, is_adapter: bool
+) -> parameters.Params:
+  """Returns the weights of a checkpoint, or the adapters alone, on the host."""
+  init = functools.partial(parameters.init, model)
+  like = jax.eval_shape(init, jax.random.key(0))
+  like = lora.trainable(like) if is_adapter else like
+  like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    return checkpoints.restore_params(step, like)
 
 
 def _create_repository(name: str) -> None:

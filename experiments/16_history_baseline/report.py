@@ -28,12 +28,12 @@ COLUMNS = (
 
 def groups(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
   """Returns the runs of every cell, those that differ in the seed together."""
-  found: dict[tuple, list[dict]] = {}
+  cells: dict[tuple, list[dict]] = {}
   for row in rows:
     key = (row["prompts"], row["group"], row["baseline"], row["factor"])
-    found.setdefault(key, []).append(row)
+    cells.setdefault(key, []).append(row)
   order = {"leave-one-out": 0, "history": 1, "snapped": 2}
-  return dict(sorted(found.items(), key=lambda x: (order[x[0][2]], x[0])))
+  return dict(sorted(cells.items(), key=lambda x: (order[x[0][2]], x[0])))
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -48,7 +48,7 @@ def table(rows: list[dict]) -> list[str]:
     median = lambda values: f"{statistics.median(values):.3f}"
     column = lambda name, runs=runs: [row[name] for row in runs]
     last = lambda name, runs=runs: [row[name][-1] for row in runs]
-    cells = (
+    line = (
       f"{prompts} x {group}",
       baseline,
       f"{factor:g}",
@@ -60,7 +60,7 @@ def table(rows: list[dict]) -> list[str]:
       median(column("mean_square")),
       f"{statistics.median(last('cpu_seconds')):.0f}",
     )
-    lines.append(f"| {' | '.join(cells)} |")
+    lines.append(f"| {' | '.join(line)} |")
   return lines
 
 

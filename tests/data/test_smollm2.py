@@ -21,8 +21,8 @@ def test_no_problem_is_both_trained_on_and_held_out(name):
 def test_calculations_have_their_results():
   checked = 0
   for row in (*smollm2.single(), *smollm2.words()):
-    if found := re.match(r"What is (.+)\?", row["problem"]):
-      expression = found[1].replace("x", "*")
+    if match := re.match(r"What is (.+)\?", row["problem"]):
+      expression = match[1].replace("x", "*")
       assert re.fullmatch(r"[\d +*-]+", expression)
       assert eval(expression) == int(row["answer"])
       checked += 1
