@@ -15,8 +15,8 @@ out.
 
 Expect the accuracy on 75 held-out problems to go from 0.14 to 0.93 sampled and
 from 0.48 to 0.99 greedy, in 9 minutes on two cores and 4.9 GB
-(experiments/15_real_model). configs/smollm2_words.py continues with word problems
-of two steps.
+(experiments/15_real_model). configs/smollm2_words.py continues with problems of
+two steps.
 """
 
 from collections.abc import Iterator

@@ -10,8 +10,9 @@ and three fifths two:
 
   Ben has 4 apples, buys 3 more and then loses 2. How many apples does Ben ...
 
-Expect the accuracy on 100 held-out problems, sampled, to go from 0.06 before
-both runs to 0.34 and above 0.6 (experiments/15_real_model).
+Expect the accuracy on 100 held-out problems to go from 0.06 before both runs to
+0.34 and then to 0.84 sampled, in half an hour on two cores
+(experiments/15_real_model).
 """
 
 from dppo_jax.configs import smollm2

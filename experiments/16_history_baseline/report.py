@@ -1,29 +1,17 @@
 """The table and the picture of the results."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+import csv
 import pathlib
 import statistics
 
-import matplotlib.pyplot as plt
+from matplotlib import figure as figures
 import numpy as np
 
 from ..common import results
 
 HERE = pathlib.Path(__file__).parent
-COLUMNS = (
-  "prompts x completions",
-  "baseline",
-  "rate",
-  "seeds",
-  "sampled accuracy after 40%",
-  "60%",
-  "80%",
-  "100%",
-  "greedy",
-  "trained",
-  "mean squared advantage",
-  "CPU seconds",
-)
+SECONDS = (10, 14)  # of steps, whose accuracy is compared
 
 
 def groups(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
@@ -36,32 +24,35 @@ def groups(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
   return dict(sorted(cells.items(), key=lambda x: (order[x[0][2]], x[0])))
 
 
-def table(rows: list[dict]) -> list[str]:
-  """Returns the lines of a task's table: medians, least and largest values."""
-  lines = [f"| {' | '.join(COLUMNS)} |", "| " + "--- | " * len(COLUMNS)]
+def median(values: Iterable[float]) -> str:
+  return f"{statistics.median(values):.3f}"
+
+
+def table(rows: list[dict]) -> Iterator[dict[str, str]]:
+  """Yields a line for each cell: medians over seeds, sampled unless named."""
   for (prompts, group, baseline, factor), runs in groups(rows).items():
-    end = runs[0]["completions"][-1]
-    at = [
-      [np.interp(x * end, row["completions"], row["sampled"]) for row in runs]
-      for x in (0.4, 0.6, 0.8)
-    ]
-    median = lambda values: f"{statistics.median(values):.3f}"
-    column = lambda name, runs=runs: [row[name] for row in runs]
-    last = lambda name, runs=runs: [row[name][-1] for row in runs]
-    line = (
-      f"{prompts} x {group}",
-      baseline,
-      f"{factor:g}",
-      str(len(runs)),
-      *map(median, at),
-      results.median_range(last("sampled"), digits=3),
-      results.median_range(last("greedy"), digits=3),
-      median(column("trained")),
-      median(column("mean_square")),
-      f"{statistics.median(last('cpu_seconds')):.0f}",
+    after = lambda x, name, runs=runs: median(
+      np.interp(x, row[name], row["sampled"]) for row in runs
     )
-    lines.append(f"| {' | '.join(line)} |")
-  return lines
+    last = lambda name, runs=runs: [row[name][-1] for row in runs]
+    ends = results.median_range(last("sampled"), digits=3)
+    yield {
+      "task": runs[0]["task"],
+      "prompts x completions": f"{prompts} x {group}",
+      "baseline": baseline,
+      "rate": f"{factor:g}",
+      "seeds": str(len(runs)),
+      **{
+        f"after {x:,} completions": after(x, "completions")
+        for x in runs[0]["completions"][1:-1]
+      },
+      "at the end": ends,
+      **{f"after {x} CPU seconds": after(x, "cpu_seconds") for x in SECONDS},
+      "greedy": median(last("greedy")),
+      "trained": median([row["trained"] for row in runs]),
+      "mean squared advantage": median([row["mean_square"] for row in runs]),
+      "CPU seconds": f"{statistics.median(last('cpu_seconds')):.1f}",
+    }
 
 
 def plot(task: str, rows: list[dict], path: pathlib.Path) -> None:
@@ -70,9 +61,12 @@ def plot(task: str, rows: list[dict], path: pathlib.Path) -> None:
   for (*shape, _), runs in groups(rows).items():
     score = statistics.median(row["sampled"][-1] for row in runs)
     key = tuple(shape)
+    if len(runs) < 2:  # one seed says little
+      continue
     if key not in best or score > best[key][0]:
       best[key] = score, runs
-  figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+  figure = figures.Figure(figsize=(10, 3.8), layout="constrained")
+  axes = figure.subplots(1, 2)
   for number, ((prompts, group, baseline), (_, runs)) in enumerate(
     best.items()
   ):
@@ -92,14 +86,17 @@ def plot(task: str, rows: list[dict], path: pathlib.Path) -> None:
   for axis in axes:
     results.tidy(axis)
   figure.savefig(path, dpi=130)
-  plt.close(figure)
 
 
 def write(rows: list[dict]) -> None:
-  """Writes table.md and a picture of each task."""
-  lines = ["# Every cell", ""]
-  for task in dict.fromkeys(row["task"] for row in rows):
-    chosen = [row for row in rows if row["task"] == task]
-    lines += [f"## {task}", "", *table(chosen), ""]
+  """Writes table.csv and a picture of each task."""
+  tasks: dict[str, list[dict]] = {}
+  for row in rows:
+    tasks.setdefault(row["task"], []).append(row)
+  lines = [line for chosen in tasks.values() for line in table(chosen)]
+  with (HERE / "table.csv").open("w", newline="") as file:
+    writer = csv.DictWriter(file, lines[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+  for task, chosen in tasks.items():
     plot(task, chosen, HERE / f"{task.replace(' ', '_')}.png")
-  (HERE / "table.md").write_text("\n".join(lines))
