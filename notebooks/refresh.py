@@ -63,7 +63,7 @@ def run(notebook: nbformat.NotebookNode) -> None:
   with tempfile.TemporaryDirectory() as folder:
     nbclient.NotebookClient(
       notebook,
-      timeout=600,
+      timeout=3600,
       kernel_name="python3",
       record_timing=False,
       coalesce_streams=True,

@@ -31,7 +31,7 @@ SHORTER = {
     ("c.steps = 60", "c.steps = 4"),
   ],
   "08_real_model": [
-    ("c.steps = 60", "c.steps = 1"),
+    ("c.steps = 40", "c.steps = 1"),
     ("c.eval.every = 10", "c.eval.every = 1"),
     ('c.log.writers = ""', 'c.log.writers = ""\nc.data.eval_limit = 4'),
   ],

@@ -12,6 +12,7 @@ from ..common import results
 
 HERE = pathlib.Path(__file__).parent
 SECONDS = (10, 14)  # of steps, whose accuracy is compared
+FEWEST = 6  # seeds of a curve
 
 
 def groups(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
@@ -61,7 +62,7 @@ def plot(task: str, rows: list[dict], path: pathlib.Path) -> None:
   for (*shape, _), runs in groups(rows).items():
     score = statistics.median(row["sampled"][-1] for row in runs)
     key = tuple(shape)
-    if len(runs) < 2:  # one seed says little
+    if len(runs) < FEWEST:
       continue
     if key not in best or score > best[key][0]:
       best[key] = score, runs
