@@ -33,7 +33,11 @@ SHORTER = {
   "08_real_model": [
     ("c.steps = 40", "c.steps = 1"),
     ("c.eval.every = 10", "c.eval.every = 1"),
-    ('c.log.writers = ""', 'c.log.writers = ""\nc.data.eval_limit = 4'),
+    (
+      'c.log.writers = ""',
+      'c.log.writers = ""\nc.data.eval_limit = c.data.prompts_per_step = 4\n'
+      "c.rollout.max_tokens = c.rollout.num_slots = 8",
+    ),
   ],
 }
 CACHE = importlib.import_module("experiments.15_real_model.fetch").CACHE
