@@ -15,7 +15,7 @@ class History:
   Args:
     num_prompts: size of the training set.
     decay: factor on the weight of a prompt's earlier rewards at each visit; 0
-      forgets them.
+      keeps those of the last visit alone.
     prior: weight of the mean reward of the other prompts, in rewards.
     snaps: rounds baselines below 0.2 to 0 and above 0.8 to 1, so that most
       advantages are exactly 0.

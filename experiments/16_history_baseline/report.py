@@ -21,7 +21,7 @@ def groups(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
   for row in rows:
     key = (row["prompts"], row["group"], row["baseline"], row["factor"])
     cells.setdefault(key, []).append(row)
-  order = {"leave-one-out": 0, "history": 1, "snapped": 2}
+  order = {"leave-one-out": 0, "last visit": 1, "history": 2, "snapped": 3}
   return dict(sorted(cells.items(), key=lambda x: (order[x[0][2]], x[0])))
 
 
@@ -71,7 +71,7 @@ def plot(task: str, rows: list[dict], path: pathlib.Path) -> None:
   for number, ((prompts, group, baseline), (_, runs)) in enumerate(
     best.items()
   ):
-    style = {"leave-one-out": "--", "history": ":", "snapped": "-"}[baseline]
+    style = {"leave-one-out": "--", "last visit": ":"}.get(baseline, "-")
     label = f"{prompts} x {group} {baseline}"
     for axis, x in zip(axes, ("completions", "cpu_seconds"), strict=True):
       axis.plot(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import rewards
-from dppo_jax.algo import objectives
+from dppo_jax.algo import leave_one_out, objectives
 from dppo_jax.config import cli
 from dppo_jax.eval import eval_sets
 from dppo_jax.records import TrainState
@@ -68,7 +68,7 @@ TASKS = {
 
 
 class Cell(NamedTuple):
-  """One run; the baseline is leave-one-out, history or snapped."""
+  """One run; the baseline is leave-one-out, last visit, history or snapped."""
 
   task: str
   prompts: int
@@ -87,21 +87,27 @@ SHAPES = (
   (16, 4, "leave-one-out"),  # as many completions a step as 64 x 1
   (32, 2, "leave-one-out"),
 )
+GROUPS_WITH_HISTORY = tuple(
+  (prompts, group, "last visit")
+  for prompts, group in ((128, 2), (32, 4), (16, 4), (32, 2))
+)
 WITHOUT_SNAPPING = tuple((prompts, 1, "history") for prompts in (128, 64, 256))
 
 
 def cells(task: str) -> Iterator[Cell]:
   """Yields the runs of a task, a rate and a seed at a time."""
-  for shapes in (SHAPES, WITHOUT_SNAPPING):
+  for shapes in (SHAPES, GROUPS_WITH_HISTORY, WITHOUT_SNAPPING):
     for factor in TASKS[task].factors:
       for seed in TASKS[task].seeds:
         for shape in shapes:
           yield Cell(task, *shape, factor, seed)
 
 
-def history(cell: Cell, num_problems: int) -> History:
-  """Returns the baseline of a cell."""
+def history(cell: Cell, num_problems: int) -> History | None:
+  """Returns the history of a cell; None for leave-one-out."""
   if cell.baseline == "leave-one-out":
+    return None
+  if cell.baseline == "last visit":
     return History(num_problems, decay=0.0, prior=0.0, snaps=False)
   return History(num_problems, DECAY, PRIOR, cell.baseline == "snapped")
 
@@ -188,8 +194,11 @@ def train(cell: Cell, workdir: pathlib.Path) -> dict:
       rng = rng_at(run.spec.root_key, number)
       state, experience = step.collect(state)
       ids, earned = np.asarray(experience.prompts.ids), experience.rewards
-      advantages = earned - past.baselines(ids, earned)
-      past.add(ids, earned)
+      if past:
+        advantages = earned - past.baselines(ids, earned)
+        past.add(ids, earned)
+      else:
+        advantages = np.asarray(leave_one_out(earned))
       experience = experience._replace(rewards=np.float32(advantages))
       batches = step.select(rng, experience, state)
       batches = step.score(rng, state.params, batches)
