@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Int, PyTree
 import numpy as np
 
+from dppo_jax import errors
 from dppo_jax.errors import UserError
 
 _CONNECT_SECONDS = 300  # in which all processes have to connect
@@ -72,7 +73,7 @@ def initialize(
     )
   except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
-    raise UserError(
+    raise errors.Unreachable(
       f"cannot connect {others} ({reason}): check --coordinator=HOST:PORT, "
       "--num_processes and --process_id, or pass --num_processes=1 to run a "
       "single process"
@@ -95,7 +96,7 @@ def _give_up(others: str) -> None:
     file=sys.stderr,
     flush=True,
   )
-  os._exit(1)
+  os._exit(os.EX_TEMPFAIL)
 
 
 def _has_tpu() -> bool:
@@ -139,9 +140,9 @@ def gather(value: Any) -> list[Any]:
 def sharing_errors() -> Iterator[None]:
   """Raises the error of one process in all of them, which wait for each other.
 
-  Other processes raise a UserError for a UserError, else a RuntimeError, that
-  names the process. The body must not wait for another process, which may fail
-  before it gets there.
+  Other processes raise an error of the same class if it is one of `errors`,
+  else a RuntimeError. It names the process. The body must not wait for another
+  process, which may fail before it gets there.
   """
   if count() == 1:
     yield
@@ -149,15 +150,15 @@ def sharing_errors() -> Iterator[None]:
   error = None
   try:
     yield
-  except Exception as raised:
-    error = raised
-  is_users = isinstance(error, UserError)
-  errors = gather(error and [is_users, str(error) or repr(error)])
+  except Exception as own:
+    error = own
+  name = type(error).__name__
+  raised = gather(error and [name, str(error) or repr(error)])
   if error:
     raise error
-  for number, other in enumerate(errors):
+  for number, other in enumerate(raised):
     if other:
-      kind = UserError if other[0] else RuntimeError
+      kind = getattr(errors, other[0], RuntimeError)
       raise kind(f"process {number}: {other[1]}")
 
 

@@ -8,6 +8,13 @@ class UserError(ValueError):
   """
 
 
+class Unreachable(UserError):
+  """A service or another process cannot be reached for now.
+
+  The program exits with 75, so that a scheduler starts it again.
+  """
+
+
 class StopTraining(Exception):
   """Raised by a callback to end the run as if this step were its last.
 

@@ -5,7 +5,7 @@ import os
 import pathlib
 import sys
 
-from dppo_jax.errors import UserError
+from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import bucket, user_code
 from dppo_jax.metrics import progress
 from dppo_jax.run import compile_cache
@@ -72,7 +72,10 @@ def run() -> None:
   except UserError as error:
     if "--debug" in sys.argv:
       raise
-    sys.exit(f"error: {error}")
+    if not isinstance(error, Unreachable):
+      sys.exit(f"error: {error}")
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(os.EX_TEMPFAIL)
   except OSError as error:
     if error.errno not in _OF_PLACES or "--debug" in sys.argv:
       raise

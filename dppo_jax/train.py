@@ -284,16 +284,8 @@ class _Session:
     self.checkpoints.save(step, state)
     if bucket.url(self.workdir):
       self.checkpoints.wait()
-      with distributed.sharing_errors():
-        if distributed.is_first():
-          self._upload()
-
-  def _upload(self) -> None:
-    """Copies the run to its bucket; of one out of reach it only warns."""
-    try:
-      bucket.upload_run(self.workdir)
-    except bucket.Unreachable as error:
-      self.writer.say(f"warning: {error}. The next checkpoint tries again")
+      if warning := bucket.upload_from_all(self.workdir):
+        self.writer.say(warning)
 
   def _evaluate(self, state: TrainState, is_end: bool) -> bool:
     """Writes the accuracy on every evaluation set, and some answers.

@@ -12,10 +12,12 @@ import jupytext
 import nbclient
 import nbformat
 
-# Where the project is public, as OWNER/NAME on GitHub. Badges and install cells
-# name it, and are left out while it is empty: the notebooks run from a clone.
-# To publish the project, set this and run the command above.
-REPOSITORY = ""
+# To publish the project, set these and run the command above. While they are
+# empty, badges and install cells are left out: the notebooks run from a clone.
+REPOSITORY = ""  # on GitHub, as OWNER/NAME, for badges
+PACKAGE = (
+  ""  # what pip installs: dppo_jax, the URL of a wheel, or git+https://...
+)
 
 FOLDER = pathlib.Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
@@ -27,21 +29,27 @@ _BADGE = (
 )
 _INSTALL = """\
 # Installs dppo_jax where it is missing, as on Colab: a minute or two.
+import glob
 import importlib.util
+import shutil
 
 if importlib.util.find_spec("dppo_jax") is None:
-  %pip install -q git+https://github.com/{repository}"""
+  has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+  extra = "[cuda12]" if shutil.which("nvidia-smi") else ""
+  requirement = "dppo_jax" + ("[tpu]" if has_tpu else extra) + "{source}"
+  get_ipython().run_line_magic("pip", f"install -q '{{requirement}}'")"""
 
 
 def make(name: str) -> nbformat.NotebookNode:
   """Returns the notebook of a .py, without outputs."""
   notebook = jupytext.read(FOLDER / f"{name}.py", fmt="py:percent")
+  if PACKAGE:
+    source = f" @ {PACKAGE}" if "/" in PACKAGE else ""
+    cell = nbformat.v4.new_code_cell(_INSTALL.format(source=source))
+    notebook.cells.insert(0, cell)
   if REPOSITORY:
-    fill = {"repository": REPOSITORY, "name": name}
-    notebook.cells[:0] = [
-      nbformat.v4.new_markdown_cell(_BADGE.format(**fill)),
-      nbformat.v4.new_code_cell(_INSTALL.format(**fill)),
-    ]
+    badge = _BADGE.format(repository=REPOSITORY, name=name)
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(badge))
   for i, cell in enumerate(notebook.cells):
     cell.id, cell.metadata = f"cell-{i}", nbformat.NotebookNode()
   notebook.metadata = nbformat.from_dict(

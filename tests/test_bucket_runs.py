@@ -6,11 +6,10 @@ import pathlib
 import fsspec
 import pytest
 
-from dppo_jax import distributed, main
+from dppo_jax import main
 from dppo_jax.analysis import compare
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket
-from dppo_jax.run import resume
 from tests.helpers import commands, servers
 
 pytestmark = pytest.mark.slow
@@ -103,17 +102,3 @@ def test_modes_on_other_machines(machine, capsys):
     _run("--mode=sample", "--prompt=1=", **{"model.path": "s3://bucket/none"})
   _run(place, steps=2)
   assert "run/checkpoints/2/_CHECKPOINT_METADATA" in _names()
-
-
-def test_processes_need_one_copy(machine, monkeypatch):
-  """Each would have only its own part of a checkpoint."""
-  machine("first")
-  workdir = pathlib.Path(bucket.local("s3://bucket/run"))
-  gather = lambda value: [value, ""]
-  monkeypatch.setattr(distributed, "gather", gather)
-  c = commands.config("arithmetic")
-  with (
-    pytest.raises(UserError, match="set XDG_CACHE_HOME to a directory of one"),
-    resume.held(workdir / "config.json", c),
-  ):
-    pass

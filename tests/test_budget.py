@@ -24,14 +24,14 @@ TOKENS = {
   "config": 5_180,
   "data": 6_140,
   "eval": 2_060,
-  "files": 3_450,
+  "files": 4_050,
   "methods": 10_740,
   "metrics": 5_830,
   "models": 29_320,
   "planning": 3_400,
   "rewards": 7_200,
   "rollout": 5_340,
-  "run": 8_410,
+  "run": 8_650,
   "step": 14_580,
 }
 _NOT_CODE = {

@@ -33,7 +33,7 @@ def test_killed_run_in_a_bucket_ends_bit_identical():
 
 
 def test_killed_processes_in_a_bucket_end_bit_identical():
-  """Two processes of one machine share a copy."""
+  """Each has a copy of its own, with its part of every checkpoint."""
   servers.skip_without("s3")
   options = "--only=kill --times=1 --processes=2 --bucket=s3"
   *_, last = _output(*options.split())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import sys
@@ -17,7 +18,7 @@ from dppo_jax import config as configs
 from dppo_jax import main, methods, train
 from dppo_jax.algo import objectives
 from dppo_jax.config import cli, options
-from dppo_jax.errors import UserError
+from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.models import hf
 from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
@@ -110,6 +111,7 @@ def test_mistake_on_the_command_line_is_named(tmp_path, argv, reason):
   "error, argv, ends",
   [
     (UserError("a mistake"), [], (SystemExit, "error: a mistake")),
+    (Unreachable("gs://x"), [], (SystemExit, str(os.EX_TEMPFAIL))),
     (UserError("a mistake"), ["--debug"], (UserError, "a mistake")),
     (ValueError("a bug"), [], (ValueError, "a bug")),
     (KeyboardInterrupt(), [], (SystemExit, "130")),

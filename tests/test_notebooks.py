@@ -4,8 +4,10 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import nbformat
 import pytest
@@ -67,6 +69,30 @@ def test_a_notebook_is_the_cells_of_its_source(name, refresh):
   hint = f"python notebooks/refresh.py {name}"
   assert cells(saved) == cells(notebook), hint
   assert saved.metadata == notebook.metadata, hint
+
+
+@pytest.mark.parametrize(
+  "package, has_gpu, requirement",
+  [
+    ("dppo_jax", False, "dppo_jax"),
+    ("dppo_jax", True, "dppo_jax[cuda12]"),
+    ("https://x/y.whl", True, "dppo_jax[cuda12] @ https://x/y.whl"),
+  ],
+)
+def test_a_published_notebook_installs_the_package(
+  package, has_gpu, requirement, refresh, monkeypatch
+):
+  monkeypatch.setattr(refresh, "PACKAGE", package)
+  monkeypatch.setattr(refresh, "REPOSITORY", "owner/name")
+  badge, install, *_ = refresh.make(NAMES[0]).cells
+  assert f"owner/name/blob/main/notebooks/{NAMES[0]}.ipynb" in badge.source
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(shutil, "which", lambda name: has_gpu)
+  shell = mock.Mock()
+  exec(install.source, {"get_ipython": lambda: shell})
+  shell.run_line_magic.assert_called_once_with(
+    "pip", f"install -q '{requirement}'"
+  )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -95,10 +95,10 @@ def test_callbacks_of_the_configs_page_end_a_run_in_time():
     early(1, types.SimpleNamespace(evaluation=evaluation), None)
   with pytest.raises(StopTraining):
     early(1, types.SimpleNamespace(evaluation={"eval/accuracy": 0.91}), None)
-  clock = mock.Mock(return_value=variables["START"] + 3600)
+  clock = mock.Mock(return_value=variables["START"] + 3599)
   with mock.patch.object(time, "monotonic", clock):
     late(1, None, None)
-    clock.return_value += 1
+    clock.return_value += 2
     with pytest.raises(StopTraining):
       late(1, None, None)
 

@@ -14,13 +14,13 @@ from typing import Any
 from absl import flags as absl_flags
 from ml_collections import config_flags
 
-from dppo_jax import methods
+from dppo_jax import distributed, methods
 from dppo_jax.algo import objectives
 from dppo_jax.config.choose import read
 from dppo_jax.config.options import default_args, flatten, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.errors import UserError
-from dppo_jax.files import bucket, user_code
+from dppo_jax.files import bucket, storage, user_code
 
 _EXAMPLES = """\
 Trains language models by group-based policy optimisation with unbiased pruning.
@@ -92,7 +92,15 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  workdir = pathlib.Path(bucket.local(flags.workdir or ""))
+  if storage.is_url(flags.workdir or "") and flags.mode in (
+    "train",
+    "evaluate",
+  ):
+    # Each process has its own copy of the directory.
+    distributed.initialize(
+      flags.coordinator, flags.num_processes, flags.process_id
+    )
+  workdir = pathlib.Path(bucket.local(flags.workdir or "", is_workdir=True))
   for path in (workdir, *workdir.parents):
     if path.is_file():
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")

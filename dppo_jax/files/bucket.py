@@ -15,44 +15,36 @@ one, in whole seconds, to that in the bucket.
 `claimed` writes the id of a copy to the bucket. That copy is then the newer
 one, and is kept as it is; any other copy is replaced by what the bucket holds.
 The run that has lost its claim to another ends at its next upload.
+
+Each of several processes has a copy of its own, which need not be on a disk
+that they share: of a new checkpoint it holds what that process has written,
+until `complete` fetches the other files. What they resume from is always what
+the bucket holds.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent import futures
+from collections.abc import Iterable, Iterator
 import contextlib
-import datetime
 import fcntl
-import logging
 import os
 import pathlib
 import re
 import sys
 import uuid
 
-from dppo_jax.errors import UserError
+from dppo_jax import distributed
+from dppo_jax.errors import Unreachable, UserError
+from dppo_jax.files import storage
 
-# Package of fsspec, and the extra of setup.py that installs it.
-_PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _ID = ".copy"  # file with the id of a copy
 _OF_RUN = ("checkpoints/", "completions/")  # what a run deletes
 _MARKER = re.compile(r"checkpoints/(\d+)/_CHECKPOINT_METADATA")
 _UNFINISHED = re.compile(r"^\.|^damaged-|\.tmp$|\.orbax-checkpoint-tmp")
-_THREADS = 8
-
-Stamp = tuple[int, int]  # size in bytes, and time in seconds
-
-
-class Unreachable(UserError):
-  """The bucket cannot be read or written for now."""
-
-
-def _is_url(place: str) -> bool:
-  return place.startswith(tuple(f"{kind}://" for kind in _PACKAGES))
+_COPIES = re.compile(r"buckets(-\d+)?")  # directories of copies
 
 
 def _cache() -> pathlib.Path:
   home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-  return home.expanduser().resolve() / "dppo_jax" / "buckets"
+  return home.expanduser().resolve() / "dppo_jax"
 
 
 def url(path: pathlib.Path) -> str:
@@ -60,8 +52,9 @@ def url(path: pathlib.Path) -> str:
   path = path.resolve()
   if not path.is_relative_to(_cache()):
     return ""
-  kind, *parts = path.relative_to(_cache()).parts
-  return f"{kind}://{'/'.join(parts)}"
+  folder, kind, *parts = (*path.relative_to(_cache()).parts, "", "")
+  is_copy = kind and _COPIES.fullmatch(folder)
+  return f"{kind}://{'/'.join(filter(None, parts))}" if is_copy else ""
 
 
 def shown(path: pathlib.Path) -> str:
@@ -69,24 +62,34 @@ def shown(path: pathlib.Path) -> str:
   return url(path) or str(path)
 
 
-def local(place: str, option: str = "", names: Iterable[str] = ()) -> str:
+def local(
+  place: str,
+  option: str = "",
+  names: Iterable[str] = (),
+  *,
+  is_workdir: bool = False,
+) -> str:
   """Returns a path as it is, and for a URL that of its up-to-date copy.
 
   Args:
     option: named by the error if there is nothing at the URL; if empty, that
       is no error.
     names: files to copy, if not all of them.
+    is_workdir: True for the directory of a run, of which each process has its
+      own copy.
   """
-  if not _is_url(place):
+  if not storage.is_url(place):
     return place
-  copy = _cache() / place.rstrip("/").replace("://", "/")
+  number = distributed.index() if is_workdir else 0
+  folder = f"buckets-{number}" if number else "buckets"
+  copy = _cache() / folder / place.rstrip("/").replace("://", "/")
   place = url(copy)
   copy.parent.mkdir(parents=True, exist_ok=True)
   # Processes of a machine share the copy.
   with copy.with_name(f"{copy.name}.lock").open("w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with _explaining_errors(place):
-      bucket = _Bucket(place)
+    with storage.explaining_errors(place):
+      bucket = storage.Bucket(place)
       try:
         stored = _download(bucket, copy, names)
       except FileNotFoundError:  # it was deleted meanwhile
@@ -97,15 +100,17 @@ def local(place: str, option: str = "", names: Iterable[str] = ()) -> str:
 
 
 def _download(
-  bucket: "_Bucket", copy: pathlib.Path, names: Iterable[str]
-) -> dict[str, Stamp]:
+  bucket: storage.Bucket, copy: pathlib.Path, names: Iterable[str]
+) -> dict[str, storage.Stamp]:
   """Makes a copy equal to the bucket; returns what the bucket holds."""
   stored = bucket.files()
   complete = {"", *(_step_of(x) for x in stored if _MARKER.fullmatch(x))}
   wanted = {x: y for x, y in stored.items() if _step_of(x) in complete}
   wanted.pop(_ID, None)
-  is_newer = bucket.is_claimed(copy) and _latest(_files(copy)) >= _latest(
-    wanted
+  is_newer = (
+    distributed.count() == 1
+    and _is_claimed(bucket, copy)
+    and _latest(_files(copy)) >= _latest(wanted)
   )
   if is_newer:
     wanted = {x: y for x, y in wanted.items() if not (copy / x).exists()}
@@ -121,13 +126,9 @@ def _download(
       file=sys.stderr,
       flush=True,
     )
-
-  def get(name: str) -> None:
-    (copy / name).parent.mkdir(parents=True, exist_ok=True)
-    bucket.get(name, copy / name)
-    os.utime(copy / name, (wanted[name][1],) * 2)
-
-  _each(get, missing)
+  storage.each(
+    lambda name: bucket.get(name, copy / name, wanted[name]), missing
+  )
   return stored
 
 
@@ -146,43 +147,106 @@ def upload(path: pathlib.Path) -> None:
   Does nothing for a path that is no copy. Raises Unreachable if the bucket is.
   """
   if place := url(path):
-    with _explaining_errors(place, path):
-      bucket, files = _Bucket(place), _files(path)
+    with storage.explaining_errors(place, path):
+      bucket, files = storage.Bucket(place), _files(path)
       stored = bucket.files()
       changed = [x for x in files if files[x] != stored.get(x)]
-      _each(lambda name: bucket.put(name, path / name), changed)
+      storage.each(lambda name: bucket.put(name, path / name), changed)
 
 
-def upload_run(workdir: pathlib.Path) -> None:
+def upload_run(workdir: pathlib.Path, *, is_complete: bool = True) -> None:
   """Uploads a run that has the claim, and deletes what it has deleted.
+
+  Args:
+    is_complete: False to send no marker and to delete no checkpoint, since
+      other processes have yet to send files of the new ones.
 
   Raises UserError if another copy has claimed the bucket since.
   """
   place = url(workdir)
   if not place:
     return
-  with _explaining_errors(place, workdir):
-    bucket, files = _Bucket(place), _files(workdir)
+  with storage.explaining_errors(place, workdir):
+    bucket, files = storage.Bucket(place), _files(workdir)
     stored = bucket.files()
-    if not bucket.is_claimed(workdir):
+    if not _is_claimed(bucket, workdir):
       raise UserError(
         f"another run has started in {place} since: this one ends, and can be "
         "resumed from there when the other has ended"
       )
     changed = {x for x, stamp in files.items() if stamp != stored.get(x)}
-    surplus = {x for x in stored.keys() - files.keys() if x.startswith(_OF_RUN)}
+    logs, of_steps, markers = _in_order(changed)
     steps = {_step_of(x) for x in changed}
     invalid = {
       marker
       for marker, step in _markers(stored).items()
       if step > _latest(files) or _step_of(marker) in steps
     }
-    _each(bucket.delete, invalid)
+    storage.each(bucket.delete, invalid)
+    # Files of another checkpoint of the same step.
+    steps = {_step_of(x) for x in of_steps}
+    stale = {x for x in stored if _step_of(x) in steps} - invalid
+    storage.each(bucket.delete, stale - (files.keys() - changed))
     put = lambda name: bucket.put(name, workdir / name)
-    for part in _in_order(changed | (invalid & files.keys())):
-      _each(put, part)
-    for part in reversed(_in_order(surplus - invalid)):
-      _each(bucket.delete, part)
+    storage.each(put, logs)
+    storage.each(put, of_steps)
+    if not is_complete:
+      return
+    storage.each(put, markers | (invalid & files.keys()))
+    kept = {_step_of(x) for x in files} - {""}
+    surplus = {
+      x
+      for x in stored.keys() - files.keys() - invalid
+      if x.startswith(_OF_RUN) and _step_of(x) not in kept
+    }
+    for part in reversed(_in_order(surplus)):
+      storage.each(bucket.delete, part)
+
+
+def upload_from_all(workdir: pathlib.Path) -> str:
+  """Uploads a run after a checkpoint; all of its processes call this.
+
+  Returns a warning if the bucket is out of reach: the next call tries again.
+  Raises UserError as `upload_run` does.
+  """
+  is_first, is_alone = distributed.is_first(), distributed.count() == 1
+  calls = [lambda: is_first and upload_run(workdir, is_complete=is_alone)]
+  if not is_alone:
+    calls.append(lambda: is_first or _upload_part(workdir))
+    calls.append(lambda: is_first and upload_run(workdir))
+  for call in calls:
+    warning = ""
+    with distributed.sharing_errors():
+      try:
+        call()
+      except Unreachable as error:
+        warning = f"warning: {error}. The next checkpoint tries again"
+    if warning := next(filter(None, distributed.gather(warning)), ""):
+      return warning
+  return ""
+
+
+def _upload_part(workdir: pathlib.Path) -> None:
+  """Sends the files of checkpoints that only this process has."""
+  place = url(workdir)
+  with storage.explaining_errors(place, workdir):
+    bucket, files = storage.Bucket(place), _files(workdir)
+    _, of_steps, _ = _in_order(files.keys() - bucket.files().keys())
+    storage.each(lambda name: bucket.put(name, workdir / name), of_steps)
+
+
+def complete(folder: pathlib.Path) -> None:
+  """Fetches files that only other processes have, if this is in a copy."""
+  place = url(folder)
+  if not place or distributed.count() == 1:
+    return
+  with storage.explaining_errors(place):
+    bucket = storage.Bucket(place)
+    stored = bucket.files()
+    missing = [x for x in stored if not (folder / x).exists()]
+    storage.each(
+      lambda name: bucket.get(name, folder / name, stored[name]), missing
+    )
 
 
 def _in_order(names: Iterable[str]) -> list[set[str]]:
@@ -211,34 +275,39 @@ def _step_of(name: str) -> str:
 def claimed(workdir: pathlib.Path) -> Iterator[None]:
   """Claims the bucket of a copy, if it is one, and uploads it at the end."""
   if place := url(workdir):
-    with _explaining_errors(place):
+    with storage.explaining_errors(place):
       workdir.mkdir(parents=True, exist_ok=True)
-      if not copy_id(workdir):
+      if not _copy_id(workdir):
         (workdir / _ID).write_text(uuid.uuid4().hex)
-      _Bucket(place).put(_ID, workdir / _ID)
+      storage.Bucket(place).put(_ID, workdir / _ID)
   try:
     yield
   except BaseException:
     with contextlib.suppress(UserError):  # the first error matters
-      upload_run(workdir)
+      upload_run(workdir, is_complete=distributed.count() == 1)
     raise
-  upload_run(workdir)
+  upload_run(workdir, is_complete=distributed.count() == 1)
 
 
-def copy_id(workdir: pathlib.Path) -> str:
+def _copy_id(copy: pathlib.Path) -> str:
   """Returns the id of a copy; "" if it has none."""
-  path = workdir / _ID
+  path = copy / _ID
   return path.read_text() if path.exists() else ""
 
 
-def _stamp(path: pathlib.Path) -> Stamp | None:
+def _is_claimed(bucket: storage.Bucket, copy: pathlib.Path) -> bool:
+  """Returns True if this copy was the last to claim the bucket."""
+  return bool(_copy_id(copy)) and bucket.text(_ID) == _copy_id(copy)
+
+
+def _stamp(path: pathlib.Path) -> storage.Stamp | None:
   if not path.is_file():
     return None
   stat = path.stat()
   return stat.st_size, int(stat.st_mtime)
 
 
-def _files(folder: pathlib.Path) -> dict[str, Stamp]:
+def _files(folder: pathlib.Path) -> dict[str, storage.Stamp]:
   """Returns the finished files of a copy by their names in it."""
   paths = {x.relative_to(folder).as_posix(): x for x in folder.rglob("*")}
   stamps = {
@@ -247,84 +316,3 @@ def _files(folder: pathlib.Path) -> dict[str, Stamp]:
     if not _UNFINISHED.search(name)
   }
   return {name: stamp for name, stamp in stamps.items() if stamp}
-
-
-def _each(function: Callable[[str], None], names: Iterable[str]) -> None:
-  with futures.ThreadPoolExecutor(_THREADS) as pool:
-    for _ in pool.map(function, names):
-      pass
-
-
-class _Bucket:
-  """The files below a URL. Methods retry as the library of the bucket does."""
-
-  def __init__(self, place: str):
-    import fsspec  # slow to import, as what it imports is
-
-    self.url, kind = place, place.partition(":")[0]
-    # What it logs is raised too.
-    logging.getLogger(_PACKAGES[kind][0]).setLevel(logging.CRITICAL)
-    self._files = fsspec.filesystem(kind, use_listings_cache=False)
-
-  def files(self) -> dict[str, Stamp]:
-    """Returns all files by name; for the URL of a file, the name is empty."""
-    root, stored = self.url.partition("://")[2], {}
-    for path, info in self._files.find(root, detail=True).items():
-      name = path.removeprefix(root).lstrip("/")
-      if info["type"] == "file" and not path.endswith("/"):
-        stored[name] = _stamp_of(info)
-    return stored
-
-  def is_claimed(self, copy: pathlib.Path) -> bool:
-    """Returns True if this copy was the last to claim the bucket."""
-    with contextlib.suppress(FileNotFoundError):
-      return self._files.cat_file(self._path(_ID)).decode() == copy_id(copy)
-    return False
-
-  def get(self, name: str, to: pathlib.Path) -> None:
-    self._files.get_file(self._path(name), str(to))
-
-  def put(self, name: str, source: pathlib.Path) -> None:
-    self._files.put_file(str(source), self._path(name))
-    time = _stamp_of(self._files.info(self._path(name)))[1]
-    os.utime(source, (time, time))
-
-  def delete(self, name: str) -> None:
-    self._files.rm_file(self._path(name))
-
-  def _path(self, name: str) -> str:
-    return f"{self.url}/{name}" if name else self.url
-
-
-def _stamp_of(info: dict) -> Stamp:
-  time: datetime.datetime = info.get("mtime") or info["LastModified"]
-  return info["size"], int(time.timestamp())
-
-
-@contextlib.contextmanager
-def _explaining_errors(
-  place: str, copy: pathlib.Path | None = None
-) -> Iterator[None]:
-  """Turns an error of a library, its transport or the server into one line.
-
-  Args:
-    copy: has what an upload did not send.
-  """
-  try:
-    yield
-  except UserError:
-    raise
-  except ImportError as error:
-    package, extra = _PACKAGES[place.partition(":")[0]]
-    raise UserError(
-      f"{place} needs {package}: pip install 'dppo_jax[{extra}]' ({error})"
-    ) from error
-  except Exception as error:
-    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    advice = (
-      f": {copy} has what is not there yet, and sends it when the command is "
-      "run again on this machine"
-    )
-    raise Unreachable(
-      f"{place} cannot be read or written ({reason}){advice * bool(copy)}"
-    ) from error

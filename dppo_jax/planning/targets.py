@@ -94,7 +94,7 @@ def devices(hardware: Hardware) -> Sequence[Any]:
     raise UserError(
       f"--topology={hardware.name}: no compiler for it ({reason}). Use a name "
       "such as v5e:4x4 or h200:8, and install its compiler with "
-      "`pip install 'dppo_jax[tpu]'` or 'dppo_jax[cuda]'"
+      "`pip install 'jax[tpu]'` or 'jax[cuda13]'"
     ) from None
 
 

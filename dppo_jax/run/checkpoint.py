@@ -4,15 +4,16 @@ Each part of a checkpoint (trained weights, frozen weights, the rest) has a file
 of SHA-256 checksums, written before orbax marks the checkpoint as complete. A
 checkpoint is damaged if that file is missing, if a file that it lists has
 changed, or if the files belong to another step or run.
+
+If a run of several processes works in a bucket, each of them has its own copy
+of the run and writes its arrays and checksums there: the parts are put together
+in the bucket, and arrays are stored as one file for each shard.
 """
 
-from collections.abc import Iterator, Mapping
-from concurrent import futures
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import hashlib
 import json
 import math
-import os
 import pathlib
 import re
 import shutil
@@ -27,9 +28,8 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import bucket, jsonl
 from dppo_jax.models import lora
 from dppo_jax.records import TrainState
+from dppo_jax.run import checksums
 
-CHECKSUMS = "sha256.json"
-LABEL = "label.json"  # name of the run, step and evaluation of a checkpoint
 _ITEMS = ("params", "rest")
 _FROZEN = "frozen"  # weights that adapters belong to; only in step 0
 
@@ -37,15 +37,21 @@ _FROZEN = "frozen"  # weights that adapters belong to; only in step 0
 class _Handler(ocp.StandardCheckpointHandler):
   """Arrays with a label and the checksums of the files that hold them."""
 
-  def __init__(self, label: dict):
-    super().__init__()
+  def __init__(self, label: dict, writers: ocp.options.MultiprocessingOptions):
+    super().__init__(
+      multiprocessing_options=writers,
+      use_ocdbt=writers.primary_host is not None,
+    )
     self._label = label
 
   def finalize(self, directory) -> None:
     super().finalize(directory)
     folder = pathlib.Path(directory)
-    (folder / LABEL).write_text(json.dumps(self._label), encoding="utf-8")
-    write_checksums(folder)
+    if distributed.is_first():
+      (folder / checksums.LABEL).write_text(
+        json.dumps(self._label), encoding="utf-8"
+      )
+    checksums.write(folder, distributed.index())
 
 
 class _Best(policies.PreservationPolicy):
@@ -81,10 +87,18 @@ class Checkpoints:
     self._workdir, self._folder = workdir, workdir / "checkpoints"
     self._metric = best
     self._best, self._evaluation = _Best(), {}
-    self._label = {"run": run_name(workdir)}
+    self._has_copy = bool(bucket.url(workdir)) and distributed.count() > 1
+    processes = distributed.count() if self._has_copy else 1
+    name = distributed.on_first_process(run_name)(workdir)
+    self._label = {"run": name, "processes": processes}
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    self._handlers = {x: _Handler(self._label) for x in (*_ITEMS, _FROZEN)}
+    writers = ocp.options.MultiprocessingOptions(
+      primary_host=None if self._has_copy else 0
+    )
+    self._handlers = {
+      x: _Handler(self._label, writers) for x in (*_ITEMS, _FROZEN)
+    }
     for item, handler in self._handlers.items():
       registry.add(item, ocp.args.StandardSave, handler)
       registry.add(item, ocp.args.StandardRestore, handler)
@@ -96,6 +110,7 @@ class Checkpoints:
         cleanup_tmp_directories=not read_only,
         create=not read_only,
         read_only=read_only,
+        multiprocessing_options=writers,
         preservation_policy=policies.AnyPreservationPolicy(kept),
       ),
     )
@@ -225,21 +240,32 @@ class Checkpoints:
 
   def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
     """Describes what is wrong with the files of `step`; "" if nothing is."""
-    find = distributed.on_first_process(find_corruption)
+    find = self._once_per_copy(checksums.find_corruption)
     for item in items:
       if (step, item) not in self._intact:
         folder = self._folder / str(step) / item
-        if corruption := find(folder, self._label["run"], step):
+        with distributed.sharing_errors():
+          bucket.complete(folder)
+        seen = distributed.gather(find(folder, self._label["run"], step))
+        if corruption := next(filter(None, seen), ""):
           return f"{item}: {corruption}"
         self._intact.add((step, item))
     return ""
 
-  @distributed.on_first_process
+  def _once_per_copy(self, function: Callable[..., str]) -> Callable[..., str]:
+    """Makes one process call `function`, or all, if each has a copy."""
+    if self._has_copy:
+      return function
+    return distributed.on_first_process(function)
+
   def _set_aside(self, step: int) -> str:
-    place = self._workdir / f"damaged-{step}"
-    shutil.rmtree(place, ignore_errors=True)
-    (self._folder / str(step)).rename(place)
-    return str(place)
+    def move() -> str:
+      place = self._workdir / f"damaged-{step}"
+      shutil.rmtree(place, ignore_errors=True)
+      (self._folder / str(step)).rename(place)
+      return str(place)
+
+    return self._once_per_copy(move)()
 
   @contextlib.contextmanager
   def _explaining_errors(self) -> Iterator[None]:
@@ -266,15 +292,9 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
 
 def run_name(workdir: pathlib.Path) -> str:
   """Returns the name of a run, which its checkpoints repeat; "" if unknown."""
-  return _read(workdir / "config.json").get("fingerprints.run", "")
-
-
-def _read(path: pathlib.Path) -> dict:
-  """Returns the content of a JSON file; nothing if it cannot be read."""
-  with contextlib.suppress(OSError, ValueError):
-    if isinstance(content := json.loads(path.read_bytes()), dict):
-      return content
-  return {}
+  return checksums.read_json(workdir / "config.json").get(
+    "fingerprints.run", ""
+  )
 
 
 def has_adapters(workdir: pathlib.Path) -> bool:
@@ -294,7 +314,9 @@ def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:
   logged = {line["step"]: line for line in lines if metric in line}
   best = None
   for step in complete_steps(workdir):
-    label = _read(workdir / "checkpoints" / str(step) / "rest" / LABEL)
+    label = checksums.read_json(
+      workdir / "checkpoints" / str(step) / "rest" / checksums.LABEL
+    )
     # Checkpoints of earlier versions have no label.
     values = logged.get(step, {}) | label.get("evaluation", {})
     score = sign * values.get(metric, math.nan)
@@ -337,51 +359,6 @@ def find(
     f"{option}: no checkpoint{of_step} in {workdir}; available: "
     f"{', '.join(map(str, steps)) or 'none'}"
   )
-
-
-def write_checksums(directory: pathlib.Path) -> None:
-  """Writes the checksums of all files in `directory`, at any depth."""
-  content = json.dumps(_checksums(directory), indent=2)
-  with (directory / CHECKSUMS).open("w", encoding="utf-8") as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def find_corruption(directory: pathlib.Path, run: str, step: int) -> str:
-  """Names a file that changed since `write_checksums`; "" if none did.
-
-  Args:
-    run, step: expected in the label, if the directory has one and if it and
-      the caller know the name of the run.
-  """
-  try:
-    expected = dict(json.loads((directory / CHECKSUMS).read_bytes()))
-    checksums = _checksums(directory)
-  except (OSError, ValueError, TypeError) as error:
-    return f"{CHECKSUMS} cannot be checked, {error}"
-  for name, digest in expected.items():
-    if checksums.get(name) != digest:
-      return f"{name} {'has changed' if name in checksums else 'is missing'}"
-  label = {"run": run, "step": step} | _read(directory / LABEL)
-  if label["step"] != step:
-    return f"it is of step {label['step']}"
-  if run and label["run"] not in ("", run):
-    return f"it is of another run, {label['run']}"
-  return "" if expected else f"{CHECKSUMS} is empty"
-
-
-def _checksums(directory: pathlib.Path) -> dict[str, str]:
-  """SHA-256 of each file by its path in `directory`."""
-
-  def digest(path: pathlib.Path) -> tuple[str, str]:
-    with path.open("rb") as file:
-      name = path.relative_to(directory).as_posix()
-      return name, hashlib.file_digest(file, "sha256").hexdigest()
-
-  files = sorted(x for x in directory.rglob("*") if x.is_file())
-  with futures.ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
-    return dict(pool.map(digest, files))
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -159,7 +159,9 @@ def evaluate(
 ) -> float:
   """Returns the held-out accuracy, sampled or greedy."""
   roll_out = functools.partial(table[decoding], params=state.params)
-  completions = eval_sets.evaluate(run, "eval", roll_out, grader)
+  completions = eval_sets.evaluate(
+    run, next(iter(run.eval_sets)), roll_out, grader
+  )
   return round(float(completions.correct.mean()), 4)
 
 

@@ -1,12 +1,14 @@
 #!/bin/bash
 # A run on several nodes of a Slurm cluster, one process a node.
 #
-#   sbatch slurm.sh --config=configs/gsm8k.py --config.model.path=DIR \
-#     --config.mesh.data=-1 --workdir=DIR
+#   PYTHON=$PWD/.venv/bin/python sbatch experiments/launch/slurm.sh \
+#     --config=configs/gsm8k.py --config.model.path=DIR --config.mesh.data=-1 \
+#     --config.data.train=train.jsonl --config.data.eval=test.jsonl --workdir=DIR
 #
-# in the directory of the clone. Nodes, GPUs, time limit and partition are also
-# options of sbatch, where they come before slurm.sh. --workdir must be on a
-# file system of all nodes.
+# in the directory of the clone, on a file system of all nodes, with `pip install
+# -e '.[cuda]'` in .venv. --workdir is on such a file system too, or in a bucket.
+# Nodes, GPUs, time limit and partition are also options of sbatch, where they come
+# before slurm.sh. Without the data flags, every node downloads GSM8K.
 #
 # Ten minutes before the time limit every process gets SIGTERM, finishes its
 # step, saves and exits with 130: then the job goes back into the queue and
@@ -35,7 +37,9 @@ srun --kill-on-bad-exit=1 bash -c 'exec "${PYTHON:-python}" -m dppo_jax.main \
   --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \
   --process_id="$SLURM_PROCID" "$@"' main "$@"
 code=$?
-if [ "$code" = 130 ] || [ "$code" = 75 ]; then # stopped, or lost a process
-  scontrol requeue "$SLURM_JOB_ID"
-fi
+case $code in
+  130 | 75 | 134) # stopped, or lost a process
+    scontrol requeue "$SLURM_JOB_ID"
+    ;;
+esac
 exit "$code"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A run on a TPU slice of several hosts, by queued resources of Google Cloud.
+# A run on a TPU slice of one or more hosts, by queued resources of Google Cloud.
 #
 #   export NAME=dppo ZONE=europe-west4-b TYPE=v5litepod-8 \
 #     VERSION=v2-alpha-tpuv5-lite
@@ -12,9 +12,9 @@
 #   ./tpu_pod.sh delete
 #
 # SPOT=1 asks for spot capacity: when that is taken back, `delete`, `create`,
-# `setup` and the same `run` resume from the latest checkpoint. A slice of several
-# hosts also needs SHARE=HOST:/PATH, an NFS export where they write checkpoints
-# before these are copied to the bucket. tpu_vm.md starts with an empty project.
+# `setup` and the same `run` resume from the latest checkpoint. CREATE_FLAGS has
+# further flags of `create`, such as --internal-ips. tpu_vm.md starts with an empty
+# project.
 #
 # Source: cloud.google.com/tpu/docs, "Manage queued resources", "Run JAX code on
 # TPU slices"; the reference of `gcloud compute tpus`.
@@ -36,11 +36,18 @@ state() {
 create() {
   : "${TYPE:?the accelerator type, such as v5litepod-16}"
   : "${VERSION:?the runtime version, such as v2-alpha-tpuv5-lite}"
-  gcloud compute tpus queued-resources create "$NAME" --node-id="$NAME" \
-    --zone="$ZONE" --accelerator-type="$TYPE" --runtime-version="$VERSION" \
-    ${SPOT:+--spot}
-  until [ "$(state)" = ACTIVE ]; do
-    case $(state) in
+  if ! state > /dev/null 2>&1; then # not asked for yet
+    gcloud compute tpus queued-resources create "$NAME" --node-id="$NAME" \
+      --zone="$ZONE" --accelerator-type="$TYPE" --runtime-version="$VERSION" \
+      ${SPOT:+--spot} ${CREATE_FLAGS:-}
+  fi
+  local now before=
+  while true; do
+    now=$(state)
+    [ "$now" = "$before" ] || echo "$NAME: $now" >&2
+    before=$now
+    case $now in
+      ACTIVE) break ;;
       FAILED | SUSPENDED)
         echo "the request has failed: ./tpu_pod.sh delete" >&2
         exit 1
@@ -51,13 +58,8 @@ create() {
 }
 
 setup() {
-  if [ -n "${SHARE:-}" ]; then
-    on_hosts all "sudo apt-get update -q && sudo apt-get install -y nfs-common &&
-      sudo mkdir -p /share &&
-      (mountpoint -q /share || sudo mount -t nfs $SHARE /share) &&
-      sudo chown \$(id -u) /share"
-  fi
-  tar -C "$CLONE" --exclude=./.git --exclude=./runs -czf /tmp/dppo_jax.tar.gz .
+  git -C "$CLONE" ls-files -z --cached --others --exclude-standard |
+    tar -C "$CLONE" --null -T - -czf /tmp/dppo_jax.tar.gz
   gcloud compute tpus tpu-vm scp /tmp/dppo_jax.tar.gz "$NAME":dppo_jax.tar.gz \
     --zone="$ZONE" --worker=all
   # The images have a Python that is too old.
@@ -68,7 +70,7 @@ setup() {
 }
 
 run() {
-  local env=(${SHARE:+XDG_CACHE_HOME=/share/cache})
+  local env=()
   while [[ ${1:-} == [A-Z]*=* ]]; do # of the environment, such as HF_TOKEN
     env+=("$(printf %q "$1")")
     shift

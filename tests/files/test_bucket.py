@@ -17,8 +17,9 @@ import types
 import fsspec
 import pytest
 
-from dppo_jax.errors import UserError
-from dppo_jax.files import bucket
+from dppo_jax import distributed
+from dppo_jax.errors import Unreachable, UserError
+from dppo_jax.files import bucket, storage
 from tests.helpers import servers
 
 pytestmark = pytest.mark.slow
@@ -103,8 +104,8 @@ def _kill_after(monkeypatch, calls: int) -> None:
     return act
 
   for name in ("put", "delete"):
-    method = killing(getattr(bucket._Bucket, name))
-    monkeypatch.setattr(bucket._Bucket, name, method)
+    method = killing(getattr(storage.Bucket, name))
+    monkeypatch.setattr(storage.Bucket, name, method)
 
 
 def _damage(run: pathlib.Path) -> None:
@@ -158,6 +159,70 @@ def test_kill_at_any_call_leaves_a_run_that_resumes(
   assert sorted(bucket._files(copy)) == sorted(bucket._files(run))
 
 
+@contextlib.contextmanager
+def _process(monkeypatch, index: int) -> Iterator[None]:
+  """Acts as one of two processes."""
+  with monkeypatch.context() as patch:
+    patch.setattr(distributed, "count", lambda: 2)
+    patch.setattr(distributed, "index", lambda: index)
+    yield
+
+
+def _copies(monkeypatch, url: str) -> list[pathlib.Path]:
+  copies = []
+  for index in range(2):
+    with _process(monkeypatch, index):
+      copies.append(pathlib.Path(bucket.local(url, is_workdir=True)))
+  return copies
+
+
+def _train_both(copies: list[pathlib.Path], until: int) -> None:
+  """Trains as `_train` does; only the second copy has one of the files."""
+  _train(copies[0], until)
+  step = copies[1] / "checkpoints" / str(until)
+  (step / "params").mkdir(parents=True)
+  (step / "params" / f"part-{until}").write_text("part")
+  (step / "_CHECKPOINT_METADATA").write_text("another marker")
+
+
+def _upload_both(monkeypatch, copies: list[pathlib.Path]) -> None:
+  with _process(monkeypatch, 0):
+    bucket.upload_run(copies[0], is_complete=False)
+  with _process(monkeypatch, 1):
+    bucket._upload_part(copies[1])
+  with _process(monkeypatch, 0):
+    bucket.upload_run(copies[0])
+
+
+def test_kill_leaves_the_files_of_all_processes_or_none(machines, monkeypatch):
+  for calls in range(1, 99):
+    url = f"{machines(f'first-{calls}')}-{calls}"
+    copies = _copies(monkeypatch, url)
+    assert copies[0] != copies[1]
+    assert {*map(bucket.url, copies)} == {url}
+    with _process(monkeypatch, 0), bucket.claimed(copies[0]):
+      _train_both(copies, 0)
+    assert not bucket._markers(storage.Bucket(url).files())
+    _upload_both(monkeypatch, copies)
+    _train_both(copies, 2)
+    with monkeypatch.context() as patch:
+      _kill_after(patch, calls)
+      with contextlib.suppress(Killed):
+        _upload_both(monkeypatch, copies)
+        break
+    for resumed in _copies(monkeypatch, url):
+      step = _check(resumed, 0)
+      assert (resumed / f"checkpoints/{step}/params/part-{step}").exists()
+  assert 3 < calls < 99
+  folder = copies[0] / "checkpoints" / "2"
+  assert not (folder / "params" / "part-2").exists()
+  with _process(monkeypatch, 0):
+    bucket.complete(folder)
+  assert (folder / "params" / "part-2").exists()
+  for resumed in _copies(monkeypatch, url):
+    assert _check(resumed, 2) == 2
+
+
 def test_run_that_lost_its_claim_ends(machines):
   url = machines("first")
   with bucket.claimed(run := _copy(url)):
@@ -200,9 +265,9 @@ def test_bucket_out_of_reach_loses_nothing(
   with _unavailable() as busy, monkeypatch.context() as patch:
     port = busy if answers else servers.free_port()
     _connect(patch, kind, servers.environment(kind, port))
-    with pytest.raises(bucket.Unreachable, match=f"{url} .*: {run} has what"):
+    with pytest.raises(Unreachable, match=f"{url} .*: {run} has what"):
       bucket.upload_run(run)
-    with pytest.raises(bucket.Unreachable, match=f"{url} cannot be read"):
+    with pytest.raises(Unreachable, match=f"{url} cannot be read"):
       bucket.local(url)
   _connect(monkeypatch, kind, variables)
   assert _check(_copy(url), 2) == 2
@@ -280,5 +345,5 @@ def test_missing_package_is_named(monkeypatch, tmp_path):
     raise ImportError("Please install gcsfs")
 
   monkeypatch.setattr(fsspec, "filesystem", fail)
-  with pytest.raises(UserError, match=r"needs gcsfs: .*dppo_jax\[gcs\]"):
+  with pytest.raises(UserError, match="needs gcsfs: pip install gcsfs"):
     bucket.local("gs://bucket/x")
