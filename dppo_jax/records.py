@@ -22,10 +22,15 @@ class Selection(struct.PyTreeNode):
 
   Attributes:
     prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
+    added_variance: variance that a choice of completions adds to the gradient,
+      over the noise of the batch without pruning. None counts as 0.
+    metrics: scalars to log; of a choice of completions only.
   """
 
   keep: Bool[Array, "..."]
   prob: Float[Array, "..."]
+  added_variance: Scalar | None = None
+  metrics: dict[str, Scalar] = struct.field(default_factory=dict)
 
 
 class PromptBatch(struct.PyTreeNode):
@@ -82,8 +87,6 @@ class StepCosts(struct.PyTreeNode):
     other_seconds: seconds of a step outside its update.
     within_fraction: sum of the squared norms of the completions' gradients,
       over that noise; infinity while unknown.
-    group_size: completions of a prompt at which a second of rollouts and
-      updates leaves the least noise; 0 while unknown.
     num_updates: updates on a rollout.
   """
 
@@ -92,7 +95,6 @@ class StepCosts(struct.PyTreeNode):
   micro_tokens: Scalar | np.ndarray
   other_seconds: Scalar | np.ndarray
   within_fraction: Scalar | np.ndarray
-  group_size: Scalar | np.ndarray
   num_updates: Scalar | np.ndarray
 
 
@@ -124,15 +126,13 @@ class NoiseTerms(struct.PyTreeNode):
   """Properties of a batch that its gradient noise is measured with.
 
   Attributes:
-    added_variance: as in `methods.ChoiceInfo`.
+    added_variance: as in `Selection`.
     sum_squares: sum of the squared norms of all completions' gradients, if
       token gradients are independent and of norm 1 - p; before the choice.
-    group_size: mean number of completions of a prompt.
   """
 
   added_variance: Scalar
   sum_squares: Scalar
-  group_size: Scalar
 
 
 class CompletionSummary(struct.PyTreeNode):

@@ -217,7 +217,7 @@ def test_measurements_are_smoothed_and_non_finite_ones_left_out():
   pruned = add(old, f(3), f(1), f(0.25))
   np.testing.assert_allclose(pruned.noise, 0.08, rtol=1e-5)
   assert add(one, f(np.nan), f(1), f(0)) == one
-  assert gradient_noise.add_signs(one, f(3), f(np.nan), f(0), f(2)) == one
+  assert gradient_noise.add_signs(one, f(3), f(np.nan), f(0)) == one
   metrics = gradient_noise.describe(one, 8)
   assert metrics["noise/scale"] == pytest.approx(4)  # half as much as signal
   assert metrics["noise/fraction"] == pytest.approx(1 / 3)
@@ -225,54 +225,22 @@ def test_measurements_are_smoothed_and_non_finite_ones_left_out():
   assert gradient_noise.noise_fraction(one, 2) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("update_cost", [10.0, 30.0, 100.0])
-@pytest.mark.parametrize("within", [3.0, 100.0])
-def test_group_size_and_budget_in_turn_reach_the_best_pair(update_cost, within):
-  """Against all pairs; a draw adds 0.6 (1 / keep - 1) of the noise within.
-
-  The signal is 1, and the noise between prompts 2.
-  """
-  added = lambda keep: 0.6 * (1 / keep - 1)
-  cost = lambda size, keep: (
-    size
-    * (1 + update_cost * keep)
-    * (3 + within / (size - 1) * (1 + added(keep)))
-  )
-  keeps, sizes = np.geomspace(0.01, 1.0, 300), np.linspace(2.0, 64.0, 600)
-  size = 4.0
-  for _ in range(20):
-    keep = keeps[np.argmin(cost(size, keeps))]
-    apart = within / (size - 1)
-    full = 2 + apart  # noise of the batch without pruning
-    share = jnp.float32(added(keep) * apart / full)
-    squared = jnp.float32(1 + full + apart * added(keep))
-    old = gradient_noise.init()._replace(momentum=jnp.float32(1))
-    noise = gradient_noise.add_gradient(old, squared, jnp.float32(1), share)
-    noise = gradient_noise.add_signs(
-      noise, squared, jnp.float32(apart), share, jnp.float32(size)
-    )
-    size = float(gradient_noise.best_group_size(noise, 64))
-  assert cost(size, keep) < 1.01 * cost(sizes[:, None], keeps).min()
-
-
 def test_costs_are_ratios_of_smoothed_seconds():
   tracker = CostTracker(rows_per_micro=4)
-  noise = gradient_noise.Noise(*(jnp.float32(x) for x in (1, 3, 3, 6, 9, 12)))
-  first = tracker.costs(noise, 8)
+  noise = gradient_noise.Noise(*(jnp.float32(x) for x in (1, 3, 3, 6, 9)))
+  first = tracker.costs(noise)
   assert first.other_seconds == first.micro_seconds == 0
   sample = StepSample(update=6.0, other=2.0, micros=3, rows=10, tokens=50)
   for _ in range(3):
     tracker.add(sample)
-  costs = tracker.costs(noise, 8)
+  costs = tracker.costs(noise)
   np.testing.assert_allclose(costs.within_fraction, 6 / 9 / 0.5, rtol=1e-6)
-  assert (costs.group_size, costs.num_updates) == (3, 1)
-  assert tracker.costs(noise, 2).group_size == 2
-  assert tracker.costs(gradient_noise.init(), 8).group_size == 4
+  assert costs.num_updates == 1
   np.testing.assert_allclose(
     [costs.noise_fraction, costs.micro_seconds, costs.micro_tokens],
     [0.5, 2.0, 20.0],
     rtol=1e-6,
   )
   np.testing.assert_allclose(costs.other_seconds, 2.0, rtol=1e-6)
-  passes = tracker.costs(noise, 8, inner_updates=3, mini_batches=2)
+  passes = tracker.costs(noise, inner_updates=3, mini_batches=2)
   assert passes.noise_fraction == 0.25 and passes.num_updates == 6

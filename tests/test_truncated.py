@@ -72,7 +72,6 @@ def test_truncated_completions_change_nothing(method):
   rollout, objective = _rollout(), objectives.grpo(beta=0.1)
   is_cut = ~jnp.array(STOPPED)
   method = methods.METHODS[method]()
-  method = method._replace(describe=None)  # costs are not known here
   if method.reads_costs:
     method = method._replace(completions=methods.neyman_completions(0.5))
   other = rollout.replace(

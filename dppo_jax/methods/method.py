@@ -67,29 +67,14 @@ class TokenRule(NamedTuple):
   select: Callable[..., Selection]
 
 
-class ChoiceInfo(NamedTuple):
-  """Description of a choice of completions.
-
-  Attributes:
-    added_variance: variance that the choice adds to the gradient, over the
-      noise of the batch without pruning.
-    metrics: scalars to log.
-  """
-
-  added_variance: Scalar
-  metrics: dict[str, Scalar]
-
-
 class Method(NamedTuple):
   """A way to spend rollouts and updates.
 
   Attributes:
-    group_sizes: `(rng, history, ids [N], G, costs) -> Int [N]`, completions to
-      sample of each prompt, from 2 to `G`; it sees what the prompt rule sees,
-      and costs if the method `reads_costs`. None samples `G`.
+    group_sizes: `(rng, history, ids [N], G) -> Int [N]`, completions to
+      sample of each prompt, from 2 to `G`; it sees what the prompt rule sees.
+      None samples `G`.
     tokens: chooses tokens of the kept completions; None takes all.
-    describe: `(groups, chosen) -> ChoiceInfo`; None logs nothing, and nothing
-      is taken as added to the gradient noise.
     has_statistics_after: recomputes advantages from the completions chosen,
       which biases the gradient.
     trains_zero_advantage: packs completions of zero advantage too. The
@@ -108,7 +93,6 @@ class Method(NamedTuple):
   completions: CompletionRule
   group_sizes: Callable[..., Int[Array, "N"]] | None = None
   tokens: TokenRule | None = None
-  describe: Callable[[Groups, Selection], ChoiceInfo] | None = None
   has_statistics_after: bool = False
   trains_zero_advantage: bool = False
   dynamic_sampling: DynamicSampling | None = None

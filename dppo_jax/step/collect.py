@@ -13,14 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 import numpy as np
 
 from dppo_jax.methods import Method, dynamic_sampling
-from dppo_jax.records import (
-  IntScalar,
-  PromptBatch,
-  Rollout,
-  Scalar,
-  Selection,
-  StepCosts,
-)
+from dppo_jax.records import IntScalar, PromptBatch, Rollout, Scalar, Selection
 from dppo_jax.rng import StepRng
 
 
@@ -48,7 +41,6 @@ def choose_prompts(
   history: PyTree,
   ids: Int[Array, "N"],
   limit: IntScalar,
-  costs: StepCosts | None = None,
   *,
   method: Method,
   group_size: int,
@@ -62,7 +54,7 @@ def choose_prompts(
   kept = kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
   group_sizes = jnp.full(ids.shape, group_size, jnp.int32)
   if method.group_sizes:
-    group_sizes = method.group_sizes(rng, history, ids, group_size, costs)
+    group_sizes = method.group_sizes(rng, history, ids, group_size)
   return kept, group_sizes
 
 

@@ -123,9 +123,7 @@ def update_noise(
   """
   squared, added = grad_norm**2, terms.added_variance
   noise = gradient_noise.add_gradient(old, squared, product, added)
-  noise = gradient_noise.add_signs(
-    noise, squared, within, added, terms.group_size
-  )
+  noise = gradient_noise.add_signs(noise, squared, within, added)
   kept = jnp.minimum(clip_norm / grad_norm, 1.0)
   # A gradient that is not finite does not reach the momentum.
   moved = gradient_noise.add_momentum(noise, decay, kept)

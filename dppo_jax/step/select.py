@@ -16,7 +16,6 @@ from dppo_jax.algo.weights import (
   self_correction,
 )
 from dppo_jax.methods import Method
-from dppo_jax.methods.method import ChoiceInfo
 from dppo_jax.records import (
   CompletionSummary,
   Groups,
@@ -26,7 +25,6 @@ from dppo_jax.records import (
   PromptBatch,
   Rollout,
   Scalar,
-  Selection,
   StepCosts,
 )
 from dppo_jax.rng import StepRng
@@ -126,9 +124,8 @@ def select(
   # Gradient norm of a completion whose tokens' gradients are independent.
   size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
-  describe = method.describe or _describe_nothing
-  described, kept = describe(groups, chosen), rollout.kept
-  scalars |= described.metrics
+  kept = rollout.kept
+  scalars |= chosen.metrics
   scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
   scalars["completions/kept"] = _count(weights > 0)
   info = SelectInfo(
@@ -136,7 +133,7 @@ def select(
     num_invalid_probs=invalid_probs(kept) + invalid_probs(drawn),
     num_trained=_count(is_trained),
     num_tokens=_count(trained_lengths),
-    noise=_noise_terms(rollout, groups, described.added_variance),
+    noise=_noise_terms(groups, chosen.added_variance),
     diagnostics=scalars,
   )
   summary = CompletionSummary(advantages, weights, sampled, trained_lengths)
@@ -179,22 +176,12 @@ def _count(x: Array) -> Scalar:
   return x.sum(dtype=jnp.float32)
 
 
-def _describe_nothing(groups: Groups, chosen: Selection) -> ChoiceInfo:
-  del groups, chosen
-  return ChoiceInfo(jnp.float32(0), {})
-
-
-def _noise_terms(
-  rollout: Rollout, groups: Groups, added_variance: Scalar
-) -> NoiseTerms:
+def _noise_terms(groups: Groups, added_variance: Scalar | None) -> NoiseTerms:
   """Returns the properties that the gradient noise is measured with."""
   squares = jnp.square(groups.advantages * groups.scale)
-  num_drawn = (rollout.lengths > 0).sum(dtype=jnp.float32)
-  num_kept = rollout.kept.keep.sum(dtype=jnp.float32)
+  added = jnp.float32(0) if added_variance is None else added_variance
   return NoiseTerms(
-    added_variance=added_variance,
-    sum_squares=(squares * groups.sum_sq_residual).sum(),
-    group_size=num_drawn / jnp.maximum(num_kept, 1.0),
+    added_variance=added, sum_squares=(squares * groups.sum_sq_residual).sum()
   )
 
 

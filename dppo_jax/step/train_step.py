@@ -92,11 +92,7 @@ class TrainStep:
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(root_key, draw, Stage.PROMPTS)._replace(step=state.step)
       kept, group_sizes = self.programs["choose_prompts"](
-        rng=rng,
-        history=state.history,
-        ids=prompts.ids,
-        limit=limit,
-        costs=self._costs(state),
+        rng=rng, history=state.history, ids=prompts.ids, limit=limit
       )
     name, start = self._drafts.next(), time.perf_counter()
     rollout = self._timed(
@@ -306,10 +302,7 @@ class TrainStep:
     if not spec.method.reads_costs:
       return None
     return self._tracker.costs(
-      jax.device_get(state.noise),
-      spec.group_size,
-      spec.inner_updates,
-      spec.mini_batches,
+      jax.device_get(state.noise), spec.inner_updates, spec.mini_batches
     )
 
   def _noise_metrics(self, state: TrainState) -> dict[str, float]:

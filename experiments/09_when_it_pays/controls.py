@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from dppo_jax import methods
 from dppo_jax.methods import ranking
-from dppo_jax.methods.method import ChoiceInfo
 from dppo_jax.methods.neyman import budget
 from dppo_jax.methods.neyman.rules import gradient_size
 from dppo_jax.records import Groups, Selection
@@ -22,9 +21,9 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)
 
 def baseline() -> methods.Method:
   """Returns GRPO that logs what shares of its completions add and cost."""
+  grpo = methods.grpo()
 
-  def describe(groups: Groups, chosen: Selection) -> ChoiceInfo:
-    del chosen
+  def rule(rng: StepRng, groups: Groups) -> Selection:
     size = gradient_size(groups).reshape(-1)
     num_needed = (size > 0).sum(dtype=jnp.float32)
     counts = jnp.maximum(jnp.round(jnp.array(SHARES) * num_needed), 1.0)
@@ -36,9 +35,9 @@ def baseline() -> methods.Method:
     for i, share in enumerate(SHARES):
       metrics[f"law/variance_{share}"] = added[i]
       metrics[f"law/tokens_{share}"] = tokens[i]
-    return ChoiceInfo(jnp.float32(0), metrics)
+    return grpo.completions(rng, groups).replace(metrics=metrics)
 
-  return methods.grpo()._replace(describe=describe, noise_every=8)
+  return grpo._replace(completions=rule, noise_every=8)
 
 
 def fixed(share: float = 0.5) -> methods.Method:

@@ -21,13 +21,10 @@ class Task(NamedTuple):
     seconds: CPU seconds of the steps of every run.
     rate: learning rate for 512 completions per step, before tuning.
     every: steps between evaluations, at 512 completions per step.
-    automatic_every: the same for `automatic`.
     marks: accuracies, the time to which is measured.
     completions: numbers of completions of a step, the smallest first.
     factors: on the learning rate, tried in every cell.
     small_factors: also tried on the smallest batches.
-    automatic_factors: tried with `automatic`; by default it takes that of 32
-      groups of 16.
     seed_factor: of the other seeds; 0 for the best of each cell.
     seeds: other than that of the tuning.
     flags: of every run.
@@ -37,12 +34,10 @@ class Task(NamedTuple):
   seconds: int
   rate: float
   every: float
-  automatic_every: int
   completions: tuple[int, ...]
   factors: tuple[float, ...]
   marks: tuple[float, ...] = (0.7, 0.8, 0.9)
   small_factors: tuple[float, ...] = ()
-  automatic_factors: tuple[float, ...] = ()
   seed_factor: float = 0.0
   seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
   flags: tuple[str, ...] = ()
@@ -66,7 +61,6 @@ TASKS = {
     seconds=60,
     rate=7e-4,
     every=6,
-    automatic_every=6,
     completions=(128, 256, 512),
     factors=(1.0, 0.5),
     small_factors=(2.0,),
@@ -76,11 +70,9 @@ TASKS = {
     seconds=8,
     rate=2.8e-6,
     every=0.5,
-    automatic_every=1,
     completions=(128, 512),
     factors=(32.0, 8.0),
     small_factors=(128.0,),
-    automatic_factors=(16.0, 4.0, 64.0),
     seed_factor=8.0,  # at the best, four steps are enough
   ),
   "long rings": Task(
@@ -88,23 +80,15 @@ TASKS = {
     seconds=50,
     rate=7e-4,
     every=2,
-    automatic_every=16,
     completions=(128,),
     factors=(1.0, 0.5),
-    automatic_factors=(0.5, 0.25),
     marks=(0.4, 0.45, 0.5),
     flags=_LONG,
   ),
 }
-# The last chooses the group size itself, below 16, in steps of 32 prompts.
-METHODS = {
-  "grpo": ("grpo",),
-  "dppo": ("dppo",),
-  "neyman": ("neyman",),
-  "automatic": ("neyman", "--config.method.args.rollout_budget=auto"),
-}
 GROUPS = (2, 4, 8, 16)
-AUTOMATIC = 32, 16  # prompts and largest group
+# Prompts and largest group of the rows `automatic`, whose rule is no more.
+AUTOMATIC = 32, 16
 
 
 class Run(NamedTuple):
@@ -159,10 +143,8 @@ def flags(run: Run) -> list[str]:
 
 def steps_between(run: Run) -> int:
   """Returns the steps between evaluations of a run."""
-  task = TASKS[run.task]
-  if run.method == "automatic":
-    return task.automatic_every
-  return max(int(task.every * 512 / (run.prompts * run.group)), 1)
+  every = TASKS[run.task].every
+  return max(int(every * 512 / (run.prompts * run.group)), 1)
 
 
 def cells(task: str) -> list[Run]:
@@ -178,7 +160,6 @@ def rates(task: str, rows: list[dict]) -> list[Run]:
   """Returns the runs that tune the learning rate of each cell."""
   del rows
   grid, limits = cells(task), TASKS[task]
-  automatic = Run(task, *AUTOMATIC, 1.0, "automatic")
   return [
     *(cell._replace(factor=x) for x in limits.factors for cell in grid),
     *(
@@ -186,7 +167,6 @@ def rates(task: str, rows: list[dict]) -> list[Run]:
       for x in limits.small_factors
       for cell in grid[-len(GROUPS) :]
     ),
-    *(automatic._replace(factor=x) for x in limits.automatic_factors),
   ]
 
 
@@ -228,14 +208,10 @@ def seeds(task: str, rows: list[dict]) -> list[Run]:
   top = lambda runs: max(runs, key=lambda x: score(of_run[x]))
   plain = [x for x in best if x.method == "grpo"]
   chosen = [top(x for x in plain if x.group == group) for group in GROUPS]
-  start = best[-1]
-  if start.method == "grpo":
-    start = next(x for x in plain if (x.prompts, x.group) == AUTOMATIC)
   variants = [
     *((cell, "grpo") for cell in chosen),
     (top(chosen), "dppo"),
     *((cell, "neyman") for cell in chosen),
-    (start, "automatic"),
   ]
   return [
     cell._replace(method=method, seed=seed)

@@ -88,13 +88,11 @@ class Pool:
   def _run(self, cell: grid.Run) -> None:
     task = grid.TASKS[cell.task]
     workdir = pathlib.Path(tempfile.mkdtemp(dir=self._root)) / "run"
-    method, *options = grid.METHODS[cell.method]
     flags = [
       f"--config.sft.from_run={self._root / f'{cell.task}-warm'}",
       *grid.flags(cell),
-      *options,
     ]
-    self._execute(workdir, task, method, flags)
+    self._execute(workdir, task, cell.method, flags)
     row = {**cell._asdict(), **summary(workdir, task.marks), **results.facts()}
     with RESULTS.open("a") as file:
       file.write(json.dumps(row) + "\n")

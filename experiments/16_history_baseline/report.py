@@ -11,8 +11,9 @@ import numpy as np
 from ..common import results
 
 HERE = pathlib.Path(__file__).parent
-SECONDS = (10, 14)  # of steps, whose accuracy is compared
-FEWEST = 6  # seeds of a curve
+# CPU seconds of steps after which the accuracy is compared.
+SECONDS = {"rings": (10, 14), "long rings": (30, 50), "arithmetic": (2, 3)}
+FEWEST = 3  # seeds of a curve
 
 
 def groups(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
@@ -48,7 +49,10 @@ def table(rows: list[dict]) -> Iterator[dict[str, str]]:
         for x in runs[0]["completions"][1:-1]
       },
       "at the end": ends,
-      **{f"after {x} CPU seconds": after(x, "cpu_seconds") for x in SECONDS},
+      **{
+        f"after {x} CPU seconds": after(x, "cpu_seconds")
+        for x in SECONDS[runs[0]["task"]]
+      },
       "greedy": median(last("greedy")),
       "trained": median([row["trained"] for row in runs]),
       "mean squared advantage": median([row["mean_square"] for row in runs]),
@@ -90,14 +94,14 @@ def plot(task: str, rows: list[dict], path: pathlib.Path) -> None:
 
 
 def write(rows: list[dict]) -> None:
-  """Writes table.csv and a picture of each task."""
+  """Writes the table and the picture of each task."""
   tasks: dict[str, list[dict]] = {}
   for row in rows:
     tasks.setdefault(row["task"], []).append(row)
-  lines = [line for chosen in tasks.values() for line in table(chosen)]
-  with (HERE / "table.csv").open("w", newline="") as file:
-    writer = csv.DictWriter(file, lines[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
   for task, chosen in tasks.items():
-    plot(task, chosen, HERE / f"{task.replace(' ', '_')}.png")
+    lines, name = [*table(chosen)], task.replace(" ", "_")
+    with (HERE / f"{name}.csv").open("w", newline="") as file:
+      writer = csv.DictWriter(file, lines[0].keys(), lineterminator="\n")
+      writer.writeheader()
+      writer.writerows(lines)
+    plot(task, chosen, HERE / f"{name}.png")

@@ -25,7 +25,7 @@ TOKENS = int(LENGTHS[ADVANTAGES != 0].sum())  # of all needed completions
 def _costs(
   noise=1.0, micro=0.0, tokens=100.0, other=1.0, within=0.5, updates=1.0
 ):
-  values = noise, micro, tokens, other, within, 8.0, updates
+  values = noise, micro, tokens, other, within, updates
   return StepCosts(*(jnp.float32(x) for x in values))
 
 
@@ -35,15 +35,14 @@ def _draw(**options):
 
   def draw(costs):
     groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=costs)
-    chosen = method.completions(jax.random.key(0), groups)
-    return chosen, method.describe(groups, chosen).metrics
+    return method.completions(jax.random.key(0), groups)
 
   return jax.jit(draw)
 
 
 def _describe(costs=None, **options):
-  chosen, metrics = _draw(**options)(costs)
-  metrics = {name.split("/")[1]: float(x) for name, x in metrics.items()}
+  chosen = _draw(**options)(costs)
+  metrics = {name.split("/")[1]: float(x) for name, x in chosen.metrics.items()}
   needed = int((ADVANTAGES != 0).sum())
   assert int(chosen.keep.sum()) == round(metrics["completions"] * needed)
   return metrics
@@ -135,7 +134,7 @@ def test_the_variance_predicted_is_that_of_the_draw(min_prob):
     ADVANTAGES.reshape(-1) > 0,
     REWARDS.shape,
   )
-  predicted = method.describe(groups, chosen).added_variance
+  predicted = chosen.added_variance
   assert predicted == pytest.approx(0.5 * float(added[0]), rel=0.03)
 
 
@@ -146,7 +145,7 @@ def test_one_needed_completion_is_kept(num):
   groups, method = groups_of(values), methods.neyman(update_cost=9.0)
   chosen = jax.jit(method.completions)(jax.random.key(0), groups)
   assert chosen.keep.sum() == num and (chosen.prob[chosen.keep] == 1).all()
-  metrics = method.describe(groups, chosen).metrics
+  metrics = chosen.metrics
   assert metrics["budget/completions"] == num
   assert all(np.isfinite(x) for x in metrics.values())
 
@@ -156,7 +155,7 @@ def test_metrics_are_finite_with_a_nan_reward():
   groups = Groups(REWARDS.at[1, 0].set(jnp.nan), advantages, LENGTHS)
   method = methods.neyman(update_cost=9.0)
   chosen = method.completions(jax.random.key(0), groups)
-  metrics = method.describe(groups, chosen).metrics
+  metrics = chosen.metrics
   assert all(np.isfinite(x) for x in metrics.values())
 
 
@@ -167,24 +166,6 @@ def test_an_automatic_budget_needs_seconds_or_a_cost():
   assert not fixed.reads_costs and not fixed.noise_every
   with pytest.raises(ValueError, match=r"costs is None.*update_cost"):
     method.completions(jax.random.key(0), Groups(REWARDS, ADVANTAGES, LENGTHS))
-
-
-def test_a_fixed_budget_reports_the_variance_that_it_adds():
-  """For the group size that is chosen by the noise."""
-  options = {"min_prob": 0.05, "rollout_budget": "auto"}
-  groups = Groups(REWARDS, ADVANTAGES, LENGTHS, costs=_costs(noise=0.3))
-  method = methods.neyman(update_cost=3.0, **options)
-  chosen = method.completions(jax.random.key(0), groups)
-  want = method.describe(groups, chosen).added_variance
-  fraction = int(chosen.keep.sum()) / chosen.keep.size
-  fixed = methods.neyman(completion_budget=fraction, **options)
-  assert fixed.reads_costs and fixed.noise_every
-  chosen = fixed.completions(jax.random.key(0), groups)
-  metrics = jax.tree.map(float, fixed.describe(groups, chosen).metrics)
-  assert metrics == {
-    "budget/added_variance": pytest.approx(float(want), rel=0.03)
-  }
-  assert methods.neyman(completion_budget=0.5).describe is None
 
 
 @pytest.mark.parametrize("updates", [1.0, 4.0])

@@ -25,9 +25,6 @@ from dppo_jax.analysis.runs import SCALE_LIMIT
 from dppo_jax.records import Scalar
 
 DECAY = 0.9  # weight of earlier measurements, at each further one
-# Before the first measurement. Experiment 11_equal_seconds measured sizes of 3
-# to 4, and a step of full groups costs several times as much.
-FIRST_GROUP_SIZE = 4
 # An estimate of the noise below this is a failed measurement: the smallest
 # value in experiments/09_when_it_pays is 0.12.
 MIN_NOISE_FRACTION = 0.1
@@ -44,8 +41,6 @@ class Noise(NamedTuple):
     noise: estimate of `E |g - E g|^2`, of the batch without pruning.
     within: sum of the squared norms of the completions' gradients.
     total: estimate of `E |g|^2` without pruning, where `within` was measured.
-    one_completion: `within` with the variance that the choice of completions
-      adds, times the completions of a prompt less 1: independent of the number.
   """
 
   momentum: Scalar
@@ -53,7 +48,6 @@ class Noise(NamedTuple):
   noise: Scalar
   within: Scalar
   total: Scalar
-  one_completion: Scalar
 
 
 def init() -> Noise:
@@ -92,28 +86,19 @@ def add_momentum(old: Noise, decay: float, kept: Scalar) -> Noise:
 
 
 def add_signs(
-  old: Noise,
-  squared_norm: Scalar,
-  within: Scalar,
-  added: Scalar,
-  group_size: Scalar,
+  old: Noise, squared_norm: Scalar, within: Scalar, added: Scalar
 ) -> Noise:
   """Updates the noise within prompts by one measurement.
 
   Args:
     squared_norm, added: as in `add_gradient`.
     within: sum of the squared norms of the completions' gradients.
-    group_size: mean number of completions of a prompt.
   """
-  added_part = added * noise_fraction(old)
-  total = squared_norm / (1 + added_part)
-  one_completion = (within + added_part * total) * (group_size - 1)
-  is_finite = jnp.isfinite(within + total + one_completion)
+  total = squared_norm / (1 + added * noise_fraction(old))
+  is_finite = jnp.isfinite(within + total)
   mix = lambda x, y: jnp.where(is_finite, DECAY * x + (1 - DECAY) * y, x)
   return old._replace(
-    within=mix(old.within, within),
-    total=mix(old.total, total),
-    one_completion=mix(old.one_completion, one_completion),
+    within=mix(old.within, within), total=mix(old.total, total)
   )
 
 
@@ -133,21 +118,6 @@ def within_fraction(noise: Noise) -> Scalar:
   fraction = ratio(noise.within, noise.total)
   fraction /= jnp.maximum(noise_fraction(noise), MIN_NOISE_FRACTION)
   return jnp.where(fraction > 0, fraction, jnp.inf)
-
-
-def best_group_size(noise: Noise, largest: int) -> Scalar:
-  """Returns the size that minimises the steps to a target times their cost.
-
-  If a fixed fraction of each group of `g` is trained on, steps are
-  proportional to `common + one_completion / (g - 1)` and their cost to `g`, if
-  the cost of prompts is small. The best `g - 1` is then the square root of
-  `one_completion / common`. In turn with an automatic budget this reaches a
-  size and a fraction such that changing one of the two alone does not help.
-  """
-  one = jnp.maximum(noise.one_completion, 0.0)
-  size = 1 + jnp.sqrt(ratio(one, noise.total - noise.within, jnp.inf))
-  size = jnp.where(noise.within > 0, size, FIRST_GROUP_SIZE)
-  return jnp.clip(size, 2.0, float(largest))
 
 
 def describe(noise: Noise, num_prompts: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from dppo_jax.algo.validation import (
 from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.neyman import pass_rates
-from dppo_jax.methods.neyman.budget import AutoBudget, added_noise
+from dppo_jax.methods.neyman.budget import AutoBudget
 from dppo_jax.methods.ranking import fixed_size, round_count
 from dppo_jax.records import Groups, Selection
 from dppo_jax.rng import StepRng, as_step_rng
@@ -48,7 +48,7 @@ def neyman(
       `neyman_completions`; "auto" for an `AutoBudget`.
     token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
     rollout_budget: "all", or the fraction of the completions sampled, as in
-      `group_sizes`; "auto" chooses it by the noise within and between prompts.
+      `group_sizes`.
     min_prob: least probability of a completion or token, in [0, 1].
     update_cost: as in `AutoBudget`. With measured times no two runs are
       bit-identical.
@@ -63,11 +63,10 @@ def neyman(
        a prompt, depends on the size of its group.
   """
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
-  samples_all, is_auto = (rollout_budget == x for x in ("all", "auto"))
-  if not samples_all and not is_auto:
-    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], "all" or "auto"')
+  samples_all = rollout_budget == "all"
+  if not samples_all:
+    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "all"')
     check(limit, rollout_budget=rollout_budget)
-    rollout_budget = float(rollout_budget)
   check(FINITE, update_cost=update_cost)
   if completion_budget == "auto":
     budget: float | AutoBudget = AutoBudget(update_cost=update_cost)
@@ -82,24 +81,13 @@ def neyman(
     # The prompt rule provides the memory; at a budget of 1 it keeps all.
     rules = rules._replace(
       prompts=neyman_prompts(prompt_budget),
-      group_sizes=group_sizes(rollout_budget),
+      group_sizes=group_sizes(float(rollout_budget)),
     )
   if token_budget < 1:
     rules = rules._replace(tokens=neyman_tokens(token_budget, min_prob))
-  if not isinstance(budget, AutoBudget) and not is_auto:
-    return rules
-
-  def describe(groups: Groups, chosen: Selection) -> method.ChoiceInfo:
-    size = gradient_size(groups)
-    if isinstance(budget, AutoBudget):
-      best = budget.choose(groups, size, min_prob)
-      return method.ChoiceInfo(best.added_variance, best.metrics)
-    added = added_noise(groups, size, chosen.prob.reshape(1, -1))[0]
-    return method.ChoiceInfo(added, {"budget/added_variance": added})
-
-  return rules._replace(
-    describe=describe, reads_costs=True, noise_every=NOISE_EVERY
-  )
+  if isinstance(budget, AutoBudget):
+    rules = rules._replace(reads_costs=True, noise_every=NOISE_EVERY)
+  return rules
 
 
 def neyman_prompts(
@@ -162,7 +150,7 @@ def neyman_prompts(
 
 
 def group_sizes(
-  budget: float | str, forgetting: float = 0.5, prior: float = 0.2
+  budget: float, forgetting: float = 0.5, prior: float = 0.2
 ) -> Callable[..., Int[Array, "N"]]:
   """Returns a rule that samples more completions where rewards vary more.
 
@@ -175,17 +163,15 @@ def group_sizes(
 
   Args:
     budget: fraction of `N G` completions to sample, in (0, 1]; at least two of
-      each prompt. "auto" samples `N` times the `group_size` of the costs.
+      each prompt.
     forgetting, prior: as in `neyman_prompts`, whose memory it reads.
   Source: ours; VIP, arXiv:2602.01601, allocates by predicted variance under
     advantages divided by their deviation.
   """
-  check(FRACTION, forgetting=forgetting)
-  if budget != "auto":
-    check(FRACTION, budget=budget)
+  check(FRACTION, budget=budget, forgetting=forgetting)
   check(POSITIVE, prior=prior)
 
-  def rule(rng, history, ids, group_size, costs=None):
+  def rule(rng, history, ids, group_size):
     counts = pass_rates.decayed(history, rng.step, ids, forgetting)
     right, wrong = counts.right + prior, counts.wrong + prior
     count = right + wrong
@@ -194,10 +180,7 @@ def group_sizes(
     # 1 / (g - 2) - 1 / (g - 1) for the completion number g
     number = jnp.arange(3.0, group_size + 1)[:, None]
     gain = spread / ((number - 2) * (number - 1))
-    if budget == "auto":
-      total = jnp.round(costs.group_size * len(ids))
-    else:
-      total = round(budget * len(ids) * group_size)
+    total = round(budget * len(ids) * group_size)
     rank = jnp.argsort(jnp.argsort(-gain.reshape(-1), stable=True))
     is_sampled = (rank < total - 2 * len(ids)).reshape(gain.shape)
     return 2 + is_sampled.sum(axis=0, dtype=jnp.int32)
@@ -265,11 +248,14 @@ def neyman_completions(
     size = gradient_size(groups)
     prompt = jax.lax.broadcasted_iota(jnp.int32, size.shape, 0)
     strata = (size, jnp.sign(groups.advantages), prompt)
-    if isinstance(budget, AutoBudget):
-      num = budget.choose(groups, size, min_prob).number
-    else:
+    if not isinstance(budget, AutoBudget):
       num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
-    return fixed_size(rng.key, size, num, min_prob, strata)
+      return fixed_size(rng.key, size, num, min_prob, strata)
+    best = budget.choose(groups, size, min_prob)
+    chosen = fixed_size(rng.key, size, best.number, min_prob, strata)
+    return chosen.replace(
+      added_variance=best.added_variance, metrics=best.metrics
+    )
 
   return rule
 

@@ -48,20 +48,17 @@ class CostTracker:
   def costs(
     self,
     noise: gradient_noise.Noise,
-    largest: int,
     inner_updates: int = 1,
     mini_batches: int = 1,
   ) -> StepCosts:
     """Returns the costs of a step; all seconds are 0 before the first.
 
     Args:
-      largest: completions of a full group.
       inner_updates, mini_batches: as in `update.UpdateConfig`.
     """
     fraction = gradient_noise.noise_fraction(noise, inner_updates)
     fraction /= inner_updates
     within = gradient_noise.within_fraction(noise)
-    group_size = gradient_noise.best_group_size(noise, largest)
     sums = StepSample(*self._sums)
     ratio = lambda x, y: np.array(x / y if y > 0 else 0.0, np.float32)
     return StepCosts(
@@ -70,6 +67,5 @@ class CostTracker:
       micro_tokens=ratio(self._rows_per_micro * sums.tokens, sums.rows),
       other_seconds=ratio(sums.other, self._weight),
       within_fraction=np.asarray(within, np.float32),
-      group_size=np.asarray(group_size, np.float32),
       num_updates=np.asarray(inner_updates * mini_batches, np.float32),
     )
