@@ -128,6 +128,9 @@ def select(
   scalars |= chosen.metrics
   scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
   scalars["completions/kept"] = _count(weights > 0)
+  scalars["tokens/needed"] = _count(
+    jnp.where(groups.is_needed, rollout.lengths, 0)
+  )
   info = SelectInfo(
     pack=pack_info,
     num_invalid_probs=invalid_probs(kept) + invalid_probs(drawn),
