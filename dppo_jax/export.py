@@ -18,7 +18,7 @@ from dppo_jax.data.problems import make_prompt
 from dppo_jax.data.sources import first_line
 from dppo_jax.errors import UserError
 from dppo_jax.eval import page
-from dppo_jax.files import bucket, user_code
+from dppo_jax.files import bucket, json_object, user_code
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, lora, parameters
 from dppo_jax.models.config import ModelConfig
@@ -188,7 +188,9 @@ def _card(
   results = "No results."
   files = workdir.glob(f"evaluation/step-{step}*/results.json")
   for file in sorted(files, key=lambda x: x.stat().st_mtime):
-    evaluation = json.loads(file.read_text(encoding="utf-8"))
+    kinds = {"step": int, "sets": dict}
+    hint = "delete it, or evaluate the step again"
+    evaluation = json_object.read(file, kinds, hint)
     if evaluation["step"] == step:  # step-1* matches step-10 too
       results = page.table(evaluation["sets"])
   return f"""---

@@ -246,6 +246,9 @@ def test_the_card_has_prompt_results_options_and_the_base_model(
   assert "| aime | 30 | greedy accuracy | 0.250 | 0.100 to 0.400 |" in card.text
   options = re.search(r"```json\n(.*)\n```", card.text, re.DOTALL)[1]
   assert json.loads(options)["rollout.max_tokens"] == 8
+  (workdir / "evaluation/step-0/results.json").write_text('{"step": 0, "s')
+  with pytest.raises(UserError, match=r"results\.json .* delete it, or eval"):
+    export.run(c, workdir, tmp_path / "again")
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,11 @@ GRPO = objectives.grpo()
 PARAMS = small.params()  # made outside of any tracing
 EVERY = np.ones(NUM, bool)
 SOME = np.array([True, False, True, True])
+ONE = np.array([False, False, True, False])
 KEPT = {
   "every prompt": (EVERY, np.ones(NUM, np.float32)),
   "some, weighted": (SOME, np.array([0.5, 1, 0.8, 0.4], np.float32)),
+  "a quarter": (ONE, np.full(NUM, 0.25, np.float32)),
 }
 
 

@@ -80,7 +80,7 @@ class Method(NamedTuple):
     trains_zero_advantage: packs completions of zero advantage too. The
       gradient is the same; the update costs as much as if none were dropped.
     dynamic_sampling: draws more prompts until enough groups have rewards that
-      differ; None draws once.
+      differ, and needs full groups; None draws once.
     has_schedule: the amount pruned depends on the number of steps of the run,
       which a resumed run may then not change.
     reads_costs: the completion rule reads `groups.costs`.

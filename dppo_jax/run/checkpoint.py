@@ -317,8 +317,10 @@ def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:
     label = checksums.read_json(
       workdir / "checkpoints" / str(step) / "rest" / checksums.LABEL
     )
+    values = logged.get(step, {})
     # Checkpoints of earlier versions have no label.
-    values = logged.get(step, {}) | label.get("evaluation", {})
+    if isinstance(evaluation := label.get("evaluation"), dict):
+      values = values | evaluation
     score = sign * values.get(metric, math.nan)
     if score > (best or (0, -math.inf))[1]:
       best = step, score

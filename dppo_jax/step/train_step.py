@@ -53,6 +53,8 @@ class TrainStep:
     grader: rewards.Grader,
     compiled: Mapping[str, jax.stages.Compiled] | None = None,
   ):
+    if spec.method.dynamic_sampling and spec.method.group_sizes:
+      raise ValueError("a Method with dynamic_sampling has no group_sizes")
     self._spec, self._problems = spec, problems
     self._tokenizer, self._grader = tokenizer, grader
     self.programs = compiled or programs.compile_programs(
