@@ -4,7 +4,7 @@
 
 Each run is a process on its own core; all start from the same fine-tuned
 weights, as runs on a public model would. A finished run is not repeated.
-Results go to results.jsonl, table.md and figure.png in this folder.
+Results go to results.jsonl, table.csv and figure.png in this folder.
 """
 
 import argparse
@@ -256,7 +256,7 @@ def main() -> None:
     row["is_timed"] = str(row["seed"]) not in args.disturbed.split(",")
   results.write(HERE / "results.jsonl", rows)
   draw(rows)
-  (HERE / "table.md").write_text(table(rows) + "\n")
+  (HERE / "table.csv").write_text(results.to_csv(table(rows)))
   print(table(rows))
 
 

@@ -4,7 +4,7 @@
 
 Each run is a process on its own core; all start from the same fine-tuned
 weights. A finished run is not repeated. Results go to results.jsonl and
-table.md in this folder.
+table.csv in this folder.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def main() -> None:
   cores = [int(core) for core in args.cores.split(",")]
   rows = train_all(pathlib.Path(args.workdir).absolute(), args.seeds, cores)
   results.write(HERE / "results.jsonl", rows)
-  (HERE / "table.md").write_text(table(rows) + "\n")
+  (HERE / "table.csv").write_text(results.to_csv(table(rows)))
   print(table(rows))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dppo_jax.analysis import style, tables
 
+from ..common import results
 from . import run
 
 HERE = pathlib.Path(__file__).parent
@@ -151,14 +152,13 @@ def draw(rows: Sequence[dict]) -> figures.Figure:
 
 
 def write(rows: Sequence[dict]) -> None:
-  """Writes table.md and figure.png."""
+  """Writes table.csv and figure.png."""
   compared = of_methods(rows)
   theirs = [row for row in rows if row["method"] == "trl"]
   page = [
-    "Made by `python -m experiments.15_real_model.run --stage=report`.",
     method_table(compared),
     trl_table(rows),
     run_table([row for row in rows if row["method"] != "trl"]),
   ]
-  (HERE / "table.md").write_text("\n\n".join(page) + "\n")
+  (HERE / "table.csv").write_text(results.to_csv("\n\n".join(page)))
   style.save(draw([*compared, *theirs]), HERE / "figure.png")

@@ -4,7 +4,7 @@
 
 Each system first scores fixed sequences: if two of them differ in a
 log-probability or in the gradient's norm, nothing is timed. Every measurement
-is a process of its own. Results go to results-N.jsonl and table-N.md in this
+is a process of its own. Results go to results-N.jsonl and table-N.csv in this
 folder, N being the number of cores.
 """
 
@@ -321,7 +321,7 @@ def report(about: dict, measured: tuple) -> None:
   cores = about["cores"]
   results.write(HERE / f"results-{cores}.jsonl", lines)
   written = table(runs, speeds)
-  (HERE / f"table-{cores}.md").write_text(written + "\n")
+  (HERE / f"table-{cores}.csv").write_text(results.to_csv(written))
   print(written)
 
 
