@@ -142,11 +142,7 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 # %%
 rng = rng_at(run.spec.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
 chosen, sizes = stages["choose_prompts"](
-  rng=rng,
-  history=state.history,
-  ids=prompts.ids,
-  limit=np.int32(num_prompts),
-  costs=None,
+  rng=rng, history=state.history, ids=prompts.ids, limit=np.int32(num_prompts)
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))
 print("prob", chosen.prob.shape, chosen.prob)

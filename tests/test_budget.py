@@ -18,21 +18,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_790,
+  "": 10_870,
   "algo": 7_540,
   "analysis": 3_770,
-  "config": 5_180,
+  "config": 5_220,
   "data": 6_140,
   "eval": 2_060,
   "files": 4_050,
-  "methods": 10_740,
-  "metrics": 5_830,
+  "methods": 10_430,
+  "metrics": 5_950,
   "models": 29_320,
   "planning": 3_400,
   "rewards": 7_200,
   "rollout": 5_340,
-  "run": 8_650,
-  "step": 14_580,
+  "run": 8_660,
+  "step": 14_490,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -54,6 +54,5 @@ def quiet_libraries() -> None:
   from absl import logging as absl_logging
 
   absl_logging.get_absl_logger().addFilter(_is_for_users)
-  # C++ errors are raised too; what else is logged as one, such as a compilation
-  # of more than two minutes, is none.
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  # Hides XLA's banner of a slow compilation too.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

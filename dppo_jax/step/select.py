@@ -25,6 +25,7 @@ from dppo_jax.records import (
   PromptBatch,
   Rollout,
   Scalar,
+  Selection,
   StepCosts,
 )
 from dppo_jax.rng import StepRng
@@ -124,16 +125,14 @@ def select(
   # Gradient norm of a completion whose tokens' gradients are independent.
   size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
   scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
-  kept = rollout.kept
-  scalars |= chosen.metrics
-  scalars["prompts/prob_min"] = jnp.where(kept.keep, kept.prob, 1.0).min()
-  scalars["completions/kept"] = _count(weights > 0)
-  scalars["tokens/needed"] = _count(
-    jnp.where(groups.is_needed, rollout.lengths, 0)
-  )
+  scalars |= chosen.metrics | {
+    "prompts/prob_min": _least_prob(rollout.kept),
+    "completions/kept": _count(weights > 0),
+    "tokens/needed": _count(groups.is_needed * rollout.lengths),
+  }
   info = SelectInfo(
     pack=pack_info,
-    num_invalid_probs=invalid_probs(kept) + invalid_probs(drawn),
+    num_invalid_probs=invalid_probs(rollout.kept) + invalid_probs(drawn),
     num_trained=_count(is_trained),
     num_tokens=_count(trained_lengths),
     noise=_noise_terms(groups, chosen.added_variance),
@@ -173,6 +172,10 @@ def make_groups(
     sum_sq_residual=sum_sq_residual(rollout),
     costs=costs,
   )
+
+
+def _least_prob(chosen: Selection) -> Scalar:
+  return jnp.where(chosen.keep, chosen.prob, 1.0).min()
 
 
 def _count(x: Array) -> Scalar:

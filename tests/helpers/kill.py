@@ -332,16 +332,15 @@ def kill_at_random(
   chance: random.Random,
   number: int,
   times: int,
+  seconds: float,
   damages: bool = False,
   count: int = 1,
 ) -> None:
   """Sends signal `number` several times, to as many runs as that takes.
 
-  With `damages`, damages a checkpoint that number of times.
+  With `damages`, damages a checkpoint that number of times. `seconds` are those
+  of an undisturbed run.
   """
-  start = time.monotonic()
-  assert not any(map(end, begin_run(count, folder / "timed", "", 0.2)))
-  seconds = time.monotonic() - start
   runs = signals = damaged = 0
   while (damaged if damages else signals) < times:
     workdir = folder / f"run-{runs}"
@@ -432,7 +431,10 @@ def main() -> None:
   with contextlib.ExitStack() as stack:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     undisturbed = folder / "undisturbed"
-    assert not any(map(end, begin_run(options.processes, undisturbed)))
+    start = time.monotonic()
+    pids = begin_run(options.processes, undisturbed, "", 0.2)
+    assert not any(map(end, pids))
+    seconds = time.monotonic() - start
     if options.bucket:
       _use_bucket(stack, options.bucket)
     if options.places:
@@ -450,6 +452,7 @@ def main() -> None:
           chance,
           number,
           options.times,
+          seconds,
           damages,
           options.processes,
         )
