@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from dppo_jax import data, distributed
-from dppo_jax.errors import UserError
+from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
 from dppo_jax.run import preflight, resume
@@ -159,6 +159,16 @@ def test_different_flags_are_rejected_by_name(each, tmp_path):
   assert each(2, check) == [None, None]
 
 
+def test_copies_of_a_run_that_differ_are_rejected(each, tmp_path, monkeypatch):
+  """A bucket may change while one process after another copies it."""
+  steps = lambda path: [*range(distributed.index())]
+  monkeypatch.setattr(resume.checkpoint, "complete_steps", steps)
+  c = commands.config("arithmetic")
+  errors = each(2, lambda i: resume.check_processes(c, tmp_path))
+  assert [type(x) for x in errors] == [Unreachable] * 2
+  assert "has changed while processes read" in str(errors[0])
+
+
 def test_locked_workdir_is_rejected_by_all(each, tmp_path):
   c = commands.config("arithmetic")
 
@@ -189,7 +199,7 @@ def test_mesh_without_devices_of_a_process_is_rejected(each):
 
 _JOIN = """
 import sys
-from dppo_jax.errors import UserError
+from dppo_jax.errors import Unreachable, UserError
 from dppo_jax import distributed
 
 distributed._CONNECT_SECONDS = int(sys.argv[1])

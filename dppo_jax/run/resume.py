@@ -18,7 +18,7 @@ import uuid
 
 from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards
-from dppo_jax.errors import UserError
+from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import bucket, json_object, jsonl
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint
@@ -126,7 +126,10 @@ def write(
 
 
 def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
-  """Raises UserError unless all processes have the same config and workdir."""
+  """Raises UserError unless all processes have the same config and workdir.
+
+  Raises Unreachable if their copies of a run in a bucket differ.
+  """
   options = configs.flatten(config)
   here = {f"config.{name}": value for name, value in options.items()}
   here["--workdir"] = bucket.shown(workdir.absolute())
@@ -138,6 +141,12 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
           f"{name} is {here.get(name)!r} but {first.get(name)!r} in process 0: "
           "start all processes with the same flags"
         )
+  steps = distributed.gather(checkpoint.complete_steps(workdir))
+  if any(x != steps[0] for x in steps):
+    raise Unreachable(
+      f"{bucket.shown(workdir)} has changed while processes read its "
+      "checkpoints: run the command again"
+    )
 
 
 @contextlib.contextmanager
