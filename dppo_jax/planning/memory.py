@@ -1,8 +1,9 @@
 """Memory that a run takes on each device, estimated from shapes alone.
 
 Weights, optimizer state, inference copy and caches are exact. What a stage
-needs while it runs is the sum of its largest arrays. The TPU compiler's figures
-for the shipped configs are 0.78 to 1.23 times as large (experiments/08_plan).
+needs while it runs is the sum of its largest arrays. The compilers' figures for
+the shipped configs are 0.75 to 1.38 times as large, and 1.6 times for one
+update on GPUs (experiments/08_plan).
 """
 
 import contextlib
