@@ -73,7 +73,8 @@ def initialize(
     )
   except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
-    raise errors.Unreachable(
+    kind = UserError if isinstance(error, ValueError) else errors.Unreachable
+    raise kind(
       f"cannot connect {others} ({reason}): check --coordinator=HOST:PORT, "
       "--num_processes and --process_id, or pass --num_processes=1 to run a "
       "single process"

@@ -16,7 +16,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
-from dppo_jax.errors import StopTraining, UserError
+from dppo_jax.errors import StopTraining, Unreachable, UserError
 from dppo_jax.eval import estimators, eval_sets
 from dppo_jax.files import bucket
 from dppo_jax.metrics import health, progress, report, samples
@@ -128,6 +128,8 @@ def _run(
         if distributed.is_first():
           writer.say(f"report: {bucket.shown(report.write(workdir))}")
           writer.say(report.headline(runs.load(workdir)))
+      if bucket.url(workdir) and (problem := bucket.upload_from_all(workdir)):
+        raise Unreachable(problem)
     except Exception:
       writer.log(traceback.format_exc())
       raise
@@ -283,9 +285,12 @@ class _Session:
       self.writer.sync()
     self.checkpoints.save(step, state)
     if bucket.url(self.workdir):
-      self.checkpoints.wait()
-      if warning := bucket.upload_from_all(self.workdir):
-        self.writer.say(warning)
+      with distributed.sharing_errors():
+        self.checkpoints.wait()
+      if problem := bucket.upload_from_all(self.workdir):
+        if step == 0 and distributed.count() > 1:  # others may need its parts
+          raise Unreachable(problem)
+        self.writer.say(f"warning: {problem}. The next checkpoint tries again")
 
   def _evaluate(self, state: TrainState, is_end: bool) -> bool:
     """Writes the accuracy on every evaluation set, and some answers.

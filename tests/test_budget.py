@@ -18,20 +18,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_870,
+  "": 10_930,
   "algo": 7_540,
   "analysis": 3_770,
-  "config": 5_220,
+  "config": 5_240,
   "data": 6_140,
   "eval": 2_060,
-  "files": 4_050,
+  "files": 4_210,
   "methods": 10_430,
   "metrics": 5_950,
   "models": 29_320,
   "planning": 3_400,
   "rewards": 7_200,
   "rollout": 5_340,
-  "run": 8_660,
+  "run": 8_760,
   "step": 14_490,
 }
 _NOT_CODE = {

@@ -163,6 +163,7 @@ def test_copies_of_a_run_that_differ_are_rejected(each, tmp_path, monkeypatch):
   """A bucket may change while one process after another copies it."""
   steps = lambda path: [*range(distributed.index())]
   monkeypatch.setattr(resume.checkpoint, "complete_steps", steps)
+  monkeypatch.setattr(resume.bucket, "url", lambda path: "gs://bucket/run")
   c = commands.config("arithmetic")
   errors = each(2, lambda i: resume.check_processes(c, tmp_path))
   assert [type(x) for x in errors] == [Unreachable] * 2

@@ -100,7 +100,9 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
     distributed.initialize(
       flags.coordinator, flags.num_processes, flags.process_id
     )
-  workdir = pathlib.Path(bucket.local(flags.workdir or "", is_workdir=True))
+    distributed.gather(None)  # connects before some take long to copy
+  with distributed.sharing_errors():
+    workdir = pathlib.Path(bucket.local(flags.workdir or "", is_workdir=True))
   for path in (workdir, *workdir.parents):
     if path.is_file():
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")

@@ -36,6 +36,7 @@ from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import storage
 
 _ID = ".copy"  # file with the id of a copy
+_PART = "part-"  # start of the id of a copy that has parts of checkpoints
 _OF_RUN = ("checkpoints/", "completions/")  # what a run deletes
 _MARKER = re.compile(r"checkpoints/(\d+)/_CHECKPOINT_METADATA")
 _UNFINISHED = re.compile(r"^\.|^damaged-|\.tmp$|\.orbax-checkpoint-tmp")
@@ -91,27 +92,36 @@ def local(
     with storage.explaining_errors(place):
       bucket = storage.Bucket(place)
       try:
-        stored = _download(bucket, copy, names)
+        stored = _download(bucket, copy, names, is_workdir)
       except FileNotFoundError:  # it was deleted meanwhile
-        stored = _download(bucket, copy, names)
+        stored = _download(bucket, copy, names, is_workdir)
   if option and not stored:
     raise UserError(f"{option}: there is nothing at {place}")
   return str(copy)
 
 
 def _download(
-  bucket: storage.Bucket, copy: pathlib.Path, names: Iterable[str]
+  bucket: storage.Bucket,
+  copy: pathlib.Path,
+  names: Iterable[str],
+  is_workdir: bool,
 ) -> dict[str, storage.Stamp]:
-  """Makes a copy equal to the bucket; returns what the bucket holds."""
+  """Makes a copy equal to the bucket; returns what the bucket holds.
+
+  A copy in which a run is under way is left alone.
+  """
   stored = bucket.files()
   complete = {"", *(_step_of(x) for x in stored if _MARKER.fullmatch(x))}
   wanted = {x: y for x, y in stored.items() if _step_of(x) in complete}
   wanted.pop(_ID, None)
   is_newer = (
-    distributed.count() == 1
+    (distributed.count() == 1 or not is_workdir)
+    and not _copy_id(copy).startswith(_PART)
     and _is_claimed(bucket, copy)
     and _latest(_files(copy)) >= _latest(wanted)
   )
+  if not is_newer and _is_held(copy):
+    return stored
   if is_newer:
     wanted = {x: y for x, y in wanted.items() if not (copy / x).exists()}
   if names:
@@ -206,7 +216,7 @@ def upload_run(workdir: pathlib.Path, *, is_complete: bool = True) -> None:
 def upload_from_all(workdir: pathlib.Path) -> str:
   """Uploads a run after a checkpoint; all of its processes call this.
 
-  Returns a warning if the bucket is out of reach: the next call tries again.
+  Returns an error if the bucket is out of reach: the next call tries again.
   Raises UserError as `upload_run` does.
   """
   is_first, is_alone = distributed.is_first(), distributed.count() == 1
@@ -215,14 +225,14 @@ def upload_from_all(workdir: pathlib.Path) -> str:
     calls.append(lambda: is_first or _upload_part(workdir))
     calls.append(lambda: is_first and upload_run(workdir))
   for call in calls:
-    warning = ""
+    problem = ""
     with distributed.sharing_errors():
       try:
         call()
       except Unreachable as error:
-        warning = f"warning: {error}. The next checkpoint tries again"
-    if warning := next(filter(None, distributed.gather(warning)), ""):
-      return warning
+        problem = str(error)
+    if problem := next(filter(None, distributed.gather(problem)), ""):
+      return problem
   return ""
 
 
@@ -277,8 +287,9 @@ def claimed(workdir: pathlib.Path) -> Iterator[None]:
   if place := url(workdir):
     with storage.explaining_errors(place):
       workdir.mkdir(parents=True, exist_ok=True)
-      if not _copy_id(workdir):
-        (workdir / _ID).write_text(uuid.uuid4().hex)
+      start = _PART if distributed.count() > 1 else ""
+      if not re.fullmatch(f"{start}[0-9a-f]+", _copy_id(workdir)):
+        (workdir / _ID).write_text(start + uuid.uuid4().hex)
       storage.Bucket(place).put(_ID, workdir / _ID)
   try:
     yield
@@ -293,6 +304,22 @@ def _copy_id(copy: pathlib.Path) -> str:
   """Returns the id of a copy; "" if it has none."""
   path = copy / _ID
   return path.read_text() if path.exists() else ""
+
+
+def _is_held(copy: pathlib.Path) -> bool:
+  """Returns True if a run is under way in a copy, see `run.resume.held`."""
+  if not copy.is_dir():
+    return False
+  folder = os.open(copy, os.O_RDONLY)
+  try:
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:  # some file systems have no locks
+    return False
+  finally:
+    os.close(folder)  # which unlocks it
+  return False
 
 
 def _is_claimed(bucket: storage.Bucket, copy: pathlib.Path) -> bool:

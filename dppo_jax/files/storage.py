@@ -91,6 +91,8 @@ def explaining_errors(
     yield
   except UserError:
     raise
+  except (PermissionError, FileNotFoundError) as error:
+    raise UserError(f"{place} cannot be read or written ({error})") from error
   except ImportError as error:
     package = _PACKAGES[place.partition(":")[0]]
     raise UserError(

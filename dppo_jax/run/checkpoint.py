@@ -93,8 +93,11 @@ class Checkpoints:
     self._label = {"run": name, "processes": processes}
     self._intact: set[tuple[int, str]] = set()  # verified steps and items
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    # A part of orbax has the value of the last manager. None suits all of them,
+    # so a reader never sets 0.
+    is_reader = read_only and distributed.count() > 1
     writers = ocp.options.MultiprocessingOptions(
-      primary_host=None if self._has_copy else 0
+      primary_host=None if self._has_copy or is_reader else 0
     )
     self._handlers = {
       x: _Handler(self._label, writers) for x in (*_ITEMS, _FROZEN)
@@ -254,9 +257,14 @@ class Checkpoints:
 
   def _once_per_copy(self, function: Callable[..., str]) -> Callable[..., str]:
     """Makes one process call `function`, or all, if each has a copy."""
-    if self._has_copy:
-      return function
-    return distributed.on_first_process(function)
+    if not self._has_copy:
+      return distributed.on_first_process(function)
+
+    def call(*args) -> str:
+      with distributed.sharing_errors():
+        return function(*args)
+
+    return call
 
   def _set_aside(self, step: int) -> str:
     def move() -> str:

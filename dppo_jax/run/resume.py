@@ -141,7 +141,8 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
           f"{name} is {here.get(name)!r} but {first.get(name)!r} in process 0: "
           "start all processes with the same flags"
         )
-  steps = distributed.gather(checkpoint.complete_steps(workdir))
+  is_copy = bool(bucket.url(workdir))
+  steps = distributed.gather(is_copy and checkpoint.complete_steps(workdir))
   if any(x != steps[0] for x in steps):
     raise Unreachable(
       f"{bucket.shown(workdir)} has changed while processes read its "
@@ -160,7 +161,7 @@ def held(
   lines: list[str] = []
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
-      if distributed.is_first():
+      if distributed.is_first() or bucket.url(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
         stack.callback(os.close, folder)  # which unlocks it
@@ -173,6 +174,7 @@ def held(
           ) from error
         except OSError:  # some file systems have no locks
           pass
+      if distributed.is_first():
         lines = write(path, config, prints, allowed)
         stack.enter_context(bucket.claimed(path.parent))
     yield lines
