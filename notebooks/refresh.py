@@ -81,6 +81,9 @@ def run(notebook: nbformat.NotebookNode) -> None:
   for cell in notebook.cells:  # what libraries say of this machine
     if cell.cell_type == "code":
       cell.outputs = [x for x in cell.outputs if x.get("name") != "stderr"]
+      for output in cell.outputs:
+        if "text" in output:
+          output.text = output.text.replace(str(pathlib.Path.home()), "~")
 
 
 def main() -> None:

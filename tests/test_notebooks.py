@@ -99,6 +99,8 @@ def test_a_published_notebook_installs_the_package(
 def test_a_saved_notebook_ran_in_order_and_shows_it(name):
   saved = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
   code = [cell for cell in saved.cells if cell.cell_type == "code"]
+  text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+  assert not re.search(r"/(root|home/\w+|Users/\w+)/", text)
   counts = [cell.execution_count for cell in code]
   assert counts == list(range(1, len(code) + 1))
   outputs = [output for cell in code for output in cell.outputs]

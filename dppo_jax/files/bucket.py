@@ -70,7 +70,7 @@ def local(
   *,
   is_workdir: bool = False,
 ) -> str:
-  """Returns a path as it is, and for a URL that of its up-to-date copy.
+  """Returns a path unchanged, and the path of an up-to-date copy for a URL.
 
   Args:
     option: named by the error if there is nothing at the URL; if empty, that

@@ -126,7 +126,7 @@ def _speedup(run: runs.Run) -> str:
 
 
 def _step_speedup(run: runs.Run) -> float:
-  """Returns how much longer steps would take that train on every completion.
+  """Returns the ratio of a step's time with every completion to its own.
 
   Scoring and updates of a step then take as many seconds for each token of a
   completion with a gradient as they took. Returns 0 if none was left out.
