@@ -88,8 +88,6 @@ def headline(run: runs.Run) -> str:
   )
   if speedup := _speedup(run):
     parts.append(f"predicted speed-up {speedup}")
-  if speedup := _step_speedup(run):
-    parts.append(f"steps {speedup:.2f}x as fast as when training on all")
   return f"result: {'; '.join(parts)}"
 
 
@@ -123,22 +121,6 @@ def _speedup(run: runs.Run) -> str:
   """Returns the mean predicted speed-up as text; empty if there is none."""
   predicted = [x[_SPEEDUP] for x in run.steps if _SPEEDUP in x]
   return f"{np.mean(predicted):.2f}" if predicted else ""
-
-
-def _step_speedup(run: runs.Run) -> float:
-  """Returns the ratio of a step's time with every completion to its own.
-
-  Scoring and updates of a step then take as many seconds for each token of a
-  completion with a gradient as they took. Returns 0 if none was left out.
-  """
-  seconds = longer = 0.0
-  for step in run.steps:
-    update = step.get("score/seconds", 0.0) + step.get("update/seconds", 0.0)
-    trained = step.get("tokens/trained", 0.0)
-    ratio = step.get("tokens/needed", trained) / max(trained, 1.0)
-    seconds += step[runs.SECONDS]
-    longer += update * max(ratio - 1.0, 0.0)
-  return (seconds + longer) / seconds if longer else 0.0
 
 
 def _samples(lines: Sequence[dict]) -> Iterator[str]:

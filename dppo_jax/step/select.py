@@ -128,7 +128,6 @@ def select(
   scalars |= chosen.metrics | {
     "prompts/prob_min": _least_prob(rollout.kept),
     "completions/kept": _count(weights > 0),
-    "tokens/needed": _count(jnp.where(groups.is_needed, rollout.lengths, 0)),
   }
   info = SelectInfo(
     pack=pack_info,

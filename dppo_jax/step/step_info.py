@@ -23,7 +23,6 @@ _SUMS = {
   "pack/rows",
   "pack/unplaced",
   "tokens/invalid_probs",
-  "tokens/needed",
   "tokens/trained",
   "update/micro_batches",
   "weights/ess",
