@@ -259,10 +259,8 @@ class _Session:
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
-    largest = self.run.spec.group_size
     solved = [np.mean([x["correct"] for x in group]) for group in groups]
-    accuracy = estimators.interval(np.array(solved), largest)
-    sampled = drawn / max(values["prompts/kept"], 1)
+    accuracy = estimators.interval(np.array(solved), self.run.spec.group_size)
     trained = f"trained {values['completions/trained'] / drawn:.0%}"
     if "budget/completions" in values:
       trained = (
@@ -270,8 +268,6 @@ class _Session:
         f"predicted {values['budget/predicted_speedup']:.1f}x faster, "
         f"noise scale {runs.noise_scale([values])}"
       )
-    if sampled < largest:
-      trained = f"sampled {sampled:.1f} of {largest} per prompt, {trained}"
     self.writer.bar.advance(
       done,
       f"sampled accuracy {statistics.with_interval(accuracy, digits=2)}",

@@ -102,3 +102,8 @@ def test_modes_on_other_machines(machine, capsys):
     _run("--mode=sample", "--prompt=1=", **{"model.path": "s3://bucket/none"})
   _run(place, steps=2)
   assert "run/checkpoints/2/_CHECKPOINT_METADATA" in _names()
+  capsys.readouterr()
+  damaged = next(copy.glob("checkpoints/2/params/*/*/*"))
+  damaged.write_bytes(bytes(damaged.stat().st_size))
+  _run(place, steps=3)
+  assert "damaged" not in "".join(capsys.readouterr())

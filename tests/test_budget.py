@@ -18,21 +18,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_930,
-  "algo": 7_540,
+  "": 10_910,
+  "algo": 7_340,
   "analysis": 3_770,
   "config": 5_240,
   "data": 6_140,
   "eval": 2_060,
-  "files": 4_210,
-  "methods": 10_430,
-  "metrics": 5_950,
+  "files": 4_280,
+  "methods": 10_080,
+  "metrics": 5_830,
   "models": 29_320,
   "planning": 3_400,
   "rewards": 7_200,
-  "rollout": 5_340,
-  "run": 8_760,
-  "step": 14_490,
+  "rollout": 5_240,
+  "run": 8_870,
+  "step": 14_280,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

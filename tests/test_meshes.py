@@ -64,7 +64,7 @@ def _config(mesh, method, **overrides):
   c.objective.args["beta"] = 0.1
   if c.method.name == "neyman":
     budgets = {"prompt_budget": 0.75, "completion_budget": 0.25}
-    c.method.args |= budgets | {"token_budget": 0.5, "rollout_budget": 0.7}
+    c.method.args |= budgets | {"token_budget": 0.5}
     c.objective.inner_updates = 2
   if c.method.name in ("neyman", "greso"):
     c.objective.mini_batches = 2

@@ -246,27 +246,6 @@ def test_pruned_prompts_cost_nothing_and_change_nothing():
   np.testing.assert_array_equal(actual.kept.keep, keep)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("num_slots", [1, 7])
-def test_completions_beyond_a_group_size_are_not_sampled(
-  num_slots, gpu, gpu_kernels
-):
-  sizes, keep = jnp.array([4, 2, 3, 2, 4, 2]), jnp.arange(6) != 2
-  kept = Selection(keep, jnp.full(6, 0.5))
-  shared = dataclasses.replace(small.MODEL, attention="triton")
-  options = dict(model_config=shared, platform="gpu") if gpu else {}
-  sample = functools.partial(_sample, _prompts(), kept, small.params())
-  want = sample(model_config=small.MODEL)
-  sampler = _sampler(**{"model_config": small.MODEL} | options)
-  actual = sampler(
-    small.params(), prompts=_prompts(), rng=RNG, kept=kept, group_sizes=sizes
-  )
-  drawn = np.asarray((np.arange(4) < sizes[:, None]) & keep[:, None])
-  np.testing.assert_array_equal(actual.lengths, want.lengths * drawn)
-  np.testing.assert_array_equal(actual.tokens, want.tokens * drawn[..., None])
-  assert actual.busy_steps == actual.lengths.sum() < want.busy_steps
-
-
 def test_the_likeliest_token_is_the_limit_of_every_truncation():
   greedy = _sample(_prompts(), temperature=0.0)
   for kwargs in (dict(top_k=1), dict(top_p=1e-6), dict(temperature=1e-4)):

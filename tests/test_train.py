@@ -299,7 +299,7 @@ def test_every_method_trains_without_recompiling(
   first_weights = {"sft.from_run": str(uninterrupted)}
   c = _config(method=method, **first_weights | {"data.eval": ""})
   if method == "neyman":
-    c.method.args |= {"token_budget": 0.5, "rollout_budget": 0.75}
+    c.method.args["token_budget"] = 0.5
   train.run(c, tmp_path)
   _assert_explained(tmp_path)
   steps = [m for m in _metrics(tmp_path) if "reward/mean" in m]
@@ -307,10 +307,7 @@ def test_every_method_trains_without_recompiling(
   assert all(np.isfinite(m["update/grad_norm"]) for m in steps)
   assert sum(m["tokens/trained"] for m in steps) > 0
   sizes = [m["completions/drawn"] / max(m["prompts/kept"], 1) for m in steps]
-  if method == "neyman":
-    assert all(2 <= size < 4 for size in sizes)
-  else:
-    assert set(sizes) <= {0, 4}
+  assert set(sizes) <= {0, 4}
   whole = [m for m in _metrics(uninterrupted) if "reward/mean" in m]
   # The same weights and prompts, of which every method samples alike.
   if method in ("grpo", "dppo", "cppo", "pods", "d3s"):

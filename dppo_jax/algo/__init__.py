@@ -30,8 +30,6 @@ from dppo_jax.algo.policy_loss import Objective, surrogate
 from dppo_jax.algo.segments import segment_sum
 from dppo_jax.algo.weights import (
   effective_sample_size,
-  group_scale,
   horvitz_thompson,
   invalid_probs,
-  self_correction,
 )

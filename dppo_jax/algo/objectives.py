@@ -18,7 +18,7 @@ from dppo_jax.algo.advantages import (
 )
 from dppo_jax.algo.policy_loss import IsClipped, Objective, TokenLoss, Tokens
 from dppo_jax.algo.validation import FINITE, POSITIVE, Limit
-from dppo_jax.algo.weights import group_scale, horvitz_thompson
+from dppo_jax.algo.weights import horvitz_thompson
 from dppo_jax.records import Rollout
 
 check = functools.partial(validation.check, where="config.objective.args")
@@ -164,7 +164,6 @@ def rloo(beta: float = 0.0, sampler_cap: float = 0.0) -> Objective:
     advantage=leave_one_out,
     token_loss=_log_likelihood,
     token_share=_constant(1.0),
-    includes_self=False,
   )
 
 
@@ -225,8 +224,7 @@ def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
   if rollout.kept is not None:
     weight = horvitz_thompson(rollout.kept)
   completions = weight.sum() * lengths.shape[1]
-  weight = weight[:, None] * group_scale(lengths > 0)
-  tokens = (weight * lengths).sum()
+  tokens = (weight[:, None] * lengths).sum()
   share = completions / jnp.where(tokens > 0, tokens, 1.0)
   return jnp.broadcast_to(share, lengths.shape)
 

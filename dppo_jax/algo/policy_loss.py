@@ -41,8 +41,6 @@ class Objective(NamedTuple):
     is_sequence_ratio: takes the geometric mean of the ratios of a sequence.
     sampler_cap: largest factor of `sampler_correction`, which multiplies the
       weights; 0 for no correction.
-    includes_self: a completion's own reward is part of its baseline, see
-      `weights.self_correction`.
   """
 
   advantage: Callable[..., Float[Array, "Q G"]]
@@ -51,7 +49,6 @@ class Objective(NamedTuple):
   beta: float = 0.0
   is_sequence_ratio: bool = False
   sampler_cap: float = 0.0
-  includes_self: bool = True
 
 
 def surrogate(

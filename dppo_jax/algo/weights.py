@@ -3,7 +3,7 @@
 import chex
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from dppo_jax.records import Scalar, Selection
 
@@ -38,44 +38,6 @@ def horvitz_thompson(
     keep = keep[:, None] & completions.keep
     prob = prob[:, None] * completions.prob
   return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
-
-
-def group_scale(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q G"]:
-  """Weighs groups of any size as full ones: `G / g` for `g` of `G` completions.
-
-  Sizes that depend on no reward of the group, and are at least 2, need no other
-  weight if each baseline is the mean of the other rewards. A baseline that
-  includes the completion itself also needs `self_correction`.
-
-  >>> import jax.numpy as jnp
-  >>> from dppo_jax import algo
-  >>> is_drawn = jnp.array([[True, True, False], [True, True, True]])
-  >>> print(algo.group_scale(is_drawn)[:, 0])
-  [1.5 1. ]
-  """
-  size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32)
-  scale = jnp.where(size > 0, is_drawn.shape[1] / jnp.maximum(size, 1.0), 1.0)
-  return jnp.broadcast_to(scale, is_drawn.shape)
-
-
-def self_correction(is_drawn: Bool[Array, "Q G"]) -> Float[Array, "Q 1"]:
-  """Factor on advantages whose baseline includes the completion's own reward.
-
-  In a group of `g` the expected policy gradient of such advantages is
-  proportional to `(g - 1) / g`: the factor is `(1 - 1 / G) / (1 - 1 / g)`. A KL
-  penalty, which has no baseline, must not have it. For `group_normalized` it is
-  an approximation, since the deviation depends on `g` too.
-
-  >>> import jax.numpy as jnp
-  >>> from dppo_jax import algo
-  >>> is_drawn = jnp.array([[True, True, False], [True, True, True]])
-  >>> print(algo.self_correction(is_drawn)[:, 0])
-  [1.3333333 1.       ]
-  """
-  size = is_drawn.sum(axis=1, keepdims=True, dtype=jnp.float32)
-  lost = lambda g: 1 - 1 / g
-  full = lost(jnp.float32(is_drawn.shape[1]))
-  return jnp.where(size > 1, full / lost(jnp.maximum(size, 2.0)), 1.0)
 
 
 def invalid_probs(selection: Selection) -> Scalar:

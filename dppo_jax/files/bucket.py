@@ -28,6 +28,7 @@ import fcntl
 import os
 import pathlib
 import re
+import shutil
 import sys
 import uuid
 
@@ -38,7 +39,8 @@ from dppo_jax.files import storage
 _ID = ".copy"  # file with the id of a copy
 _PART = "part-"  # start of the id of a copy that has parts of checkpoints
 _OF_RUN = ("checkpoints/", "completions/")  # what a run deletes
-_MARKER = re.compile(r"checkpoints/(\d+)/_CHECKPOINT_METADATA")
+_MARKER_NAME = "_CHECKPOINT_METADATA"
+_MARKER = re.compile(rf"checkpoints/(\d+)/{_MARKER_NAME}")
 _UNFINISHED = re.compile(r"^\.|^damaged-|\.tmp$|\.orbax-checkpoint-tmp")
 _COPIES = re.compile(r"buckets(-\d+)?")  # directories of copies
 
@@ -114,12 +116,20 @@ def _download(
   complete = {"", *(_step_of(x) for x in stored if _MARKER.fullmatch(x))}
   wanted = {x: y for x, y in stored.items() if _step_of(x) in complete}
   wanted.pop(_ID, None)
+  is_shared = is_workdir and distributed.count() > 1
+  steps = _latest(_files(copy)), _latest(wanted)
   is_newer = (
-    (distributed.count() == 1 or not is_workdir)
-    and not _copy_id(copy).startswith(_PART)
+    not _copy_id(copy).startswith(_PART)
     and _is_claimed(bucket, copy)
-    and _latest(_files(copy)) >= _latest(wanted)
+    and steps[0] >= steps[1]
   )
+  if is_newer and is_shared and steps[0] > steps[1]:
+    raise UserError(
+      f"{copy} has a checkpoint of step {steps[0]}, which was not sent to "
+      f"{bucket.url}: run the command in one process first, which sends it, "
+      "or delete the copy"
+    )
+  is_newer &= not is_shared
   if not is_newer and _is_held(copy):
     return stored
   if is_newer:
@@ -245,17 +255,29 @@ def _upload_part(workdir: pathlib.Path) -> None:
     storage.each(lambda name: bucket.put(name, workdir / name), of_steps)
 
 
-def complete(folder: pathlib.Path) -> None:
-  """Fetches files that only other processes have, if this is in a copy."""
-  place = url(folder)
-  if not place or distributed.count() == 1:
+def complete(folder: pathlib.Path, *, is_damaged: bool = False) -> None:
+  """Fetches the files of a part of a checkpoint that a copy does not have.
+
+  Does nothing for a path that is in no copy.
+
+  Args:
+    is_damaged: fetches all files of the part, if the bucket has the checkpoint.
+  """
+  place, step = url(folder), folder.parent
+  if not place:
     return
   with storage.explaining_errors(place):
-    bucket = storage.Bucket(place)
+    bucket = storage.Bucket(url(step))
     stored = bucket.files()
-    missing = [x for x in stored if not (folder / x).exists()]
+    if is_damaged and _MARKER_NAME in stored:
+      shutil.rmtree(folder, ignore_errors=True)
+    missing = [
+      name
+      for name in stored
+      if name.startswith(f"{folder.name}/") and not (step / name).exists()
+    ]
     storage.each(
-      lambda name: bucket.get(name, folder / name, stored[name]), missing
+      lambda name: bucket.get(name, step / name, stored[name]), missing
     )
 
 

@@ -23,7 +23,6 @@ from dppo_jax.methods.method import (
 )
 from dppo_jax.methods.neyman.budget import AutoBudget
 from dppo_jax.methods.neyman.rules import (
-  group_sizes,
   neyman,
   neyman_completions,
   neyman_prompts,

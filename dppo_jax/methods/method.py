@@ -71,16 +71,13 @@ class Method(NamedTuple):
   """A way to spend rollouts and updates.
 
   Attributes:
-    group_sizes: `(rng, history, ids [N], G) -> Int [N]`, completions to
-      sample of each prompt, from 2 to `G`; it sees what the prompt rule sees.
-      None samples `G`.
     tokens: chooses tokens of the kept completions; None takes all.
     has_statistics_after: recomputes advantages from the completions chosen,
       which biases the gradient.
     trains_zero_advantage: packs completions of zero advantage too. The
       gradient is the same; the update costs as much as if none were dropped.
     dynamic_sampling: draws more prompts until enough groups have rewards that
-      differ, and needs full groups; None draws once.
+      differ; None draws once.
     has_schedule: the amount pruned depends on the number of steps of the run,
       which a resumed run may then not change.
     reads_costs: the completion rule reads `groups.costs`.
@@ -91,7 +88,6 @@ class Method(NamedTuple):
 
   prompts: PromptRule
   completions: CompletionRule
-  group_sizes: Callable[..., Int[Array, "N"]] | None = None
   tokens: TokenRule | None = None
   has_statistics_after: bool = False
   trains_zero_advantage: bool = False

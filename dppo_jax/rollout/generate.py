@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.models.config import ModelConfig
-from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.records import IntScalar, PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.sampling import Sampling
@@ -32,7 +32,6 @@ def sample(
   num_slots: int,
   draft_tokens: int = 0,
   kept: Selection | None = None,
-  group_sizes: Int[Array, "N"] | None = None,
   platform: str = "",
   **sampling,
 ) -> Rollout:
@@ -51,8 +50,6 @@ def sample(
     draft_tokens: tokens that are guessed and verified in each step, see
       `drafts`; later stages guess more. 0 for none.
     kept: prompts to roll out; None for all.
-    group_sizes: completions of each prompt, at most `group_size`; rows beyond
-      have length 0. None for `group_size`.
     platform: cpu, gpu or tpu; determines the number of compiled stages. Empty
       for the devices that hold the weights, which are unknown under `jax.jit`.
     sampling: the fields of `Sampling`.
@@ -68,7 +65,6 @@ def sample(
     prompts,
     as_step_rng(rng),
     kept,
-    group_sizes,
     model_config=model_config,
     sampling=Sampling(**sampling),
     group_size=group_size,
@@ -91,7 +87,6 @@ def roll_out(
   prompts: PromptBatch,
   rng: StepRng,
   kept: Selection,
-  group_sizes: Int[Array, "N"] | None = None,
   *,
   model_config: ModelConfig,
   sampling: Sampling,
@@ -113,10 +108,8 @@ def roll_out(
     draft_tokens,
   )
   keep = kept.keep
-  if group_sizes is None:
-    group_sizes = jnp.full(keep.shape, group_size, jnp.int32)
   if num_shards == 1:
-    output, steps = run(params, prompts, keep, group_sizes, rng.key)
+    output, steps = run(params, prompts, keep, rng.key)
   else:
     place = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
@@ -124,12 +117,12 @@ def roll_out(
     by_weight = parameters.inference_specs(model_config)
     run = jax.shard_map(
       run,
-      in_specs=(by_weight, by_prompt, by_prompt, by_prompt, jax.P()),
+      in_specs=(by_weight, by_prompt, by_prompt, jax.P()),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
     )
-    in_order = jax.tree.map(lambda x: x[order], (prompts, keep, group_sizes))
+    in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
     output, steps = run(params, *in_order, rng.key)
   by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
   output = jax.tree.map(by_group, output)
@@ -165,15 +158,16 @@ def _roll_out_shard(
   *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1 2"]]:
   """Returns one shard's completions, and steps of all and of busy slots."""
-  params, prompts, keep, group_sizes, key = arrays
+  params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
   slot_sizes, prompt_sizes = kv_cache.slot_and_prompt_sizes(
     model_config, prompts.tokens.shape[1], sampling.max_tokens
   )
   num_kept = keep.sum(dtype=jnp.int32)
-  sizes = jnp.where(keep, group_sizes, 0)[order]
-  waiting = _in_turn(sizes, group_size, by_member=draft_tokens > 0)
+  waiting = _in_turn(
+    num_kept, len(order), group_size, by_member=draft_tokens > 0
+  )
   prompt_cache = _prefill(
     params, model_config, prompts, order, num_kept, prompt_sizes
   )
@@ -184,7 +178,7 @@ def _roll_out_shard(
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
   lockstep = parameters.gathers_layers(model_config)
   state = decode.init_decode_state(
-    model_config, uniform, sizes.sum(), schedule[0], slot_sizes
+    model_config, uniform, num_kept * group_size, schedule[0], slot_sizes
   )
   state = decode.refill(state, queue)
   # The first stage ends when the next one has a slot for every unfinished
@@ -205,21 +199,21 @@ def _roll_out_shard(
 
 
 def _in_turn(
-  sizes: Int[Array, "Q"], group_size: int, by_member: bool
+  num_kept: IntScalar, num_prompts: int, group_size: int, by_member: bool
 ) -> Int[Array, "QG"]:
-  """Returns the completions to sample in their order, then all others.
+  """Returns the completions of kept prompts in their order, then all others.
 
   Args:
     by_member: all prompts have one completion before any has two, so that
       drafts come from completions that have ended.
   """
-  place = jnp.arange(len(sizes), dtype=jnp.int32)[:, None]
-  member = jnp.arange(group_size, dtype=jnp.int32)
-  turn = (
-    member * len(sizes) + place if by_member else place * group_size + member
-  )
-  turn = jnp.where(member < sizes[:, None], turn, len(sizes) * group_size)
-  return jnp.argsort(turn.reshape(-1)).astype(jnp.int32)
+  num = num_prompts * group_size
+  completion = jnp.arange(num, dtype=jnp.int32)
+  if not by_member:  # kept prompts come first
+    return completion
+  place, member = completion // group_size, completion % group_size
+  turn = jnp.where(place < num_kept, member * num_prompts + place, num)
+  return jnp.argsort(turn).astype(jnp.int32)
 
 
 def _prefill(

@@ -242,18 +242,32 @@ class Checkpoints:
       )
 
   def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
-    """Describes what is wrong with the files of `step`; "" if nothing is."""
-    find = self._once_per_copy(checksums.find_corruption)
+    """Describes what is wrong with the files of `step`; "" if nothing is.
+
+    A damaged local copy of what is in a bucket is replaced first.
+    """
     for item in items:
       if (step, item) not in self._intact:
-        folder = self._folder / str(step) / item
-        with distributed.sharing_errors():
-          bucket.complete(folder)
-        seen = distributed.gather(find(folder, self._label["run"], step))
-        if corruption := next(filter(None, seen), ""):
+        if self._has_copy:
+          self._fetch(step, item)
+        corruption = self._find_corruption(step, item)
+        if corruption and bucket.url(self._workdir):
+          self._fetch(step, item, is_damaged=True)
+          corruption = self._find_corruption(step, item)
+        if corruption:
           return f"{item}: {corruption}"
         self._intact.add((step, item))
     return ""
+
+  def _fetch(self, step: int, item: str, *, is_damaged: bool = False) -> None:
+    with distributed.sharing_errors():
+      bucket.complete(self._folder / str(step) / item, is_damaged=is_damaged)
+
+  def _find_corruption(self, step: int, item: str) -> str:
+    """Returns what one process finds, or the first of several copies."""
+    find = self._once_per_copy(checksums.find_corruption)
+    seen = find(self._folder / str(step) / item, self._label["run"], step)
+    return next(filter(None, distributed.gather(seen)), "")
 
   def _once_per_copy(self, function: Callable[..., str]) -> Callable[..., str]:
     """Makes one process call `function`, or all, if each has a copy."""

@@ -18,7 +18,6 @@ from dppo_jax.step.spec import StepSpec
 _AXES = {
   "prompts": ("batch",),
   "kept": ("batch",),
-  "group_sizes": ("batch",),
   "rollout": ("batch",),
   "rewards": ("batch",),
   "buffer": ("batch",),

@@ -43,19 +43,10 @@ def choose_prompts(
   limit: IntScalar,
   *,
   method: Method,
-  group_size: int,
-) -> tuple[Selection, Int[Array, "N"]]:
-  """Chooses prompts to roll out: the first `limit` that the rule keeps.
-
-  Returns:
-    The choice, and the number of completions of each prompt.
-  """
+) -> Selection:
+  """Chooses prompts to roll out: the first `limit` that the rule keeps."""
   kept = method.prompts.select(rng, history, ids)
-  kept = kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
-  group_sizes = jnp.full(ids.shape, group_size, jnp.int32)
-  if method.group_sizes:
-    group_sizes = method.group_sizes(rng, history, ids, group_size)
-  return kept, group_sizes
+  return kept.replace(keep=kept.keep & (jnp.cumsum(kept.keep) <= limit))
 
 
 def update_history(

@@ -63,8 +63,7 @@ def declare(spec: StepSpec) -> dict[str, Declaration]:
   method, config, bind = spec.method, spec.update_config, functools.partial
   stages = {
     "choose_prompts": Declaration(
-      bind(collect.choose_prompts, method=method, group_size=spec.group_size),
-      out="kept group_sizes",
+      bind(collect.choose_prompts, method=method), out="kept"
     ),
     "to_inference_params": Declaration(
       bind(parameters.to_inference_params, config=spec.sampler),

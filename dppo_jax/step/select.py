@@ -3,18 +3,13 @@
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from dppo_jax.algo import diagnostics
 from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.algo.policy_loss import Objective
-from dppo_jax.algo.weights import (
-  group_scale,
-  horvitz_thompson,
-  invalid_probs,
-  self_correction,
-)
+from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
 from dppo_jax.methods import Method
 from dppo_jax.records import (
   CompletionSummary,
@@ -96,10 +91,10 @@ def select(
     rewards = rewards + overlong_penalty(
       rollout.lengths, rollout.tokens.shape[2], overlong_tokens
     )
-  scale, sampled = token_scale(rollout, objective), rollout.lengths
+  scale, sampled = objective.token_share(rollout), rollout.lengths
   if mask_truncated:
     rollout = rollout.replace(lengths=jnp.where(rollout.is_stopped, sampled, 0))
-  advantages = make_advantages(rewards, rollout.lengths > 0, objective)
+  advantages = objective.advantage(rewards, rollout.lengths > 0)
   groups = make_groups(rollout, rewards, advantages, scale, objective, costs)
   prompts, rollout, groups, scale, sampled = _take_part(
     (prompts, rollout, groups, scale, sampled), part, num_parts
@@ -108,7 +103,7 @@ def select(
   chosen = method.completions(rng, groups)  # drops completions
   drawn = chosen.replace(keep=chosen.keep & is_drawn)
   if method.has_statistics_after:
-    advantages = make_advantages(groups.rewards, drawn.keep, objective)
+    advantages = objective.advantage(groups.rewards, drawn.keep)
 
   weights = horvitz_thompson(rollout.kept, drawn)  # 1 / probability
   is_needed = adds_gradient(rollout, advantages, objective)
@@ -159,7 +154,7 @@ def make_groups(
   objective: Objective,
   costs: StepCosts | None = None,
 ) -> Groups:
-  """Builds the input of a completion rule; `scale` is of `token_scale`."""
+  """Builds the input of a completion rule; `scale` is the token share."""
   # A prompt that was not kept may have any probability, 0 too.
   prob = jnp.where(rollout.kept.keep, rollout.kept.prob, 1.0)
   return Groups(
@@ -188,23 +183,6 @@ def _noise_terms(groups: Groups, added_variance: Scalar | None) -> NoiseTerms:
   return NoiseTerms(
     added_variance=added, sum_squares=(squares * groups.sum_sq_residual).sum()
   )
-
-
-def make_advantages(
-  rewards: Float[Array, "Q G"],
-  is_counted: Bool[Array, "Q G"],
-  objective: Objective,
-) -> Float[Array, "Q G"]:
-  """Returns the objective's advantages, corrected for the sizes of groups."""
-  advantages = objective.advantage(rewards, is_counted)
-  if objective.includes_self:
-    advantages *= self_correction(is_counted)
-  return advantages
-
-
-def token_scale(rollout: Rollout, objective: Objective) -> Float[Array, "Q G"]:
-  """Returns the factor on the tokens of each completion, before any weight."""
-  return objective.token_share(rollout) * group_scale(rollout.lengths > 0)
 
 
 def adds_gradient(

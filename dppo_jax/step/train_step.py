@@ -53,8 +53,6 @@ class TrainStep:
     grader: rewards.Grader,
     compiled: Mapping[str, jax.stages.Compiled] | None = None,
   ):
-    if spec.method.dynamic_sampling and spec.method.group_sizes:
-      raise ValueError("a Method with dynamic_sampling has no group_sizes")
     self._spec, self._problems = spec, problems
     self._tokenizer, self._grader = tokenizer, grader
     self.programs = compiled or programs.compile_programs(
@@ -93,7 +91,7 @@ class TrainStep:
       prompts = data.draw(self._problems, root_key, draw, spec.num_prompts)
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept, group_sizes = self.programs["choose_prompts"](
+      kept = self.programs["choose_prompts"](
         rng=rng, history=state.history, ids=prompts.ids, limit=limit
       )
     name, start = self._drafts.next(), time.perf_counter()
@@ -104,7 +102,6 @@ class TrainStep:
       prompts=prompts,
       rng=rng_at(root_key, draw, Stage.ROLLOUT),
       kept=kept,
-      group_sizes=group_sizes,
     )
     seconds = time.perf_counter() - start
     with self._clock("reward"):

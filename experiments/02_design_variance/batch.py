@@ -48,7 +48,7 @@ class Batch(NamedTuple):
   @property
   def groups(self) -> Groups:
     objective = self.run.spec.objective
-    scale = select.token_scale(self.rollout, objective)
+    scale = objective.token_share(self.rollout)
     return select.make_groups(
       self.rollout, self.rewards, self.advantages, scale, objective
     )

@@ -6,12 +6,11 @@ given that number they are independent draws from the pool (pool.py).
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dppo_jax import algo, methods
-from dppo_jax.rng import StepRng
+from dppo_jax.methods.neyman import pass_rates
 
 from ..common.policy import sample
 from . import errors
@@ -101,7 +100,8 @@ def moments(
   """Computes the moments of the weighted sums over groups of `sizes`.
 
   Args:
-    advantage, includes_self: as in `algo.policy_loss.Objective`.
+    advantage: as in `algo.policy_loss.Objective`.
+    includes_self: a completion's own reward is part of its baseline.
   """
   num, most = pool.rewards.shape
   blocks = products.reshape(num, most, num, most)
@@ -161,7 +161,7 @@ def _norms(mean: np.ndarray, products: np.ndarray) -> np.ndarray:
 
 
 def _history(sampled: Batch, correct, lengths, visits: int):
-  """Returns the memory of the package's rule after some equal visits."""
+  """Returns the memory of `neyman`'s prompt rule after some equal visits."""
   rule = methods.neyman_prompts(1.0)
   history = rule.init(len(sampled.run.train_set))
   seen = jnp.asarray(correct), jnp.asarray(correct), jnp.asarray(lengths)
@@ -176,19 +176,39 @@ def _sizes(sampled: Batch, pool: Pool, history, budget: float) -> np.ndarray:
   even = np.full(num, round(budget * GROUP))
   if history is None:
     return even
-  rng = StepRng(jax.random.key(0), jnp.int32(1))
+  counts = pass_rates.decayed(history, jnp.int32(1), sampled.prompts.ids, 0.5)
+  tokens = pass_rates.expected_tokens(history, sampled.prompts.ids)
+  of = lambda total: by_history(
+    *(np.asarray(x) for x in (counts.right, counts.wrong, tokens)), total
+  )
   target = _tokens(pool, even)
-
-  def of(total: int) -> np.ndarray:
-    rule = methods.group_sizes(total / (num * GROUP))
-    return np.asarray(rule(rng, history, sampled.prompts.ids, GROUP))
-
   low, high = 2 * num, GROUP * num
   while high - low > 1:  # the largest total within the tokens
     middle = (low + high) // 2
     fits = _tokens(pool, of(middle)) <= target
     low, high = (middle, high) if fits else (low, middle)
   return of(low)
+
+
+def by_history(right, wrong, tokens, total: int, prior: float = 0.2):
+  """Returns sizes from 2 to `GROUP` that add up to `total`.
+
+  If each baseline is the mean of the other rewards, the gradient of `g`
+  completions varies by `p (1 - p) / (g - 1)` for a pass rate `p`. Each prompt
+  has two completions; the others are given one by one to the prompt where one
+  more lowers the posterior mean of this variance the most, per token.
+
+  Args:
+    right, wrong: `[Q]`, completions seen of each prompt.
+    tokens: `[Q]`, expected tokens of a completion.
+    prior: number of right completions in the Beta prior, and of wrong ones.
+  """
+  right, wrong = right + prior, wrong + prior
+  spread = right * wrong / ((right + wrong) * (right + wrong + 1)) / tokens
+  number = np.arange(3, GROUP + 1)[:, None]
+  gain = spread / ((number - 2) * (number - 1))
+  rank = (-gain.reshape(-1)).argsort(kind="stable").argsort()
+  return 2 + (rank < total - 2 * len(right)).reshape(gain.shape).sum(axis=0)
 
 
 def _tokens(pool: Pool, sizes) -> float:

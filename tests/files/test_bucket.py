@@ -214,13 +214,41 @@ def test_kill_leaves_the_files_of_all_processes_or_none(machines, monkeypatch):
       step = _check(resumed, 0)
       assert (resumed / f"checkpoints/{step}/params/part-{step}").exists()
   assert 3 < calls < 99
-  folder = copies[0] / "checkpoints" / "2"
-  assert not (folder / "params" / "part-2").exists()
-  with _process(monkeypatch, 0):
-    bucket.complete(folder)
-  assert (folder / "params" / "part-2").exists()
+  folder = copies[0] / "checkpoints" / "2" / "params"
+  assert not (folder / "part-2").exists()
+  bucket.complete(folder)
+  assert (folder / "part-2").exists()
   for resumed in _copies(monkeypatch, url):
     assert _check(resumed, 2) == 2
+
+
+def test_damaged_copy_is_replaced_if_the_bucket_has_the_checkpoint(machines):
+  with bucket.claimed(run := _copy(machines("first"))):
+    _train(run, 0)
+    _train(run, 2)
+  _train(run, 4, keep=2)
+  for step, content in ((2, "2"), (4, "damaged")):
+    file = run / "checkpoints" / str(step) / "params" / f"data-{step}"
+    file.write_text("damaged")
+    bucket.complete(file.parent)
+    assert file.read_text() == "damaged"
+    bucket.complete(file.parent, is_damaged=True)
+    assert file.read_text() == content
+
+
+def test_steps_not_sent_are_not_lost_to_a_start_of_several_processes(
+  machines, monkeypatch
+):
+  url = machines("first")
+  with bucket.claimed(run := _copy(url)):
+    _train(run, 0)
+  assert _copies(monkeypatch, url)[0] == run
+  _train(run, 2)
+  with pytest.raises(UserError, match="checkpoint of step 2, which was not s"):
+    _copies(monkeypatch, url)
+  assert _check(_copy(url), 2) == 2
+  bucket.upload_run(run)
+  assert _check(_copies(monkeypatch, url)[1], 2) == 2
 
 
 def test_run_that_lost_its_claim_ends(machines):

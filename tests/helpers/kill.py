@@ -21,7 +21,8 @@ fills the disk, as the tests do.
   python -m tests.helpers.kill --times=10 --bucket=gs
 
 trains in a bucket of a server that it starts, `gs` or `s3`, and mostly resumes
-without the local copy, as on another machine; also with `--places`.
+without the local copy, as on another machine; a damaged checkpoint is one of a
+local copy. Also with `--places`.
 """
 
 import argparse
@@ -358,7 +359,7 @@ def kill_at_random(
       ended = {1} if count > 1 and number == signal.SIGTERM else set()
       assert statuses <= {0, -number, 130, 75, 134, *ended}, statuses
       signals += 1
-      if _buckets and chance.random() < 0.75:
+      if not damages and chance.random() < 0.75:
         _change_machine(workdir)
       damaged += damages and damage(workdir, chance)
       print(".", end="", flush=True)
@@ -379,21 +380,28 @@ def _wait(
     return
   start, step = time.time(), chance.choice([2, 4])
   while time.time() < start + 3 * seconds:
-    newest = max(checkpoint.complete_steps(workdir), default=0)
+    folders = _newest(workdir)
     with contextlib.suppress(FileNotFoundError):  # it was just set aside
-      folder = workdir / "checkpoints" / str(newest)
-      if newest >= step and folder.stat().st_mtime > start:
+      if any(
+        int(x.name) >= step and x.stat().st_mtime > start for x in folders
+      ):
         break
     time.sleep(0.02)
   time.sleep(chance.uniform(0.0, 0.5))
 
 
+def _newest(workdir: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the latest checkpoint of a run, in each of its copies."""
+  copies = [workdir, *workdir.glob(f"dppo_jax/buckets*/*/bucket{workdir}")]
+  steps = [(x, checkpoint.complete_steps(x)) for x in copies]
+  return [x / "checkpoints" / str(many[-1]) for x, many in steps if many]
+
+
 def damage(workdir: pathlib.Path, chance: random.Random) -> bool:
-  """Damages the latest checkpoint, if there is one before it."""
-  steps = checkpoint.complete_steps(workdir)
-  if len(steps) < 2:
+  """Damages the latest checkpoint of a copy, if there is one before it."""
+  if not (folders := [x for x in _newest(workdir) if x.name != "0"]):
     return False
-  newest = workdir / "checkpoints" / str(steps[-1])
+  newest = chance.choice(folders)
   # Files that orbax writes at the end hold nothing of the state.
   last = ("_CHECKPOINT_METADATA", "commit_success.txt")
   files = sorted(
@@ -445,7 +453,7 @@ def main() -> None:
       ("ask", signal.SIGTERM, False),
       ("damage", signal.SIGKILL, True),
     ):
-      if options.only in ("", name) and not (damages and _buckets):
+      if options.only in ("", name):
         kill_at_random(
           folder / name,
           undisturbed,

@@ -1,6 +1,5 @@
 """Dynamic sampling against brute force, and its mean by exact enumeration."""
 
-import dataclasses
 from fractions import Fraction
 import itertools
 import math
@@ -20,10 +19,7 @@ from dppo_jax.methods.dynamic_sampling import (
   next_size,
 )
 from dppo_jax.records import PromptBatch, Rollout, Selection
-from dppo_jax.run.setup import setup_run
 from dppo_jax.step import collect
-from dppo_jax.step.train_step import TrainStep
-from tests.helpers import commands
 
 # What may happen to a candidate: its chance, whether it was kept and with what
 # probability, whether its group has variance, and its term of the gradient.
@@ -260,8 +256,8 @@ def test_limit_keeps_the_first():
   @jax.jit
   def limited(size):
     choose = lambda x: collect.choose_prompts(
-      None, x, keep[0], size, method=method, group_size=4
-    )[0]
+      None, x, keep[0], size, method=method
+    )
     return jax.vmap(choose)(keep)
 
   for size in range(6):
@@ -271,11 +267,3 @@ def test_limit_keeps_the_first():
       np.testing.assert_array_equal(np.flatnonzero(after), first)
     assert (buffer.prob == 0.5).all()
   assert limited._cache_size() == 1
-
-
-def test_dynamic_sampling_needs_full_groups():
-  run = setup_run(commands.config("arithmetic:greso"))
-  method = run.spec.method._replace(group_sizes=methods.group_sizes(0.5))
-  spec = dataclasses.replace(run.spec, method=method)
-  with pytest.raises(ValueError, match="dynamic_sampling has no group_sizes"):
-    TrainStep(spec, run.train_set, run.tokenizer, None)

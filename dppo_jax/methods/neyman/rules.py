@@ -1,10 +1,8 @@
 """Neyman allocation: unbiased pruning with minimum-variance probabilities."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dppo_jax.algo import designs
 from dppo_jax.algo.validation import (
@@ -32,7 +30,6 @@ def neyman(
   prompt_budget: float = 1.0,
   completion_budget: float | str = "auto",
   token_budget: float = 1.0,
-  rollout_budget: float | str = "all",
   min_prob: float = 0.05,
   update_cost: float = 0.0,
 ) -> method.Method:
@@ -47,8 +44,6 @@ def neyman(
     completion_budget: fraction of the completions trained on, as in
       `neyman_completions`; "auto" for an `AutoBudget`.
     token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
-    rollout_budget: "all", or the fraction of the completions sampled, as in
-      `group_sizes`.
     min_prob: least probability of a completion or token, in [0, 1].
     update_cost: as in `AutoBudget`. With measured times no two runs are
       bit-identical.
@@ -58,15 +53,8 @@ def neyman(
   Deviates:
     1. A prompt's size assumes advantages divided by their standard deviation,
        under any objective.
-    2. With groups of several sizes the gradient is exact for `rloo` and
-       `dr_grpo`. For `grpo` the deviation of rewards, and with it the weight of
-       a prompt, depends on the size of its group.
   """
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
-  samples_all = rollout_budget == "all"
-  if not samples_all:
-    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "all"')
-    check(limit, rollout_budget=rollout_budget)
   check(FINITE, update_cost=update_cost)
   if completion_budget == "auto":
     budget: float | AutoBudget = AutoBudget(update_cost=update_cost)
@@ -77,12 +65,6 @@ def neyman(
   rules = grpo()._replace(completions=neyman_completions(budget, min_prob))
   if prompt_budget < 1:
     rules = rules._replace(prompts=neyman_prompts(prompt_budget))
-  if not samples_all:
-    # The prompt rule provides the memory; at a budget of 1 it keeps all.
-    rules = rules._replace(
-      prompts=neyman_prompts(prompt_budget),
-      group_sizes=group_sizes(float(rollout_budget)),
-    )
   if token_budget < 1:
     rules = rules._replace(tokens=neyman_tokens(token_budget, min_prob))
   if isinstance(budget, AutoBudget):
@@ -147,45 +129,6 @@ def neyman_prompts(
     return pass_rates.update(history, step, ids, correct, lengths, forgetting)
 
   return method.PromptRule(pass_rates.init, select, observe)
-
-
-def group_sizes(
-  budget: float, forgetting: float = 0.5, prior: float = 0.2
-) -> Callable[..., Int[Array, "N"]]:
-  """Returns a rule that samples more completions where rewards vary more.
-
-  If each baseline is the mean of the other rewards, the gradient of `g`
-  completions varies by `p (1 - p) / (g - 1)` for a pass rate `p`, up to a
-  factor. Each prompt has two completions. The others are given one by one to
-  the prompt where one more lowers the posterior mean of this variance the most,
-  per expected token. The rule sees no reward of this step, so that the gradient
-  is exact, see `algo.group_scale`.
-
-  Args:
-    budget: fraction of `N G` completions to sample, in (0, 1]; at least two of
-      each prompt.
-    forgetting, prior: as in `neyman_prompts`, whose memory it reads.
-  Source: ours; VIP, arXiv:2602.01601, allocates by predicted variance under
-    advantages divided by their deviation.
-  """
-  check(FRACTION, budget=budget, forgetting=forgetting)
-  check(POSITIVE, prior=prior)
-
-  def rule(rng, history, ids, group_size):
-    counts = pass_rates.decayed(history, rng.step, ids, forgetting)
-    right, wrong = counts.right + prior, counts.wrong + prior
-    count = right + wrong
-    spread = right * wrong / (count * (count + 1))
-    spread = spread / pass_rates.expected_tokens(history, ids)
-    # 1 / (g - 2) - 1 / (g - 1) for the completion number g
-    number = jnp.arange(3.0, group_size + 1)[:, None]
-    gain = spread / ((number - 2) * (number - 1))
-    total = round(budget * len(ids) * group_size)
-    rank = jnp.argsort(jnp.argsort(-gain.reshape(-1), stable=True))
-    is_sampled = (rank < total - 2 * len(ids)).reshape(gain.shape)
-    return 2 + is_sampled.sum(axis=0, dtype=jnp.int32)
-
-  return rule
 
 
 def gradient_size(groups: Groups) -> Float[Array, "Q G"]:

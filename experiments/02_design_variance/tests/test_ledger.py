@@ -69,6 +69,20 @@ def test_moments_of_group_sizes_are_those_over_all_groups(objective):
     np.testing.assert_allclose(actual.trained[q], trained)
 
 
+@pytest.mark.parametrize("total", [8, 10, 12, 16])
+def test_no_other_sizes_by_history_have_less_variance(monkeypatch, total):
+  monkeypatch.setattr(group_sizes, "GROUP", 4)
+  right, wrong = np.array([3.0, 4.0, 0.0, 1.0]), np.array([3.0, 0.0, 0.0, 9.0])
+  sizes = group_sizes.by_history(right, wrong, np.full(4, 5.0), total)
+  a, b = right + 0.2, wrong + 0.2
+  spread = a * b / ((a + b) * (a + b + 1))
+  variance = lambda sizes: (spread / (np.array(sizes) - 1)).sum()
+  options = [*itertools.product(range(2, 5), repeat=4)]
+  best = min(variance(x) for x in options if sum(x) == total)
+  assert sizes.sum() == total
+  assert variance(sizes) == pytest.approx(best, rel=1e-6)
+
+
 @pytest.mark.parametrize("is_prefix", [False, True])
 def test_the_variance_of_a_choice_of_tokens_is_that_over_all_choices(is_prefix):
   gradients = np.random.default_rng(0).normal(size=(3, 5))
