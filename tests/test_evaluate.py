@@ -1,5 +1,6 @@
 """--mode=evaluate on a run, on a checkpoint and on several sets."""
 
+import errno
 import json
 
 import jax
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 
 from dppo_jax import config as configs
-from dppo_jax import evaluate, train
+from dppo_jax import data, evaluate, main, sample, train
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
+from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, sources
 
 pytestmark = pytest.mark.slow
@@ -129,6 +131,35 @@ def test_a_step_or_a_model_of_another_run_raises(trained):
     evaluate.run(_config(model__shape__embed=32), trained)
   with pytest.raises(UserError, match=r"config.data.eval is empty"):
     evaluate.run(_config(data__eval=""), trained)
+
+
+def test_a_run_that_cannot_be_written_is_named_before_anything_is_sampled(
+  trained, monkeypatch
+):
+  def mkdir(path, *unused, **options):
+    raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+  monkeypatch.setattr("pathlib.Path.mkdir", mkdir)
+  monkeypatch.setattr(evaluate, "_evaluate_set", None)
+  argv = ["main", "--mode=evaluate", f"--workdir={trained}"]
+  monkeypatch.setattr("sys.argv", argv)
+  message = r"error: .*/evaluation/step-2.*: Read-only file system"
+  with pytest.raises(SystemExit, match=message):
+    main.run()
+
+
+def test_every_mode_names_an_end_of_turns_that_does_not_stop(
+  trained, monkeypatch, capsys
+):
+  warning = "a turn ends in 7"
+  tokenizer = data.CharacterTokenizer
+  monkeypatch.setattr(tokenizer, "stop_warning", warning)
+  assert warning in setup_run(_config()).description().splitlines()
+  assert warning not in setup_run(_config(rollout__stop_ids=(7,))).description()
+  evaluate.run(_config(eval__samples=0, data__eval_limit=2), trained)
+  assert capsys.readouterr().out.count(warning) == 1
+  sample.run(_config(eval__samples=0), trained, prompt="1+1=")
+  assert capsys.readouterr().out.count(warning) == 1
 
 
 def test_training_logs_every_set_and_several_samples(tmp_path, sets):
