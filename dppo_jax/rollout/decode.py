@@ -57,7 +57,7 @@ class Queue(NamedTuple):
   order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
   waiting: Int[Array, "QG"]  # completions as place * G + member, in this order
   cache: kv_cache.KVCache  # holds the prompts, in this order
-  group_size: int  # G, of the largest group
+  group_size: int  # G
   shares_prompts: bool  # slots read this cache, and copy nothing
 
   def place(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
@@ -217,7 +217,7 @@ def decode_step(
   Each slot gets one token, and one more for each of its `num_drafts` drafts in
   turn that equals the token before; see `drafts`.
   """
-  slots, num_items = state.slots, len(state.uniform)
+  slots = state.slots
   tokens = slots.token[:, None]
   if num_drafts:
     tokens = jnp.concatenate([tokens, _drafts(state, queue, num_drafts)], 1)
@@ -233,46 +233,10 @@ def decode_step(
   # take fewer steps, so that no collective may wait for them.
   logits = transformer.logits(params, model_config, hidden)
   logits = sharding.constrain(logits, "batch", None, None)
-  ahead = jnp.arange(1 + num_drafts, dtype=jnp.int32)
-  count = slots.count[:, None] + ahead
-  token, logprob = (
-    x.reshape(tokens.shape)
-    for x in sample_token(
-      logits.reshape(tokens.size, -1),
-      state.uniform[slots.item[:, None], count].reshape(-1),
-      sampling.temperature,
-      sampling.top_k,
-      sampling.top_p,
-    )
-  )
-  stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-  is_end = (token[..., None] == stop_ids).any(-1)
-  is_end |= count + 1 == sampling.max_tokens
-  # A token is valid if all before it equal their drafts and none is the last.
-  goes_on = (token[:, :-1] == tokens[:, 1:]) & ~is_end[:, :-1]
-  num_new = 1 + jnp.cumprod(goes_on, 1).sum(1, dtype=jnp.int32)
-  is_new = ahead < num_new[:, None]
-  is_live = slots.item < num_items
-  is_done = is_live & (is_end & is_new).any(1)
-  bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
-  at = slots.item[:, None], jnp.where(is_new, count, sampling.max_tokens)
-  new = jnp.stack([token, bits], axis=-1)
-  counted = jnp.stack([jnp.ones_like(is_live), is_live], 1)
-  advance = lambda x: jnp.where(is_live & ~is_done, x + num_new, 0)
-  return state._replace(
-    output=state.output.at[at].set(new, mode="drop"),
-    slots=Slots(
-      item=jnp.where(is_done, num_items, slots.item),
-      token=jnp.take_along_axis(token, num_new[:, None] - 1, 1)[:, 0],
-      # Idle slots sit at position 0 so that they do not widen KV reads.
-      position=advance(slots.position),
-      count=advance(slots.count),
-      row=slots.row,
-      cache_slot=slots.cache_slot,
-      cache=cache,
-    ),
-    steps=state.steps + counted.sum(0, dtype=jnp.int32),
-  )
+  token, logprob = _sample(state, logits, sampling)
+  num_new, is_done = _accept(state, tokens, token, sampling)
+  state = _write(state, token, logprob, num_new)
+  return _advance(state, token, num_new, is_done, cache)
 
 
 def _drafts(
@@ -290,6 +254,92 @@ def _drafts(
     slots.item % queue.group_size,
     slots.count,
     num,
+  )
+
+
+def _sample(
+  state: DecodeState, logits: Float[Array, "B K V"], sampling: Sampling
+) -> tuple[Int[Array, "B K"], Float[Array, "B K"]]:
+  """Samples the token after each of `K` tokens, and its log-probability."""
+  shape = logits.shape[:2]
+  uniform = state.uniform[state.slots.item[:, None], _places(state, shape[1])]
+  token, logprob = sample_token(
+    logits.reshape(uniform.size, -1),
+    uniform.reshape(-1),
+    sampling.temperature,
+    sampling.top_k,
+    sampling.top_p,
+  )
+  return token.reshape(shape), logprob.reshape(shape)
+
+
+def _places(state: DecodeState, num: int) -> Int[Array, "B {num}"]:
+  """Returns the places of each slot's next tokens in its completion."""
+  return state.slots.count[:, None] + jnp.arange(num, dtype=jnp.int32)
+
+
+def _accept(
+  state: DecodeState,
+  tokens: Int[Array, "B K"],
+  token: Int[Array, "B K"],
+  sampling: Sampling,
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+  """Returns how many sampled tokens each slot keeps, and which slots end.
+
+  A token is kept if all before it equal their drafts and none is the last.
+
+  Args:
+    tokens: read in this step, the newest one and drafts of what follows.
+    token: sampled after each of them.
+  """
+  stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
+  is_end = (token[..., None] == stop_ids).any(-1)
+  is_end |= _places(state, token.shape[1]) + 1 == sampling.max_tokens
+  goes_on = (token[:, :-1] == tokens[:, 1:]) & ~is_end[:, :-1]
+  num_new = 1 + jnp.cumprod(goes_on, 1).sum(1, dtype=jnp.int32)
+  is_new = jnp.arange(token.shape[1], dtype=jnp.int32) < num_new[:, None]
+  is_live = state.slots.item < len(state.uniform)
+  return num_new, is_live & (is_end & is_new).any(1)
+
+
+def _write(
+  state: DecodeState,
+  token: Int[Array, "B K"],
+  logprob: Float[Array, "B K"],
+  num_new: Int[Array, "B"],
+) -> DecodeState:
+  """Appends the first `num_new` tokens of each slot to its completion."""
+  num, max_tokens = token.shape[1], state.output.shape[1]
+  is_new = jnp.arange(num, dtype=jnp.int32) < num_new[:, None]
+  place = jnp.where(is_new, _places(state, num), max_tokens)
+  bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+  new = jnp.stack([token, bits], axis=-1)
+  at = state.slots.item[:, None], place
+  return state._replace(output=state.output.at[at].set(new, mode="drop"))
+
+
+def _advance(
+  state: DecodeState,
+  token: Int[Array, "B K"],
+  num_new: Int[Array, "B"],
+  is_done: Bool[Array, "B"],
+  cache: kv_cache.KVCache,
+) -> DecodeState:
+  """Moves slots behind their newest token; those that are done become idle."""
+  slots, num_items = state.slots, len(state.uniform)
+  is_live = slots.item < num_items
+  # Idle slots sit at position 0 so that they do not widen KV reads.
+  move = lambda x: jnp.where(is_live & ~is_done, x + num_new, 0)
+  counted = jnp.stack([jnp.ones_like(is_live), is_live], 1)
+  return state._replace(
+    slots=slots._replace(
+      item=jnp.where(is_done, num_items, slots.item),
+      token=jnp.take_along_axis(token, num_new[:, None] - 1, 1)[:, 0],
+      position=move(slots.position),
+      count=move(slots.count),
+      cache=cache,
+    ),
+    steps=state.steps + counted.sum(0, dtype=jnp.int32),
   )
 
 

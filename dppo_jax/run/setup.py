@@ -1,5 +1,6 @@
 """A run before its first step: the validated state that its stages share."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -176,35 +177,14 @@ def make_run(
 
   For the arguments see `Run`.
   """
-  c = config
+  c, method = config, configs.make_method(config)
   problems = [x for x in (train_set, *eval_sets.values()) if x]
-  widths = [x.tokens.shape[1] for x in problems]
-  longest = max(widths, default=c.data.max_prompt_tokens)
-  longest += c.rollout.max_tokens
-  if c.sft.steps:
-    longest = max(longest, c.pack.row_length)
-  model = drop_idle_window(model, longest)
-  backend = attention.choose_backend(
-    c.model.attention,
-    platform,
-    c.pack.row_length,
-    c.rollout.group_size,
-    model.head_dim,
-    has_window=bool(model.local and model.local.window),
-    dtype=model.dtype,
-  )
-  model = dataclasses.replace(model, attention=backend)
-  model = with_lora(model, c.lora)
+  model = _fit(model, c, platform, problems)
+  stop_ids = _stop_ids(c, tokenizer)
   preflight.check_weights(mesh, model)
-  default = tokenizer.stop_ids if tokenizer else (0,)
-  stop_ids = tuple(c.rollout.stop_ids) or default
-  if tokenizer:  # a stop string of one token ends decoding too
-    encoded = map(tokenizer.encode, c.rollout.stop_strings)
-    stop_ids += tuple(ids[0] for ids in encoded if len(ids) == 1)
   preflight.check_ids(c, model, stop_ids, [train_set, *eval_sets.values()])
   if train_set:
     preflight.check_lengths(c, train_set.tokens.shape[1])
-  method = configs.make_method(c)
   spec = StepSpec(
     mesh=mesh,
     platform=platform,
@@ -241,6 +221,44 @@ def make_run(
     mini_batches=c.objective.mini_batches,
   )
   return Run(c, spec, tokenizer, train_set, eval_sets, path)
+
+
+def _fit(
+  model: ModelConfig,
+  config: configs.Config,
+  platform: str,
+  problems: Sequence[data.ProblemSet],
+) -> ModelConfig:
+  """Returns the model with adapters, and attention that suits its sequences."""
+  c = config
+  widths = [x.tokens.shape[1] for x in problems]
+  longest = max(widths, default=c.data.max_prompt_tokens)
+  longest += c.rollout.max_tokens
+  if c.sft.steps:
+    longest = max(longest, c.pack.row_length)
+  model = drop_idle_window(model, longest)
+  backend = attention.choose_backend(
+    c.model.attention,
+    platform,
+    c.pack.row_length,
+    c.rollout.group_size,
+    model.head_dim,
+    has_window=bool(model.local and model.local.window),
+    dtype=model.dtype,
+  )
+  return with_lora(dataclasses.replace(model, attention=backend), c.lora)
+
+
+def _stop_ids(
+  config: configs.Config, tokenizer: data.Tokenizer | None
+) -> tuple[int, ...]:
+  """Returns the ids that end decoding, stop strings of one token included."""
+  default = tokenizer.stop_ids if tokenizer else (0,)
+  stop_ids = tuple(config.rollout.stop_ids) or default
+  if tokenizer:
+    encoded = map(tokenizer.encode, config.rollout.stop_strings)
+    stop_ids += tuple(ids[0] for ids in encoded if len(ids) == 1)
+  return stop_ids
 
 
 def _optimizer(config: configs.Config) -> Optimizer:
