@@ -20,6 +20,7 @@ HERE = pathlib.Path(__file__).parent
 MARKS = (0.5, 0.6, 0.7, 0.8)
 WINDOW = 4  # steps, 256 completions, whose mean accuracy is compared
 MAIN = ("grpo", "dppo", "neyman")
+PEERS = ("trl", "tunix")
 
 
 def smooth(row: dict) -> np.ndarray:
@@ -105,26 +106,26 @@ def method_table(rows: Sequence[dict]) -> str:
   return tables.markdown(head, lines)
 
 
-def trl_table(rows: Sequence[dict]) -> str:
-  """Returns TRL's run and ours on the same prompts, over its steps."""
+def peer_table(rows: Sequence[dict]) -> str:
+  """Returns the runs of other systems and ours on the same prompts."""
   head = ["system", "CPU seconds of a step", "tokens generated"]
   head += ["CPU ms per generated token", "accuracy of the last 4 steps"]
+  theirs = [row for row in rows if row["method"] in PEERS]
+  steps = min((len(row["seconds"]) for row in theirs), default=0)
+  seeds = {row["seed"] for row in theirs}
   lines = []
-  for theirs in (row for row in rows if row["method"] == "trl"):
-    steps = len(theirs["seconds"])
-    same = [row for row in of_methods(rows) if row["seed"] == theirs["seed"]]
-    for row in (*same, theirs):
-      seconds = sum(row["cpu_seconds"][:steps])
-      tokens = sum(row["generated"][:steps])
-      lines.append(
-        [
-          row["method"],
-          f"{seconds / steps:.1f}",
-          f"{tokens:,.0f}",
-          f"{1000 * seconds / tokens:.1f}",
-          f"{smooth(row)[steps - 1]:.2f}",
-        ]
-      )
+  for row in (*(x for x in of_methods(rows) if x["seed"] in seeds), *theirs):
+    seconds = sum(row["cpu_seconds"][:steps])
+    tokens = sum(row["generated"][:steps])
+    lines.append(
+      [
+        row["method"],
+        f"{seconds / steps:.1f}",
+        f"{tokens:,.0f}",
+        f"{1000 * seconds / tokens:.1f}",
+        f"{smooth(row)[steps - 1]:.2f}",
+      ]
+    )
   return tables.markdown(head, lines)
 
 
@@ -139,9 +140,10 @@ def draw(rows: Sequence[dict]) -> figures.Figure:
       axis.plot(
         np.cumsum(row["cpu_seconds"]), smooth(row), f"C{number}", label=label
       )
-  for row in (x for x in rows if x["method"] == "trl"):
-    seconds = np.cumsum(row["cpu_seconds"])
-    axis.plot(seconds, smooth(row), "k--", label="TRL (grpo)")
+  styles = {"trl": ("k--", "TRL (grpo)"), "tunix": ("k:", "tunix (grpo)")}
+  for row in (x for x in rows if x["method"] in PEERS):
+    line, label = styles[row["method"]]
+    axis.plot(np.cumsum(row["cpu_seconds"]), smooth(row), line, label=label)
   axis.set(
     xlabel="CPU seconds of training steps on one core",
     ylabel=f"sampled accuracy, mean of {WINDOW} steps",
@@ -154,11 +156,11 @@ def draw(rows: Sequence[dict]) -> figures.Figure:
 def write(rows: Sequence[dict]) -> None:
   """Writes table.csv and figure.png."""
   compared = of_methods(rows)
-  theirs = [row for row in rows if row["method"] == "trl"]
+  theirs = [row for row in rows if row["method"] in PEERS]
   page = [
     method_table(compared),
-    trl_table(rows),
-    run_table([row for row in rows if row["method"] != "trl"]),
+    peer_table(rows),
+    run_table([row for row in rows if row["method"] not in PEERS]),
   ]
   (HERE / "table.csv").write_text(results.to_csv("\n\n".join(page)))
   style.save(draw([*compared, *theirs]), HERE / "figure.png")

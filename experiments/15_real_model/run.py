@@ -3,13 +3,14 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
   python -m experiments.15_real_model.run --stage=tune --core=0
   python -m experiments.15_real_model.run --stage=methods --core=0
   python -m experiments.15_real_model.run --stage=trl --python=VENV/bin/python
+  python -m experiments.15_real_model.run --stage=tunix --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=report
 
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
-learning rates, `methods` every method with the best of them, `trl` the best one
-in TRL, installed in another environment. A run that ended is not repeated, and
-results.jsonl gets a line when one ends.
+learning rates, `methods` every method with the best of them, `trl` and `tunix`
+the best one in these systems, installed in environments of their own. A run
+that ended is not repeated, and results.jsonl gets a line when one ends.
 """
 
 import argparse
@@ -67,9 +68,16 @@ METHODS = (
     BEST._replace(method=method) for method in ("cppo", "greso", "pods", "d3s")
   ),
 )
-TRL_MICRO = 16  # completions of a micro-batch
-TRL = BEST._replace(method="trl", steps=16)
-STAGES = {"tune": TUNE, "methods": METHODS, "trl": (TRL,), "report": ()}
+PEERS = {
+  name: BEST._replace(method=name, steps=16) for name in ("trl", "tunix")
+}
+PEER_MICRO = 16  # completions of a micro-batch
+STAGES = {
+  "tune": TUNE,
+  "methods": METHODS,
+  **{name: (cell,) for name, cell in PEERS.items()},
+  "report": (),
+}
 
 
 def flags(cell: Cell, model: pathlib.Path) -> list[str]:
@@ -159,18 +167,18 @@ def write_work(cell: Cell, path: pathlib.Path) -> None:
   path.write_text(json.dumps(work))
 
 
-def train_with_trl(
+def train_with_peer(
   cell: Cell, root: pathlib.Path, core: int, python: str
 ) -> None:
-  """Trains by TRL, and adds a line to results.jsonl."""
+  """Trains by another system, and adds a line to results.jsonl."""
   work, out = root / f"{cell.name}.work.json", root / f"{cell.name}.json"
   if not out.exists():
     write_work(cell._replace(method="grpo"), work)
-    command = [python, "-m", "experiments.15_real_model.with_trl"]
+    command = [python, "-m", f"experiments.15_real_model.with_{cell.method}"]
     command += [f"--model={fetch.fetch('smollm2')}", f"--prompts={work}"]
     command += [f"--out={out}", f"--rate={cell.rate}", f"--seed={cell.seed}"]
     log = root / f"{cell.name}.log"
-    processes.execute([*command, f"--micro={TRL_MICRO}"], {core}, log)
+    processes.execute([*command, f"--micro={PEER_MICRO}"], {core}, log)
   row = {**cell._asdict(), **json.loads(out.read_text()), **results.facts()}
   with RESULTS.open("a") as file:
     file.write(json.dumps(row) + "\n")
@@ -180,7 +188,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--stage", choices=STAGES)
   parser.add_argument("--core", type=int, default=0)
-  parser.add_argument("--python", help="of the environment that has TRL")
+  parser.add_argument("--python", help="of the environment of TRL or tunix")
   parser.add_argument(
     "--workdir", type=pathlib.Path, default=pathlib.Path("runs/real_model")
   )
@@ -197,8 +205,8 @@ def main() -> None:
     if cell in done:
       continue
     print(cell.name, flush=True)
-    if cell.method == "trl":
-      train_with_trl(cell, root, args.core, args.python)
+    if cell.method in PEERS:
+      train_with_peer(cell, root, args.core, args.python)
     else:
       train(cell, root, args.core)
 
