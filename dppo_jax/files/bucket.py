@@ -87,19 +87,24 @@ def local(
   folder = f"buckets-{number}" if number else "buckets"
   copy = _cache() / folder / place.rstrip("/").replace("://", "/")
   place = url(copy)
-  copy.parent.mkdir(parents=True, exist_ok=True)
-  # Processes of a machine share the copy.
-  with copy.with_name(f"{copy.name}.lock").open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with storage.explaining_errors(place):
-      bucket = storage.Bucket(place)
-      try:
-        stored = _download(bucket, copy, names, is_workdir)
-      except FileNotFoundError:  # it was deleted meanwhile
-        stored = _download(bucket, copy, names, is_workdir)
+  with _locked(copy), storage.explaining_errors(place):
+    bucket = storage.Bucket(place)
+    try:
+      stored = _download(bucket, copy, names, is_workdir)
+    except FileNotFoundError:  # it was deleted meanwhile
+      stored = _download(bucket, copy, names, is_workdir)
   if option and not stored:
     raise UserError(f"{option}: there is nothing at {place}")
   return str(copy)
+
+
+@contextlib.contextmanager
+def _locked(copy: pathlib.Path) -> Iterator[None]:
+  """Waits for other processes of a machine that change the same copy."""
+  copy.parent.mkdir(parents=True, exist_ok=True)
+  with copy.with_name(f"{copy.name}.lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def _download(
@@ -261,12 +266,13 @@ def complete(folder: pathlib.Path, *, is_damaged: bool = False) -> None:
   Does nothing for a path that is in no copy.
 
   Args:
+    folder: RUN/checkpoints/STEP/PART.
     is_damaged: fetches all files of the part, if the bucket has the checkpoint.
   """
-  place, step = url(folder), folder.parent
+  place, step, run = url(folder), folder.parent, folder.parents[2]
   if not place:
     return
-  with storage.explaining_errors(place):
+  with _locked(run), storage.explaining_errors(place):
     bucket = storage.Bucket(url(step))
     stored = bucket.files()
     if is_damaged and _MARKER_NAME in stored:
