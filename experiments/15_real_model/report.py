@@ -38,11 +38,14 @@ def seconds_to(row: dict, mark: float) -> float | None:
   )
 
 
+def cell_of(row: dict) -> run.Cell:
+  return run.Cell(*(row[x] for x in run.Cell._fields))
+
+
 def of_methods(rows: Sequence[dict]) -> list[dict]:
   """Returns the runs that compare methods."""
   names = {cell.name for cell in run.METHODS}
-  cell = lambda row: run.Cell(*(row[x] for x in run.Cell._fields))
-  return [row for row in rows if cell(row).name in names]
+  return [row for row in rows if cell_of(row).name in names]
 
 
 def run_table(rows: Sequence[dict]) -> str:
@@ -106,6 +109,30 @@ def method_table(rows: Sequence[dict]) -> str:
   return tables.markdown(head, lines)
 
 
+def epoch_table(rows: Sequence[dict]) -> str:
+  """Returns runs of several epochs, a line for each epoch."""
+  head = ["method", "epoch", "seconds of a step", "rollout", "update"]
+  head += ["tokens generated", "trained", "accuracy", "held out at the end"]
+  names, lines = {cell.name for cell in run.EPOCHS}, []
+  for row in (row for row in rows if cell_of(row).name in names):
+    for start in range(0, len(row["seconds"]), run.EPOCH):
+      part = slice(start, start + run.EPOCH)
+      lines.append(
+        [
+          row["method"],
+          1 + start // run.EPOCH,
+          f"{np.mean(row['cpu_seconds'][part]):.1f}",
+          f"{np.mean(row['rollout'][part]):.1f}",
+          f"{np.mean(row['update'][part]):.1f}",
+          f"{sum(row['generated'][part]):,.0f}",
+          f"{sum(row['trained'][part]):,.0f}",
+          f"{np.mean(row['accuracy'][part]):.3f}",
+          f"{row['held_out'][-1]:.2f}",
+        ]
+      )
+  return tables.markdown(head, lines)
+
+
 def peer_table(rows: Sequence[dict]) -> str:
   """Returns the runs of other systems and ours on the same prompts."""
   head = ["system", "CPU seconds of a step", "tokens generated"]
@@ -159,6 +186,7 @@ def write(rows: Sequence[dict]) -> None:
   theirs = [row for row in rows if row["method"] in PEERS]
   page = [
     method_table(compared),
+    epoch_table(rows),
     peer_table(rows),
     run_table([row for row in rows if row["method"] not in PEERS]),
   ]

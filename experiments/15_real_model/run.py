@@ -2,14 +2,15 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 
   python -m experiments.15_real_model.run --stage=tune --core=0
   python -m experiments.15_real_model.run --stage=methods --core=0
+  python -m experiments.15_real_model.run --stage=epochs --core=0
   python -m experiments.15_real_model.run --stage=trl --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=tunix --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=report
 
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
-learning rates, `methods` every method with the best of them, `trl` and `tunix`
-the best one in these systems, installed in environments of their own. A run
+learning rates, `methods` every method with the best of them, `epochs` three
+methods for three epochs, `trl` and `tunix` grpo in these systems, installed in environments of their own. A run
 that ended is not repeated, and results.jsonl gets a line when one ends.
 """
 
@@ -68,6 +69,11 @@ METHODS = (
     BEST._replace(method=method) for method in ("cppo", "greso", "pods", "d3s")
   ),
 )
+EPOCH = 23  # steps
+EPOCHS = tuple(
+  BEST._replace(method=method, steps=3 * EPOCH)
+  for method in ("grpo", "dppo", "neyman")
+)
 PEERS = {
   name: BEST._replace(method=name, steps=16) for name in ("trl", "tunix")
 }
@@ -75,6 +81,7 @@ PEER_MICRO = 16  # completions of a micro-batch
 STAGES = {
   "tune": TUNE,
   "methods": METHODS,
+  "epochs": EPOCHS,
   **{name: (cell,) for name, cell in PEERS.items()},
   "report": (),
 }
