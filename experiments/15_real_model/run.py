@@ -10,8 +10,9 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
 learning rates, `methods` every method with the best of them, `epochs` three
-methods for three epochs, `trl` and `tunix` grpo in these systems, installed in environments of their own. A run
-that ended is not repeated, and results.jsonl gets a line when one ends.
+methods for three epochs, `trl` and `tunix` grpo in these systems, installed in
+environments of their own. A run that ended is not repeated, and results.jsonl
+gets a line when one ends.
 """
 
 import argparse
