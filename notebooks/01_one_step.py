@@ -141,7 +141,7 @@ print("texts  ", *(problems.problems[i] for i in prompts.ids))
 
 # %%
 rng = rng_at(run.spec.root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-chosen, sizes = stages["choose_prompts"](
+chosen = stages["choose_prompts"](
   rng=rng, history=state.history, ids=prompts.ids, limit=np.int32(num_prompts)
 )
 print("keep", chosen.keep.shape, chosen.keep.astype(int))
@@ -161,11 +161,7 @@ with jax.set_mesh(run.spec.mesh):
   inference_params = stages["to_inference_params"](params=state.params)
   rng = rng_at(run.spec.root_key, draw, Stage.ROLLOUT)
   rollout = stages["roll_out"](
-    inference_params=inference_params,
-    prompts=prompts,
-    rng=rng,
-    kept=chosen,
-    group_sizes=sizes,
+    inference_params=inference_params, prompts=prompts, rng=rng, kept=chosen
   )
 print("tokens    ", rollout.tokens.shape, "[Q, G, T]")
 print("logprobs  ", rollout.logprobs.shape, "nats, of each token sampled")

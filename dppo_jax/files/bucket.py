@@ -128,11 +128,11 @@ def _download(
     and _is_claimed(bucket, copy)
     and steps[0] >= steps[1]
   )
-  if is_newer and is_shared and steps[0] > steps[1]:
+  if is_newer and is_shared and steps[0] > steps[1] and not _is_held(copy):
     raise UserError(
       f"{copy} has a checkpoint of step {steps[0]}, which was not sent to "
-      f"{bucket.url}: run the command in one process first, which sends it, "
-      "or delete the copy"
+      f"{bucket.url}: train in one process first, which sends it, or delete "
+      "the copy"
     )
   is_newer &= not is_shared
   if not is_newer and _is_held(copy):
@@ -269,11 +269,11 @@ def complete(folder: pathlib.Path, *, is_damaged: bool = False) -> None:
     folder: RUN/checkpoints/STEP/PART.
     is_damaged: fetches all files of the part, if the bucket has the checkpoint.
   """
-  place, step, run = url(folder), folder.parent, folder.parents[2]
-  if not place:
+  step, run = folder.parent, folder.parents[2]
+  if not (place := url(step)):
     return
   with _locked(run), storage.explaining_errors(place):
-    bucket = storage.Bucket(url(step))
+    bucket = storage.Bucket(place)
     stored = bucket.files()
     if is_damaged and _MARKER_NAME in stored:
       shutil.rmtree(folder, ignore_errors=True)

@@ -58,8 +58,10 @@ class Bucket:
 
   def get(self, name: str, to: pathlib.Path, stamp: Stamp) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
-    self._files.get_file(self._path(name), str(to))
-    os.utime(to, (stamp[1], stamp[1]))
+    part = to.with_name(f"{to.name}.tmp")  # no upload sends it
+    self._files.get_file(self._path(name), str(part))
+    os.utime(part, (stamp[1], stamp[1]))
+    part.replace(to)
 
   def put(self, name: str, source: pathlib.Path) -> None:
     self._files.put_file(str(source), self._path(name))

@@ -104,10 +104,8 @@ def drop_by_history(rate: float) -> method.PromptRule:
     return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
-    del step, correct
-    is_drawn = lengths > 0
-    score = jnp.abs(group_normalized(rewards, is_drawn)).sum(axis=1)
-    score /= jnp.maximum(is_drawn.sum(axis=1, dtype=jnp.float32), 1.0)
+    del step, correct, lengths
+    score = jnp.abs(group_normalized(rewards)).mean(axis=1)
     return history.at[ids].set(score, mode="drop")
 
   return method.PromptRule(init, select, observe)

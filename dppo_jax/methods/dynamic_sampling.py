@@ -137,9 +137,7 @@ def has_variance(
   rollout: Rollout, rewards: Float[Array, "N G"]
 ) -> Bool[Array, "N"]:
   """Returns True for prompts that were kept and whose rewards differ."""
-  return rollout.kept.keep & ~advantages.is_zero_variance(
-    rewards, rollout.lengths > 0
-  )
+  return rollout.kept.keep & ~advantages.is_zero_variance(rewards)
 
 
 def denominator(buffer: GroupBuffer, sampling: DynamicSampling) -> Scalar:

@@ -134,11 +134,9 @@ def drop_zero_variance_streaks(
     return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
-    is_drawn = lengths > 0
-    is_equal = is_zero_variance(rewards, is_drawn)
-    num_right = jnp.where(is_drawn, correct, 0.0).sum(axis=1)
-    num_drawn = is_drawn.sum(axis=1, dtype=jnp.float32)
-    is_easy = is_equal & (num_right > 0.5 * num_drawn)
+    del lengths
+    is_equal = is_zero_variance(rewards)
+    is_easy = is_equal & (correct.mean(axis=1) > 0.5)
     run = history.run[ids]
     is_revisited = (ids < history.run.shape[0]) & (run >= 0)
     kinds = jnp.stack([is_easy, is_equal & ~is_easy]) & is_revisited

@@ -234,8 +234,9 @@ def decode_step(
   logits = transformer.logits(params, model_config, hidden)
   logits = sharding.constrain(logits, "batch", None, None)
   token, logprob = _sample(state, logits, sampling)
-  num_new, is_done = _accept(state, tokens, token, sampling)
-  state = _write(state, token, logprob, num_new)
+  is_new, is_done = _accept(state, tokens, token, sampling)
+  state = _write(state, token, logprob, is_new)
+  num_new = is_new.sum(1, dtype=jnp.int32)
   return _advance(state, token, num_new, is_done, cache)
 
 
@@ -283,8 +284,8 @@ def _accept(
   tokens: Int[Array, "B K"],
   token: Int[Array, "B K"],
   sampling: Sampling,
-) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-  """Returns how many sampled tokens each slot keeps, and which slots end.
+) -> tuple[Bool[Array, "B K"], Bool[Array, "B"]]:
+  """Returns which sampled tokens each slot keeps, and which slots end.
 
   A token is kept if all before it equal their drafts and none is the last.
 
@@ -296,22 +297,21 @@ def _accept(
   is_end = (token[..., None] == stop_ids).any(-1)
   is_end |= _places(state, token.shape[1]) + 1 == sampling.max_tokens
   goes_on = (token[:, :-1] == tokens[:, 1:]) & ~is_end[:, :-1]
-  num_new = 1 + jnp.cumprod(goes_on, 1).sum(1, dtype=jnp.int32)
-  is_new = jnp.arange(token.shape[1], dtype=jnp.int32) < num_new[:, None]
+  is_new = jnp.pad(goes_on, ((0, 0), (1, 0)), constant_values=True)
+  is_new = jnp.cumprod(is_new, 1) > 0
   is_live = state.slots.item < len(state.uniform)
-  return num_new, is_live & (is_end & is_new).any(1)
+  return is_new, is_live & (is_end & is_new).any(1)
 
 
 def _write(
   state: DecodeState,
   token: Int[Array, "B K"],
   logprob: Float[Array, "B K"],
-  num_new: Int[Array, "B"],
+  is_new: Bool[Array, "B K"],
 ) -> DecodeState:
-  """Appends the first `num_new` tokens of each slot to its completion."""
-  num, max_tokens = token.shape[1], state.output.shape[1]
-  is_new = jnp.arange(num, dtype=jnp.int32) < num_new[:, None]
-  place = jnp.where(is_new, _places(state, num), max_tokens)
+  """Appends the new tokens of each slot to its completion."""
+  beyond = state.output.shape[1]
+  place = jnp.where(is_new, _places(state, token.shape[1]), beyond)
   bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
   new = jnp.stack([token, bits], axis=-1)
   at = state.slots.item[:, None], place

@@ -207,13 +207,12 @@ def _in_turn(
     by_member: all prompts have one completion before any has two, so that
       drafts come from completions that have ended.
   """
-  num = num_prompts * group_size
-  completion = jnp.arange(num, dtype=jnp.int32)
+  number = jnp.arange(num_prompts * group_size, dtype=jnp.int32)
   if not by_member:  # kept prompts come first
-    return completion
-  place, member = completion // group_size, completion % group_size
-  turn = jnp.where(place < num_kept, member * num_prompts + place, num)
-  return jnp.argsort(turn).astype(jnp.int32)
+    return number
+  kept = jnp.maximum(num_kept, 1)
+  by_turn = number % kept * group_size + number // kept
+  return jnp.where(number < kept * group_size, by_turn, number)
 
 
 def _prefill(

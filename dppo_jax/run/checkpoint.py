@@ -248,14 +248,15 @@ class Checkpoints:
     """
     for item in items:
       if (step, item) not in self._intact:
-        if self._has_copy:
+        if bucket.url(self._workdir):
           self._fetch(step, item)
-        corruption = self._find_corruption(step, item)
-        if corruption and bucket.url(self._workdir):
-          self._fetch(step, item, is_damaged=True)
-          corruption = self._find_corruption(step, item)
-        if corruption:
-          return f"{item}: {corruption}"
+        seen = self._find_corruption(step, item)
+        if any(seen) and bucket.url(self._workdir):
+          is_damaged = bool(seen[distributed.index()])
+          self._fetch(step, item, is_damaged=is_damaged)
+          seen = self._find_corruption(step, item)
+        if any(seen):
+          return f"{item}: {next(filter(None, seen))}"
         self._intact.add((step, item))
     return ""
 
@@ -263,11 +264,11 @@ class Checkpoints:
     with distributed.sharing_errors():
       bucket.complete(self._folder / str(step) / item, is_damaged=is_damaged)
 
-  def _find_corruption(self, step: int, item: str) -> str:
-    """Returns what one process finds, or the first of several copies."""
+  def _find_corruption(self, step: int, item: str) -> list[str]:
+    """Returns what each process finds, or all if one looks for them."""
     find = self._once_per_copy(checksums.find_corruption)
     seen = find(self._folder / str(step) / item, self._label["run"], step)
-    return next(filter(None, distributed.gather(seen)), "")
+    return distributed.gather(seen)
 
   def _once_per_copy(self, function: Callable[..., str]) -> Callable[..., str]:
     """Makes one process call `function`, or all, if each has a copy."""

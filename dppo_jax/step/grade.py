@@ -98,9 +98,8 @@ def _grade_rows(
   verifier_only: bool,
 ) -> tuple[list[dict], collections.Counter]:
   """Returns samples of the groups of some rows, and counts of outcomes."""
-  sizes = (rollout.lengths[rows] > 0).sum(axis=1)
-  place, member = np.nonzero(rollout.lengths[rows] > 0)
-  at = rows[place], member
+  size = rollout.lengths.shape[1]
+  at = np.repeat(rows, size), np.tile(np.arange(size), len(rows))
   ids = rollout.prompt_ids[at[0]]
   tokens, sampled = rollout.tokens[at], rollout.lengths[at]
   decoded = [decode(x[:n]) for x, n in zip(tokens, sampled, strict=True)]
@@ -115,7 +114,7 @@ def _grade_rows(
     completions,
     answers,
     problems.columns_at(ids),
-    group_sizes=sizes.tolist(),
+    group_sizes=[size] * len(rows),
     verifier_only=verifier_only,
   )
   earned = {name: x.tolist() for name, x in graded.values.items()}
@@ -147,8 +146,6 @@ def _summarise(
   """Arranges grades by group, and adds sums of them to `counts`."""
   shape = rollout.lengths.shape
   at = tuple(np.array([x[y] for x in samples], int) for y in ("row", "member"))
-  is_drawn = np.zeros(shape, bool)
-  is_drawn[at] = True
 
   def in_groups(name, dtype=np.float32):
     out = np.zeros(shape, dtype)
@@ -156,12 +153,12 @@ def _summarise(
     return out
 
   earned, correct = in_groups("reward"), in_groups("correct")
-  groups = [x[y] for x, y in zip(earned, is_drawn, strict=True) if y.any()]
+  groups = earned[np.unique(at[0])]
   counts.update(
     {
       "prompts": shape[0],
       "rolled_out": len(groups),
-      "zero_std": sum(int(x.max() == x.min()) for x in groups),
+      "zero_std": int((groups.max(axis=1) == groups.min(axis=1)).sum()),
       "completions": len(samples),
       "stopped": sum(sample["stopped"] for sample in samples),
       "tokens": sum(sample["tokens"] for sample in samples),
@@ -169,7 +166,7 @@ def _summarise(
       "busy_steps": int(rollout.busy_steps),
       "earned": float(earned.sum()),
       # Summed over groups; a group of one has no standard deviation.
-      "std": float(np.sum([x.std(ddof=int(len(x) > 1)) for x in groups])),
+      "std": float(groups.std(axis=1, ddof=int(shape[1] > 1)).sum()),
       "correct": float(correct.sum()),
     }
   )

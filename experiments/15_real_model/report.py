@@ -111,7 +111,7 @@ def method_table(rows: Sequence[dict]) -> str:
 
 def epoch_table(rows: Sequence[dict]) -> str:
   """Returns runs of several epochs, a line for each epoch."""
-  head = ["method", "epoch", "seconds of a step", "rollout", "update"]
+  head = ["method", "epoch", "seconds of a step", "of it rollout", "update"]
   head += ["tokens generated", "trained", "accuracy", "held out at the end"]
   names, lines = {cell.name for cell in run.EPOCHS}, []
   for row in (row for row in rows if cell_of(row).name in names):
@@ -122,8 +122,10 @@ def epoch_table(rows: Sequence[dict]) -> str:
           row["method"],
           1 + start // run.EPOCH,
           f"{np.mean(row['cpu_seconds'][part]):.1f}",
-          f"{np.mean(row['rollout'][part]):.1f}",
-          f"{np.mean(row['update'][part]):.1f}",
+          *(
+            f"{sum(row[stage][part]) / sum(row['seconds'][part]):.0%}"
+            for stage in ("rollout", "update")
+          ),
           f"{sum(row['generated'][part]):,.0f}",
           f"{sum(row['trained'][part]):,.0f}",
           f"{np.mean(row['accuracy'][part]):.3f}",

@@ -26,6 +26,7 @@ from tunix.rl.rollout import base_rollout
 from dppo_jax.rewards import functions
 
 END_OF_TURN = "<|im_end|>"
+PADDING = "<|endoftext|>"
 
 
 class Learner(grpo_learner.GRPOLearner):
@@ -74,6 +75,9 @@ def main() -> None:
   args = parser.parse_args()
   work = json.loads(args.prompts.read_text())
   tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+  # tunix masks every padding token. By default the end of a turn is one, which
+  # the chat template has in each prompt.
+  tokenizer.pad_token = PADDING
   render = lambda problem: tokenizer.apply_chat_template(
     [{"role": "user", "content": problem}],
     tokenize=False,
@@ -129,9 +133,8 @@ def main() -> None:
 
   def reward(prompts, completions, answer, **unused):
     """Grades the completions of a step by the reward of our runs."""
-    texts = [text.removesuffix(END_OF_TURN) for text in completions]
     answers = [str(x) for x in answer]
-    values = [float(x) for x in functions.last_number(texts, answers)]
+    values = [float(x) for x in functions.last_number(completions, answers)]
     learner.columns["accuracy"].append(sum(values) / len(values))
     # Left as it is, the seed gives every step the same random numbers.
     cluster.cluster_config.rollout_config.seed += 1
@@ -141,7 +144,9 @@ def main() -> None:
 
   def counted(*words, **options):
     out = generate(*words, **options)
-    learner.columns["generated"].append(sum(map(len, out.tokens)))
+    # With the stop token, which tunix cuts off.
+    num = sum(min(len(x) + 1, work["max_tokens"]) for x in out.tokens)
+    learner.columns["generated"].append(num)
     return out
 
   cluster.generate = counted

@@ -1,18 +1,20 @@
 #!/bin/bash
 # A run on several nodes of a Slurm cluster, one process a node.
 #
-#   PYTHON=$PWD/.venv/bin/python sbatch experiments/launch/slurm.sh \
-#     --config=configs/gsm8k.py --config.model.path=DIR --config.mesh.data=-1 \
-#     --config.data.train=train.jsonl --config.data.eval=test.jsonl --workdir=DIR
+#   PYTHON=$PWD/.venv/bin/python sbatch --partition=P --account=A --nodes=2 \
+#     experiments/launch/slurm.sh --config=configs/gsm8k.py \
+#     --config.model.path=MODEL --config.mesh.data=-1 --workdir=/shared/RUN \
+#     --config.data.train=train.jsonl --config.data.eval=test.jsonl
 #
 # in the directory of the clone, on a file system of all nodes, with `pip install
-# -e '.[cuda]'` in .venv. --workdir is on such a file system too, or in a bucket.
-# Nodes, GPUs, time limit and partition are also options of sbatch, where they come
-# before slurm.sh. Without the data flags, every node downloads GSM8K.
+# -e '.[cuda]'` in .venv. --workdir is on such a file system too, or in a bucket:
+# then install '.[cuda,gcs]' or '.[cuda,s3]'. Options of sbatch come before
+# slurm.sh. Without the data flags, every node downloads GSM8K.
 #
 # Ten minutes before the time limit every process gets SIGTERM, finishes its
 # step, saves and exits with 130: then the job goes back into the queue and
-# resumes. It also does after a node's failure, by --requeue.
+# resumes, at most 20 times. It also does after a node's failure, by --requeue.
+# To stop it for good: touch dppo-JOB.stop && scancel --signal=TERM JOB
 #
 # Source: the manual pages of sbatch, srun and scontrol, slurm.schedmd.com.
 #SBATCH --job-name=dppo
@@ -38,8 +40,12 @@ srun --kill-on-bad-exit=1 bash -c 'exec "${PYTHON:-python}" -m dppo_jax.main \
   --process_id="$SLURM_PROCID" "$@"' main "$@"
 code=$?
 case $code in
-  130 | 75 | 134) # stopped, or lost a process
-    scontrol requeue "$SLURM_JOB_ID"
+  # Stopped, lost a process, or a process was killed.
+  130 | 75 | 134 | 137 | 139 | 143)
+    if [ ! -e "dppo-$SLURM_JOB_ID.stop" ] &&
+      [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+      scontrol requeue "$SLURM_JOB_ID"
+    fi
     ;;
 esac
 exit "$code"

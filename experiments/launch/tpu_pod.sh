@@ -7,7 +7,8 @@
 #   ./tpu_pod.sh setup          # copies the clone to every host, installs it
 #   ./tpu_pod.sh run [NAME=VALUE] --config=configs/gsm8k.py \
 #     --config.mesh.data=-1 --workdir=gs://BUCKET/my_run
-#   ./tpu_pod.sh log            # of the first host, which alone prints
+#   ./tpu_pod.sh log [HOST]     # by default of the first, which alone prints
+#   ./tpu_pod.sh status         # of the slice, and of the run on each host
 #   ./tpu_pod.sh stop           # saves after the step; `run` again resumes
 #   ./tpu_pod.sh delete
 #
@@ -49,7 +50,8 @@ create() {
     case $now in
       ACTIVE) break ;;
       FAILED | SUSPENDED)
-        echo "the request has failed: ./tpu_pod.sh delete" >&2
+        gcloud compute tpus queued-resources describe "$NAME" --zone="$ZONE" >&2
+        echo "the request has failed: $0 delete" >&2
         exit 1
         ;;
     esac
@@ -76,7 +78,11 @@ run() {
     shift
   done
   # Detached, so that the run outlives the connection.
-  on_hosts all "cd dppo_jax &&
+  on_hosts all "if kill -0 \$(cat dppo.pid) 2> /dev/null; then
+      echo 'a run is under way: wait until its log says that it has stopped' >&2
+      exit 1
+    fi
+    cd dppo_jax &&
     (${env[*]:-} setsid nohup .venv/bin/python -m dppo_jax.main$(printf ' %q' "$@") \
       >> ~/dppo.log 2>&1 < /dev/null & echo \$! > ~/dppo.pid)"
 }
@@ -84,8 +90,12 @@ run() {
 case ${1:-} in
   create | setup) "$1" ;;
   run) shift && run "$@" ;;
-  log) on_hosts 0 "tail -n 50 -F dppo.log" ;;
-  stop) on_hosts 0 "kill -TERM \$(cat dppo.pid)" ;;
+  log) on_hosts "${2:-0}" "tail -n 50 -F dppo.log" ;;
+  status)
+    state
+    on_hosts all "kill -0 \$(cat dppo.pid) && echo \$(hostname): running"
+    ;;
+  stop) on_hosts all "kill -TERM \$(cat dppo.pid)" ;;
   delete)
     gcloud compute tpus queued-resources delete "$NAME" --zone="$ZONE" \
       --force --quiet

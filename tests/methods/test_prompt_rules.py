@@ -3,11 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dppo_jax import methods
 from tests.helpers.prompts import (
   CANDIDATES,
   DISHONEST,
@@ -232,17 +230,3 @@ def test_first_visits_tune_nothing():
   np.testing.assert_array_equal(later.keep_base, [0.5, 0.5])
   even_later = rule.observe(later, 2, VISITED, REWARDS)
   np.testing.assert_allclose(even_later.keep_base, [0.51, 0.49], rtol=1e-6)
-
-
-@pytest.mark.parametrize("factory", [methods.dppo, methods.greso])
-def test_completions_that_were_not_sampled_do_not_count(factory):
-  """A group of 2 in 4 places is observed like a group of 2 of its own."""
-  rule = factory().prompts
-  observe = lambda rewards, lengths: rule.observe(
-    rule.init(2), jnp.int32(0), jnp.arange(2), rewards, rewards, lengths
-  )
-  pairs = jnp.array([[1.0, 1.0], [1.0, 0.0]])
-  padded = jnp.pad(pairs, ((0, 0), (0, 2)))
-  alone = observe(pairs, jnp.full((2, 2), 3))
-  among = observe(padded, jnp.array([[3, 3, 0, 0]] * 2))
-  jax.tree.map(np.testing.assert_array_equal, alone, among)

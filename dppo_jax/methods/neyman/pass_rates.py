@@ -74,11 +74,10 @@ def update(
   """Adds some groups to the counts; an id of `M` or more changes none.
 
   Args:
-    correct: correctness, clipped to [0, 1]; infinite or NaN is not counted, nor
-      a completion of length 0.
+    correct: correctness, clipped to [0, 1]; infinite or NaN is not counted.
   """
   old = decayed(counts, step, ids, forgetting)
-  is_counted = jnp.isfinite(correct) & (lengths > 0)
+  is_counted = jnp.isfinite(correct)
   right = jnp.where(is_counted, jnp.clip(correct, 0.0, 1.0), 0.0).sum(axis=1)
   count = is_counted.sum(axis=1, dtype=jnp.float32)
   tokens = jnp.where(is_counted, lengths, 0).sum(axis=1)
