@@ -28,6 +28,8 @@ from dppo_jax import errors
 from dppo_jax.errors import UserError
 
 _CONNECT_SECONDS = 300  # in which all processes have to connect
+# What JAX says of a process that has ended.
+_LOST = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|heartbeat")
 
 
 def initialize(
@@ -183,7 +185,7 @@ def has_lost_another(error: Exception) -> bool:
   return (
     count() > 1
     and isinstance(error, jax.errors.JaxRuntimeError | ValueError)
-    and bool(re.search("Gloo|UNAVAILABLE|heartbeat", str(error)))
+    and bool(_LOST.search(str(error)))
   )
 
 

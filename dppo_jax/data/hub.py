@@ -5,6 +5,7 @@ import functools
 import pathlib
 import re
 
+from dppo_jax import errors
 from dppo_jax.errors import UserError
 
 # The hub writes every public data set to CONFIG/SPLIT/0000.parquet and so on of
@@ -21,8 +22,8 @@ def fetch(source: str) -> list[str]:
     source: `hf:NAME[:CONFIG[:SPLIT]]`; by default the only config and the split
       `train`.
   Raises:
-    UserError: if the hub has no such data set, config or split, or if it cannot
-      be reached and the cache has none.
+    UserError: if the hub has no such data set, config or split.
+    Unreachable: if it does not answer, and the cache has none.
   """
   name, _, part = source.removeprefix("hf:").partition(":")
   config, _, split = part.partition(":")
@@ -41,10 +42,11 @@ def fetch(source: str) -> list[str]:
       return sorted(map(str, path.glob(f"{split}/*.parquet")))
   except Exception as error:  # the library's, its transport's or the system's
     first_line = str(error).partition("\n")[0]
-    raise UserError(
+    raise errors.of_hub(
+      error,
       f"cannot fetch {source} ({type(error).__name__}: {first_line}): where "
       f"the hub is reachable, run `hf download {name} --repo-type=dataset "
-      f"--revision={REVISION}`, which fills the cache, or name a file"
+      f"--revision={REVISION}`, which fills the cache, or name a file",
     ) from None
   choices = ", ".join(f"hf:{name}:{x}:{y}" for x, y in parts)
   raise UserError(

@@ -1,13 +1,15 @@
 """Data sets of the hub: rows of its Parquet branch, or of its cache."""
 
 import types
+from unittest import mock
 
 import huggingface_hub
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 import pytest
 
 from dppo_jax.data import hub, sources
-from dppo_jax.errors import UserError
+from dppo_jax.errors import Unreachable, UserError
+from dppo_jax.models import hf
 from tests.helpers.problems import ROWS
 from tests.helpers.sources import write_parquet
 
@@ -119,3 +121,33 @@ def test_only_the_files_of_the_split_are_downloaded(tmp_path, monkeypatch):
     "revision": hub.REVISION,
     "allow_patterns": "main/test/*",
   }
+
+
+def _answer(status: int) -> Exception:
+  error = Exception(f"status {status}")
+  error.response = types.SimpleNamespace(status_code=status)
+  return error
+
+
+@pytest.mark.parametrize(
+  ("error", "kind"),
+  [
+    (_answer(404), UserError),
+    (_answer(429), Unreachable),
+    (_answer(503), Unreachable),
+    (Exception("the connection was closed"), Unreachable),
+    (ConnectionRefusedError(111, "refused"), Unreachable),
+    (errors.OfflineModeIsEnabled("offline"), UserError),
+    (OSError(28, "No space left on device"), UserError),
+  ],
+  ids=lambda x: str(x)[:20],
+)
+def test_a_hub_that_does_not_answer_can_be_tried_again(
+  monkeypatch, error, kind
+):
+  for name in ("dataset_info", "model_info", "snapshot_download"):
+    monkeypatch.setattr(huggingface_hub, name, mock.Mock(side_effect=error))
+  for fetch, name in ((hub.fetch, "hf:a/b"), (hf.fetch, "a/b")):
+    with pytest.raises(UserError, match="cannot fetch") as raised:
+      fetch(name)
+    assert raised.type is kind

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import safetensors
 
+from dppo_jax import errors
 from dppo_jax.errors import UserError
 from dppo_jax.files import json_object
 from dppo_jax.models import parameters
@@ -64,10 +65,11 @@ def fetch(hub_id: str) -> str:
   except Exception as error:
     reason = reason or error
     first_line = str(reason).partition("\n")[0]
-    raise UserError(
+    raise errors.of_hub(
+      reason,
       f"cannot fetch {hub_id} ({type(reason).__name__}: {first_line}): where "
       f"the hub is reachable, run `hf download {hub_id} --local-dir DIR`; then "
-      "pass --config.model.path=DIR"
+      "pass --config.model.path=DIR",
     ) from None
 
 
