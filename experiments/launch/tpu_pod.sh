@@ -78,7 +78,7 @@ run() {
     shift
   done
   # Detached, so that the run outlives the connection.
-  on_hosts all "if kill -0 \$(cat dppo.pid) 2> /dev/null; then
+  on_hosts all "if kill -0 \$(cat dppo.pid 2> /dev/null) 2> /dev/null; then
       echo 'a run is under way: wait until its log says that it has stopped' >&2
       exit 1
     fi
