@@ -44,7 +44,7 @@ def cell_of(row: dict) -> run.Cell:
 
 def of_methods(rows: Sequence[dict]) -> list[dict]:
   """Returns the runs that compare methods."""
-  names = {cell.name for cell in run.METHODS}
+  names = {cell.name for cell in (*run.METHODS, *run.FEW)}
   return [row for row in rows if cell_of(row).name in names]
 
 

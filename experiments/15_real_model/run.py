@@ -2,6 +2,7 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 
   python -m experiments.15_real_model.run --stage=tune --core=0
   python -m experiments.15_real_model.run --stage=methods --core=0
+  python -m experiments.15_real_model.run --stage=few --core=0
   python -m experiments.15_real_model.run --stage=epochs --core=0
   python -m experiments.15_real_model.run --stage=trl --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=tunix --python=VENV/bin/python
@@ -9,8 +10,9 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
-learning rates, `methods` every method with the best of them, `epochs` three
-methods for three epochs, `trl` and `tunix` grpo in these systems, installed in
+learning rates, `methods` every method with the best of them, `few` those that
+train on the fewest completions with three seeds, `epochs` three methods for
+three epochs, `trl` and `tunix` grpo in these systems, installed in
 environments of their own. A run that ended is not repeated, and results.jsonl
 gets a line when one ends.
 """
@@ -70,6 +72,12 @@ METHODS = (
     BEST._replace(method=method) for method in ("cppo", "greso", "pods", "d3s")
   ),
 )
+QUARTER = "neyman, quarter"  # a fixed budget of a quarter of the completions
+FEW = (
+  BEST._replace(method="cppo", seed=1),
+  *(BEST._replace(method=QUARTER, seed=seed) for seed in (0, 1, 2)),
+  BEST._replace(method="cppo", seed=2),
+)
 EPOCH = 23  # steps
 EPOCHS = tuple(
   BEST._replace(method=method, steps=3 * EPOCH)
@@ -82,6 +90,7 @@ PEER_MICRO = 16  # completions of a micro-batch
 STAGES = {
   "tune": TUNE,
   "methods": METHODS,
+  "few": FEW,
   "epochs": EPOCHS,
   **{name: (cell,) for name, cell in PEERS.items()},
   "report": (),
@@ -90,7 +99,9 @@ STAGES = {
 
 def flags(cell: Cell, model: pathlib.Path) -> list[str]:
   """Returns the options of a run."""
+  budget = ["--config.method.args.completion_budget=0.25"]
   return [
+    *(budget if cell.method == QUARTER else ()),
     "--config.model.hub_id=",
     f"--config.model.path={model}",
     f"--config.seed={cell.seed}",
@@ -138,7 +149,8 @@ def train(cell: Cell, root: pathlib.Path, core: int) -> None:
   workdir = root / cell.name
   if not (workdir / "report.md").exists():
     shutil.rmtree(workdir, ignore_errors=True)
-    command = processes.train_command(f"{CONFIG}:{cell.method}", workdir)
+    method = cell.method.partition(",")[0]
+    command = processes.train_command(f"{CONFIG}:{method}", workdir)
     model = fetch.fetch("smollm2")
     log = root / f"{cell.name}.log"
     processes.execute([*command, *flags(cell, model)], {core}, log)
