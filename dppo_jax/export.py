@@ -35,7 +35,7 @@ def run(
   is_adapter: bool = False,
   push: str = "",
 ) -> None:
-  """Writes the weights of a checkpoint, complete or not at all.
+  """Writes the weights of a checkpoint; a failed export leaves nothing behind.
 
   Adapters are merged with the frozen weights or, with the model card, written
   alone.

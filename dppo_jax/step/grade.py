@@ -12,7 +12,7 @@ from dppo_jax.records import Rollout
 
 
 class GradedRollout(NamedTuple):
-  """Graded completions; those of a pruned prompt have reward 0.
+  """Graded completions; the rewards of a pruned prompt are 0.
 
   Attributes:
     rewards: f32 `[Q, G]`.
