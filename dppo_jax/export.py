@@ -35,7 +35,7 @@ def run(
   is_adapter: bool = False,
   push: str = "",
 ) -> None:
-  """Writes the weights of a checkpoint; a failed export leaves nothing behind.
+  """Writes a checkpoint to a directory, which appears once it is complete.
 
   Adapters are merged with the frozen weights or, with the model card, written
   alone.

@@ -6,6 +6,7 @@ peak memory, as JSON.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -48,6 +49,10 @@ class Learner(grpo_learner.GRPOLearner):
 def read_model(path: pathlib.Path, mesh: jax.sharding.Mesh):
   """Returns the Llama model of a Hugging Face directory, in float32."""
   c = json.loads((path / "config.json").read_text())
+  # 0.1.7 does not pass the base of the config on.
+  llama3.apply_rope = functools.partial(
+    llama3.apply_rope, rope_theta=int(c["rope_theta"])
+  )
   config = llama3.ModelConfig(
     num_layers=c["num_hidden_layers"],
     vocab_size=c["vocab_size"],

@@ -236,6 +236,30 @@ def test_damaged_copy_is_replaced_if_the_bucket_has_the_checkpoint(machines):
     assert file.read_text() == content
 
 
+def test_a_replacement_that_fails_changes_nothing_in_the_bucket(
+  machines, monkeypatch
+):
+  url = machines("first")
+  with bucket.claimed(run := _copy(url)):
+    _train(run, 0)
+    _train(run, 2)
+  stored = storage.Bucket(url).files()
+  part = run / "checkpoints" / "2" / "params"
+
+  def get_file(source, target):
+    pathlib.Path(target).write_text("half of it")
+    raise ConnectionResetError
+
+  with monkeypatch.context() as patch:
+    patch.setattr(storage.Bucket(url)._files, "get_file", get_file)
+    with pytest.raises(Unreachable):
+      bucket.complete(part, is_damaged=True)
+  bucket.upload_run(run)
+  assert storage.Bucket(url).files() == stored
+  bucket.complete(part)
+  assert _check(run, 2) == 2
+
+
 def test_steps_not_sent_are_not_lost_to_a_start_of_several_processes(
   machines, monkeypatch
 ):
