@@ -80,7 +80,8 @@ FEW = (
 )
 EPOCH = 23  # steps
 EPOCHS = tuple(
-  BEST._replace(method=method, steps=3 * EPOCH)
+  BEST._replace(method=method, seed=seed, steps=3 * EPOCH)
+  for seed in (0, 1, 2)
   for method in ("grpo", "dppo", "neyman")
 )
 PEERS = {
