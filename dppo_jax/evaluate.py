@@ -18,7 +18,7 @@ from dppo_jax.eval import eval_sets, page
 from dppo_jax.files import bucket, jsonl
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
-from dppo_jax.run import checkpoint, compile_cache, resume
+from dppo_jax.run import checkpoint, checkpoint_steps, compile_cache, resume
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values, programs, runtime_checks
 
@@ -40,7 +40,7 @@ def run(
   start = time.monotonic()
   resume.check_processes(config, workdir)
   if step is not None:
-    checkpoint.find(workdir, step, best=config.checkpoint.best)
+    checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress(is_silent=not distributed.is_first()) as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = setup_run(config, trains=False)
@@ -99,14 +99,14 @@ def read_weights(
 
   If `workdir` has no checkpoint and `step` is None, config.model has them.
   """
-  if step is None and not checkpoint.complete_steps(workdir):
+  if step is None and not checkpoint_steps.complete_steps(workdir):
     model, adapter = run.config.model, run.config.lora.adapter
     origin = model.path or model.hub_id or "random, without a checkpoint"
     origin += f", with the adapter {adapter}" * bool(adapter)
     step, params = 0, run.initial_params()
   else:
     best = run.config.checkpoint.best
-    step = checkpoint.find(workdir, step, best=best)
+    step = checkpoint_steps.find(workdir, step, best=best)
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
       like = abstract_values.abstract_params(run.spec)
       params = checkpoints.restore_params(step, like)

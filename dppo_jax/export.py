@@ -23,7 +23,7 @@ from dppo_jax.metrics import progress
 from dppo_jax.models import hf, lora, parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import peft
-from dppo_jax.run import checkpoint, setup
+from dppo_jax.run import checkpoint, checkpoint_steps, setup
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
   to = to.resolve()
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
-  step = checkpoint.find(workdir, step, best=config.checkpoint.best)
+  step = checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   path, tokenizer, model = setup.read_model(config)
   model = setup.with_lora(model, config.lora)
   if is_adapter:

@@ -20,7 +20,7 @@ from dppo_jax.evaluate import read_weights
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.records import Rollout
-from dppo_jax.run import checkpoint, compile_cache, preflight
+from dppo_jax.run import checkpoint_steps, compile_cache, preflight
 from dppo_jax.run.setup import Run, read_problems, setup_run
 from dppo_jax.step import programs
 from dppo_jax.step.grade import grade
@@ -49,7 +49,7 @@ def run(
   compile_cache.enable_compilation_cache()
   source = None if prompt is None else _source(config, prompt)
   if step is not None:
-    checkpoint.find(workdir, step, best=config.checkpoint.best)
+    checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress() as bar:
     with bar.task("reading the model"):
       without_problems = copy.deepcopy(config)

@@ -12,7 +12,7 @@ import pytest
 
 from dppo_jax.errors import UserError
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint
+from dppo_jax.run import checkpoint, checkpoint_steps
 
 
 def _state(step, **params):
@@ -38,24 +38,32 @@ def copy(three, tmp_path):
 
 
 def test_run_may_be_named_with_a_step():
-  assert checkpoint.split_step("runs/a") == (pathlib.Path("runs/a"), 0)
-  assert checkpoint.split_step("runs/a@20") == (pathlib.Path("runs/a"), 20)
-  assert checkpoint.split_step("me@home/a") == (pathlib.Path("me@home/a"), 0)
+  assert checkpoint_steps.split_step("runs/a") == (pathlib.Path("runs/a"), 0)
+  assert checkpoint_steps.split_step("runs/a@20") == (
+    pathlib.Path("runs/a"),
+    20,
+  )
+  assert checkpoint_steps.split_step("me@home/a") == (
+    pathlib.Path("me@home/a"),
+    0,
+  )
 
 
 def test_missing_checkpoint_is_rejected_by_name(tmp_path, three):
   with pytest.raises(UserError, match=r"--workdir: no checkpoint in .* none"):
-    checkpoint.find(tmp_path)
-  assert checkpoint.find(three) == 4 and checkpoint.find(three, 0) == 0
+    checkpoint_steps.find(tmp_path)
+  assert (
+    checkpoint_steps.find(three) == 4 and checkpoint_steps.find(three, 0) == 0
+  )
   with pytest.raises(UserError, match=r"--of: no .* step 3 in .* 0, 2, 4"):
-    checkpoint.find(three, 3, "--of")
+    checkpoint_steps.find(three, 3, "--of")
 
 
 def test_other_names_next_to_checkpoints_are_no_steps(copy):
   for name in ("4.bak", "best", "²", "02"):
     shutil.copytree(copy / "checkpoints/2", copy / "checkpoints" / name)
   (copy / "checkpoints/7").write_text("a file")
-  assert checkpoint.complete_steps(copy) == [0, 2, 4]
+  assert checkpoint_steps.complete_steps(copy) == [0, 2, 4]
 
 
 # Damage ---------------------------------------------------------------------
@@ -170,7 +178,7 @@ def test_latest_checkpoints_are_kept(tmp_path):
   with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
     for step in range(5):
       checkpoints.save(step, _state(step))
-  assert checkpoint.complete_steps(tmp_path) == [0, 3, 4]
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 3, 4]
 
 
 def _evaluated(workdir, metric, values, first=0):
@@ -190,36 +198,36 @@ def test_best_checkpoint_is_kept_and_remembered(tmp_path):
   """Also if it is not due; of equals the first; across a restart."""
   metric = "eval/accuracy"
   _evaluated(tmp_path, metric, [0.1, 0.7, 0.7, 0.3, 0.5])
-  assert checkpoint.complete_steps(tmp_path) == [0, 1, 4]
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 1, 4]
   _evaluated(tmp_path, metric, [0.6, 0.2], first=5)
-  assert checkpoint.complete_steps(tmp_path) == [0, 1, 6]
-  assert checkpoint.find(tmp_path, "best") == 1
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 1, 6]
+  assert checkpoint_steps.find(tmp_path, "best") == 1
   # The option may change; the lowest score left is that of step 0.
   _evaluated(tmp_path, "-" + metric, [0.4, 0.0, 0.3], first=7)
-  assert checkpoint.complete_steps(tmp_path) == [0, 8]
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 8]
   _evaluated(tmp_path, "-" + metric, [0.5, 1.0, 0.2], first=10)
-  assert checkpoint.complete_steps(tmp_path) == [0, 8, 12]
-  assert checkpoint.find(tmp_path, "best", best="-" + metric) == 8
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 8, 12]
+  assert checkpoint_steps.find(tmp_path, "best", best="-" + metric) == 8
 
 
 def test_best_of_nothing_is_rejected(three):
   with pytest.raises(UserError, match=r"--step=best: no checkpoint in .* by e"):
-    checkpoint.find(three, "best")
+    checkpoint_steps.find(three, "best")
 
 
 def test_best_checkpoint_is_remembered_without_the_metrics(tmp_path):
   _evaluated(tmp_path, "eval/accuracy", [0.1, 0.7, 0.3])
   (tmp_path / "metrics.jsonl").unlink()
   _evaluated(tmp_path, "eval/accuracy", [0.6, 0.5, 0.4], first=3)
-  assert checkpoint.complete_steps(tmp_path) == [0, 1, 4]
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 1, 4]
 
 
 def test_checkpoints_left_by_a_kill_are_deleted_at_the_next_save(copy):
   with checkpoint.Checkpoints(copy, keep=1) as checkpoints:
     checkpoints.recover()
-    assert checkpoint.complete_steps(copy) == [0, 2, 4]
+    assert checkpoint_steps.complete_steps(copy) == [0, 2, 4]
     checkpoints.save(6, _state(6))
-  assert checkpoint.complete_steps(copy) == [0, 6]
+  assert checkpoint_steps.complete_steps(copy) == [0, 6]
 
 
 _WRITE = """

@@ -4,20 +4,13 @@ import collections
 from concurrent import futures
 import fcntl
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import types
 
 import jax
-from jax._src import xla_bridge
 from jax.experimental import multihost_utils
 import numpy as np
 import pytest
-import yaml
 
 from dppo_jax import data, distributed
 from dppo_jax.errors import Unreachable, UserError
@@ -162,7 +155,7 @@ def test_different_flags_are_rejected_by_name(each, tmp_path):
 def test_copies_of_a_run_that_differ_are_rejected(each, tmp_path, monkeypatch):
   """A bucket may change while one process after another copies it."""
   steps = lambda path: [*range(distributed.index())]
-  monkeypatch.setattr(resume.checkpoint, "complete_steps", steps)
+  monkeypatch.setattr(resume.checkpoint_steps, "complete_steps", steps)
   monkeypatch.setattr(resume.bucket, "url", lambda path: "gs://bucket/run")
   c = commands.config("arithmetic")
   errors = each(2, lambda i: resume.check_processes(c, tmp_path))
@@ -194,187 +187,6 @@ def test_mesh_without_devices_of_a_process_is_rejected(each):
   assert "2 devices has none of process 1, 2: config.mesh.data=-1" in str(error)
   mesh.devices = np.array([_Device(0), _Device(1)])
   assert each(2, lambda i: preflight.check_processes(mesh)) == [None, None]
-
-
-# Joining the other processes ------------------------------------------------
-
-_JOIN = """
-import sys
-from dppo_jax.errors import Unreachable, UserError
-from dppo_jax import distributed
-
-distributed._CONNECT_SECONDS = int(sys.argv[1])
-try:
-  distributed.initialize(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-except UserError as error:
-  sys.exit(f"UserError: {error}")
-"""
-
-
-_LOSE = """
-import os, signal, sys
-from dppo_jax import main
-from dppo_jax import distributed
-
-def work(argv):
-  address, index = sys.argv[2], int(sys.argv[4])
-  distributed.initialize(address, 2, index)
-  distributed.gather(index)
-  if index:
-    os.kill(os.getpid(), signal.SIGKILL)
-  distributed.gather(index)
-
-main.main = work
-main.run()
-"""
-
-
-def test_loss_of_another_process_ends_in_one_line():
-  codes, errors = _join([0, 1], program=_LOSE)
-  assert codes == [os.EX_TEMPFAIL, -signal.SIGKILL]
-  line = errors[0].splitlines()[-1]
-  assert line.startswith("error: another process has ended or cannot be reac")
-
-
-def _join(ids, seconds=60, devices=(1, 1), program=_JOIN):
-  """Exit codes and errors of some of two processes that join each other."""
-  with socket.socket() as listener:
-    listener.bind(("localhost", 0))
-    port = listener.getsockname()[1]
-  children = [
-    subprocess.Popen(
-      [
-        *(sys.executable, "-c", program, str(seconds), f"localhost:{port}"),
-        *("2", str(i)),
-      ],
-      env=os.environ
-      | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)},
-      stderr=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      text=True,
-    )
-    for i, number in zip(ids, devices, strict=False)
-  ]
-  errors = [child.communicate(timeout=100)[1] for child in children]
-  return [child.returncode for child in children], errors
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_missing_processes_end_the_start_with_a_clear_message(index):
-  codes, (error,) = _join([index], seconds=3)
-  waits, ends = error.splitlines()
-  assert re.fullmatch(
-    r"waiting at most 3 s for all processes at --coordinator=local.*", waits
-  )
-  assert re.fullmatch(r"error: all processes at .* did not connect .*", ends)
-  assert codes == [os.EX_TEMPFAIL]  # schedulers start the run again
-
-
-def test_different_numbers_of_devices_are_rejected_by_name():
-  codes, errors = _join([0, 1], devices=(1, 2))
-  assert codes == [1, 1]
-  for error in errors:
-    assert "same number of devices" in error
-    assert "1 in process 0" in error and "2 in process 1" in error
-
-
-@pytest.fixture
-def started(monkeypatch):
-  """Options of each start of JAX's processes, which does nothing."""
-  starts = []
-  start = lambda *flags, **options: starts.append(flags)
-  monkeypatch.setattr(jax.distributed, "initialize", start)
-  monkeypatch.setattr(jax.config, "update", lambda *unused: None)
-  monkeypatch.setattr(jax, "devices", lambda: [])
-  return starts
-
-
-@pytest.mark.parametrize(
-  "given, problem",
-  [
-    (("localhost:1", None, 0), "Number of processes must be defined"),
-    ((None, 2, None), "coordinator_address should be defined"),
-    (("localhost", 2, 1), "check --coordinator=HOST:PORT"),
-    (("localhost:1", 2, 2), "process_id=2"),
-  ],
-)
-def test_incomplete_or_wrong_flags_are_rejected(monkeypatch, given, problem):
-  monkeypatch.setattr(jax.config, "update", lambda *unused: None)
-  # As in a new process: JAX would say first that it is too late.
-  monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
-  with pytest.raises(UserError, match=f"cannot connect .*{problem}"):
-    distributed.initialize(*given)
-
-
-def test_single_process_starts_nothing(started):
-  distributed.initialize()
-  distributed.initialize(num_processes=1)
-  assert not started
-  assert (distributed.count(), distributed.index()) == (1, 0)
-  value = object()  # not JSON: nothing is sent
-  assert distributed.gather(value) == [value]
-
-
-@pytest.mark.parametrize(
-  "platforms, chips, is_started",
-  [
-    ("", ["/dev/vfio/0"], True),
-    ("", [], False),
-    ("cpu", ["/dev/accel0"], False),
-  ],
-)
-def test_hosts_of_a_tpu_slice_find_each_other(
-  started, monkeypatch, platforms, chips, is_started
-):
-  monkeypatch.setenv("JAX_PLATFORMS", platforms)
-  monkeypatch.setattr(distributed.glob, "glob", lambda pattern: chips)
-  monkeypatch.setattr(
-    distributed.importlib.util, "find_spec", lambda name: True
-  )
-  distributed.initialize()
-  assert started == [(None, None, None)] * is_started
-
-
-@pytest.mark.parametrize("name", ["slurm.sh", "tpu_pod.sh"])
-def test_launch_scripts_are_bash(name):
-  subprocess.run(["bash", "-n", LAUNCH / name], check=True)
-
-
-def test_skypilot_launch_passes_the_three_flags():
-  task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-  assert task["num_nodes"] > 1
-  flags = re.findall(r"--(coordinator|num_processes|process_id)=", task["run"])
-  assert flags == ["coordinator", "num_processes", "process_id"]
-
-
-def test_gke_restarts_what_was_stopped_or_lost_a_process_and_no_error():
-  text = (LAUNCH / "gke.yaml").read_text()
-  for name, value in {"HOSTS": "4", "CHIPS": "4"}.items():
-    text = text.replace(f"&{name.lower()} {name}", f"&{name.lower()} {value}")
-  jobset = yaml.safe_load(text)
-  (job,) = jobset["spec"]["replicatedJobs"]
-  spec = job["template"]["spec"]
-  assert spec["parallelism"] == spec["completions"]
-  (rule,) = spec["podFailurePolicy"]["rules"]
-  codes = rule["onExitCodes"]
-  assert rule["action"] == "FailJob"
-  assert codes["operator"] == "In"
-  assert 1 in codes["values"]
-  assert not {os.EX_TEMPFAIL, 130, 134, 137, 143} & set(codes["values"])
-  (container,) = spec["template"]["spec"]["containers"]
-  assert codes["containerName"] == container["name"]
-
-
-def test_exit_code_is_that_of_a_failing_process():
-  done = subprocess.run(
-    [sys.executable, LAUNCH / "localhost.py", "--processes=2", "--nonsense"],
-    cwd=commands.ROOT,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 1
-  assert "[process 1] error:" in done.stdout
 
 
 class _Letters:

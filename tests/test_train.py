@@ -15,7 +15,7 @@ from dppo_jax import config, methods, train
 from dppo_jax.errors import StopTraining, UserError
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import writer
-from dppo_jax.run import checkpoint
+from dppo_jax.run import checkpoint, checkpoint_steps
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values, grade
 from dppo_jax.step.optimizer import last_learning_rate, make_schedule
@@ -252,7 +252,7 @@ def test_finished_run_is_reported_at_once(uninterrupted, monkeypatch, capsys):
   train.run(_config(steps=2), uninterrupted)
   assert "already done: 4 of 2 steps" in capsys.readouterr()[0]
   train.run(_config(**{"checkpoint.keep": 1}), uninterrupted)
-  assert checkpoint.complete_steps(uninterrupted) == [0, 2, 4]
+  assert checkpoint_steps.complete_steps(uninterrupted) == [0, 2, 4]
   assert [file.read_bytes() for file in files] == before
   with pytest.raises(ValueError, match="group_size was 4 and is now 8"):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)

@@ -24,14 +24,15 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from dppo_jax import distributed
-from dppo_jax.errors import UserError
-from dppo_jax.files import bucket, jsonl
+from dppo_jax.errors import Unreachable, UserError
+from dppo_jax.files import bucket
 from dppo_jax.models import lora
 from dppo_jax.records import TrainState
-from dppo_jax.run import checksums
+from dppo_jax.run import checkpoint_steps, checksums
 
 _ITEMS = ("params", "rest")
 _FROZEN = "frozen"  # weights that adapters belong to; only in step 0
+_WAIT_SECONDS = 300  # for other processes, after this one has written its part
 
 
 class _Handler(ocp.StandardCheckpointHandler):
@@ -82,7 +83,8 @@ class Checkpoints:
     """Opens, or makes, `workdir/checkpoints`; keeps the latest `keep`.
 
     Args:
-      best: metric by which to keep the best checkpoint too, as in `find_best`.
+      best: metric by which to keep the best checkpoint too, as in
+        `checkpoint_steps.find_best`.
     """
     self._workdir, self._folder = workdir, workdir / "checkpoints"
     self._metric = best
@@ -110,6 +112,11 @@ class Checkpoints:
       self._folder.absolute(),
       handler_registry=registry,
       options=ocp.CheckpointManagerOptions(
+        async_options=ocp.options.AsyncOptions(
+          timeout_secs=_WAIT_SECONDS,
+          # A process would take another's directory for its own.
+          create_directories_asynchronously=not self._has_copy,
+        ),
         cleanup_tmp_directories=not read_only,
         create=not read_only,
         read_only=read_only,
@@ -154,14 +161,14 @@ class Checkpoints:
       for step, corruption in damaged.items()
     ]
     self._manager.reload()
-    best = distributed.on_first_process(find_best)(self._workdir, self._metric)
-    if best:
+    find_best = distributed.on_first_process(checkpoint_steps.find_best)
+    if best := find_best(self._workdir, self._metric):
       self._best.step, self._best.score = best
     return warnings
 
   def is_best(self, step: int, values: Mapping[str, float]) -> bool:
     """Adds an evaluation; returns True if `step` is the best so far."""
-    sign, metric = _split_sign(self._metric)
+    sign, metric = checkpoint_steps.split_sign(self._metric)
     score = sign * values.get(metric, math.nan)
     if is_best := score > self._best.score:
       self._best.step, self._best.score = step, float(score)
@@ -296,21 +303,24 @@ class Checkpoints:
     try:
       yield
     except Exception as error:
+      cause = error
+      # After its own error, orbax waits for the other processes.
+      while cause.__context__ and distributed.has_lost_another(cause):
+        cause = cause.__context__
       # TensorStore: "...: No space left on device [os_error_code=..."
-      match = re.search(r"([^:]+) \[os_error_code", str(error))
-      if not match and not isinstance(error, OSError):
+      match = re.search(r"([^:]+) \[os_error_code", str(cause))
+      if not match and not isinstance(cause, OSError):
         raise
-      reason = match[1].strip() if match else error.strerror or error
+      if isinstance(cause, TimeoutError):
+        raise Unreachable(
+          "another process did not write its part of the checkpoint in "
+          f"{_WAIT_SECONDS} s: see its last output"
+        ) from error
+      reason = match[1].strip() if match else cause.strerror or cause
       raise UserError(
         f"cannot write a checkpoint in {self._folder}: {reason}. Fix this and "
         "re-run the same command to resume from the latest checkpoint"
       ) from error
-
-
-def complete_steps(workdir: pathlib.Path) -> list[int]:
-  """Steps of the complete checkpoints of a run, in order."""
-  names = (x.name for x in workdir.glob("checkpoints/*") if x.is_dir())
-  return sorted(int(x) for x in names if re.fullmatch("0|[1-9][0-9]*", x))
 
 
 def run_name(workdir: pathlib.Path) -> str:
@@ -325,74 +335,7 @@ def has_adapters(workdir: pathlib.Path) -> bool:
   return (workdir / "checkpoints" / "0" / _FROZEN).exists()
 
 
-def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:
-  """Returns the checkpoint with the best evaluation, and its score.
-
-  Args:
-    metric: name in an evaluation; higher is better, or lower after a leading
-      `-`, which negates the score. Of equal scores, the first one counts.
-  """
-  sign, metric = _split_sign(metric)
-  lines = jsonl.read(workdir / "metrics.jsonl") if metric else ()
-  logged = {line["step"]: line for line in lines if metric in line}
-  best = None
-  for step in complete_steps(workdir):
-    label = checksums.read_json(
-      workdir / "checkpoints" / str(step) / "rest" / checksums.LABEL
-    )
-    values = logged.get(step, {})
-    # Checkpoints of earlier versions have no label.
-    if isinstance(evaluation := label.get("evaluation"), dict):
-      values = values | evaluation
-    score = sign * values.get(metric, math.nan)
-    if score > (best or (0, -math.inf))[1]:
-      best = step, score
-  return best
-
-
-def _split_sign(metric: str) -> tuple[int, str]:
-  return -1 if metric.startswith("-") else 1, metric.removeprefix("-")
-
-
-def find(
-  workdir: pathlib.Path,
-  step: int | str | None = None,
-  option: str = "--workdir",
-  best: str = "",
-) -> int:
-  """Returns `step` or the latest; raises UserError, about `option`, if none.
-
-  Args:
-    step: number, "best" or None.
-    best: metric that "best" refers to; empty for eval/accuracy.
-  """
-  if step == "best":
-    metric = best or "eval/accuracy"
-    if score := find_best(workdir, metric):
-      return score[0]
-    raise UserError(
-      f"--step=best: no checkpoint in {workdir} has been evaluated by "
-      f"{metric.removeprefix('-')}: set config.checkpoint.best, or use a number"
-    )
-  steps = complete_steps(workdir)
-  if step in steps:
-    return step
-  if steps and step is None:
-    return steps[-1]
-  of_step = "" if step is None else f" of step {step}"
-  raise UserError(
-    f"{option}: no checkpoint{of_step} in {workdir}; available: "
-    f"{', '.join(map(str, steps)) or 'none'}"
-  )
-
-
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
   leaves, _ = jax.tree.flatten_with_path(tree)
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
   return {name(path): tuple(x.shape) for path, x in leaves}
-
-
-def split_step(source: str) -> tuple[pathlib.Path, int]:
-  """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
-  run, step = re.fullmatch(r"(.+?)(?:@(\d+))?", source).groups("0")
-  return pathlib.Path(bucket.local(run, "config.sft.from_run")), int(step)

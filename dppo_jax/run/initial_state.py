@@ -5,7 +5,7 @@ import jax
 from dppo_jax.metrics.writer import Writer
 from dppo_jax.models import parameters
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint, sft
+from dppo_jax.run import checkpoint, checkpoint_steps, sft
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values, runtime_checks
 
@@ -65,7 +65,7 @@ def _first_params(run: Run, writer: Writer) -> parameters.Params:
     params = _first_params(run.without_adapters(), writer)
     return run.add_adapters(params)
   if from_run:
-    workdir, step = checkpoint.split_step(from_run)
+    workdir, step = checkpoint_steps.split_step(from_run)
     writer.say(f"starting from the weights of {workdir} after step {step}")
     with checkpoint.Checkpoints(workdir, read_only=True) as other:
       like = abstract_values.abstract_params(run.spec)

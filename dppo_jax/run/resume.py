@@ -21,7 +21,7 @@ from dppo_jax import data, distributed, rewards
 from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import bucket, json_object, jsonl
 from dppo_jax.metrics import report
-from dppo_jax.run import checkpoint
+from dppo_jax.run import checkpoint, checkpoint_steps
 
 
 def may_change(config: configs.Config, allowed: str = "") -> set[str]:
@@ -65,7 +65,7 @@ def check(
   Returns:
     Old and new value of each option whose change only `allowed` permits.
   """
-  if not checkpoint.complete_steps(path.parent):
+  if not checkpoint_steps.complete_steps(path.parent):
     return {}
   hint = (
     f"{path.parent} has checkpoints: restore it, or choose another --workdir"
@@ -106,7 +106,7 @@ def write(
     A line for each change of an option that `allowed` permits.
   """
   changed = check(path, config, prints, allowed)
-  steps = checkpoint.complete_steps(path.parent)
+  steps = checkpoint_steps.complete_steps(path.parent)
   changes = json_object.read(path).get("changes", {}) if steps else {}
   for name, (before, after) in changed.items():
     key = f"{name} after step {max(steps)}"
@@ -142,7 +142,9 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
           "start all processes with the same flags"
         )
   is_copy = bool(bucket.url(workdir))
-  steps = distributed.gather(is_copy and checkpoint.complete_steps(workdir))
+  steps = distributed.gather(
+    is_copy and checkpoint_steps.complete_steps(workdir)
+  )
   if any(x != steps[0] for x in steps):
     raise Unreachable(
       f"{bucket.shown(workdir)} has changed while processes read its "
@@ -184,7 +186,7 @@ def is_done(
   config: configs.Config, workdir: pathlib.Path, allowed: str = ""
 ) -> bool:
   """True, after printing a summary, if no step is left to train."""
-  latest = max(checkpoint.complete_steps(workdir), default=-1)
+  latest = max(checkpoint_steps.complete_steps(workdir), default=-1)
   if latest < config.steps:
     return False
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
@@ -210,7 +212,7 @@ def is_done(
 
 def describe_stop(workdir: pathlib.Path) -> str:
   """The last line of a run that a signal stopped."""
-  if steps := checkpoint.complete_steps(workdir):
+  if steps := checkpoint_steps.complete_steps(workdir):
     return f"stopped after step {max(steps)}; re-run the same command to resume"
   return "stopped before the first step; nothing was saved"
 

@@ -18,7 +18,7 @@ from dppo_jax.models.config import ModelConfig, drop_idle_window
 from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import Sampling
-from dppo_jax.run import checkpoint, preflight
+from dppo_jax.run import checkpoint, checkpoint_steps, preflight
 from dppo_jax.step.optimizer import Optimizer, make_optimizer
 from dppo_jax.step.spec import StepSpec
 
@@ -146,8 +146,8 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
   if trains:
     preflight.check_training(mesh, config)
     if config.sft.from_run:
-      workdir, step = checkpoint.split_step(config.sft.from_run)
-      checkpoint.find(workdir, step, "config.sft.from_run")
+      workdir, step = checkpoint_steps.split_step(config.sft.from_run)
+      checkpoint_steps.find(workdir, step, "config.sft.from_run")
       if checkpoint.has_adapters(workdir):
         raise UserError(
           f"config.sft.from_run: {workdir} has adapters: export it and name "

@@ -50,7 +50,7 @@ from dppo_jax import config, distributed, train
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket, storage
 from dppo_jax.metrics import report
-from dppo_jax.run import checkpoint, checksums, compile_cache
+from dppo_jax.run import checkpoint, checkpoint_steps, checksums, compile_cache
 from dppo_jax.step import grade, programs, runtime_checks, train_step
 from tests.helpers import events, servers
 
@@ -287,7 +287,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
   return {
     "state": arrays,
     "TensorBoard": scalars,
-    "best": checkpoint.find_best(workdir, ADAPTERS["checkpoint.best"]),
+    "best": checkpoint_steps.find_best(workdir, ADAPTERS["checkpoint.best"]),
     **lines,
   }
 
@@ -301,7 +301,7 @@ def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
   assert len(expected["state"]) > 20 and len(expected["TensorBoard"]) > 100
   differing = [name for name in expected if results[name] != expected[name]]
   assert not differing, f"{workdir}: different {', '.join(differing)}"
-  kept, needed = map(checkpoint.complete_steps, (workdir, undisturbed))
+  kept, needed = map(checkpoint_steps.complete_steps, (workdir, undisturbed))
   # A stop saves a further step, which takes the place of an older one.
   is_complete = {needed[0], needed[-1]} <= {*kept} and len(kept) >= len(needed)
   assert is_complete, f"{workdir}: {kept}, undisturbed {needed}"
@@ -393,7 +393,7 @@ def _wait(
 def _newest(workdir: pathlib.Path) -> list[pathlib.Path]:
   """Returns the latest checkpoint of a run, in each of its copies."""
   copies = [workdir, *workdir.glob(f"dppo_jax/buckets*/*/bucket{workdir}")]
-  steps = [(x, checkpoint.complete_steps(x)) for x in copies]
+  steps = [(x, checkpoint_steps.complete_steps(x)) for x in copies]
   return [x / "checkpoints" / str(many[-1]) for x, many in steps if many]
 
 
