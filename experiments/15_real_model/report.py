@@ -111,7 +111,8 @@ def method_table(rows: Sequence[dict]) -> str:
 
 def epoch_table(rows: Sequence[dict]) -> str:
   """Returns runs of several epochs, a line for each epoch."""
-  head = ["method", "epoch", "seconds of a step", "of it rollout", "update"]
+  head = ["method", "seed", "epoch", "seconds of a step", "of it rollout"]
+  head += ["update"]
   head += ["tokens generated", "trained", "accuracy", "held out at the end"]
   names, lines = {cell.name for cell in run.EPOCHS}, []
   for row in (row for row in rows if cell_of(row).name in names):
@@ -120,6 +121,7 @@ def epoch_table(rows: Sequence[dict]) -> str:
       lines.append(
         [
           row["method"],
+          row["seed"],
           1 + start // run.EPOCH,
           f"{np.mean(row['cpu_seconds'][part]):.1f}",
           *(
