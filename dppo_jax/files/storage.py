@@ -80,6 +80,13 @@ def _stamp_of(info: dict) -> Stamp:
   return info["size"], int(time.timestamp())
 
 
+def _is_denied(error: Exception) -> bool:
+  """True if there is no such bucket or no permission; gcsfs has no class."""
+  is_final = isinstance(error, PermissionError | FileNotFoundError)
+  is_unauthorized = getattr(error, "code", None) == 401
+  return is_final or is_unauthorized or str(error).startswith("Forbidden: ")
+
+
 @contextlib.contextmanager
 def explaining_errors(
   place: str, copy: pathlib.Path | None = None
@@ -93,14 +100,17 @@ def explaining_errors(
     yield
   except UserError:
     raise
-  except (PermissionError, FileNotFoundError) as error:
-    raise UserError(f"{place} cannot be read or written ({error})") from error
   except ImportError as error:
     package = _PACKAGES[place.partition(":")[0]]
     raise UserError(
       f"{place} needs {package}: pip install {package} ({error})"
     ) from error
   except Exception as error:
+    if _is_denied(error):
+      reason = " ".join(str(error).split())
+      raise UserError(
+        f"{place} cannot be read or written ({reason})"
+      ) from error
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     advice = (
       f": {copy} has what is not there yet, and sends it when the command is "
