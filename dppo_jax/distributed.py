@@ -2,7 +2,7 @@
 
 All processes take the same steps with the same keys. Each reads what its own
 devices hold and shares the results, such as rewards, with `gather`. Process 0
-alone writes files and prints.
+alone prints and writes logs; each writes its part of a checkpoint.
 """
 
 import collections

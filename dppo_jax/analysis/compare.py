@@ -197,8 +197,10 @@ def table(groups: Sequence[Group], target: float) -> tuple[list, list[list]]:
     row.append(_with_error(gain, "+") if is_other else "baseline")
     row += [seconds, _speed_up(group, baseline, target) if is_other else ""]
     for metric in ("step/seconds", "tokens/trained"):
-      x = np.mean([x[metric] for run in group.runs for x in run.steps])
-      row.append(f"{x:,.3g}" if x < 1000 else f"{x:,.0f}")
+      values = [x[metric] for run in group.runs for x in run.steps]
+      x = np.mean(values) if values else 0.0
+      number = f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"
+      row.append(number if values else "-")
     rows.append(row + [scale] * any(noise))
   return head + ["noise scale"] * any(noise), rows
 

@@ -8,8 +8,10 @@
 #
 # in the directory of the clone, on a file system of all nodes, with `pip install
 # -e '.[cuda]'` in .venv. --workdir is on such a file system too, or in a bucket:
-# then install '.[cuda,gcs]' or '.[cuda,s3]'. Options of sbatch come before
-# slurm.sh. Without the data flags, every node downloads GSM8K.
+# then install '.[cuda,gcs]' or '.[cuda,s3]', and let every node find the
+# credentials: in the home directory, if the nodes share it, or by exporting
+# GOOGLE_APPLICATION_CREDENTIALS, or AWS_ACCESS_KEY_ID and its secret. Options of
+# sbatch come before slurm.sh. Without the data flags, every node downloads GSM8K.
 #
 # Ten minutes before the time limit every process gets SIGTERM, finishes its
 # step, saves and exits with 130: then the job goes back into the queue and

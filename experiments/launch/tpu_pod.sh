@@ -14,8 +14,8 @@
 #
 # SPOT=1 asks for spot capacity: when that is taken back, `delete`, `create`,
 # `setup` and the same `run` resume from the latest checkpoint. CREATE_FLAGS has
-# further flags of `create`, such as --internal-ips. tpu_vm.md starts with an empty
-# project.
+# further flags of `create`, such as --labels=owner=me. tpu_vm.md starts with an
+# empty project.
 #
 # Source: cloud.google.com/tpu/docs, "Manage queued resources", "Run JAX code on
 # TPU slices"; the reference of `gcloud compute tpus`.
@@ -37,7 +37,7 @@ state() {
 create() {
   : "${TYPE:?the accelerator type, such as v5litepod-16}"
   : "${VERSION:?the runtime version, such as v2-alpha-tpuv5-lite}"
-  if ! state > /dev/null 2>&1; then # not asked for yet
+  if ! state > /dev/null 2>&1; then # the slice was not requested yet
     gcloud compute tpus queued-resources create "$NAME" --node-id="$NAME" \
       --zone="$ZONE" --accelerator-type="$TYPE" --runtime-version="$VERSION" \
       ${SPOT:+--spot} ${CREATE_FLAGS:-}

@@ -217,6 +217,14 @@ def test_table_has_means_and_intervals(tmp_path):
   assert cppo["s to 80%"].endswith("(1 runs)") and cppo["speed-up"] == ""
 
 
+@pytest.mark.filterwarnings("error")
+def test_run_without_a_step_has_no_times(tmp_path):
+  head, ((*row,),) = compare.table(_groups(_run(tmp_path, done=0)), 0.8)
+  shown = dict(zip(head, row, strict=True))
+  assert shown["accuracy (greedy)"].startswith("0.10")
+  assert shown["s/step"] == shown["tokens/step"] == "-"
+
+
 def test_files_of_a_comparison_of_unfinished_runs(tmp_path, capsys):
   label = {"data.train": "/a/b/c|d.jsonl"}
   paths = [_run(tmp_path, done=7), _run(tmp_path, "dppo", done=9, **label)]
