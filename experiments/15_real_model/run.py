@@ -65,7 +65,7 @@ BEST = Cell("grpo", 16, 4, "2e-5", 0, 26)
 METHODS = (
   *(
     BEST._replace(method=method, seed=seed)
-    for seed in (0, 1, 2)
+    for seed in range(6)
     for method in ("grpo", "dppo", "neyman")
   ),
   *(
