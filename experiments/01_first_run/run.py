@@ -9,9 +9,9 @@ folder.
 """
 
 import argparse
+import os
 import pathlib
 import statistics
-import subprocess
 
 from matplotlib import figure as figures
 
@@ -40,7 +40,8 @@ def train(variant: str, seed: int, workdir: pathlib.Path) -> dict:
   """Trains one run and returns its measurements."""
   config = f"{CONFIGS['arithmetic']}:{VARIANTS[variant]}"
   command = processes.train_command(config, workdir, f"--config.seed={seed}")
-  subprocess.run(command, cwd=processes.ROOT, check=True)
+  log = workdir.parent / f"{workdir.name}.log"
+  processes.execute(command, os.sched_getaffinity(0), log)
   run = runs.load(workdir)
   steps = run.steps
   seconds, accuracy = run.curve("step/cpu_seconds")
@@ -136,6 +137,7 @@ def main() -> None:
   parser.add_argument("--workdir", default="runs/01_first_run")
   args = parser.parse_args()
   rows, root = [], pathlib.Path(args.workdir).absolute()
+  root.mkdir(parents=True, exist_ok=True)
   for seed in range(args.seeds):
     for variant in args.variants.split(","):  # so that drift affects all
       rows.append(train(variant, seed, root / f"{variant}-{seed}"))

@@ -44,7 +44,7 @@ def measure(sampled: Batch) -> list[dict]:
       stats = score(packed, used) if needs_stats else None
       packed, info = choose(key, packed, stats)
       estimates.append(np.asarray(gradient(packed, used), np.float64))
-      tokens.append(float(info.num_tokens))
+      tokens.append(float(info.trained))
     error = errors.describe(np.stack(estimates), exact, sampled.variance)
     share = np.mean(tokens) / sampled.live_tokens.sum()
     rows.append({"budget": budget, "method": name, **error, "tokens": share})
