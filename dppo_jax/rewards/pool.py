@@ -26,7 +26,9 @@ LOAD_SECONDS = 600.0  # for a process to load a function: usually 0.5 s
 START_ATTEMPTS = 3
 MEMORY_BYTES = 4 << 30  # address space of a process
 MAX_CHARS = 4000  # of an error message or a traceback
+IS_WORKER = "DPPO_JAX_REWARD_WORKER"
 ENVIRONMENT = {
+  IS_WORKER: "1",
   "JAX_PLATFORMS": "cpu",  # if a function imports JAX
   "CUDA_VISIBLE_DEVICES": "",
   "OPENBLAS_NUM_THREADS": "1",  # each takes some of the address space
@@ -131,6 +133,11 @@ class Worker:
     return self._required
 
   def _launch(self) -> None:
+    if IS_WORKER in os.environ:  # or each process would start more of them
+      raise UserError(
+        "a reward function's file starts a run while it is imported: "
+        'put that below `if __name__ == "__main__":`'
+      )
     self._pipe, theirs = multiprocessing.Pipe()
     options = {
       "path": [os.path.abspath(x) for x in sys.path],  # "" is this directory

@@ -248,6 +248,10 @@ def test_a_child_that_died_while_idle_costs_nothing(nasty):
     ("import no_such_thing", "^config.reward.functions: .*no_such"),
     ("import os; os._exit(3)", "a worker process died while .*mine.py:f"),
     ("import time; time.sleep(600)", "mine.py:f did not load within 1 s:"),
+    (
+      "from dppo_jax.rewards import Grader\nGrader('math', 1).self_check()",
+      "^config.reward.functions: .* file starts a run while it is imported",
+    ),
   ],
 )
 def test_functions_that_cannot_be_loaded_end_the_start(
