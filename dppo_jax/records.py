@@ -83,7 +83,7 @@ class StepCosts(struct.PyTreeNode):
       while unknown. `r / (1 + mu r)` with `mu` passes over a rollout, each with
       its own choice of completions.
     micro_seconds: seconds of an update per micro-batch.
-    micro_tokens: trained tokens in a full micro-batch.
+    micro_tokens: tokens of completions in a full micro-batch.
     other_seconds: seconds of a step outside its update.
     within_fraction: sum of the squared norms of the completions' gradients,
       over that noise; infinity while unknown.

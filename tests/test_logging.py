@@ -1,4 +1,4 @@
-"""Nothing that is logged can change training."""
+"""What a step logs and measures, and that logs cannot change training."""
 
 import collections
 import dataclasses
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from dppo_jax import rewards
+from dppo_jax.methods.neyman.step_costs import StepSample
 from dppo_jax.rng import rng_at
 from dppo_jax.run.setup import setup_run
-from dppo_jax.step import abstract_values
+from dppo_jax.step import abstract_values, train_step
 from dppo_jax.step.train_step import TrainStep
 from tests.helpers import commands
 
@@ -43,10 +44,11 @@ class _Grader:
     return rewards.Graded(right, right, collections.Counter(), {})
 
 
-def _train(**hidden):
-  """Three steps; the rule's selections have other values of some fields."""
+def _train(steps=3, args=None, **hidden):
+  """Trains; the rule's selections have other values of some fields."""
   c = commands.config("arithmetic:neyman", **SETTINGS)
-  c.method.args["update_cost"] = 4.0  # measured times would differ
+  # Measured times would differ.
+  c.method.args.update(args or {"update_cost": 4.0})
   run = setup_run(c)
   rule = run.spec.method.completions
   method = run.spec.method._replace(
@@ -56,7 +58,7 @@ def _train(**hidden):
   with jax.set_mesh(spec.mesh):
     step = TrainStep(spec, run.train_set, run.tokenizer, _Grader())
     state = abstract_values.new_train_state(spec, run.initial_params())
-    for i in range(3):
+    for i in range(steps):
       rng = rng_at(spec.root_key, i)
       state, experience = step.collect(state)
       batches = step.select(rng, experience, state)
@@ -76,3 +78,21 @@ def test_a_step_without_the_metrics_of_its_rule_trains_as_with_them():
   chex.assert_trees_all_equal(blind, state)
   other, _ = _train(added_variance=None)
   assert other.noise != state.noise
+
+
+def test_choosing_tokens_does_not_change_what_rows_are_said_to_hold(
+  monkeypatch,
+):
+  """The automatic budget predicts rows, which a choice of tokens leaves."""
+  samples = []
+
+  def record(*args, **fields):
+    samples.append(StepSample(*args, **fields))
+    return samples[-1]
+
+  monkeypatch.setattr(train_step, "StepSample", record)
+  for budget in (1.0, 0.2):
+    _train(steps=1, args={"token_budget": budget})
+  every, _, few, _ = samples  # each is repeated as the first process's
+  assert every.tokens == few.tokens > 0
+  assert every.rows == few.rows

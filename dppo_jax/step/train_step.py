@@ -322,9 +322,6 @@ class TrainStep:
       other=self._clock.elapsed() - update,
       micros=total(x.num_micro for x in batches) + is_measured,
       rows=total(x.info.pack.rows for x in batches),
-      tokens=total(
-        x.score_info.trained if x.score_info else x.info.num_tokens
-        for x in batches
-      ),
+      tokens=total(x.info.num_tokens for x in batches),
     )
     self._tracker.add(StepSample(*distributed.gather(list(sample))[0]))

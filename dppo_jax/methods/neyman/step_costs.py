@@ -18,7 +18,7 @@ class StepSample(NamedTuple):
     other: seconds of all other stages.
     micros: micro-batches of the update, those that measure noise included.
     rows: packed rows in use.
-    tokens: trained tokens.
+    tokens: tokens of the completions in these rows, trained or not.
   """
 
   update: float
