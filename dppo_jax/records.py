@@ -34,9 +34,11 @@ class Selection(struct.PyTreeNode):
 
 
 class PromptBatch(struct.PyTreeNode):
-  """Prompts of one step; `ids` are distinct row numbers of the data set.
+  """Prompts of one step.
 
   Attributes:
+    ids: `[N]`, row numbers of the data set; distinct, but that with dynamic
+      sampling the draws of a step may pass the end of an epoch.
     tokens: `[N, P]`, each prompt at the left, padded at the right.
     lengths: `[N]`, tokens in each prompt, at least 1.
   """

@@ -18,21 +18,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # limits were last set, and 2%, rounded up to ten. A feature that needs more
 # says in its commit why, and a cut lowers the limit.
 TOKENS = {
-  "": 10_910,
-  "algo": 7_340,
-  "analysis": 3_770,
+  "": 11_020,
+  "algo": 7_470,
+  "analysis": 3_780,
   "config": 5_240,
-  "data": 6_140,
-  "eval": 2_060,
-  "files": 4_340,
-  "methods": 10_010,
+  "data": 6_150,
+  "eval": 2_070,
+  "files": 4_400,
+  "methods": 10_060,
   "metrics": 5_830,
-  "models": 29_320,
+  "models": 29_330,
   "planning": 3_400,
-  "rewards": 7_200,
-  "rollout": 5_560,
+  "rewards": 7_270,
+  "rollout": 5_730,
   "run": 8_970,
-  "step": 14_250,
+  "step": 14_400,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

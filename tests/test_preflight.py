@@ -57,6 +57,11 @@ REJECTED = [
     "exact dynamic sampling",
   ),
   (
+    "greso method.args.dynamic_sampling=exact data.prompts_per_step=1",
+    "config.data.prompts_per_step",
+    "at least 2 for exact",
+  ),
+  (
     "greso,dapo method.args.dynamic_sampling=exact",
     "config.objective.args.tokens_per_completion",
     "exact dynamic sampling",

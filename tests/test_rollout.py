@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import rollout, sharding
+from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.records import PromptBatch, Selection
 from dppo_jax.rng import Stage, rng_at
@@ -277,6 +278,26 @@ def test_token_frequencies_match_their_logprobs(kwargs, share):
   np.testing.assert_allclose(
     np.exp(logprob), share[np.asarray(token)], rtol=1e-4
   )
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"temperature": -1.0},
+    {"temperature": 1e-30},
+    {"top_p": 0.0},
+    {"top_p": 1.5},
+    {"top_k": 99},
+    {"max_tokens": 0},
+    {"group_size": 0},
+    {"num_slots": -3},
+    {"draft_tokens": -1},
+  ],
+)
+def test_numbers_out_of_range_are_rejected(options):
+  (name, value), *_ = options.items()
+  with pytest.raises(UserError, match=f"{name} is {value} but must be"):
+    _sample(_prompts(2), **options)
 
 
 def test_inverted_cdf_has_exact_frequencies():

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
+from dppo_jax.algo.validation import POSITIVE, Limit, check
+
 Rewards = Float[Array, "Q G"] | np.ndarray | Sequence
 Mask = Bool[Array, "Q G"] | np.ndarray | Sequence
 
@@ -39,6 +41,7 @@ def group_normalized(
   Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The paper specifies
     neither `eps` nor `ddof`; verl and tunix use these.
   """
+  check(POSITIVE, "group_normalized", eps=eps)
   rewards, counted = _arrays(rewards, is_counted)
   centred = group_centred(rewards, counted)
   per_freedom = 1.0 / jnp.maximum(_size(counted) - ddof, 1.0)
@@ -116,6 +119,8 @@ def overlong_penalty(
     cache: length of the ramp, in tokens, from 1 to `max_tokens`.
   Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.4.
   """
+  ramp = Limit(lambda x: 1 <= x <= max_tokens, f"from 1 to {max_tokens}")
+  check(ramp, "overlong_penalty", cache=cache)
   remaining = (max_tokens - cache - lengths).astype(jnp.float32)
   return jnp.clip(remaining / cache, -1.0, 0.0)
 

@@ -30,7 +30,8 @@ def water_filling(
   [1.   0.5  0.25 0.25 0.  ]
 
   Args:
-    size_measure: non-negative sizes, in any unit. Items of size 0 have
+    size_measure: non-negative sizes, in any unit; below 1.2e-38 they are 0.
+      Items of size 0 have
       probability 0; if at most `n` others remain, these have 1. If some are
       infinite or NaN, only these are kept, equally likely: they must not vanish
       from the sum.
@@ -42,6 +43,9 @@ def water_filling(
   n = jnp.asarray(n, jnp.int32)
   bad = ~jnp.isfinite(size_measure)
   size_measure = jnp.where(bad.any(), bad.astype(jnp.float32), size_measure)
+  # By a power of two to about 1, as a product of large sizes would overflow.
+  _, exponent = jnp.frexp(size_measure.max(initial=0.0))
+  size_measure *= 2.0 ** jnp.clip(-exponent, -126, 126).astype(jnp.float32)
   # Below 1, as `to_grid` does not lower what is certain.
   least = min(max(math.ceil(min_prob * GRID), 1), GRID - 1) / GRID
 
@@ -51,7 +55,7 @@ def water_filling(
     return jnp.where((size_measure > 0) & (n > 0), prob, 0.0)
 
   # Positive floats are ordered like their bits, so bisecting the bits finds the
-  # largest scale that fits exactly, at any magnitude.
+  # largest scale that fits exactly.
   def halve(_, bounds):
     low, high = bounds
     middle = high - (high - low) // 2

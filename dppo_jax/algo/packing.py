@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dppo_jax.algo.validation import COUNT, check
 from dppo_jax.records import IntScalar
 
 
@@ -146,6 +147,7 @@ def plan(
     2. Prefix Grouper packs a group as one sequence; here it may be divided
        among rows, each with a copy of the prompt.
   """
+  check(COUNT, "algo.plan", row_length=row_length, window=window)
   size = counts.completion
   group_size = size.shape[1]
   longest = jnp.where(size > 0, counts.prefix[:, None] + size, 0)

@@ -14,8 +14,10 @@ class Limit(NamedTuple):
   text: str
 
 
-# It also accepts a function from the step to such a number.
-FRACTION = Limit(lambda x: callable(x) or 0 < x <= 1, "in (0, 1]")
+FRACTION = Limit(lambda x: 0 < x <= 1, "in (0, 1]")
+SCHEDULE = Limit(
+  lambda x: callable(x) or 0 < x <= 1, "in (0, 1], or a function of the step"
+)
 RATE = Limit(
   lambda x: 0 <= x < 1, "in [0, 1): a rate of 1 has no unbiased weight"
 )

@@ -43,6 +43,8 @@ def best_of(
   2107.03374, equation 1).
   """
   num = values.shape[1]
+  if not 1 <= size <= num:
+    raise ValueError(f"size is {size} but must be from 1 to {num}")
   # The i-th smallest value is the maximum of C(i-1, k-1) subsets.
   weights = [math.comb(i, size - 1) / math.comb(num, size) for i in range(num)]
   return np.sort(values.astype(np.float64), axis=1) @ np.array(weights)
@@ -80,11 +82,14 @@ def interval(values: Float[np.ndarray, "M"], num_samples: int = 1) -> Interval:
 
   The variance is taken over the M problems and two pseudo-problems of the
   largest possible variance, because a small sample may lack the few problems
-  that hold most of it. In simulation the coverage is 0.94 to 0.96 for 500
-  problems, and at least 0.90 for 30.
+  that hold most of it. In simulation with several completions the coverage is
+  0.94 to 0.96 for 500 problems, and at least 0.90 for 30. With one it is at
+  least 0.92 if 1 to M - 1 problems are solved in expectation, and 0.84 at
+  worst, if 0.2 are.
 
   Args:
-    num_samples: completions per problem, which bound the effective sample size.
+    num_samples: completions per problem, at least 1, which bound the effective
+      sample size.
   """
   values = np.round(values.astype(np.float64), 9)  # makes a full mean exactly 1
   num = len(values)

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from dppo_jax.algo.validation import FRACTION, check
+from dppo_jax.algo.validation import SCHEDULE, check
 from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
 
@@ -49,7 +49,7 @@ def top_abs_advantage(
       one; or a function from the step to it.
     scope: largest of each "group" or of the "batch".
   """
-  check(FRACTION, keep=keep)
+  check(SCHEDULE, keep=keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dppo_jax.algo.segments import segment_sum
-from dppo_jax.algo.validation import FRACTION, check
+from dppo_jax.algo.validation import FRACTION, SCHEDULE, check
 from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.pods import max_variance
@@ -92,7 +92,7 @@ def top_entropy(keep: method.Rate) -> method.TokenRule:
     2. Divides by a completion's kept tokens; the paper gives no divisor.
     3. Takes the entropy of the policy that sampled.
   """
-  check(FRACTION, keep=keep)
+  check(SCHEDULE, keep=keep)
 
   def select(rng, batch, stats):
     can_train = method.trainable(batch)

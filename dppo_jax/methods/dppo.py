@@ -100,7 +100,7 @@ def drop_by_history(rate: float) -> method.PromptRule:
     total = jnp.where(is_known, score, 0.0).sum()
     mean = total / jnp.maximum(is_known.sum(dtype=jnp.float32), 1.0)
     is_low = is_known & (score < mean * (1 - method.ROUNDING))
-    prob = jnp.where(is_low, 1 - jnp.float32(rate), 1.0)
+    prob = jnp.where(is_low, jnp.float32(1 - rate), 1.0)
     return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):

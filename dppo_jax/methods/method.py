@@ -144,8 +144,16 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
 
 
 def at_step(rate: Rate, step: int | IntScalar | None):
-  """Evaluates a constant or scheduled rate at `step`."""
-  return rate(jnp.asarray(step, jnp.int32)) if callable(rate) else rate
+  """Evaluates a constant or scheduled rate at `step`.
+
+  Raises:
+    ValueError: if a scheduled rate has no step.
+  """
+  if not callable(rate):
+    return rate
+  if step is None:
+    raise ValueError("a scheduled rate needs a StepRng: see rng.rng_at")
+  return rate(jnp.asarray(step, jnp.int32))
 
 
 def trainable(batch: PackedBatch) -> Bool[Array, "*rows L"]:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dppo_jax.algo.validation import FRACTION, check
+from dppo_jax.algo.validation import SCHEDULE, check
 from dppo_jax.methods import method, ranking
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.records import IntScalar
@@ -41,7 +41,7 @@ def max_variance(
     scope: subset of each "group" or of the "batch".
   Source: PODS, arXiv:2504.13818; D3S, arXiv:2509.22115, for the batch.
   """
-  check(FRACTION, keep=keep)
+  check(SCHEDULE, keep=keep)
 
   def choose(step, uniform, advantages, is_drawn):
     num_drawn = is_drawn.sum(dtype=jnp.int32)

@@ -188,7 +188,9 @@ class Grader:
       for spec, groups in calls.items()
     }
     total = sum(spec.weight * values[spec.name] for spec in specs)
-    rewards = total.astype(np.float32)
+    is_finite = _is_finite(total)
+    counts["nonfinite"] += int((~is_finite).sum())
+    rewards = np.where(is_finite, total, 0.0).astype(np.float32)
     values = {name: x.astype(np.float32) for name, x in values.items()}
     return Graded(rewards, values[specs[0].name].clip(0, 1), counts, values)
 
@@ -207,8 +209,7 @@ class Grader:
     counts.update(x for x in words if is_verifier or x in FAULTS)
     values = [x == "right" if isinstance(x, str) else x or 0 for x in marks]
     values = np.array(values, np.float64)
-    with np.errstate(over="ignore"):
-      is_finite = np.isfinite(values.astype(np.float32))
+    is_finite = _is_finite(values)
     counts["nonfinite"] += int((~is_finite).sum())
     for bad in values[~is_finite][:1]:
       self._record_fault(spec, "nonfinite", f"returned {bad}")
@@ -292,6 +293,12 @@ def check(functions: Items) -> None:
   """Loads the functions, in a worker that then ends; raises UserError."""
   with Grader(functions, num_workers=1) as grader:
     grader.self_check()
+
+
+def _is_finite(values: np.ndarray) -> np.ndarray:
+  """Returns True for what float32 can hold."""
+  with np.errstate(over="ignore"):
+    return np.isfinite(values.astype(np.float32))
 
 
 def _slice(batch: Columns, begin: int, end: int) -> Columns:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dppo_jax import sharding
+from dppo_jax.algo.validation import COUNT, Limit, check
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import IntScalar, PromptBatch, Rollout, Selection
@@ -55,6 +56,7 @@ def sample(
     sampling: the fields of `Sampling`.
   Raises:
     ValueError: if `platform` is empty under `jax.jit`.
+    UserError: if a number is out of its range.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
   if kept is None:
@@ -96,6 +98,14 @@ def roll_out(
   draft_tokens: int = 0,
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
+  where, unless_negative = (
+    "rollout.sample",
+    Limit(lambda x: x >= 0, "at least 0"),
+  )
+  counts = {"max_tokens": sampling.max_tokens, "group_size": group_size}
+  check(COUNT, where, **counts)
+  options = {"num_slots": num_slots, "draft_tokens": draft_tokens}
+  check(unless_negative, where, **options)
   params = inference_params
   num_shards = sharding.num_shards_here("batch")
   most_slots = prompts.ids.shape[0] // num_shards * group_size

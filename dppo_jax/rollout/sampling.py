@@ -1,22 +1,34 @@
 """Sampling of a token from logits."""
 
+from math import inf
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dppo_jax.algo.validation import FRACTION, Limit, check
+
+_TEMPERATURE = Limit(lambda x: x == 0 or 1e-6 <= x < inf, "0, or at least 1e-6")
 _BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
 class Sampling(NamedTuple):
-  """Options of sampling."""
+  """Options of sampling.
 
-  max_tokens: int  # of a completion, its stop token included
-  stop_ids: tuple[int, ...]  # tokens that end a completion, as its last token
-  temperature: float = 1.0  # 0: the most likely token
-  top_k: int = 0  # number of most likely tokens to sample from; 0 for all
-  top_p: float = 1.0  # probability of the most likely tokens to sample from
+  Attributes:
+    max_tokens: tokens of a completion, its stop token included, at least 1.
+    stop_ids: tokens that end a completion, as its last token.
+    temperature: 0 for the most likely token, or at least 1e-6.
+    top_k: number of most likely tokens to sample from; 0 for all.
+    top_p: probability of the most likely tokens to sample from, in (0, 1].
+  """
+
+  max_tokens: int
+  stop_ids: tuple[int, ...]
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
 
 
 def sample_token(
@@ -40,9 +52,15 @@ def sample_token(
 
   Args:
     uniform: one random number in [0, 1) for each token.
-    top_k, top_p: the fields of `Sampling`; among tokens tied at the k-th place,
-      lower ids are kept.
+    temperature, top_k, top_p: the fields of `Sampling`; among tokens tied at
+      the k-th place, lower ids are kept.
+  Raises:
+    UserError: if one is out of its range.
   """
+  where, vocab = "rollout.Sampling", logits.shape[1]
+  check(_TEMPERATURE, where, temperature=temperature)
+  check(Limit(lambda x: 0 <= x <= vocab, f"0 to {vocab}"), where, top_k=top_k)
+  check(FRACTION, where, top_p=top_p)
   if temperature == 0:
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return token, _at(jax.nn.log_softmax(logits, axis=-1), token)

@@ -15,18 +15,6 @@ from dppo_jax.models import parameters
 from dppo_jax.models.config import ModelConfig
 
 
-def check_lengths(config: configs.Config, prompt_length: int) -> None:
-  """Checks that the longest sequence fits a row."""
-  longest = prompt_length + config.rollout.max_tokens - 1
-  if longest > config.pack.row_length:
-    raise UserError(
-      f"a prompt of {prompt_length} tokens and a completion of "
-      f"{config.rollout.max_tokens} take {longest} tokens but a packed row "
-      f"holds {config.pack.row_length}: raise config.pack.row_length, or "
-      "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
-    )
-
-
 def check_ids(
   config: configs.Config,
   model: ModelConfig,
@@ -70,21 +58,10 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
 
 
 def _check_dynamic_sampling(config: configs.Config) -> None:
-  """Checks that the groups that exact sampling skips would not have counted."""
+  """Checks that exact sampling needs no lengths of the groups it skips."""
   sampling = configs.make_method(config).dynamic_sampling
-  if not (sampling and sampling.is_exact):
-    return
-  for name, value in {
-    "config.reward.overlong_tokens": config.reward.overlong_tokens,
-    "config.objective.args.beta": configs.make_objective(config).beta,
-  }.items():
-    if value:
-      raise UserError(
-        f"{name} is {value} but exact dynamic sampling skips groups with equal "
-        "rewards, which would have counted: set it to 0, or "
-        "config.method.args.dynamic_sampling to plain or none"
-      )
-  if config.objective.args.get("tokens_per_completion") == 0:
+  is_exact = sampling and sampling.is_exact
+  if is_exact and config.objective.args.get("tokens_per_completion") == 0:
     raise UserError(
       "config.objective.args.tokens_per_completion is 0 but exact dynamic "
       "sampling does not know the mean length of the groups it skips: set it "

@@ -183,8 +183,6 @@ def make_run(
   stop_ids = _stop_ids(c, tokenizer)
   preflight.check_weights(mesh, model)
   preflight.check_ids(c, model, stop_ids, [train_set, *eval_sets.values()])
-  if train_set:
-    preflight.check_lengths(c, train_set.tokens.shape[1])
   spec = StepSpec(
     mesh=mesh,
     platform=platform,

@@ -2,8 +2,8 @@
 
 from dppo_jax import distributed
 
-# Rollouts before the slower kind is tried again; each later wait is 4 times as
-# long.
+# The slower kind is tried again after so many rollouts, then after 4 times that
+# number, then 16 times.
 RETRY = 128
 DECAY = 0.7  # weight of what was measured, at each further rollout
 

@@ -6,6 +6,7 @@ import jax
 
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.algo.policy_loss import Objective
+from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.rollout import Sampling
@@ -44,6 +45,9 @@ class StepSpec:
     inner_updates: passes over one rollout.
     mini_batches: parts of a rollout, each an update of every pass. Update
       number `i`, and its batch, have part `i % mini_batches`.
+  Raises:
+    UserError: if something is trained and these do not fit each other; it names
+      the options of a config.
   """
 
   mesh: jax.sharding.Mesh
@@ -68,6 +72,44 @@ class StepSpec:
   mask_truncated: bool = False
   inner_updates: int = 1
   mini_batches: int = 1
+
+  def __post_init__(self):
+    if not self.optimizer:
+      return
+    longest = self.prompt_tokens + self.sampling.max_tokens - 1
+    if longest > self.packing.row_length:
+      raise UserError(
+        f"a prompt of {self.prompt_tokens} tokens and a completion of "
+        f"{self.sampling.max_tokens} take {longest} tokens but a packed row "
+        f"holds {self.packing.row_length}: raise config.pack.row_length, or "
+        "lower config.rollout.max_tokens or config.data.max_prompt_tokens"
+      )
+    if self.num_prompts % self.mini_batches:
+      raise UserError(
+        f"config.data.prompts_per_step is {self.num_prompts} but must be a "
+        f"multiple of config.objective.mini_batches, {self.mini_batches}"
+      )
+    dynamic_sampling = self.method.dynamic_sampling
+    if dynamic_sampling and dynamic_sampling.is_exact:
+      self._check_exact_sampling()
+
+  def _check_exact_sampling(self) -> None:
+    """Checks that the skipped groups would not have counted."""
+    if self.num_prompts < 2:
+      raise UserError(
+        f"config.data.prompts_per_step is {self.num_prompts} but must be at "
+        "least 2 for exact dynamic sampling"
+      )
+    for name, value in {
+      "config.reward.overlong_tokens": self.overlong_tokens,
+      "config.objective.args.beta": self.objective.beta,
+    }.items():
+      if value:
+        raise UserError(
+          f"{name} is {value} but exact dynamic sampling skips groups with "
+          "equal rewards, which would have counted: set it to 0, or "
+          "config.method.args.dynamic_sampling to plain or none"
+        )
 
   @property
   def num_updates(self) -> int:

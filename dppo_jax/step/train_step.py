@@ -53,6 +53,11 @@ class TrainStep:
     grader: rewards.Grader,
     compiled: Mapping[str, jax.stages.Compiled] | None = None,
   ):
+    if spec.num_problems != len(problems):
+      raise ValueError(
+        f"spec.num_problems is {spec.num_problems} but there are "
+        f"{len(problems)} problems"
+      )
     self._spec, self._problems = spec, problems
     self._tokenizer, self._grader = tokenizer, grader
     self.programs = compiled or programs.compile_programs(

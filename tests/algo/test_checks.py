@@ -3,7 +3,14 @@
 import pytest
 
 from dppo_jax.algo import validation
-from dppo_jax.algo.validation import COUNT, FINITE, FRACTION, RATE, one_of
+from dppo_jax.algo.validation import (
+  COUNT,
+  FINITE,
+  FRACTION,
+  RATE,
+  SCHEDULE,
+  one_of,
+)
 from dppo_jax.errors import UserError
 
 NAN, INF = float("nan"), float("inf")
@@ -12,7 +19,8 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
   ("limit", "valid", "invalid"),
   [
-    (FRACTION, (0.1, 1), ("batch", None, [0.5], 0, NAN)),
+    (FRACTION, (0.1, 1), ("batch", None, [0.5], 0, NAN, float)),
+    (SCHEDULE, (0.1, 1, float), ("batch", None, 0, NAN)),
     (RATE, (0, 0.9), ("0.5", 1, -0.1, NAN)),
     (FINITE, (0, 9.0), ("0", -1, INF, NAN)),
     (COUNT, (1, 2.0), (1.5, 0, "2", None, INF)),

@@ -106,6 +106,13 @@ def test_no_exchange_of_probability_lowers_the_variance(size, n, least):
           assert variance(prob) <= variance(other) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("unit", [1e-30, 2.0**-126, 1e37])
+def test_water_filling_does_not_depend_on_the_unit(unit):
+  sizes = jnp.array(_padded([8, 4, 4, 1]))
+  expected = water_filling(sizes, 2, 0.0)
+  np.testing.assert_allclose(water_filling(unit * sizes, 2, 0.0), expected)
+
+
 def test_water_filling_in_closed_form():
   # 8 is certain; the other two places go as 4 : 2 : 2, at a quarter each.
   prob = water_filling(jnp.array(_padded([4, 8, 2, 2, 0])), 3, 0.0)

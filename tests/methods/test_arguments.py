@@ -1,9 +1,13 @@
 """Arguments of methods and rules outside their limits are rejected."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from dppo_jax import methods
 from dppo_jax.errors import UserError
+from dppo_jax.records import Groups
+from dppo_jax.rng import rng_at
 
 INVALID = [
   (methods.top_abs_advantage, {"keep": 0.0}),
@@ -35,6 +39,7 @@ INVALID = [
   (methods.neyman, {"completion_budget": 1.5}),
   (methods.neyman, {"completion_budget": "half"}),
   (methods.neyman, {"update_cost": float("inf")}),
+  (methods.neyman, {"completion_budget": 0.5, "update_cost": 2.0}),
   (methods.dppo, {"completion_rate": 1.0}),
   (methods.d3s, {"final_keep": 0.0}),
   (methods.greso, {"max_draws": 0}),
@@ -49,3 +54,23 @@ def test_arguments_outside_their_limits_are_rejected(factory, options):
     factory(**options)
   assert str(error.value).startswith(f"{name} is {value!r} but must be ")
   assert str(error.value).endswith("; see config.method.args")
+
+
+def test_bounds_of_an_automatic_budget_are_checked():
+  with pytest.raises(UserError, match=r"min_keep is 0\.0 but must be in"):
+    methods.neyman_completions(methods.AutoBudget(min_keep=0.0))
+
+
+def test_a_schedule_needs_the_step():
+  rule = methods.top_abs_advantage(lambda step: 0.5)
+  rewards = jnp.array([[1.0, 0.0]])
+  groups = Groups(rewards, rewards, jnp.full((1, 2), 3))
+  with pytest.raises(ValueError, match="a scheduled rate needs a StepRng"):
+    rule(jax.random.key(0), groups)
+
+
+def test_a_rate_near_1_leaves_a_probability():
+  rule = methods.drop_by_history(0.99999999)
+  history = jnp.array([1.0, 0.1])
+  prob = rule.select(rng_at(jax.random.key(0), 0), history, jnp.arange(2)).prob
+  assert prob[0] == 1 and 0 < prob[1] < 1e-6

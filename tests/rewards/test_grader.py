@@ -178,6 +178,13 @@ def test_rewards_keep_their_order_and_correct_is_clipped(path):
   assert graded.correct.tolist() == [min(max(x, 0), 1) for x in values]
 
 
+def test_a_sum_that_float32_cannot_hold_is_counted():
+  with Grader("exact:1e300", 1) as grader:
+    graded = grade(grader, [r"\boxed{1}", r"\boxed{2}"], ["1", "1"])
+  assert graded.rewards.tolist() == [0, 0]
+  assert graded.counts["nonfinite"] == 1
+
+
 @pytest.mark.parametrize(
   "culprit, fault, message",
   [

@@ -61,6 +61,8 @@ def neyman(
   else:
     limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
     check(limit, completion_budget=completion_budget)
+    unused = Limit(lambda x: x == 0, 'left out unless completion_budget="auto"')
+    check(unused, update_cost=update_cost)
     budget = float(completion_budget)  # text, if it is from the command line
   rules = grpo()._replace(completions=neyman_completions(budget, min_prob))
   if prompt_budget < 1:
@@ -182,7 +184,9 @@ def neyman_completions(
       of the budget if that is lower.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
-  if not isinstance(budget, AutoBudget):
+  if isinstance(budget, AutoBudget):
+    check(FRACTION, min_keep=budget.min_keep, max_keep=budget.max_keep)
+  else:
     check(FRACTION, budget=budget)
   check(UNIT, min_prob=min_prob)
 

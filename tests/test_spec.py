@@ -1,0 +1,58 @@
+"""A specification whose parts do not fit each other is rejected."""
+
+import types
+
+import pytest
+
+from dppo_jax import methods
+from dppo_jax.algo import PackingSpec, objectives
+from dppo_jax.errors import UserError
+from dppo_jax.rollout import Sampling
+from dppo_jax.step.spec import StepSpec
+from dppo_jax.step.train_step import TrainStep
+
+
+def _spec(**changes) -> StepSpec:
+  fields = {
+    "mesh": None,
+    "platform": "cpu",
+    "root_key": None,
+    "model": None,
+    "method": methods.grpo(),
+    "objective": objectives.grpo(),
+    "packing": PackingSpec(16, 2),
+    "sampling": Sampling(8, (0,)),
+    "optimizer": types.SimpleNamespace(),
+    "num_problems": 20,
+    "prompt_tokens": 9,
+    "num_prompts": 10,
+    "group_size": 4,
+  }
+  return StepSpec(**(fields | changes))
+
+
+EXACT = {"method": methods.greso(dynamic_sampling="exact")}
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"prompt_tokens": 10}, "take 17 tokens but a packed row holds 16"),
+    ({"mini_batches": 3}, "is 10 but must be a multiple of .*mini_batches, 3"),
+    (EXACT | {"num_prompts": 1}, "is 1 but must be at least 2"),
+    (EXACT | {"overlong_tokens": 4}, "overlong_tokens is 4 but exact"),
+    (EXACT | {"objective": objectives.grpo(beta=0.5)}, "beta is 0.5 but exact"),
+  ],
+)
+def test_parts_that_do_not_fit_are_rejected_if_something_is_trained(
+  changes, message
+):
+  _spec(), _spec(**EXACT)
+  _spec(**changes, optimizer=None)
+  with pytest.raises(UserError, match=message):
+    _spec(**changes)
+
+
+def test_another_training_set_is_rejected():
+  with pytest.raises(ValueError, match="is 20 but there are 3 problems"):
+    TrainStep(_spec(), [1, 2, 3], None, None, {})
