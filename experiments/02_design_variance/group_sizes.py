@@ -20,6 +20,7 @@ from .pool import GROUP, Pool
 
 BUDGETS = (0.75, 0.5, 0.375, 0.25, 0.1875, 0.125)  # of the completions
 VISITS = 100  # after which a pass rate counts as known
+# Advantages, and whether a completion's own reward is part of its baseline.
 OBJECTIVES = {
   "grpo": (algo.group_normalized, True),
   "rloo": (algo.leave_one_out, False),
@@ -70,9 +71,9 @@ def measure(sampled: Batch) -> list[dict]:
     ),
   }
   rows = []
-  for objective, (advantage, includes_self) in OBJECTIVES.items():
-    of = lambda sizes, a=advantage, i=includes_self: moments(
-      pool, products, sizes, a, i
+  for objective in OBJECTIVES:
+    of = lambda sizes, name=objective: moments(
+      pool, products, [group_advantages(name, int(size)) for size in sizes]
     )
     full = of(np.full(len(pool.rates), GROUP))
     for rule, history in rules.items():
@@ -91,17 +92,13 @@ def measure(sampled: Batch) -> list[dict]:
 
 
 def moments(
-  pool: Pool,
-  products: np.ndarray,
-  sizes: np.ndarray,
-  advantage,
-  includes_self: bool,
+  pool: Pool, products: np.ndarray, advantages: list[np.ndarray]
 ) -> Moments:
-  """Computes the moments of the weighted sums over groups of `sizes`.
+  """Computes the moments of sums over one group of each prompt.
 
   Args:
-    advantage: as in `algo.policy_loss.Objective`.
-    includes_self: a completion's own reward is part of its baseline.
+    advantages: `[size + 1, 2]` for each prompt, of a wrong and of a right
+      completion in a group of that size, by the number of right ones.
   """
   num, most = pool.rewards.shape
   blocks = products.reshape(num, most, num, most)
@@ -109,11 +106,9 @@ def moments(
   is_right = pool.rewards > 0
   mean, square = np.zeros((num, most)), np.zeros(num)
   trained = np.zeros(num)
-  for q, size in enumerate(sizes):
-    table = _advantages(advantage, int(size))
-    lost = float(includes_self)
-    table = table * (GROUP - lost) / (size - lost)
-    chance = pools.binomial(int(size), pool.rates[q : q + 1])[0]
+  for q, table in enumerate(advantages):
+    size = len(table) - 1
+    chance = pools.binomial(size, pool.rates[q : q + 1])[0]
     count = np.stack([size - np.arange(size + 1), np.arange(size + 1)], axis=1)
     masks = np.stack([~is_right[q], is_right[q]]).astype(float)
     each = masks / np.maximum(masks.sum(axis=1, keepdims=True), 1)  # [2, K]
@@ -128,11 +123,17 @@ def moments(
   return Moments(mean, square, trained)
 
 
-def _advantages(advantage, size: int) -> np.ndarray:
-  """Returns `[size + 1, 2]`, of a wrong and a right one, by those right."""
+def group_advantages(objective: str, size: int) -> np.ndarray:
+  """Returns `[size + 1, 2]` as `moments` takes them.
+
+  They are scaled so that a sum over the group has the mean of a sum over
+  `GROUP` completions.
+  """
+  advantage, includes_self = OBJECTIVES[objective]
   right = np.arange(size) < np.arange(size + 1)[:, None]
   values = np.asarray(advantage(jnp.asarray(right, jnp.float32)), np.float64)
-  return np.stack([values[:, -1], values[:, 0]], axis=1)
+  table = np.stack([values[:, -1], values[:, 0]], axis=1)
+  return table * (GROUP - includes_self) / (size - includes_self)
 
 
 def _compare(some: Moments, full: Moments, products: np.ndarray) -> dict:

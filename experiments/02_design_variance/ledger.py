@@ -65,6 +65,17 @@ Pilot-Commit-like | rollouts: Pilot-Commit-like | on purpose | 2605.26606
 Reinforce-Ada-like | rollouts: Reinforce-Ada-like | on purpose | 2510.04996
 DAPO dynamic sampling | rollouts: dynamic sampling | on purpose | 2503.14476
 GRESO | rollouts: GRESO | on purpose | 2506.02177
+ARRoL-like | rollouts: ARRoL-like | no | 2603.24840
+
+baselines, any number of prompts
+pairs, leave-one-out | baselines: leave-one-out of 2 | exactly | control
+groups of 4, leave-one-out | baselines: leave-one-out of 4 | exactly | control
+single completions, history | baselines: history of 1 | exactly | 2509.13232
+single completions, snapped | baselines: snapped of 1 | exactly | ours
+pairs, history | baselines: history of 2 | exactly | 2511.03710
+pairs, snapped | baselines: snapped of 2 | exactly | ours
+groups of 4, history | baselines: history of 4 | exactly | 2511.03710
+groups of 4, snapped | baselines: snapped of 4 | exactly | ours
 """
 
 

@@ -18,6 +18,7 @@ import jax
 
 from ..common import results, tasks
 from . import (
+  baselines,
   batch,
   completions,
   group_sizes,
@@ -42,6 +43,7 @@ STAGES = {
   "prefixes": prefixes.measure,
   "rollouts": rollouts.measure,
   "group sizes": group_sizes.measure,
+  "baselines": baselines.measure,
   "seconds": seconds.measure,
 }
 

@@ -15,6 +15,7 @@ from .pool import GROUP, Pool
 
 DRAWS = 500
 MOST = 32  # completions of a prompt
+HEAD = 0.8  # of ARRoL-like: predictions that are right
 SMALL = 0.3  # of two-phase groups: p where the pilot's rewards are all alike
 
 
@@ -178,6 +179,33 @@ def _duet_like(pool: Pool, rng, budget: float) -> Drawn:
   return _drawn(pool, index, terms, sampled)
 
 
+def _arrol_like(pool: Pool, rng, budget: float) -> Drawn:
+  """Half of a group is stopped at half of the mean length, for balance.
+
+  A head predicts whether a completion will be right, and is right about 4 of
+  5. Of those predicted right, and of those predicted wrong, as many go on as
+  bring either to half of what is kept. Advantages are of those kept.
+  """
+  stop = pool.lengths.mean() / 2
+  cost = (pool.lengths + np.minimum(pool.lengths, stop)).mean() / 2
+  num = round(budget * GROUP * pool.lengths.mean() / cost / 2) * 2
+  index, rewards, lengths = _draw(pool, rng, num)
+  is_true = rng.random(rewards.shape) < HEAD
+  predicted = np.where(is_true, rewards, 1 - rewards)
+  num_right = predicted.sum(axis=2, keepdims=True)
+  size = num // 2
+  number = np.clip(size // 2, size - (num - num_right), num_right)
+  keep = np.zeros(rewards.shape, bool)
+  for kind, most in ((1, number), (0, size - number)):
+    is_kind = predicted == kind
+    keep |= is_kind & (is_kind.cumsum(axis=2) <= most)
+  right = (rewards * keep).sum(axis=2)
+  terms = pool.advantages(size)[right[..., None], rewards] * keep * GROUP / size
+  return _drawn(
+    pool, index, terms, np.where(keep, lengths, np.minimum(lengths, stop))
+  )
+
+
 def _dynamic_sampling(skip_base: float):
   """The mean over the groups within a budget whose rewards differ.
 
@@ -248,4 +276,5 @@ RULES = {
   "Reinforce-Ada-like": _reinforce_ada_like,
   "dynamic sampling": _dynamic_sampling(1.0),
   "GRESO": _dynamic_sampling(0.5),
+  "ARRoL-like": _arrol_like,
 }

@@ -16,7 +16,7 @@ _load = lambda name: importlib.import_module(
 )
 allocations, ledger = _load("allocations"), _load("ledger")
 pool, prefixes = _load("pool"), _load("prefixes")
-group_sizes = _load("group_sizes")
+baselines, group_sizes = _load("baselines"), _load("group_sizes")
 FOLDER = pathlib.Path(__file__).parents[1]
 
 
@@ -51,13 +51,12 @@ def test_moments_of_group_sizes_are_those_over_all_groups(objective):
   lengths = np.array([[1.0, 2.0, 4.0], [3.0, 5.0, 7.0]])
   flat = scores.reshape(6, 5)
   some = pool.Pool(None, None, rewards, lengths, rewards[:, 0])
-  sizes = np.array([2, 3])
-  actual = group_sizes.moments(
-    some, flat @ flat.T, sizes, advantage, includes_self
-  )
+  sizes = [2, 3]
+  tables = [group_sizes.group_advantages(objective, size) for size in sizes]
+  actual = group_sizes.moments(some, flat @ flat.T, tables)
   for q, size in enumerate(sizes):
     mean, square, trained = np.zeros(5), 0.0, 0.0
-    for index in map(list, itertools.product(range(3), repeat=int(size))):
+    for index in map(list, itertools.product(range(3), repeat=size)):
       advantages = np.asarray(advantage(rewards[q, index][None]))[0]
       share = (16 - includes_self) / (size - includes_self)
       estimate = advantages * share @ scores[q, index] / 3**size
@@ -67,6 +66,39 @@ def test_moments_of_group_sizes_are_those_over_all_groups(objective):
     np.testing.assert_allclose(actual.mean[q] @ scores[q], mean, rtol=1e-5)
     np.testing.assert_allclose(actual.square[q], square, rtol=1e-5)
     np.testing.assert_allclose(actual.trained[q], trained)
+
+
+@pytest.mark.parametrize("snaps", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_baseline_from_history_leaves_the_mean_gradient(size, snaps):
+  rewards = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+  scores = np.random.default_rng(0).normal(size=(2, 3, 5))
+  scores -= scores.mean(axis=1, keepdims=True)  # as under the policy
+  seen = np.array([0.1, 0.5])
+  some = pool.Pool(None, None, rewards, np.ones((2, 3)), seen)
+  tables = baselines.history_advantages(some, size, snaps)
+  for q, table in enumerate(tables):
+    mean = np.zeros(5)
+    for index in map(list, itertools.product(range(3), repeat=size)):
+      kinds = rewards[q, index].astype(int)
+      mean += table[kinds.sum(), kinds] @ scores[q, index] / 3**size
+    exact = 16 * rewards[q] @ scores[q] / 3
+    np.testing.assert_allclose(mean, exact, atol=1e-12)
+
+
+def test_history_is_the_baseline_of_experiment_16():
+  module = importlib.import_module("experiments.16_history_baseline.baseline")
+  first = np.repeat([[1.0, 0.0]], 16, axis=0).T  # a visit of 16 completions
+  history = module.History(2, decay=0.75, prior=1.0, snaps=False)
+  history.add(np.arange(2), first)
+  rewards = np.array([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+  some = pool.Pool(None, None, rewards, rewards, first.mean(axis=1))
+  tables = baselines.history_advantages(some, 3, snaps=False)
+  actual = rewards - history.baselines(np.arange(2), rewards)
+  for q, table in enumerate(tables):
+    kinds = rewards[q].astype(int)
+    expected = table[kinds.sum(), kinds] * 3 / 16
+    np.testing.assert_allclose(actual[q], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("total", [8, 10, 12, 16])
