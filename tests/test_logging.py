@@ -1,4 +1,4 @@
-"""What a step logs and measures, and that logs cannot change training."""
+"""Metrics and measurements of a step; no log changes training."""
 
 import collections
 import dataclasses

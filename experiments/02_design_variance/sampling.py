@@ -182,9 +182,9 @@ def _duet_like(pool: Pool, rng, budget: float) -> Drawn:
 def _arrol_like(pool: Pool, rng, budget: float) -> Drawn:
   """Half of a group is stopped at half of the mean length, for balance.
 
-  A head predicts whether a completion will be right, and is right about 4 of
-  5. Of those predicted right, and of those predicted wrong, as many go on as
-  bring either to half of what is kept. Advantages are of those kept.
+  A head predicts whether a completion will be right, with a probability of
+  `HEAD`. The completions that are continued have equally many predicted right
+  and predicted wrong, if the group has them. Advantages are within these.
   """
   stop = pool.lengths.mean() / 2
   cost = (pool.lengths + np.minimum(pool.lengths, stop)).mean() / 2
