@@ -3,6 +3,7 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
   python -m experiments.15_real_model.run --stage=tune --core=0
   python -m experiments.15_real_model.run --stage=methods --core=0
   python -m experiments.15_real_model.run --stage=few --core=0
+  python -m experiments.15_real_model.run --stage=unclipped --core=0
   python -m experiments.15_real_model.run --stage=epochs --core=0
   python -m experiments.15_real_model.run --stage=trl --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=tunix --python=VENV/bin/python
@@ -11,9 +12,10 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
 learning rates, `methods` every method with the best of them, `few` those that
-train on the fewest completions with three seeds, `epochs` three methods for
-three epochs, `trl` and `tunix` grpo in these systems, installed in
-environments of their own. A run that ended is not repeated, and results.jsonl
+train on the fewest completions with three seeds, `unclipped` three of them
+without a limit on the gradient's norm, `epochs` three methods for three
+epochs, `trl` and `tunix` grpo in these systems, installed in environments of
+their own. A run that ended is not repeated, and results.jsonl
 gets a line when one ends.
 """
 
@@ -73,10 +75,27 @@ METHODS = (
   ),
 )
 QUARTER = "neyman, quarter"  # a fixed budget of a quarter of the completions
+UNCLIPPED = "{}, unclipped"  # no limit on the gradient's norm
 FEW = (
   BEST._replace(method="cppo", seed=1),
   *(BEST._replace(method=QUARTER, seed=seed) for seed in (0, 1, 2)),
   BEST._replace(method="cppo", seed=2),
+)
+NO_LIMIT = tuple(
+  BEST._replace(method=UNCLIPPED.format(method), seed=seed)
+  for methods, seed in (
+    (("neyman",), 4),
+    (("neyman",), 1),
+    (("neyman", "grpo"), 0),
+    (("neyman", "grpo"), 2),
+    (("neyman",), 3),
+    (("neyman",), 5),
+    (("grpo",), 1),
+    ((QUARTER,), 1),
+    ((QUARTER,), 2),
+    ((QUARTER,), 0),
+  )
+  for method in methods
 )
 EPOCH = 23  # steps
 EPOCHS = tuple(
@@ -92,6 +111,7 @@ STAGES = {
   "tune": TUNE,
   "methods": METHODS,
   "few": FEW,
+  "unclipped": NO_LIMIT,
   "epochs": EPOCHS,
   **{name: (cell,) for name, cell in PEERS.items()},
   "report": (),
@@ -100,9 +120,12 @@ STAGES = {
 
 def flags(cell: Cell, model: pathlib.Path) -> list[str]:
   """Returns the options of a run."""
-  budget = ["--config.method.args.completion_budget=0.25"]
+  options = {
+    "quarter": "--config.method.args.completion_budget=0.25",
+    "unclipped": "--config.optimizer.clip_norm=1e9",
+  }
   return [
-    *(budget if cell.method == QUARTER else ()),
+    *(options[x] for x in cell.method.split(", ")[1:]),
     "--config.model.hub_id=",
     f"--config.model.path={model}",
     f"--config.seed={cell.seed}",
