@@ -18,6 +18,45 @@ def test_launch_scripts_are_bash(name):
   subprocess.run(["bash", "-n", LAUNCH / name], check=True)
 
 
+@pytest.mark.parametrize(
+  "codes, is_requeued",
+  [
+    ((0, 0), False),
+    ((130, 130), True),
+    ((75, 143), True),
+    ((1, 143), False),  # srun ends the other process of one with an error
+    ((2, 0), False),
+  ],
+)
+def test_slurm_requeues_what_was_stopped_and_no_error(
+  tmp_path, codes, is_requeued
+):
+  programs = {
+    "scontrol": '[ "$1" = requeue ] && touch requeued; echo host',
+    # Two processes, and the highest of their codes.
+    "srun": """shift; code=0
+for i in 0 1; do
+  SLURM_PROCID=$i "$@"; x=$?
+  if [ $x -gt $code ]; then code=$x; fi
+done
+exit $code""",
+    "python": f"x=({codes[0]} {codes[1]}); exit ${{x[$SLURM_PROCID]}}",
+  }
+  for name, text in programs.items():
+    (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+    (tmp_path / name).chmod(0o700)
+  path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+  job = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+  done = subprocess.run(
+    ["bash", LAUNCH / "slurm.sh"],
+    cwd=tmp_path,
+    env=os.environ | job,
+    check=False,
+  )
+  assert done.returncode == max(codes)
+  assert (tmp_path / "requeued").exists() == is_requeued
+
+
 def test_skypilot_launch_passes_the_three_flags():
   task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
   assert task["num_nodes"] > 1

@@ -16,6 +16,7 @@
 # Ten minutes before the time limit every process gets SIGTERM, finishes its
 # step, saves and exits with 130: then the job goes back into the queue and
 # resumes, at most 20 times. It also does after a node's failure, by --requeue.
+# An error, exit code 1 or 2, writes dppo-JOB.stop, and the job is not requeued.
 # To stop it for good: touch dppo-JOB.stop && scancel --signal=TERM JOB
 #
 # Source: the manual pages of sbatch, srun and scontrol, slurm.schedmd.com.
@@ -36,10 +37,15 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 export COORDINATOR="$first:$((10000 + SLURM_JOB_ID % 20000))"
 
-# If one process fails, the others end too. Each has its own SLURM_PROCID.
-srun --kill-on-bad-exit=1 bash -c 'exec "${PYTHON:-python}" -m dppo_jax.main \
+# If one process fails, srun ends the others and returns the highest code, so
+# that a process notes an error itself. Each has its own SLURM_PROCID.
+srun --kill-on-bad-exit=1 bash -c 'trap : TERM
+"${PYTHON:-python}" -m dppo_jax.main \
   --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \
-  --process_id="$SLURM_PROCID" "$@"' main "$@"
+  --process_id="$SLURM_PROCID" "$@"
+code=$?
+case $code in 1 | 2) touch "dppo-$SLURM_JOB_ID.stop" ;; esac
+exit "$code"' main "$@"
 code=$?
 case $code in
   # Stopped, lost a process, or a process was killed.
