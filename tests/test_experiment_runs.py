@@ -9,10 +9,12 @@ import json
 import shutil
 import sys
 
+import jax
 import pytest
 
 from dppo_jax import train
-from experiments.common import processes, results, rings
+from dppo_jax.planning import targets
+from experiments.common import machine, processes, results, rings, work
 from tests.helpers import commands
 
 
@@ -180,3 +182,88 @@ def test_ledger(monkeypatch, tmp_path):
   program.measure("arithmetic", tmp_path, num_prompts=3)
   rows = program.collect(tmp_path.parent, [tmp_path.name])
   assert {row["level"] for row in rows} == {*program.STAGES}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+  """A work that takes seconds, and the rates of a machine that has none."""
+  small = work.WORKS["small"]
+  model = {"layers": 1, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}
+  model = work.with_model(small, mlp=32, vocab=64, **model).model
+  rows = small.rows._replace(row_length=64)
+  sizes = {"prompts": 2, "group_size": 4, "prompt_tokens": (4, 8), "slots": 4}
+  tiny = small._replace(
+    model=model, rows=rows, max_tokens=8, mean_tokens=4, **sizes
+  )
+  monkeypatch.setitem(work.WORKS, "tiny", tiny)
+  rates = {"float32_flops": 1e9, "bfloat16_flops": 1e9, "bytes": 1e9}
+  monkeypatch.setattr(machine, "yardstick", lambda repeats: rates)
+  timed = machine.timed
+  monkeypatch.setattr(machine, "timed", lambda f, repeats: timed(f, 1))
+
+
+def test_speed(monkeypatch, tiny, tmp_path):
+  parts = "pruning,sharing,selection"
+  path = tmp_path / "results.jsonl"
+  flags = ("--work=tiny", f"--parts={parts}", f"--results={path}")
+  _main(monkeypatch, _module("04_speed.run"), *flags)
+  assert {x["part"] for x in results.read(path)} == {*parts.split(",")}
+  assert (tmp_path / "table.txt").exists()
+
+
+def test_accelerator(monkeypatch, tiny, tmp_path):
+  program = _module("05_accelerator.run")
+  here = lambda name, args, _: program._run_one(*name.split(":"), args.results)
+  monkeypatch.setattr(program, "_in_a_process", here)
+  checks, decoding = (
+    _module(f"05_accelerator.{x}") for x in ("checks", "decoding")
+  )
+  monkeypatch.setattr(checks, "_all_reduce", lambda: 1e9)  # of 2 GiB
+  monkeypatch.setattr(decoding, "STEPS", 2)
+  monkeypatch.setitem(work.WORKS, "small", work.WORKS["tiny"])
+  path = tmp_path / "results.jsonl"
+  _main(monkeypatch, program, "--models=tiny", f"--results={path}")
+  rows = results.read(path)
+  assert {x["item"].partition(":")[0] for x in rows} == {*program.ITEMS}
+  assert all(row.get("is_right", True) for row in rows)
+  assert (tmp_path / "table.md").exists()
+
+
+def test_plan(monkeypatch, tmp_path):
+  program = _module("08_plan.run")
+  _redirect(monkeypatch, tmp_path, "08_plan.run")
+  monkeypatch.setattr(
+    program,
+    "configured",
+    lambda case: commands.parse(
+      [f"--config=configs/{case.config}.py", "--config.mesh.data=4"]
+    ),
+  )
+  monkeypatch.setattr(targets, "devices", lambda _: jax.devices()[:4])
+  stage = lambda run, task, names: (
+    targets.Stage(name, 2**30, 2**20, 1.0) for name in names
+  )
+  monkeypatch.setattr(targets, "compile_stages", stage)
+  _main(monkeypatch, program, "arithmetic")
+  rows = results.read(tmp_path / "results.jsonl")
+  assert [x["stage"] for x in rows] == [*program.STAGES]
+  assert "arithmetic" in (tmp_path / "table.csv").read_text()
+
+
+def test_history_baseline(monkeypatch, started, tmp_path):
+  modules = [f"16_history_baseline.{x}" for x in ("run", "report")]
+  _redirect(monkeypatch, tmp_path, *modules)
+  program = _module(modules[0])
+  monkeypatch.setattr(program.os, "sched_setaffinity", lambda *_: None)
+  shapes = (4, 1, "snapped"), (2, 2, "leave-one-out")
+  monkeypatch.setattr(program, "SHAPES", shapes)
+  monkeypatch.setattr(_module(modules[1]), "FEWEST", 1)
+  task = program.Task(8, 4, (8.0,), (10,))
+  monkeypatch.setattr(program, "TASKS", {"arithmetic": task})
+  for stage in ("train", "report"):
+    _main(
+      monkeypatch, program, f"--stage={stage}", f"--workdir={tmp_path / 'runs'}"
+    )
+  rows = results.read(tmp_path / "results.jsonl")
+  assert [x["completions"] for x in rows] == [[0, 4, 8]] * 2
+  assert (tmp_path / "arithmetic.csv").exists()
