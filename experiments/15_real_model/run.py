@@ -12,7 +12,7 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
 Every run is one process on one core, starts from the same pretrained weights
 and draws the same prompts. `tune` runs grpo with several shapes of batches and
 learning rates, `methods` every method with the best of them, `few` those that
-train on the fewest completions with three seeds, `unclipped` three of them
+train on the fewest completions with three seeds, `unclipped` four methods
 without a limit on the gradient's norm, `epochs` three methods for three
 epochs, `trl` and `tunix` grpo in these systems, installed in environments of
 their own. A run that ended is not repeated, and results.jsonl
@@ -81,21 +81,16 @@ FEW = (
   *(BEST._replace(method=QUARTER, seed=seed) for seed in (0, 1, 2)),
   BEST._replace(method="cppo", seed=2),
 )
-NO_LIMIT = tuple(
-  BEST._replace(method=UNCLIPPED.format(method), seed=seed)
-  for methods, seed in (
-    (("neyman",), 4),
-    (("neyman",), 1),
-    (("neyman", "grpo"), 0),
-    (("neyman", "grpo"), 2),
-    (("neyman",), 3),
-    (("neyman",), 5),
-    (("grpo",), 1),
-    ((QUARTER,), 1),
-    ((QUARTER,), 2),
-    ((QUARTER,), 0),
-  )
-  for method in methods
+NO_LIMIT = (
+  *(
+    BEST._replace(method=UNCLIPPED.format(method), seed=seed)
+    for seed in range(6)
+    for method in ("grpo", "dppo", "neyman")
+  ),
+  *(
+    BEST._replace(method=UNCLIPPED.format(QUARTER), seed=seed)
+    for seed in (0, 1, 2)
+  ),
 )
 EPOCH = 23  # steps
 EPOCHS = tuple(
