@@ -346,7 +346,7 @@ def kill_at_random(
   while (damaged if damages else signals) < times:
     workdir = folder / f"run-{runs}"
     while True:
-      pids = begin_run(count, workdir, "", 0.2)
+      pids = begin_run(count, workdir, "", 0.02)
       if (damaged if damages else signals) < times:
         _wait(workdir, chance, seconds, damages)
         # Processes share a stop request, but not a kill.
