@@ -5,7 +5,6 @@ each leaves a copy of one short run.
 """
 
 import importlib
-import json
 import shutil
 import sys
 
@@ -139,49 +138,6 @@ def test_real_model(monkeypatch, started, tmp_path):
   assert (tmp_path / "table.csv").exists() and (
     tmp_path / "figure.png"
   ).exists()
-
-
-def test_grading(monkeypatch, tmp_path):
-  _redirect(monkeypatch, tmp_path, "07_grading.run")
-  flags = ("--number=8", "--workers=1", "--parts=honest")
-  _main(monkeypatch, _module("07_grading.run"), *flags)
-  (row,) = results.read(tmp_path / "results.jsonl")
-  assert row["cores"] and not row["answers"]
-  print(json.dumps(row))
-
-
-def test_ledger(monkeypatch, tmp_path):
-  """Every stage of two prompts, at one budget and with few rules."""
-  names = "run batch completions tokens prefixes rollouts sampling baselines"
-  names += " group_sizes prompts law seconds"
-  modules = {x: _module(f"02_design_variance.{x}") for x in names.split()}
-  for module in modules.values():
-    monkeypatch.setattr(module, "DRAWS", 3, raising=False)
-    if hasattr(module, "BUDGETS"):
-      monkeypatch.setattr(module, "BUDGETS", (0.25,))
-  every = modules["completions"].by_share
-  few = lambda sampled: {x: every(sampled)[x] for x in ("neyman", "pods")}
-  monkeypatch.setattr(modules["completions"], "by_share", few)
-  monkeypatch.setattr(modules["tokens"], "NAMES", ("neyman, tokens",))
-  monkeypatch.setattr(modules["seconds"], "TURNS", 1)
-  rules = [*modules["sampling"].RULES.items()][-2:]
-  monkeypatch.setattr(modules["sampling"], "RULES", dict(rules))
-  program = modules["run"]
-
-  source = "def f(completions): return [len(x) % 2 for x in completions]"
-  (tmp_path / "odd.py").write_text(source)  # most groups have both rewards
-
-  def grpo_config(task):
-    config = commands.parse(["--config=experiments/common/arithmetic.py:grpo"])
-    config.sft.steps, config.rollout.max_tokens = 0, 8
-    config.data.eval, config.pack.row_length = "", 32
-    config.reward.functions = f"{tmp_path}/odd.py:f"
-    return config
-
-  monkeypatch.setattr(program.tasks, "grpo_config", grpo_config)
-  program.measure("arithmetic", tmp_path, num_prompts=3)
-  rows = program.collect(tmp_path.parent, [tmp_path.name])
-  assert {row["level"] for row in rows} == {*program.STAGES}
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ from dppo_jax.step import grade, programs, runtime_checks, train_step
 from tests.helpers import events, servers
 
 STEPS = 6
-# Functions in which a run is killed, and at which call; some need a bucket.
+# Functions in which a run is killed, and at which call.
 PLACES = {
   "upload": (storage.Bucket, "put", 20),
   "second upload": (storage.Bucket, "put", 60),
@@ -122,15 +122,19 @@ def make_config(num_devices: int = 1) -> config.Config:
 
 def run(workdir: pathlib.Path, place: str = "", pause: float = 0.0) -> None:
   """Trains, and kills itself at `place` if given; else pauses at each place."""
-  for name, (module, function, number) in places().items():
+  for name, (module, function, number) in places(bool(_buckets)).items():
     last = number if name == place else 0
     setattr(module, function, _passing(getattr(module, function), last, pause))
   train.run(make_config(jax.device_count()), _local(workdir))
 
 
-def places() -> dict[str, tuple]:
-  """Returns the places that a run of this kind goes through, in order."""
-  return {k: x for k, x in PLACES.items() if _buckets or x[0] != storage.Bucket}
+def places(in_bucket: bool) -> dict[str, tuple]:
+  """Returns the places to kill a run at, in the order in which it gets there.
+
+  With a bucket these are its own: what else a run does, it does in its copy.
+  """
+  is_of_bucket = lambda place: place[0] is storage.Bucket
+  return {k: x for k, x in PLACES.items() if is_of_bucket(x) == in_bucket}
 
 
 def _local(workdir: pathlib.Path) -> pathlib.Path:
@@ -313,8 +317,8 @@ def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
 def kill_at_places(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
   """Disturbs one run at each of `PLACES` and by each of `FAULTS`."""
   workdir = folder / "places"
-  for place in places():
-    if place == "report" and not _buckets:  # after the last step
+  for place in places(bool(_buckets)):
+    if place == "report":  # after the last step
       for fault, message in FAULTS.items():
         assert end(begin(fail, workdir, fault, message)) == 0, fault
         print(f"ended by {fault}", flush=True)

@@ -1,7 +1,7 @@
 """Completions made to hang, crash, fill or take over the grading process.
 
 The functions that run in the trainer's process grade all of them, `math` every
-fifth; experiments/07_grading grades all by all functions, which takes minutes.
+fifth; experiments/07_grading graded all by all functions, which takes minutes.
 """
 
 import numpy as np
