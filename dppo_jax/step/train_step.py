@@ -32,11 +32,12 @@ class TrainStep:
   `info`. Each blocks until its results are ready and adds its seconds to the
   clock; the functions are declared in programs.py. Prompts are dropped in
   `step/collect.py`, and completions in `step/select.py`, by rules of
-  `methods/`, which is where a new method goes; `algo/weights.py` weights them.
-  A slot gets its next completion in `rollout/decode.py`, `refill`. The loss of
-  a token is in `algo/objectives.py`, called by `algo/policy_loss.py`; the
-  gradient is divided in `step/update.py`, `apply_gradient`. With several
-  updates on a rollout each has its own draw, and ratios are to the sampler's
+  `methods/`, where a new method is a file and a line of `METHODS`. A slot gets
+  its next completion in `rollout/decode.py`, `refill`. The loss of a token, of
+  `algo/objectives.py`, is multiplied by its weight, 1 / probability of
+  `algo/weights.py`, in `algo/policy_loss.py`, `surrogate`; the gradient is
+  divided in `step/update.py`, `apply_gradient`. With several updates on a
+  rollout each has its own draw, and ratios are to the sampler's
   log-probabilities, or to those that `score` computes.
 
   Args:
