@@ -36,6 +36,7 @@ def trained(tmp_path_factory):
     "--config.eval.every=3",
     "--config.data.prompts_per_step=4",
     "--config.data.eval_limit=16",
+    "--config.rollout.num_slots=8",
     "--config.sft.steps=100",
   ]
   workdir = tmp_path_factory.mktemp("trained")

@@ -68,9 +68,28 @@ SGD = make_optimizer(0.0, 10, clip_norm=CONFIG.clip_norm)  # no step moves
 
 
 @jax.jit
+def _sum_gradients(batch, num_used):
+  return update.sum_gradients(batch, num_used, PARAMS, None, CONFIG)
+
+
+@jax.jit
 def _sums(rollout):
   batch, num_used, *_ = _select(rollout)
-  return update.sum_gradients(batch, num_used, PARAMS, None, CONFIG).grad
+  return _sum_gradients(batch, num_used).grad
+
+
+@jax.jit
+def _sum_with_signs(batch, num_used, by_segment):
+  """Measures completions with the signs of the segments of each row."""
+
+  def sum_up(weights, num):
+    return _sum_gradients(batch.replace(weights=weights), num)
+
+  draw = lambda key, shape, dtype: by_segment
+  with mock.patch.object(jax.random, "rademacher", draw):
+    return measure_noise.sum_with_signs(
+      sum_up, batch, num_used, RNG.key, jnp.bool(True)
+    )
 
 
 def _gradient(rollout):
@@ -96,25 +115,16 @@ def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
   segments = np.asarray(batch.segment_ids[0])
   numbers = np.cumsum(np.r_[0, segments.max(axis=1)])  # first of each row
 
-  @jax.jit
   def measure(signs):
-    by_segment = jnp.zeros((1, 8, 25)).at[:].set(0.0)
+    by_segment = np.zeros((1, 8, 25), np.float32)
     for row in range(8):
       count = numbers[row + 1] - numbers[row]
       values = signs[numbers[row] : numbers[row + 1]]
-      by_segment = by_segment.at[0, row, 1 : count + 1].set(values)
-    sum_up = lambda weights, end: update.sum_gradients(
-      batch.replace(weights=weights), end, PARAMS, None, CONFIG
-    )
-    with mock.patch.object(
-      jax.random, "rademacher", lambda key, shape, dtype: by_segment
-    ):
-      return measure_noise.sum_with_signs(
-        sum_up, batch, end, RNG.key, jnp.bool(True)
-      )
+      by_segment[0, row, 1 : count + 1] = values
+    return _sum_with_signs(batch, end, by_segment)
 
   matrix = scipy.linalg.hadamard(16)[:, : numbers[-1]].astype(np.float32)
-  ratios = [measure(jnp.array(x))[1] for x in matrix]
+  ratios = [measure(x)[1] for x in matrix]
   within = np.mean(ratios) * info.noise.sum_squares
   want, weights = 0.0, 1 / KEPT[name][1]
   full = summary.advantages
@@ -127,11 +137,10 @@ def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
       jnp.full(REWARDS.shape, weights[q]) / jnp.maximum(rollout.lengths, 1),
       SPEC,
     )
-    grad = update.sum_gradients(rows, end, PARAMS, None, CONFIG).grad
-    want += optax.tree.norm(grad, squared=True)
+    want += optax.tree.norm(_sum_gradients(rows, end).grad, squared=True)
   np.testing.assert_allclose(within, want, rtol=1e-4)
   # The sums themselves are those without signs.
-  sums = measure(jnp.array(matrix[1]))[0]
+  sums = measure(matrix[1])[0]
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
     sums.grad,

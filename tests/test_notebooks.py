@@ -17,20 +17,24 @@ from tests.helpers import commands
 FOLDER = commands.ROOT / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 
-# What the tests shorten: the pages train until there is something to see.
+# What the tests shorten: the pages train until there is something to see. Few
+# slots have fewer stages of decoding to compile.
 SHORTER = {
+  "01_one_step": [("num_slots = 96", "num_slots = 8")],
   "04_ablation": [
+    ("num_slots = 128", "num_slots = 8"),
     ("steps=80", "steps=4"),
     ("sft.steps = 300", "sft.steps = 40"),
     ("eval.every = 8", "eval.every = 2"),
   ],
   "05_your_own": [
+    ("num_slots = 128", "num_slots = 8"),
     ("sft.steps = 300", "sft.steps = 40"),
     ("c.steps = 30", "c.steps = 6"),
   ],
   "07_lora_tpu": [
     ("sft.steps = 1200", "sft.steps = 40"),
-    ("c.steps = 60", "c.steps = 4"),
+    ("c.steps = 60", "c.rollout.num_slots, c.steps = 8, 4"),
   ],
   "08_real_model": [
     ("c.steps = 40", "c.steps = 1"),

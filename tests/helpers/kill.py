@@ -444,7 +444,7 @@ def main() -> None:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     undisturbed = folder / "undisturbed"
     start = time.monotonic()
-    pids = begin_run(options.processes, undisturbed, "", 0.2)
+    pids = begin_run(options.processes, undisturbed, "", 0.02)
     assert not any(map(end, pids))
     seconds = time.monotonic() - start
     if options.bucket:
