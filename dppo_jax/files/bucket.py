@@ -78,8 +78,7 @@ def local(
     option: named by the error if there is nothing at the URL; if empty, that
       is no error.
     names: files to copy, if not all of them.
-    is_workdir: True for the directory of a run, of which each process has its
-      own copy.
+    is_workdir: True for a run's directory: each process has its own copy.
   """
   if not storage.is_url(place):
     return place

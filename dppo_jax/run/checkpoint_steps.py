@@ -1,4 +1,4 @@
-"""The steps of a run that have checkpoints, and the best of these."""
+"""The steps of a run that have checkpoints, and the best one."""
 
 import math
 import pathlib

@@ -315,7 +315,7 @@ def compare(workdir: pathlib.Path, undisturbed: pathlib.Path) -> None:
 
 
 def kill_at_places(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
-  """Disturbs one run at each of `PLACES` and by each of `FAULTS`."""
+  """Disturbs one run at each of its `places`; a local one by `FAULTS` too."""
   workdir = folder / "places"
   for place in places(bool(_buckets)):
     if place == "report":  # after the last step
