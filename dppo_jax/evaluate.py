@@ -36,12 +36,13 @@ def run(
   Raises:
     UserError: for an invalid config, data set or checkpoint.
   """
+  config, workdir = configs.absolute_paths(config), workdir.absolute()
   compile_cache.enable_compilation_cache()
   start = time.monotonic()
   resume.check_processes(config, workdir)
   if step is not None:
     checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
-  with progress.Progress(is_silent=not distributed.is_first()) as bar:
+  with progress.Progress() as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = setup_run(config, trains=False)
     if not run.eval_sets:
@@ -53,7 +54,8 @@ def run(
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
         step, params, weights = read_weights(run, workdir, step)
-      bar.say(progress.wrapped(f"weights: {weights}\n{run.stop_warning}"))
+      lines = [f"weights: {weights}", *run.warnings]
+      bar.say(progress.wrapped("\n".join(lines)))
       to_compile = {"greedy": eval_sets.program(run, 0)}
       if samples := config.eval.samples:
         sampled = eval_sets.program(run, samples)
@@ -86,10 +88,10 @@ def run(
         "sets": sets,
       }
       path = page.write(directory, results)
-      bucket.upload(directory)
       bar.say(
         f"\n{page.table(sets, tables.aligned)}\n\nresults: {bucket.shown(path)}"
       )
+      bucket.send(directory)
 
 
 def read_weights(
@@ -110,7 +112,7 @@ def read_weights(
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
       like = abstract_values.abstract_params(run.spec)
       params = checkpoints.restore_params(step, like)
-    origin = f"step {step} of {workdir}"
+    origin = f"step {step} of {bucket.place(workdir)}"
   advice = f"{origin} cannot be used; choose other weights with --step"
   runtime_checks.check_params(params, advice)
   return step, params, origin
@@ -119,9 +121,10 @@ def read_weights(
 @distributed.on_first_process
 def _make_directory(workdir: pathlib.Path, step: int) -> str:
   """Creates `step-K`, or `step-K.1` and so on if earlier results exist."""
-  parent = workdir / "evaluation"
   names = (f"step-{step}.{i}" if i else f"step-{step}" for i in range(10**6))
-  path = next(parent / x for x in names if not (parent / x).exists())
+  with bucket.reaching(workdir / "evaluation") as earlier:
+    name = next(x for x in names if not (earlier / x).exists())
+  path = workdir / "evaluation" / name
   path.mkdir(parents=True)
   return str(path)
 
@@ -145,7 +148,8 @@ def _evaluate_set(
       )
     label = {"set": name, "decoding": decoding}
     lines += [label | x for x in completions.samples]
-    unboxed = [x["extracted"] is None for x in completions.samples]
+    texts = (x["completion"] for x in completions.samples)
+    unboxed = [rewards.last_boxed(text) is None for text in texts]
     described[decoding] = completions.metrics() | {
       "completions": len(unboxed),
       "unboxed": sum(unboxed) / len(unboxed),

@@ -15,8 +15,7 @@ from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.config.options import flatten
 from dppo_jax.data.problems import make_prompt
-from dppo_jax.data.sources import first_line
-from dppo_jax.errors import UserError
+from dppo_jax.errors import UserError, first_line
 from dppo_jax.eval import page
 from dppo_jax.files import bucket, json_object, user_code
 from dppo_jax.metrics import progress
@@ -29,10 +28,10 @@ from dppo_jax.run import checkpoint, checkpoint_steps, setup
 def run(
   config: configs.Config,
   workdir: pathlib.Path,
-  to: pathlib.Path,
+  to: str | pathlib.Path,
   step: int | str | None = None,
   dtype: str | None = None,
-  is_adapter: bool = False,
+  format: str = "model",
   push: str = "",
 ) -> None:
   """Writes a checkpoint to a directory, which appears once it is complete.
@@ -42,21 +41,24 @@ def run(
 
   The directory of a model also gets config.json, the tokenizer, the generation
   settings and a model card. All but the card are copies of the files that
-  training began with; if the model was randomly initialised, they are new.
+  training began with, with the chat template of the config; if the model was
+  randomly initialised, they are new.
 
   Args:
     config, workdir: of the run.
-    to: directory that does not exist or is empty.
+    to: directory or URL that does not exist or is empty.
     step: checkpoint step, or "best"; None for the latest.
     dtype: dtype of the files; None for that of the checkpoint that training
       began with, or float32 for adapters or without a checkpoint.
-    is_adapter: True to write only the adapters, for PEFT.
+    format: "model", or "adapter" to write only the adapters, for PEFT.
     push: OWNER/NAME of a repository of the Hugging Face hub to upload to.
   Raises:
     UserError: if there are no such weights, `to` is not empty, or the hub
       rejects the repository.
   """
-  to = to.resolve()
+  config, workdir = configs.absolute_paths(config), workdir.absolute()
+  to = pathlib.Path(bucket.output(str(to))).resolve()
+  is_adapter = format == "adapter"
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
   step = checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
@@ -70,31 +72,22 @@ def run(
   dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
   is_tuned = bool(config.sft.steps or config.sft.from_run)
   params = _read_weights(workdir, step, model, is_adapter)
-  stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
-  json_keys = {"generation": {"eos_token_id": list(stop_ids)}}
-  if not path:
-    json_keys["generation"]["pad_token_id"] = tokenizer.pad_id
-    json_keys["settings"] = {
-      "max_position_embeddings": config.pack.row_length,
-      "eos_token_id": stop_ids[0],
-      "bos_token_id": None,
-    }
   to.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent) as parent:
     folder = pathlib.Path(parent, to.name)
     if is_adapter:
-      base = "" if is_tuned else config.model.hub_id or path
+      base = "" if is_tuned else config.model.hub_name or path
       peft.save(str(folder), params, model, base, dtype)
     else:
       with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = lora.merge_all(params, model.lora)
-      hf.save(str(folder), params, model, dtype=dtype, source=path, **json_keys)
-    if not (path or is_adapter):
+      keys = _json_keys(config, tokenizer, path)
+      hf.save(str(folder), params, model, dtype=dtype, source=path, **keys)
       tokenizer.save(folder)
     card = _card(config, workdir, step, tokenizer, to.name, is_adapter)
     (folder / "README.md").write_text(card, encoding="utf-8")
     folder.rename(to)
-  bucket.upload(to)
+  bucket.send(to)
   written = "adapters" if is_adapter else "weights"
   done = (
     f"wrote the {written} of {bucket.shown(workdir)} after step {step} to "
@@ -105,6 +98,22 @@ def run(
   print(progress.wrapped(done), flush=True)
   if push:
     print(f"uploaded to {_upload(push, to)}", flush=True)
+
+
+def _json_keys(
+  config: configs.Config, tokenizer: data.Tokenizer, path: str
+) -> dict[str, dict]:
+  """Returns further keys of the files with generation settings and sizes."""
+  stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
+  keys = {"generation": {"eos_token_id": list(stop_ids)}}
+  if not path:
+    keys["generation"]["pad_token_id"] = tokenizer.pad_id
+    keys["settings"] = {
+      "max_position_embeddings": config.pack.row_length,
+      "eos_token_id": stop_ids[0],
+      "bos_token_id": None,
+    }
+  return keys
 
 
 def _read_weights(
@@ -184,7 +193,7 @@ def _card(
   """Returns the model card: origin, prompt, results and all options."""
   model, method, objective = config.model, config.method, config.objective
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
-  base = f"\nbase_model: {model.hub_id}" if model.hub_id else ""
+  base = f"\nbase_model: {model.hub_name}" if model.hub_id else ""
   results = "No results."
   files = workdir.glob(f"evaluation/step-{step}*/results.json")
   for file in sorted(files, key=lambda x: x.stat().st_mtime):

@@ -1,18 +1,20 @@
 """Entry point: `python -m dppo_jax.main --help`."""
 
-import errno
+import importlib
 import os
-import pathlib
 import sys
 
+from dppo_jax import errors
 from dppo_jax.errors import Unreachable, UserError
-from dppo_jax.files import bucket, user_code
+from dppo_jax.files import user_code
 from dppo_jax.metrics import progress
 from dppo_jax.run import compile_cache
 
-# Errors of places that cannot be written, and of a reader that has ended.
-_OF_PLACES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
-_OF_PLACES |= {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EPIPE}
+# Options that name functions, the last three for training only.
+_CODE = (
+  "method.source objective.source reward.functions data.template data.eval "
+  "data.train optimizer.function callbacks"
+).split()
 
 
 def main(argv: list[str]) -> None:
@@ -23,43 +25,20 @@ def main(argv: list[str]) -> None:
 
   config, workdir, flags = cli.parse(argv)
   with user_code.explained("user code ended the run", (SystemExit,)):
-    configs.validate(config)
+    trains = flags.mode in ("train", "plan", "check")
+    code = configs.user_functions(config, _CODE[: None if trains else -3])
+    if code and not flags.process_id:
+      print(progress.wrapped(f"user code: {', '.join(code)}"), flush=True)
+    configs.validate(config, trains)
     distributed.initialize(
       flags.coordinator, flags.num_processes, flags.process_id
     )
     if distributed.count() > 1 and flags.mode not in ("train", "evaluate"):
       raise UserError(f"--mode={flags.mode} needs --num_processes=1")
-    if flags.mode == "train":
-      with progress.Progress(is_silent=not distributed.is_first()) as bar:
-        with bar.task("loading libraries", True):
-          from dppo_jax import train
-
-      train.run(config, workdir, (), flags.allow_change or "")
-    elif flags.mode == "evaluate":
-      from dppo_jax import evaluate
-
-      evaluate.run(config, workdir, flags.step)
-    elif flags.mode == "export":
-      from dppo_jax import export
-
-      export.run(
-        config,
-        workdir,
-        to=pathlib.Path(bucket.local(flags.to)),
-        step=flags.step,
-        dtype=flags.dtype,
-        is_adapter=flags.format == "adapter",
-        push=flags.push or "",
-      )
-    elif flags.mode == "sample":
-      from dppo_jax import sample
-
-      sample.run(config, workdir, flags.step, flags.prompt)
-    else:
-      from dppo_jax import plan
-
-      names = ("hardware", "topology", "stages")
-      plan.run(config, **{name: getattr(flags, name) or "" for name in names})
+    mode = importlib.import_module(f"dppo_jax.{flags.mode}")
+    result = mode.run(config, workdir, **cli.arguments(flags))
+  if flags.mode == "check" and not all(row.is_right for row in result):
+    sys.exit(1)
 
 
 def run() -> None:
@@ -77,24 +56,21 @@ def run() -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
     sys.exit(os.EX_TEMPFAIL)
   except OSError as error:
-    if error.errno not in _OF_PLACES or "--debug" in sys.argv:
+    is_known = isinstance(error, BrokenPipeError) or errors.of_disk(error)
+    if "--debug" in sys.argv or not is_known:
       raise
     progress.drop_output()  # or Python would try to write more of it
     sys.exit(f"error: {error.filename or 'output'}: {error.strerror}")
+  except MemoryError:
+    sys.exit("error: out of memory: see Troubleshooting in metrics/README.md")
   except Exception as error:
     from dppo_jax import distributed
 
     if not distributed.has_lost_another(error):
       raise
     reason = str(error).strip().partition("\n")[0]
-    print(
-      f"error: another process has ended or cannot be reached ({reason}): see "
-      "its last output; re-run the command to resume",
-      file=sys.stderr,
-      flush=True,
-    )
     # At once: JAX would wait for the other process.
-    os._exit(os.EX_TEMPFAIL)
+    distributed.end_with_others(f" ({reason})")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The mode plan: memory of a run on hardware that need not be present."""
+"""The mode plan: memory, time and disk of a run before hardware is rented."""
 
 from collections.abc import Sequence
 import dataclasses
+import math
+import pathlib
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
-from dppo_jax.planning import assumed, memory, targets
+from dppo_jax.planning import assumed, memory, step_time, targets
 from dppo_jax.planning.memory import gib
 from dppo_jax.run import compile_cache
 from dppo_jax.run.setup import Run
@@ -20,18 +22,26 @@ from dppo_jax.run.setup import Run
 
 def run(
   config: configs.Config,
+  workdir: pathlib.Path | None = None,
   *,
   hardware: str = "",
   topology: str = "",
   stages: str = "",
+  assume: str = "",
+  price_per_hour: float = 0.0,
 ) -> dict[str, Any]:
-  """Prints the memory that a run takes and returns the numbers.
+  """Prints the memory, time and disk that a run takes; returns the numbers.
 
   Args:
-    hardware: devices such as `h200:8,v5p:16` to estimate memory for.
+    workdir: unused, as nothing is written.
+    hardware: devices such as `h200:8,v5p:16,cpu` to estimate for; `cpu` is this
+      machine, whose rates are measured.
     topology: devices such as `v5e:4x4` or `h200:8` to compile all stages for.
     stages: comma-separated names of the stages to compile; empty means all.
+    assume: values of `step_time.Assumptions`, such as `completion=800`.
+    price_per_hour: of one device.
   """
+  config = configs.absolute_paths(config)
   jax.config.update("jax_platforms", "cpu")  # accelerators are not touched
   compile_cache.quiet_libraries()
   places = [targets.parse(x) for x in hardware.split(",") if x]
@@ -40,14 +50,23 @@ def run(
     raise UserError(
       "--mode=plan needs --hardware (such as h200:8) or --topology (v5e:4x4)"
     )
-  values = {"estimated": {}, "compiled": {}}
+  if not 0 <= price_per_hour < math.inf:
+    raise UserError(f"--price_per_hour is {price_per_hour} but must be a price")
+  values = {"estimated": {}, "compiled": {}, "time": {}}
   with progress.Progress() as bar:
     for place in filter(None, [target, *places]):
       mesh = assumed.abstract_mesh(config.mesh, place.num)
-      planned = assumed.assumed_run(config, mesh, place.platform)
+      planned = assumed.assumed_run(
+        config, mesh, place.platform, place.capability
+      )
       planned = memory.choose_slots(planned, place.memory)
       estimate = values["estimated"][place.name] = memory.estimate(planned)
+      basis = step_time.assume(planned, place, assume)
       bar.say(_estimated(planned, estimate, place))
+      seconds = step_time.estimate(planned, estimate, basis)
+      values["time"][place.name] = seconds
+      price = price_per_hour * place.num
+      bar.say(_timed(planned, estimate, basis, seconds, price))
     if target:
       names = [x for x in stages.split(",") if x]
       values["compiled"] = _compile(config, target, names, bar)
@@ -69,10 +88,13 @@ def _estimated(
   ]
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
-  return (
-    f"\n{model.family}, {parameters.num_parameters(model):,} parameters, "
+  line = progress.wrapped(
+    f"{model.family}, {parameters.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, attention={model.attention}, "
-    f"{run.spec.num_slots} slots a device\n"
+    f"{run.spec.num_slots} slots a device"
+  )
+  return (
+    f"\n{line}\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
     f"{sharding.describe(run.spec.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"
@@ -85,6 +107,69 @@ def _verdict(sums: dict[str, float], limit: float) -> str:
     return progress.wrapped(f"Does not fit: {too_large}")
   stage = max(sums, key=sums.get)
   return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
+
+
+def _timed(
+  run: Run,
+  held: step_time.Stages,
+  assumed: step_time.Assumptions,
+  seconds: dict[str, float],
+  price: float,
+) -> str:
+  """Seconds of a step as a table, what a run takes, and what pruning gains.
+
+  Args:
+    price: of all devices for an hour; 0 if unknown.
+  """
+  spec, config, step = run.spec, run.config, sum(seconds.values())
+  rows = [
+    [name, f"{x:,.{2 if step > 1 else 4}f}", f"{x / step:.0%}"]
+    for name, x in (seconds | {"step": step}).items()
+    if x
+  ]
+  steps = config.steps * step / 3600
+  evals = step_time.evaluation_seconds(run, held, assumed) / 3600
+  sizes = step_time.checkpoint_sizes(run)
+  tokens = spec.num_prompts * spec.group_size * assumed.completion
+  tokens /= spec.mesh.size
+  facts = {
+    "tokens a second": f"{tokens / step:,.0f} on each device, "
+    f"{tokens / seconds['rollout']:,.0f} in the rollout",
+    "time": f"{_hours(steps + evals)}: {config.steps} steps {_hours(steps)}, "
+    f"evaluations {_hours(evals)}",
+    "cost": price and f"{price * (steps + evals):,.2f} at {price:,.2f} an hour",
+    "checkpoints": f"{gib(sum(sizes))} GiB: {len(sizes)} kept; "
+    f"{gib(max(sizes))} more while one is written",
+    "assumed": f"prompt={assumed.prompt:.0f} tokens, "
+    f"completion={assumed.completion:.0f}, trained={assumed.trained:.2f}",
+    "(--assume)": f"products={assumed.products:.2f} of "
+    f"{assumed.flops / 1e12:,.3g} TFLOP/s, memory={assumed.memory:.2f} of "
+    f"{assumed.bandwidth / 1e9:,.0f} GB/s",
+  }
+  lines = [f"{name:16} {fact}" for name, fact in facts.items() if fact]
+  return (
+    f"\nEstimated seconds of a step, {spec.num_prompts} prompts x "
+    f"{spec.group_size} completions, before pruning\n"
+    "and without messages between devices\n\n"
+    f"{tables.aligned(['', 'seconds', 'of a step'], rows)}\n\n"
+    + "\n".join([*lines, "", progress.wrapped(_advice(seconds))])
+  )
+
+
+def _hours(hours: float) -> str:
+  return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
+
+
+def _advice(seconds: dict[str, float]) -> str:
+  """Says how much faster a step without an update would be."""
+  step, kept = sum(seconds.values()), seconds["rollout"] + seconds["rest"]
+  text = (
+    f"Rollouts take {seconds['rollout'] / step:.0%} of a step: pruning "
+    f"completions gains at most {step / kept:.2f} even if the update were free"
+  )
+  if step < 1.2 * kept:
+    return f"{text}. It pays from 1.2 on: use grpo"
+  return f"{text}. It pays if ten steps of neyman predict 1.2 or more"
 
 
 def _compile(

@@ -10,8 +10,8 @@ prompt is False.
 
 from flax import struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
-import numpy as np
 
 Scalar = Float[Array, ""]
 IntScalar = Int[Array, ""]
@@ -22,15 +22,15 @@ class Selection(struct.PyTreeNode):
 
   Attributes:
     prob: the item's inclusion probability, in (0, 1] wherever `keep` is True.
-    added_variance: variance that a choice of completions adds to the gradient,
-      over the noise of the batch without pruning. None counts as 0.
-    metrics: scalars to log; of a choice of completions only.
   """
 
   keep: Bool[Array, "..."]
   prob: Float[Array, "..."]
-  added_variance: Scalar | None = None
-  metrics: dict[str, Scalar] = struct.field(default_factory=dict)
+
+  @classmethod
+  def every(cls, shape: tuple[int, ...]) -> "Selection":
+    """Returns the choice of every item, with probability 1."""
+    return cls(jnp.ones(shape, bool), jnp.ones(shape, jnp.float32))
 
 
 class PromptBatch(struct.PyTreeNode):
@@ -73,31 +73,10 @@ class Rollout(struct.PyTreeNode):
   slot_steps: IntScalar | None = None
   busy_steps: IntScalar | None = None
 
-
-class StepCosts(struct.PyTreeNode):
-  """Smoothed timings of earlier steps, used to choose how much to prune.
-
-  Seconds may be in any unit; they are 0 while unknown.
-
-  Attributes:
-    noise_fraction: part of the gradient's squared norm that is noise,
-      `r / (1 + r)` with `r` the gradient noise scale over the batch size; 1
-      while unknown. `r / (1 + mu r)` with `mu` passes over a rollout, each with
-      its own choice of completions.
-    micro_seconds: seconds of an update per micro-batch.
-    micro_tokens: tokens of completions in a full micro-batch.
-    other_seconds: seconds of a step outside its update.
-    within_fraction: sum of the squared norms of the completions' gradients,
-      over that noise; infinity while unknown.
-    num_updates: updates on a rollout.
-  """
-
-  noise_fraction: Scalar | np.ndarray
-  micro_seconds: Scalar | np.ndarray
-  micro_tokens: Scalar | np.ndarray
-  other_seconds: Scalar | np.ndarray
-  within_fraction: Scalar | np.ndarray
-  num_updates: Scalar | np.ndarray
+  @property
+  def selection(self) -> Selection:
+    """The selection of prompts: `kept`, or every prompt if that is None."""
+    return self.kept or Selection.every(self.lengths.shape[:1])
 
 
 class Groups(struct.PyTreeNode):
@@ -112,7 +91,6 @@ class Groups(struct.PyTreeNode):
       objective's token share over the prompt's probability. None is 1.
     sum_sq_residual: `[Q, G]`, sum over tokens of (1 - p)^2 with p the sampling
       probability of each. None stands for the length.
-    costs: None unless the method `reads_costs`.
   """
 
   rewards: Float[Array, "Q G"]
@@ -121,35 +99,19 @@ class Groups(struct.PyTreeNode):
   is_needed: Bool[Array, "Q G"] | None = None
   scale: Float[Array, "Q G"] | None = None
   sum_sq_residual: Float[Array, "Q G"] | None = None
-  costs: StepCosts | None = None
-
-
-class NoiseTerms(struct.PyTreeNode):
-  """Properties of a batch that its gradient noise is measured with.
-
-  Attributes:
-    added_variance: as in `Selection`.
-    sum_squares: sum of the squared norms of all completions' gradients, if
-      token gradients are independent and of norm 1 - p; before the choice.
-  """
-
-  added_variance: Scalar
-  sum_squares: Scalar
 
 
 class CompletionSummary(struct.PyTreeNode):
-  """Per-completion advantage, weight and length, for logging.
+  """Per-completion advantage, weight and length trained on, for logging.
 
   Attributes:
     advantages: `[Q, G]`, as used in the loss.
     weights: `[Q, G]`, 1 / probability, the prompt's included; 0 where pruned.
-    lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
-    trained_lengths: `[Q, G]`, the same, but 0 where not trained on.
+    trained_lengths: `[Q, G]`, tokens; 0 where not trained on.
   """
 
   advantages: Float[Array, "Q G"]
   weights: Float[Array, "Q G"]
-  lengths: Int[Array, "Q G"]
   trained_lengths: Int[Array, "Q G"]
 
 
@@ -162,8 +124,8 @@ class PackedBatch(struct.PyTreeNode):
     positions: `[R, L]`, counted from 0 in each prompt with its completion.
     segment_ids: `[R, L]`, 1, 2, ... along a row; 0 is padding. A completion is
       a segment, and so is a prompt that several share.
-    prefix_ids: `[R, L]`, the segment that a position attends to in addition to
-      its own: its prompt's if the prompt is shared, else its own.
+    end: `[R, L]`, one past the last position that may attend to this one; 0 is
+      padding. A query at `q` sees a key at `k` if and only if k <= q < end[k].
     is_trained: `[R, L]`, True where the target is a token of a completion.
     weights: `[R, L]`, constant factor on each token's loss; 0 if not chosen.
     old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
@@ -173,7 +135,7 @@ class PackedBatch(struct.PyTreeNode):
   targets: Int[Array, "*rows L"]
   positions: Int[Array, "*rows L"]
   segment_ids: Int[Array, "*rows L"]
-  prefix_ids: Int[Array, "*rows L"]
+  end: Int[Array, "*rows L"]
   is_trained: Bool[Array, "*rows L"]
   advantages: Float[Array, "*rows L"]
   weights: Float[Array, "*rows L"]
@@ -201,7 +163,9 @@ class TrainState(struct.PyTreeNode):
     params: master weights, or frozen ones with adapters (models/lora.py).
     opt_state: of the weights that are trained.
     history: per-problem memory of the method's prompt rule.
-    noise: a `gradient_noise.Noise`; None if the method measures none.
+    noise: a `gradient_noise.Noise`; None if the method has no budget.
+    budget: fraction of the needed completions that the next step trains on;
+      None if the method has no budget.
   """
 
   step: IntScalar
@@ -210,3 +174,4 @@ class TrainState(struct.PyTreeNode):
   opt_state: PyTree
   history: PyTree
   noise: PyTree = None
+  budget: Scalar | None = None

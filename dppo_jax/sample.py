@@ -1,8 +1,6 @@
 """--mode=sample: completions of prompts, printed with log-probabilities."""
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
-import copy
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import pathlib
@@ -12,7 +10,8 @@ import jax
 import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards
+from dppo_jax import data, rewards, sharding
+from dppo_jax.data import sources
 from dppo_jax.data.sources import Source
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
@@ -23,7 +22,7 @@ from dppo_jax.records import Rollout
 from dppo_jax.run import checkpoint_steps, compile_cache, preflight
 from dppo_jax.run.setup import Run, read_problems, setup_run
 from dppo_jax.step import programs
-from dppo_jax.step.grade import grade
+from dppo_jax.step.grade import Ungraded, grade
 
 _SHORTEST = 64  # width of prompts, doubled for longer ones: each is compiled
 
@@ -46,15 +45,14 @@ def run(
   Raises:
     UserError: for an invalid config, checkpoint, source or prompt.
   """
+  config, workdir = configs.absolute_paths(config), workdir.absolute()
   compile_cache.enable_compilation_cache()
   source = None if prompt is None else _source(config, prompt)
   if step is not None:
     checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress() as bar:
     with bar.task("reading the model"):
-      without_problems = copy.deepcopy(config)
-      without_problems.data.eval = ""
-      run = setup_run(without_problems, trains=False)
+      run = setup_run(config, trains=False, evaluates=False)
     with jax.set_mesh(run.spec.mesh), run.make_grader() as grader:
       with bar.task("reading weights"):
         _, params, weights = read_weights(run, workdir, step)
@@ -62,26 +60,13 @@ def run(
       how = f"temperature {r.temperature:g}, top-p {r.top_p:g}"
       how = f"{samples} samples of a prompt, {how}" if samples else "greedy"
       how += f", at most {r.max_tokens:,} tokens"
-      start = f"weights: {weights}\n{how}\n{run.stop_warning}"
-      bar.say(progress.wrapped(start))
+      start = [f"weights: {weights}", how, *run.warnings]
+      bar.say(progress.wrapped("\n".join(start)))
       sampler = _Sampler(run, params, grader, bar)
-      if source is not None:
+      if source is None:
+        sampler.print_lines()
+      else:
         sampler.print_completions(source, run.spec.root_key)
-        return
-      is_typed = sys.stdin.isatty()
-      for number, line in enumerate(_lines(is_typed)):
-        if not line:
-          continue
-        # A repeated line has other randomness.
-        key = jax.random.fold_in(run.spec.root_key, number)
-        try:
-          sampler.print_completions(_source_of(config, [line]), key)
-        except UserError as error:
-          if not is_typed:
-            raise UserError(
-              f"line {number + 1} of the input: {error}"
-            ) from None
-          bar.say(f"error: {error}")
 
 
 def _source(config: configs.Config, prompt: str) -> Source:
@@ -91,13 +76,13 @@ def _source(config: configs.Config, prompt: str) -> Source:
     return _source_of(config, [prompt])
   if place.endswith(".txt"):
     try:
-      text = pathlib.Path(place).read_text(encoding="utf-8")
+      text = pathlib.Path(place).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
       raise UserError(f"--prompt: {place} cannot be read: {error}") from error
     return _source_of(config, filter(str.strip, text.splitlines()))
   if not (place or config.data.eval):
     raise UserError("--prompt=@ takes config.data.eval, which is empty")
-  return place or config.data.eval
+  return sources.absolute(place) or config.data.eval
 
 
 def _source_of(config: configs.Config, prompts: Iterable[str]) -> Source:
@@ -122,72 +107,77 @@ def _lines(is_typed: bool) -> Iterator[str]:
     yield line.strip()
 
 
-class _Ungraded:
-  """Grader of prompts whose answers are unknown."""
-
-  def grade(self, prompts: Sequence[str], *unused, **options) -> rewards.Graded:
-    zeros = np.zeros(len(prompts), np.float32)
-    return rewards.Graded(zeros, zeros, collections.Counter(), {})
-
-
+@dataclasses.dataclass
 class _Sampler:
   """Weights and the programs that sample from them, by size of their input."""
 
-  def __init__(
-    self,
-    run: Run,
-    params: parameters.Params,
-    grader: rewards.Grader,
-    bar: progress.Progress,
-  ):
-    self._run, self._params = run, params
-    self._grader, self._bar = grader, bar
-    self._compiled: dict[tuple[int, int], Callable[..., Rollout]] = {}
+  run: Run
+  params: parameters.Params
+  grader: rewards.Grader
+  bar: progress.Progress
+  compiled: dict[tuple[int, int], Callable[..., Rollout]] = dataclasses.field(
+    default_factory=dict
+  )
+
+  def print_lines(self) -> None:
+    """Prints completions of the prompt in each line of standard input."""
+    run, is_typed = self.run, sys.stdin.isatty()
+    for number, line in enumerate(_lines(is_typed)):
+      if not line:
+        continue
+      # A repeated line has other randomness.
+      key = jax.random.fold_in(run.spec.root_key, number)
+      try:
+        self.print_completions(_source_of(run.config, [line]), key)
+      except UserError as error:
+        if not is_typed:
+          raise UserError(f"line {number + 1} of the input: {error}") from None
+        self.bar.say(f"error: {error}")
 
   def print_completions(self, source: Source, key: jax.Array) -> None:
     """Prints completions of every prompt of a source."""
-    run = self._run._replace(config=copy.deepcopy(self._run.config))
-    run.config.data.eval = source
+    run, spec = self.run, self.run.spec
     sets = read_problems(
-      run.config, run.tokenizer, trains=False, needs_answers=False
+      run.config, run.tokenizer, source, trains=False, needs_answers=False
     )[1]
-    model, stop_ids = run.spec.model, run.spec.sampling.stop_ids
-    preflight.check_ids(run.config, model, stop_ids, [*sets.values()])
+    preflight.check_ids(spec.sampling, spec.model.vocab, [*sets.values()])
     largest = max(len(x) for x in sets.values())
-    run.config.eval.prompts = min(run.config.eval.prompts, largest)
-    run = run._replace(eval_sets={x: _widened(y) for x, y in sets.items()})
-    for i, (name, problems) in enumerate(run.eval_sets.items()):
+    num_shards = sharding.num_shards(spec.mesh, "batch")
+    num = min(eval_sets.batch_size(run), sharding.round_up(largest, num_shards))
+    for i, (name, problems) in enumerate(sets.items()):
       if "left out" in problems.report:
-        self._bar.say(progress.wrapped(problems.report))
-      rng = eval_sets.rng_of_set(key, name, i)
-      for rollout in eval_sets.rollouts(run, name, self._program(run), rng):
-        self._print_rollout(rollout, problems)
+        self.bar.say(progress.wrapped(problems.report))
+      rng, wide = eval_sets.rng_of_set(key, name, i), _widened(problems)
+      program = self._program(num, wide.tokens.shape[1])
+      for rollout in eval_sets.rollouts(wide, num, program, rng):
+        self._print_rollout(rollout, wide)
 
-  def _program(self, run: Run) -> Callable[..., Rollout]:
-    width = next(iter(run.eval_sets.values())).tokens.shape[1]
-    size = width, run.config.eval.prompts
-    if size not in self._compiled:
-      program = eval_sets.program(run, run.config.eval.samples)
-      with self._bar.task("compiling") as task:
+  def _program(self, *size: int) -> Callable[..., Rollout]:
+    run = self.run
+    if size not in self.compiled:
+      program = programs.evaluation_program(
+        run.spec, *size, run.config.eval.samples
+      )
+      with self.bar.task("compiling") as task:
         compiled = programs.compile_programs(
           {"sample": program}, run.spec.mesh, task
         )
-      self._compiled[size] = functools.partial(
-        compiled["sample"], params=self._params
+      self.compiled[size] = functools.partial(
+        compiled["sample"], params=self.params
       )
-    return self._compiled[size]
+    return self.compiled[size]
 
   def _print_rollout(self, rollout: Rollout, problems: data.ProblemSet) -> None:
     """Prints the completions of a batch, graded if answers are known."""
     has_answers = any(problems.answers)
-    grader = self._grader if has_answers else _Ungraded()
-    with self._bar.task("grading", is_brief=True):
+    grader = self.grader if has_answers else Ungraded()
+    with self.bar.task("grading", is_brief=True):
       lines = grade(
         rollout,
         problems,
-        self._run.tokenizer,
+        self.run.tokenizer,
         grader,
-        stop_strings=self._run.spec.stop_strings,
+        stop_strings=self.run.spec.stop_strings,
       ).samples
     text = ""
     for line in lines:
@@ -195,9 +185,9 @@ class _Sampler:
         text += f"\nprompt: {line['problem']}\n"
         text += f"answer: {line['answer']}\n" * bool(line["answer"])
       text += f"{_summary(line)}\n{line['completion']}\n"
-    self._bar.say(text.removesuffix("\n"))
-    for warning in self._grader.pop_warnings():
-      self._bar.say(warning)
+    self.bar.say(text.removesuffix("\n"))
+    for warning in self.grader.pop_warnings():
+      self.bar.say(warning)
 
 
 def _summary(line: dict) -> str:

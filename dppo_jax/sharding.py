@@ -14,13 +14,21 @@ import math
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 import numpy as np
 
 from dppo_jax.errors import UserError
 
 MESH_AXES = ("replica", "data", "model")
 AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
+
+AnyMesh = Mesh | AbstractMesh  # the latter for shapes without devices
 
 # Logical axis -> mesh axes that divide it; without any, it is replicated.
 RULES: Mapping[str | None, tuple[str, ...]] = {
@@ -52,8 +60,8 @@ def make_mesh(
   """
   devices = list(jax.devices() if devices is None else devices)
   shape = sizes(len(devices), data, model, replicas)
-  devices = _arrange(devices[: math.prod(shape)], shape)
-  return Mesh(devices, MESH_AXES, axis_types=AXIS_TYPES)
+  grid = _arrange(devices[: math.prod(shape)], shape)
+  return Mesh(grid, MESH_AXES, axis_types=AXIS_TYPES)
 
 
 def sizes(
@@ -93,13 +101,13 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
   )
 
 
-def describe(mesh: Mesh) -> str:
+def describe(mesh: AnyMesh) -> str:
   """Returns the shape of a mesh, such as `8 x 2`."""
   sizes = [mesh.shape[axis] for axis in MESH_AXES]
   return " x ".join(map(str, sizes if sizes[0] > 1 else sizes[1:]))
 
 
-def num_shards(mesh: Mesh, axis: str) -> int:
+def num_shards(mesh: AnyMesh, axis: str | None) -> int:
   """Returns the number of parts into which `mesh` divides a logical axis."""
   return math.prod(mesh.shape[name] for name in RULES[axis])
 
@@ -127,7 +135,7 @@ def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
   return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
-def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
+def sharding(mesh: AnyMesh, *axes: str | None) -> NamedSharding:
   """Returns the sharding on `mesh` of an array with these logical axes."""
   return NamedSharding(mesh, spec(axes))
 

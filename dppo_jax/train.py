@@ -7,7 +7,9 @@ import functools
 import gc
 import itertools
 import pathlib
+import time
 import traceback
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,25 +18,21 @@ from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards
 from dppo_jax.analysis import runs, statistics
 from dppo_jax.config.options import flatten
-from dppo_jax.errors import StopTraining, Unreachable, UserError
+from dppo_jax.errors import StopTraining, UserError
 from dppo_jax.eval import estimators, eval_sets
-from dppo_jax.files import bucket
+from dppo_jax.files import bucket, user_code
 from dppo_jax.metrics import health, progress, report, samples
 from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.planning import memory
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
-from dppo_jax.run import (
-  checkpoint,
-  compile_cache,
-  initial_state,
-  resume,
-  signals,
-)
+from dppo_jax.run import checkpoint, compile_cache, resume, sft, signals
 from dppo_jax.run.setup import Run, setup_run
-from dppo_jax.step import programs, runtime_checks
+from dppo_jax.step import abstract_values, programs, runtime_checks
 from dppo_jax.step.step_info import StepInfo
 from dppo_jax.step.train_step import TrainStep
+
+_SAVE_SECONDS = 900  # between checkpoints if config.checkpoint.every is 0
 
 # `(step, info, state) -> metrics`, called after each step; may return None.
 Callback = Callable[[int, StepInfo, TrainState], dict[str, float] | None]
@@ -57,7 +55,7 @@ def run(
     UserError: for invalid config, data or checkpoints, or a non-finite
       gradient.
   """
-  compile_cache.quiet_libraries()
+  config, workdir = configs.absolute_paths(config), workdir.absolute()
   compile_cache.enable_compilation_cache()
   with signals.stop_signals(lambda: resume.describe_stop(workdir)) as stop:
     resume.check_processes(config, workdir)
@@ -74,65 +72,53 @@ def _run(
   allow_change: str,
 ) -> None:
   """Opens all that a run needs, trains, and writes the report."""
-  with contextlib.ExitStack() as stack:
-    bar = stack.enter_context(
-      progress.Progress(is_silent=not distributed.is_first())
-    )
+  with progress.Progress() as bar:
     with bar.task("reading data and model"), distributed.sharing_errors():
       run = memory.choose_slots(setup_run(config))
       memory.check(run)
       eval_sets.check_metric(run, config.checkpoint.best)
+    kept = config.checkpoint
     prints = resume.fingerprints(config, run.train_set)
-    path = workdir / "config.json"
-    changes = stack.enter_context(
-      resume.held(path, config, prints, allow_change)
-    )
-    stack.enter_context(jax.set_mesh(run.spec.mesh))
-    grader = stack.enter_context(run.make_grader())
-    checkpoints = stack.enter_context(
-      checkpoint.Checkpoints(
-        workdir, config.checkpoint.keep, config.checkpoint.best
-      )
-    )
-    # Before the writer, which drops lines after the latest intact checkpoint.
-    warnings = checkpoints.recover()
-    latest = checkpoints.latest_step()
-    with distributed.sharing_errors():
-      writer = Silent(bar)
-      if distributed.is_first():
-        watch = health.Health(config.objective.num_updates)
-        trackers, options = config.log.writers, flatten(config)
-        writer = Writer(workdir, latest, bar, watch, trackers, options)
-        stack.enter_context(writer)
-    try:
-      for line in (*warnings, *changes, run.description()):
-        writer.say(line)
-      with bar.task("starting to grade"), distributed.sharing_errors():
-        grader.self_check(run.train_set.columns)
-      with bar.task("compiling") as task:
-        compiled = _compile(run, task)
-      stack.callback(gc.unfreeze)
-      _train(
-        _Session(
-          workdir=workdir,
-          run=run,
-          compiled=compiled,
-          grader=grader,
-          checkpoints=checkpoints,
-          writer=writer,
-          stop=stop,
-          callbacks=callbacks,
-        )
-      )
-      with bar.task("writing the report"), distributed.sharing_errors():
+    with (
+      resume.held(workdir, config, prints, allow_change) as changes,
+      jax.set_mesh(run.spec.mesh),
+      run.make_grader() as grader,
+      checkpoint.Checkpoints(workdir, kept.keep, kept.best) as checkpoints,
+      contextlib.ExitStack() as stack,
+    ):
+      # Before the writer, which drops lines after the latest intact checkpoint.
+      warnings = checkpoints.recover()
+      latest = checkpoints.latest_step()
+      with distributed.sharing_errors():
+        writer = Silent(bar)
         if distributed.is_first():
-          writer.say(f"report: {bucket.shown(report.write(workdir))}")
-          writer.say(report.headline(runs.load(workdir)))
-      if bucket.url(workdir) and (problem := bucket.upload_from_all(workdir)):
-        raise Unreachable(problem)
-    except Exception:
-      writer.log(traceback.format_exc())
-      raise
+          advice = run.spec.method.prune_less
+          watch = health.Health(run.spec.num_updates, advice)
+          trackers, options = config.log.writers, flatten(config)
+          writer = Writer(workdir, latest, bar, watch, trackers, options)
+          stack.enter_context(writer)
+      try:
+        for line in (*warnings, *changes, run.description()):
+          writer.say(line)
+        with bar.task("starting to grade"), distributed.sharing_errors():
+          grader.self_check(run.train_set.columns)
+        with bar.task("compiling") as task:
+          compiled = _compile(run, task)
+        stack.callback(gc.unfreeze)
+        session = _Session(
+          workdir, run, compiled, grader, checkpoints, writer, stop, callbacks
+        )
+        _train(session)
+        with bar.task("writing the report"), distributed.sharing_errors():
+          if distributed.is_first():
+            writer.say(
+              f"report: {bucket.shown(report.write(workdir, session.ended_by))}"
+            )
+            writer.say(report.headline(runs.load(workdir)))
+            writer.say(resume.next_commands(workdir))
+      except Exception:
+        writer.log(traceback.format_exc())
+        raise
 
 
 def _compile(run: Run, task: progress.Task) -> dict[str, jax.stages.Compiled]:
@@ -152,7 +138,11 @@ def _train(session: "_Session") -> None:
     run.spec, run.train_set, run.tokenizer, session.grader, session.compiled
   )
   state = session.begin()
-  reference = initial_state.reference_params(run, session.checkpoints)
+  reference = None
+  if run.spec.has_reference:
+    session.checkpoints.wait()
+    like = abstract_values.abstract_params(run.spec)
+    reference = session.checkpoints.restore_params(0, like)
   # The first draw shuffles the epoch, which compiles; no later one does.
   data.draw(run.train_set, root_key, 0, run.spec.num_prompts)
   first = int(state.step)
@@ -178,7 +168,11 @@ def _train(session: "_Session") -> None:
 
 @dataclasses.dataclass
 class _Session:
-  """A run with its open files, and what follows each step."""
+  """A run with its open files, and what follows each step.
+
+  Attributes:
+    ended_by: callback that has ended the run, and its reason; empty if none.
+  """
 
   workdir: pathlib.Path
   run: Run
@@ -188,16 +182,23 @@ class _Session:
   writer: Writer | Silent
   stop: signals.StopRequest
   callbacks: Sequence[Callback]
+  ended_by: str = ""
   evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+  saved: float = dataclasses.field(default_factory=time.monotonic)
 
   def begin(self) -> TrainState:
     """Makes, evaluates and saves a first state, or restores the latest one."""
     latest = self.checkpoints.latest_step()
     if latest is not None:
+      self.evaluation = resume.last_evaluation(self.workdir)
       self.writer.say(f"resuming after step {latest}")
       with self.writer.bar.task("reading the checkpoint"):
-        return initial_state.resumed_state(self.run, self.checkpoints, latest)
-    state = initial_state.first_state(self.run, self.writer)
+        like = abstract_values.abstract_train_state(self.run.spec)
+        state = self.checkpoints.restore(latest, like)
+      advice = f"delete the checkpoint of step {latest} to resume from the one"
+      runtime_checks.check_params(state.params, f"{advice} before")
+      return state
+    state = sft.first_state(self.run, self.writer)
     self._evaluate(state, is_end=True)
     self._save(0, state)
     return state
@@ -210,42 +211,40 @@ class _Session:
     Returns True if a callback has ended the run.
     """
     info = info._replace(evaluation=self.evaluation)
-    is_ended = self._log(done, state, info, num_compiled)
-    runtime_checks.check_update(
-      done,
-      info.update.nonfinite_params,
-      info.update.skipped_in_a_row,
-      f"norm {info.update.grad_norm}, loss {info.update.loss}, largest weight "
-      f"{max(x.info.diagnostics['weights/max'] for x in info.batches):.1f}",
-    )
+    values = info.metrics(self.grader.specs)
+    values["update/compiles"] = num_compiled
+    self._log(done, state, info, values)
+    runtime_checks.check_update(done, values)
     config = self.run.config
-    is_ended = any(distributed.gather(is_ended))
-    is_last = is_ended or done == config.steps
+    self.ended_by = next(filter(None, distributed.gather(self.ended_by)), "")
+    if self.ended_by:
+      self.writer.say(self.ended_by)
+    is_last = bool(self.ended_by) or done == config.steps
     is_best = False
     if is_last or _is_due(done, config.eval.every):
       is_best = self._evaluate(state, is_end=is_last)
-    stops = any(distributed.gather(self.stop.is_requested))
-    is_due = _is_due(done, config.checkpoint.every)
-    if is_last or stops or is_best or is_due:
+    every = config.checkpoint.every
+    is_late = not every and time.monotonic() - self.saved > _SAVE_SECONDS
+    signs = distributed.gather((self.stop.is_requested, is_late))
+    stops, is_late = map(any, zip(*signs, strict=True))
+    if is_last or stops or is_best or is_late or _is_due(done, every):
       self._save(done, state)
     if stops and not is_last:
       raise KeyboardInterrupt
-    return is_ended
+    return bool(self.ended_by)
 
   def _log(
-    self, done: int, state: TrainState, info: StepInfo, num_compiled: int
-  ) -> bool:
-    """Writes the metrics and samples of a step, and calls the callbacks.
-
-    Returns True if one of them ends the run.
-    """
-    values, is_ended = info.metrics(self.grader.specs), False
-    values["update/compiles"] = num_compiled
-    for callback in self.callbacks:
-      try:
-        values = call(callback, values, done, info, state)
-      except StopTraining:
-        is_ended = True
+    self, done: int, state: TrainState, info: StepInfo, values: dict[str, Any]
+  ) -> None:
+    """Writes the metrics and samples of a step, and calls the callbacks."""
+    with distributed.sharing_errors():
+      for callback in self.callbacks:
+        try:
+          values = call(callback, values, done, info, state)
+        except StopTraining as reason:
+          name = getattr(callback, "__qualname__", repr(callback))
+          self.ended_by = f"{name} ended the run after step {done}"
+          self.ended_by += f": {reason}" * bool(str(reason))
     x = info.summary
     groups = samples.with_outcomes(
       info.experience.samples, x.advantages, x.weights
@@ -254,8 +253,7 @@ class _Session:
     with distributed.sharing_errors():
       self.writer.write(done, values)
       self.writer.write_samples(done, "train", samples.choose(groups))
-      if self.run.config.log.completions:
-        self.writer.write_completions(done, itertools.chain(*groups))
+      self.writer.write_completions(done, itertools.chain(*groups))
       for line in dict.fromkeys(itertools.chain(*warnings)):
         self.writer.say(line)
     drawn = max(values["completions/drawn"], 1)
@@ -265,7 +263,6 @@ class _Session:
     if "budget/completions" in values:
       trained = (
         f"trained {values['budget/completions']:.0%} of nonzero advantages, "
-        f"predicted {values['budget/predicted_speedup']:.1f}x faster, "
         f"noise scale {runs.noise_scale([values])}"
       )
     self.writer.bar.advance(
@@ -274,19 +271,14 @@ class _Session:
       trained,
       f"{values['step/seconds']:.2f} s/step",
     )
-    return is_ended
 
   def _save(self, step: int, state: TrainState) -> None:
     with distributed.sharing_errors():
       self.writer.sync()
+      if distributed.is_first():
+        bucket.send(self.workdir)  # before the checkpoint that it belongs to
     self.checkpoints.save(step, state)
-    if bucket.url(self.workdir):
-      with distributed.sharing_errors():
-        self.checkpoints.wait()
-      if problem := bucket.upload_from_all(self.workdir):
-        if step == 0 and distributed.count() > 1:  # others may need its parts
-          raise Unreachable(problem)
-        self.writer.say(f"warning: {problem}. The next checkpoint tries again")
+    self.saved = time.monotonic()
 
   def _evaluate(self, state: TrainState, is_end: bool) -> bool:
     """Writes the accuracy on every evaluation set, and some answers.
@@ -317,7 +309,7 @@ class _Session:
     with distributed.sharing_errors():
       if values:
         self.writer.write(step, values)
-    self.evaluation = values
+    self.evaluation = {name: float(x) for name, x in values.items()}
     return self.checkpoints.is_best(step, values)
 
   def _complete(
@@ -333,14 +325,18 @@ def call(
   callback: Callback, values: dict[str, float], *args
 ) -> dict[str, float]:
   """Returns a step's metrics and a callback's, which must have other names."""
-  more = callback(*args) or {}
-  for name in more:
-    is_ours = name == "step" or name in values
-    if is_ours or name.startswith(("eval/", "warnings/")):
-      raise UserError(
-        f"config.callbacks: a function returned the metric {name!r}, which the "
-        "run writes itself: choose another name"
-      )
+  result = callback(*args)
+  more = {}
+  label = "config.callbacks: a function must return None or a dict of numbers"
+  with user_code.explained(f"{label} by name"):
+    for name, value in () if result in (None, False) else result.items():
+      more[name] = float(value)
+      is_ours = name == "step" or name in values
+      if is_ours or str.startswith(name, ("eval/", "warnings/")):
+        raise UserError(
+          f"config.callbacks: a function returned the metric {name!r}, which "
+          "the run writes itself: choose another name"
+        )
   return values | more
 
 

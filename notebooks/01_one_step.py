@@ -75,7 +75,7 @@ print("row 0 as tokens:", problems.tokens[0])
 
 # %%
 with jax.set_mesh(run.spec.mesh):
-  params = sft.run(run, run.initial_params(), 70, print, progress.Progress())
+  params = sft.tune(run, run.initial_params(), 70, print, progress.Progress())
 num_weights = sum(x.size for x in jax.tree.leaves(params))
 print(f"{num_weights:,} weights in {len(jax.tree.leaves(params))} arrays")
 
@@ -304,14 +304,14 @@ with jax.set_mesh(run.spec.mesh):
     prompts=prompts,
     rollout=rollout,
     rewards=rewards,
-    costs=None,
+    budget=None,
     part=np.int32(0),  # there is one update on a rollout
   )
 for name, value in vars(batch).items():
   print(f"{name:13} {value.dtype!s:8} {value.shape}")
 print("[M, R, L]; micro-batches in use:", num_micro)
 print(f"tokens generated {int(rollout.lengths.sum())}", end=", ")
-print(f"trained on {int(selected.num_tokens)}")
+print(f"trained on {int(selected['tokens/trained'])}")
 
 # %% [markdown]
 # The rows in use, coloured by what each token's loss is multiplied with:
@@ -319,7 +319,7 @@ print(f"trained on {int(selected.num_tokens)}")
 # likely. Grey is read only: shared prompts.
 
 # %%
-used = int(selected.pack.rows)
+used = int(selected["pack/rows"])
 flat = lambda x: np.array(x).reshape(-1, c.pack.row_length)[:used]
 pull = flat(batch.advantages) * flat(batch.weights)
 bound = np.abs(pull).max()
@@ -330,7 +330,7 @@ figure, axis = plt.subplots(figsize=(9, 1.0 + 0.3 * used), layout="constrained")
 axis.imshow(image, aspect="auto", interpolation="nearest")
 axis.set(xlabel="position", ylabel="row", yticks=range(used))
 axis.set_title(
-  f"{selected.pack.fill:.0%} of the positions are used", loc="left"
+  f"{selected['pack/fill']:.0%} of the positions are used", loc="left"
 )
 axis.spines[:].set_visible(False)
 for r in range(1, used):
@@ -365,7 +365,6 @@ print("has a stage to score:", "score" in stages)
 # number of completions of the *unpruned* batch. Then AdamW takes a step.
 
 # %%
-update_config = update.UpdateConfig(run.spec.model, run.spec.objective)
 denominator = np.float32(num_prompts * c.rollout.group_size)
 
 
@@ -373,7 +372,7 @@ denominator = np.float32(num_prompts * c.rollout.group_size)
 def logprobs_of(params):
   """`[M, R, L]`, nats, of every target of the batch."""
   of_rows = lambda rows: update.logprobs(
-    params, update_config, rows, rows.is_trained
+    params, rows, rows.is_trained, spec=run.spec
   )
   return jax.lax.map(of_rows, batch)
 
@@ -387,12 +386,10 @@ with jax.set_mesh(run.spec.mesh):
     num_micro=num_micro,
     denominator=denominator,
     number=np.int32(0),
-    rng=rng,
-    select_info=selected,
   )
   after = logprobs_of(state.params)
 
-for name, value in updated.metrics().items():
+for name, value in updated.items():
   print(f"{name:26} {float(value):.4g}")
 
 # %% [markdown]

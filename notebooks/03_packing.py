@@ -216,8 +216,8 @@ plt.show()
 # - `positions` count from 0 in each prompt *with* its completion: they continue
 #   where the shared prompt stopped.
 # - `segment_ids` number the segments of a row from 1. 0 is padding.
-# - `prefix_ids` name the one other segment that a position may look at: that
-#   of its prompt.
+# - `end` is one past the last position that may look at this one: the end of a
+#   completion and, for a shared prompt, of the last completion behind it.
 # - `is_trained` marks targets that a completion sampled. They are what the loss
 #   sums over.
 
@@ -227,7 +227,7 @@ for name in (
   "targets",
   "positions",
   "segment_ids",
-  "prefix_ids",
+  "end",
   "is_trained",
 ):
   values = getattr(rows, name)[0, :28].astype(int)
@@ -236,19 +236,16 @@ for name in (
 # %% [markdown]
 # ## The attention mask
 #
-# A position sees those before it in its row that are of its own segment or of
-# its prefix. That is the whole rule, in one line. No mask is ever stored: the
-# attention takes the two arrays of ids.
+# A query at position `q` sees a key at position `k` if `k <= q < end[k]`. That
+# is the whole rule, in one line. No mask is ever stored: the attention takes
+# the array `end`.
 
 
 # %%
 def mask(rows, r):
   """`[L, L]`, True where query i sees key j."""
-  segment, prefix = rows.segment_ids[r], rows.prefix_ids[r]
-  of_own = segment[:, None] == segment
-  of_prompt = prefix[:, None] == segment
-  is_past = jnp.arange(L)[:, None] >= jnp.arange(L)
-  return (of_own | of_prompt) & is_past & (segment > 0)
+  query, key = jnp.arange(L)[:, None], jnp.arange(L)
+  return (key <= query) & (query < rows.end[r])
 
 
 def draw_mask(axis, plan, rows, r, title):
@@ -303,11 +300,9 @@ print(f"{parameters.num_parameters(model):,} parameters")
 
 
 @jax.jit
-def logprobs(tokens, targets, positions, segment_ids, prefix_ids):
+def logprobs(tokens, targets, positions, end):
   """`[R, L]`, nats, of each target."""
-  hidden = transformer.forward(
-    params, model, tokens, positions, segment_ids, prefix_ids
-  )
+  hidden = transformer.forward(params, model, tokens, positions, end)
   logp = jax.nn.log_softmax(transformer.logits(params, model, hidden))
   return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
 
@@ -321,9 +316,9 @@ def alone(q, g):
     jnp.concatenate([prompt, completion])
   )
   positions = jnp.arange(P + T)[None]
-  ids = (positions < start + length).astype(int)
+  end = jnp.full_like(tokens, start + length)
   targets = jnp.roll(tokens, -1, axis=1)
-  values = logprobs(tokens, targets, positions, ids, ids)
+  values = logprobs(tokens, targets, positions, end)
   return values[0, start - 1 : start + length - 1]
 
 
@@ -337,9 +332,7 @@ print(by_itself[0, 0])
 # Now all twelve at once, in the packed rows.
 
 # %%
-packed = logprobs(
-  rows.tokens, rows.targets, rows.positions, rows.segment_ids, rows.prefix_ids
-)
+packed = logprobs(rows.tokens, rows.targets, rows.positions, rows.end)
 print("in rows:", packed.shape)
 
 worst = 0.0

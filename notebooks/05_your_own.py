@@ -137,7 +137,7 @@ for text, reward, correct in zip(
 def ends(keep: float = 0.25) -> methods.Method:
   """Keeps the best and worst of each group, and a fraction of the others."""
 
-  def rule(rng, groups):
+  def rule(rng, groups, budget):
     a = groups.advantages
     is_best = a == a.max(axis=1, keepdims=True)
     is_worst = a == a.min(axis=1, keepdims=True)
@@ -178,7 +178,7 @@ class Rng:
   key = jax.random.key(0)
 
 
-chosen = ends().completions(Rng, groups)
+chosen = ends().completions(Rng, groups, 1.0)
 print("advantages\n", advantages.round(2))
 print("probabilities\n", chosen.prob)
 print("weights of what was kept\n", algo.horvitz_thompson(chosen))

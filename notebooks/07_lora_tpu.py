@@ -137,12 +137,12 @@ plt.show()
 # %% [markdown]
 # ## Take it home
 #
-# `is_adapter=True` writes the adapter alone, a few MB, in PEFT's format;
+# `format="adapter"` writes the adapter alone, a few MB, in PEFT's format;
 # without it the merged weights are written, as a checkpoint for transformers
 # and vLLM.
 
 # %%
-export.run(c, workdir, folder / "adapter", is_adapter=True)
+export.run(c, workdir, folder / "adapter", format="adapter")
 for path in sorted((folder / "adapter").iterdir()):
   print(f"{path.name:28}{path.stat().st_size:>10,} bytes")
 settings = json.loads((folder / "adapter/adapter_config.json").read_text())

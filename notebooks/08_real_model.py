@@ -8,7 +8,7 @@
 # measured on 75 problems that are not trained on.
 #
 # The weights, 270 MB, come from the Hugging Face hub. The 40 steps take eight
-# minutes on two CPU cores and 4.9 GB of memory; Colab's machine without an
+# minutes on two CPU cores and 6 GB of memory; Colab's machine without an
 # accelerator has two. It has not been run on a GPU or TPU.
 
 # %%

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 
 from tests.helpers import xla_flags
 
@@ -28,7 +29,20 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
+
+# Types and shapes of every argument and result are checked where arrays are.
+# An int is a float, as everywhere in Python. Modules that work on a host take
+# NumPy's arrays too, and records are made of shapes and shardings as well.
+_CHECKED = (
+  "algo methods rng rollout models.attention models.grouped "
+  "models.kv_cache models.layers models.lm_head models.moe models.transformer"
+)
+jaxtyping.install_import_hook(
+  [f"dppo_jax.{name}" for name in _CHECKED.split()],
+  "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -50,20 +64,29 @@ def forget_programs():
   _return_memory()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def fail_late_tests():
+  """Raises an error where a command would end the process, a worker's here."""
+  from dppo_jax import errors
+
+  def give_up(text: str) -> None:
+    print(f"error: {text}", file=sys.__stderr__, flush=True)
+    main = ctypes.c_ulong(threading.main_thread().ident)
+    error = ctypes.py_object(TimeoutError)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main, error)
+
+  errors.give_up = give_up
+
+
 @pytest.fixture
-def gpu_kernels(monkeypatch):
-  """Emulates the kernels for GPUs, and that of decoding for TPUs."""
+def tpu_kernels(monkeypatch):
+  """Emulates the kernels for TPUs."""
   from jax.experimental import pallas
+
+  from dppo_jax.models import attention
 
   call = functools.partial(pallas.pallas_call, interpret=True)
   monkeypatch.setattr(pallas, "pallas_call", call)
-
-
-@pytest.fixture
-def tpu_kernels(gpu_kernels, monkeypatch):
-  """Emulates the kernels for TPUs."""
-  from dppo_jax.models import attention
-
   splash = functools.partial(attention.splash_kernel.attention, interpret=True)
   monkeypatch.setitem(attention.BACKENDS, "splash", splash)
 
@@ -82,6 +105,15 @@ def _return_memory():
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def pytest_collection_modifyitems(items):
-  """Runs slow files first, so that the workers finish together."""
+def pytest_addoption(parser):
+  parser.addoption("--all", action="store_true", help="run slow tests too")
+
+
+def pytest_collection_modifyitems(config, items):
+  """Runs slow tests if asked to, and first: workers then end together."""
+  slow = [x for x in items if x.get_closest_marker("slow")]
+  is_chosen = config.option.all or config.option.markexpr
+  if not is_chosen and len(slow) < len(items):
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [x for x in items if not x.get_closest_marker("slow")]
   items.sort(key=lambda item: item.parent.get_closest_marker("slow") is None)

@@ -1,7 +1,9 @@
 """All modes work with a run, a model, adapters and data in a bucket."""
 
 import json
-import pathlib
+import os
+import re
+import resource
 
 import fsspec
 import pytest
@@ -10,7 +12,7 @@ from dppo_jax import main
 from dppo_jax.analysis import compare
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket
-from tests.helpers import commands, servers
+from tests.helpers import commands, proxy, servers
 
 pytestmark = pytest.mark.slow
 
@@ -34,18 +36,39 @@ OPTIONS = {
   "mesh.data": 1,
 }
 
+# Files of a run in a bucket, and the error if one is damaged.
+DAMAGED = {
+  "config.json": r"cannot read gs://bucket/run/config\.json",
+  "metrics.jsonl": r"gs://bucket/run/metrics\.jsonl, line 1, is damaged",
+}
+
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
   """Returns a function that goes to a machine with an empty cache."""
+  servers.skip_without("gs")
   servers.skip_without("s3")
-  with servers.running("s3") as variables:
-    for name, value in variables.items():
+  port = servers.free_port()
+  with (
+    servers.running("gs", port),
+    proxy.running(port) as gate,
+    servers.running("s3") as s3,
+  ):
+    gs = servers.environment("gs", gate.server_port)
+    for name, value in (gs | s3).items():
       monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    yield lambda name: monkeypatch.setenv(
-      "XDG_CACHE_HOME", str(tmp_path / name)
-    )
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", gs["STORAGE_EMULATOR_HOST"])
+    for kind in ("gs", "s3"):
+      fsspec.get_filesystem_class(kind).clear_instance_cache()
+
+    def go(name: str, *, is_read_only: bool = False) -> None:
+      gate.choose = lambda method, *unused: (
+        "403" * (is_read_only and method != "GET")
+      )
+      monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+      monkeypatch.setattr(bucket, "_urls", {})
+
+    yield go
 
 
 def _run(*words: str, **options) -> None:
@@ -53,45 +76,73 @@ def _run(*words: str, **options) -> None:
   main.main(["main", *words, *options])
 
 
-def _names() -> set[str]:
-  return {
-    x.removeprefix("bucket/") for x in fsspec.filesystem("s3").find("bucket")
-  }
+def _names(kind: str) -> set[str]:
+  files = fsspec.filesystem(kind).find("bucket")
+  return {x.removeprefix("bucket/") for x in files}
 
 
 def test_modes_on_other_machines(machine, capsys):
-  machine("first")
-  data = pathlib.Path(bucket.local("s3://bucket"))
-  data.mkdir()
+  """A run in gs://; data, models and exports in s3:// too."""
   rows = [{"problem": f"{x}+1=", "answer": x + 1} for x in range(8)]
   text = "".join(json.dumps(row) + "\n" for row in rows)
-  (data / "train.jsonl").write_text(text)
-  bucket.upload(data)
+  machine("first")
+  fsspec.filesystem("s3").pipe("bucket/train.jsonl", text.encode())
   file = f"--config={commands.ROOT}/configs/arithmetic.py:dppo"
-  _run(file, "--workdir=s3://bucket/run", **OPTIONS)
-  run = {x.partition("/")[2] for x in _names() if x.startswith("run/")}
+  place = "--workdir=gs://bucket/run"
+  _run(file, place, **OPTIONS)
+  run = {x.removeprefix("run/") for x in _names("gs")}
   assert run >= {"metrics.jsonl", "samples.jsonl", "log.txt", "config.json"}
   assert run >= {"report.md", "report.png"}
   assert any(x.startswith("events/") for x in run)
 
   machine("second")
-  place = "--workdir=s3://bucket/run"
-  _run("--mode=evaluate", place, "--step=best")
-  assert any("run/evaluation/step-" in name for name in _names())
+  for number in ("", ".1"):
+    _run("--mode=evaluate", place, "--step=best")
+    assert any(
+      re.match(rf"run/evaluation/step-\d+{number}/", x) for x in _names("gs")
+    )
   _run("--mode=export", place, "--to=s3://bucket/model")
-  adapter = "s3://bucket/adapter"
+  adapter = "gs://bucket/adapter"
   _run("--mode=export", place, f"--to={adapter}", "--format=adapter")
-  assert {"model/model.safetensors", "model/README.md"} <= _names()
-  with pytest.raises(UserError, match="is not an empty directory"):
+  assert {"model/model.safetensors", "model/README.md"} <= _names("s3")
+  with pytest.raises(UserError, match="s3://bucket/model is not an empty dire"):
     _run("--mode=export", place, "--to=s3://bucket/model")
+
+  machine("reader", is_read_only=True)
   _run(place)
-  assert "already done: 1 of 1 steps; report: s3://" in capsys.readouterr().out
+  assert "already done: 1 of 1 steps; report: gs://" in capsys.readouterr().out
+  with pytest.raises(UserError, match=r"gs://.* cannot be .* has the files$"):
+    _run("--mode=evaluate", place)
+  assert re.search(r"results: gs://bucket/run/eval", capsys.readouterr().out)
+  with pytest.raises(UserError, match=r"gs://bucket/run cannot be read or wr"):
+    _run(place, steps=2)
+
+  # A run that has more steps to train keeps its lease.
+  server, lease = fsspec.filesystem("gs"), "bucket/run/lease.json"
+  before = server.cat(lease)
+  machine("fourth")
+  _run(place)
+  assert server.cat(lease) == before
+
+  machine("damaged")
+  contents = {x: server.cat(f"bucket/run/{x}") for x in DAMAGED}
+  for name, message in DAMAGED.items():
+    bucket._urls.clear()
+    server.pipe(f"bucket/run/{name}", b"{" + contents[name][:40] + b"\n")
+    with pytest.raises(UserError, match=message):
+      _run(place, steps=2)
+    server.pipe(f"bucket/run/{name}", contents[name])
+  resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
+  try:
+    with pytest.raises((UserError, OSError), match=r"File too large"):
+      _run("--mode=export", place, "--to=gs://bucket/full")
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (resource.RLIM_INFINITY,))
+  assert not any(x.startswith("full") for x in _names("gs"))
 
   machine("third")
-  compare.main(["s3://bucket/run"])
+  compare.main(["gs://bucket/run"])
   assert "baseline" in capsys.readouterr().out
-  copy = pathlib.Path(bucket.local("s3://bucket/run", names=["config.json"]))
-  assert {x.name for x in copy.iterdir()} == {"config.json", "metrics.jsonl"}
   options = {x: OPTIONS[x] for x in ("rollout.max_tokens", "lora.rank")}
   options |= {"model.path": "s3://bucket/model", "lora.adapter": adapter}
   _run("--mode=sample", "--prompt=1+1=", **options)
@@ -100,10 +151,11 @@ def test_modes_on_other_machines(machine, capsys):
   )
   with pytest.raises(UserError, match=r"model\.path: there is nothing at s3:"):
     _run("--mode=sample", "--prompt=1=", **{"model.path": "s3://bucket/none"})
+  with pytest.raises(UserError, match=r"s3://bucket/run: a run can be in a lo"):
+    _run(file, "--workdir=s3://bucket/run", **OPTIONS)
   _run(place, steps=2)
-  assert "run/checkpoints/2/_CHECKPOINT_METADATA" in _names()
-  capsys.readouterr()
-  damaged = next(copy.glob("checkpoints/2/params/*/*/*"))
-  damaged.write_bytes(bytes(damaged.stat().st_size))
-  _run(place, steps=3)
-  assert "damaged" not in "".join(capsys.readouterr())
+  assert "run/checkpoints/2/commit_success.txt" in _names("gs")
+  other = f"--workdir={os.environ['XDG_CACHE_HOME']}/other"
+  options = OPTIONS | {"sft.from_run": "gs://bucket/run@2"}
+  with pytest.raises(UserError, match="from_run: gs://bucket/run has adapters"):
+    _run(file, other, **options)

@@ -15,24 +15,26 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 
 
 # Tokens of code in each package, "" for the top level: the count when the
-# limits were last set, and 2%, rounded up to ten. A feature that needs more
-# says in its commit why, and a cut lowers the limit.
+# limits were last set. A feature that needs more says in its commit why, and a
+# cut lowers the limit.
+# Methods have room for a rule, which methods/README.md says how to add.
+ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 11_020,
-  "algo": 7_470,
-  "analysis": 3_780,
-  "config": 5_240,
-  "data": 6_150,
-  "eval": 2_070,
-  "files": 4_400,
-  "methods": 10_060,
-  "metrics": 5_830,
-  "models": 29_330,
-  "planning": 3_400,
-  "rewards": 7_270,
-  "rollout": 5_730,
-  "run": 8_970,
-  "step": 14_400,
+  "": 13_987,
+  "algo": 7_577,
+  "analysis": 3_888,
+  "config": 5_529,
+  "data": 6_955,
+  "eval": 2_082,
+  "files": 3_866,
+  "methods": 10_044,
+  "metrics": 6_111,
+  "models": 23_221,
+  "planning": 5_279,
+  "rewards": 7_697,
+  "rollout": 4_387,
+  "run": 11_962,
+  "step": 14_122,
 }
 _NOT_CODE = {
   tokenize.COMMENT,
@@ -98,7 +100,8 @@ def test_each_package_has_a_limited_number_of_tokens():
   for path, text in FILES.items():
     counts[_package(path)] += num_tokens(text)
   assert counts.keys() == TOKENS.keys()
-  assert not {name: n for name, n in counts.items() if n > TOKENS[name]}
+  limits = TOKENS | {"methods": TOKENS["methods"] + ROOM_FOR_A_RULE}
+  assert not {name: n for name, n in counts.items() if n > limits[name]}
 
 
 def test_files_have_at_most_400_lines():
@@ -117,15 +120,15 @@ def test_training_loop_has_at_most_40_lines():
   assert lines <= 40
 
 
-def test_there_are_at_most_67_options():
-  """Four of LoRA, masked completions, stop strings."""
-  assert len(list(config.walk(config.Config()))) <= 67
+def test_there_are_at_most_64_options():
+  """Four of LoRA, masked completions, stop strings, a rate of fine-tuning."""
+  assert len(list(config.walk(config.Config()))) <= 64
 
 
-def test_there_are_at_most_11_top_level_modules():
-  """Five modes have a file each."""
+def test_there_are_at_most_12_top_level_modules():
+  """Six modes have a file each."""
   names = [x.stem for x in PACKAGE.glob("*.py") if x.stem != "__init__"]
-  assert len(names) <= 11, names
+  assert len(names) <= 12, names
 
 
 def test_no_two_modules_share_a_name():

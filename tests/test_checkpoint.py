@@ -1,5 +1,6 @@
 """Checkpoints: which one is used, which are damaged, which are kept."""
 
+import json
 import pathlib
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 
 from dppo_jax.errors import UserError
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint, checkpoint_steps
+from dppo_jax.run import checkpoint, checkpoint_steps, resume
+from tests.helpers import commands
 
 
 def _state(step, **params):
@@ -222,6 +224,44 @@ def test_best_checkpoint_is_remembered_without_the_metrics(tmp_path):
   assert checkpoint_steps.complete_steps(tmp_path) == [0, 1, 4]
 
 
+@pytest.mark.parametrize("file", ["label.json", "sha256.json"])
+def test_checkpoint_with_a_damaged_label_is_kept_and_named(tmp_path, file):
+  _evaluated(tmp_path, "eval/accuracy", [0.1, 0.7, 0.3])
+  path = tmp_path / "checkpoints/1/rest" / file
+  content = bytearray(path.read_bytes())
+  if file == "label.json":
+    content[content.index(b"0.7")] ^= 1  # to 1.7, which no later one exceeds
+  else:
+    content[content.index(b"label.json") + 14] ^= 1  # its checksum
+  path.write_bytes(content)
+  assert checkpoint_steps.find(tmp_path, "best") == 2
+  with checkpoint.Checkpoints(tmp_path, 1, "eval/accuracy") as checkpoints:
+    (warning,) = checkpoints.recover()
+    assert "the label of the checkpoint of step 1 in" in warning
+    assert checkpoints.is_best(3, {"eval/accuracy": 0.9})
+    checkpoints.save(3, _state(3))
+  assert checkpoint_steps.complete_steps(tmp_path) == [0, 1, 3]
+
+
+def test_reader_deletes_nothing(copy):
+  with checkpoint.Checkpoints(copy, read_only=True):
+    pass
+  assert checkpoint_steps.complete_steps(copy) == [0, 2, 4]
+
+
+def test_run_without_its_name_in_the_config_is_recognised(tmp_path):
+  c = commands.config("arithmetic")
+  resume.write(tmp_path, c)
+  name = checkpoint.run_name(tmp_path)
+  with checkpoint.Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(0, _state(0))
+  content = json.loads((tmp_path / "config.json").read_text())
+  del content["fingerprints.run"]
+  (tmp_path / "config.json").write_text(json.dumps(content))
+  resume.write(tmp_path, c)
+  assert name and checkpoint.run_name(tmp_path) == name
+
+
 def test_checkpoints_left_by_a_kill_are_deleted_at_the_next_save(copy):
   with checkpoint.Checkpoints(copy, keep=1) as checkpoints:
     checkpoints.recover()
@@ -264,8 +304,8 @@ def test_full_disk_ends_with_a_clear_message(tmp_path, when):
     text=True,
   )
   message = (
-    f"cannot write a checkpoint in {tmp_path}/checkpoints: File too large. Fix "
-    "this and re-run the same command to resume from the latest checkpoint\n"
+    f"{tmp_path}/checkpoints cannot be written: File too large. Fix this, then "
+    "re-run the command to resume\n"
   )
   # A library may have more to say, as its threads end.
   assert message in done.stderr and "handle" not in done.stderr

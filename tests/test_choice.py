@@ -6,6 +6,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dppo_jax import algo, methods, rewards, train
@@ -24,7 +25,7 @@ from dppo_jax import algo, methods
 from dppo_jax.records import Selection
 
 def coin(share: float = 0.5) -> methods.Method:
-  def rule(rng, groups):
+  def rule(rng, groups, budget):
     prob = jnp.full(groups.advantages.shape, share)
     return Selection(algo.bernoulli(rng.key, prob), prob)
   return methods.grpo()._replace(completions=rule)
@@ -63,7 +64,8 @@ def test_method_and_objective_of_a_file(file):
   rewards = jnp.array([[1.0, 0.0]])
   groups = Groups(rewards, rewards - 0.5, jnp.ones((1, 2), jnp.int32))
   rng = StepRng(jax.random.key(0), jnp.int32(0))
-  assert (configs.make_method(c).completions(rng, groups).prob == 0.25).all()
+  chosen = configs.make_method(c).completions(rng, groups, 1.0)
+  assert (chosen.prob == 0.25).all()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,21 @@ def test_callback_does_not_replace_the_metrics_of_the_run(name):
     train.call(mine, values, 2, None, None)
   other = lambda *unused: {"reward/mine": 1.0}
   assert train.call(other, values) == values | {"reward/mine": 1.0}
+
+
+@pytest.mark.parametrize(
+  "result", [[1.0], [], np.ones(2), {1: 2.0}, {"a": "b"}, {"a": None}, 3, "ab"]
+)
+def test_callback_returns_a_dict_of_numbers(result):
+  with pytest.raises(UserError, match="a dict of numbers by name") as info:
+    train.call(lambda: result, {"reward/mean": 0.5})
+  assert "\n" not in str(info.value)
+
+
+def test_metrics_of_callbacks_are_floats():
+  mine = lambda: {"a": np.float32(0.5), "b": True, "c": jnp.ones(())}
+  assert train.call(mine, {}) == {"a": 0.5, "b": 1.0, "c": 1.0}
+  assert train.call(lambda: {}, {}) == {}
 
 
 def test_callbacks_are_functions_or_references(file, tmp_path):

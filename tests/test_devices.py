@@ -20,7 +20,7 @@ def _mesh(data, replicas=1):
 
 @pytest.mark.parametrize("file", FILES)
 def test_prompts_divide_over_up_to_16_devices(file):
-  preflight.check_prompts(_mesh(16), commands.config(file))
+  preflight.check_training(_mesh(16), commands.config(file))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
@@ -43,10 +43,10 @@ def test_rows_and_slots_count_one_devices(num_devices):
 def test_prompts_that_do_not_divide_are_rejected_by_name():
   mesh = _mesh(5)
   with pytest.raises(ValueError, match=r"prompts_per_step is 32 .* 5 devices"):
-    preflight.check_prompts(mesh, commands.config("arithmetic"))
+    preflight.check_training(mesh, commands.config("arithmetic"))
   c = commands.config("arithmetic", mesh__replicas=3)
   with pytest.raises(ValueError, match=r"6 devices of .*data x .*replicas"):
-    preflight.check_prompts(_mesh(2, replicas=3), c)
+    preflight.check_training(_mesh(2, replicas=3), c)
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,23 @@ def test_without_checkpoints_the_weights_are_the_initial_ones(tmp_path):
   assert results["weights"].startswith("random")
   estimates = results["sets"]["arithmetic"]["estimates"]
   assert list(estimates) == ["avg@1", "greedy"]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("spare", [-1, 0, None])
+def test_lengths_beyond_the_positions_of_the_model_are_reported(
+  tmp_path, spare, is_nested
+):
+  run = setup_run(_config())
+  sets = (run.train_set, *run.eval_sets.values())
+  longest = max(x.lengths.max() for x in sets) + run.config.rollout.max_tokens
+  settings = {"max_position_embeddings": int(longest) + (spare or 0)}
+  settings = {} if spare is None else settings
+  if is_nested:
+    name = "Gemma3ForConditionalGeneration"
+    settings = {"architectures": [name], "text_config": settings}
+  (tmp_path / "config.json").write_text(json.dumps(settings))
+  warnings = run._replace(path=str(tmp_path)).warnings
+  assert len(warnings) == (spare == -1)
+  if warnings:
+    assert f"{longest} tokens, but the model has {longest - 1} " in warnings[0]

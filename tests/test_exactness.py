@@ -18,7 +18,7 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.models import lora
-from dppo_jax.records import Selection, StepCosts, TokenStats
+from dppo_jax.records import Selection, TokenStats
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.step import choose_tokens, select, update
 from tests.helpers import small
@@ -26,8 +26,7 @@ from tests.helpers.enumeration import Draws
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 BEFORE = jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-# Measured noise, and an update that takes twice the time of the rest.
-COSTS = StepCosts(*map(jnp.float32, (0.4, 2.0, 1.0, 1.0, 0.5, 1.0)))
+BUDGET = jnp.float32(0.6)  # for methods whose policy chooses it
 RNG = rng_at(jax.random.key(0), 1, Stage.COMPLETIONS)
 SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 IDS = jnp.arange(3, dtype=jnp.int32)
@@ -49,8 +48,7 @@ WEIGHTED = {
   "dppo, batch": methods.dppo(0.6, 0.7, "batch"),
   "greso": methods.greso(0.5, dynamic_sampling="none"),
   "neyman": methods.neyman(0.67, 0.6),
-  "neyman, automatic": methods.neyman(0.67, update_cost=9.0),
-  "neyman, automatic by time": methods.neyman(0.67),
+  "neyman, automatic": methods.neyman(0.67),
   "neyman, tokens": methods.neyman(0.67, 0.7, token_budget=0.6),
 }
 
@@ -69,12 +67,18 @@ def _draws(
 ):
   """Chance, prompts, completions and packed batch of every possible draw."""
   forget = lambda chosen: chosen.replace(prob=jnp.ones_like(chosen.prob))
+  spec = small.spec(
+    objective=objective,
+    packing=SPEC,
+    mini_batches=num_parts,
+    mask_truncated=stopped is not None,
+  )
 
   def pack(rollout):
     chosen = []
 
-    def spy(rng, groups):
-      chosen.append(method.completions(rng, groups))
+    def spy(*args):
+      chosen.append(method.completions(*args))
       return chosen[0] if is_weighted else forget(chosen[0])
 
     batch, num_micro, *_ = select.select(
@@ -82,13 +86,9 @@ def _draws(
       small.prompts(),
       rollout,
       jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
-      COSTS,
-      method=method._replace(completions=spy),
-      objective=objective,
-      spec=SPEC,
+      BUDGET,
       part=part,
-      num_parts=num_parts,
-      mask_truncated=stopped is not None,
+      spec=dataclasses.replace(spec, method=method._replace(completions=spy)),
     )
     return chosen[0], batch, num_micro
 
@@ -100,14 +100,8 @@ def _draws(
       return chosen[0]
 
     tokens = method.tokens._replace(select=spy)
-    batch, _ = choose_tokens(
-      RNG,
-      batch,
-      None,
-      method=method._replace(tokens=tokens),
-      objective=objective,
-      replaces_old=False,
-    )
+    of_tokens = dataclasses.replace(spec, method=method._replace(tokens=tokens))
+    batch, _ = choose_tokens(RNG, batch, None, spec=of_tokens)
     return chosen[0], batch
 
   completions = Draws(pack, (3 // num_parts, 3))
@@ -133,10 +127,8 @@ def _draws(
 def _gradient(
   params, reference, batch, num_micro, objective, model=small.MODEL
 ):
-  config = update.UpdateConfig(
-    model, objective, logit_chunk=16, inner_updates=2
-  )
-  total = update.sum_gradients(batch, num_micro, params, reference, config)
+  spec = small.spec(model=model, objective=objective, inner_updates=2)
+  total = update.sum_gradients(batch, num_micro, params, reference, spec=spec)
   leaves = jax.tree.leaves(total.grad)
   return jnp.concatenate([jnp.ravel(x) for x in leaves]), total.sums
 
@@ -313,7 +305,7 @@ def _retained(kept, chosen):
   return keep.size / max(float(keep.sum()), 1)
 
 
-def _expected_share(rng, groups):
+def _expected_share(rng, groups, budget):
   """A mean over the kept items, times the expected fraction kept."""
   chosen = methods.drop_small_advantage(0.7)(rng, groups)
   share = lambda x: x.astype(jnp.float32).mean(axis=1, keepdims=True)
@@ -321,13 +313,13 @@ def _expected_share(rng, groups):
   return chosen.replace(prob=chosen.prob * ratio)
 
 
-def _misreported(rng, groups):
+def _misreported(rng, groups, budget):
   """Keeps with a probability of 0.4 and reports 0.5."""
   chosen = methods.drop_small_advantage(0.6)(rng, groups)
   return chosen.replace(prob=jnp.where(chosen.prob < 1, 0.5, 1.0))
 
 
-def _lowest_first(rng, groups):
+def _lowest_first(rng, groups, budget):
   """Drops what it says that it drops with a probability of 0.7."""
   prob = methods.drop_small_advantage(0.7)(rng, groups).prob
   return Selection(prob == 1, prob)
@@ -409,27 +401,15 @@ def test_keeping_all_is_bit_identical_to_grpo(method):
 
   @jax.jit
   def pack(stats):
+    spec = small.spec(method=method, objective=objective, packing=SPEC)
     batch, num_micro, *_ = select.select(
-      RNG,
-      small.prompts(),
-      rollout,
-      REWARDS,
-      method=method,
-      objective=objective,
-      spec=SPEC,
+      RNG, small.prompts(), rollout, REWARDS, spec=spec
     )
     if method.tokens:
       stats = jax.tree.map(
         lambda x: jnp.broadcast_to(x, batch.weights.shape), stats
       )
-      batch, _ = choose_tokens(
-        RNG,
-        batch,
-        stats,
-        method=method,
-        objective=objective,
-        replaces_old=False,
-      )
+      batch, _ = choose_tokens(RNG, batch, stats, spec=spec)
     return batch, num_micro
 
   half = jnp.float32(0.5)

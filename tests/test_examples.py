@@ -14,12 +14,14 @@ from tests.helpers import commands
 FOLDER = commands.ROOT / "experiments" / "examples"
 
 
+@pytest.mark.slow
 def test_training_loop_learns():
   variables = runpy.run_path(str(FOLDER / "train_loop.py"))
   first, *_, last = variables["history"]
   assert last > first + 0.5
 
 
+@pytest.mark.slow
 def test_a_step_without_a_config_learns():
   path = FOLDER / "train_step.py"
   variables = runpy.run_path(str(path), run_name="__main__")

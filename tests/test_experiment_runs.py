@@ -16,6 +16,8 @@ from dppo_jax.planning import targets
 from experiments.common import machine, processes, results, rings, work
 from tests.helpers import commands
 
+pytestmark = pytest.mark.slow
+
 
 def _module(name: str):
   return importlib.import_module(f"experiments.{name}")
@@ -38,6 +40,7 @@ def trained(tmp_path_factory):
     "--config.data.eval_limit=16",
     "--config.rollout.num_slots=8",
     "--config.sft.steps=100",
+    "--config.log.writers=tensorboard,completions",
   ]
   workdir = tmp_path_factory.mktemp("trained")
   train.run(commands.parse(words), workdir)
@@ -58,7 +61,8 @@ def started(monkeypatch, trained, tmp_path):
     assert (start, main) == (["-m"], "dppo_jax.main")
     configs.append(commands.parse(list(arguments[3:])))
     workdir = next(x for x in arguments if x.startswith("--workdir="))
-    shutil.copytree(trained, workdir.partition("=")[2])
+    workdir = workdir.partition("=")[2]
+    shutil.copytree(trained, workdir, dirs_exist_ok=True)
     log.write_text("")
 
   monkeypatch.setattr(processes, "execute", execute)
@@ -139,6 +143,44 @@ def test_real_model(monkeypatch, started, tmp_path):
   assert (tmp_path / "table.csv").exists() and (
     tmp_path / "figure.png"
   ).exists()
+
+
+def test_papers_protocol(monkeypatch, started, tmp_path):
+  names = ("run", "report", "parts", "predict", "held_out")
+  modules = [f"17_papers_protocol.{x}" for x in names]
+  _redirect(monkeypatch, tmp_path, *modules[:-1])
+  program, _, parts, predict, held_out = map(_module, modules)
+  fetch = _module("15_real_model.fetch")
+  monkeypatch.setattr(fetch, "fetch", lambda name: tmp_path)
+  monkeypatch.setattr(program, "NUM_PROBLEMS", 3 * program.PROMPTS)
+  monkeypatch.setattr(program, "GROUP", 8)  # of the run that is copied
+  monkeypatch.setattr(held_out, "KINDS", held_out.KINDS[:1])
+  workdir = f"--workdir={tmp_path / 'runs'}"
+  flags = ("--rows=GRPO as published;our grpo;d3s", "--seeds=0", "--epochs=3")
+  _main(monkeypatch, program, *flags, workdir)
+  lines = results.read(tmp_path / "results.jsonl")
+  assert [x["epoch"] for x in lines if x["row"] == "our grpo"] == [0, 1, 2, 3]
+  assert len(started) == 2 * 3 + 1 and len(lines) == 3 * 4
+  _main(monkeypatch, program, *flags, workdir)  # nothing is repeated
+  assert len(started) == 7
+  _main(monkeypatch, program, "--report")
+  _main(monkeypatch, parts, workdir)
+  _main(monkeypatch, predict)
+  tables = ("table.csv", "parts.csv", "predictions.csv", "figure.png")
+  assert all((tmp_path / x).exists() for x in tables)
+
+
+def test_history_gains_what_settled_problems_cost():
+  history = _module("17_papers_protocol.history")
+  groups = [*([problem, 5] for problem in range(5)), [5, 2]]
+  lines = [{"groups": groups}] * 3
+  known = history.knowledge(lines)
+  assert known.groups == 6 and known.true == pytest.approx(5 / 6)
+  assert 0.7 < known.predicted < known.true
+  possible, seen, *thresholds = known.gains
+  assert 1 < possible < seen
+  kept = [1 + 5 * (1 - rate) for rate in history.RATES]  # of the six
+  assert thresholds == pytest.approx([6 / x for x in kept])
 
 
 @pytest.fixture

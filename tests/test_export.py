@@ -163,6 +163,25 @@ def test_an_export_keeps_the_files_and_the_dtype_of_its_source(tmp_path):
   assert_equal(hf.load(out)[0], rounded)
 
 
+def test_an_export_has_the_chat_template_of_training(tmp_path):
+  import transformers
+
+  source, out = tmp_path / "source", tmp_path / "out"
+  write_source(source)
+  (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+  params, workdir = trained(source), tmp_path / "run"
+  template = "one two {{ messages[0].content }}"
+  c = run_of(workdir, params, model__path=source)
+  c.data.template_args = {"chat_template": template}
+  export.run(c, workdir, out)
+  theirs = transformers.AutoTokenizer.from_pretrained(out)
+  talk = [{"role": "user", "content": "x"}]
+  assert theirs.apply_chat_template(talk, tokenize=False) == "one two x"
+  assert not (out / "chat_template.jinja").exists()
+  ours = data.PretrainedTokenizer(str(source), c.data.template_args)
+  assert data.PretrainedTokenizer(str(out)).prompt("x") == ours.prompt("x")
+
+
 def test_the_arithmetic_tokenizer_is_the_same_in_transformers(tmp_path):
   ours = data.CharacterTokenizer()
   ours.save(tmp_path)

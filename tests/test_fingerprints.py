@@ -11,6 +11,7 @@ from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, sources
 
 ROWS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
+MODULE = "mine_too.inner"
 REWARD = "def brief(completions):\n  return [-len(x) for x in completions]\n"
 
 
@@ -27,8 +28,7 @@ def run(tmp_path):
       data__eval="",
       data__prompts_per_step=16,
       sft__steps=0,
-      reward__functions=f"{tmp_path}/mine.py:brief,exact",
-      **more,
+      **{"reward__functions": f"{tmp_path}/mine.py:brief,exact"} | more,
     )
     return c, resume.fingerprints(c, setup_run(c).train_set)
 
@@ -37,7 +37,7 @@ def run(tmp_path):
 
 def _begin(tmp_path, config, prints):
   path = tmp_path / "run/config.json"
-  resume.write(path, config, prints)
+  resume.write(path.parent, config, prints)
   (tmp_path / "run/checkpoints/0").mkdir(parents=True)
   return path
 
@@ -47,7 +47,7 @@ def test_the_same_data_and_code_have_the_same_fingerprint(run, tmp_path):
   assert run()[1] == prints
   assert prints.keys() == {"fingerprints.data", "fingerprints.code"}
   path = _begin(tmp_path, config, prints)
-  resume.write(path, config, prints)
+  resume.write(path.parent, config, prints)
   assert configs.read(path) == config
 
 
@@ -59,11 +59,11 @@ def test_changed_data_is_rejected(run, tmp_path, what):
   sources.write_jsonl(tmp_path / "data.jsonl", rows)
   _, other = run()
   with pytest.raises(UserError, match=r"config\.fingerprints\.data was"):
-    resume.write(path, config, other)
+    resume.write(path.parent, config, other)
   # What the message allows.
   saved = json.loads(path.read_text())
   path.write_text(json.dumps(saved | other))
-  resume.write(path, config, other)
+  resume.write(path.parent, config, other)
 
 
 def test_changed_template_or_reward_is_noticed(run, tmp_path):
@@ -72,7 +72,34 @@ def test_changed_template_or_reward_is_noticed(run, tmp_path):
   assert other != prints
   (tmp_path / "mine.py").write_text(REWARD.replace("-len", "len"))
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
-    resume.write(_begin(tmp_path, config, prints), *run())
+    resume.write(_begin(tmp_path, config, prints).parent, *run())
+
+
+def test_changed_modules_are_noticed_and_installed_ones_may_change(
+  run, tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(tmp_path)
+  package = tmp_path / "mine_too"
+  package.mkdir()
+  for name in ("__init__", "inner"):
+    (package / f"{name}.py").write_text(REWARD)
+  before = [
+    run(reward__functions=f"{name}:brief")[1] for name in ("mine", MODULE)
+  ]
+  (package / "inner.py").write_text(REWARD + "# changed")
+  (tmp_path / "mine.py").write_text(REWARD + "# changed")
+  after = [
+    run(reward__functions=f"{name}:brief")[1] for name in ("mine", MODULE)
+  ]
+  key = "fingerprints.code"
+  assert all(x[key] != y[key] for x, y in zip(before, after, strict=True))
+  config, prints = run(optimizer__function="optax:lion")
+  assert prints[key] == run()[1][key]  # an upgrade of optax is no change
+  names = ["reward.functions", "optimizer.function"]
+  assert [*configs.user_functions(config, names)] == [
+    f"{tmp_path}/mine.py:brief",
+    "optax:lion",
+  ]
 
 
 @pytest.mark.parametrize("cut", [None, 40])
@@ -83,6 +110,6 @@ def test_checkpoints_without_a_config_are_rejected(run, tmp_path, cut):
   path.unlink() if cut is None else path.write_bytes(content[:cut])
   match = r"config.json .*run has checkpoints: restore it"
   with pytest.raises(UserError, match=match):
-    resume.write(path, config, prints)
+    resume.write(path.parent, config, prints)
   path.write_bytes(content)
-  resume.write(path, config, prints)
+  resume.write(path.parent, config, prints)

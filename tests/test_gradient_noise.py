@@ -14,10 +14,10 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.step import measure_noise, select, update
+from dppo_jax.step import optimizer as optimizers
+from dppo_jax.step import select, update
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
 from tests.helpers import small
@@ -55,21 +55,28 @@ def _select(rollout, spec=SPEC):
     small.prompts(NUM),
     rollout,
     jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
-    method=methods.grpo(),
-    objective=GRPO,
-    spec=spec,
+    spec=small.spec(packing=spec),
   )
 
 
-CONFIG = update.UpdateConfig(
-  small.MODEL, GRPO, logit_chunk=16, clip_norm=0.5, noise_every=1, momentum=0.9
-)
-SGD = make_optimizer(0.0, 10, clip_norm=CONFIG.clip_norm)  # no step moves
+def _sum_squares(rollout):
+  """The sum of all completions' squares, as a forecast has it."""
+  return select.forecast(
+    RNG,
+    small.prompts(NUM),
+    rollout,
+    jnp.where(rollout.kept.keep[:, None], REWARDS, 0.0),
+    spec=small.spec(method=methods.neyman(), packing=SPEC),
+  ).sum_squares
+
+
+SGD = make_optimizer(0.0, 10, clip_norm=0.5)  # no step moves
+STEP = small.spec(optimizer=SGD)
 
 
 @jax.jit
 def _sum_gradients(batch, num_used):
-  return update.sum_gradients(batch, num_used, PARAMS, None, CONFIG)
+  return update.sum_gradients(batch, num_used, PARAMS, None, spec=STEP)
 
 
 @jax.jit
@@ -79,17 +86,11 @@ def _sums(rollout):
 
 
 @jax.jit
-def _sum_with_signs(batch, num_used, by_segment):
+def _signed_square(batch, num_used, by_segment):
   """Measures completions with the signs of the segments of each row."""
-
-  def sum_up(weights, num):
-    return _sum_gradients(batch.replace(weights=weights), num)
-
   draw = lambda key, shape, dtype: by_segment
   with mock.patch.object(jax.random, "rademacher", draw):
-    return measure_noise.sum_with_signs(
-      sum_up, batch, num_used, RNG.key, jnp.bool(True)
-    )
+    return update.signed_square(RNG, PARAMS, None, batch, num_used, spec=STEP)
 
 
 def _gradient(rollout):
@@ -110,22 +111,22 @@ def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
   rollout = _rollout(*KEPT[name], EVERY)
   # All completions in one micro-batch, each of them a segment of a row.
   spec = PackingSpec(24, rows_per_micro=8, window=4, share_prefix=False)
-  batch, end, info, summary = _select(rollout, spec)
+  batch, end, _, summary = _select(rollout, spec)
   assert end == 1
   segments = np.asarray(batch.segment_ids[0])
   numbers = np.cumsum(np.r_[0, segments.max(axis=1)])  # first of each row
 
   def measure(signs):
-    by_segment = np.zeros((1, 8, 25), np.float32)
+    by_segment = np.zeros((8, 25), np.float32)
     for row in range(8):
       count = numbers[row + 1] - numbers[row]
       values = signs[numbers[row] : numbers[row + 1]]
-      by_segment[0, row, 1 : count + 1] = values
-    return _sum_with_signs(batch, end, by_segment)
+      by_segment[row, 1 : count + 1] = values
+    return _signed_square(batch, end, by_segment)
 
   matrix = scipy.linalg.hadamard(16)[:, : numbers[-1]].astype(np.float32)
-  ratios = [measure(x)[1] for x in matrix]
-  within = np.mean(ratios) * info.noise.sum_squares
+  ratios = [measure(x) for x in matrix]
+  within = np.mean(ratios) * jax.jit(_sum_squares)(rollout)
   want, weights = 0.0, 1 / KEPT[name][1]
   full = summary.advantages
   for q, i in np.argwhere(np.asarray(summary.trained_lengths) > 0):
@@ -139,52 +140,49 @@ def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
     )
     want += optax.tree.norm(_sum_gradients(rows, end).grad, squared=True)
   np.testing.assert_allclose(within, want, rtol=1e-4)
-  # The sums themselves are those without signs.
-  sums = measure(matrix[1])[0]
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
-    sums.grad,
-    _sums(rollout),
-  )
 
 
 def _update(state, rollout):
-  batch, num_used, info, _ = _select(rollout)
+  batch, num_used, *_ = _select(rollout)
   return update.update(
-    state,
-    None,
-    batch,
-    num_used,
-    jnp.float32(REWARDS.size),
-    rng=RNG,
-    select_info=info,
-    config=CONFIG,
-    optimizer=SGD,
-  )[0]
-
-
-def test_the_signal_is_the_product_of_gradients_of_different_prompts():
-  """Clipping shortens the gradients in the momentum, but not the estimate."""
-  state = TrainState(
-    step=jnp.int32(0),
-    draws=jnp.int32(0),
-    params=PARAMS,
-    opt_state=SGD.init(PARAMS),
-    history=(),
-    noise=gradient_noise.init(),
+    state, None, batch, num_used, jnp.float32(REWARDS.size), spec=STEP
   )
+
+
+def test_norms_of_the_momentum_give_its_product_with_the_gradient():
+  """Clipping shortens the gradients in the momentum, but not the estimate."""
+  zero, opt_state = jnp.int32(0), SGD.init(PARAMS)
+  state = TrainState(zero, zero, PARAMS, opt_state, ())
   rollouts = [_rollout(EVERY, np.ones(NUM, np.float32), EVERY)]
   rollouts += [_rollout(SOME, KEPT["some, weighted"][1], EVERY)]
   one, two = (_gradient(x) / REWARDS.size for x in rollouts)
-  state = jax.jit(_update)(state, rollouts[0])
-  assert state.noise.signal == state.noise.noise == 0  # nothing to compare
-  assert state.noise.total > 0
-  state = jax.jit(_update)(state, rollouts[1])
-  scale = 1 - gradient_noise.DECAY
-  np.testing.assert_allclose(state.noise.signal / scale, one @ two, rtol=1e-4)
-  np.testing.assert_allclose(
-    state.noise.noise / scale, two @ two - one @ two, rtol=1e-4
+  state, first = jax.jit(_update)(state, rollouts[0])
+  before = optimizers.momentum_square(state.opt_state)
+  state, info = jax.jit(_update)(state, rollouts[1])
+  after = optimizers.momentum_square(state.opt_state)
+  kept = [float(min(0.5 / x["update/grad_norm"], 1.0)) for x in (first, info)]
+  product = gradient_noise.product_with_momentum(
+    float(before), float(after), kept[1] * float(info["update/grad_norm"]), 0.9
   )
+  np.testing.assert_allclose(
+    product / kept[1] / (0.1 * kept[0]), one @ two, rtol=1e-3
+  )
+
+
+OPTIMIZERS = {
+  "adamw": (None, 0.9),
+  "lion": (optax.lion, 0.99),
+  "sgd": (optax.sgd, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_decay_of_any_momentum_is_found(name):
+  factory, decay = OPTIMIZERS[name]
+  optimizer = make_optimizer(1e-3, 10, factory=factory)
+  assert optimizers.momentum_decay(optimizer) == decay
+  square = optimizers.momentum_square(optimizer.init(PARAMS))
+  assert np.isnan(square) == (decay == 0)
 
 
 def test_signal_and_noise_are_unbiased_over_all_draws():
@@ -196,12 +194,15 @@ def test_signal_and_noise_are_unbiased_over_all_draws():
     for g in (a, b):
       kept = min(clip / np.linalg.norm(g), 1.0)
       momentum = 0.9 * momentum + 0.1 * kept * g
-      noise = gradient_noise.add_momentum(noise, 0.9, jnp.float32(kept))
+      noise = gradient_noise.add_momentum(noise, 0.9, float(kept))
     # The weights of clipped gradients depend on their lengths.
     weighted = noise.momentum
-    product = jnp.float32(c @ momentum)
+    moved = 0.9 * momentum + 0.1 * c
+    product = gradient_noise.product_with_momentum(
+      momentum @ momentum, moved @ moved, float(np.linalg.norm(c)), 0.9
+    )
     noise = gradient_noise.add_gradient(
-      noise, jnp.float32(c @ c), product, jnp.float32(0.0)
+      noise, float(c @ c), float(product), 0.0
     )
     signals.append(float(noise.signal * weighted))
     noises.append(float(noise.noise + noise.signal))
@@ -216,13 +217,13 @@ def test_signal_and_noise_are_unbiased_over_all_draws():
 
 
 def test_measurements_are_smoothed_and_non_finite_ones_left_out():
-  f = jnp.float32
+  f = float
   empty = gradient_noise.init()
   assert gradient_noise.noise_fraction(empty) == 1
   assert gradient_noise.within_fraction(empty) == np.inf
   add = gradient_noise.add_gradient
-  assert add(empty, f(3), f(2), f(0)) == empty  # no momentum yet
-  old = empty._replace(momentum=f(0.5))
+  assert add(empty, 3.0, 2.0, 0.0) == empty  # no momentum yet
+  old = empty._replace(momentum=np.float32(0.5))
   one = add(old, f(3), f(1), f(0))
   np.testing.assert_allclose((one.signal, one.noise), (0.2, 0.1), rtol=1e-5)
   pruned = add(old, f(3), f(1), f(0.25))
@@ -234,24 +235,3 @@ def test_measurements_are_smoothed_and_non_finite_ones_left_out():
   assert metrics["noise/fraction"] == pytest.approx(1 / 3)
   # Two passes over the same prompts count their noise twice.
   assert gradient_noise.noise_fraction(one, 2) == pytest.approx(0.5)
-
-
-def test_costs_are_ratios_of_smoothed_seconds():
-  tracker = CostTracker(rows_per_micro=4)
-  noise = gradient_noise.Noise(*(jnp.float32(x) for x in (1, 3, 3, 6, 9)))
-  first = tracker.costs(noise)
-  assert first.other_seconds == first.micro_seconds == 0
-  sample = StepSample(update=6.0, other=2.0, micros=3, rows=10, tokens=50)
-  for _ in range(3):
-    tracker.add(sample)
-  costs = tracker.costs(noise)
-  np.testing.assert_allclose(costs.within_fraction, 6 / 9 / 0.5, rtol=1e-6)
-  assert costs.num_updates == 1
-  np.testing.assert_allclose(
-    [costs.noise_fraction, costs.micro_seconds, costs.micro_tokens],
-    [0.5, 2.0, 20.0],
-    rtol=1e-6,
-  )
-  np.testing.assert_allclose(costs.other_seconds, 2.0, rtol=1e-6)
-  passes = tracker.costs(noise, inner_updates=3, mini_batches=2)
-  assert passes.noise_fraction == 0.25 and passes.num_updates == 6

@@ -19,7 +19,7 @@ LEVELS = [
   {"config"},
   {"run"},
   {"eval", "planning"},
-  {"evaluate", "train", "export", "plan", "sample"},
+  {"evaluate", "train", "export", "plan", "sample", "check"},
   {"main"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -96,5 +96,16 @@ def test_subpackages_are_imported_on_first_use():
     assert getattr(dppo_jax, name).__name__ == f"dppo_jax.{name}"
   with pytest.raises(AttributeError, match="has no attribute 'algos'"):
     _ = dppo_jax.algos
-  code = "import dppo_jax, sys; dir(dppo_jax); assert 'jax' not in sys.modules"
+
+
+@pytest.mark.parametrize(
+  "statement",
+  [
+    "import dppo_jax; dir(dppo_jax)",
+    "from dppo_jax.analysis import compare",  # tables and pictures of runs
+    "from dppo_jax import main",  # which sets variables that JAX reads
+  ],
+)
+def test_start_without_jax(statement):
+  code = f"import sys; {statement}; assert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)

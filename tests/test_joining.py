@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 from jax._src import xla_bridge
@@ -31,32 +32,51 @@ except UserError as error:
 
 
 _LOSE = """
-import os, signal, sys
-from dppo_jax import main
-from dppo_jax import distributed
+import os, signal, sys, time
+from dppo_jax import distributed, main
 
 def work(argv):
   address, index = sys.argv[2], int(sys.argv[4])
-  distributed.initialize(address, 2, index)
+  distributed.initialize(address, 3, index)
   distributed.gather(index)
-  if index:
+  if index == int(os.environ["KILLED"]):
     os.kill(os.getpid(), signal.SIGKILL)
-  distributed.gather(index)
+  if os.environ["WAITS"] == "gather":
+    distributed.gather(index)
+  time.sleep(60)
 
 main.main = work
 main.run()
 """
 
 
-def test_loss_of_another_process_ends_in_one_line():
-  codes, errors = _join([0, 1], program=_LOSE)
-  assert codes == [os.EX_TEMPFAIL, -signal.SIGKILL]
-  line = errors[0].splitlines()[-1]
-  assert line.startswith("error: another process has ended or cannot be reac")
+@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("waits", ["gather", "alone"])
+def test_loss_of_another_process_ends_in_one_line(monkeypatch, killed, waits):
+  """At once, whether or not it is waited for."""
+  monkeypatch.setenv("KILLED", str(killed))
+  monkeypatch.setenv("WAITS", waits)
+  start = time.monotonic()
+  codes, errors = _join([0, 1, 2], program=_LOSE, count=3)
+  assert time.monotonic() - start < 50
+  assert codes.pop(killed) == -signal.SIGKILL
+  assert codes == 2 * [os.EX_TEMPFAIL], errors
+  del errors[killed]
+  for error in errors:
+    (line,) = [x for x in error.splitlines() if x.startswith("error: ")]
+    assert line.startswith("error: another process has ended or cannot be re")
 
 
-def _join(ids, seconds=60, devices=(1, 1), program=_JOIN):
-  """Exit codes and errors of some of two processes that join each other."""
+def test_process_id_that_is_used_twice_ends_all_in_one_line():
+  codes, errors = _join([0, 1, 1], count=3)
+  assert codes == [1, 1, 1]
+  for error in errors:
+    _, line = error.splitlines()
+    assert "(two processes have --process_id=1): check --coord" in line
+
+
+def _join(ids, seconds=60, devices=(1, 1, 1), program=_JOIN, count=2):
+  """Exit codes and errors of some of `count` processes that join each other."""
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     port = listener.getsockname()[1]
@@ -64,7 +84,7 @@ def _join(ids, seconds=60, devices=(1, 1), program=_JOIN):
     subprocess.Popen(
       [
         *(sys.executable, "-c", program, str(seconds), f"localhost:{port}"),
-        *("2", str(i)),
+        *(str(count), str(i)),
       ],
       env=os.environ
       | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)},
@@ -186,12 +206,10 @@ def work(argv):
   os.makedirs = make_slowly  # the other process is then ahead
   zero = placed(np.array(0))
   weights = {str(i): placed(np.ones((2, 1_000)), "d") for i in range(8)}
-  cache = pathlib.Path(os.environ["XDG_CACHE_HOME"], "dppo_jax")
-  copies = cache / f"buckets-{distributed.index()}"
   is_full = os.environ["FULL"] == argv[4]
   if os.environ["FULL"]:
     checkpoint._WAIT_SECONDS = 10
-  with checkpoint.Checkpoints(copies / "s3/bucket/run") as checkpoints:
+  with checkpoint.Checkpoints(pathlib.Path(os.environ["RUN"])) as checkpoints:
     source = pathlib.Path(os.environ["SOURCE"])
     with checkpoint.Checkpoints(source, read_only=True) as reader:
       weights = reader.restore_params(0, weights)
@@ -222,32 +240,24 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("full", ["", "0", "1"])
-def test_full_disk_of_one_copy_ends_all_processes(
-  source, tmp_path, monkeypatch, full
-):
+def test_full_disk_of_one_process_ends_all(source, tmp_path, monkeypatch, full):
   """A limit on the size of files stands for a full disk.
 
   The processes start from the weights of a local run, as by `sft.from_run`.
   """
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  monkeypatch.setenv("RUN", str(tmp_path / "run"))
   monkeypatch.setenv("SOURCE", str(source))
   monkeypatch.setenv("FULL", full)
   codes, errors = _join([0, 1], program=_SAVE)
-  steps = [
-    {
-      x.name
-      for x in tmp_path.glob(f"dppo_jax/buckets-{i}/**/checkpoints/[0-9]")
-    }
-    for i in range(2)
-  ]
+  steps = {x.name for x in tmp_path.glob("run/checkpoints/[0-9]")}
   if not full:
     assert codes == [0, 0], errors
-    assert steps == 2 * [{"0", "5"}]
+    assert steps == {"0", "5"}
     return
   at_fault, other = int(full), 1 - int(full)
   assert codes[at_fault] == 1, errors[at_fault]
-  assert "cannot write a checkpoint in" in errors[at_fault]
-  assert "File too large. Fix this" in errors[at_fault]
+  line = "checkpoints cannot be written: File too large. Fix this"
+  assert line in errors[at_fault]
   assert codes[other] == os.EX_TEMPFAIL, errors[other]
   assert "another process did not write its part" in errors[other]
-  assert steps == 2 * [{"0", "4"}]
+  assert steps == {"0", "4"}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import commands, kill, servers
+from tests.helpers import commands, kill, killed_run, servers
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +18,8 @@ def test_killed_run_ends_bit_identical():
   """
   *places, last = _output("--places")
   assert set(places) == {
-    *(f"killed at {place}" for place in kill.places(in_bucket=False)),
-    *(f"ended by {fault}" for fault in kill.FAULTS),
+    *(f"killed at {place}" for place in killed_run.places(in_bucket=False)),
+    *(f"ended by {fault}" for fault in killed_run.FAULTS),
   }
   assert last == "the same as undisturbed"
 
@@ -27,18 +27,21 @@ def test_killed_run_ends_bit_identical():
 def test_killed_run_in_a_bucket_ends_bit_identical():
   """Each time on another machine, which has nothing but the bucket."""
   servers.skip_without("gs")
-  *places, last = _output("--places", "--bucket=gs")
-  expected = kill.places(in_bucket=True)
+  *places, last = _output("--places", "--bucket")
+  expected = killed_run.places(in_bucket=True)
   assert places == [f"killed at {place}" for place in expected]
   assert last == "the same as undisturbed"
 
 
-def test_killed_processes_in_a_bucket_end_bit_identical():
-  """Each has a copy of its own, with its part of every checkpoint."""
-  servers.skip_without("s3")
-  options = "--only=kill --times=1 --processes=2 --bucket=s3"
-  *_, last = _output(*options.split())
-  assert last.strip() == "all ended as the undisturbed one"
+def test_killed_process_of_two_in_a_bucket_ends_bit_identical():
+  """Resumed in one process with both devices, then again in two."""
+  servers.skip_without("gs")
+  lines = _output("--places", "--processes=2", "--bucket")
+  assert lines == [
+    "killed one process",
+    "killed the only process",
+    "the same as undisturbed",
+  ]
 
 
 def _output(*options: str) -> list[str]:

@@ -19,6 +19,7 @@ from dppo_jax import main, methods, train
 from dppo_jax.algo import objectives
 from dppo_jax.config import cli, options
 from dppo_jax.errors import Unreachable, UserError
+from dppo_jax.files import bucket
 from dppo_jax.models import hf
 from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
@@ -71,6 +72,12 @@ def arithmetic(**overrides):
     ),
     ("{arithmetic} --config.top_k=3", "did you mean --config.rollout.top_k"),
     ("{arithmetic} --config.stps=3", "did you mean --config.steps?"),
+    ("{arithmetic} --steps=3", "did you mean --config.steps?"),
+    ("{arithmetic} --sted=3", "did you mean --step?"),
+    (
+      "{arithmetic} --config.method.args.completion_rate=0.5",
+      "config.method.args has prompt_budget, completion_budget",
+    ),
     ("{arithmetic} --config.xyz.qqq=3", "no option --config.xyz.qqq: see --h"),
     ("{arithmetic} --config.method.factory=grpo", "no option .*factory"),
     ("{arithmetic}:dppo --config.method.args.prompt_rte=1", "prompt_rate"),
@@ -140,12 +147,14 @@ def test_flags_may_be_written_in_two_words():
     ["main", *ARITHMETIC.split("="), "--config.steps", "3", "--mode", "plan"]
   )
   assert config.steps == 3 and flags.mode == "plan"
-  assert folder == pathlib.Path("runs/arithmetic-neyman-seed0")
+  assert folder == pathlib.Path.cwd() / "runs/arithmetic-neyman-seed0"
 
 
 def test_settings_of_a_sweep_have_different_default_directories():
   """Options that a resumed run may change, and unchanged ones, do not count."""
-  parse = lambda *words: str(cli.parse(["main", ARITHMETIC, *words])[1])
+  parse = lambda *words: bucket.shown(
+    cli.parse(["main", ARITHMETIC, *words])[1]
+  )
   rate = "--config.optimizer.learning_rate="
   cases = [
     ([], ""),
@@ -270,7 +279,6 @@ def validate(config: Config):
     ("rollout", "max_tokens"),
     ("lora", "rank"),
     ("log", "writers"),
-    ("log", "completions"),
   }
 
 
@@ -282,7 +290,7 @@ def test_config_is_read_back(tmp_path):
     steps=7,
   )
   path = tmp_path / "config.json"
-  resume.write(path, c)
+  resume.write(tmp_path, c)
   assert configs.read(path) == c
   for words in ([f"--config={path}"], [f"--workdir={tmp_path}"]):
     config, folder, _ = cli.parse(["main", *words, "--config.steps=9"])
@@ -330,7 +338,7 @@ def test_model_starts_from_a_checkpoint(tmp_path):
 @pytest.fixture
 def begun(tmp_path):
   """The config.json of a run that has left a checkpoint."""
-  resume.write(tmp_path / "config.json", arithmetic())
+  resume.write(tmp_path, arithmetic())
   (tmp_path / "checkpoints" / "0").mkdir(parents=True)
   return tmp_path / "config.json"
 
@@ -338,7 +346,7 @@ def begun(tmp_path):
 def test_directory_of_another_run_is_rejected_by_option(begun):
   other = arithmetic(seed=7, steps=3, model__shape__mlp=8)
   with pytest.raises(UserError, match="another --workdir") as error:
-    resume.write(begun, other)
+    resume.write(begun.parent, other)
   assert "config.seed was 0 and is now 7" in str(error.value)
   assert "config.model.shape was" in str(error.value)
   assert str(error.value).count(" was ") == 2
@@ -346,12 +354,12 @@ def test_directory_of_another_run_is_rejected_by_option(begun):
 
 
 def test_two_processes_do_not_train_in_one_directory(begun):
-  with resume.held(begun, arithmetic()):
-    second = resume.held(begun, arithmetic(steps=7))
+  with resume.held(begun.parent, arithmetic()):
+    second = resume.held(begun.parent, arithmetic(steps=7))
     with pytest.raises(UserError, match="another process trains"), second:
       pytest.fail("the second process may train")
     assert json.loads(begun.read_text())["steps"] != 7
-  with resume.held(begun, arithmetic(steps=7)):  # the first is over
+  with resume.held(begun.parent, arithmetic(steps=7)):  # the first is over
     assert json.loads(begun.read_text())["steps"] == 7
 
 
@@ -362,7 +370,7 @@ def test_run_resumes_with_other_values_of_adjustable_options(begun):
     changed = {bool: lambda x: not x, str: lambda x: f"not {x}"}.get(
       type(value), lambda x: x + 1
     )(value)
-    resume.write(begun, arithmetic(**{name.replace(".", "__"): changed}))
+    resume.write(begun.parent, arithmetic(**{name.replace(".", "__"): changed}))
     assert json.loads(begun.read_text())[name] == changed
 
 
@@ -372,7 +380,7 @@ def test_steps_are_fixed_if_a_schedule_depends_on_them(begun, name):
   option = {} if "d3s" in name else {"optimizer__schedule": "cosine"}
   begun.write_text(json.dumps(options.flatten(config(**option))))
   with pytest.raises(UserError, match="steps was"):
-    resume.write(begun, config(**option, steps=999))
+    resume.write(begun.parent, config(**option, steps=999))
 
 
 def test_changes_of_the_optimizer_need_a_flag_and_are_kept(begun):
@@ -384,21 +392,21 @@ def test_changes_of_the_optimizer_need_a_flag_and_are_kept(begun):
   before = arithmetic().optimizer.learning_rate
   one, two = (arithmetic(**x, steps=9) for x in rates(0.1, 0.2))
   with pytest.raises(UserError, match="--allow_change=optimizer"):
-    resume.write(begun, one)
-  lines = resume.write(begun, one, allowed="optimizer")
+    resume.write(begun.parent, one)
+  lines = resume.write(begun.parent, one, allowed="optimizer")
   assert len(lines) == 3 and "cosine" in "".join(lines)
-  assert resume.write(begun, one) == []
-  assert len(resume.write(begun, two, allowed="optimizer")) == 1
+  assert resume.write(begun.parent, one) == []
+  assert len(resume.write(begun.parent, two, allowed="optimizer")) == 1
   changes = json.loads(begun.read_text())["changes"]
   name = "optimizer.learning_rate after step 0"
   assert changes[name] == f"{before} to 0.1 to 0.2"
   assert configs.read(begun) == two
   other = arithmetic(optimizer__function="optax:lion", steps=9)
   with pytest.raises(UserError, match="function was") as error:
-    resume.write(begun, other, allowed="optimizer")
+    resume.write(begun.parent, other, allowed="optimizer")
   assert "allow_change" not in str(error.value)
   with pytest.raises(UserError, match="seed was"):
-    resume.write(begun, arithmetic(seed=7), allowed="optimizer")
+    resume.write(begun.parent, arithmetic(seed=7), allowed="optimizer")
 
 
 # Logs -----------------------------------------------------------------------
@@ -411,3 +419,32 @@ def test_log_of_a_run_keeps_its_traceback(tmp_path, monkeypatch):
   log = (tmp_path / "log.txt").read_text()
   assert "model: Qwen3ForCausalLM" in log
   assert "Traceback" in log and "ZeroDivisionError" in log
+
+
+# The code of others ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate", "export", "sample"])
+def test_only_training_imports_callbacks_and_optimizer(tmp_path, capfd, mode):
+  """Each mode says whose code it imports, before it does so."""
+  for name in ("stop", "lion"):
+    code = f"raise OSError({name!r})\ndef f(*args): pass\n"
+    (tmp_path / f"{name}.py").write_text(code)
+  (tmp_path / "fine.py").write_text("def f(completions): return [0]\n")
+  config = arithmetic(
+    callbacks=f"{tmp_path}/stop.py:f",
+    optimizer__function=f"{tmp_path}/lion.py:f",
+    reward__functions=f"{tmp_path}/fine.py:f",
+    data__eval=f"named={tmp_path}/fine.py:f",
+  )
+  run = tmp_path / "run"
+  resume.write(run, config)
+  more = [f"--to={tmp_path}/out"] * (mode == "export")
+  more += ["--step=7"] * (mode != "train")  # there is none: no mode gets far
+  with pytest.raises(UserError) as info:
+    main.main(["main", f"--mode={mode}", f"--workdir={run}", *more])
+  printed = capfd.readouterr().out
+  assert ("stop.py" in str(info.value)) == (mode == "train")
+  names = {"stop", "lion", "fine"} if mode == "train" else {"fine"}
+  listed = {x for x in ("stop", "lion", "fine") if f"{x}.py:f" in printed}
+  assert listed == names

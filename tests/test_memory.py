@@ -1,6 +1,8 @@
 """The memory estimate against arrays and compiled programs, and its check."""
 
+import dataclasses
 import functools
+import importlib.util
 
 import jax
 import pytest
@@ -9,7 +11,7 @@ from dppo_jax import config as configs
 from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
-from dppo_jax.models import parameters
+from dppo_jax.models import moe, parameters
 from dppo_jax.planning import assumed, memory, targets
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values
@@ -27,10 +29,10 @@ def small(**options) -> configs.Config:
   return config
 
 
-def planned(**options) -> Run:
+def planned(platform: str = "cpu", **options) -> Run:
   config = small(**options)
   mesh = assumed.abstract_mesh(config.mesh, 8)
-  return assumed.assumed_run(config, mesh, "cpu")
+  return assumed.assumed_run(config, mesh, platform)
 
 
 def total(run: Run, stage: str) -> float:
@@ -132,10 +134,10 @@ def test_a_run_that_cannot_fit_is_rejected_in_one_line(overrides):
 def test_simulated_devices_share_the_memory(monkeypatch):
   run = setup_run(small(mesh__model=1))
   largest = max(total(run, stage) for stage in memory.estimate(run))
-  monkeypatch.setattr(memory, "_free_memory", lambda: 2.5 * largest)
+  monkeypatch.setattr(memory, "free_memory", lambda: 2.5 * largest)
   with pytest.raises(UserError, match="not enough memory"):
     memory.check(run)
-  monkeypatch.setattr(memory, "_free_memory", lambda: 4.1 * largest)
+  monkeypatch.setattr(memory, "free_memory", lambda: 4.1 * largest)
   memory.check(run)
 
 
@@ -197,4 +199,37 @@ def test_memory_limits_of_containers_count(
   }.items():
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-  assert memory._free_memory(tmp_path) == free
+  assert memory.free_memory(tmp_path) == free
+
+
+GPU = {"platform": "gpu", "model__dtype": "bfloat16", "pack__row_length": 512}
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_run_says_which_attention_a_gpu_takes_and_why(
+  is_installed, monkeypatch
+):
+  """A kernel needs a mask of all pairs of tokens, plain XLA their logits."""
+  find = lambda name: name if is_installed else None
+  monkeypatch.setattr(importlib.util, "find_spec", find)
+  run, exact = planned(**GPU), planned(**GPU | {"model__dtype": "float32"})
+  plain, missing = "attention: xla_dense, plain XLA: ", "tokamax is not instal"
+  line = "attention: tokamax" if is_installed else plain + missing
+  assert run.warnings[-1].startswith(line)
+  assert plain in exact.warnings[-1]
+  chosen = planned(**GPU, model__attention="xla")
+  assert chosen.warnings[-1] == plain + "config.model.attention=xla"
+  assert not planned().warnings
+
+  pairs = run.spec.packing.rows_per_micro // 4 * 512**2
+  logits = 12 * run.spec.model.heads // 2
+  sizes = [memory.estimate(x)["update"] for x in (run, chosen)]
+  less = pairs * (logits - 1) if is_installed else 0
+  name = "activations of a layer"
+  assert sizes[1][name] - sizes[0][name] == less
+
+  experts = moe.Experts(4, 2, 16, True)
+  model = dataclasses.replace(run.spec.model, experts=experts)
+  mixed = run._replace(spec=dataclasses.replace(run.spec, model=model))
+  costly = "each expert multiplies every token: " + missing
+  assert mixed.warnings[-1].startswith(costly) == (not is_installed)

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dppo_jax import methods
 from dppo_jax.algo import objectives
-from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout import Sampling
 from dppo_jax.step import choose_tokens, select, step_info, update
 from dppo_jax.step.optimizer import make_optimizer
 from tests.helpers import small
@@ -20,7 +19,6 @@ from tests.helpers import small
 pytestmark = pytest.mark.slow
 
 RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
-SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 REWARDS = jnp.array(
   [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
 )
@@ -37,10 +35,7 @@ def _select(prompts, rollout, rewards, part=0, num_parts=1, objective=PLAIN):
     rollout,
     rewards,
     part=part,
-    method=methods.grpo(),
-    objective=objective,
-    spec=SPEC,
-    num_parts=num_parts,
+    spec=small.spec(objective=objective, mini_batches=num_parts),
   )
 
 
@@ -71,38 +66,20 @@ def test_a_mini_batch_is_packed_as_if_alone(num_parts=2):
   assert counts[0] == 0 < counts[1]
 
 
-def _config(objective, inner_updates, mini_batches):
-  return update.UpdateConfig(
-    MODEL,
-    objective,
-    logit_chunk=16,
-    inner_updates=inner_updates,
-    mini_batches=mini_batches,
-  )
-
-
 def _state():
   zero, params = jnp.int32(0), small.params(0, MODEL)
   return TrainState(zero, zero, params, jax.jit(OPTIMIZER.init)(params), ())
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _score(params, batch, num_micro, config):
-  stats = update.score(params, config, batch, num_micro)
-  batch, _ = choose_tokens(
-    RNG,
-    batch,
-    stats,
-    method=methods.grpo(),
-    objective=config.objective,
-    replaces_old=True,
-  )
-  return batch
+@functools.partial(jax.jit, static_argnames="spec")
+def _score(params, batch, num_micro, spec):
+  stats = update.score(params, batch, num_micro, spec=spec)
+  return choose_tokens(RNG, batch, stats, spec=spec)[0]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _one_step(state, batch, num_micro, config):
-  sums = update.sum_gradients(batch, num_micro, state.params, None, config)
+@functools.partial(jax.jit, static_argnames="spec")
+def _one_step(state, batch, num_micro, spec):
+  sums = update.sum_gradients(batch, num_micro, state.params, None, spec=spec)
   state, info = update.apply_gradient(state, sums, jnp.float32(6), OPTIMIZER)
   return state, info, sums.sums
 
@@ -114,26 +91,33 @@ def test_updates_on_a_rollout_are_optimizer_steps_from_one_old_policy(
   objective, inner_updates
 ):
   """With log-probabilities from before the first; the last ends the step."""
-  config = _config(objective, inner_updates, 2)
+  spec = small.spec(
+    model=MODEL,
+    objective=objective,
+    # Not the sampler's distribution: old log-probabilities are computed.
+    sampling=Sampling(5, (small.STOP,), top_p=0.9),
+    optimizer=OPTIMIZER,
+    num_prompts=4,
+    inner_updates=inner_updates,
+    mini_batches=2,
+  )
   first = small.params(0, MODEL)
   batches = []
   for part in range(2):
     batch, num, *_ = _select(*_sampled(), REWARDS, part, 2, objective)
-    batches.append((_score(first, batch, num, config), num))
-  step = jax.jit(
-    functools.partial(update.update, config=config, optimizer=OPTIMIZER)
-  )
+    batches.append((_score(first, batch, num, spec), num))
+  step = jax.jit(functools.partial(update.update, spec=spec))
   state = want = _state()
   clipped = []
   for number, batch in enumerate(batches * inner_updates):
     state, info = step(state, None, *batch, jnp.float32(6), jnp.int32(number))
-    want, info_alone, sums = _one_step(want, *batch, config)
+    want, info_alone, sums = _one_step(want, *batch, spec)
     chex.assert_trees_all_close(info, info_alone, rtol=1e-4, atol=1e-6)
     assert int(state.step) == (number == 2 * inner_updates - 1)
     clipped.append(float(sums["clipped"]))
   chex.assert_trees_all_close(state.params, want.params, rtol=1e-5, atol=1e-6)
   assert clipped[0] == 0 < clipped[1]
-  assert info.policy_ratio_max > 1.01
+  assert info["update/policy_ratio_max"] > 1.01
 
 
 def test_metrics_of_several_updates_are_sums_means_or_extremes():

@@ -1,5 +1,6 @@
 """Optimizers of the user: steps, learning rate, resume, errors."""
 
+import dataclasses
 import json
 
 import chex
@@ -11,11 +12,12 @@ import pytest
 
 from dppo_jax import train
 from dppo_jax.errors import UserError
+from dppo_jax.models import lora, parameters
 from dppo_jax.run import checkpoint, resume
 from dppo_jax.run.setup import setup_run
 from dppo_jax.step import abstract_values
-from dppo_jax.step.optimizer import call_factory, make_optimizer
-from tests.helpers import commands
+from dppo_jax.step.optimizer import adamw, call_factory, make_optimizer
+from tests.helpers import commands, small
 
 OWN = """
 import optax
@@ -60,6 +62,22 @@ def test_step_of_sgd_is_the_clipped_gradient_times_the_rate():
   assert not updates["w"].any() and state.total_notfinite == 1
 
 
+def longer(learning_rate):
+  double = lambda x: jnp.concatenate([x, x])
+  return optax.stateless(lambda updates, _: jax.tree.map(double, updates))
+
+
+def forgetful(learning_rate):
+  inner = optax.adam(learning_rate)
+  update = lambda *args: (inner.update(*args)[0], ())
+  return optax.GradientTransformation(inner.init, update)
+
+
+def wider(learning_rate):
+  init = lambda params: jnp.int32(0)
+  return optax.GradientTransformation(init, lambda u, s, p: (u, s + 0.5))
+
+
 def _falling(learning_rate):
   return optax.sgd(lambda count: 0.1 if count < 3 else 0.01)
 
@@ -90,6 +108,33 @@ def test_optimizer_that_a_run_cannot_use_is_rejected_in_one_line(
   assert "\n" not in str(error.value)
 
 
+def test_every_weight_but_norms_and_biases_decays_as_in_transformers():
+  """Without a gradient; the state has the form that older runs have saved."""
+  model = dataclasses.replace(
+    small.MODEL, has_qkv_bias=True, lora=lora.Lora(2, 4.0, ("q",))
+  )
+  params = jax.tree.map(lambda x: x + 1, small.params(0, model))
+  rate = optax.constant_schedule(0.1)
+  for weights in (params, lora.trainable(params)):
+    optimizer, _ = call_factory(adamw, rate, 0.5, 10)
+    zeros, state = (
+      jax.tree.map(jnp.zeros_like, weights),
+      optimizer.init(weights),
+    )
+    chex.assert_trees_all_equal_structs(state, optax.adamw(rate).init(weights))
+    updates, _ = optimizer.update(zeros, state, weights)
+    kept = set()
+    for name, x in parameters.flatten(updates).items():
+      want = -0.05 * parameters.flatten(weights)[name]
+      if not x.any():
+        kept.add(name.rpartition("/")[2])
+        want = 0 * want
+      np.testing.assert_allclose(x, want, rtol=1e-5)
+    norms = {"final_norm", "mlp_norm", "attention_norm", "q_norm", "k_norm"}
+    norms |= {"q_bias", "k_bias", "v_bias"}
+    assert kept == (norms if weights is params else set())
+
+
 def test_weight_decay_needs_a_factory_that_takes_it():
   rate = optax.constant_schedule(0.1)
   with pytest.raises(UserError, match=r"weight_decay is 0.1 but .* sgd\(\)"):
@@ -105,9 +150,12 @@ def test_weight_decay_needs_a_factory_that_takes_it():
 @pytest.mark.parametrize(
   ("reference", "message"),
   [
-    ("none.py:lion", "config.optimizer.function: .*there is no file none.py"),
+    ("none.py:lion", "config.optimizer.function: .*there is no file .*none.py"),
     ("optax:lions", "there is no function 'lions' in optax"),
     ("json:dumps", r"dumps\(\): TypeError: Object of type function is not"),
+    (f"{__name__}:longer", "config.optimizer.function: an update must have"),
+    (f"{__name__}:forgetful", "config.optimizer.function: an update must have"),
+    (f"{__name__}:wider", "config.optimizer.function: an update must have"),
   ],
 )
 def test_run_with_a_wrong_optimizer_does_not_start(
@@ -171,7 +219,7 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
   (tmp_path / "my.py").write_text(OWN + "\n")
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
     prints = resume.fingerprints(c, setup_run(c).train_set)
-    resume.check(tmp_path / "stopped" / "config.json", c, prints)
+    resume.check(tmp_path / "stopped", c, prints)
 
 
 def test_optimizer_is_made_while_its_state_is_traced():

@@ -1,6 +1,10 @@
 """Plan mode needs nothing but flags; compilers need no device."""
 
+import functools
+import importlib.util
 import json
+import re
+import shlex
 import socket
 
 import jax
@@ -9,7 +13,7 @@ import pytest
 
 from dppo_jax import plan, sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import hf, lm_head
+from dppo_jax.models import attention, hf, lm_head
 from dppo_jax.planning import assumed, targets
 from dppo_jax.planning.collectives import read_collectives
 from tests.helpers import commands
@@ -42,6 +46,17 @@ def test_every_shipped_config_fits_its_slice(
   assert values.keys() == {slice_name, "h200:8"}
   printed = capsys.readouterr().out
   assert "Does not fit" not in printed and printed.count("Fits: ") == 2
+  assert printed.count("Rollouts take ") == 2
+  assert not [x for x in printed.splitlines() if len(x) > 80]
+
+
+def test_kernels_are_those_of_the_planned_gpu(no_network, capsys, monkeypatch):
+  """An A100 has none; tokamax need not be installed here."""
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+  plan.run(commands.config("gsm8k"), hardware="a100:8,h200:8,b200:8")
+  printed = capsys.readouterr().out
+  chosen = re.findall(r"attention=(\w+)", printed)
+  assert chosen == ["xla_dense", "tokamax", "tokamax"]
 
 
 def test_plan_mode_allocates_no_arrays(no_network):
@@ -79,6 +94,12 @@ def test_a_checkpoint_needs_only_its_config_json(tmp_path, no_network):
     ({"hardware": "v5e:1", "pack__row_length": 256}, "config.pack.row_length"),
     ({"hardware": "v5e:1", "model__hub_id": "a/b"}, "set config.model.path"),
     ({"hardware": "v5e:4", "mesh__model": 8}, "1 x 8 needs 8 devices"),
+    ({"hardware": "v5e", "assume": "tokens=3"}, "with NAME one of prompt, com"),
+    ({"hardware": "v5e", "assume": "prompt"}, "--assume is 'prompt' but must"),
+    ({"hardware": "v5e", "assume": "prompt=0"}, "--assume is 'prompt=0' but"),
+    ({"hardware": "v5e", "assume": "memory=2"}, "memory are at most 1"),
+    ({"topology": "cpu"}, "--topology is 'cpu' but must be KIND"),
+    ({"hardware": "v5e", "price_per_hour": -1.0}, "--price_per_hour is -1.0"),
   ],
 )
 def test_invalid_plans_are_rejected(options, words):
@@ -89,9 +110,24 @@ def test_invalid_plans_are_rejected(options, words):
 
 
 def test_the_command_line_plans():
-  done = commands.main("gsm8k:cppo", "--mode=plan", "--hardware=h200:1")
+  flags = ["--hardware=h200:1", "--price_per_hour=60", "--assume=trained=0.5"]
+  done = commands.main("gsm8k:cppo", "--mode=plan", *flags)
   assert done.returncode == 0, done.stderr
   assert "optimizer" in done.stdout and "Fits: " in done.stdout
+  assert "trained=0.50" in done.stdout
+  minutes, cost = (
+    float(re.search(rf"^{name} +([\d.]+)", done.stdout, re.M)[1])
+    for name in ("time", "cost")
+  )
+  assert cost == pytest.approx(minutes, abs=0.06)
+
+
+def test_the_page_shows_what_the_plan_prints():
+  page = (commands.ROOT / "configs" / "QUESTIONS.md").read_text("utf-8")
+  command = re.search(r"python -m dppo_jax.main (--mode=plan [^`]*)", page)[1]
+  shown = page[page.index(command) :].split("```text\n")[1].split("```")[0]
+  words = shlex.split(command.replace("\\\n", " "))
+  assert shown in commands.command(*words).stdout
 
 
 def test_collectives_are_read_from_a_program():
@@ -125,6 +161,28 @@ def test_stages_are_compiled_for_a_topology(module, name, capsys):
   assert "Compiled for" in capsys.readouterr().out
   with pytest.raises(UserError, match="--stages has 'train'"):
     plan.run(config, topology=name, stages="train")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_decode_kernel_compiles_for_tpus(dtype):
+  """To one kernel, which updates the donated cache in place."""
+  pytest.importorskip("libtpu")
+  mesh = sharding.make_mesh(devices=targets.devices(targets.parse("v5e:1")))
+  place = sharding.sharding(mesh)
+  array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=place
+  )
+  kv, number = array(8, 2, 128), functools.partial(array, dtype=jnp.int32)
+  cache, prompts = (array(2, 8, 2, x, 128) for x in (256, 128))
+  program = jax.jit(
+    attention.decode_kernel.attend, out_shardings=place, donate_argnums=3
+  ).trace(
+    *(array(8, 16, 128), kv, kv, (cache, cache), (prompts, prompts)),
+    *(number(), *[number(8)] * 4),
+  )
+  compiled = program.lower(lowering_platforms=("tpu",)).compile()
+  assert compiled.as_text().count("custom-call(") == 1
+  assert compiled.memory_analysis().temp_size_in_bytes < cache.size
 
 
 @pytest.mark.slow

@@ -28,13 +28,13 @@ REJECTED = [
   ("steps=-1", "config.steps", "at least 0"),
   ("rollout.temperature=0", "config.rollout.temperature", "at least 0.01"),
   ("rollout.stop_ids=(24,)", "config.rollout.stop_ids", "24"),
-  ("rollout.dtype=float16", "config.rollout.dtype", "float32, bfloat16"),
+  ("model.dtype=float16", "config.model.dtype", "float32, bfloat16"),
   ("model.remat=some", "config.model.remat", "layers, dots, none"),
   ("model.attention=splash", "config.model.attention", "a TPU"),
   ("rollout.top_k=99", "config.rollout.top_k", "24 tokens"),
   ("reward.overlong_tokens=99", "config.reward.overlong_tokens", "at most"),
   ("model.shape.heads=3", "config.model.shape.heads", "multiple of 2"),
-  ("model.path=none", "config.model.path", "no directory none"),
+  ("model.path=none", "config.model.path", "there is no directory"),
   ("optimizer.schedule=wild", "config.optimizer.schedule", "constant, linear"),
   ("optimizer.clip_norm=nan", "config.optimizer.clip_norm", "at most"),
   ("reward.functions=fair", "config.reward.functions", "'fair'"),
@@ -91,6 +91,12 @@ def test_run_is_rejected_with_option_and_limit(overrides, option, limit):
     ("optimizer.clip_norm", "x", "a number"),
     ("rollout.shard_weights", 1, "true or false"),
     ("rollout.stop_ids", 3, "a tuple"),
+    ("rollout.stop_ids", ("a",), "a whole number"),
+    ("rollout.stop_ids", (3, 1.5), "a whole number"),
+    ("rollout.stop_ids", (True,), "a whole number"),
+    ("rollout.stop_ids", (-1,), "at least 0"),
+    ("rollout.stop_strings", ("a", 3), "text"),
+    ("rollout.stop_strings", [None], "text"),
     ("method.args", None, "a dict"),
     ("model.shape", {"layers": 1}, "kv_heads"),
   ],
@@ -134,7 +140,7 @@ def test_only_imitation_needs_solutions(tmp_path):
   setup_run(arithmetic(sft__from_run=str(tmp_path / "other"), **options))
 
 
-def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
+def test_reward_functions_then_data_are_looked_for_before_the_model(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text("def fair(completions): return [1.0 for _ in completions]\n")
   config = arithmetic(
@@ -145,5 +151,8 @@ def test_reward_functions_are_loaded_before_data_and_model(tmp_path):
   with pytest.raises(UserError, match=r"reward.functions: .*'unfair'"):
     setup_run(config)
   config.reward.functions = f"math,{path}:fair"
-  with pytest.raises(UserError, match="no directory none"):
+  with pytest.raises(UserError, match=r"data\.train: .*none\.jsonl"):
+    setup_run(config)
+  config.data.train = "arithmetic:64"
+  with pytest.raises(UserError, match=r"no directory .*none"):
     setup_run(config)

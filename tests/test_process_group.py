@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
-from dppo_jax import data, distributed
-from dppo_jax.errors import Unreachable, UserError
+from dppo_jax import data, distributed, train
+from dppo_jax.errors import UserError
 from dppo_jax.records import Rollout, Selection
 from dppo_jax.rewards.grader import Graded
 from dppo_jax.run import preflight, resume
@@ -54,6 +54,21 @@ def each(monkeypatch):
       return list(pool.map(run, range(num)))
 
   return call
+
+
+def test_callback_that_fails_in_one_process_ends_all(each):
+  def callback(step, info, state):
+    if distributed.index() == 1:
+      raise KeyError("boom")
+
+  grader = types.SimpleNamespace(specs=())
+  session = types.SimpleNamespace(callbacks=[callback], grader=grader)
+  info = types.SimpleNamespace(metrics=lambda specs: {})
+  log = lambda index: train._Session._log(session, 1, None, info, {})
+  first, second, third = each(3, log)
+  assert isinstance(second, KeyError)
+  for error in (first, third):
+    assert isinstance(error, RuntimeError) and "process 1: 'boom'" in str(error)
 
 
 @pytest.mark.parametrize("length", [0, 4000, 5000, 300_000])
@@ -152,22 +167,11 @@ def test_different_flags_are_rejected_by_name(each, tmp_path):
   assert each(2, check) == [None, None]
 
 
-def test_copies_of_a_run_that_differ_are_rejected(each, tmp_path, monkeypatch):
-  """A bucket may change while one process after another copies it."""
-  steps = lambda path: [*range(distributed.index())]
-  monkeypatch.setattr(resume.checkpoint_steps, "complete_steps", steps)
-  monkeypatch.setattr(resume.bucket, "url", lambda path: "gs://bucket/run")
-  c = commands.config("arithmetic")
-  errors = each(2, lambda i: resume.check_processes(c, tmp_path))
-  assert [type(x) for x in errors] == [Unreachable] * 2
-  assert "has changed while processes read" in str(errors[0])
-
-
 def test_locked_workdir_is_rejected_by_all(each, tmp_path):
   c = commands.config("arithmetic")
 
   def hold(index):
-    with resume.held(tmp_path / "config.json", c):
+    with resume.held(tmp_path, c):
       return (tmp_path / "config.json").exists()
 
   assert each(2, hold) == [True, True]

@@ -14,7 +14,8 @@ import pytest
 
 from dppo_jax import train
 from dppo_jax.run import checkpoint, setup
-from dppo_jax.step import abstract_values, train_step
+from dppo_jax.step import abstract_values
+from dppo_jax.step.clock import StageClock
 from tests.helpers import commands, one_process
 
 pytestmark = pytest.mark.slow
@@ -229,12 +230,13 @@ def test_experts_on_two_devices_of_each_of_two_processes(
   """
   describe = one_process.with_experts(setup.describe_model)
   monkeypatch.setattr(setup, "describe_model", describe)
-  sample = one_process.sample_by_own_clock
-  monkeypatch.setattr(train_step, "StepSample", sample)
+  monkeypatch.setattr(StageClock, "metrics", one_process.own_clock)
   alone = _Folder(tmp_path_factory.mktemp("experts_alone"), "neyman")
-  alone.alone(steps=2)
+  config = alone.config(steps=3)
+  config.pack.rows_per_micro = 2  # as on two groups of devices
+  train.run(config, alone.workdir)
   shared = _Folder(tmp_path_factory.mktemp("experts_shared"), "neyman")
-  codes, _ = shared.together(steps=2, data=2, model=2, EXPERTS="1")
+  codes, _ = shared.together(steps=3, data=2, model=2, EXPERTS="1")
   assert codes == [0, 0]
   assert shared.seen() == alone.seen()
   one, other = (
@@ -242,4 +244,4 @@ def test_experts_on_two_devices_of_each_of_two_processes(
     for y in (alone, shared)
   )
   assert one == other and one[1] < 0.9
-  _assert_same_weights(alone, shared, step=2)
+  _assert_same_weights(alone, shared, step=3)

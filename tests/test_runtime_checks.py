@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from dppo_jax import methods
-from dppo_jax.algo import objectives
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
 from dppo_jax.records import Selection
@@ -24,17 +23,14 @@ def _check(method, spec=SPEC):
     small.prompts(),
     rollout,
     rewards,
-    method=method,
-    objective=objectives.grpo(),
-    spec=spec,
+    spec=small.spec(method=method, packing=spec),
   )
   results = jax.device_get(jax.jit(choose)(small.rollout(small.prompts())))
-  info = next(x for x in results if isinstance(x, select.SelectInfo))
-  runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
+  runtime_checks.check_choice(results[2])
 
 
 def _reporting(prob):
-  def rule(rng, groups):
+  def rule(rng, groups, budget):
     keep = jnp.ones(groups.rewards.shape, bool)
     return Selection(keep, jnp.full(keep.shape, prob))
 
@@ -50,7 +46,7 @@ def test_a_rule_must_report_probabilities(prob):
 
 def test_tokens_must_have_probabilities():
   with pytest.raises(UserError, match="4 tokens were kept"):
-    runtime_checks.check_tokens(4.0)
+    runtime_checks.check_choice({"tokens/invalid_probs": 4.0})
 
 
 def test_every_completion_has_a_place():
@@ -70,6 +66,7 @@ def test_non_finite_weights_are_named(value):
 
 
 def test_weights_that_an_update_destroyed_end_the_run():
-  runtime_checks.check_update(3, 0.0, 0, "")
+  metrics = {"update/nonfinite_params": 0.0, "update/skipped_in_a_row": 0}
+  runtime_checks.check_update(3, metrics)
   with pytest.raises(UserError, match=r"step 3 .* 7 weig"):
-    runtime_checks.check_update(3, 7.0, 0, "")
+    runtime_checks.check_update(3, metrics | {"update/nonfinite_params": 7.0})

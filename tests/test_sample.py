@@ -46,7 +46,7 @@ def begun(tmp_path_factory):
   c = commands.config("arithmetic", **SETTINGS)
   params = setup_run(c, trains=False).initial_params()
   params = jax.tree.map(lambda x: 3 * x, params)  # less uniform
-  resume.write(folder / "config.json", c)
+  resume.write(folder, c)
   state = TrainState(jnp.int32(0), jnp.int32(0), params, (), history=())
   with checkpoint.Checkpoints(folder) as checkpoints:
     checkpoints.save(0, state)
@@ -115,7 +115,7 @@ def test_log_probability_is_that_of_the_model(
     tokens = jnp.array([ids], jnp.int32)
     positions = jnp.arange(len(ids), dtype=jnp.int32)[None]
     hidden = transformer.forward(
-      params, model, tokens, positions, jnp.ones_like(tokens)
+      params, model, tokens, positions, jnp.full_like(tokens, tokens.shape[1])
     )
     logits = hidden[0] @ transformer.head(params, model).T
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)

@@ -1,28 +1,31 @@
 """A specification whose parts do not fit each other is rejected."""
 
-import types
+from unittest import mock
 
+import jax
 import pytest
 
-from dppo_jax import methods
+from dppo_jax import data, methods, sharding
 from dppo_jax.algo import PackingSpec, objectives
 from dppo_jax.errors import UserError
 from dppo_jax.rollout import Sampling
+from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.spec import StepSpec
 from dppo_jax.step.train_step import TrainStep
+from tests.helpers import small
 
 
 def _spec(**changes) -> StepSpec:
   fields = {
-    "mesh": None,
+    "mesh": sharding.make_mesh(),
     "platform": "cpu",
-    "root_key": None,
-    "model": None,
+    "root_key": jax.random.key(0),
+    "model": small.MODEL,
     "method": methods.grpo(),
     "objective": objectives.grpo(),
     "packing": PackingSpec(16, 2),
     "sampling": Sampling(8, (0,)),
-    "optimizer": types.SimpleNamespace(),
+    "optimizer": make_optimizer(1e-2, 10),
     "num_problems": 20,
     "prompt_tokens": 9,
     "num_prompts": 10,
@@ -38,9 +41,9 @@ EXACT = {"method": methods.greso(dynamic_sampling="exact")}
   "changes, message",
   [
     ({"prompt_tokens": 10}, "take 17 tokens but a packed row holds 16"),
+    ({"overlong_tokens": 9}, "is 9 but must be at most .*max_tokens, 8"),
     ({"mini_batches": 3}, "is 10 but must be a multiple of .*mini_batches, 3"),
     (EXACT | {"num_prompts": 1}, "is 1 but must be at least 2"),
-    (EXACT | {"overlong_tokens": 4}, "overlong_tokens is 4 but exact"),
     (EXACT | {"objective": objectives.grpo(beta=0.5)}, "beta is 0.5 but exact"),
   ],
 )
@@ -54,5 +57,7 @@ def test_parts_that_do_not_fit_are_rejected_if_something_is_trained(
 
 
 def test_another_training_set_is_rejected():
+  problems = mock.MagicMock(data.ProblemSet)
+  problems.__len__.return_value = 3
   with pytest.raises(ValueError, match="is 20 but there are 3 problems"):
-    TrainStep(_spec(), [1, 2, 3], None, None, {})
+    TrainStep(_spec(), problems, None, None, {})

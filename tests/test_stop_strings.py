@@ -97,9 +97,9 @@ def test_a_step_trains_on_the_same_tokens_up_to_the_stop_string():
     num_cut += bool(want)
   assert num_cut > 20
   assert batch.rows.is_trained.sum() == new.lengths.sum() < old.lengths.sum()
-  counts = after.counts
-  assert counts["tokens"] == new.lengths.sum()
-  assert counts["stopped"] == new.is_stopped.sum()
+  samples = after.samples
+  assert sum(x["tokens"] for x in samples) == new.lengths.sum()
+  assert sum(x["stopped"] for x in samples) == new.is_stopped.sum()
 
 
 def test_a_stop_string_of_one_token_ends_decoding():

@@ -48,7 +48,7 @@ def _config(**overrides) -> config.Config:
     "eval.prompts": 8,
     "checkpoint.every": 2,
     "reward.functions": "exact,boxed:0.5",
-    "log.completions": "all",
+    "log.writers": "tensorboard,completions",
   }
   for name, value in (settings | overrides).items():
     config.assign(c, name, value)
@@ -112,7 +112,9 @@ def test_a_run_writes_all_documented_files(uninterrupted):
   interval = r"0\.\d+ \(0\.\d+ to [01]\.\d+\)"
   both = rf"\(2 problems x 1\): sampled {interval}, greedy {interval}, length"
   assert len(re.findall(f"held-out accuracy {both}", log)) == 2
-  assert "result: sampled accuracy (" in log.splitlines()[-1]
+  *_, results, following = re.split("result: |next:", log)
+  assert results.startswith("sampled accuracy (")
+  assert "--mode=evaluate --workdir=" in following
   steps = [m for m in _metrics(uninterrupted) if "reward/mean" in m]
   assert [m["step"] for m in steps] == [1, 2, 3, 4]
   assert all(m["update/compiles"] == 0 for m in steps[1:])
@@ -376,12 +378,15 @@ def test_a_callback_ends_the_run_as_its_last_step(uninterrupted, tmp_path):
   def end_after_two(step, info, state):
     seen.append(dict(info.evaluation))
     if step == 2:
-      raise StopTraining
+      raise StopTraining("two are enough")
 
   c = _config(**{"sft.from_run": str(uninterrupted), "eval.every": 1})
   train.run(c, tmp_path, [end_after_two])
   steps = [m["step"] for m in _metrics(tmp_path) if "reward/mean" in m]
-  assert steps == [1, 2] and (tmp_path / "report.md").exists()
+  reason = "end_after_two ended the run after step 2: two are enough"
+  assert steps == [1, 2]
+  for name in ("report.md", "log.txt"):
+    assert reason in (tmp_path / name).read_text()
   last = [m for m in _metrics(tmp_path) if "eval/accuracy" in m][-1]
   assert last["step"] == 2 and "eval/greedy_accuracy" in last
   assert [x["eval/accuracy"] for x in seen] == [
@@ -390,6 +395,43 @@ def test_a_callback_ends_the_run_as_its_last_step(uninterrupted, tmp_path):
   train.run(c, tmp_path)
   steps = [m["step"] for m in _metrics(tmp_path) if "reward/mean" in m]
   assert steps == [1, 2, 3, 4]
+
+
+def test_a_run_without_an_interval_saves_by_time_and_resumes(
+  uninterrupted, tmp_path, monkeypatch
+):
+  """A kill repeats some steps; callbacks see the evaluations of a full run."""
+  seen = {"whole": [], "part": []}
+
+  def watch(name, last=0):
+    def callback(step, info, state):
+      if step == last:
+        raise OSError("killed")
+      seen[name].append(dict(info.evaluation))
+
+    return [callback]
+
+  c = _config(
+    **{
+      "sft.from_run": str(uninterrupted),
+      "eval.every": 2,
+      "checkpoint.every": 0,
+    }
+  )
+  train.run(c, tmp_path / "whole", watch("whole"))
+  assert checkpoint_steps.complete_steps(tmp_path / "whole") == [0, 4]
+  monkeypatch.setattr(train, "_SAVE_SECONDS", 0)
+  with pytest.raises(OSError, match="killed"):
+    train.run(c, tmp_path / "part", watch("part", last=4))
+  # What the last save has dropped may still be there.
+  assert {0, 2, 3} <= {*checkpoint_steps.complete_steps(tmp_path / "part")}
+  train.run(c, tmp_path / "part", watch("part"))
+  assert (
+    seen["part"] == seen["whole"] and seen["part"][-1]["eval/accuracy"] >= 0
+  )
+  chex.assert_trees_all_equal(
+    *(_final_state(tmp_path / x, c) for x in ("whole", "part"))
+  )
 
 
 def test_another_learning_rate_on_resume_equals_a_schedule_with_a_step(

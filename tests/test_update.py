@@ -17,6 +17,7 @@ from dppo_jax.metrics import health
 from dppo_jax.models.config import LocalLayers
 from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout import Sampling
 from dppo_jax.step import choose_tokens, select, tokens, update
 from dppo_jax.step.optimizer import make_optimizer
 from tests.helpers import small
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.slow
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 RNG = rng_at(jax.random.key(0), 0, Stage.COMPLETIONS)
-SPEC = PackingSpec(row_length=24, rows_per_micro=2, window=4)
 # Clipping and the penalty at work: the sampler's log-probabilities are random.
 ACTIVE = objectives.grpo(clip_low=0.1, clip_high=0.15, beta=0.3)
 
@@ -36,46 +36,45 @@ WITH_WINDOWS = dataclasses.replace(
 )
 
 
-def _config(objective=ACTIVE, inner_updates=2, model=small.MODEL):
-  return update.UpdateConfig(
-    model, objective, logit_chunk=16, inner_updates=inner_updates
-  )
+def _spec(objective=ACTIVE, inner_updates=2, **fields):
+  return small.spec(objective=objective, inner_updates=inner_updates, **fields)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "spec", "lavish"))
+@functools.partial(jax.jit, static_argnames=("objective", "packing", "lavish"))
 def _select(
-  rollout, objective=ACTIVE, spec=SPEC, lavish=False, rewards=REWARDS
+  rollout,
+  objective=ACTIVE,
+  packing=small.PACKING,
+  lavish=False,
+  rewards=REWARDS,
 ):
   return select.select(
     RNG,
     small.prompts(),
     rollout,
     rewards,
-    method=methods.grpo()._replace(trains_zero_advantage=lavish),
-    objective=objective,
-    spec=spec,
+    spec=small.spec(
+      method=methods.grpo()._replace(trains_zero_advantage=lavish),
+      objective=objective,
+      packing=packing,
+    ),
   )
 
 
 def _update(inner_updates, optimizer):
-  return jax.jit(
-    functools.partial(
-      update.update,
-      config=_config(inner_updates=inner_updates),
-      optimizer=optimizer,
-    )
-  )
+  spec = _spec(inner_updates=inner_updates, optimizer=optimizer)
+  return jax.jit(functools.partial(update.update, spec=spec))
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _gradient(params, reference, batch, num_micro, config):
-  return update.sum_gradients(batch, num_micro, params, reference, config)
+@functools.partial(jax.jit, static_argnames="spec")
+def _gradient(params, reference, batch, num_micro, spec):
+  return update.sum_gradients(batch, num_micro, params, reference, spec=spec)
 
 
 def _gradient_of(rollout, objective=ACTIVE, inner_updates=2, **kwargs):
   batch, num_micro, *_ = _select(rollout, objective, **kwargs)
-  config = _config(objective, inner_updates)
-  return _gradient(small.params(0), small.params(1), batch, num_micro, config)
+  spec = _spec(objective, inner_updates)
+  return _gradient(small.params(0), small.params(1), batch, num_micro, spec)
 
 
 def _flat(tree):
@@ -105,24 +104,26 @@ def test_sampler_mismatch_is_corrected_by_weights():
   """On-policy case; otherwise `choose_tokens` corrects before the update."""
   plain, capped = objectives.grpo(), objectives.grpo(sampler_cap=1.1)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()), plain)
-  params, config = small.params(0), _config(plain, inner_updates=1)
-  stats = update.score(params, config, batch, num_micro)
+  params, spec = small.params(0), _spec(plain, inner_updates=1)
+  stats = update.score(params, batch, num_micro, spec=spec)
   factor = policy_loss.sampler_correction(
     stats.logprobs, batch.old_logprobs, 1.1
   )
   assert factor.min() < 1 < factor.max() <= jnp.float32(1.1)
   weighted = batch.replace(weights=batch.weights * factor)
-  want = _gradient(params, None, weighted, num_micro, config)
-  config = config._replace(objective=capped)
-  actual = _gradient(params, None, batch, num_micro, config)
+  want = _gradient(params, None, weighted, num_micro, spec)
+  spec = dataclasses.replace(spec, objective=capped)
+  actual = _gradient(params, None, batch, num_micro, spec)
   _assert_close(actual.grad, want.grad)
 
 
-@pytest.mark.parametrize("spec", [PackingSpec(11, 1, 1), PackingSpec(40, 3, 9)])
-def test_gradient_does_not_depend_on_rows_or_micro_batches(spec):
+@pytest.mark.parametrize(
+  "packing", [PackingSpec(11, 1, 1), PackingSpec(40, 3, 9)]
+)
+def test_gradient_does_not_depend_on_rows_or_micro_batches(packing):
   rollout = small.rollout(small.prompts())
   _assert_close(
-    _gradient_of(rollout, spec=spec).grad, _gradient_of(rollout).grad
+    _gradient_of(rollout, packing=packing).grad, _gradient_of(rollout).grad
   )
 
 
@@ -140,12 +141,12 @@ def test_gradient_does_not_depend_on_whether_prompts_are_shared(
   rollout = small.rollout(small.prompts())
   sums = {}
   for shares in (False, True):
-    spec = PackingSpec(40, 2, 9, share_prefix=shares)
-    batch, num_micro, info, _ = _select(rollout, objective, spec=spec)
-    assert (info.pack.shared > 0) == shares
-    config = _config(objective, model=model)
+    packing = PackingSpec(40, 2, 9, share_prefix=shares)
+    batch, num_micro, info, _ = _select(rollout, objective, packing)
+    assert (info["pack/shared"] > 0) == shares
+    spec = _spec(objective, model=model)
     sums[shares] = _gradient(
-      small.params(0), small.params(1), batch, num_micro, config
+      small.params(0), small.params(1), batch, num_micro, spec
     )
   _assert_close(sums[True].grad, sums[False].grad)
   _assert_close(sums[True].sums, sums[False].sums)
@@ -153,16 +154,9 @@ def test_gradient_does_not_depend_on_whether_prompts_are_shared(
 
 @jax.jit
 def _score(params, batch, num_micro):
-  stats = update.score(params, _config(), batch, num_micro)
-  batch, _ = choose_tokens(
-    RNG,
-    batch,
-    stats,
-    method=methods.grpo(),
-    objective=ACTIVE,
-    replaces_old=True,
-  )
-  return batch
+  spec = _spec(sampling=Sampling(5, (small.STOP,), top_p=0.9))
+  stats = update.score(params, batch, num_micro, spec=spec)
+  return choose_tokens(RNG, batch, stats, spec=spec)[0]
 
 
 def test_packed_equals_alone():
@@ -170,12 +164,12 @@ def test_packed_equals_alone():
   rollout = small.rollout(small.prompts())
   alone = PackingSpec(row_length=10, rows_per_micro=9, window=1)
   scored = {}
-  for name, spec in {"packed": SPEC, "alone": alone}.items():
-    batch, num_micro, *_ = _select(rollout, spec=spec)
+  for name, packing in {"packed": small.PACKING, "alone": alone}.items():
+    batch, num_micro, *_ = _select(rollout, packing=packing)
     batch = _score(small.params(), batch, num_micro)
     flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1), batch)
     # A token is known by what was sampled there: its random log-probability.
-    was = _select(rollout, spec=spec)[0].old_logprobs.reshape(-1)
+    was = _select(rollout, packing=packing)[0].old_logprobs.reshape(-1)
     scored[name] = {
       float(old): float(new)
       for old, new, t in zip(
@@ -200,7 +194,7 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
     total = 0.0
     for i in range(int(num_micro)):
       rows = jax.tree.map(lambda x, i=i: x[i], batch)
-      logprobs = update.logprobs(params, _config(), rows, rows.is_trained)
+      logprobs = update.logprobs(params, rows, rows.is_trained, spec=_spec())
       total -= (logprobs * rows.advantages * rows.weights).sum()
     return total
 
@@ -213,25 +207,18 @@ def test_on_policy_gradient_is_that_of_weighted_log_likelihood():
 def test_no_pass_computes_old_logprobs_that_are_known(
   cap, inner_updates, is_needed
 ):
-  config = _config(objectives.grpo(sampler_cap=cap), inner_updates)
-  assert tokens.is_needed(methods.grpo(), config) == is_needed
+  spec = _spec(objectives.grpo(sampler_cap=cap), inner_updates)
+  assert tokens.is_needed(spec) == is_needed
 
 
 def test_a_sampler_is_corrected_for_before_several_updates():
   """The trainer's probabilities are 1.05 and 1.5 times the sampler's."""
-  config = _config(objectives.grpo(sampler_cap=1.2), inner_updates=2)
+  spec = _spec(objectives.grpo(sampler_cap=1.2), inner_updates=2)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
-  stats = update.score(small.params(), config, batch, num_micro)
+  stats = update.score(small.params(), batch, num_micro, spec=spec)
   for ratio, want in ((1.05, 1.05), (1.5, 1.2)):
     sampled = batch.replace(old_logprobs=stats.logprobs - np.log(ratio))
-    scored, _ = tokens.score(
-      RNG,
-      small.params(),
-      sampled,
-      num_micro,
-      method=methods.grpo(),
-      config=config,
-    )
+    scored, _ = tokens.score(RNG, small.params(), sampled, num_micro, spec=spec)
     is_used = np.asarray(batch.is_trained & (batch.weights != 0))
     np.testing.assert_allclose(
       scored.weights[is_used], want * batch.weights[is_used], rtol=1e-4
@@ -242,6 +229,30 @@ def _state(optimizer):
   params = small.params()
   zero = jnp.int32(0)
   return TrainState(zero, zero, params, jax.jit(optimizer.init)(params), ())
+
+
+@pytest.mark.parametrize(
+  "objective", [objectives.gspo(), objectives.cispo(1e-4, 1e-4)]
+)
+def test_ratios_of_the_first_of_several_updates_are_1(objective):
+  """The sampler's rounding clips tokens of the second alone."""
+  rollout, optimizer = small.rollout(small.prompts()), make_optimizer(1e-3, 10)
+  batch, num_micro, *_ = _select(rollout, objective)
+  run, alone = (
+    jax.jit(
+      functools.partial(
+        update.update, spec=_spec(objective, num, optimizer=optimizer)
+      )
+    )
+    for num in (2, 1)
+  )
+  args = _state(optimizer), None, batch, num_micro, jnp.float32(9)
+  first, second = (run(*args, jnp.int32(i)) for i in range(2))
+  share = "update/clip_share"
+  assert first[1][share] == 0 < second[1][share]
+  want = alone(*args)
+  assert first[1]["update/loss"] == want[1]["update/loss"]
+  chex.assert_trees_all_close(first[0].params, want[0].params, rtol=1e-6)
 
 
 def test_one_compilation_serves_every_number_of_micro_batches():
@@ -256,15 +267,14 @@ def test_one_compilation_serves_every_number_of_micro_batches():
       batch,
       num_micro,
       jnp.float32(9),
-      config=_config(),
-      optimizer=optimizer,
+      spec=_spec(optimizer=optimizer),
     )
 
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
   seen = set()
   for num in range(int(num_micro) + 1):
     _, info = step(_state(optimizer), small.params(1), batch, jnp.int32(num))
-    seen.add(float(info.loss))
+    seen.add(float(info["update/loss"]))
   assert len(seen) == int(num_micro) + 1
 
 
@@ -277,12 +287,12 @@ def test_non_finite_gradient_changes_no_weight_and_is_counted():
   start = _state(optimizer)
   state, info = step(start, small.params(1), bad, num_micro, nine)
   chex.assert_trees_all_equal(state.params, start.params)
-  assert info.skipped == info.skipped_in_a_row == 1
+  assert info["update/skipped"] == info["update/skipped_in_a_row"] == 1
   state, info = step(state, small.params(1), bad, num_micro, nine)
-  assert info.skipped_in_a_row == 2
+  assert info["update/skipped_in_a_row"] == 2
   state, info = step(state, small.params(1), batch, num_micro, nine)
-  assert info.skipped == 2 and info.skipped_in_a_row == 0
-  assert info.nonfinite_params == 0
+  assert info["update/skipped"] == 2 and info["update/skipped_in_a_row"] == 0
+  assert info["update/nonfinite_params"] == 0
   assert not np.allclose(state.params["embed"], start.params["embed"])
 
 
@@ -297,8 +307,8 @@ def test_weights_that_the_optimizer_destroys_are_counted():
   apply = jax.jit(update.apply_gradient, static_argnums=3)
   state, info = apply(start, sums, jnp.float32(9), optimizer)
   num_params = sum(x.size for x in jax.tree.leaves(state.params))
-  assert info.skipped == 0
-  assert info.nonfinite_params == num_params
+  assert info["update/skipped"] == 0
+  assert info["update/nonfinite_params"] == num_params
 
 
 def test_a_batch_without_a_gradient_changes_no_weight():
@@ -310,16 +320,14 @@ def test_a_batch_without_a_gradient_changes_no_weight():
   )
   optimizer, grpo = make_optimizer(1e-2, 10), objectives.grpo()
   step = functools.partial(
-    update.update, config=_config(grpo, 1), optimizer=optimizer
+    update.update, spec=_spec(grpo, 1, optimizer=optimizer)
   )
   step, start = jax.jit(step), _state(optimizer)
   for sampled, rewards in ((pruned, REWARDS), (rollout, jnp.ones((3, 3)))):
     batch, num_micro, selected, _ = _select(sampled, grpo, rewards=rewards)
     state, info = step(start, None, batch, num_micro, jnp.float32(9))
     chex.assert_trees_all_equal(state.params, start.params)
-    values = jax.device_get(selected.metrics() | info.metrics()) | {
-      "step/seconds": 1.0
-    }
+    values = jax.device_get(selected | info) | {"step/seconds": 1.0}
     assert values["completions/trained"] == values["update/grad_norm"] == 0
     assert all(np.isfinite(x) for x in values.values())
     watch = health.Health(1)

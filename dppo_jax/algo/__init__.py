@@ -15,7 +15,7 @@ from dppo_jax.algo.designs import (
   water_filling,
 )
 from dppo_jax.algo.diagnostics import diagnose
-from dppo_jax.algo.filling import fill
+from dppo_jax.algo.filling import fill, pack_chosen
 from dppo_jax.algo.objectives import (
   OBJECTIVES,
   cispo,

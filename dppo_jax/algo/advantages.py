@@ -64,9 +64,11 @@ def group_centred(
   # The compiler divides by a constant size by multiplying with its reciprocal.
   # Doing so here makes a mask of all bit-identical to None.
   per_reward = 1.0 / jnp.maximum(_size(counted), 1.0)
-  total = jnp.where(counted, rewards, 0.0).sum(axis=1, keepdims=True)
+  least = jnp.where(counted, rewards, jnp.inf).min(axis=1, keepdims=True)
+  above = jnp.where(counted, rewards - least, 0.0)  # exact where it matters
+  mean = above.sum(axis=1, keepdims=True) * per_reward
   is_constant = is_zero_variance(rewards, counted)[:, None]
-  return jnp.where(counted & ~is_constant, rewards - total * per_reward, 0.0)
+  return jnp.where(counted & ~is_constant, above - mean, 0.0)
 
 
 def leave_one_out(
@@ -101,8 +103,10 @@ def is_zero_variance(
 
 
 def overlong_penalty(
-  lengths: Int[Array, "Q G"], max_tokens: int, cache: int
-) -> Float[Array, "Q G"]:
+  lengths: Int[Array, "*shape"] | Int[np.ndarray, "*shape"],
+  max_tokens: int,
+  cache: int,
+) -> Float[Array, "*shape"] | Float[np.ndarray, "*shape"]:
   """DAPO's soft penalty of long completions, to be added to the reward.
 
   0 up to `max_tokens - cache` tokens, a linear ramp down to -1 at `max_tokens`,
@@ -121,8 +125,8 @@ def overlong_penalty(
   """
   ramp = Limit(lambda x: 1 <= x <= max_tokens, f"from 1 to {max_tokens}")
   check(ramp, "overlong_penalty", cache=cache)
-  remaining = (max_tokens - cache - lengths).astype(jnp.float32)
-  return jnp.clip(remaining / cache, -1.0, 0.0)
+  remaining = (max_tokens - cache - lengths).astype(np.float32)
+  return (remaining / cache).clip(-1.0, 0.0)
 
 
 def _arrays(

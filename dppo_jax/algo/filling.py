@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dppo_jax.algo.packing import Plan, TokenCounts
+from dppo_jax.algo.packing import Plan, TokenCounts, count_tokens, plan
+from dppo_jax.algo.policy_loss import Objective
 from dppo_jax.records import IntScalar, PackedBatch, PromptBatch, Rollout
 
 
@@ -19,7 +20,7 @@ class RowLayout(NamedTuple):
     is_prefix: True in a prompt that several completions share.
     prompt: index of the prompt, below `Q`.
     completion: index below `Q * G`; 0 in a prefix or padding.
-    positions, segment_ids, prefix_ids: the fields of `PackedBatch`.
+    positions, segment_ids, end: the fields of `PackedBatch`.
   """
 
   is_real: Bool[Array, "R L"]
@@ -28,7 +29,7 @@ class RowLayout(NamedTuple):
   completion: Int[Array, "R L"]
   positions: Int[Array, "R L"]
   segment_ids: Int[Array, "R L"]
-  prefix_ids: Int[Array, "R L"]
+  end: Int[Array, "R L"]
 
 
 class RowTokens(NamedTuple):
@@ -37,6 +38,44 @@ class RowTokens(NamedTuple):
   tokens: Int[Array, "R L"]
   targets: Int[Array, "R L"]
   logprobs: Float[Array, "R L"]
+
+
+def pack_chosen(
+  objective: Objective,
+  prompts: PromptBatch,
+  rollout: Rollout,
+  advantages: Float[Array, "Q G"],
+  weights: Float[Array, "Q G"],
+  *,
+  num_rows: int,
+  row_length: int,
+  window: int = 32,
+) -> tuple[PackedBatch, Plan]:
+  """Packs the completions of a choice, behind one copy of their prompt.
+
+  Args:
+    objective: loss whose share of each token multiplies the weights.
+    weights: result of `horvitz_thompson`; completions of weight 0 are left out.
+    num_rows: rows `R`; `row_bound` has the number that is always enough.
+    window: rows that are open at a time, see `plan`.
+  Returns:
+    Rows `[R, L]`, and the plan with the number of rows in use. If sequences
+    have no place in the rows, `num_unplaced` is above 0 and the loss is NaN.
+  """
+  lengths = jnp.where(weights > 0, rollout.lengths, 0)
+  counts = count_tokens(prompts.lengths, lengths, share_prefix=True)
+  rows = plan(counts, row_length, num_rows, window=window)
+  batch = fill(
+    rows,
+    counts,
+    prompts,
+    rollout.replace(lengths=lengths),
+    advantages,
+    weights * objective.token_share(rollout),
+    num_rows,
+    row_length,
+  )
+  return batch, rows
 
 
 def fill(
@@ -80,7 +119,7 @@ def assemble(
     targets=row_tokens.targets,
     positions=jnp.where(layout.is_real, layout.positions, 0),
     segment_ids=layout.segment_ids,
-    prefix_ids=layout.prefix_ids,
+    end=layout.end,
     is_trained=is_trained | is_spoiled,
     advantages=per_completion(advantages),
     weights=jnp.where(is_spoiled, jnp.nan, per_completion(weights)),
@@ -141,9 +180,14 @@ def lay_out(
   marks = marks.at[prefix_row, prefix_offset].set(
     num_sequences + 1 + prompt, mode="drop"
   )
-  marks = marks.at[row, plan.offset.reshape(-1)].set(
+  offset = plan.offset.reshape(-1)
+  marks = marks.at[row, offset].set(
     jnp.arange(1, num_sequences + 1, dtype=jnp.int32), mode="drop"
   )
+  # A prefix is seen until its last completion ends.
+  ends = jnp.zeros_like(marks)
+  for place in ((prefix_row, prefix_offset), (row, offset)):
+    ends = ends.at[place].max(offset + completion, mode="drop")
   start = jax.lax.cummax(jnp.where(marks > 0, columns, 0), axis=1)
   owner = jnp.take_along_axis(marks, start, axis=1) - 1
   is_prefix = owner >= num_sequences
@@ -153,7 +197,6 @@ def lay_out(
   is_real = (owner >= 0) & (columns - start < length)
   positions = columns - start + jnp.where(is_prefix, 0, counts.prefix[q])
   segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)
-  seen = jnp.take_along_axis(segment_ids, prefix_offset[s], axis=1)
   return RowLayout(
     is_real=is_real,
     is_prefix=is_prefix,
@@ -161,5 +204,5 @@ def lay_out(
     completion=s,
     positions=positions,
     segment_ids=segment_ids,
-    prefix_ids=jnp.where(is_real & ~is_prefix, seen, segment_ids),
+    end=jnp.where(is_real, jnp.take_along_axis(ends, start, axis=1), 0),
   )

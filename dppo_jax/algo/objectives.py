@@ -3,7 +3,6 @@
 Equal arguments return equal objectives, so that an objective compiles once.
 """
 
-from collections.abc import Callable
 import functools
 
 import jax
@@ -16,7 +15,13 @@ from dppo_jax.algo.advantages import (
   group_normalized,
   leave_one_out,
 )
-from dppo_jax.algo.policy_loss import IsClipped, Objective, TokenLoss, Tokens
+from dppo_jax.algo.policy_loss import (
+  IsClipped,
+  Objective,
+  TokenLoss,
+  Tokens,
+  TokenShare,
+)
 from dppo_jax.algo.validation import FINITE, POSITIVE, Limit
 from dppo_jax.algo.weights import horvitz_thompson
 from dppo_jax.records import Rollout
@@ -140,7 +145,7 @@ def cispo(
     bound, as its experiments.
   Deviates:
     1. The paper tunes its upper bound and does not give it: a weight of at
-       most 5 is our guess.
+       most 5 is what TRL recommends for ScaleRL, arXiv:2510.13786.
     2. The mean is over the batch, as in `dapo`; the paper's is over a group.
   """
   plain = dapo(clip_low, clip_high, beta, sampler_cap, tokens_per_completion)
@@ -209,7 +214,7 @@ def _log_likelihood(
 
 
 @functools.cache
-def _constant(share: float) -> Callable[[Rollout], Float[Array, "Q G"]]:
+def _constant(share: float) -> TokenShare:
   return lambda rollout: jnp.full(rollout.lengths.shape, share, jnp.float32)
 
 
@@ -220,9 +225,7 @@ def _one_over_length(rollout: Rollout) -> Float[Array, "Q G"]:
 def _one_over_mean_length(rollout: Rollout) -> Float[Array, "Q G"]:
   """Estimates the mean if prompts were pruned, by weights 1 / prob."""
   lengths = rollout.lengths.astype(jnp.float32)
-  weight = jnp.ones(lengths.shape[:1], jnp.float32)
-  if rollout.kept is not None:
-    weight = horvitz_thompson(rollout.kept)
+  weight = horvitz_thompson(rollout.selection)
   completions = weight.sum() * lengths.shape[1]
   tokens = (weight[:, None] * lengths).sum()
   share = completions / jnp.where(tokens > 0, tokens, 1.0)

@@ -20,6 +20,29 @@ from dppo_jax.records import Rollout, Scalar
 Tokens = Float[Array, "*rows L"]
 IsClipped = Bool[Array, "*rows L"]
 TokenLoss = Callable[[Tokens, Tokens, Tokens], tuple[Tokens, IsClipped]]
+Divergence = Callable[[Tokens, Tokens], Tokens]
+PerCompletion = Float[Array, "Q G"]
+Advantage = Callable[[PerCompletion, Bool[Array, "Q G"] | None], PerCompletion]
+TokenShare = Callable[[Rollout], PerCompletion]
+
+
+def _bounded(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Within 20 nats: an infinite ratio would make a clipped gradient NaN."""
+  return jnp.clip(log_ratio, -20.0, 20.0)
+
+
+def kl_k3(
+  logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Non-negative, unbiased estimate of KL(policy || reference), nats.
+
+  Args:
+    logprobs: log-probabilities of tokens that the policy sampled; other tokens
+      bias the estimate.
+  Source: Schulman 2020, joschu.net/blog/kl-approx.html, estimator k3.
+  """
+  difference = _bounded(ref_logprobs - logprobs)
+  return jnp.expm1(difference) - difference
 
 
 class Objective(NamedTuple):
@@ -37,18 +60,25 @@ class Objective(NamedTuple):
       loss.
     token_share: `rollout -> [Q, G]`, factor on the tokens of each completion in
       the sum; the sum is divided by the number of completions.
-    beta: coefficient of the KL penalty against the reference policy.
+    beta: coefficient of the KL penalty against the reference policy, or 0.
+    kl: `(logprobs, ref_logprobs) -> kl`, the penalty of each token.
     is_sequence_ratio: takes the geometric mean of the ratios of a sequence.
     sampler_cap: largest factor of `sampler_correction`, which multiplies the
       weights; 0 for no correction.
   """
 
-  advantage: Callable[..., Float[Array, "Q G"]]
+  advantage: Advantage
   token_loss: TokenLoss
-  token_share: Callable[[Rollout], Float[Array, "Q G"]]
+  token_share: TokenShare
   beta: float = 0.0
   is_sequence_ratio: bool = False
   sampler_cap: float = 0.0
+  kl: Divergence = kl_k3
+
+  @property
+  def has_kl(self) -> bool:
+    """True if every token needs the reference policy's log-probability."""
+    return self.beta != 0
 
 
 def surrogate(
@@ -84,7 +114,7 @@ def surrogate(
     advantages, weights: per token or, without segment ids, per row. A weight is
       the design's times the objective's normaliser.
     segment_ids: id of each sequence; None if every row is one sequence.
-    ref_logprobs: the same under the reference policy, if beta is not 0.
+    ref_logprobs: the same under the reference policy, if `has_kl`.
   Returns:
     The loss; `tokens`, `clipped`, `kl` of trained tokens of nonzero weight.
   """
@@ -105,13 +135,13 @@ def surrogate(
     "clipped": (is_clipped & is_counted).sum(dtype=jnp.float32),
     "kl": jnp.float32(0.0),
   }
-  if objective.beta:
+  if objective.has_kl:
     if ref_logprobs is None:
       raise ValueError(
         f"ref_logprobs is None but the objective's beta is {objective.beta}: "
         "its KL penalty needs the reference policy's log-probabilities"
       )
-    kl = kl_k3(logprobs, ref_logprobs)
+    kl = objective.kl(logprobs, ref_logprobs)
     loss = loss + objective.beta * kl
     info["kl"] = jnp.where(is_counted, kl, 0.0).sum()
   return jnp.where(is_counted, loss * weights, 0.0).sum(), info
@@ -141,20 +171,6 @@ def _token_loss(objective, ratio, advantages, logprobs):
   return result
 
 
-def kl_k3(
-  logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-  """Non-negative, unbiased estimate of KL(policy || reference), nats.
-
-  Args:
-    logprobs: log-probabilities of tokens that the policy sampled; other tokens
-      bias the estimate.
-  Source: Schulman 2020, joschu.net/blog/kl-approx.html, estimator k3.
-  """
-  difference = _bounded(ref_logprobs - logprobs)
-  return jnp.expm1(difference) - difference
-
-
 def sampler_correction(
   old_logprobs: Float[Array, "*shape"],
   sampler_logprobs: Float[Array, "*shape"],
@@ -169,8 +185,3 @@ def sampler_correction(
   """
   log_ratio = _bounded(old_logprobs - sampler_logprobs)
   return jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), cap)
-
-
-def _bounded(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """Within 20 nats: an infinite ratio would make a clipped gradient NaN."""
-  return jnp.clip(log_ratio, -20.0, 20.0)

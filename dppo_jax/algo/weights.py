@@ -9,9 +9,11 @@ from dppo_jax.records import Scalar, Selection
 
 
 def horvitz_thompson(
-  chosen: Selection, completions: Selection | None = None
+  chosen: Selection,
+  completions: Selection | None = None,
+  values: ArrayLike = 1.0,
 ) -> Float[Array, "..."]:
-  """1 / (probability of prompt x completion) where kept, 0 elsewhere.
+  """Returns values / (probability of prompt x completion); 0 if not kept.
 
   With these weights and the denominators of the unpruned batch, the expected
   sum over the kept items is the sum of the full batch.
@@ -29,6 +31,7 @@ def horvitz_thompson(
       made before the rollout.
     completions: choice of completions, `[Q, G]`, made after the rollout, whose
       probabilities may depend on the rewards.
+    values: numbers of the items; 1 by default, for weights.
   Source: Horvitz and Thompson 1952; two-phase sampling as in Sarndal et al.
     1992, chapter 9.
   """
@@ -37,7 +40,7 @@ def horvitz_thompson(
     chex.assert_shape(completions.keep, (*keep.shape, None))
     keep = keep[:, None] & completions.keep
     prob = prob[:, None] * completions.prob
-  return jnp.where(keep, 1.0 / jnp.where(keep, prob, 1.0), 0.0)
+  return jnp.where(keep, values / jnp.where(keep, prob, 1.0), 0.0)
 
 
 def invalid_probs(selection: Selection) -> Scalar:

@@ -21,16 +21,22 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
 
 # Options, and sections of them, that do not make a run another experiment.
-_IGNORED = ("seed.", "steps.", "eval.every.", "sft.from_run.")
-_IGNORED += ("checkpoint.", "log.", "fingerprints.")
+_IGNORED = tuple(
+  "checkpoint. eval.every. fingerprints. log. seed. sft.from_run. "
+  "steps.".split()
+)
 _METHOD, _RATE = "method.name", "optimizer.learning_rate"
 _DASHES = ("--", "-.", ":")  # of learning rates but the best
 _LEGEND = """\
 The baseline is the group of the first run; * is the most accurate learning rate
-of several. Accuracy is the last held-out one, greedy or of n samples a problem
-("sampled x n"), seconds are those of training steps, tokens those trained on.
-± and parentheses are 95% intervals over seeds (Student's t), of differences and
-ratios paired by seed."""
+of several, if the others are below its interval. Accuracy is the last held-out
+one, greedy or of n samples a problem ("sampled x n"), seconds are those of
+training steps, tokens those trained on. ± and parentheses are 95% intervals
+over seeds (Student's t), of differences and ratios paired by seed."""
+
+_UNMOVED = (
+  "No run has moved: none has an accuracy above the interval of its first one."
+)
 
 
 class Group(NamedTuple):
@@ -62,6 +68,15 @@ class Group(NamedTuple):
   def accuracy(self) -> float:
     return float(np.mean([*self.accuracies().values()]))
 
+  @property
+  def low(self) -> float:
+    """The lower end of the interval over seeds or, of one, over problems."""
+    low = statistics.mean([*self.accuracies().values()]).low
+    last = self.runs[0].evals[-1]
+    return (
+      last.get("eval/accuracy_low", self.accuracy) if np.isnan(low) else low
+    )
+
   def accuracies(self) -> dict[int, float]:
     """The last accuracy by seed."""
     return {run.seed: float(run.curve()[1][-1]) for run in self.runs}
@@ -83,12 +98,13 @@ def main(argv: Sequence[str] | None = None) -> None:
   try:
     groups = group([runs.load(path) for path in dict.fromkeys(args.runs)])
     target = args.target or default_target(groups)
-    print(tables.aligned(*table(groups, target)), _LEGEND, sep="\n\n")
+    legend = _LEGEND if target else f"{_LEGEND}\n{_UNMOVED}"
+    print(tables.aligned(*table(groups, target)), legend, sep="\n\n")
     if args.to:
       args.to.mkdir(parents=True, exist_ok=True)
       style.save(draw(groups, target), args.to / "compare.png")
       parts = ["# Runs compared", "![accuracy over seconds](compare.png)"]
-      parts += [tables.markdown(*table(groups, target)), _LEGEND]
+      parts += [tables.markdown(*table(groups, target)), legend]
       jsonl.replace(args.to / "compare.md", ["\n\n".join(parts), "\n"])
       print(f"\n{args.to / 'compare.md'}")
   except UserError as error:
@@ -112,13 +128,13 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
     same.append(run)
   options = [json.loads(key) for key in by_options]
   differs = lambda name, x: any(y.get(name, x) != x for y in options)
-  groups = []
+  groups: list[Group] = []
   for values, same in zip(options, by_options.values(), strict=True):
     shown = {k: x for k, x in values.items() if k == _METHOD or differs(k, x)}
     groups.append(Group(shown, same, is_baseline=not groups))
   for i, x in enumerate(groups):
     others = [y.accuracy for y in groups if y.sweep == x.sweep and y is not x]
-    is_best = bool(others) and max(others) <= x.accuracy > min(others)
+    is_best = bool(others) and max(others) < x.low
     groups[i] = x._replace(is_best=is_best)
   methods, names = [x.options[_METHOD] for x in groups], _columns(groups)
   return sorted(
@@ -167,35 +183,43 @@ def _options(run: runs.Run) -> dict:
   }
 
 
-def default_target(groups: Sequence[Group]) -> float:
-  """Nine tenths of the way to the accuracy that every run reached."""
-  curves = [run.curve()[1] for group in groups for run in group.runs]
+def default_target(groups: Sequence[Group]) -> float | None:
+  """Nine tenths of the way to what every run reached that has moved, if any."""
+  members = [run for group in groups for run in group.runs if run.has_moved]
+  if not members:
+    return None
+  curves = [run.curve()[1] for run in members]
   start, reached = np.mean([y[0] for y in curves]), min(map(max, curves))
   return round(float(start + 0.9 * (reached - start)), 2)
 
 
-def table(groups: Sequence[Group], target: float) -> tuple[list, list[list]]:
-  """Head and rows of the comparison, a row for each group."""
+def table(
+  groups: Sequence[Group], target: float | None
+) -> tuple[list, list[list]]:
+  """Head and rows of the comparison, a row for each group.
+
+  Args:
+    target: accuracy to which times are compared; None for no times.
+  """
   names = _columns(groups)
   head = ["method", *map(_short, names), "seeds", _accuracy_name(groups)]
   head.append("difference")
-  head += [f"s to {target:.0%}", "speed-up", "s/step", "tokens/step"]
+  head += [f"s to {target:.0%}", "speed-up"] if target else []
+  head += ["s/step", "tokens/step"]
   last_steps = [[y for run in x.runs for y in run.steps[-1:]] for x in groups]
   noise = [*map(runs.noise_scale, last_steps)]
   rows, (baseline,) = [], [x for x in groups if x.is_baseline]
   for group, scale in zip(groups, noise, strict=True):
     accuracies, is_other = group.accuracies(), not group.is_baseline
     gain = statistics.difference(accuracies, baseline.accuracies())
-    spent = [*group.seconds_to(target).values()]
-    seconds = f"{np.mean(spent):.3g}" if spent else "-"
-    if 0 < len(spent) < len(group.runs):
-      seconds += f" ({len(spent)} runs)"
     mark = {_RATE: "*" if group.is_best else " "}  # keeps numbers aligned
     row = [str(group.options.get(x, "")) + mark.get(x, "") for x in names]
     row = [group.options[_METHOD], *row, str(len(group.runs))]
     row.append(_with_error(statistics.mean([*accuracies.values()])))
     row.append(_with_error(gain, "+") if is_other else "baseline")
-    row += [seconds, _speed_up(group, baseline, target) if is_other else ""]
+    if target:
+      row.append(_seconds(group, target))
+      row.append(_speed_up(group, baseline, target) if is_other else "")
     for metric in ("step/seconds", "tokens/trained"):
       values = [x[metric] for run in group.runs for x in run.steps]
       x = np.mean(values) if values else 0.0
@@ -203,6 +227,16 @@ def table(groups: Sequence[Group], target: float) -> tuple[list, list[list]]:
       row.append(number if values else "-")
     rows.append(row + [scale] * any(noise))
   return head + ["noise scale"] * any(noise), rows
+
+
+def _seconds(group: Group, target: float) -> str:
+  """The mean time to the target, of the runs that reached it."""
+  spent = [*group.seconds_to(target).values()]
+  if not spent:
+    return "-"
+  seconds = f"{np.mean(spent):.3g}" if any(spent) else "at the start"
+  some = f" ({len(spent)} runs)" * (len(spent) < len(group.runs))
+  return seconds + some
 
 
 def _with_error(x: statistics.Interval, sign: str = "") -> str:
@@ -222,7 +256,7 @@ def _speed_up(group: Group, baseline: Group, target: float) -> str:
 
 
 @style.rc()
-def draw(groups: Sequence[Group], target: float) -> figures.Figure:
+def draw(groups: Sequence[Group], target: float | None) -> figures.Figure:
   """Draws the mean accuracy with its interval over training seconds."""
   figure = style.figure(height=4)
   axis = figure.subplots()
@@ -232,11 +266,18 @@ def draw(groups: Sequence[Group], target: float) -> figures.Figure:
     x, (y, low, high) = statistics.band([run.curve() for run in group.runs])
     is_main = group.is_best or sweeps.count(group.sweep) == 1
     dashes = _DASHES[sweeps[:number].count(group.sweep) % len(_DASHES)]
-    look = {"ls": "-", "lw": 2} if is_main else {"ls": dashes, "lw": 1}
-    look["color"] = colours[group.sweep]
-    axis.plot(x, y, label=group.label, **look)
-    axis.fill_between(x, low, high, color=look["color"], alpha=0.15, lw=0)
-  axis.axhline(target, color=style.FAINT, linestyle=":")
+    color = colours[group.sweep]
+    axis.plot(
+      x,
+      y,
+      label=group.label,
+      color=color,
+      ls="-" if is_main else dashes,
+      lw=2 if is_main else 1,
+    )
+    axis.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
+  if target:
+    axis.axhline(target, color=style.FAINT, linestyle=":")
   axis.set(
     xlabel="training seconds", ylabel=f"held-out {_accuracy_name(groups)}"
   )

@@ -7,12 +7,14 @@ import pathlib
 import numpy as np
 
 from dppo_jax.analysis import statistics
-from dppo_jax.files import bucket, json_object, jsonl
+from dppo_jax.files import bucket, json_object, jsonl, paths
 
 SECONDS = "step/seconds"
 SCALE_LIMIT = 1e6  # prompts; a larger gradient noise scale is unknown
-STAGES = ("data", "rollout", "reward", "update_history", "dynamic_sampling")
-STAGES += ("select", "score", "update")
+STAGES = (
+  "data rollout reward update_history dynamic_sampling "
+  "select score update budget"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,20 @@ class Run:
     samples = self.evals[-1]["eval/samples"]
     return f"sampled x {samples:.0f}" if samples else "greedy"
 
+  @property
+  def has_moved(self) -> bool:
+    """True if an accuracy is above the 95% interval of the first one."""
+    first, *others = self.evals
+    limit = first.get("eval/accuracy_high", first["eval/accuracy"])
+    return any(line["eval/accuracy"] > limit for line in others)
+
   def curve(self, metric: str = SECONDS) -> tuple[np.ndarray, np.ndarray]:
     """Sum of a metric over the steps, and accuracy, at each evaluation."""
-    points = {line["step"]: line["eval/accuracy"] for line in self.evals}
+    at = [line["step"] for line in self.evals]
     spent = [line.get(metric, 0.0) for line in self.steps]
     done = [line["step"] for line in self.steps]
-    x = np.interp([*points], [0, *done], np.cumsum([0.0, *spent]))
-    return x, np.array([*points.values()])
+    x = np.interp(at, [0, *done], np.cumsum([0.0, *spent]))
+    return x, np.array([line["eval/accuracy"] for line in self.evals])
 
   def cost_to(self, target: float, metric: str = SECONDS) -> float | None:
     """Sum of a metric until the accuracy first reaches `target`, or None.
@@ -97,9 +106,9 @@ def noise_scale(steps: Sequence[dict]) -> str:
 def load(workdir: str | pathlib.Path) -> Run:
   """Reads the run in `workdir`, finished or not."""
   names = "config.json", "metrics.jsonl"
-  path = pathlib.Path(bucket.local(str(workdir), names=names))
-  hint = f"{path} is not a run"
-  config = json_object.read(path / "config.json", {"seed": int}, hint)
+  path = pathlib.Path(bucket.local(paths.absolute(str(workdir)), names=names))
+  kinds, hint = {"seed": int, "changes": dict | None}, f"{path} is not a run"
+  config = json_object.read(path / "config.json", kinds, hint)
   lines = jsonl.read(path / "metrics.jsonl")
   steps = [line for line in lines if SECONDS in line]
   # Earlier versions did not log the number of samples.

@@ -40,7 +40,7 @@ def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
   """Returns the mean of `a - b`, paired by seed."""
   if seeds := a.keys() & b.keys():
     return mean([a[seed] - b[seed] for seed in seeds])
-  return mean([np.mean([*a.values()]) - np.mean([*b.values()])])
+  return mean([float(np.mean([*a.values()]) - np.mean([*b.values()]))])
 
 
 def ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:

@@ -4,24 +4,28 @@ import functools
 import pathlib
 
 from matplotlib import axes as mpl_axes
-from matplotlib import cycler, rc_context, ticker
 from matplotlib import figure as figures
+from matplotlib import rc_context, ticker
+from matplotlib.rcsetup import cycler
 
 INK, FAINT, GRID = "#1f2328", "#59636e", "#d8dee4"
 # Okabe and Ito (2008), distinct for colour-blind readers; dark enough for text.
 COLOURS = "#0072b2 #c4500a #007f5c #b0528e #8a6d00 #3d8fc4 #5a5a5a".split()
-_RC = {
-  "axes.axisbelow": True,
-  "axes.edgecolor": FAINT,
-  "axes.grid": True,
-  "axes.prop_cycle": cycler(color=COLOURS),
-  "axes.spines.right": False,
-  "axes.spines.top": False,
-  "grid.color": GRID,
-  "legend.frameon": False,
-  "text.color": INK,
-}
-rc = functools.partial(rc_context, _RC)  # to make and draw a figure in
+# To make and draw a figure in.
+rc = functools.partial(
+  rc_context,
+  {
+    "axes.axisbelow": True,
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(color=COLOURS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "text.color": INK,
+  },
+)
 
 
 def figure(height: float, width: float = 8.0) -> figures.Figure:

@@ -7,9 +7,16 @@ from dppo_jax.config.choose import (
   make_objective,
   read,
   use_method,
+  user_functions,
   validate,
 )
-from dppo_jax.config.options import assign, default_args, flatten, walk
+from dppo_jax.config.options import (
+  absolute_paths,
+  assign,
+  default_args,
+  flatten,
+  walk,
+)
 from dppo_jax.config.schema import (
   Config,
   LoraConfig,

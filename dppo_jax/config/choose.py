@@ -1,16 +1,23 @@
 """Checked options, and the functions that they name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import inspect
 from numbers import Integral
 import os
+import re
 from typing import Any
 
 import optax
 
 from dppo_jax import algo, methods, rewards
 from dppo_jax.algo import objectives
-from dppo_jax.config.options import assign, check_option, default_args, walk
+from dppo_jax.config.options import (
+  assign,
+  check_option,
+  default_args,
+  flatten,
+  walk,
+)
 from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
 from dppo_jax.errors import UserError
 from dppo_jax.files import json_object, user_code
@@ -91,6 +98,22 @@ def load_optimizer(config: Config) -> Callable:
   return _function("config.optimizer.function", choice)
 
 
+def user_functions(config: Config, names: Iterable[str]) -> dict[str, str]:
+  """Returns the files of a user's functions by their references.
+
+  Args:
+    names: options that may name functions.
+  """
+  flat, references = flatten(config), []
+  specs = rewards.parse(config.reward.functions)
+  flat["reward.functions"] = [x.reference for x in specs]
+  for name in names:
+    value = flat.get(name, "")
+    of_text = re.split("[,=]", value) if isinstance(value, str) else value
+    references += map(str.strip, of_text)
+  return {x: file for x in references if (file := user_code.file_of(x))}
+
+
 def read(path: str | os.PathLike) -> Config:
   """Returns the config in a run's config.json; raises UserError."""
   config = Config()
@@ -147,29 +170,24 @@ def _make(
   return result
 
 
-def validate(config: Config) -> None:
-  """Raises UserError for values out of range and options that conflict."""
+def validate(config: Config, trains: bool = True) -> None:
+  """Raises UserError for values out of range and options that conflict.
+
+  Args:
+    trains: False to import neither callbacks nor the optimizer.
+  """
   for name, value, metadata in walk(config):
     if metadata:  # not a factory
       check_option(name, value, metadata)
   make_method(config)
   make_objective(config)
-  load_callbacks(config)
-  load_optimizer(config)
+  if trains:
+    load_callbacks(config)
+    load_optimizer(config)
   rewards.parse(config.reward.functions)
   trackers.parse(config.log.writers)
-  ramp, limit = config.reward.overlong_tokens, config.rollout.max_tokens
-  if ramp > limit:
-    raise UserError(
-      f"config.reward.overlong_tokens is {ramp} but must be at most "
-      f"config.rollout.max_tokens, {limit}"
-    )
-  strings = config.rollout.stop_strings
-  if not all(isinstance(x, str) and x for x in strings):
-    raise UserError(
-      f"config.rollout.stop_strings is {strings!r} but must be a tuple of "
-      "texts that are not empty"
-    )
+  if "" in config.rollout.stop_strings:
+    raise UserError("config.rollout.stop_strings has an empty text")
   shape = config.model.shape
   if shape.keys() != TINY.keys():
     raise UserError(
@@ -181,9 +199,6 @@ def validate(config: Config) -> None:
     divisor = {"heads": shape["kv_heads"], "head_dim": 2}.get(name, 1)
     _check_multiple(f"model.shape.{name}", size, divisor)
   _check_multiple("pack.row_length", config.pack.row_length, 8)
-  parts, prompts = config.objective.mini_batches, config.data.prompts_per_step
-  given = f"(with config.objective.mini_batches={parts})"
-  _check_multiple(f"data.prompts_per_step {given}", prompts, parts)
   if config.mesh.data == 0:
     raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
 

@@ -14,13 +14,13 @@ from typing import Any
 from absl import flags as absl_flags
 from ml_collections import config_flags
 
-from dppo_jax import distributed, methods
+from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.config.choose import read
-from dppo_jax.config.options import default_args, flatten, walk
+from dppo_jax.config.options import absolute_paths, default_args, flatten, walk
 from dppo_jax.config.schema import Config
 from dppo_jax.errors import UserError
-from dppo_jax.files import bucket, storage, user_code
+from dppo_jax.files import bucket, paths, user_code
 
 _EXAMPLES = """\
 Trains language models by group-based policy optimisation with unbiased pruning.
@@ -32,8 +32,9 @@ Trains language models by group-based policy optimisation with unbiased pruning.
   python -m dppo_jax.main --mode=export --workdir=RUN --to=DIR
   python -m dppo_jax.main --mode=sample --workdir=RUN --prompt="Is 7 prime?"
   python -m dppo_jax.main --mode=plan --config=FILE.py --hardware=h200:1
+  python -m dppo_jax.main --mode=check --config=FILE.py
 """
-_MODES = ("train", "evaluate", "export", "sample", "plan")
+_MODES = ("train", "evaluate", "export", "sample", "plan", "check")
 _DTYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("model", "adapter")
 # Name, value or choices, modes that have the flag (empty: all), help.
@@ -63,13 +64,21 @@ _FLAGS = (
   ("push", "OWNER/NAME", "export", "repository of the hub to upload to"),
   ("dtype", _DTYPES, "export", "[that of the model]"),
   ("format", _FORMATS, "export", "[model]; adapter: of LoRA, as PEFT has it"),
-  ("hardware", "KIND:N,...", "plan", "memory of devices, as in h200:8"),
+  ("hardware", "KIND:N,...", "plan", "devices, as in h200:8, or cpu"),
   ("topology", "KIND:AxB", "plan", "devices to compile for, as in v5e:4x4"),
   ("stages", "NAME,...", "plan", "stages to compile, as in update,roll_out"),
+  (
+    "assume",
+    "NAME=X,...",
+    "plan",
+    "such as completion=800: see configs/README",
+  ),
+  ("price_per_hour", "PRICE", "plan", "of one device, for the cost"),
   ("coordinator", "ADDRESS", "train evaluate", "HOST:PORT of process 0"),
   ("num_processes", "N", "", "number of processes"),
   ("process_id", "N", "train evaluate", "index of this process, from 0"),
 )
+_OF_PROCESSES = ("coordinator", "process_id")
 _LEGEND = """\
 options: --config.OPTION=VALUE
   *         may change on resume, unless the method or a schedule depends on it
@@ -80,6 +89,8 @@ options: --config.OPTION=VALUE
 
 def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   """Returns the config, not yet validated, the directory and other flags.
+
+  No path in them is relative.
 
   Raises UserError for a mistake in the command line.
   """
@@ -92,22 +103,14 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  if storage.is_url(flags.workdir or "") and flags.mode in (
-    "train",
-    "evaluate",
-  ):
-    # Each process has its own copy of the directory.
-    distributed.initialize(
-      flags.coordinator, flags.num_processes, flags.process_id
-    )
-    distributed.gather(None)  # connects before some take long to copy
-  with distributed.sharing_errors():
-    workdir = pathlib.Path(bucket.local(flags.workdir or "", is_workdir=True))
+  for name in ("workdir", "to"):
+    setattr(flags, name, paths.absolute(getattr(flags, name) or ""))
+  workdir = bucket.workdir(flags.workdir)
   for path in (workdir, *workdir.parents):
     if path.is_file():
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
   name, _, choice = (flags.config or "").partition(":")
-  path = pathlib.Path(name or workdir / "config.json")
+  path = pathlib.Path(paths.absolute(name) or workdir / "config.json")
   has_config = flags.config or (flags.workdir and path.is_file())
   config = _load(path, choice) if has_config else Config()
   before = flatten(config)
@@ -117,8 +120,8 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
     if flags.mode != "sample" or not model:
       if flags.workdir:
         raise UserError(
-          f"--workdir: {flags.workdir} has no config.json: name the directory "
-          "of a run, or the --config of a new one"
+          f"--workdir: {bucket.shown(workdir)} has no config.json: name the "
+          "directory of a run, or the --config of a new one"
         )
       example = "--config=configs/arithmetic.py"
       raise UserError(f"--config is missing, as in {example}")
@@ -130,14 +133,23 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   folder = f"runs/{path.stem}-{name}-seed{config.seed}"
   if path.suffix == ".json":  # of a run
     folder = path.parent
-  return config, workdir if flags.workdir else pathlib.Path(folder), flags
+  if not flags.workdir:
+    workdir = pathlib.Path(folder).absolute()
+  return absolute_paths(config), workdir, flags
+
+
+def arguments(flags: argparse.Namespace) -> dict[str, Any]:
+  """Returns the given flags that are arguments of the mode's `run`."""
+  names = [x for x, _, modes, _ in _FLAGS if flags.mode in modes.split()]
+  given = {x: getattr(flags, x) for x in names if x not in _OF_PROCESSES}
+  return {name: x for name, x in given.items() if x is not None}
 
 
 def _changes(before: dict[str, Any], config: Config) -> str:
   """Returns the part of a directory's name for options set by flags.
 
-  Options that a resumed run may change are left out. A hash stands for what a
-  name of a directory cannot hold.
+  Options that a resumed run may change are left out, and directories of paths.
+  A hash stands for what a name of a directory cannot hold.
   """
   after, changes = flatten(config), {}
   for name, _, metadata in walk(config):
@@ -149,19 +161,20 @@ def _changes(before: dict[str, Any], config: Config) -> str:
       changes |= {f"{prefix}.{x}": y for x, y in new if old.get(x) != y}
     elif after[name] != before[name]:
       changes[name] = after[name]
-  full = "".join(f"-{name}={value}" for name, value in changes.items())
-  # Of a path, its last part; then only what file systems and shells allow.
-  short = re.sub(r"[^-=\s]*/", "", full)
-  short = re.sub(r"[^\w.=+-]+", "_", short)[:100]
+  values = {x: str(y).split("/")[-1] for x, y in changes.items()}
+  full = "".join(f"-{name}={value}" for name, value in values.items())
+  # Only what file systems and shells allow.
+  short = re.sub(r"[^\w.=+-]+", "_", full)[:100]
   if short == full:
     return full
-  return f"{short}-{hashlib.sha256(full.encode()).hexdigest()[:6]}"
+  digest = hashlib.sha256(repr(changes).encode()).hexdigest()
+  return f"{short}-{digest[:6]}"
 
 
 def _load(path: pathlib.Path, choice: str) -> Config:
   """Returns the config of FILE.py, or of a run's config.json."""
   if not path.is_file():
-    raise UserError(f"--config: there is no file {str(path)!r}")
+    raise UserError(f"--config: there is no file {bucket.shown(path)!r}")
   if path.suffix == ".json":
     return read(path)
   get_config = user_code.load(f"{path}:get_config")
@@ -204,7 +217,8 @@ def _override(config: Config, words: list[str]) -> Config:
 
 def _hint(name: str, known: list[str]) -> str:
   """Suggests a known option for a mistyped one, at best of the same section."""
-  split = lambda option: option.removeprefix("--config.").rpartition(".")[::2]
+  name_of = lambda option: option.removeprefix("--config.").lstrip("-")
+  split = lambda option: name_of(option).rpartition(".")[::2]
   sections = collections.defaultdict(dict)
   for option in known:
     section, field = split(option)
@@ -213,6 +227,8 @@ def _hint(name: str, known: list[str]) -> str:
   near = difflib.get_close_matches(section, sections, 1)
   fields = sections[near[0]] if near else {}
   close = [fields[x] for x in difflib.get_close_matches(field, fields, 1)]
+  if near and near[0].endswith(".args"):  # few, and all of them matter
+    return f"config.{near[0]} has {', '.join(fields) or 'none'}"
   if close := close or [x for x in known if x.endswith(f".{field}")]:
     return f"did you mean {close[0]}?"
   if section and near:
@@ -253,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
       metavar = name.rpartition("_")[2].upper()
       values = {"metavar": metavar, "choices": value}
     else:
-      types = {"N": int, "STEP": _step}
+      types = {"N": int, "STEP": _step, "PRICE": float}
       values = {"metavar": value, "type": types.get(value, str)}
     add(f"--{name}", help=text + meaning, **values)
   parser.set_defaults(mode="train")

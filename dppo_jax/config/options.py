@@ -1,6 +1,7 @@
 """Options: dataclass fields with a meaning, a range and a resume rule."""
 
 from collections.abc import Callable, Iterator, Mapping
+import copy
 import dataclasses
 import functools
 import inspect
@@ -9,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from dppo_jax.errors import UserError
-from dppo_jax.files import user_code
+from dppo_jax.files import paths, user_code
 
 # Accepted types by the type of the default.
 _TYPES = {
@@ -30,20 +31,31 @@ def option(
   least: float = 0,
   most: float = 2**31 - 1,
   choices: tuple[str, ...] = (),
+  items: type = str,
   is_code: bool = False,
   may_change: bool = False,
+  absolute: Callable[[str], str] | None = None,
 ) -> Any:
   """Returns a dataclass field that carries its meaning and limits.
 
   Args:
     meaning: noun phrase with the unit, for --help.
+    items: type of the items of a tuple.
     is_code: True if the value may also be a function, or a list of functions.
     may_change: True if a resumed run may use another value, because it changes
       training by rounding errors at most (`run/resume.py` has exceptions).
+    absolute: makes the paths in the value absolute; None if it names none.
   """
-  metadata = dict(meaning=meaning, choices=choices, may_change=may_change)
-  metadata |= dict(least=least, most=most)
-  metadata["type"] = Callable if is_code else type(default)
+  metadata = dict(
+    meaning=meaning,
+    type=Callable if is_code else type(default),
+    least=least,
+    most=most,
+    choices=choices,
+    items=items,
+    may_change=may_change,
+    absolute=absolute or (paths.of_code if is_code else None),
+  )
   if isinstance(default, dict):
     return dataclasses.field(default_factory=default.copy, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
@@ -85,11 +97,24 @@ def assign(config, name: str, value: Any) -> None:
     setattr(section, last, value)
 
 
+def absolute_paths(config):
+  """Returns a copy of the config in which no path is relative."""
+  config = copy.deepcopy(config)
+  for name, value, metadata in walk(config):
+    if isinstance(value, str) and (absolute := metadata.get("absolute")):
+      assign(config, name, absolute(value))
+  return config
+
+
 def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
   """Raises UserError unless a value has the type and range of its option."""
   type_, words = _TYPES[metadata["type"]]
   least, most, choices = (metadata[x] for x in ("least", "most", "choices"))
   is_number = isinstance(value, Real)
+  if type_ == (tuple, list) and isinstance(value, type_):
+    for item in value:
+      of_item = {**metadata, "type": metadata["items"]}
+      check_option(f"{name} has an item that", item, of_item)
   if not isinstance(value, type_) or isinstance(value, bool) > (type_ is bool):
     limit = words
   elif choices and value not in choices:

@@ -12,6 +12,7 @@ from dppo_jax import methods
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import adjustable, default_args, option
 from dppo_jax.data import sources
+from dppo_jax.files import paths, user_code
 from dppo_jax.models import attention, transformer
 
 # Sizes of the randomly initialised model.
@@ -23,8 +24,10 @@ DTYPES = ("float32", "bfloat16")
 class ModelConfig:
   """Checkpoint, or a small random model, to start from."""
 
-  path: str = option("", "directory of a Hugging Face checkpoint")
-  hub_id: str = option("", "Hugging Face model to download without path")
+  path: str = option(
+    "", "directory of a Hugging Face checkpoint", absolute=paths.absolute
+  )
+  hub_id: str = option("", "Hugging Face model, NAME[@REVISION], without path")
   shape: dict = option(TINY, "sizes of the random model without path, hub_id")
   dtype: str = option("float32", "dtype of the computation", choices=DTYPES)
   remat: str = adjustable(
@@ -33,8 +36,13 @@ class ModelConfig:
     choices=tuple(transformer.REMAT),
   )
   attention: str = adjustable(
-    "auto", "kernel; splash: TPU, triton: NVIDIA", choices=attention.CHOICES
+    "auto", "kernel; splash: TPU, tokamax: GPU", choices=attention.CHOICES
   )
+
+  @property
+  def hub_name(self) -> str:
+    """`hub_id` without its revision."""
+    return self.hub_id.partition("@")[0]
 
 
 @dataclass(slots=True)
@@ -44,7 +52,9 @@ class LoraConfig:
   rank: int = option(0, "rank of the adapters; 0: train all weights")
   alpha: float = option(32.0, "alpha / rank scales the adapters", least=0.001)
   targets: str = option("all", "linear layers to adapt: all, or q,k,v,o,...")
-  adapter: str = option("", "directory of a PEFT adapter to start from")
+  adapter: str = option(
+    "", "directory of a PEFT adapter to start from", absolute=paths.absolute
+  )
 
 
 @dataclass(slots=True)
@@ -53,21 +63,27 @@ class DataConfig:
 
   train: str = option(
     "arithmetic",
-    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE/DIR, hf:NAME[:CONFIG[:SPLIT]], "
-    "tfds:NAME[:SPLIT], FUNCTION",
+    "SOURCE: arithmetic[:NUM[:MAX_OPS]], FILE/DIR, "
+    "hf:NAME[@REVISION][:CONFIG[:SPLIT]], tfds:NAME[:SPLIT], FUNCTION",
     is_code=True,
+    absolute=sources.absolute,
   )
   eval: str = adjustable(
-    "arithmetic", "SOURCE or NAME=SOURCE,...", is_code=True
+    "arithmetic",
+    "SOURCE or NAME=SOURCE,...",
+    is_code=True,
+    absolute=sources.absolute,
   )
-  train_limit: int = option(0, "rows to read of data.train; 0: all")
   eval_limit: int = adjustable(256, "rows to read per eval source; 0: all")
   problem_key: str = option(sources.PROBLEM_KEY, "problem columns, best first")
   answer_key: str = option(sources.ANSWER_KEY, "answer columns, best first")
   prompts_per_step: int = option(16, "N, prompts drawn in a step", least=1)
   max_prompt_tokens: int = option(512, "longer prompts are left out", least=1)
   template: str = option(
-    "", "prompt, as in 'Q: {problem}', or FUNCTION of a row", is_code=True
+    "",
+    "prompt, as in 'Q: {problem}', or FUNCTION of a row",
+    is_code=True,
+    absolute=lambda x: paths.of_code(x) if user_code.is_reference(x) else x,
   )
   template_args: dict = option({}, "arguments of the chat template")
 
@@ -81,19 +97,15 @@ class RolloutConfig:
   num_slots: int = adjustable(
     64, "parallel completions per device; 0: all that fit", least=0
   )
-  draft_tokens: int = adjustable(
-    0, "tokens guessed in each decode step; -1: 3 while faster", least=-1
-  )
-  dtype: str = option(
-    "", "dtype of the sampler; empty: model.dtype", choices=("", *DTYPES)
-  )
   shard_weights: bool = adjustable(False, "divide the weights over mesh.data")
   temperature: float = option(1.0, "of sampler and trainer", least=0.01)
   top_k: int = option(0, "number of likely tokens to sample from; 0: all")
   top_p: float = option(
     1.0, "probability mass to sample from; 1: all", least=0.001, most=1
   )
-  stop_ids: tuple = option((), "stop tokens; empty: the checkpoint's")
+  stop_ids: tuple = option(
+    (), "stop tokens; empty: the checkpoint's", items=int
+  )
   stop_strings: tuple = option((), "texts that also end a completion")
 
 
@@ -145,11 +157,6 @@ class ObjectiveConfig:
   def name(self) -> str:
     return self.factory.__name__
 
-  @property
-  def num_updates(self) -> int:
-    """Optimizer updates per rollout."""
-    return self.inner_updates * self.mini_batches
-
 
 @dataclass(slots=True)
 class PackConfig:
@@ -171,7 +178,7 @@ class OptimizerConfig:
     "constant", "after the warm-up", choices=("constant", "linear", "cosine")
   )
   warmup_steps: int = option(0, "updates of the linear warm-up")
-  weight_decay: float = option(0.0, "weight decay")
+  weight_decay: float = option(0.0, "weight decay, but of norms and biases")
   clip_norm: float = option(
     1.0, "largest gradient norm; 1e9: any", least=0.001, most=1e15
   )
@@ -182,8 +189,13 @@ class SftConfig:
   """Supervised fine-tuning before the first rollout."""
 
   steps: int = option(0, "number of updates; 0: none")
+  learning_rate: float = option(
+    0.0, "peak rate; 0: 1e-5 of a checkpoint, 3e-3 of random weights"
+  )
   from_run: str = option(
-    "", "RUN, for its weights at step 0, or RUN@STEP, to start from"
+    "",
+    "RUN, for its weights at step 0, or RUN@STEP, to start from",
+    absolute=paths.absolute,
   )
 
   @property
@@ -207,7 +219,7 @@ class EvalConfig:
 class CheckpointConfig:
   """Checkpoints of the train state."""
 
-  every: int = adjustable(0, "steps between checkpoints; 0: first and last")
+  every: int = adjustable(0, "steps between checkpoints; 0: 15 minutes")
   keep: int = adjustable(2, "latest checkpoints to keep; step 0 stays", least=1)
   best: str = adjustable(
     "", "METRIC to keep the best checkpoint by; -METRIC: the lowest"
@@ -218,9 +230,8 @@ class CheckpointConfig:
 class LogConfig:
   """Metrics in addition to metrics.jsonl and the report."""
 
-  writers: str = adjustable("tensorboard", "tensorboard, wandb, both or ''")
-  completions: str = adjustable(
-    "", "all: every completion; empty: four of a step", choices=("", "all")
+  writers: str = adjustable(
+    "tensorboard", "tensorboard, wandb, completions (every one), or ''"
   )
 
 

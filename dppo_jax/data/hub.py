@@ -19,16 +19,18 @@ def fetch(source: str) -> list[str]:
   """Returns the Parquet files of a split, downloaded unless cached.
 
   Args:
-    source: `hf:NAME[:CONFIG[:SPLIT]]`; by default the only config and the split
-      `train`.
+    source: `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`; by default the latest commit
+      of the branch `REVISION`, the only config and the split `train`.
   Raises:
     UserError: if the hub has no such data set, config or split.
     Unreachable: if it does not answer, and the cache has none.
   """
-  name, _, part = source.removeprefix("hf:").partition(":")
+  place, _, part = source.removeprefix("hf:").partition(":")
+  name, _, revision = place.partition("@")
+  revision = revision or REVISION
   config, _, split = part.partition(":")
   try:
-    files, download = _open(name)
+    files, download = _open(name, revision)
     parts = sorted(
       {match.groups() for x in files if (match := _FILE.fullmatch(x))}
     )
@@ -41,21 +43,20 @@ def fetch(source: str) -> list[str]:
       )
       return sorted(map(str, path.glob(f"{split}/*.parquet")))
   except Exception as error:  # the library's, its transport's or the system's
-    first_line = str(error).partition("\n")[0]
-    raise errors.of_hub(
+    raise errors.of_server(
       error,
-      f"cannot fetch {source} ({type(error).__name__}: {first_line}): where "
+      f"cannot fetch {source} ({errors.first_line(error)}): where "
       f"the hub is reachable, run `hf download {name} --repo-type=dataset "
-      f"--revision={REVISION}`, which fills the cache, or name a file",
+      f"--revision={revision}`, which fills the cache, or name a file",
     ) from None
-  choices = ", ".join(f"hf:{name}:{x}:{y}" for x, y in parts)
+  choices = ", ".join(f"hf:{place}:{x}:{y}" for x, y in parts)
   raise UserError(
     f"{source}: there is no split {split!r} of config {config!r}: "
     + (f"use {choices}" if parts else "the hub has no Parquet files of it")
   )
 
 
-def _open(name: str) -> tuple[list[str], Callable[..., str]]:
+def _open(name: str, revision: str) -> tuple[list[str], Callable[..., str]]:
   """Returns the files of a data set, and a function that downloads some.
 
   Without a connection these are the files of the cache.
@@ -66,14 +67,14 @@ def _open(name: str) -> tuple[list[str], Callable[..., str]]:
     huggingface_hub.snapshot_download,
     name,
     repo_type="dataset",
-    revision=REVISION,
+    revision=revision,
   )
   try:
     # First, since snapshot_download waits forever for a silent hub.
     info = huggingface_hub.dataset_info(
-      name, revision=REVISION, timeout=_SECONDS
+      name, revision=revision, timeout=_SECONDS
     )
-    return [x.rfilename for x in info.siblings], download
+    return [x.rfilename for x in info.siblings or ()], download
   except Exception as reason:
     cached = functools.partial(download, local_files_only=True)
     try:

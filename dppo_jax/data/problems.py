@@ -61,6 +61,22 @@ class ProblemSet:
     ids = list(map(int, ids))
     return {name: [x[i] for i in ids] for name, x in self.columns.items()}
 
+  def prompts_at(self, ids: Int[np.ndarray, "N"]) -> PromptBatch:
+    """Returns the prompts of the problems numbered `ids`, in their order."""
+    return PromptBatch(ids, self.tokens[ids], self.lengths[ids])
+
+
+def check(train: sources.Source, eval: sources.Source) -> None:
+  """Raises UserError unless both sources exist; empty ones are skipped.
+
+  It needs no tokenizer, so that it can precede the download of a model.
+  """
+  named = [("train", train)] if train else []
+  named += [("eval", x) for x in sources.parse_named(eval).values()]
+  for name, source in named:
+    if not arithmetic.is_source(source):
+      sources.check(source, f"config.data.{name}")
+
 
 def load(
   tokenizer: Tokenizer,
@@ -89,13 +105,16 @@ def load(
   """
 
   def read(label: str, source: sources.Source, limit: int) -> ProblemSet:
+    rows, of = [], ""
     if arithmetic.is_source(source):
       rows = arithmetic.read(source, seed, held_out=label != "train")
-      rows = rows[: limit or None]
+      of = f" of {len(rows):,}" * (0 < limit < len(rows))
     else:
-      rows = sources.read(source, problem_key, answer_key, limit)
+      reading = sources.read(source, problem_key, answer_key, limit)
+      with_end = lambda: (yield (yield from reading))  # and what it returns
+      *rows, of = with_end()
     limits = max_prompt_tokens, template, needs_answers
-    return prepare(label, rows, tokenizer, *limits)
+    return prepare(label, rows[: limit or None], tokenizer, *limits, of)
 
   train_set = read("train", train, train_limit) if trains else None
   named = sources.parse_named(eval)
@@ -125,16 +144,19 @@ def prepare(
   max_prompt_tokens: int,
   template: str | Callable = "",
   needs_answers: bool = True,
+  of: str = "",
 ) -> ProblemSet:
   """Tokenizes the usable rows; leaves out and counts the others.
 
   Args:
     label: `train` or `eval`, perhaps followed by a name, for the report.
+    of: number of all rows for the report, as ` of 500`.
   """
   rows = list(rows)
   names = dict.fromkeys(name for row in rows for name in row.columns)
   left_out: collections.Counter[str] = collections.Counter()
-  seen, used, tokens, num_begun = set(), [], [], 0
+  used: list[Row] = []
+  seen, tokens, num_begun = set(), [], 0
   for row in rows:
     problem = text_of(row.problem)
     has_answer = row.answer.strip() or not needs_answers
@@ -148,18 +170,19 @@ def prepare(
     columns = {**dict.fromkeys(names), **row.columns, "problem": problem}
     try:
       prompt = make_prompt(template, row.problem, columns)
-      ids = tokenizer.encode_prompt(prompt)
+      tools = columns.get("tools")
+      ids = tokenizer.encode_prompt(prompt, tools)
     except UserError as error:
       raise UserError(f"{row.id}: {error}") from error
     if len(ids) > max_prompt_tokens:
       left_out[f"over {max_prompt_tokens} prompt tokens"] += 1
       continue
     if not used:
-      first_text = tokenizer.prompt(prompt)
+      first_text = tokenizer.decode(ids, skip_special_tokens=False)
     used.append(row)
     num_begun += is_begun(prompt)
     tokens.append(ids)
-  report = f"{label}: {len(rows):,} read, {len(used):,} used"
+  report = f"{label}: {len(rows):,}{of} read, {len(used):,} used"
   if left_out:
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
     report += f"; left out: {', '.join(counts)}"
@@ -220,10 +243,9 @@ def make_prompt(
     if isinstance(template, str) and "{" in template:
       result = _fill(template, columns)
     else:
-      is_name = isinstance(template, str)
-      function = user_code.load(template) if is_name else template
+      function = template if callable(template) else user_code.load(template)
       result = function(dict(columns))
-    prompt = result if isinstance(result, str) else parse_messages(result)
+    filled = result if isinstance(result, str) else parse_messages(result)
   except UserError as error:
     raise UserError(f"config.data.template: {error}") from error
   except Exception as error:  # of the user's code or format
@@ -231,12 +253,12 @@ def make_prompt(
       f"config.data.template: {user_code.one_line(error)}; the columns are "
       f"{', '.join(columns)}, and literal braces are written {{{{ and }}}}"
     ) from error
-  if not prompt or not text_of(prompt).strip():
+  if not filled or not text_of(filled).strip():
     raise UserError(
       "config.data.template must give text or a list of messages with role and "
       f"content, not {str(result)[:80]!r}"
     )
-  return prompt
+  return filled
 
 
 def _fill(template: str, columns: Mapping[str, Any]) -> Prompt:
@@ -262,8 +284,8 @@ def draw(
   key = rng_at(root_key, epoch, Stage.DATA).key
   words = tuple(jax.random.key_data(key).tolist())
   order = _shuffled(words, str(jax.random.key_impl(key)), len(problems))
-  ids = order[index * num_prompts : (index + 1) * num_prompts]
-  return PromptBatch(ids, problems.tokens[ids], problems.lengths[ids])
+  begin = index * num_prompts
+  return problems.prompts_at(order[begin : begin + num_prompts])
 
 
 @functools.lru_cache(maxsize=4)  # an epoch is shuffled once

@@ -3,7 +3,7 @@
 README.md lists the kinds of sources and the columns that count.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 import itertools
 import json
 import os
@@ -13,21 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dppo_jax.data import hub
-from dppo_jax.errors import UserError
-from dppo_jax.files import bucket, json_object, user_code
+from dppo_jax.errors import UserError, first_line
+from dppo_jax.files import bucket, json_object, paths, user_code
 from dppo_jax.rewards import last_boxed
 
 Record = Mapping[str, Any]
 Source = str | Callable[[], Iterable[Record]]
-Prompt = str | list[dict[str, str]]  # text, or messages of role and content
+Prompt = str | list[dict[str, Any]]  # text, or messages of role and content
 
 PROBLEM_KEY = "problem,question,prompt"
 ANSWER_KEY = (
   "answer,final_answer,expected_answer,ground_truth,reward_model.ground_truth,"
   "solution"
 )
+_MAX_COUNTED = 100_000  # rows beyond a limit
 _ID_KEY = "id,unique_id,extra_info.index"
-_HINT = "set config.data.train and config.data.eval"
+_NAMED = r"[\w.+-]+="  # start of a source with a name
+_PREPARED = "dataset_info.json"  # in a directory that TFDS prepared
 
 
 class Row(NamedTuple):
@@ -55,10 +57,14 @@ def parse_named(sources: Source) -> dict[str, Source]:
   """
   if not sources:
     return {}
-  if not isinstance(sources, str) or not re.match(r"[\w.+-]+=", sources):
-    name = getattr(sources, "__name__", sources)
-    path = re.split(":(?!//)", re.sub("^(tfds|hf):", "", name))[0]
-    return {os.path.basename(path).partition(".")[0] or "eval": sources}
+  if not isinstance(sources, str) or not re.match(_NAMED, sources):
+    name = getattr(sources, "__name__", str(sources))
+    parts = re.split("[:@](?!//)", name)
+    if parts[0] in ("hf", "tfds"):
+      name = parts[1]
+    else:
+      name = parts[-1] if user_code.is_reference(name) else parts[0]
+    return {os.path.basename(name).partition(".")[0] or "eval": sources}
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
     match = re.fullmatch(r"([\w.+-]+)=(.+)", part)
@@ -68,38 +74,72 @@ def parse_named(sources: Source) -> dict[str, Source]:
   return named
 
 
+def absolute(sources: str) -> str:
+  """Makes the paths of a source, or of `NAME=SOURCE,...`, absolute."""
+  if re.match(_NAMED, sources):
+    named = (x.strip().partition("=") for x in sources.split(","))
+    return ",".join(name + sign + _absolute(x) for name, sign, x in named)
+  return _absolute(sources)
+
+
+def _absolute(source: str) -> str:
+  kind, colon, place = source.partition(":")
+  if kind == "tfds":
+    name, *split = place.split(":")
+    directory = paths.absolute(name)
+    is_local = os.path.exists(os.path.join(directory, _PREPARED))
+    return ":".join([kind, directory if is_local else name, *split])
+  is_path = os.sep in source or source.endswith((".jsonl", ".parquet"))
+  if colon or not (is_path or os.path.isdir(source)):
+    return paths.of_code(source)
+  return paths.absolute(source)
+
+
+def check(source: Source, option: str) -> None:
+  """Raises UserError, about `option`, unless there is such a source.
+
+  Downloads a data set of the hub.
+  """
+  try:
+    _reader(source)
+  except UserError as error:
+    raise type(error)(f"{option}: {error}") from error
+
+
 def read(
   source: Source,
   problem_key: str = PROBLEM_KEY,
   answer_key: str = ANSWER_KEY,
   limit: int = 0,
-) -> Iterator[Row]:
+) -> Generator[Row, None, str]:
   """Reads the first `limit` rows of a source, in order; 0 reads all.
 
   Only the part of an answer after its last `####` counts, commas removed
   (GSM8K's format), or what its last box holds. In columns, bytes become text
   and arrays become lists.
+
+  At its end it returns ` of N`, the number of all rows, if `limit` left some
+  out. Those of functions are not counted: they may be endless.
   """
   name = getattr(source, "__name__", str(source))
   read_records, number = _reader(source), 0
+  is_code = getattr(read_records, "__module__", "") != __name__
   try:
-    for record in itertools.islice(read_records(), limit or None):
+    unread = iter(read_records())
+    for record in itertools.islice(unread, limit or None):
       default_id = f"{os.path.basename(name)}/{number}"
       columns = _to_python(record)
       if not isinstance(columns, dict):
         raise UserError(f"{columns!r:.60} is not an object with columns")
       yield _make_row(columns, problem_key, answer_key, default_id)
       number += 1
+    counted = () if is_code else itertools.islice(unread, _MAX_COUNTED)
+    left = sum(1 for _ in counted)
+    more = " or more" * (left == _MAX_COUNTED)
+    return f" of {number + left:,}{more}" * bool(left)
   except Exception as error:  # files and user code fail in many ways
-    is_code = getattr(read_records, "__module__", "") != __name__
     reason = user_code.one_line(error) if is_code else first_line(error)
     raise UserError(f"{name} row {number + 1}: {reason}") from error
-
-
-def first_line(error: Exception) -> str:
-  """Returns the first line of the message, after the type of the error."""
-  kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-  return f"{kind}{error}".partition("\n")[0]
 
 
 def _make_row(
@@ -117,12 +157,13 @@ def _make_row(
     answer = box.strip()
   elif value is solution and "\n" in answer:  # worked, but without an answer
     answer = ""
-  is_worked = isinstance(solution, str) and solution.strip() != answer
+  if not isinstance(solution, str) or solution.strip() == answer:
+    solution = ""
   return Row(
     id=str(id_) if isinstance(id_, str | int) else default_id,
     problem=prompt[:-1] if is_reply else prompt,
     answer=answer,
-    solution=solution if is_worked else "",
+    solution=solution,
     columns=columns,
   )
 
@@ -136,22 +177,22 @@ def _reader(source: Source) -> Callable[[], Iterable[Record]]:
   if source.startswith("hf:"):
     paths = hub.fetch(source)
     return lambda: itertools.chain.from_iterable(map(_read_parquet, paths))
-  source = bucket.local(source, "config.data")
-  if os.path.isdir(source):
-    return lambda: _read_saved_dataset(source)
-  if source.endswith((".jsonl", ".parquet")):
-    if not os.path.isfile(source):
-      raise UserError(f"there is no file {source!r}: {_HINT}")
-    is_parquet = source.endswith(".parquet")
-    return lambda: (_read_parquet if is_parquet else _read_jsonl)(source)
+  path = bucket.local(source, "config.data")
+  if os.path.isdir(path):
+    return lambda: _read_saved_dataset(path)
+  if path.endswith((".jsonl", ".parquet")):
+    if not os.path.isfile(path):
+      raise UserError(f"there is no file {path!r}")
+    is_parquet = path.endswith(".parquet")
+    return lambda: (_read_parquet if is_parquet else _read_jsonl)(path)
   try:
-    return user_code.load(source)
+    return user_code.load(path)
   except UserError as error:
     raise UserError(
       f"{error}; a source is arithmetic[:NUM[:MAX_OPS]], *.jsonl, *.parquet, "
-      "DIR, hf:NAME[:CONFIG[:SPLIT]], tfds:NAME[:SPLIT], FILE.py:FUNCTION or "
-      "MODULE:FUNCTION (which reads CSV as in dppo_jax/data/README.md): "
-      f"{_HINT}"
+      "DIR, hf:NAME[@REVISION][:CONFIG[:SPLIT]], tfds:NAME[:SPLIT], "
+      "FILE.py:FUNCTION or MODULE:FUNCTION (which reads CSV as in "
+      "dppo_jax/data/README.md)"
     ) from error
 
 
@@ -197,7 +238,7 @@ def _read_tfds(source: str) -> Iterator[Record]:
   import tensorflow_datasets.text  # registers the text data sets
 
   name, _, split = source.removeprefix("tfds:").partition(":")
-  if os.path.exists(os.path.join(name, "dataset_info.json")):
+  if os.path.exists(os.path.join(name, _PREPARED)):
     rows = tfds.builder_from_directory(name).as_data_source(split or "train")
   else:
     rows = tfds.data_source(name, split=split or "train")
@@ -242,7 +283,10 @@ def _to_text(value: Any) -> str:
 def parse_messages(value: Any) -> Prompt | None:
   """Returns `value` as a conversation, or None if it is no list of messages.
 
-  Raises UserError for a message without a role or with other content than text.
+  Messages keep their other keys, such as `tool_calls`, unless they are None.
+
+  Raises UserError for a message without a role, or with other content than text
+  unless it calls tools.
   """
   if not isinstance(value, list) or not any(
     isinstance(x, Mapping) for x in value
@@ -250,12 +294,15 @@ def parse_messages(value: Any) -> Prompt | None:
     return None
   for number, message in enumerate(value, 1):
     fields = message if isinstance(message, Mapping) else {}
-    if not all(isinstance(fields.get(x), str) for x in ("role", "content")):
+    role, content = fields.get("role"), fields.get("content")
+    has_calls = content is None and fields.get("tool_calls")
+    is_text = isinstance(content, str) or has_calls
+    if not (isinstance(role, str) and is_text):
       raise UserError(
         f"message {number} of the prompt must have text as role and content, "
         f"but is {str(message)[:80]!r}"
       )
-  return [{"role": m["role"], "content": m["content"]} for m in value]
+  return [{k: x for k, x in m.items() if x is not None} for m in value]
 
 
 def is_begun(prompt: Prompt) -> bool:
@@ -268,4 +315,4 @@ def text_of(prompt: Prompt, with_system: bool = False) -> str:
   if isinstance(prompt, str):
     return prompt
   is_shown = lambda message: with_system or message["role"] != "system"
-  return "\n\n".join(m["content"] for m in prompt if is_shown(m))
+  return "\n\n".join(m.get("content", "") for m in prompt if is_shown(m))

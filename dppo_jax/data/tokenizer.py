@@ -1,6 +1,6 @@
 """Text to token ids and back, for checkpoints and for the arithmetic task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import datetime
 import functools
@@ -8,15 +8,18 @@ import json
 import os
 import pathlib
 import re
+import resource
 from typing import Any
 
-from dppo_jax.data.sources import Prompt, first_line, is_begun, text_of
-from dppo_jax.errors import UserError
+from dppo_jax.data.sources import Prompt, is_begun, text_of
+from dppo_jax.errors import UserError, first_line
 from dppo_jax.files import json_object
 
 # Today in every chat template, so that a resumed run has the same prompts. This
 # is the date of Llama's own templates where they cannot ask for today.
 DATE = datetime.date(2024, 7, 26)
+_TEMPLATE_BYTES = 1 << 30  # that a chat template may allocate
+_MAX_CHARS = 10**7  # of a prompt
 _CODES = "a A b B d -d e j m -m U w W y Y c x F D H I M S p X T".split()
 _PINNED_DATE = (
   "{% macro strftime_now(format) %}{{ format"
@@ -58,14 +61,15 @@ class CharacterTokenizer:
         "arithmetic task: set config.model.path or config.model.hub_id"
       ) from error
 
-  def prompt(self, prompt: Prompt) -> str:
-    return text_of(prompt, with_system=True)
+  def prompt(self, prompt: Prompt, tools: Any = None) -> str:
+    return _plain(prompt, tools)
 
-  def encode_prompt(self, prompt: Prompt) -> list[int]:
-    return self.encode(self.prompt(prompt))
+  def encode_prompt(self, prompt: Prompt, tools: Any = None) -> list[int]:
+    return self.encode(self.prompt(prompt, tools))
 
-  def decode(self, ids: Sequence[int]) -> str:
-    return "".join(self.SYMBOLS[i] for i in ids if i > 1)
+  def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    first = 2 if skip_special_tokens else 0
+    return "".join(self.SYMBOLS[i] for i in ids if i >= first)
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes the tokenizer's files for transformers into a directory."""
@@ -147,15 +151,16 @@ class PretrainedTokenizer:
 
   @property
   def stop_warning(self) -> str:
-    if self._turn_end in (None, *self.stop_ids):
+    turn_end = self._turn_end
+    if turn_end is None or turn_end in self.stop_ids:
       return ""
     token = self._tokenizer.convert_ids_to_tokens
     return (
       "completions stop at "
       f"{' or '.join(map(repr, token([*self.stop_ids])))}, as "
       "generation_config.json says, but the chat template ends turns with "
-      f"{token(self._turn_end)!r}: to stop there too, set "
-      f"config.rollout.stop_ids='{(self._turn_end, *self.stop_ids)}'"
+      f"{token(turn_end)!r}: to stop there too, set "
+      f"config.rollout.stop_ids='{(turn_end, *self.stop_ids)}'"
     )
 
   @functools.cached_property
@@ -178,9 +183,11 @@ class PretrainedTokenizer:
       return next((x for x in after if x in known), None)
     return None
 
-  def encode_prompt(self, prompt: Prompt) -> list[int]:
+  def encode_prompt(self, prompt: Prompt, tools: Any = None) -> list[int]:
     # A template writes the beginning-of-sequence token itself.
-    return self.encode(self.prompt(prompt), not self._has_template)
+    ids = self.encode(self.prompt(prompt, tools), not self._has_template)
+    # Some tokenizers append the end of text, which no completion follows.
+    return ids[:-1] if ids[-1:] == [self._tokenizer.eos_token_id] else ids
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
     if lone := re.search("[\ud800-\udfff]", text):
@@ -190,43 +197,87 @@ class PretrainedTokenizer:
       )
     return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     return self._tokenizer.decode(
       [*map(int, ids)],
-      skip_special_tokens=True,
+      skip_special_tokens=skip_special_tokens,
       clean_up_tokenization_spaces=False,
     )
 
-  def prompt(self, prompt: Prompt) -> str:
+  def prompt(self, prompt: Prompt, tools: Any = None) -> str:
     """Returns the prompt as rendered by the chat template, if there is one.
 
     If the last message is the assistant's, a completion continues it.
+
+    Args:
+      tools: JSON schemas of tools, or JSON text of them, for the template.
     """
     if not self._has_template:
-      return text_of(prompt, with_system=True)
+      return _plain(prompt, tools)
     if isinstance(prompt, str):
       prompt = [{"role": "user", "content": prompt}]
-    continuation = {
+    continuation: dict[str, Any] = {
       "continue_final_message": is_begun(prompt),
       "add_generation_prompt": not is_begun(prompt),
     }
     try:
+      tools = json.loads(tools) if isinstance(tools, str) else tools
+      continuation["tools"] = tools or None
       return self._render(prompt, continuation | self._template_args)
     except Exception as error:  # a template may raise anything
       raise UserError(
         f"the chat template of {self._path!r} rejects the prompt: "
         f"{first_line(error)}; check the roles in config.data.template "
-        "and the arguments in config.data.template_args"
+        "the arguments in config.data.template_args and the column 'tools'"
       ) from error
 
   def _render(self, messages: list[dict[str, str]], args: dict) -> str:
     choice = args.get("chat_template"), args.get("tools")
     template = _PINNED_DATE + self._tokenizer.get_chat_template(*choice)
     args = args | {"chat_template": template, "tokenize": False}
-    return self._tokenizer.apply_chat_template(messages, **args)
+    with _limited_memory():
+      text = self._tokenizer.apply_chat_template(messages, **args)
+    if len(text) > _MAX_CHARS:
+      raise ValueError(f"it gives {len(text):,} characters")
+    return text
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Puts the chat template of the config into a copy of the files."""
+    if template := self._template_args.get("chat_template"):
+      template = self._tokenizer.get_chat_template(template)
+      for file in pathlib.Path(path).glob("chat_template*"):
+        file.unlink()
+      file = pathlib.Path(path, "tokenizer_config.json")
+      settings = json_object.read(file) | {"chat_template": template}
+      file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 Tokenizer = CharacterTokenizer | PretrainedTokenizer
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+  """Makes a chat template that fills the memory raise MemoryError, on Linux."""
+  limits = resource.getrlimit(resource.RLIMIT_AS)
+  with contextlib.suppress(OSError, ValueError):
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _TEMPLATE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limits[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _plain(prompt: Prompt, tools: Any) -> str:
+  """Returns a prompt without template; raises UserError if that loses keys."""
+  messages = [] if isinstance(prompt, str) else prompt
+  keys = set(["tools"] if tools else []).union(*messages)
+  if lost := sorted(keys - {"role", "content"}):
+    raise UserError(
+      f"without a chat template, {', '.join(lost)} of messages would be lost"
+    )
+  return text_of(prompt, with_system=True)
 
 
 def find_stop_ids(path: str, eos_id: int | None) -> tuple[int, ...]:

@@ -9,17 +9,19 @@ import jax
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from dppo_jax import distributed, rewards, sharding
+from dppo_jax import data, distributed, rewards, sharding
 from dppo_jax.analysis.statistics import Interval
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
-from dppo_jax.records import PromptBatch, Rollout
+from dppo_jax.records import Rollout
 from dppo_jax.rewards.notation import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 from dppo_jax.step.grade import grade
 
+# The answer in a box, by verifier: those that it takes to be other ones differ.
+_READ: dict[str, Callable[[str], str]] = {"exact": str.strip, "math": normalize}
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
 
 
@@ -31,7 +33,9 @@ class Completions(NamedTuple):
     lengths: tokens.
     is_stopped: False if the token limit cut the completion off.
     samples: a record of each completion, problem by problem: its text, id,
-      index among the samples of the problem, boxed answer and grade.
+      index among the samples of the problem, grade, and `extracted`, the answer
+      that the verifier read; None if there is none, or for verifiers other than
+      `exact` and `math`.
   """
 
   correct: Float[np.ndarray, "M k"]
@@ -41,8 +45,7 @@ class Completions(NamedTuple):
 
   def estimates(self) -> dict[str, Interval]:
     """Returns avg@k, maj@k and pass@k with their intervals."""
-    boxed = (x["extracted"] for x in self.samples)
-    texts = [None if x is None else normalize(x) for x in boxed]
+    texts = [x["extracted"] for x in self.samples]
     answers = np.array(texts, object).reshape(self.correct.shape).tolist()
     return estimators.estimates(self.correct, answers)
 
@@ -82,7 +85,7 @@ def evaluate(
   problems = run.eval_sets[name]
   rng = rng_of_set(run.spec.root_key, name, [*run.eval_sets].index(name))
   arrays, samples = [], []
-  for rollout in rollouts(run, name, roll_out, rng):
+  for rollout in rollouts(problems, batch_size(run), roll_out, rng):
     graded = grade(
       rollout,
       problems,
@@ -91,10 +94,13 @@ def evaluate(
       verifier_only=True,
       stop_strings=run.spec.stop_strings,
     )
-    arrays.append((graded.correct, graded.lengths, graded.is_stopped))
-    samples += map(_record, graded.samples)
+    ended = graded.rollout
+    arrays.append((graded.correct, ended.lengths, ended.is_stopped))
+    samples += [_record(x, grader.specs[0].reference) for x in graded.samples]
     advance(len(samples) // rollout.lengths.shape[1])
-  return Completions(*map(np.concatenate, zip(*arrays, strict=True)), samples)
+  joined = map(np.concatenate, zip(*arrays, strict=True))
+  correct, lengths, is_stopped = joined
+  return Completions(correct, lengths, is_stopped, samples)
 
 
 def program(run: Run, samples: int) -> programs.Program:
@@ -105,9 +111,7 @@ def program(run: Run, samples: int) -> programs.Program:
   """
   problems = next(iter(run.eval_sets.values()))  # all are of one width
   width = problems.tokens.shape[1]
-  return programs.evaluation_program(
-    run.spec, run.config.eval.prompts, width, samples
-  )
+  return programs.evaluation_program(run.spec, batch_size(run), width, samples)
 
 
 def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
@@ -140,22 +144,28 @@ def check_metric(run: Run, metric: str) -> None:
     )
 
 
+def batch_size(run: Run) -> int:
+  """Returns the problems of a batch, a multiple of the devices."""
+  num_shards = sharding.num_shards(run.spec.mesh, "batch")
+  return sharding.round_up(run.config.eval.prompts, num_shards)
+
+
 def rollouts(
-  run: Run, name: str, roll_out: Callable[..., Rollout], rng: StepRng
+  problems: data.ProblemSet,
+  num_prompts: int,
+  roll_out: Callable[..., Rollout],
+  rng: StepRng,
 ) -> Iterator[Rollout]:
   """Yields rollouts of every problem once, while the next one decodes.
 
-  See `evaluate` for the arguments.
+  Args:
+    num_prompts: problems in a batch of `roll_out`, which is as in `evaluate`.
   """
-  problems = run.eval_sets[name]
-  num_shards = sharding.num_shards(run.spec.mesh, "batch")
-  num_prompts = sharding.round_up(run.config.eval.prompts, num_shards)
 
   def begin(start: int) -> Rollout:
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
     ids = np.minimum(ids, len(problems) - 1)  # repeats the last problem
-    batch = PromptBatch(ids, problems.tokens[ids], problems.lengths[ids])
-    return roll_out(prompts=batch, rng=rng)
+    return roll_out(prompts=problems.prompts_at(ids), rng=rng)
 
   starts = range(0, len(problems), num_prompts)
   started = itertools.pairwise(itertools.chain(map(begin, starts), [None]))
@@ -165,8 +175,9 @@ def rollouts(
     yield jax.tree.map(cut, distributed.to_host(rollout))
 
 
-def _record(sample: dict) -> dict:
+def _record(sample: dict, verifier: str) -> dict:
   """Returns what an evaluation reports of a graded sample."""
   del sample["row"]
-  extracted = rewards.last_boxed(sample["completion"])
+  box, read = rewards.last_boxed(sample["completion"]), _READ.get(verifier)
+  extracted = read(box) if read and box is not None else None
   return {"sample": sample.pop("member"), "extracted": extracted} | sample

@@ -9,6 +9,7 @@ import typing
 from typing import Any
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import bucket
 
 # Kind of a value -> its description.
 _WORDS = {
@@ -27,6 +28,14 @@ _WORDS = {
 Kinds = Mapping[str, Any]  # key -> key of _WORDS, or several joined by `|`
 
 
+def parse(text: str | bytes) -> Any:
+  """Returns the value of JSON text; raises ValueError for any that is none."""
+  try:
+    return json.loads(text)
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+
+
 def read(
   path: str | os.PathLike, kinds: Kinds = types.MappingProxyType({}), hint=""
 ) -> dict[str, Any]:
@@ -37,11 +46,12 @@ def read(
     hint: end of the error, with what to do.
   """
   try:
-    return check(json.loads(pathlib.Path(path).read_bytes()), kinds)
-  except (OSError, ValueError, RecursionError) as error:
+    return check(parse(pathlib.Path(path).read_bytes()), kinds)
+  except (OSError, ValueError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(
-      f"cannot read {path} ({reason}){': ' * bool(hint)}{hint}"
+      f"cannot read {bucket.place(pathlib.Path(path))} ({reason})"
+      f"{': ' * bool(hint)}{hint}"
     ) from error
 
 

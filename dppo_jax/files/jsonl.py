@@ -1,13 +1,12 @@
 """Reads and repairs `.jsonl` files, and replaces text files atomically."""
 
-from collections.abc import Iterable, Iterator
-import contextlib
+from collections.abc import Iterable
 import json
 import os
 import pathlib
 
-from dppo_jax.errors import UserError
-from dppo_jax.files import json_object
+from dppo_jax.errors import UserError, writing
+from dppo_jax.files import bucket, json_object
 
 # Of text files: escapes the lone surrogates of invalid text.
 ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
@@ -17,17 +16,26 @@ def read(path: pathlib.Path) -> list[dict]:
   """Returns the objects of a file, or none if there is no such file.
 
   A last line without a newline, as a kill leaves it, is ignored.
+
+  Raises:
+    UserError: for a line that is no object, or of an earlier step than the line
+      before it.
   """
   # Bytes, since a cut may go through a character. Not `splitlines`, since a
   # completion may contain any of the characters that it splits at.
   content = path.read_bytes() if path.exists() else b""
-  lines = []
+  lines: list[dict] = []
   for number, text in enumerate(content.split(b"\n")[:-1], 1):
     try:
-      lines.append(json_object.check(json.loads(text.decode()), {"step": int}))
+      value = json_object.parse(text.decode())
+      lines.append(json_object.check(value, {"step": int}))
+      before = lines[-2:][0]["step"]
+      if before > lines[-1]["step"]:
+        raise ValueError(f"it follows step {before}")
     except ValueError as error:
       raise UserError(
-        f"{path}, line {number}, is damaged ({error}): delete that line"
+        f"{bucket.place(path)}, line {number}, is damaged ({error}): delete "
+        "that line"
       ) from error
   return lines
 
@@ -51,15 +59,3 @@ def replace(path: pathlib.Path, text: Iterable[str]) -> None:
       file.flush()
       os.fsync(file.fileno())  # or a power cut may leave an empty file
     os.replace(unfinished, path)
-
-
-@contextlib.contextmanager
-def writing(path: pathlib.Path) -> Iterator[None]:
-  """Turns an OSError into a UserError that names the file."""
-  try:
-    yield
-  except OSError as error:
-    raise UserError(
-      f"{path} cannot be written: {error.strerror or error}. Fix this, then "
-      "re-run the command to resume"
-    ) from error

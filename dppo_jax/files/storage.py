@@ -1,123 +1,187 @@
-"""Files in a bucket, `gs://` or `s3://`, by fsspec."""
+"""Objects in a bucket, `gs://` or `s3://`: listed, read, written and deleted.
 
+What was sent or received is compared with the size and the MD5 that the server
+has (for S3 the size: its client sends a checksum that the server verifies).
+"""
+
+import base64
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 import contextlib
-import datetime
+import hashlib
 import logging
 import os
 import pathlib
+import re
+from typing import Any, NamedTuple
 
-from dppo_jax import distributed
-from dppo_jax.errors import Unreachable, UserError
+from dppo_jax import distributed, errors
+from dppo_jax.errors import UserError
 
 # Packages of fsspec.
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 _THREADS = 8
+_SMALL = 5_000_000  # bytes that a server of `gs://` gets in one request
+# Time limit: a number of seconds, and the time of a transfer at a slow rate.
+SECONDS = 120
+_BYTES_PER_SECOND = 10_000_000
+_OPTIONS = {"use_listings_cache": False}
 
-Stamp = tuple[int, int]  # size in bytes, and time in seconds
+
+class Stored(NamedTuple):
+  """An object in a bucket."""
+
+  size: int
+  md5: str  # hexadecimal; "" if the server has none
+  version: str  # changes whenever the object does
 
 
 def is_url(place: str) -> bool:
-  """Returns True for a directory or file in a bucket."""
-  return place.startswith(tuple(f"{kind}://" for kind in _PACKAGES))
+  """Returns True for a URL of a bucket; raises UserError for another URL."""
+  if not re.match(r"\w+:/", place):
+    return False
+  kind, _, name = place.rstrip("/").partition("://")
+  # Libraries read these characters as patterns and versions.
+  if kind not in _PACKAGES or not _is_safe(name) or re.search(r"[*?[#]", name):
+    raise UserError(
+      f"{place}: the URL of a bucket is gs://BUCKET/NAME or s3://BUCKET/NAME, "
+      "without *, ?, [, # and parts such as '..'"
+    )
+  return True
 
 
-def each(function: Callable[[str], None], names: Iterable[str]) -> None:
+def _is_safe(name: str) -> bool:
+  """Returns False for a name that leads elsewhere on a disk."""
+  return "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
+
+
+def each(function: Callable[[str], object], names: Iterable[str]) -> None:
   """Calls a function with each name, several at a time."""
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     for _ in pool.map(function, names):
       pass
 
 
-class Bucket:
-  """The files below a URL. Methods retry as the library of the bucket does."""
+def _filesystem(place: str) -> Any:
+  import fsspec  # slow to import, as what it imports is
 
-  def __init__(self, place: str):
-    import fsspec  # slow to import, as what it imports is
+  kind = place.partition(":")[0]
+  # Also for etils, which has an object of its own.
+  fsspec.config.conf |= dict.fromkeys(("gs", "gcs", "s3"), _OPTIONS)
+  # What it logs is raised too.
+  logging.getLogger(_PACKAGES[kind]).setLevel(logging.CRITICAL)
+  if host := os.environ.get("STORAGE_EMULATOR_HOST"):  # read by gcsfs only
+    host = host if "://" in host else f"http://{host}"
+    os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", host)
+  return fsspec.filesystem(kind)
 
-    self.url, kind = place, place.partition(":")[0]
-    # What it logs is raised too.
-    logging.getLogger(_PACKAGES[kind]).setLevel(logging.CRITICAL)
-    self._files = fsspec.filesystem(kind, use_listings_cache=False)
 
-  def files(self) -> dict[str, Stamp]:
-    """Returns all files by name; for the URL of a file, the name is empty."""
-    root, stored = self.url.partition("://")[2], {}
-    for path, info in self._files.find(root, detail=True).items():
-      name = path.removeprefix(root).lstrip("/")
-      if info["type"] == "file" and not path.endswith("/"):
-        stored[name] = _stamp_of(info)
-    return stored
+def files(place: str) -> dict[str, Stored]:
+  """Returns all objects below a URL by name; "" is the object at the URL.
 
-  def text(self, name: str) -> str:
-    """Returns the content of a file; "" if there is none."""
-    with contextlib.suppress(FileNotFoundError):
-      return self._files.cat_file(self._path(name)).decode()
-    return ""
+  Raises:
+    UserError: for a name that would be outside a local directory.
+  """
+  root, stored = place.partition("://")[2], {}
+  with reaching(place):
+    infos = _filesystem(place).find(place, detail=True)
+  for path, info in infos.items():
+    name = path.removeprefix(root).removeprefix("/")
+    if info["type"] != "file" or path.endswith("/"):
+      continue
+    if name and not _is_safe(name):
+      raise UserError(f"{place} has an object named {name!r}: delete it")
+    stored[name] = _stored(info)
+  return stored
 
-  def get(self, name: str, to: pathlib.Path, stamp: Stamp) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    part = to.with_name(f"{to.name}.tmp")  # no upload sends it
-    self._files.get_file(self._path(name), str(part))
-    os.utime(part, (stamp[1], stamp[1]))
+
+def get(place: str, to: pathlib.Path, stored: Stored) -> None:
+  """Copies an object to a file, which appears once it is complete."""
+  to.parent.mkdir(parents=True, exist_ok=True)
+  part = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+  try:
+    _filesystem(place).get_file(place, str(part))
+    _compare(place, stored, part.stat().st_size, _md5(part))
     part.replace(to)
-
-  def put(self, name: str, source: pathlib.Path) -> None:
-    self._files.put_file(str(source), self._path(name))
-    time = _stamp_of(self._files.info(self._path(name)))[1]
-    os.utime(source, (time, time))
-
-  def delete(self, name: str) -> None:
-    self._files.rm_file(self._path(name))
-
-  def _path(self, name: str) -> str:
-    return f"{self.url}/{name}" if name else self.url
+  finally:
+    part.unlink(missing_ok=True)
 
 
-def _stamp_of(info: dict) -> Stamp:
-  time: datetime.datetime = info.get("mtime") or info["LastModified"]
-  return info["size"], int(time.timestamp())
+def put(source: pathlib.Path, place: str) -> None:
+  """Copies a file to an object; may be called again if the file changes."""
+  before, md5 = source.stat(), _md5(source)
+  content = source.read_bytes() if before.st_size < _SMALL else b""
+  if place.startswith("gs:") and content.endswith(b"\r"):
+    import tensorstore  # gcsfs encodes such content ambiguously
+
+    name, _, path = place.removeprefix("gs://").partition("/")
+    store = {"driver": "gcs", "bucket": name, "path": path}
+    tensorstore.KvStore.open(store).result().write("", content).result()
+  else:
+    _filesystem(place).put_file(str(source), place)
+  stored = _stored(_filesystem(place).info(place))
+  if source.stat().st_mtime_ns == before.st_mtime_ns:
+    _compare(place, stored, before.st_size, md5)
 
 
-def _is_denied(error: Exception) -> bool:
-  """True if there is no such bucket or no permission; gcsfs has no class."""
-  is_final = isinstance(error, PermissionError | FileNotFoundError)
-  is_unauthorized = getattr(error, "code", None) == 401
-  return is_final or is_unauthorized or str(error).startswith("Forbidden: ")
+def _stored(info: dict) -> Stored:
+  md5 = base64.b64decode(info.get("md5Hash", "")).hex()
+  version = info.get("generation") or info.get("etag") or info.get("ETag")
+  return Stored(info["size"], md5, md5 or str(version))
+
+
+def _compare(path: str, stored: Stored, size: int, md5: str) -> None:
+  if (size, md5) != (stored.size, stored.md5 or md5):
+    raise ConnectionError(
+      f"{path} has {stored.size} bytes and MD5 {stored.md5} in the bucket but "
+      f"{size} and {md5} here"
+    )
+
+
+def _md5(path: pathlib.Path) -> str:
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "md5").hexdigest()
 
 
 @contextlib.contextmanager
-def explaining_errors(
-  place: str, copy: pathlib.Path | None = None
-) -> Iterator[None]:
-  """Turns an error of a library, its transport or the server into one line.
+def reaching(place: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
+  """Limits the time of a body that uses a URL, and explains its errors.
+
+  Does nothing for a local path.
 
   Args:
-    copy: has what an upload did not send.
+    num_bytes: size of what the body transfers.
+  Raises:
+    UserError: if access is denied, or for an error of the local disk.
+    Unreachable: for all other errors of a bucket.
   """
-  try:
+  place = str(place)
+  if not is_url(place):
     yield
-  except UserError:
-    raise
-  except ImportError as error:
+    return
+  seconds = round(SECONDS + num_bytes / _BYTES_PER_SECOND)
+  text = f"{place} did not answer within {seconds} s; re-run the command"
+  with errors.limited(seconds, text):
+    try:
+      yield
+    except Exception as error:
+      if isinstance(error, UserError) or distributed.has_lost_another(error):
+        raise
+      raise _explained(place, error) from error
+
+
+def _explained(place: str, error: Exception) -> UserError:
+  if isinstance(error, ImportError):
     package = _PACKAGES[place.partition(":")[0]]
-    raise UserError(
+    return UserError(
       f"{place} needs {package}: pip install {package} ({error})"
-    ) from error
-  except Exception as error:
-    if _is_denied(error):
-      reason = " ".join(str(error).split())
-      raise UserError(
-        f"{place} cannot be read or written ({reason})"
-      ) from error
-    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    advice = (
-      f": {copy} has what is not there yet, and sends it when the command is "
-      "run again on this machine"
-      if distributed.count() == 1
-      else ": the run resumes from the last checkpoint that is there"
     )
-    raise Unreachable(
-      f"{place} cannot be read or written ({reason}){advice * bool(copy)}"
-    ) from error
+  if reason := errors.of_disk(error):
+    disk = getattr(error, "filename", None) or "the local disk"
+    return UserError(f"{disk} cannot be written: {reason}")
+  reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+  return errors.of_server(
+    error,
+    f"{place} cannot be read or written ({reason}): re-run the command once "
+    "this has changed",
+  )

@@ -9,6 +9,7 @@ import sys
 import traceback
 
 from dppo_jax.errors import UserError
+from dppo_jax.files import paths
 
 # Files whose lines do not help to find a mistake in user code.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -26,12 +27,12 @@ def load(reference: str) -> Callable:
   """Imports a function; raises UserError if that fails."""
   if not is_reference(reference):
     raise UserError(f"{reference!r} is neither FILE.py:NAME nor MODULE:NAME")
-  place, _, name = reference.rpartition(":")
+  place, _, name = paths.of_code(reference).rpartition(":")
   if place.endswith(".py") and not os.path.isfile(place):
     raise UserError(f"{reference!r}: there is no file {place}")
   with explained(f"{place} cannot be imported"):
     if place.endswith(".py"):
-      module = _import_file(os.path.abspath(place), os.stat(place).st_mtime_ns)
+      module = _import_file(place, os.stat(place).st_mtime_ns)
     else:
       module = importlib.import_module(place)
   function = getattr(module, name, None)
@@ -39,6 +40,19 @@ def load(reference: str) -> Callable:
     value = f": it is {function!r}"[:60] if hasattr(module, name) else ""
     raise UserError(f"there is no function {name!r} in {place}{value}")
   return function
+
+
+def file_of(reference: str) -> str:
+  """Returns the file that `load` imports for a reference; "" if there is none.
+
+  Imports the packages that a module is in, but not the module.
+  """
+  place = reference.rpartition(":")[0]
+  with contextlib.suppress(ImportError, ValueError, AttributeError):
+    is_file = place.endswith(".py")
+    file = place if is_file else importlib.util.find_spec(place).origin
+    return file if os.path.isfile(file or "") else ""
+  return ""
 
 
 def reference_of(function: Callable) -> str:

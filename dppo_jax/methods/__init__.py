@@ -12,6 +12,7 @@ from dppo_jax.methods.dynamic_sampling import DynamicSampling
 from dppo_jax.methods.greso import drop_zero_variance_streaks, greso
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.method import (
+  Budget,
   CompletionRule,
   Method,
   PromptRule,
@@ -21,7 +22,7 @@ from dppo_jax.methods.method import (
   unweighted,
   unweighted_prompts,
 )
-from dppo_jax.methods.neyman.budget import AutoBudget
+from dppo_jax.methods.neyman.budget import BudgetPolicy, RecordedPolicy
 from dppo_jax.methods.neyman.rules import (
   neyman,
   neyman_completions,

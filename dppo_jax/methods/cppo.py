@@ -21,9 +21,17 @@ def cppo(keep: float = 0.5, scope: str = "group") -> method.Method:
     3. One update on a rollout and no KL penalty, which are the objective's
        defaults; the paper has 2 and 0.04.
     4. Ties are broken at random; two-valued rewards make them everywhere.
+    5. The loss is the mean over the kept completions of each one's mean over
+       tokens, as in the paper and the authors' verl port; their OpenR1 code
+       divides by the kept tokens of a micro-batch.
+    6. 1e-6 is added to the deviation, as in the verl port, not 1e-4.
+  The largest published speed-up, 8.32 on GSM8K, keeps 1 of 16 completions and
+  takes 16 times the prompts a step: it counts 16 times fewer updates.
   """
   rule = top_abs_advantage(keep, scope)
-  return grpo()._replace(completions=method.unweighted(rule))
+  return grpo()._replace(
+    completions=method.unweighted(rule), prune_less="raise keep"
+  )
 
 
 def top_abs_advantage(

@@ -24,7 +24,8 @@ def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
     1. As `pods`.
   """
   return grpo()._replace(
-    completions=method.unweighted(max_variance(keep, scope))
+    completions=method.unweighted(max_variance(keep, scope)),
+    prune_less="raise keep",
   )
 
 
@@ -42,7 +43,9 @@ def d2s(
     2. A completion's loss is the mean over its kept tokens, under dapo too.
   """
   check(FRACTION, keep_tokens=keep_tokens)
-  return d1s(keep, scope)._replace(tokens=top_entropy(keep_tokens))
+  return d1s(keep, scope)._replace(
+    tokens=top_entropy(keep_tokens), prune_less="raise keep or keep_tokens"
+  )
 
 
 def d3s(
@@ -72,6 +75,7 @@ def d3s(
     completions=method.unweighted(max_variance(rate, scope)),
     tokens=top_entropy(_linear(keep_tokens, final_keep_tokens, total_steps)),
     has_schedule=keep != final_keep or keep_tokens != final_keep_tokens,
+    prune_less="raise keep, keep_tokens, final_keep or final_keep_tokens",
   )
 
 

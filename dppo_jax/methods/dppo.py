@@ -34,6 +34,7 @@ def dppo(
   return grpo()._replace(
     prompts=drop_by_history(prompt_rate),
     completions=drop_small_advantage(completion_rate, scope),
+    prune_less="lower prompt_rate or completion_rate",
   )
 
 

@@ -120,14 +120,15 @@ def add_groups(
   old = (buffer.prompts, buffer.rollout, buffer.rewards)
   new = (prompts, rollout, rewards)
   prompts, rollout, rewards = jax.tree.map(join, old, new)
+  blanked = lambda x: jnp.where(is_used[:, None], x, jnp.zeros_like(x))
   return GroupBuffer(
     prompts,
     rollout.replace(
-      lengths=jnp.where(is_used[:, None], rollout.lengths, 0),
-      is_stopped=rollout.is_stopped & is_used[:, None],
-      kept=Selection(is_used, jnp.where(is_used, rollout.kept.prob, 1.0)),
+      lengths=blanked(rollout.lengths),
+      is_stopped=jax.tree.map(blanked, rollout.is_stopped),  # or None
+      kept=Selection(is_used, jnp.where(is_used, rollout.selection.prob, 1.0)),
     ),
-    jnp.where(is_used[:, None], rewards, 0.0),
+    blanked(rewards),
     number,
     buffer.num_seen + is_seen.sum(dtype=jnp.int32),
   )
@@ -137,7 +138,7 @@ def has_variance(
   rollout: Rollout, rewards: Float[Array, "N G"]
 ) -> Bool[Array, "N"]:
   """Returns True for prompts that were kept and whose rewards differ."""
-  return rollout.kept.keep & ~advantages.is_zero_variance(rewards)
+  return rollout.selection.keep & ~advantages.is_zero_variance(rewards)
 
 
 def denominator(buffer: GroupBuffer, sampling: DynamicSampling) -> Scalar:
@@ -173,7 +174,7 @@ def next_size(
   if sampling.is_exact:
     return jnp.int32(size)
   missing = size - buffer.num_groups
-  rolled = rollout.kept.keep.sum(dtype=jnp.int32)
+  rolled = rollout.selection.keep.sum(dtype=jnp.int32)
   mixed = has_variance(rollout, rewards).sum(dtype=jnp.int32)
   needed = -(-5 * missing * rolled // jnp.maximum(4 * mixed, 1))
   return jnp.where(mixed > 0, jnp.minimum(needed, size), size)

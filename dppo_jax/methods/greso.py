@@ -43,16 +43,23 @@ def greso(
        0.11.
     4. One update on a rollout unless `objective.mini_batches` is set: 4 in the
        authors' scripts, of 64 prompts each.
+    5. No entropy bonus; the authors' scripts keep their framework's default of
+       0.001.
+    6. Draws until the batch is full, or `max_draws`. The authors' code takes
+       the first batch that it reduces to the estimated need for the last one,
+       and may then train on fewer groups.
   """
   check(COUNT, max_draws=max_draws)
   check(one_of("plain", "exact", "none"), dynamic_sampling=dynamic_sampling)
   prompts = drop_zero_variance_streaks(base, floor, target, tuning)
+  prune_less = "raise base or floor"
   if dynamic_sampling == "none":
-    return grpo()._replace(prompts=prompts)
+    return grpo()._replace(prompts=prompts, prune_less=prune_less)
   is_exact = dynamic_sampling == "exact"
   return grpo()._replace(
     prompts=prompts if is_exact else method.unweighted_prompts(prompts),
     dynamic_sampling=DynamicSampling(max_draws, is_exact),
+    prune_less=prune_less,
   )
 
 

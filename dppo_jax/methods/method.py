@@ -1,30 +1,43 @@
 """The parts of a method, as pure functions, and the simplest choice of each.
 
-A completion rule is `rule(rng, groups) -> Selection [Q, G]`. It sees full
-groups, before anything is dropped, and reports the probability of the draw it
-makes; a rule that cannot is wrapped in `unweighted`. Completions of length 0
+A completion rule is `rule(rng, groups, budget) -> Selection [Q, G]`. It sees
+full groups, before anything is dropped, and reports the probability of the draw
+it makes; a rule that cannot is wrapped in `unweighted`. Completions of length 0
 belong to prompts that were not rolled out: they are not counted, and keeping
 them has no effect. `rng` is a `StepRng`, or a bare key if none of the rule's
-rates is a schedule.
+rates is a schedule. `budget` is the fraction that the method's policy has
+chosen, 1 if it has none; most rules ignore it.
 
 A prompt rule sees only what was observed before this step. Its choice is
 therefore independent of the rollouts, and weights 1 / prob are unbiased too.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
+import numpy as np
 
 from dppo_jax.algo import designs
+from dppo_jax.algo.policy_loss import PerCompletion
 from dppo_jax.methods.dynamic_sampling import DynamicSampling
-from dppo_jax.records import Groups, IntScalar, PackedBatch, Scalar, Selection
+from dppo_jax.records import (
+  Groups,
+  IntScalar,
+  PackedBatch,
+  Scalar,
+  Selection,
+  TokenStats,
+)
 from dppo_jax.rng import StepRng, keys_for_ids
 
-CompletionRule = Callable[[StepRng | jax.Array, Groups], Selection]
+# (rng, groups, budget). In this package's rules, the budget is optional and
+# `rng` may be a key.
+CompletionRule = Callable[..., Selection]
 History: TypeAlias = PyTree[jax.Array]
+Ids = Int[Array, "N"]
 Schedule = Callable[[IntScalar], Scalar]  # of the step
 Rate = float | Schedule  # constant or scheduled
 
@@ -45,9 +58,12 @@ class PromptRule(NamedTuple):
       out and changes nothing.
   """
 
-  init: Callable[..., History]
-  select: Callable[..., Selection]
-  observe: Callable[..., History]
+  init: Callable[[int], History]
+  select: Callable[[StepRng, History, Ids], Selection]
+  observe: Callable[
+    [History, IntScalar, Ids, PerCompletion, PerCompletion, Int[Array, "Q G"]],
+    History,
+  ]
 
 
 class TokenRule(NamedTuple):
@@ -64,7 +80,40 @@ class TokenRule(NamedTuple):
   """
 
   needs_stats: bool
-  select: Callable[..., Selection]
+  select: Callable[[StepRng, PackedBatch, TokenStats | None], Selection]
+
+
+class Policy(Protocol):
+  """Chooses the budget of each step; see `neyman.budget.BudgetPolicy`."""
+
+  metrics: dict[str, float]
+
+  def next(
+    self,
+    metrics: Mapping[str, float],
+    added_variance: np.ndarray | None = None,
+    micro_batches: np.ndarray | None = None,
+    /,
+  ) -> float:
+    """Returns the fraction of the next step."""
+
+
+class Budget(NamedTuple):
+  """Fraction of the completions that a method trains on, chosen by the host.
+
+  Attributes:
+    policy: makes the policy of a run.
+    added_variance: `(groups, fractions [K]) -> [K]`, variance that the rule
+      adds to the gradient at each, over the sum of the completions' squared
+      gradient norms.
+    fractions: `[K]`, to choose from, rising to 1.
+    first: fraction of the first step.
+  """
+
+  policy: Callable[[], Policy]
+  added_variance: Callable[[Groups, Float[Array, "K"]], Float[Array, "K"]]
+  fractions: np.ndarray
+  first: float = 1.0
 
 
 class Method(NamedTuple):
@@ -80,10 +129,10 @@ class Method(NamedTuple):
       differ; None draws once.
     has_schedule: the amount pruned depends on the number of steps of the run,
       which a resumed run may then not change.
-    reads_costs: the completion rule reads `groups.costs`.
-    noise_every: steps between measurements of the gradient noise within
-      prompts; a measurement takes one extra micro-batch. The noise scale is
-      measured every four steps. 0 measures nothing.
+    budget: chooses the third argument of the completion rule between steps,
+      by the gradient noise, which is then measured; None passes 1.
+    prune_less: advice for warnings, `raise ARGUMENT or ARGUMENT`, that makes
+      the rules keep more and weights smaller; empty if it is unknown.
   """
 
   prompts: PromptRule
@@ -93,26 +142,24 @@ class Method(NamedTuple):
   trains_zero_advantage: bool = False
   dynamic_sampling: DynamicSampling | None = None
   has_schedule: bool = False
-  reads_costs: bool = False
-  noise_every: int = 0
+  budget: Budget | None = None
+  prune_less: str = ""
 
 
 def every_prompt() -> PromptRule:
   """Returns a rule that keeps every prompt and remembers nothing."""
   return PromptRule(
     init=lambda num_prompts: (),
-    select=lambda rng, history, ids: _all(ids.shape),
+    select=lambda rng, history, ids: Selection.every(ids.shape),
     observe=lambda history, step, ids, rewards, correct, lengths: history,
   )
 
 
 def every_completion() -> CompletionRule:
   """Returns a rule that keeps every completion."""
-  return lambda rng, groups: _all(groups.advantages.shape)
-
-
-def _all(shape: tuple[int, ...]) -> Selection:
-  return Selection(jnp.ones(shape, bool), jnp.ones(shape, jnp.float32))
+  return lambda rng, groups, budget=1.0: Selection.every(
+    groups.advantages.shape
+  )
 
 
 def unweighted_prompts(rule: PromptRule) -> PromptRule:
@@ -133,8 +180,10 @@ def unweighted(rule: CompletionRule) -> CompletionRule:
   the kept completions.
   """
 
-  def biased(rng: StepRng | jax.Array, groups: Groups) -> Selection:
-    keep = rule(rng, groups).keep
+  def biased(
+    rng: StepRng | jax.Array, groups: Groups, budget: Scalar | float = 1.0
+  ) -> Selection:
+    keep = rule(rng, groups, budget).keep
     is_drawn = groups.lengths > 0
     count = lambda x: jnp.maximum(x.sum(dtype=jnp.float32), 1.0)
     fraction = count(keep & is_drawn) / count(is_drawn)

@@ -21,7 +21,9 @@ def pods(keep: float = 0.25) -> method.Method:
   """
   rule = max_variance(keep, "group")
   return grpo()._replace(
-    completions=method.unweighted(rule), has_statistics_after=True
+    completions=method.unweighted(rule),
+    has_statistics_after=True,
+    prune_less="raise keep",
   )
 
 

@@ -12,17 +12,20 @@ from dppo_jax.methods.method import ROUNDING, CompletionRule
 from dppo_jax.records import Groups, IntScalar, Scalar, Selection
 from dppo_jax.rng import StepRng, as_step_rng
 
+# (step, uniform, advantages, is_drawn), with random numbers in [0, 1).
+Choice = Callable[
+  [IntScalar | None, Float[Array, "n"], Float[Array, "n"], Bool[Array, "n"]],
+  Selection,
+]
 
-def in_scope(scope: str, choose: Callable[..., Selection]) -> CompletionRule:
-  """Applies `choose` to each "group" by itself, or to the "batch" as one.
 
-  Args:
-    choose: `(step, uniform [n], advantages [n], is_drawn [n]) -> Selection
-      [n]`, with random numbers in [0, 1).
-  """
+def in_scope(scope: str, choose: Choice) -> CompletionRule:
+  """Applies `choose` to each "group" by itself, or to the "batch" as one."""
   check(one_of("group", "batch"), scope=scope)
 
-  def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
+  def rule(
+    rng: StepRng | jax.Array, groups: Groups, budget: Scalar | float = 1.0
+  ) -> Selection:
     rng = as_step_rng(rng)
     shape = groups.advantages.shape
     rows = shape if scope == "group" else (1, groups.advantages.size)

@@ -64,7 +64,8 @@ CHECKS = (
     lambda x: not _sum(x, "completions/trained", default=1),
     "no token was trained on in the last 10 steps: rewards are equal within "
     "groups, or everything was pruned. Use other problems, a larger "
-    "config.rollout.group_size, or higher rates in config.method.args.",
+    "config.rollout.group_size, or prune less "
+    "(config.method.args{prune_less}).",
   ),
   Check(
     "zero_variance",
@@ -77,7 +78,7 @@ CHECKS = (
     "sampler_mismatch",
     _sampler_ratio,
     "trainer and sampler disagree on the probability of a token by a factor of "
-    "{value:.1f}. Set config.rollout.dtype=float32, config.rollout.top_k=0 and "
+    "{value:.1f}. Set config.model.dtype=float32, config.rollout.top_k=0 and "
     "config.rollout.top_p=1, or config.objective.args.sampler_cap=2.",
     limit=2,
   ),
@@ -92,8 +93,8 @@ CHECKS = (
   Check(
     "large_weights",
     lambda x: _sum(x, "weights/max") / len(x),
-    "a completion has weight {value:.0f}: its gradient is mostly noise. Set "
-    "rates closer to 1 in config.method.args.",
+    "a completion has weight {value:.0f}: its gradient is mostly noise. Prune "
+    "less (config.method.args{prune_less}).",
     limit=100,
   ),
   Check(
@@ -116,14 +117,22 @@ CHECKS = (
 class Health:
   """Applies the checks to the metrics of a run as they are written."""
 
-  def __init__(self, num_updates: int):
+  def __init__(self, num_updates: int, prune_less: str = ""):
+    """Starts without metrics.
+
+    Args:
+      num_updates: updates on a rollout.
+      prune_less: advice of the method, as in `methods.Method`.
+    """
+    self._advice = f": {prune_less}" * bool(prune_less)
     self._checks = [x for x in CHECKS if x.name != "reuse" or num_updates > 1]
-    self._lines = collections.deque(maxlen=10)
+    self._lines: collections.deque[Line] = collections.deque(maxlen=10)
     self._next_message: dict[str, int] = {}
 
   def check(self, step: int, line: Line) -> tuple[dict[str, float], list[str]]:
     """Returns the metrics of the checks that fail, and messages to print."""
-    metrics, messages = {}, []
+    metrics: dict[str, float] = {}
+    messages: list[str] = []
     if "step/seconds" not in line:  # of an evaluation
       return metrics, messages
     self._lines.append(line)
@@ -134,6 +143,6 @@ class Health:
         metrics[f"warnings/{check.name}"] = 1.0
         if step >= self._next_message.get(check.name, step):
           self._next_message[check.name] = step + 100
-          text = check.message.format(value=value)
+          text = check.message.format(value=value, prune_less=self._advice)
           messages.append(f"warning, step {step}: {text}")
     return metrics, messages

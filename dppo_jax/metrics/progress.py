@@ -1,10 +1,8 @@
-"""Shows a run's progress: a bar on a terminal, otherwise occasional lines.
-
-Does not import jax, so that it can show the loading of libraries.
-"""
+"""Shows a run's progress: a bar on a terminal, otherwise occasional lines."""
 
 from collections.abc import Callable, Iterator
 import contextlib
+import errno
 import os
 import sys
 import textwrap
@@ -14,6 +12,8 @@ from typing import Self
 
 import tqdm
 
+from dppo_jax import distributed
+
 Show = Callable[[str], None]
 
 
@@ -22,6 +22,8 @@ class _Bar(tqdm.tqdm):
 
 
 _Bar.set_lock(threading.RLock())  # tqdm's own is a semaphore of processes
+
+_NO_STEPS = _Bar(total=0, disable=True)  # which is false
 
 
 class Task:
@@ -41,13 +43,16 @@ class Task:
 
 
 class Progress(contextlib.nullcontext):
-  """Shows tasks and steps on standard error, and lines on standard output."""
+  """Shows tasks and steps on standard error, and lines on standard output.
+
+  Of several processes, the first one alone shows them.
+  """
 
   def __init__(self, is_silent: bool = False):
     super().__init__(self)
-    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    self._has_bar, self._is_silent = is_terminal and not is_silent, is_silent
-    self._steps: _Bar | None = None
+    self._is_silent = is_silent or not distributed.is_first()
+    self._has_bar = _is_terminal() and not self._is_silent
+    self._steps = _NO_STEPS
 
   @contextlib.contextmanager
   def task(self, name: str, is_brief: bool = False) -> Iterator[Task]:
@@ -74,7 +79,7 @@ class Progress(contextlib.nullcontext):
       self._steps, self._first = bar, first
       self._start, self._next_line = time.monotonic(), 0.0
       yield self
-    self._steps = None
+    self._steps = _NO_STEPS
 
   def advance(self, done: int, *notes: str) -> None:
     """Shows that `done` steps are done; notes describe the last one.
@@ -99,12 +104,23 @@ class Progress(contextlib.nullcontext):
       try:
         _Bar.write(text, sys.stdout)
         sys.stdout.flush()
-      except BrokenPipeError:  # the reader has ended: a run continues
-        drop_output()
+      except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+          raise
+        drop_output()  # its reader or terminal has ended: a run continues
 
   def _bar(self, **options) -> _Bar:
     options |= {"leave": False, "dynamic_ncols": True, "ascii": ".#"}
     return _Bar(file=sys.stderr, disable=not self._has_bar, **options)
+
+
+def _is_terminal() -> bool:
+  """True if standard error is a terminal with a size, in which a bar fits."""
+  if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    return False
+  with contextlib.suppress(OSError):
+    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+  return False
 
 
 def drop_output() -> None:
@@ -113,7 +129,13 @@ def drop_output() -> None:
 
 
 def wrapped(text: str) -> str:
-  """Breaks lines at 79 characters, but never inside a word or a path."""
-  options = {"break_on_hyphens": False, "break_long_words": False}
-  fill = lambda x: textwrap.fill(x, 79, subsequent_indent="  ", **options)
-  return "\n".join(map(fill, text.splitlines()))
+  """Breaks lines at 79 characters, but no word, path or `  python` command."""
+  fill = lambda x: textwrap.fill(
+    x,
+    79,
+    subsequent_indent="  ",
+    break_on_hyphens=False,
+    break_long_words=False,
+  )
+  lines = text.splitlines()
+  return "\n".join(x if x.startswith("  python") else fill(x) for x in lines)

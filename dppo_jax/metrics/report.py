@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 import pathlib
 import re
 import textwrap
+from typing import Any
 
 from matplotlib import axes as mpl_axes
 from matplotlib import figure as figures
@@ -11,6 +12,7 @@ import numpy as np
 
 from dppo_jax.analysis import runs, statistics, style, tables
 from dppo_jax.analysis.statistics import Interval
+from dppo_jax.errors import writing
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import health
 
@@ -29,17 +31,22 @@ _TOTALS = (
 ).split()
 
 
-def write(workdir: pathlib.Path) -> pathlib.Path:
-  """Writes the report of a run, finished or not; returns its path."""
+def write(workdir: pathlib.Path, note: str = "") -> pathlib.Path:
+  """Writes the report of a run, finished or not; returns its path.
+
+  Args:
+    note: what ended the run early, for the lines below the title.
+  """
   run = runs.load(workdir)
   samples = jsonl.read(workdir / "samples.jsonl")
-  with jsonl.writing(workdir / "report.png"):
+  with writing(workdir / "report.png"):
     style.save(_draw(run), workdir / "report.png")
   seconds = _stage_seconds(run)
   total = max(sum(seconds.values()), 1e-9)
   times = [(k, f"{x:.1f}", f"{x / total:.0%}") for k, x in seconds.items()]
   parts = [
     f"# {_title(run)}",
+    *([note] if note else []),
     tables.markdown(("", ""), [*_summary(run)]),
     "Parentheses and error bars are 95% intervals over problems.",
     "![accuracy, reward, length, entropy, pruning and time](report.png)",
@@ -94,8 +101,8 @@ def headline(run: runs.Run) -> str:
 def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
   """Yields named accuracies at both ends of a run, sampled before greedy."""
   names = (name for line in run.evals for name in line)
-  stages = (re.fullmatch("(eval(?:/.*)?)/accuracy", x) for x in names)
-  stages = dict.fromkeys(x[1] for x in stages if x)
+  matches = (re.fullmatch("(eval(?:/.*)?)/accuracy", x) for x in names)
+  stages = dict.fromkeys(x[1] for x in matches if x)
   if run.steps and not any(line["eval/samples"] for line in run.evals):
     # The mean over the first and the last tenth of the steps.
     size = -(-len(run.steps) // 10)
@@ -124,14 +131,30 @@ def _speedup(run: runs.Run) -> str:
 
 
 def _samples(lines: Sequence[dict]) -> Iterator[str]:
-  """Completions of the first and the last step, held-out ones if possible."""
+  """Completions at both ends, held-out ones if possible, of four problems.
+
+  Problems whose verdict has changed come first, then those answered wrongly.
+  """
   lines = [x for x in lines if x["split"] == "eval"] or lines
-  for step in dict.fromkeys(x["step"] for x in (*lines[:1], *lines[-1:])):
-    for x in [x for x in lines if x["step"] == step][:3]:
-      verdict = "right" if x["correct"] == 1 else "wrong"
-      text = f"{x['problem']}\n{x['completion']}"
-      yield f"Step {step}, {verdict}, answer {x['answer']}:"
-      yield textwrap.indent(text, "    ")  # as code
+  steps = [x["step"] for x in (*lines[:1], *lines[-1:])]
+  first, last = (
+    {x["problem"]: x for x in reversed(lines) if x["step"] == step}
+    for step in steps or (0, 0)
+  )
+  is_right = lambda x: x["correct"] == 1
+  verdicts = {
+    p: (is_right(first.get(p, x)), is_right(x)) for p, x in last.items()
+  }
+  changed = [p for p, (before, after) in verdicts.items() if before != after]
+  wrong = [p for p, (before, after) in verdicts.items() if not before | after]
+  chosen = [*changed[:2], *wrong[:2], *changed[2:], *wrong[2:], *last]
+  for problem in [*dict.fromkeys(chosen)][:4]:
+    for step, by_problem in {steps[0]: first, steps[-1]: last}.items():
+      if x := by_problem.get(problem):
+        verdict = "right" if is_right(x) else "wrong"
+        yield f"Step {step}, {verdict}, answer {x['answer']}:"
+        text = f"{x['problem']}\n{x['completion']}"
+        yield textwrap.indent(text, "    ")  # as code
 
 
 @style.rc()
@@ -166,9 +189,14 @@ def _draw_accuracy(axis: mpl_axes.Axes, run: runs.Run) -> None:
     if at:
       y = np.array([evals[i][decoding] for i in at])
       errors = np.abs(y[:, 1:] - y[:, :1]).T
-      look = {"fmt": "o-" if len(at) == len(evals) else "D", "ms": 3}
-      label = f"{decoding}, held-out"
-      axis.errorbar(seconds[at], y[:, 0], errors, label=label, **look)
+      axis.errorbar(
+        seconds[at],
+        y[:, 0],
+        errors,
+        fmt="o-" if len(at) == len(evals) else "D",
+        ms=3,
+        label=f"{decoding}, held-out",
+      )
   axis.set(title="accuracy", xlabel="training seconds")
   style.format_axes(axis)
 
@@ -183,10 +211,11 @@ def _draw_step_metrics(
 
   def plot(axis, title, **metrics):
     for label, metric in metrics.items():
-      axis.plot(*_curves(steps, metric), label=label)
+      lines = [line for line in steps if metric in line]
+      axis.plot(*_curves(lines, metric), label=label)
     axis.set(title=title, xlabel="step")
 
-  shade = {"alpha": 0.15, "lw": 0}
+  shade: dict[str, Any] = {"alpha": 0.15, "lw": 0}
   plot(samples[0], "reward", mean="reward/mean")
   x, mean, std = _curves(steps, "reward/mean", "reward/std")
   label = "± deviation in a group"
@@ -230,7 +259,7 @@ def _stage_seconds(run: runs.Run) -> dict[str, float]:
   """Seconds in each stage and in the rest of the steps, the longest first."""
   seconds = {x: run.total(f"{x}/seconds") for x in runs.STAGES}
   seconds["other"] = max(run.total("step/seconds") - sum(seconds.values()), 0)
-  ranked = sorted(seconds, key=seconds.get, reverse=True)
+  ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
   return {stage: seconds[stage] for stage in ranked if seconds[stage]}
 
 

@@ -48,7 +48,7 @@ class TensorBoard:
   def table(
     self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence]
   ) -> None:
-    text = tables.markdown(columns, [map(_cell, row) for row in rows])
+    text = tables.markdown(columns, [[*map(_cell, row)] for row in rows])
     self._write(step, summary=self._text(name, text))
     self._file.flush()
 
@@ -72,9 +72,9 @@ class Wandb:
 
     path = workdir / "wandb_id"
     if first_step < 0 or not path.exists():
-      path.write_text(f"{workdir.absolute().name}-{uuid.uuid4().hex[:8]}")
+      path.write_text(uuid.uuid4().hex)  # a name may be too long, or have a ":"
     id_ = path.read_text()
-    name = os.environ.get("WANDB_NAME", id_)
+    name = os.environ.get("WANDB_NAME", workdir.absolute().name[:128])
     run = wandb.init(config=dict(config), resume="allow", id=id_, name=name)
     self.scalars = lambda step, values: run.log(dict(values), step=step)
     self.table = lambda step, name, columns, rows: run.log(
@@ -84,12 +84,15 @@ class Wandb:
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
+COMPLETIONS = "completions"  # a file that `Writer` writes
 
 
 def parse(names: str) -> list[str]:
   """Splits config.log.writers; raises UserError if a name is unknown."""
   parsed = names.replace(",", " ").split()
-  if unknown := {*parsed} - TRACKERS.keys():
-    known = ", ".join(TRACKERS)
-    raise UserError(f"config.log.writers has {unknown} but may have {known}")
+  known = [*TRACKERS, COMPLETIONS]
+  if unknown := {*parsed}.difference(known):
+    raise UserError(
+      f"config.log.writers has {unknown} but may have {', '.join(known)}"
+    )
   return parsed

@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import Any
 
-from dppo_jax.errors import UserError
+from dppo_jax.errors import UserError, writing
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import health, progress, trackers
 from dppo_jax.metrics.samples import choose_columns
@@ -39,7 +39,7 @@ class Writer(contextlib.AbstractContextManager):
 
     Args:
       first_step: step of the checkpoint to resume from; None for a new run.
-      writers: trackers, as in `config.log.writers`.
+      writers: as `config.log.writers`.
       config: options of the run by name, which trackers show.
     """
     first_step = -1 if first_step is None else first_step
@@ -58,7 +58,9 @@ class Writer(contextlib.AbstractContextManager):
       watch.check(line["step"], line)
     for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
       self._files[name] = (workdir / name).open("a", **jsonl.ENCODING)
-    for name in trackers.parse(writers):
+    names = trackers.parse(writers)
+    self._keeps_completions = trackers.COMPLETIONS in names
+    for name in trackers.TRACKERS.keys() & names:
       with self._dropping(name):
         tracker = trackers.TRACKERS[name](workdir, config, first_step)
         self._trackers[name] = tracker
@@ -89,7 +91,9 @@ class Writer(contextlib.AbstractContextManager):
       )
 
   def write_completions(self, step: int, lines: Iterable[dict]) -> None:
-    """Writes all completions of a training step to the file of its steps."""
+    """Writes all completions of a step, if the run keeps them."""
+    if not self._keeps_completions:
+      return
     first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
     name = f"completions/{first:06d}.jsonl"
     if name not in self._files:
@@ -97,16 +101,16 @@ class Writer(contextlib.AbstractContextManager):
       for other in [x for x in self._files if x.startswith("completions/")]:
         self._files.pop(other).close()
       path = self._workdir / name
-      with jsonl.writing(path):
+      with writing(path):
         path.parent.mkdir(exist_ok=True)
         self._files[name] = path.open("a", **jsonl.ENCODING)
-    lines = (jsonl.line({"step": step, **line}) for line in lines)
-    self._append(name, "".join(lines))
+    text = "".join(jsonl.line({"step": step, **line}) for line in lines)
+    self._append(name, text)
 
   def sync(self) -> None:
     """Makes sure that all files are on disk before a checkpoint is saved."""
     for name, file in self._files.items():
-      with jsonl.writing(self._workdir / name):
+      with writing(self._workdir / name):
         os.fsync(file.fileno())
 
   def say(self, message: str) -> None:
@@ -123,7 +127,7 @@ class Writer(contextlib.AbstractContextManager):
 
   def _append(self, name: str, text: str) -> None:
     path = self._workdir / name
-    with jsonl.writing(path):
+    with writing(path):
       self._files[name].write(text)
       self._files[name].flush()
     if not path.exists():

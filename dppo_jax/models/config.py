@@ -3,7 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from dppo_jax.models import layers, moe
+from dppo_jax.models import moe
+from dppo_jax.models.layers import RopeScaling
 from dppo_jax.models.lora import Lora
 
 
@@ -36,7 +37,7 @@ class ModelConfig:
   head_dim: int
   mlp: int
   rope_theta: float = 1e6
-  rope_scaling: layers.RopeScaling | None = None
+  rope_scaling: RopeScaling | None = None
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
@@ -61,27 +62,18 @@ class ModelConfig:
     return self.dtype if self.lora else "float32"
 
   @property
-  def has_gpu_layout(self) -> bool:
-    """True with the kernels for NVIDIA GPUs, so that few are launched.
-
-    Then one product makes queries, keys and values.
-    """
-    return self.attention == "triton"
-
-  @property
   def shares_prompts(self) -> bool:
-    """True with a decode kernel: slots share the cache of prompts."""
-    fits_tpu = self.attention == "splash" and self.head_dim % 128 == 0
-    return self.attention == "triton" or fits_tpu
+    """True with the decode kernel: slots share the cache of prompts."""
+    return self.attention == "splash" and self.head_dim % 128 == 0
 
   @property
   def unrolls_layers(self) -> bool:
-    """True if no loop runs over layers: on a GPU it would copy their weights.
+    """True if no loop of a rollout runs over layers, as on GPUs.
 
-    An update of experts would take too long to compile; its rollouts have no
-    loop either.
+    There it would copy the weights of each layer. The cache then has one part.
     """
-    return self.has_gpu_layout and self.experts is None
+    is_gpu = self.attention in ("tokamax", "xla_dense")
+    return is_gpu and not self.gathers_layers
 
 
 def drop_idle_window(config: ModelConfig, longest: int) -> ModelConfig:

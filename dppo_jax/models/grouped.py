@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
-from dppo_jax.models import grouped_kernel
+from dppo_jax.models import gpu_library
 
 _LARGEST_BLOCK = 64  # rows that a CPU multiplies at once
 # Rows, inner and outer width that a TPU's kernel has in fast memory at once.
@@ -30,7 +30,7 @@ def product(
   and 0.12.0). On a TPU only the gradient of the weights is dense: for 32 groups
   on a v5e the compiler counts 11.3 times the ideal work of all three products,
   and 1.0 times with the kernel below (jax 0.10.2). On a GPU every product is
-  dense, except in `grouped_kernel`.
+  dense, except by the kernels of `gpu_library`.
   """
   return _product(rows, weights, sizes)
 
@@ -46,10 +46,8 @@ def _product(rows, weights, sizes, is_transposed=False):
     "cpu": functools.partial(with_transposed, _by_blocks),
     "default": functools.partial(with_transposed, jax.lax.ragged_dot),
   }
-  if grouped_kernel.fits(*weights.shape[1:]):
-    ways["cuda"] = functools.partial(
-      grouped_kernel.product, is_transposed=is_transposed
-    )
+  if _suits_library(rows):
+    ways["cuda"] = functools.partial(with_transposed, _by_library)
   return jax.lax.platform_dependent(rows, weights, sizes, **ways)
 
 
@@ -62,8 +60,8 @@ def _backward(saved, grad):
   to_weights = {"cpu": _outer_by_blocks, "default": _outer_by_transpose}
   if len(rows) % 128 == 0:
     to_weights["tpu"] = _outer_by_kernel
-  if grouped_kernel.fits(*weights.shape[1:]):
-    to_weights["cuda"] = grouped_kernel.outer_product
+  if _suits_library(rows):
+    to_weights["cuda"] = _outer_by_library
   return (
     _product(grad, weights, sizes, is_transposed=True),
     jax.lax.platform_dependent(rows, grad, sizes, **to_weights),
@@ -124,6 +122,33 @@ def _blocks(num_rows: int, sizes: Int[Array, "X"]):
     return group, (ends - sizes)[group] + number * size, ends[group]
 
   return size, last_blocks[-1], place
+
+
+def _suits_library(rows) -> bool:
+  has_blocks = len(rows) % gpu_library.BLOCK == 0
+  return has_blocks and not gpu_library.obstacle(str(rows.dtype))
+
+
+def _by_library(rows, weights, sizes):
+  import tokamax  # an extra
+
+  ways = gpu_library.IMPLEMENTATIONS
+  return tokamax.ragged_dot(rows, weights, sizes, implementation=ways)
+
+
+def _outer_by_library(rows, grad, sizes):
+  """Returns the gradient of the weights; dense on a Blackwell."""
+  import tokamax
+
+  numbers = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+  )
+  ways = gpu_library.IMPLEMENTATIONS
+  return tokamax.ragged_dot_general(
+    rows, grad, sizes, numbers, implementation=ways
+  )
 
 
 def _outer_by_transpose(rows, grad, sizes):

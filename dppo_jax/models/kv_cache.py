@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import layers
-from dppo_jax.models.attention import decode_kernel_gpu, decode_kernel_tpu
+from dppo_jax.models.attention import decode_kernel
 from dppo_jax.models.attention.blockwise import MASKED
 from dppo_jax.models.config import ModelConfig
 
@@ -32,7 +32,7 @@ class KVPart(NamedTuple):
   """Keys and values of `B` slots at `c` positions, in `Y` layers of a group.
 
   Positions are the last axis of keys, so that `q @ keys` reads them in order;
-  if prompts are shared, keys are [Y B K c D] like values, for the kernels.
+  if prompts are shared, keys are [Y B K c D] like values, for the kernel.
   """
 
   keys: Float[Array, "Y B K D c"]
@@ -51,13 +51,14 @@ class SharedPrompts(NamedTuple):
     cache: the prompts' cache, in one part.
     slot: slot of their own cache that each of the slots has.
     row: row of `cache` that each slot continues.
-    count: tokens of each slot that follow its prompt, without the newest.
+    num_following: tokens of each slot that follow its prompt, without the
+      newest.
   """
 
   cache: KVCache
   slot: Int[Array, "B"]
   row: Int[Array, "B"]
-  count: Int[Array, "B"]
+  num_following: Int[Array, "B"]
 
 
 class LayerCache(NamedTuple):
@@ -77,10 +78,13 @@ def slot_and_prompt_sizes(
 ) -> tuple[list[int], list[int]]:
   """Returns the positions of each part of a slot's cache, and of a prompt's."""
   if model.shares_prompts:
-    kernel = decode_kernel_gpu if model.has_gpu_layout else decode_kernel_tpu
-    whole_blocks = lambda x: [sharding.round_up(x, kernel.BLOCK)]
+    whole_blocks = lambda x: [sharding.round_up(x, decode_kernel.BLOCK)]
     return whole_blocks(max_tokens), whole_blocks(prompt_length)
-  sizes = part_sizes(prompt_length + max_tokens - 1)
+  capacity = prompt_length + max_tokens - 1
+  if model.unrolls_layers:  # where the choice of parts in each layer would wait
+    one_part = lambda x: [sharding.round_up(x, 32)]
+    return one_part(capacity), one_part(prompt_length)
+  sizes = part_sizes(capacity)
   return sizes, prompt_part_sizes(sizes, prompt_length)
 
 
@@ -132,7 +136,7 @@ def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
 
 
 def copy_slot(cache: KVCache, slot, source: KVCache, place) -> KVCache:
-  """Copies slot `place` of `source`, which may have fewer parts, to `slot`."""
+  """Copies slot `place` of `source`, which may be shorter, to `slot`."""
   take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
   return put_slots(cache, jax.tree.map(take, source), slot)
 
@@ -148,12 +152,8 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
 
 
 def num_groups(model: ModelConfig) -> int:
-  """Returns the number of groups of a model's layers.
-
-  On GPUs each layer is one, see `unrolls_layers`, unless weights are gathered.
-  """
-  unrolls = model.has_gpu_layout and not model.gathers_layers
-  limit = model.layers if unrolls else _MAX_GROUPS
+  """Returns the number of groups of a model's layers."""
+  limit = model.layers if model.unrolls_layers else _MAX_GROUPS
   return sharding.largest_divisor(model.layers, limit)
 
 
@@ -202,54 +202,51 @@ def write_prompts(
   """
   *ends, end = itertools.accumulate(sizes(cache.parts))
   padding = (0, 0), (0, end - k.shape[1]), (0, 0), (0, 0)
-  k, v = (jnp.split(jnp.pad(x, padding), ends, 1) for x in (k, v))
+  split = [jnp.split(jnp.pad(x, padding), ends, 1) for x in (k, v)]
   key_axes = (0, 2, 3, 1) if keys_last else (0, 2, 1, 3)
   parts = [
     KVPart(
       part.keys.at[cache.layer].set(keys.transpose(*key_axes)),
       part.values.at[cache.layer].set(values.transpose(0, 2, 1, 3)),
     )
-    for part, keys, values in zip(cache.parts, k, v, strict=True)
+    for part, keys, values in zip(cache.parts, *split, strict=True)
   ]
   return cache._replace(parts=tuple(parts))
 
 
 def write_tokens(
   cache: LayerCache,
-  k: Float[Array, "B n K D"],
-  v: Float[Array, "B n K D"],
+  k: Float[Array, "B K D"],
+  v: Float[Array, "B K D"],
   positions: Int[Array, "B"],
   rewrites: bool = False,
 ) -> LayerCache:
-  """Writes the keys and values of each slot's next `n` tokens.
+  """Writes the keys and values of each slot's next token.
 
   Args:
-    positions: position of the first token; tokens beyond the cache are dropped.
+    positions: position of the token, which is dropped beyond the cache.
     rewrites: the layer's full cache is rewritten, for TPUs: if single positions
       are written, their compiler copies the caches of all layers to another
       layout at every read.
   """
   layer, parts, start = cache.layer, [], 0
-  slots = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
-  ahead = jnp.arange(k.shape[1], dtype=jnp.int32)
+  slots = jnp.arange(k.shape[0], dtype=jnp.int32)
   # Each part drops the positions that lie before or beyond it.
-  drop = {"mode": "drop", "wrap_negative_indices": False}
+  put = lambda at, x: at.set(x, mode="drop", wrap_negative_indices=False)
   for keys, values in cache.parts:
-    at = positions[:, None] + ahead - start
+    at = positions - start
     if rewrites:
       index = jnp.arange(keys.shape[-1], dtype=jnp.int32)
-      new_keys, new_values = keys[layer], values[layer]
-      for i in range(k.shape[1]):
-        is_new = (index == at[:, i, None])[:, None]
-        new_keys = jnp.where(is_new[:, :, None], k[:, i, ..., None], new_keys)
-        new_values = jnp.where(is_new[..., None], v[:, i, :, None], new_values)
+      is_new = (index == at[:, None])[:, None]
+      new_keys = jnp.where(is_new[:, :, None], k[..., None], keys[layer])
+      new_values = jnp.where(is_new[..., None], v[:, :, None], values[layer])
       part = KVPart(
         keys.at[layer].set(new_keys), values.at[layer].set(new_values)
       )
     else:
       part = KVPart(
-        keys.at[layer, slots, :, :, at].set(k, **drop),
-        values.at[layer, slots, :, at].set(v, **drop),
+        put(keys.at[layer, slots, :, :, at], k),
+        put(values.at[layer, slots, :, at], v),
       )
     parts.append(part)
     start += keys.shape[-1]
@@ -257,56 +254,55 @@ def write_tokens(
 
 
 def attend(
-  q: Float[Array, "B n H D"],
+  q: Float[Array, "B H D"],
   cache: LayerCache,
   positions: Int[Array, "B"],
-  oldest: Int[Array, "B n"] | None = None,
-) -> Float[Array, "B n H D"]:
-  """Attends with `n` queries per slot, to their own and all earlier positions.
+  oldest: Int[Array, "B"] | None = None,
+) -> Float[Array, "B H D"]:
+  """Attends with a query per slot, to its own and all earlier positions.
 
   Parts that no slot has reached are not read. Reading them would not change the
   result (on a CPU, bit for bit): a fully masked part adds zeros.
 
   Args:
-    positions: position of the first query; the next queries follow it.
+    positions: position of each query.
     oldest: first position that each query sees; None for 0.
   """
   parts, layer = cache.parts, cache.layer
-  batch, num, heads, dim = q.shape
+  batch, heads, dim = q.shape
   kv_heads = parts[0].keys.shape[2]
-  q = q.reshape(batch, num, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
-  positions = positions[:, None] + jnp.arange(num, dtype=jnp.int32)
+  q = q.reshape(batch, kv_heads, heads // kv_heads, dim)
   ends = list(itertools.accumulate(sizes(parts)))
 
   einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def part_logits(part, end):
-    logits = einsum("bhngd,bhds->bhngs", q, part.keys[layer]) * dim**-0.5
+    logits = einsum("bhgd,bhds->bhgs", q, part.keys[layer]) * dim**-0.5
     index = jnp.arange(end - part.keys.shape[-1], end, dtype=jnp.int32)
-    is_seen = index <= positions[..., None]
+    is_seen = index <= positions[:, None]
     if oldest is not None:
-      is_seen &= index >= oldest[..., None]
-    return jnp.where(is_seen[:, None, :, None], logits, MASKED)
+      is_seen &= index >= oldest[:, None]
+    return jnp.where(is_seen[:, None, None], logits, MASKED)
 
   def weighted_values(probs, part):
     probs = probs.astype(part.values.dtype)
-    return einsum("bhngs,bhsd->bhngd", probs, part.values[layer])
+    return einsum("bhgs,bhsd->bhgd", probs, part.values[layer])
 
   def read(num_parts):
     here = parts[:num_parts]
     logits = [part_logits(*x) for x in zip(here, ends[:num_parts], strict=True)]
     row_max = functools.reduce(jnp.maximum, [x.max(-1) for x in logits])
     probs = [jnp.exp(x - row_max[..., None]) for x in logits]
-    denom = sum(x.sum(-1) for x in probs)
-    out = sum(weighted_values(*x) for x in zip(probs, here, strict=True))
+    total = functools.partial(functools.reduce, jnp.add)
+    denom = total(x.sum(-1) for x in probs)
+    out = total(weighted_values(*x) for x in zip(probs, here, strict=True))
     return out / denom[..., None]
 
   reached = (positions.max() >= jnp.array(ends[:-1], jnp.int32)).sum()
   out = jax.lax.switch(
     reached, [functools.partial(read, n + 1) for n in range(len(parts))]
   )
-  out = out.swapaxes(1, 2).reshape(batch, num, heads, dim)
-  return out.astype(q.dtype)
+  return out.reshape(batch, heads, dim).astype(q.dtype)
 
 
 def sizes(parts: Sequence[KVPart]) -> list[int]:

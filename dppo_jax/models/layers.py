@@ -1,5 +1,6 @@
 """Parts of a transformer layer: norm, projection, rotary positions."""
 
+from collections.abc import Callable
 import functools
 import math
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float
 from dppo_jax import sharding
 
 # The activation of a gated feed-forward part, by its name in config.json.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
   "silu": jax.nn.silu,
   "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
@@ -20,13 +21,14 @@ ACTIVATIONS = {
 class RopeScaling(NamedTuple):
   """Division of rotary frequencies by a factor, for longer contexts.
 
-  With the other fields it is Llama 3's, of the low frequencies alone.
+  With the other fields, which are 0 if absent, it is Llama 3's, of the low
+  frequencies alone.
   """
 
   factor: float
-  low_freq_factor: float | None = None
-  high_freq_factor: float | None = None
-  original_length: int | None = None  # context before scaling, in tokens
+  low_freq_factor: float = 0.0
+  high_freq_factor: float = 0.0
+  original_length: int = 0  # context before scaling, in tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -82,16 +84,16 @@ def cos_sin_table(
   head_dim: int,
   theta: float,
   scaling: RopeScaling | None = None,
-) -> tuple[Float[Array, "N 1 D/2"], Float[Array, "N 1 D/2"]]:
+) -> tuple[Float[Array, "N 1 half"], Float[Array, "N 1 half"]]:
   """Returns float32 cosines and sines of each position's rotation angles.
 
   RoPE, https://arxiv.org/abs/2104.09864.
   """
   half = head_dim // 2
   frequency = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-  if scaling is not None and scaling.low_freq_factor is None:
+  if scaling and not scaling.original_length:
     frequency = frequency / scaling.factor
-  elif scaling is not None:
+  elif scaling:
     rotations = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
@@ -103,8 +105,8 @@ def cos_sin_table(
 
 def apply_rope(
   x: Float[Array, "*B H D"],
-  cos: Float[Array, "*B 1 D/2"],
-  sin: Float[Array, "*B 1 D/2"],
+  cos: Float[Array, "*B 1 half"],
+  sin: Float[Array, "*B 1 half"],
 ) -> Float[Array, "*B H D"]:
   """Rotates each pair (i, i + D/2) of the last axis of `x` by its angle."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

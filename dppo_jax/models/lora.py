@@ -66,7 +66,9 @@ def choose(
   return Lora(rank, alpha, tuple(x for x in known if x in names))
 
 
-def adapter_table(weights: Mapping[str, Any], lora: Lora | None) -> dict:
+def adapter_table(
+  weights: Mapping[str, Any], lora: Lora | None
+) -> dict[str, Any]:
   """Declares the adapters of stacked `layers/NAME` weights.
 
   `A`, `[layers, *in, rank]`, is random with the variance of PEFT's
@@ -75,8 +77,10 @@ def adapter_table(weights: Mapping[str, Any], lora: Lora | None) -> dict:
   Args:
     weights: declaration of each weight; see `parameters.Param`.
   """
-  table = {}
-  for name in lora.targets if lora else ():
+  table: dict[str, Any] = {}
+  if lora is None:
+    return table
+  for name in lora.targets:
     p, split = weights[f"layers/{name}"], 1 + LINEAR[name]
     scale = (3 * math.prod(p.shape[1:split])) ** -0.5
     table[f"{KEY}/{name}/a"] = p._replace(
@@ -103,10 +107,10 @@ def frozen(params: PyTree) -> PyTree:
 
 
 def merge(
-  weights: Mapping[str, Array],
-  adapters: Mapping[str, Mapping[str, Array]],
+  weights: Mapping[str, Any],
+  adapters: Mapping[str, Mapping[str, Any]],
   lora: Lora | None,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
   """Returns weights with their adapters added, in the dtype of the weight.
 
   The sum is taken in float32.
@@ -114,8 +118,11 @@ def merge(
   Args:
     weights: weights of one layer, or stacked over layers.
     adapters: adapters by the name of the weight; may be empty.
+    lora: None for no adapters.
   """
   merged = dict(weights)
+  if lora is None:
+    return merged
   for name, adapter in adapters.items():
     weight = weights[name]
     delta = _product(adapter["a"], adapter["b"], LINEAR[name])
@@ -131,7 +138,7 @@ def merge_all(params: PyTree, lora: Lora | None) -> PyTree:
 
 
 def _product(
-  a: Float[Array, "*B R"], b: Float[Array, "R *F"], num_in: int
+  a: Float[Array, "*B R"], b: Float[Array, "*rest"], num_in: int
 ) -> Float[Array, "..."]:
   """Returns `a b`, summed over the rank; both may be stacked over layers."""
   if a.ndim > num_in + 1:

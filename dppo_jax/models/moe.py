@@ -1,6 +1,5 @@
 """A mixture of experts in place of a layer's feed-forward part."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -63,30 +62,31 @@ def mixture(
   width of the weights is gathered inside, so that each device gets its own
   slice of their gradients.
   """
-  run = functools.partial(_mixture, experts=experts, axis=None)
+  weights = router, gate, up, down
   numbers = jnp.arange(experts.num, dtype=jnp.int32)
-  if axis_names := sharding.free_axes():
-    by_token = sharding.unclaimed_spec("batch")
-    by_expert = sharding.unclaimed_spec("expert")
-    # A rollout's shards already hold the full width of the weights.
-    is_full = not set(sharding.RULES["embed"]) <= axis_names
+  axis_names = sharding.free_axes()
+  if not axis_names:
+    return _mixture(x, weights, numbers, experts, None)
+  by_token = sharding.unclaimed_spec("batch")
+  by_expert = sharding.unclaimed_spec("expert")
+  # A rollout's shards already hold the full width of the weights.
+  is_full = not set(sharding.RULES["embed"]) <= axis_names
 
-    def on_device(x, *args):
-      *weights, numbers = args
-      if not is_full:
-        pairs = zip(weights, _AXES, strict=True)
-        weights = [sharding.gather_width(w, *axes) for w, axes in pairs]
-      return _mixture(x, *weights, numbers, experts=experts, axis=by_expert[0])
+  def on_device(x, weights, numbers):
+    if not is_full:
+      pairs = zip(weights, _AXES, strict=True)
+      weights = [sharding.gather_width(w, *axes) for w, axes in pairs]
+    return _mixture(x, weights, numbers, experts, by_expert[0])
 
-    by_weight = (sharding.unclaimed_spec(*axes) for axes in _AXES)
-    run = jax.shard_map(
-      on_device,
-      in_specs=(by_token, *by_weight, by_expert),
-      out_specs=(by_token, by_token),
-      axis_names=axis_names,
-      check_vma=False,
-    )
-  return run(x, router, gate, up, down, numbers)
+  by_weight = tuple(sharding.unclaimed_spec(*axes) for axes in _AXES)
+  run = jax.shard_map(
+    on_device,
+    in_specs=(by_token, by_weight, by_expert),
+    out_specs=(by_token, by_token),
+    axis_names=axis_names,
+    check_vma=False,
+  )
+  return run(x, weights, numbers)
 
 
 def route(
@@ -139,14 +139,13 @@ def describe(
   }
 
 
-def _mixture(
-  x, router, gate, up, down, numbers, *, experts: Experts, axis: str | None
-):
+def _mixture(x, weights, numbers, experts: Experts, axis: str | None):
   """Computes `mixture` for this device's experts, which `axis` divides.
 
   Their numbers are an argument because inside the rollout's shard_map a TPU
   program cannot query its device index.
   """
+  router, gate, up, down = weights
   tokens = x.reshape(-1, x.shape[-1])
   prob, routing = route(tokens, router, experts)
   number = routing.chosen - numbers[0]

@@ -7,21 +7,20 @@ Initialisation, sharding, counting, import and export are maps over
 from collections.abc import Callable
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, lora
 from dppo_jax.models.config import ModelConfig
 
-Params = PyTree[jax.Array]
+Params = dict[str, Any]  # nested, of arrays
 
 _KV = ("k", "v", "k_bias", "v_bias")  # weights that make keys and values
-_FUSED = (*_KV, "q", "q_bias", "q_norm", "k_norm")  # in `fuse_projections`
 
 
 class Param(NamedTuple):
@@ -107,7 +106,7 @@ def num_parameters(config: ModelConfig) -> int:
   return sum(math.prod(p.shape) for p in parameter_table(config).values())
 
 
-def shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+def shardings(config: ModelConfig, mesh: sharding.AnyMesh) -> PyTree:
   """Returns the sharding of each weight on `mesh`."""
   axes = _weight_axes(config, sharding.num_shards(mesh, "kv_heads"))
   return unflatten({k: sharding.sharding(mesh, *x) for k, x in axes.items()})
@@ -124,12 +123,12 @@ def _weight_axes(
   }
 
 
-def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+def inference_shardings(config: ModelConfig, mesh: sharding.AnyMesh) -> PyTree:
   """Returns the sharding of each weight of `to_inference_params`."""
   return _map_inference_axes(lambda a: sharding.sharding(mesh, *a), config)
 
 
-def inference_specs(config: ModelConfig) -> Params:
+def inference_specs(config: ModelConfig) -> PyTree:
   """Returns the shard_map specs of the weights of `to_inference_params`."""
   width = lambda axes: tuple(a if a == "embed" else None for a in axes)
   return _map_inference_axes(lambda a: sharding.spec(width(a)), config)
@@ -188,7 +187,7 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
     weights, adapters = jax.tree.map(take, stacks)
     weights = cast(lora.merge(weights, adapters, config.lora), config)
     weights |= repeat_kv_heads(weights, config)
-    return place(fuse_projections(weights, config), axes["layers"])
+    return place(weights, axes["layers"])
 
   groups = jax.lax.map(
     lambda numbers: tuple(layer(number) for number in numbers),
@@ -196,41 +195,6 @@ def to_inference_params(params: Params, config: ModelConfig) -> Params:
   )
   outer = {k: w for k, w in params.items() if k not in ("layers", lora.KEY)}
   return {**place(cast(outer, config), axes), "layers": groups}
-
-
-def fuse_projections(weights: Params, config: ModelConfig) -> Params:
-  """Returns a layer's weights with queries, keys and values in one, on GPUs.
-
-  Each head of keys follows its queries and precedes its values:
-  `[E, K, H/K + 2, D]`.
-  """
-  if not config.has_gpu_layout or "qkv" in weights:
-    return weights
-  weights = dict(weights)
-  kv_heads = weights["k"].shape[-2]
-
-  def fuse(*names):
-    parts = [weights.pop(name) for name in names]
-    by_key = lambda w: w.reshape(*w.shape[:-2], kv_heads, -1, w.shape[-1])
-    return jnp.concatenate([by_key(w) for w in parts], axis=-2)
-
-  weights["qkv"] = fuse("q", "k", "v")
-  if config.has_qkv_bias:
-    weights["qkv_bias"] = fuse("q_bias", "k_bias", "v_bias")
-  if config.has_qk_norm:
-    q, k = (norm_scale(weights.pop(x), config) for x in ("q_norm", "k_norm"))
-    scales = [q] * (weights["qkv"].shape[-2] - 2) + [k, jnp.ones_like(k)]
-    weights["qkv_norm"] = jnp.stack(scales)
-  return weights
-
-
-def norm_scale(
-  weight: Float[Array, "..."], config: ModelConfig
-) -> Float[Array, "..."]:
-  """Returns the scale of a norm with this weight."""
-  if config.has_zero_centred_norms:
-    return 1 + weight.astype(jnp.float32)
-  return weight
 
 
 def place_layer(weights: Params, config: ModelConfig) -> Params:
@@ -266,21 +230,12 @@ def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   The width is full, except in layers with `config.gathers_layers`.
   """
   axes = {name: p.axes for name, p in parameter_table(config).items()}
-  if config.has_gpu_layout:
-    by_head = "embed", "kv_heads", None, None
-    axes["layers/qkv"] = "layer", *by_head
-    if config.has_qkv_bias:
-      axes["layers/qkv_bias"] = "layer", *by_head[1:]
-    if config.has_qk_norm:
-      axes["layers/qkv_norm"] = "layer", None, None
-    split = {f"layers/{name}" for name in _FUSED}
-    axes = {name: x for name, x in axes.items() if name not in split}
   full = lambda axes: tuple(None if a == "embed" else a for a in axes)
   is_kept = lambda name: config.gathers_layers and name.startswith("layers/")
   return {k: v if is_kept(k) else full(v) for k, v in axes.items()}
 
 
-def _map_inference_axes(f: Callable, config: ModelConfig) -> Params:
+def _map_inference_axes(f: Callable, config: ModelConfig) -> PyTree:
   """Maps `f` over the axes of the weights of `to_inference_params`."""
   tree = unflatten({name: f(x) for name, x in _inference_axes(config).items()})
   num_groups = kv_cache.num_groups(config)

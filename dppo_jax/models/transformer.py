@@ -21,15 +21,14 @@ _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 # Rematerialisation: `layers` recomputes each layer in the backward pass, `dots`
 # keeps the outputs of products with weights, `none` recomputes nothing.
-REMAT = {
+REMAT: dict[str, Callable] = {
   "layers": jax.checkpoint,
   "dots": functools.partial(jax.checkpoint, policy=_DOTS),
   "none": lambda layer: layer,
 }
 
 # Most layers in one iteration of `forward`'s scan, whose activations are not
-# copied into one array of all layers. Each takes time to compile. On GPUs an
-# iteration has all layers.
+# copied into one array of all layers. Each takes time to compile.
 _UNROLL = 6
 
 
@@ -41,8 +40,8 @@ class Places(NamedTuple):
     oldest: first position that each token sees; None for 0.
   """
 
-  cos: Float[Array, "... 1 D/2"]
-  sin: Float[Array, "... 1 D/2"]
+  cos: Float[Array, "... 1 half"]
+  sin: Float[Array, "... 1 half"]
   oldest: Int[Array, "..."] | None = None
 
 
@@ -51,13 +50,10 @@ def forward(
   config: ModelConfig,
   tokens: Int[Array, "B L"],
   positions: Int[Array, "B L"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
+  end: Int[Array, "B L"],
 ) -> Float[Array, "B L E"]:
   """Returns the hidden states of `forward_and_load`."""
-  return forward_and_load(
-    params, config, tokens, positions, segment_ids, prefix_ids
-  )[0]
+  return forward_and_load(params, config, tokens, positions, end)[0]
 
 
 def forward_and_load(
@@ -65,34 +61,29 @@ def forward_and_load(
   config: ModelConfig,
   tokens: Int[Array, "B L"],
   positions: Int[Array, "B L"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
+  end: Int[Array, "B L"],
 ) -> tuple[Float[Array, "B L E"], moe.Load | None]:
   """Runs the model on packed rows.
 
   Args:
     positions: position of each token in its sequence.
-    segment_ids: a token attends to the past of its segment; 0 is padding.
-    prefix_ids: segment that a token attends to in addition to its own, if any.
+    end: one past the last place in the row that sees a token; 0 is padding.
+      The token at place `q` sees the one at `k` if k <= q < end[k].
   Returns:
     Hidden states after the final norm, and the tokens of each expert in every
     layer; None for a dense model.
   """
   params = parameters.cast(params, config)
-
-  ranges = attention.block_ranges(
-    segment_ids, prefix_ids, config.attention, config.head_dim
-  )
+  # Padding sees itself, so that no softmax is empty.
+  visible = attention.seen_by_itself(end)
 
   def attend(q, k, v, cache, oldest):
     out = attention.attention(
       q,
       k,
       v,
-      segment_ids,
-      prefix_ids,
+      visible,
       backend=config.attention,
-      ranges=ranges,
       window=None if oldest is None else (positions, oldest),
     )
     return out, cache
@@ -104,15 +95,15 @@ def forward_and_load(
     p = merge(p, adapters) if adapters else p
     here = _of_kind(places, kind)
     x, _, routing = _layer(x, p, None, config, here, attend)
-    return x, routing and moe.load(routing, segment_ids > 0, config.experts)
+    return x, routing and config.experts and moe.load(
+      routing, end > 0, config.experts
+    )
 
   # Merged again in the backward pass, so that no merged weights are kept.
   merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
   layer = lambda x, xs: run(x, parameters.place_layer(xs[0], config), *xs[1:])
   x = _embed(params, config, tokens)
   unroll = sharding.largest_divisor(config.layers, _UNROLL)
-  if config.unrolls_layers:
-    unroll = config.layers
   xs = params["layers"], _kinds(config), params.get(lora.KEY, {})
   x, loads = jax.lax.scan(layer, x, xs, unroll=unroll)
   return _norm(x, params["final_norm"], config), loads
@@ -152,17 +143,17 @@ def prefill(
 def decode(
   params: Params,
   config: ModelConfig,
-  tokens: Int[Array, "B n"],
+  tokens: Int[Array, "B"],
   positions: Int[Array, "B"],
   cache: KVCache,
   prompts: kv_cache.SharedPrompts | None = None,
-) -> tuple[Float[Array, "B n E"], KVCache]:
-  """Returns the final hidden states of `n` more tokens per slot, and the cache.
+) -> tuple[Float[Array, "B E"], KVCache]:
+  """Returns the final hidden states of one more token per slot, and the cache.
 
   Args:
     params: weights of `to_inference_params`.
-    tokens: tokens that follow the slot's past, which the cache holds.
-    positions: position of the first of them.
+    tokens: token that follows the slot's past, which the cache holds.
+    positions: its position.
     cache: keys and values of the past, to be donated; new ones are added.
     prompts: shared prompts; `cache` then has only the tokens that follow them.
   """
@@ -180,9 +171,7 @@ def decode(
         place=prompts.slot,
         prompt=prompts.row,
         positions=positions,
-        count=prompts.count,
-        oldest=None if oldest is None else oldest[:, 0],
-        is_tpu=is_tpu,
+        count=prompts.num_following,
       )
       return out, cache._replace(parts=(kv_cache.KVPart(*part),))
     cache = kv_cache.write_tokens(cache, k, v, positions, is_tpu)
@@ -192,8 +181,7 @@ def decode(
   shared = None if prompts is None else prompts.cache
   if shared is not None:
     num_positions += sum(kv_cache.sizes(shared[0]))
-  each = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  places = _places(config, each, num_positions)
+  places = _places(config, positions, num_positions)
   x, cache = _layers_with_cache(
     params,
     config,
@@ -237,8 +225,9 @@ def _embed(
 
 
 def _norm(x, weight, config: ModelConfig):
-  scale = parameters.norm_scale(weight, config)
-  return layers.rms_norm(x, scale, config.norm_eps)
+  if config.has_zero_centred_norms:
+    weight = 1 + weight.astype(jnp.float32)
+  return layers.rms_norm(x, weight, config.norm_eps)
 
 
 def _kinds(config: ModelConfig) -> Int[Array, "Y"] | None:
@@ -261,7 +250,7 @@ def _places(
     return in_global
   in_local = Places(*rotation(config.local.rope_theta))
   if config.local.window:
-    # At most 0, also for the tokens that follow the first one.
+    # At most 0, for any position.
     in_global = in_global._replace(oldest=positions - num_positions)
     in_local = in_local._replace(oldest=positions - config.local.window + 1)
   return jax.tree.map(lambda *x: jnp.stack(x), in_global, in_local)
@@ -304,9 +293,9 @@ def _layer(
     x = add(x, out)
     h = _norm(x, p["mlp_norm"], config)
   if config.experts:
-    names = ("router", "experts_gate", "experts_up", "experts_down")
-    weights = (p[name] for name in names)
-    out, routing = moe.mixture(h, *weights, config.experts)
+    names = ("experts_gate", "experts_up", "experts_down")
+    gate, up, down = (p[name] for name in names)
+    out, routing = moe.mixture(h, p["router"], gate, up, down, config.experts)
   else:
     activation = layers.ACTIVATIONS[config.activation]
     h = activation(layers.linear(h, p["gate"])) * layers.linear(h, p["up"])
@@ -318,18 +307,6 @@ def _layer(
 
 def _project(h, p, config):
   """Returns the queries, keys and values of tokens, normalised if need be."""
-  if config.has_gpu_layout:  # by heads of keys, so that each step is one kernel
-    p = parameters.fuse_projections(p, config)
-    qkv = layers.linear(h, p["qkv"])
-    if config.has_qkv_bias:
-      qkv = qkv + p["qkv_bias"]
-    v = qkv[..., -1, :]
-    if config.has_qk_norm:
-      ones, scale = jnp.ones(config.head_dim, qkv.dtype), p["qkv_norm"]
-      normed = layers.rms_norm(qkv, ones, config.norm_eps).astype(scale.dtype)
-      qkv = (normed * scale).astype(qkv.dtype)
-    q = qkv[..., :-2, :].reshape(*h.shape[:-1], config.heads, config.head_dim)
-    return q, qkv[..., -2, :], v
   q, k, v = (layers.linear(h, p[name]) for name in ("q", "k", "v"))
   if config.has_qkv_bias:
     q, k, v = q + p["q_bias"], k + p["k_bias"], v + p["v_bias"]

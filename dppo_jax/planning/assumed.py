@@ -15,7 +15,8 @@ from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
 from dppo_jax.run import preflight, setup
 
-_NUM_PROBLEMS = 8192  # if the config takes all problems of a source
+# If the config takes all problems of a source, to train or to evaluate on.
+_NUM_PROBLEMS, _NUM_EVAL_PROBLEMS = 8192, 500
 
 
 def known_models() -> dict[str, dict[str, Any]]:
@@ -37,40 +38,51 @@ def assumed_run(
   config: configs.Config,
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
   platform: str,
+  capability: float = 0.0,
 ) -> setup.Run:
   """The run of a config as far as shapes determine it.
 
-  Prompts have config.data.max_prompt_tokens tokens, except
-  generated arithmetic problems.
+  Prompts have room for config.data.max_prompt_tokens tokens and half as many,
+  except generated arithmetic problems.
 
   Args:
     mesh: devices, which may be described or abstract.
     platform: cpu, gpu or tpu.
+    capability: compute capability of GPUs that an abstract mesh stands for.
   Raises:
     UserError: if the run itself would reject the config.
   """
   configs.validate(config)
   preflight.check_training(mesh, config)
   c, model = config, _model(config.model)
+  tokenizer = None
   is_random = not (c.model.path or c.model.hub_id)
   if is_random and data.arithmetic.is_source(c.data.train):
     tokenizer = data.CharacterTokenizer()
-    train_set, eval_sets = setup.read_problems(c, tokenizer)
+    train_set, eval_sets = setup.read_problems(c, tokenizer, c.data.eval)
   else:
-    tokenizer = None
-    num = c.data.train_limit or _NUM_PROBLEMS
     width = sharding.round_up(c.data.max_prompt_tokens, 8)
-    train_set = data.ProblemSet(
-      *[("",) * num] * 4,
-      columns={},
-      tokens=np.broadcast_to(np.int32(0), (num, width)),
-      lengths=np.full(num, width, np.int32),
-      first_prompt="",
-      report="",
-    )
-    eval_sets = {"eval": train_set} if c.data.eval else {}
+    train_set = _problems(_NUM_PROBLEMS, width)
+    eval_set = _problems(c.data.eval_limit or _NUM_EVAL_PROBLEMS, width)
+    eval_sets = {"eval": eval_set} if c.data.eval else {}
+  problems = train_set, eval_sets
   return setup.make_run(
-    c, mesh, platform, "", tokenizer, model, train_set, eval_sets
+    c, mesh, platform, "", tokenizer, model, *problems, capability
+  )
+
+
+def _problems(num: int, width: int) -> data.ProblemSet:
+  texts = ("",) * num
+  return data.ProblemSet(
+    names=texts,
+    problems=texts,
+    answers=texts,
+    solutions=texts,
+    columns={},
+    tokens=np.broadcast_to(np.int32(0), (num, width)),
+    lengths=np.full(num, width // 2, np.int32),
+    first_prompt="",
+    report="",
   )
 
 
@@ -80,11 +92,11 @@ def _model(options: configs.ModelConfig) -> ModelConfig:
     vocab = data.CharacterTokenizer().vocab_size
     return setup.describe_model(options, options.path, vocab)
   models = known_models()
-  if options.hub_id not in models:
+  if options.hub_name not in models:
     raise UserError(
       f"config.model.hub_id is {options.hub_id!r} but --mode=plan knows only "
       f"{', '.join(models)}: set config.model.path to a directory with its "
       "config.json (weights are not needed)"
     )
-  settings = models[options.hub_id]
+  settings = models[options.hub_name]
   return families.from_settings(settings, options.dtype, options.remat)

@@ -29,7 +29,7 @@ class Collective(NamedTuple):
 
 def read_collectives(text: str) -> list[Collective]:
   """Returns the collectives of a compiled program, largest first."""
-  channels = {}
+  channels: dict[str | int, tuple[float, str, int]] = {}
   for number, line in enumerate(text.splitlines()):
     if not (match := _COLLECTIVE.search(line)):
       continue
@@ -41,14 +41,15 @@ def read_collectives(text: str) -> list[Collective]:
     # It appears in several places, all of the same channel.
     channel = re.search(r"channel_id=(\d+)", line)
     key = channel[1] if channel else -number
-    channels[key] = max((size, match[2], depth), channels.get(key, (0,)))
+    entry = (size, match[2], depth)
+    channels[key] = max(entry, channels.get(key, entry))
   groups = collections.defaultdict(list)
-  for size, *key in channels.values():
-    groups[tuple(key)].append(size)
+  for size, kind, depth in channels.values():
+    groups[kind, depth].append(size)
   rows = [Collective(*key, len(x), sum(x)) for key, x in groups.items()]
   return sorted(rows, key=lambda x: -x.bytes)
 
 
 def _bytes(dtype: str, dims: str) -> float:
-  bits = _ITEM_BITS.get(dtype) or int(re.search(r"\d+|$", dtype)[0] or 0)
+  bits = _ITEM_BITS.get(dtype) or int([*re.findall(r"\d+", dtype), 0][0])
   return math.prod(int(x) for x in dims.split(",") if x) * bits / 8

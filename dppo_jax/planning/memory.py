@@ -20,7 +20,6 @@ from dppo_jax import sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, lora, parameters
 from dppo_jax.rollout import decode
-from dppo_jax.rollout.drafts import AUTOMATIC
 from dppo_jax.rollout.generate import prefill_batch_size
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values
@@ -78,31 +77,35 @@ def _roll_out(spec: StepSpec) -> Parts:
   num_shards = sharding.num_shards(spec.mesh, "batch")
   num_prompts = -(-spec.num_prompts // num_shards)
   width = spec.prompt_tokens
-  slots = _num_slots(spec)
-  drafts = AUTOMATIC if spec.draft_tokens < 0 else spec.draft_tokens
-  num_caches = slots
+  slots = num_slots(spec)
+  num_caches: float = slots
   if not model.shares_prompts:
     # The TPU compiler keeps half of the cache in a second layout, and two
     # stages of the decode loop overlap.
     num_caches *= 1.5 if spec.platform == "tpu" else 1
     num_caches += [*decode.slot_schedule(slots, spec.platform), 0][1]
-  shards = spec.mesh.shape["model"]
-  kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
   item = jnp.dtype(model.dtype).itemsize
-  token = 2 * item * model.layers * kv_heads * model.head_dim
   sizes = kv_cache.slot_and_prompt_sizes(model, width, spec.sampling.max_tokens)
   positions, prompt_positions = map(sum, sizes)
   prefill = min(prefill_batch_size(width), num_prompts) * width
   cached = positions * num_caches + prompt_positions * num_prompts
   return {
     "gathered weights": spec.shard_weights * _gathered_layers(spec, item),
-    "kv cache": token * cached,
-    "logits": 3 * 4 * slots * (1 + drafts) * model.vocab,
+    "kv cache": token_bytes(spec) * cached,
+    "logits": 3 * 4 * slots * model.vocab,
     "activations of a layer": item * prefill * _layer_width(spec),
   }
 
 
-def _num_slots(spec: StepSpec) -> int:
+def token_bytes(spec: StepSpec) -> float:
+  """Bytes of the keys and values of a token on one device."""
+  model, shards = spec.sampler, spec.mesh.shape["model"]
+  kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
+  item = jnp.dtype(model.dtype).itemsize
+  return 2 * item * model.layers * kv_heads * model.head_dim
+
+
+def num_slots(spec: StepSpec) -> int:
   """Decode slots of one device, at most one for each completion."""
   num_shards = sharding.num_shards(spec.mesh, "batch")
   most = -(-spec.num_prompts // num_shards) * spec.group_size
@@ -121,7 +124,7 @@ def choose_slots(run: Run, available: float | None = None) -> Run:
   with_slots = lambda num: run._replace(
     spec=dataclasses.replace(run.spec, num_slots=num)
   )
-  num = _num_slots(run.spec)
+  num = num_slots(run.spec)
   while num > _FEWEST_CHOSEN_SLOTS and (
     _MARGIN * sum(estimate(with_slots(num))["roll_out"].values()) > available
   ):
@@ -137,9 +140,9 @@ def _update(spec: StepSpec) -> Parts:
   tokens = rows * p.row_length
   chunk = min(max(lm_head.LOGIT_CHUNK // num_shards, rows), tokens)
   width = _layer_width(spec)
-  pairs = 0  # token pairs whose logits a backend holds for all heads at once
-  if model.attention == "xla_dense":
-    pairs = tokens * p.row_length * model.heads / shards
+  # Bytes for each pair of tokens: logits and gradients of all heads, or a mask.
+  per_pair = {"xla_dense": 3 * 4 * model.heads / shards, "tokamax": 1}
+  pairs = tokens * p.row_length * per_pair.get(model.attention, 0)
   saved = {  # numbers that a layer keeps of each token
     "layers": model.embed,
     "dots": model.embed + width,
@@ -156,7 +159,7 @@ def _update(spec: StepSpec) -> Parts:
     # Product of its adapters, sum and gradient, in float32.
     "merged layer": 12 * bool(model.lora) * _layer_weights(spec) / shards,
     "activations": item * tokens * model.layers * saved,
-    "activations of a layer": item * tokens * 4 * width + 3 * 4 * pairs,
+    "activations of a layer": item * tokens * 4 * width + pairs,
     "logits": 3 * 4 * chunk * model.vocab / shards,
   }
 
@@ -209,7 +212,7 @@ def _available(spec: StepSpec) -> float:
   """Bytes that one device of this machine has left."""
   devices = spec.mesh.local_devices
   if spec.platform == "cpu":
-    return _free_memory() / len(devices)  # which they share
+    return free_memory() / len(devices)  # which they share
   stats = devices[0].memory_stats() or {}
   # A batched reward may hold a model.
   return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
@@ -219,7 +222,7 @@ def gib(size: float) -> str:
   return f"{size / 2**30:,.2f}"
 
 
-def _free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
+def free_memory(root: pathlib.Path = pathlib.Path("/")) -> float:
   """Bytes that this process can still allocate; infinite if not on Linux.
 
   Args:

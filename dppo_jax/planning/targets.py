@@ -16,23 +16,28 @@ import jax
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
 from dppo_jax.metrics import progress
+from dppo_jax.planning import memory
 from dppo_jax.planning.collectives import Collective, read_collectives
 from dppo_jax.run.setup import Run
 from dppo_jax.step import programs
 
-# Platform and GiB of one device. Sources: cloud.google.com/tpu/docs; NVIDIA's
-# driver. KIND.txtpb describes a GPU to the compiler: facts from a100_sxm_80,
-# h100_sxm, h200 and b200 of XLA's xla/backends/gpu/target_config/specs.
+# Platform, GiB, TFLOP/s in bfloat16 and GB/s of one device. Sources:
+# cloud.google.com/tpu/docs; NVIDIA's driver and data sheets, without sparsity.
+# KIND.txtpb describes a GPU to the compiler: facts from a100_sxm_80, h100_sxm,
+# h200 and b200 of XLA's xla/backends/gpu/target_config/specs.
 CHIPS = {
-  "v4": ("tpu", 32),
-  "v5e": ("tpu", 16),
-  "v5p": ("tpu", 95),
-  "v6e": ("tpu", 32),
-  "a100": ("gpu", 80),
-  "h100": ("gpu", 80),
-  "h200": ("gpu", 140),
-  "b200": ("gpu", 178),
+  "cpu": ("cpu", 0, 0, 0),  # this machine, which is measured
+  "v4": ("tpu", 32, 275, 1228),
+  "v5e": ("tpu", 16, 197, 819),
+  "v5p": ("tpu", 95, 459, 2765),
+  "v6e": ("tpu", 32, 918, 1638),
+  "a100": ("gpu", 80, 312, 2039),
+  "h100": ("gpu", 80, 989, 3352),
+  "h200": ("gpu", 140, 989, 4814),
+  "b200": ("gpu", 178, 2250, 7672),
 }
+# Compute capability; of TPUs 0.
+_CAPABILITY = {"a100": 8.0, "h100": 9.0, "h200": 9.0, "b200": 10.0}
 # JAX, the compiler and the driver take the rest.
 _USABLE = {"tpu": 0.984, "gpu": 0.95}
 # Keeps libtpu from asking this machine for its TPU, or claiming it.
@@ -56,19 +61,31 @@ class Hardware(NamedTuple):
     return CHIPS[self.kind][0]
 
   @property
+  def capability(self) -> float:
+    return _CAPABILITY.get(self.kind, 0.0)
+
+  @property
   def memory(self) -> float:
     """Bytes of one device that a program can use."""
+    if self.kind == "cpu":
+      return memory.free_memory() / self.num
     return CHIPS[self.kind][1] * 2**30 * _USABLE[self.platform]
+
+  @property
+  def peaks(self) -> tuple[float, float]:
+    """Operations and bytes a second of one device."""
+    return CHIPS[self.kind][2] * 1e12, CHIPS[self.kind][3] * 1e9
 
 
 def parse(text: str, flag: str = "--hardware") -> Hardware:
   """Parses KIND:NUMBER or KIND:SHAPE, such as h200:8 or v5e:4x4."""
   kind, _, size = text.partition(":")
   size = size or "1"
-  if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", size):
+  kinds = [x for x in CHIPS if x != "cpu" or flag == "--hardware"]
+  if kind not in kinds or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", size):
     raise UserError(
       f"{flag} is {text!r} but must be KIND:NUMBER or KIND:SHAPE, such as "
-      f"h200:8 or v5e:4x4, with KIND one of {', '.join(CHIPS)}"
+      f"h200:8 or v5e:4x4, with KIND one of {', '.join(kinds)}"
     )
   return Hardware(text, kind, math.prod(map(int, size.split("x"))))
 
@@ -84,8 +101,8 @@ def devices(hardware: Hardware) -> Sequence[Any]:
       text, shape = path.read_text(), f"1x1x{hardware.num}"
       target = {"platform": "cuda", "target_config": text, "topology": shape}
     elif hardware.num < 4:  # a part of a host, which has 2 x 2 chips
-      shape = [*map(int, hardware.name.partition(":")[2].split("x")), 1, 1]
-      target["chips_per_host_bounds"] = shape[:3]
+      bounds = [*map(int, hardware.name.partition(":")[2].split("x")), 1, 1]
+      target["chips_per_host_bounds"] = bounds[:3]
     for name, value in _NO_TPU.items():
       os.environ.setdefault(name, value)
     return topologies.get_topology_desc(**target).devices
@@ -134,21 +151,25 @@ def compile_stages(
     )
   names = [name for name in table if not names or name in names]
   task.num_parts = len(names) + 1
+  # The kernels for GPUs depend on the kind of the default device.
+  is_gpu = run.spec.platform == "gpu"
+  device = run.spec.mesh.devices.flat[0] if is_gpu else None
   for name in names:
     with task.part(name), jax.sharding.use_abstract_mesh(mesh):
-      yield _compile(name, table[name])
+      with jax.default_device(device):
+        yield _compile(name, table[name])
 
 
 def _compile(name: str, program: programs.Program) -> Stage:
   start = time.monotonic()
   try:
-    compiled = program.lower().compile()
+    compiled = program().compile()
   except jax.errors.JaxRuntimeError as error:
     if not (message := re.search(r"Used .* hbm", str(error))):
       raise
     seconds = time.monotonic() - start
     return Stage(name, 0, math.inf, seconds, error=message[0])
-  sizes, text = compiled.memory_analysis(), compiled.as_text()
+  sizes, text = compiled.memory_analysis(), compiled.as_text() or ""
   return Stage(
     name,
     sizes.argument_size_in_bytes

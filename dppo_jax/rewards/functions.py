@@ -10,21 +10,21 @@ from decimal import Decimal
 import functools
 import inspect
 from math import isfinite
-import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dppo_jax.errors import UserError
-from dppo_jax.files import user_code
+from dppo_jax.files import paths, user_code
 from dppo_jax.rewards.math_answers import (
   MAX_CHARS,
   last_boxed,
   outcome,
   warm_up,
 )
-from dppo_jax.rewards.notation import DASHES
+from dppo_jax.rewards.notation import DASHES, normalize, without_units
 
 RewardFn = Callable[..., Sequence[float | None]]
+_OUTCOMES = ("right", "wrong", "unboxed", "unparsed")
 
 
 class Verdict(float):
@@ -80,8 +80,8 @@ def last_number(completions: list[str], answers: list[str]) -> list[Verdict]:
   for text, gold in zip(completions, answers, strict=True):
     numbers = _NUMBER.finditer(text[-MAX_CHARS:].translate(DASHES))
     last = collections.deque(numbers, maxlen=1)
-    bare = gold.strip().lstrip("$").rstrip(" \\$%.,")
-    target = _NUMBER.fullmatch(bare.translate(DASHES))
+    bare = without_units(normalize(re.sub(r"\\?\$", "", gold)))
+    target = _NUMBER.fullmatch(bare.rstrip(" \\%"))
     if last and target:
       is_right = _value(last[0]) == _value(target)
       verdicts.append(Verdict("right" if is_right else "wrong"))
@@ -166,8 +166,7 @@ def _spec(item: str | Callable) -> RewardSpec:
     )
   if batched and reference in OURS:
     raise _error(f"{text!r}: only functions of your own may be batched")
-  if ".py:" in reference:
-    reference = os.path.abspath(reference)
+  reference = paths.of_code(reference)
   name = reference.rpartition(":")[2]
   with contextlib.suppress(ValueError):
     if isfinite(number := float(weight or 1)):
@@ -187,7 +186,7 @@ def load(reference: str) -> RewardFn:
     function = OURS.get(reference) or user_code.load(reference)
   except UserError as error:
     raise _error(str(error)) from error
-  if inspect.isclass(function):
+  if isinstance(function, type):
     try:
       function = _instance(function)
     except (Exception, SystemExit) as error:
@@ -222,15 +221,19 @@ def required_arguments(function: RewardFn) -> list[str]:
 Mark = float | str | None
 
 
+def _mark(value: Any) -> float | str:
+  """Returns an outcome of ours, or the number: types of numbers differ."""
+  outcome = getattr(value, "outcome", None)
+  return outcome if outcome in _OUTCOMES else float(value)
+
+
 def call(function: RewardFn, batch: Mapping[str, Sequence]) -> list[Mark]:
   """Calls a function; raises if it does not return a number per completion."""
   values = function(**{x: y for x, y in batch.items() if _takes(function, x)})
-  if not isinstance(values, Iterable) or not getattr(values, "shape", True):
+  is_list = isinstance(values, Iterable) and getattr(values, "shape", True)
+  if not is_list or isinstance(values, str | bytes | Mapping):
     raise TypeError(f"returned {values!r}"[:60] + ", not a list of numbers")
-  # Numbers of numpy and torch have no common type.
-  marks = [
-    getattr(x, "outcome", None if x is None else float(x)) for x in values
-  ]
+  marks = [x if x is None else _mark(x) for x in values]
   num = len(batch["completions"])
   if len(marks) != num:
     raise ValueError(f"returned {len(marks)} values for {num} completions")

@@ -31,7 +31,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 FAULTS = ("timeouts", "crashes", "errors", "switched_off")
 IN_PROCESS = ("exact", "last_number", "boxed")  # take time linear in the text
-MAX_HANGS = 20  # calls in a row without an answer that switch a function off
+MAX_HANGS = 20  # calls in a row without an answer switch a function off
 
 
 class Graded(NamedTuple):
@@ -93,7 +93,7 @@ class Grader:
       Worker(references, timeout_seconds)
       for _ in range(num_workers if references else 0)
     ]
-    self._idle = queue.SimpleQueue()
+    self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     for worker in self._workers:
       self._idle.put(worker)
     # A thread per worker waits for its answers.
@@ -173,26 +173,35 @@ class Grader:
       # One call tries a function that is switched off.
       self._hangs[spec] = min(self._hangs[spec], MAX_HANGS - 1)
       num, threads = len(completions), self._threads
-      sizes = group_sizes
+      sizes: Sequence[int] = [1] * num
       if spec in self._here:
         sizes, threads = [num] if num else [], self._thread
-      elif group_sizes is None or spec.reference == "math":
-        sizes = [1] * num
+      elif group_sizes is not None and spec.reference != "math":
+        sizes = group_sizes
       ends = itertools.accumulate(sizes, initial=0)
       groups = [_slice(batch, i, j) for i, j in itertools.pairwise(ends)]
       marks = functools.partial(self._marks, spec)
       calls[spec] = threads.map(marks, groups)
-    counts = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     values = {
       spec.name: self._values(spec, [x for y in groups for x in y], counts)
       for spec, groups in calls.items()
     }
-    total = sum(spec.weight * values[spec.name] for spec in specs)
+    terms = (spec.weight * values[spec.name] for spec in specs)
+    total = sum(terms, np.zeros(len(completions)))
     is_finite = _is_finite(total)
     counts["nonfinite"] += int((~is_finite).sum())
     rewards = np.where(is_finite, total, 0.0).astype(np.float32)
     values = {name: x.astype(np.float32) for name, x in values.items()}
-    return Graded(rewards, values[specs[0].name].clip(0, 1), counts, values)
+    verdicts = values[specs[0].name]
+    if not np.isin(verdicts, (0, 1)).all():
+      self._warnings.setdefault(
+        (specs[0], "values"),
+        f"warning: {specs[0].name} returns values other than 0 and 1. What is "
+        "called accuracy is their mean, clipped to [0, 1]: name a verifier as "
+        "the first function of config.reward.functions to log one",
+      )
+    return Graded(rewards, verdicts.clip(0, 1), counts, values)
 
   def pop_warnings(self) -> list[str]:
     """Returns and clears the first fault message of each reward function."""
@@ -207,8 +216,10 @@ class Grader:
     is_verifier = spec is self.specs[0]
     words = [x for x in marks if isinstance(x, str)]
     counts.update(x for x in words if is_verifier or x in FAULTS)
-    values = [x == "right" if isinstance(x, str) else x or 0 for x in marks]
-    values = np.array(values, np.float64)
+    values = np.array(
+      [x == "right" if isinstance(x, str) else x or 0 for x in marks],
+      np.float64,
+    )
     is_finite = _is_finite(values)
     counts["nonfinite"] += int((~is_finite).sum())
     for bad in values[~is_finite][:1]:
@@ -276,7 +287,7 @@ class Grader:
 
   def _count_hang(self, spec: RewardSpec, kind: str, fault: str) -> None:
     """Switches off a user's function that has given no answer for too long."""
-    is_hang = kind == "timeouts" and spec.reference not in OURS
+    is_hang = kind != "errors" and spec.reference not in OURS
     self._hangs[spec] = self._hangs[spec] + 1 if is_hang else 0
     if self._hangs[spec] == MAX_HANGS:
       text = (

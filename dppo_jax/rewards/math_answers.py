@@ -8,10 +8,13 @@ from fractions import Fraction
 import functools
 import itertools
 import re
+from typing import Any
 
 from dppo_jax.errors import UserError
 from dppo_jax.rewards import notation
 from dppo_jax.rewards.notation import normalize
+
+Form = Any  # an expression or relation of sympy, which is imported late
 
 MAX_CHARS = 1_000_000  # of a completion: 0.2 s, if all of them are braces
 MAX_ANSWER_CHARS = 1000  # ten times the longest gold answer of MATH
@@ -93,19 +96,18 @@ def _compare(gold: str, answer: str) -> str:
   if notation.differ_in_kind(gold, answer):
     return "wrong"
   # (E) 12 equals both E and 12, but not (D) 12.
-  choices = notation.choice(gold), notation.choice(answer)
-  if all(choices):
-    is_right = all(_compare(*x) == "right" for x in zip(*choices, strict=True))
-    return "right" if is_right else "wrong"
-  if any(choices):
-    pairs = itertools.product(choices[0] or (gold,), choices[1] or (answer,))
-    return "right" if "right" in {_compare(*x) for x in pairs} else "wrong"
+  parts = notation.choice(gold), notation.choice(answer)
+  if parts != ((gold,), (answer,)):
+    has_same = len(parts[0]) == len(parts[1])
+    pairs = zip(*parts, strict=True) if has_same else itertools.product(*parts)
+    results = [_compare(*x) == "right" for x in pairs]
+    return "right" if (all if has_same else any)(results) else "wrong"
   # Percentages: 7.2\% equals 7.2 as well as 0.072.
-  bare = notation.percent(gold), notation.percent(answer)
-  if all(bare):
-    gold, answer = bare
-  elif any(bare):
-    if _compare_parsed(bare[0] or gold, bare[1] or answer) == "right":
+  first, second = notation.percent(gold), notation.percent(answer)
+  if first and second:
+    gold, answer = first, second
+  elif first or second:
+    if _compare_parsed(first or gold, second or answer) == "right":
       return "right"
   return _compare_parsed(gold, answer)
 
@@ -115,18 +117,19 @@ def _compare_parsed(gold: str, answer: str) -> str:
   answer = notation.without_letter_unit(answer, gold)
   answer = notation.with_unions(answer, gold)
   golds, answers = _parse(notation.with_unions(gold, answer)), _parse(answer)
-  texts = [re.sub(r"\\[ ,;:]| ", "", text) for text in (gold, answer)]
+  texts = [re.sub(r"(?<!\d) | (?!\d)", "", x) for x in (gold, answer)]
   if not golds and texts[0] == texts[1]:
     return "right"
   if not golds or not answers:
     return "unparsed"
-  forms = golds[0], answers[0]
+  forms = [golds[0], answers[0]]
   if _is_hollow(*forms):
     return "wrong"
   if "set" not in {notation.brackets(gold), notation.brackets(answer)}:
     forms = _with_repeats(*forms)
-  # Not symmetric: the gold answer comes first. 6 decimals, 15 digits.
-  is_equal = _equality()(*forms, 6, 15)
+  # Not symmetric: the gold answer comes first. 6 decimals, 15 digits. A set may
+  # be written as a relation, {x | x > 1}.
+  is_equal = _equality()(*forms, 6, 15, answer.startswith(r"\{"))
   return "right" if is_equal else "wrong"
 
 
@@ -161,7 +164,7 @@ def _equality() -> Callable:
   return grader.sympy_expr_eq
 
 
-def _is_hollow(gold: object, answer: object) -> bool:
+def _is_hollow(gold: Form, answer: Form) -> bool:
   """Returns True for relations that may be equal but answer nothing.
 
   For x = 5, x + 5 = 10 may be the problem. A relation that holds for all or no
@@ -173,7 +176,10 @@ def _is_hollow(gold: object, answer: object) -> bool:
   if not golds or not answers:
     return False
   sides = lambda relations: [x for y in relations for x in y.args]
-  if not all(isinstance(x, sympy.Expr) for x in sides(golds)):
+  if not all(
+    isinstance(x, sympy.Expr) and not x.is_Matrix
+    for x in sides(golds | answers)
+  ):
     return False
   is_solved = lambda relations: all(
     not x.free_symbols or any(x in (y, -y) for y in x.free_symbols)
@@ -184,7 +190,7 @@ def _is_hollow(gold: object, answer: object) -> bool:
   return not any(sympy.simplify(x.lhs - x.rhs).free_symbols for x in golds)
 
 
-def _with_repeats(*forms: object) -> list:
+def _with_repeats(*forms: Form) -> list:
   """Writes lists such as 1, 1, 2 as sorted tuples, for sets have no repeats."""
   import sympy
 
@@ -192,14 +198,16 @@ def _with_repeats(*forms: object) -> list:
   rows = [getattr(getattr(x, "rhs", x), "_unsorted_args", ()) for x in forms]
   if not any(len({*row}) < len(row) for row in rows):
     return [*forms]
-  decimal = lambda x: (
-    sympy.Tuple(*map(decimal, x)) if isinstance(x, sympy.Tuple) else sympy.N(x)
-  )
+
+  def decimal(form):
+    is_tuple = isinstance(form, sympy.Tuple)
+    return sympy.Tuple(*map(decimal, form)) if is_tuple else sympy.N(form)
+
   key = lambda form: sympy.default_sort_key(decimal(form))
   return [sympy.Tuple(*sorted(row, key=key)) for row in rows]
 
 
-def _are_equal_numbers(gold: object, answer: object) -> bool | None:
+def _are_equal_numbers(gold: Form, answer: Form) -> bool | None:
   """Compares real closed forms to 60 digits; returns None if that is unclear.
 
   Takes milliseconds for sums of roots that math-verify simplifies in minutes.
@@ -221,7 +229,7 @@ def _are_equal_numbers(gold: object, answer: object) -> bool | None:
   return False if error > abs(first) * Fraction(1, 10**9) else None
 
 
-def _number(form: object) -> object | None:
+def _number(form: Form) -> Form | None:
   """Returns a real closed form, exact or to 80 digits; None for others."""
   import sympy
   from sympy.concrete.expr_with_limits import ExprWithLimits
@@ -246,7 +254,7 @@ def _number(form: object) -> object | None:
 def _parse(text: str) -> list:
   """Returns what the text means, in a list as math-verify's parser does."""
   from latex2sympy2_extended import NormalizationConfig, normalize_latex
-  from math_verify import grader, parser
+  from math_verify import parser
 
   text = notation.in_plain_forms(text)
   if not notation.is_readable(text):
@@ -255,10 +263,10 @@ def _parse(text: str) -> list:
     basic_latex=True, malformed_operators=True, nits=True, boxed="none"
   )
   text = normalize_latex(notation.in_radians(text), config)
+  is_real = not re.search(r"(?<![a-zA-Z\\])i(?![a-zA-Z])|\\mathbb\{C\}", text)
   # Of a = b = c, the last equation. math-verify's own search in a text would
   # accept any number that it finds, which a policy learns to exploit.
   for part in dict.fromkeys([text, parser.get_last_eq(text)]):
-    is_real = not grader.should_treat_as_complex(part)
     try:
       return [_converter()(is_real=is_real).parse(part)]
     except MemoryError:
@@ -269,7 +277,7 @@ def _parse(text: str) -> list:
 
 
 @functools.cache
-def _converter() -> type:
+def _converter() -> Callable:
   """Returns math-verify's parser, without the sum or product of 1 in `1 {2}`.
 
   What may stand side by side in an answer, `in_plain_forms` writes as one.
@@ -285,4 +293,5 @@ def _converter() -> type:
         raise ValueError("two numbers side by side")
       return form
 
-  return Converter
+  config = latex2sympy2.ConversionConfig(lowercase_symbols=False)
+  return functools.partial(Converter, config=config)

@@ -4,26 +4,58 @@ r"""Rewrites the many notations of an answer in LaTeX that math-verify reads.
 functions run in workers, on short answers that `normalize` returned.
 """
 
+from collections.abc import Callable
 from decimal import Decimal
-from fractions import Fraction
+import functools
 import re
+from unicodedata import category
 
-_COMMANDS = (
-  r"× \times · \cdot ⋅ \cdot ÷ \div ≤ \le ≥ \ge ≠ \ne ≈ \approx ± \pm π \pi "
-  r"∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ° ^\circ "
-  r"½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4}"
-).split()
+
+def _table(text: str) -> dict[str, str]:
+  """Reads rows of a value, a blank, and the keys that have it."""
+  rows = [row.partition(" ") for row in text.split(" & ")]
+  return {key: value for value, _, keys in rows for key in keys.split()}
+
+
+_CHARACTERS = _table(
+  r"\times × & \cdot · ⋅ & \div ÷ & \le ≤ & \ge ≥ & \ne ≠ & \approx ≈ & \pm ± "
+  r"& \pi π & \infty ∞ & \cup ∪ & \cap ∩ & \in ∈ & \emptyset ∅ & ^\circ ° ℃ & "
+  r"( ⟨ & ) ⟩ & . 。 & , 、 & \frac{1}{2} ½ & \frac{1}{3} ⅓ & \frac{2}{3} ⅔ & "
+  r"\frac{1}{4} ¼ & \frac{3}{4} ¾ &  ~ `"
+)
 DASHES = {ord(c): "-" for c in "\u2010\u2011\u2012\u2013\u2212"}  # en dash, ...
 _CHARS = str.maketrans(
-  {c: f"{x} " for c, x in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
+  {c: f"{x} " for c, x in _CHARACTERS.items()}
   | DASHES
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
   | {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}  # full-width ASCII
-  | dict.fromkeys("€£¥", "")
-  | {"~": " "}
+  | {c: " " for c in map(chr, range(128, 0x10000)) if category(c) == "Sc"}
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
+_ZEROS = _table(  # the stems of words
+  "1 十 & 2 hundred 百 백 & 3 thousand 千 천 тыс & 4 万 萬 만 & "
+  "6 million млн миллион & 8 亿 億 억 & 9 billion млрд миллиард & "
+  "12 trillion 兆 조 трлн триллион"
+)
+# TeX's commands: other names, blanks (here tabs), and those of no value.
+_COMMANDS = _table(
+  r"\text mbox hbox emph mathrm textrm textnormal textbf textit textsl textsf "
+  r"texttt textup textsc unit si & \frac dfrac tfrac cfrac & \cup bigcup & "
+  r"\emptyset varnothing & \cap bigcap & \le leq leqq leqslant & \ne neq & "
+  r"\ge geq geqq geqslant & < lt & > gt & \{ lbrace & \} rbrace & [ lbrack & "
+  r"] rbrack & ( lparen langle & ) rparen rangle & | vert mid & : colon & "
+  r"\tan tg & \cot ctg & \arctan arctg & ^\circ degree textdegree & \\ cr & "
+  r"\! negthinspace negmedspace negthickspace & "
+  "\t ( ) [ ] $ , ; : > thinspace medspace thickspace enspace space hfill "
+  "nobreakspace newline & "
+  " / boxed fbox framebox ensuremath left right middle big Big bigg Bigg bigl "
+  "Bigl biggl Biggl bigr Bigr biggr Biggr bigm Bigm biggm Biggm displaystyle "
+  "textstyle scriptstyle limits nolimits mathbf boldsymbol bm pmb bold mathsf "
+  "mathit mathtt mathnormal mathord mathop mathstrut strut underline uline ul "
+  "uuline rm bf it sl sf tt em bfseries itshape normalfont tiny small "
+  "normalsize large Large LARGE huge Huge hline therefore blacksquare "
+  "checkmark euro pounds textdollar texteuro"
+)
 
 
 def _repeating(match: re.Match) -> str:
@@ -36,32 +68,66 @@ def _repeating(match: re.Match) -> str:
 def _multiplied(match: re.Match) -> str:
   r"""Writes 5.2 million as 5200000; a `\text{` before the word stays open."""
   number = Decimal(match["number"].replace(",", ""))
-  number = number.scaleb(_ZEROS[match["word"].lower()])
+  number = number.scaleb(int(_ZEROS[match["word"].lower()]))
   return f"{number.normalize():f}{match['text'] or ''}"
 
 
-_SKIP = r" ?(?:\\[ ,;:] ?)?"  # between the parts of a number
-_TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal) ?\{"
+_TEXT = r"\\text ?\{"
+_LABEL = r"(?:\([A-J]\)[.:]?|\[[A-J]\]|[A-J][).:])"
+
+Rule = tuple[str, str | Callable[[re.Match], str]]  # pattern and replacement
 
 # Applied in this order. Each takes linear time: it repeats what is bounded, or
 # what no other match can begin in.
-_RULES = [
+_TEX: list[Rule] = [
   (r"√\s?(?:(\d+(?:\.\d+)?)|\(([^()]*)\))", r"\\sqrt{\1\2}"),
   ("√", r"\\sqrt "),
   ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}"),
-  (r"\s+", " "),  # from here on there are no two blanks in a row
-  (r"(?<!\\)\$", ""),  # around mathematics
+  (r"\\(?:left|right)\s?\.", ""),  # invisible
+  # Between rows.
+  (r"\\\\\s?\[-?[\d.]{1,9}\s?(?:\\[a-z]{1,15}|[a-z]{2})\]", r"\\\\ "),
+  (r"\{\s?\\rm(?![a-zA-Z])", r"\\mathrm{"),
+  (r"\\(?:mathrm|text)\s?\{\s?([ei]|d(?=\s?\}\s?[a-z]))\s?\}", r"\1"),
+  (  # but 5\text{ min} is a unit
+    r"(?:\\operatorname\*?|(?<![\d}])(?<!\d\s)(?<!\\[ ,;:])\\(?:mathrm|text))"
+    r"\s?\{((?:arc?)?(?:sin|cos|tan|cot|sec|csc)h?|(?:arc)?c?tg|ln|log|exp|gcd|"
+    r"lcm|max|min)\s?\}",
+    r"\\\1 ",
+  ),
+  ("smallmatrix", "matrix"),
+  (r"\\mathbb\s?([A-Z])", r"\\mathbb{\1}"),
+  (r"\\([a-zA-Z]+|.?)", lambda m: _COMMANDS.get(m[1].strip() or ",", m[0])),
+  (r"[\s$]+", " "),  # from here on there are no two blanks in a row
+  (r"\\(?:begin|end) ?\{(?:equation|align|gather|displaymath)\*?\}", ""),
+  (r"(?<![\w)}])\*\*([^*]+)\*\*(?![\w({])", r"\1"),  # bold in Markdown
+  (r"\\(?:(?:text)?color|colorbox|[hm]space\*?|tag) ?\{[^{}]{0,40}\} ?", ""),
   (r"^ ?(?:=|\\approx(?![a-zA-Z])) ?", ""),
-  (r",?\\!", ""),
-  (r"\\degree(?![a-zA-Z])", r"^\\circ"),
-  (r"\\(?:displaystyle|euro|pounds)(?![a-zA-Z]) ?", ""),
-  (r"\\(?:text)?color ?\{[^{}]{0,40}\} ?", ""),
-  (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-  (r"\\mathrm ?\{ ?([ei]) ?\}", r"\1"),  # no units
+  (r"(?<![a-zA-Z]),?\\!|\\!(?![a-zA-Z])", ""),
+  (r"\^ ?(?:\^ ?\\circ|\{ ?(?:\^ ?)?\\circ ?\})", r"^\\circ"),
+  (
+    r"(?<![a-zA-Z\\{])((?:arc)?(?:sin|cos|tan)|ln|log|pi)(?![a-zA-Z])",
+    r"\\\1 ",
+  ),
+  (r"(?:\\text ?\{ ?)?(?<![a-zA-Z])per ?cent(?: ?\})?$", r"\\%"),
+  (r"\\not ?=", r"\\ne "),
+  (r"\\\{ ?\\\}", r"\\emptyset "),
+]
+_RULES: list[Rule] = [
+  (r"(?<=\\circ) ?(?:\\text ?\{ ?[CF] ?\}|[CF](?![a-zA-Z]))", ""),
+  # A label in braces, alone or before the choice.
+  (rf"^(?:\\text ?)?\{{ ?({_LABEL}) ?\}}", r"\1 "),
+  (rf"^\\text ?\{{ ?({_LABEL}) ", r"\1 \\text{"),
+  (r"^(?:\\text ?)?\{ ?([A-J]) ?\} ?(?=[).:])", r"\1"),
+  (rf"{_TEXT}([.,])\}}", r"{\1}"),
+  (  # 0{,}5, but not 1{,}000
+    r"(?<![\d.,}])(\d+)\{,\}(?:(?<=\b0\{,\})|(?!\d{3}(?!\d)))(\d+)(?!\d|\{,)",
+    r"\1.\2",
+  ),
+  (r"\{([.,])\}", r"\1"),
   # 1 000, but neither 1 2 nor 1 100/300 nor \frac 1 200.
   (
-    rf"(?<![\d.,^_a-zA-Z\\])(?<![\da-zA-Z}})\]] )[1-9]\d{{0,2}}"
-    rf"(?:(?: |\\[,;: ] ?)\d{{3}}){{1,6}}(?!{_SKIP}[\d/])",
+    r"(?<![\d.,^_a-zA-Z\\])(?<![\da-zA-Z}})\]] )[1-9]\d{0,2}"
+    r"(?:[ ']\d{3}){1,6}(?! ?[\d/])",
     lambda m: re.sub(r"\D", "", m[0]),
   ),
   (
@@ -71,14 +137,22 @@ _RULES = [
   ),
   (
     r"(?<![\d.,])(?P<number>(?:\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,18})?)"
-    rf"{_SKIP}(?P<text>{_TEXT} ?)?"
-    r"(?P<word>(?i:hundred|thousand|million|billion|trillion))s?(?![a-zA-Z])",
+    rf" ?(?P<text>{_TEXT} ?)?(?P<word>(?i:{'|'.join(_ZEROS)}))"
+    r"(?<!千(?=[克米]))(?:s|[а-я]{1,9})?\.?(?![a-zA-Z])",
     _multiplied,
   ),
-  (rf"{_TEXT} ?\}}", ""),
+  # A text without letters is no text.
+  (rf"{_TEXT}((?:[^a-zA-Z\d{{}}\\]|\\%)*)\}}", r"\1 "),
+  (rf"{_TEXT}((?:[^a-zA-Z{{}}\\]|\\%)*)\}}", r"{\1}"),
 ]
 
 
+_AROUND = (
+  r"^(?:\\q?quad ?)+|(?<!quad)(?<!quad )(?:\\q?quad ?)+$|(?<![\\.,;])[.,;]$"
+)
+
+
+@functools.lru_cache(maxsize=1024)  # a group shares its gold answer
 def normalize(answer: str) -> str:
   r"""Returns the answer in plain LaTeX, in time linear in the text.
 
@@ -87,15 +161,17 @@ def normalize(answer: str) -> str:
   >>> normalize(r"0.1\overline{6}"), normalize(r"5.2\text{ million}")
   ('\\frac{15}{90}', '5200000')
   """
-  is_colored = "color" in answer
-  answer = answer.translate(_CHARS)
-  for pattern, new in _RULES:
-    answer = re.sub(pattern, new, answer)
-  answer = re.sub(r"(?<!\\)[.,;]$", "", answer.strip()).strip()
   # Braces around everything are TeX's, but in {1,2} they stand for a set.
-  if _is_group(answer) and (is_colored or "," not in answer):
-    answer = answer[1:-1].strip()
-  return answer
+  is_set = re.match(r"[\s$]*\{[^{\\(\[]*,", answer)
+  answer = answer.translate(_CHARS)
+  for rules in (_TEX, _RULES):
+    for pattern, new in rules:
+      answer = re.sub(pattern, new, answer)
+    for _ in range(3):  # a group within another
+      answer = re.sub(_AROUND, "", " ".join(answer.split())).strip()
+      if _is_group(answer) and not is_set:
+        answer = answer[1:-1]
+  return answer.strip()
 
 
 def _is_group(text: str, brackets: str = "{}") -> bool:
@@ -108,43 +184,51 @@ def _is_group(text: str, brackets: str = "{}") -> bool:
   return False
 
 
+_MONEY = r"Rs\.?|INR|USD?|EUR|GBP|CNY|RMB|JPY|руб\.?|人民币|美元"
 _WORDS = (
-  "[mcdk]m|in|inch(?:es)?|ft|foot|feet|yards?|miles?|met(?:er|re)s?|[mk]g|"
-  "grams?|lbs?|pounds?|ounces?|seconds?|minutes?|hours?|days?|weeks?|months?|"
-  "years?|lit(?:er|re)s?|gallons?|mph|km/h|m/s|degrees?|radians?|units?|"
-  "cents?|dollars?|points?|square|cubic|sq\\.?|cu\\.?|per"
+  "[mcdk]m|in|inch(?:es)?|ft|foot|feet|yards?|miles?|[mk]g|lbs?|pounds?|"
+  "(?:centi|milli|kilo)?(?:met(?:er|re)|gram)s?|ounces?|sec(?:ond)?s?|"
+  "min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|lit(?:er|re)s?|"
+  "gallons?|mph|km/h|m/s|degrees?|Celsius|Fahrenheit|radians?|units?|cents?|"
+  "dollars?|euros?|yuan|yen|rupees?|points?|square|cubic|sq\\.?|cu\\.?|per|"
+  f"{_MONEY}"
 )
 _POWER = r"(?: ?\^ ?(?:\d|\{-?\d\}))?"
 _AND = r"[,\s]*(?:and|or)\b"
+_OTHER = "[\u0400-\u1fff\u2e80-\ud7ff]"  # not Latin or Greek, such as 元
+# A text without a second number or alternative, or words that are units.
+_NAME = (
+  rf"(?:(?:\\mu ?)?{_TEXT}(?:(?!\b(?:and|or)\b)[^{{}}\d]|(?<=[\^a-z])\d|"
+  rf"(?<=\^)\{{-?\d\}})*\}}|{_OTHER}++\.?|(?<![a-zA-Z])(?:{_WORDS})(?![a-zA-Z])|"
+  rf"\{{ ?(?:{_WORDS}) ?\}}){_POWER}"
+)
 _UNITS = [
-  # A text between a value and the end, or the end of one of several values.
-  rf"(?<=[\d}})%a-zA-Z]) ?(?:\\[ ,;:] ?|\\q?quad ?)*{_TEXT}(?!{_AND})(?! ?\d)"
-  rf"[^{{}}]*\}}{_POWER}(?= ?(?:$|[,;)\]]|\\right|\\\}}|{_TEXT}{_AND}))",
-  # Words that are units.
-  rf"(?<=[\d}}]) ?(?:{_WORDS})(?: (?:{_WORDS}))*{_POWER}$",
+  # Before a value.
+  rf"^(?:\\text ?\{{ ?)?(?:{_MONEY})(?: ?\}})? ?(?=[\d.{{-]|\\frac)",
+  # Between a value and the end, or the end of one of several values.
+  rf"(?:(?<=[\d}})%])|(?<=\\pi)|(?<=[a-zA-Z]) ?(?=\\|{_OTHER})) ?"
+  rf"(?:\\q?quad ?)*(?:{_NAME}|\\frac ?\{{{_NAME}\}} ?\{{{_NAME}\}})"
+  rf"(?: ?(?:(?:/|\\cdot) ?)?{_NAME})*+(?= ?(?:$|[,;)\]]|\\\}}|{_TEXT}{_AND}))",
 ]
 
 
 def without_units(answer: str) -> str:
-  """Returns the answer without units, the words behind a value."""
-  for pattern in _UNITS:
-    answer = re.sub(pattern, "", answer)
-  return answer.strip()
+  """Returns the answer without units, the words before or behind a value."""
+  return re.sub("|".join(_UNITS), "", answer).strip()
 
 
 def without_letter_unit(answer: str, other: str) -> str:
   """Writes 5 m as 5 if the other answer has no letters; 2s may be 2 times s."""
-  if re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", other)):
+  if re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", other):
     return answer
-  return re.sub(rf"(?<=\d) ?[mgshlL]{_POWER}$", "", answer)
+  return re.sub(rf"(?<=[\d}}]) ?[mgshlLNJWV]{_POWER}$", "", answer)
 
 
 # Not an argument, exponent or index, such as the 1 and 2 of \frac 1 2.
 _BARE = r"(?<![\w.}\]^_])(?<!frac )(?<!sqrt )"
 _FRAC = r"\\frac ?(?:\{ ?(\d++) ?\}|(\d)) ?(?:\{ ?(\d++) ?\}|(\d))"
-_BLANK = r"(?: |\\[ ,;:])"
-_BAR = r"(?:\\left ?|\\right ?)?(?:\||\\[lr]?vert(?![a-zA-Z])) ?"
-_BELOW = r"(<|\\leq?q?(?![a-zA-Z])|\\leqslant(?![a-zA-Z])) ?"
+_BAR = r"(?:\||\\[lr]vert(?![a-zA-Z])) ?"
+_BELOW = r"(<|\\le(?![a-zA-Z])) ?"
 
 
 def _mixed(match: re.Match) -> str:
@@ -155,23 +239,50 @@ def _mixed(match: re.Match) -> str:
   return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
-def _scientific(match: re.Match) -> str:
-  r"""Writes 1.5e-3 as \frac{3}{2000}."""
-  number = Fraction(match[0])
-  return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-_FORMS = [
-  (r"(?<![\w.}])\d++(?:\.\d++)?[eE][+-]?0*\d{1,3}(?![\w.])", _scientific),
+_BUILDER = r"\\\{ ?[a-zA-Z] ?(?:\\in ?\\mathbb\{R\} ?)?[|:]"
+_PART = "([^:=,]+)"
+_END = r"[^\[\](),;]+"  # of an interval
+_FORMS: list[Rule] = [
+  (rf"^{_BUILDER}(.*)\\\}}$", r"\1"),  # the relation of a set
+  (
+    r"(?<![\w.}])(\d++(?:\.\d++)?)[eE]\+?(-?0*\d{1,3})(?![\w.])",
+    r"\1\\times10^{\2}",
+  ),
   (
     rf"{_BARE}(?!(?<=\d,)\d{{3}}\D)(\d++)"
-    rf"(?:{_BLANK}*+{_FRAC}|{_BLANK}++(\d\d?)/(\d++)(?![\d/^.]))",
+    rf" ?(?:{_FRAC}|(?<= )(\d\d?)/(\d++)(?![\d/^.]))",
     _mixed,
   ),
   (
     rf"^{_BAR}([^|<>=,]+?){_BAR}{_BELOW}"
     r"((?:[^|<>=,;\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+)$",
     r"-(\3) \2 \1 \2 \3",
+  ),
+  ("^[A-Z][a-z]{2,}$", r"\\text{\g<0>}"),  # a word, no product
+  # 5 > x > 2 is 2 < x < 5.
+  (
+    r"(?!.*(?:[<=,;]|\\[ln]e|\\text|\bor\b|\band\b))(?=.*(?:>|\\ge).*(?:>|\\ge)).+",
+    lambda m: (
+      "".join(re.split(r"(>|\\ge)", m[0])[::-1])
+      .replace(">", "<")
+      .replace(r"\ge", r"\le ")
+    ),
+  ),
+  # Intervals: ]0,1[ and (0;1).
+  (rf"(?:(?<![\w}}\]])|(?<=\\cup))\]({_END}[,;]{_END}[\[\])])", r"(\1"),
+  (rf"([\[(]{_END}[,;]{_END})(?<!sqrt)\[", r"\1)"),
+  (rf"([\[(]{_END});({_END}[\])])", r"\1,\2"),
+  # Both signs, alone, in a set, or in a tuple.
+  (
+    r"^(?!.*\\(?:pm|mp).*\\(?:pm|mp))(.*=|) ?(\\\{|) ?([^=,]*|\([^=()]*)"
+    r"\\(?:pm|mp)(?![a-zA-Z])"
+    r"([^,]*?|[^()]*\))(\\\}|)$",
+    r"\1 \2\3+\4, \3-\4\5",
+  ),
+  # Ratios, as shares of the whole.
+  (
+    rf"^(?:.*=|){_PART}:{_PART}:{_PART}$",
+    r"(\\frac{\1}{\1+\2+\3}, \\frac{\2}{\1+\2+\3}, \\frac{\3}{\1+\2+\3})",
   ),
 ]
 
@@ -180,7 +291,7 @@ def in_plain_forms(answer: str) -> str:
   r"""Returns the answer without forms that parsers misread.
 
   >>> in_plain_forms("3 1/2"), in_plain_forms("2e3"), in_plain_forms("|x|<1")
-  ('\\frac{7}{2}', '\\frac{2000}{1}', '-(1) < x < 1')
+  ('\\frac{7}{2}', '2\\times10^{3}', '-(1) < x < 1')
   """
   for pattern, new in _FORMS:
     answer = re.sub(pattern, new, answer)
@@ -189,8 +300,8 @@ def in_plain_forms(answer: str) -> str:
 
 def is_readable(answer: str) -> bool:
   r"""Returns False for the misread `5\text{ h }30`, `1 2` and `1,\ldots,9`."""
-  has_text = rf"[\d}})] ?(?:\\[ ,;:] ?)*{_TEXT}(?!{_AND})"
-  is_row = rf"{_BARE}\d[\d.]*+{_BLANK}+\d"
+  has_text = rf"[\d}})] ?{_TEXT}(?!{_AND})"
+  is_row = rf"{_BARE}\d[\d.]*+[ '\"]\d|:[^:,]*:"
   has_gap = rf"[\d)\]] ?\\q?quad(?! ?(?:{_TEXT}|[,;]|\\q?quad|$))|\\[lc]?dots"
   return not re.search(f"{has_text}|{is_row}|{has_gap}", answer)
 
@@ -198,7 +309,7 @@ def is_readable(answer: str) -> bool:
 def in_radians(answer: str) -> str:
   r"""Writes degrees in functions, such as `\sin 30^\circ`, as radians."""
   functions = r"\\(?:sin|cos|tan|cot|sec|csc)(?! ?\^ ?\{ ?-)"
-  degrees = r"(\d+(?:\.\d+)?) ?\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})"
+  degrees = r"(\d+(?:\.\d+)?) ?\^ ?\\circ(?![a-zA-Z])"
   parts = re.split(r"([=,;])", answer)
   for i, part in enumerate(parts):
     if re.search(functions, part):
@@ -208,34 +319,33 @@ def in_radians(answer: str) -> str:
 
 def percent(answer: str) -> str | None:
   r"""Returns the 7.2 of `7.2\%`; None if the answer is not a percentage."""
-  pattern = r"(.*?) ?(?:\\?%|\\text\{ ?percent\}| percent)"
-  match = re.fullmatch(pattern, answer, re.DOTALL)
-  return match[1] if match and "=" not in match[1] else None
+  match = re.fullmatch(r"([^=]*?) ?\\?%", answer)
+  return match[1] if match else None
 
 
-_CHOICE = (
-  r"(?:\\(?:text|math)[a-z]* ?\{)? ?\(([A-J])\)(?:\}| |\\[ ,;:]|\\q?quad)+"
-  r"((?!.*(?<![a-zA-Z])[A-J](?![a-zA-Z])).+)"
-)
+def choice(answer: str) -> tuple[str, ...]:
+  r"""Returns the E and 12 of `(E) 12`, the E of `E)`, and any other answer.
 
-
-def choice(answer: str) -> tuple[str, str] | None:
-  r"""Returns the E and 12 of `\textbf{(E)}\ 12`, but not of two letters."""
-  match = re.fullmatch(_CHOICE, answer, re.DOTALL)
-  return match.groups() if match else None
+  A label is `(E)`, `[E]`, `E)`, `E.` or `E:`. Of two letters none is a label.
+  """
+  value = r"(?!.*(?<![a-zA-Z])[A-J](?![a-zA-Z]))(.+)"
+  pattern = rf"({_LABEL})(?:(?: |\\q?quad)+{value})?"
+  if not (match := re.fullmatch(pattern, answer, re.DOTALL)):
+    return (answer,)
+  return tuple(x for x in (match[1].strip("()[].:"), match[2]) if x)
 
 
 def with_unions(answer: str, other: str) -> str:
   """Writes `or` between intervals as a union if the other answer has one."""
   if r"\cup" not in other:
     return answer
-  word = rf"(?<=[)\]]),? ?(?:{_TEXT} ?or ?\}}|or) ?(?=[(\[]|\\left)"
+  word = rf"(?<=[)\]]),? ?(?:{_TEXT} ?or ?\}}|or) ?(?=[(\[])"
   return re.sub(word, r"\\cup ", answer)
 
 
 def differ_in_kind(first: str, second: str) -> bool:
   """Returns True for a set and a tuple, and for different times of day."""
-  noon = r"\d ?(?:\\[ ,;:] ?)*\\text ?\{ ?([ap])\.? ?m\b"
+  noon = r"\d ?\\text ?\{ ?([ap])\.? ?m\b"
   halves = {x.lower() for x in re.findall(noon, f"{first} & {second}", re.I)}
   kinds = {brackets(first), brackets(second)}
   # 8:30 is no 4:15, but 4:6 may be the ratio 2:3.
@@ -243,13 +353,23 @@ def differ_in_kind(first: str, second: str) -> bool:
   times = [re.findall(r"\d[\d:]*:\d+", x) for x in (first, second)]
   times = [[x.lstrip("0") for x in row] for row in times]
   is_other_time = clock and all(times) and times[0] != times[1]
-  return kinds == {"set", "tuple"} or len(halves) > 1 or bool(is_other_time)
+  # T is not t, but Yes is yes.
+  words = r"(?:\\text ?\{)?[a-zA-Z .-]{2,}\}?|-?\d[^_]*"
+  is_other_case = first != second and first.lower() == second.lower()
+  return (
+    kinds == {"set", "tuple"}
+    or "ratio" in kinds != {"ratio"}
+    or len(halves) > 1
+    or bool(is_other_time)
+    or (is_other_case and not re.fullmatch(words, first, re.DOTALL))
+  )
 
 
 def brackets(answer: str) -> str | None:
   r"""Returns `set` for `\{1,2\}`, `tuple` for `(1,2)`, None for `1,2`."""
-  value = re.split(r"=|\\in(?![a-zA-Z])", answer)[-1]
-  value = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", value).strip()
-  if re.fullmatch(r"\\\{.*\\\}", value, re.DOTALL):
+  value = re.sub(r"^(?:(?!\\\{).)*(?:=|\\in(?![a-zA-Z]))", "", answer).strip()
+  if value.count(":") > 1:
+    return "ratio"
+  if re.fullmatch(rf"(?!{_BUILDER})\\\{{.*\\\}}", value, re.DOTALL):
     return "set"
   return "tuple" if "," in value and _is_group(value, "()") else None

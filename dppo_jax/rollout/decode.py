@@ -11,11 +11,7 @@ from dppo_jax import sharding
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch
-from dppo_jax.rollout import drafts
 from dppo_jax.rollout.sampling import Sampling, sample_token
-
-# Most matches break within 7 tokens, so longer drafts are wasted.
-_MOST_DRAFTS = 7
 
 
 class Slots(NamedTuple):
@@ -24,7 +20,7 @@ class Slots(NamedTuple):
   item: Int[Array, "B"]  # number of the completion; QG if idle
   token: Int[Array, "B"]  # newest token, which the model has not read yet
   position: Int[Array, "B"]  # position of this token
-  count: Int[Array, "B"]  # tokens sampled so far
+  num_sampled: Int[Array, "B"]  # tokens sampled so far
   row: Int[Array, "B"]  # place of its prompt in the queue
   cache_slot: Int[Array, "B"]  # its slot in `cache`
   cache: kv_cache.KVCache  # holds the tokens that the model has read
@@ -55,14 +51,13 @@ class Queue(NamedTuple):
 
   prompts: PromptBatch  # all prompts of the shard
   order: Int[Array, "Q"]  # numbers of the prompts, kept ones first
-  waiting: Int[Array, "QG"]  # completions as place * G + member, in this order
   cache: kv_cache.KVCache  # holds the prompts, in this order
   group_size: int  # G
   shares_prompts: bool  # slots read this cache, and copy nothing
 
   def place(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
     """Returns the place in the queue of completions, their item and prompt."""
-    number = self.waiting[jnp.minimum(number, len(self.waiting) - 1)]
+    number = jnp.minimum(number, len(self.order) * self.group_size - 1)
     place, member = number // self.group_size, number % self.group_size
     prompt = self.order[place]
     return place, prompt * self.group_size + member, prompt
@@ -90,21 +85,6 @@ def slot_schedule(num_slots: int, platform: str) -> list[int]:
   return [num_slots, *(size for size in sizes if size >= least)]
 
 
-def draft_schedule(slots: list[int], num_drafts: int) -> list[int]:
-  """Returns the drafts of each slot in each stage of the decode loop.
-
-  All stages read the same number of tokens in a step: the fewer slots are busy,
-  the more drafts each of them has, up to `_MOST_DRAFTS`.
-
-  >>> from dppo_jax.rollout import decode
-  >>> decode.draft_schedule([64, 42, 21, 7], 1)
-  [1, 2, 5, 7]
-  """
-  most = max(num_drafts, _MOST_DRAFTS if num_drafts else 0)
-  num_tokens = slots[0] * (1 + num_drafts)
-  return [min(num_tokens // size - 1, most) for size in slots]
-
-
 def init_decode_state(
   model_config: ModelConfig,
   uniform: Float[Array, "QG T"],
@@ -129,8 +109,8 @@ def init_decode_state(
 def refill(state: DecodeState, queue: Queue) -> DecodeState:
   """Gives the next completions to the idle slots.
 
-  If slots share the cache of the prompts, no loop has to be awaited by the host
-  of a GPU; otherwise a loop copies the cache of each new completion's prompt.
+  Unless slots share the cache of the prompts, a loop copies the cache of each
+  new completion's prompt.
   """
   slots, index = state.slots, jnp.arange(state.slots.item.size, dtype=jnp.int32)
   is_idle = slots.item == len(state.uniform)
@@ -155,7 +135,7 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
     item=choose(item, slots.item),
     token=choose(queue.prompts.tokens[prompt, last], slots.token),
     position=choose(last, slots.position),
-    count=choose(0, slots.count),
+    num_sampled=choose(0, slots.num_sampled),
     row=choose(row, slots.row),
     cache_slot=slots.cache_slot,
     cache=cache,
@@ -171,12 +151,13 @@ def compact_slots(
   Args:
     moves_cache: the cache is copied to one of `size` slots.
   """
-  *slots, cache = state.slots
-  is_idle = state.slots.item == len(state.uniform)
+  slots, cache = state.slots, state.slots.cache
+  is_idle = slots.item == len(state.uniform)
   chosen = jnp.argsort(is_idle, stable=True)[:size]
   if moves_cache:
     cache = kv_cache.take_slots(cache, chosen)
-  return state._replace(slots=Slots(*(x[chosen] for x in slots), cache))
+  slots = jax.tree.map(lambda x: x[chosen], slots._replace(cache=()))
+  return state._replace(slots=slots._replace(cache=cache))
 
 
 def decode_until(
@@ -209,134 +190,60 @@ def decode_step(
   model_config: ModelConfig,
   sampling: Sampling,
   queue: Queue,
-  num_drafts: int,
   state: DecodeState,
 ) -> DecodeState:
-  """Samples the next tokens of every slot, on one shard.
-
-  Each slot gets one token, and one more for each of its `num_drafts` drafts in
-  turn that equals the token before; see `drafts`.
-  """
+  """Samples the next token of every slot, on one shard."""
   slots = state.slots
-  tokens = slots.token[:, None]
-  if num_drafts:
-    tokens = jnp.concatenate([tokens, _drafts(state, queue, num_drafts)], 1)
   shared = None
   if queue.shares_prompts:
     shared = kv_cache.SharedPrompts(
-      queue.cache, slot=slots.cache_slot, row=slots.row, count=slots.count
+      queue.cache,
+      slot=slots.cache_slot,
+      row=slots.row,
+      num_following=slots.num_sampled,
     )
   hidden, cache = transformer.decode(
-    params, model_config, tokens, slots.position, slots.cache, shared
+    params, model_config, slots.token, slots.position, slots.cache, shared
   )
   # Gathered over the model axis, before sampling: other shards of the batch may
   # take fewer steps, so that no collective may wait for them.
   logits = transformer.logits(params, model_config, hidden)
-  logits = sharding.constrain(logits, "batch", None, None)
-  token, logprob = _sample(state, logits, sampling)
-  is_new, is_done = _accept(state, tokens, token, sampling)
-  state = _write(state, token, logprob, is_new)
-  num_new = is_new.sum(1, dtype=jnp.int32)
-  return _advance(state, token, num_new, is_done, cache)
-
-
-def _drafts(
-  state: DecodeState, queue: Queue, num: int
-) -> Int[Array, "B {num}"]:
-  """Returns the drafts of every slot."""
-  slots, num_prompts = state.slots, len(queue.order)
-  prompt = jnp.minimum(slots.item // queue.group_size, num_prompts - 1)
-  tokens = state.output[..., 0]
-  groups = tokens.reshape(num_prompts, queue.group_size, -1)
-  return drafts.find(
-    queue.prompts.tokens[prompt],
-    queue.prompts.lengths[prompt],
-    groups[prompt],
-    slots.item % queue.group_size,
-    slots.count,
-    num,
-  )
-
-
-def _sample(
-  state: DecodeState, logits: Float[Array, "B K V"], sampling: Sampling
-) -> tuple[Int[Array, "B K"], Float[Array, "B K"]]:
-  """Samples the token after each of `K` tokens, and its log-probability."""
-  shape = logits.shape[:2]
-  uniform = state.uniform[state.slots.item[:, None], _places(state, shape[1])]
+  logits = sharding.constrain(logits, "batch", None)
   token, logprob = sample_token(
-    logits.reshape(uniform.size, -1),
-    uniform.reshape(-1),
+    logits,
+    state.uniform[slots.item, slots.num_sampled],
     sampling.temperature,
     sampling.top_k,
     sampling.top_p,
   )
-  return token.reshape(shape), logprob.reshape(shape)
-
-
-def _places(state: DecodeState, num: int) -> Int[Array, "B {num}"]:
-  """Returns the places of each slot's next tokens in its completion."""
-  return state.slots.count[:, None] + jnp.arange(num, dtype=jnp.int32)
-
-
-def _accept(
-  state: DecodeState,
-  tokens: Int[Array, "B K"],
-  token: Int[Array, "B K"],
-  sampling: Sampling,
-) -> tuple[Bool[Array, "B K"], Bool[Array, "B"]]:
-  """Returns which sampled tokens each slot keeps, and which slots end.
-
-  A token is kept if all before it equal their drafts and none is the last.
-
-  Args:
-    tokens: read in this step, the newest one and drafts of what follows.
-    token: sampled after each of them.
-  """
-  stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-  is_end = (token[..., None] == stop_ids).any(-1)
-  is_end |= _places(state, token.shape[1]) + 1 == sampling.max_tokens
-  goes_on = (token[:, :-1] == tokens[:, 1:]) & ~is_end[:, :-1]
-  is_new = jnp.pad(goes_on, ((0, 0), (1, 0)), constant_values=True)
-  is_new = jnp.cumprod(is_new, 1) > 0
-  is_live = state.slots.item < len(state.uniform)
-  return is_new, is_live & (is_end & is_new).any(1)
-
-
-def _write(
-  state: DecodeState,
-  token: Int[Array, "B K"],
-  logprob: Float[Array, "B K"],
-  is_new: Bool[Array, "B K"],
-) -> DecodeState:
-  """Appends the new tokens of each slot to its completion."""
-  beyond = state.output.shape[1]
-  place = jnp.where(is_new, _places(state, token.shape[1]), beyond)
   bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
-  new = jnp.stack([token, bits], axis=-1)
-  at = state.slots.item[:, None], place
-  return state._replace(output=state.output.at[at].set(new, mode="drop"))
+  output = state.output.at[slots.item, slots.num_sampled].set(
+    jnp.stack([token, bits], axis=-1), mode="drop"
+  )
+  stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
+  is_end = (token[:, None] == stop_ids).any(-1)
+  is_end |= slots.num_sampled + 1 == sampling.max_tokens
+  return _advance(state._replace(output=output), token, is_end, cache)
 
 
 def _advance(
   state: DecodeState,
-  token: Int[Array, "B K"],
-  num_new: Int[Array, "B"],
-  is_done: Bool[Array, "B"],
+  token: Int[Array, "B"],
+  is_end: Bool[Array, "B"],
   cache: kv_cache.KVCache,
 ) -> DecodeState:
-  """Moves slots behind their newest token; those that are done become idle."""
+  """Moves slots to their new token; those at their end become idle."""
   slots, num_items = state.slots, len(state.uniform)
   is_live = slots.item < num_items
   # Idle slots sit at position 0 so that they do not widen KV reads.
-  move = lambda x: jnp.where(is_live & ~is_done, x + num_new, 0)
+  move = lambda x: jnp.where(is_live & ~is_end, x + 1, 0)
   counted = jnp.stack([jnp.ones_like(is_live), is_live], 1)
   return state._replace(
     slots=slots._replace(
-      item=jnp.where(is_done, num_items, slots.item),
-      token=jnp.take_along_axis(token, num_new[:, None] - 1, 1)[:, 0],
+      item=jnp.where(is_end, num_items, slots.item),
+      token=token,
       position=move(slots.position),
-      count=move(slots.count),
+      num_sampled=move(slots.num_sampled),
       cache=cache,
     ),
     steps=state.steps + counted.sum(0, dtype=jnp.int32),

@@ -17,7 +17,7 @@ from dppo_jax import sharding
 from dppo_jax.algo.validation import COUNT, Limit, check
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.models.config import ModelConfig
-from dppo_jax.records import IntScalar, PromptBatch, Rollout, Selection
+from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.rng import StepRng, as_step_rng, keys_for_ids
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.sampling import Sampling
@@ -31,7 +31,6 @@ def sample(
   *,
   group_size: int,
   num_slots: int,
-  draft_tokens: int = 0,
   kept: Selection | None = None,
   platform: str = "",
   **sampling,
@@ -45,11 +44,11 @@ def sample(
   vocabulary to a neighbouring token. On a mesh, all shards of the batch decode
   the same number of kept prompts, independently of each other.
 
+  The first call compiles, and any call with other shapes or options.
+
   Args:
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once; 0 for all.
-    draft_tokens: tokens that are guessed and verified in each step, see
-      `drafts`; later stages guess more. 0 for none.
     kept: prompts to roll out; None for all.
     platform: cpu, gpu or tpu; determines the number of compiled stages. Empty
       for the devices that hold the weights, which are unknown under `jax.jit`.
@@ -59,20 +58,34 @@ def sample(
     UserError: if a number is out of its range.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
-  if kept is None:
-    ones = jnp.ones(prompts.ids.shape, jnp.float32)
-    kept = Selection(ones > 0, ones)
-  return roll_out(
-    parameters.to_inference_params(params, model_config),
+  options = Sampling(**sampling)
+  return _sample(
+    params,
     prompts,
     as_step_rng(rng),
-    kept,
+    kept or Selection.every(prompts.ids.shape),
     model_config=model_config,
-    sampling=Sampling(**sampling),
+    sampling=options._replace(stop_ids=tuple(map(int, options.stop_ids))),
     group_size=group_size,
     num_slots=num_slots,
-    draft_tokens=draft_tokens,
     platform=platform or _platform_of(params),
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=(
+    "model_config",
+    "sampling",
+    "group_size",
+    "num_slots",
+    "platform",
+  ),
+)
+def _sample(params, prompts, rng, kept, *, model_config, **options) -> Rollout:
+  weights = parameters.to_inference_params(params, model_config)
+  return roll_out(
+    weights, prompts, rng, kept, model_config=model_config, **options
   )
 
 
@@ -95,17 +108,11 @@ def roll_out(
   group_size: int,
   num_slots: int,
   platform: str,
-  draft_tokens: int = 0,
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
-  where, unless_negative = (
-    "rollout.sample",
-    Limit(lambda x: x >= 0, "at least 0"),
-  )
-  counts = {"max_tokens": sampling.max_tokens, "group_size": group_size}
-  check(COUNT, where, **counts)
-  options = {"num_slots": num_slots, "draft_tokens": draft_tokens}
-  check(unless_negative, where, **options)
+  where, at_least_0 = "rollout.sample", Limit(lambda x: x >= 0, "at least 0")
+  check(COUNT, where, max_tokens=sampling.max_tokens, group_size=group_size)
+  check(at_least_0, where, num_slots=num_slots)
   params = inference_params
   num_shards = sharding.num_shards_here("batch")
   most_slots = prompts.ids.shape[0] // num_shards * group_size
@@ -115,7 +122,6 @@ def roll_out(
     sampling,
     group_size,
     decode.slot_schedule(min(num_slots or most_slots, most_slots), platform),
-    draft_tokens,
   )
   keep = kept.keep
   if num_shards == 1:
@@ -164,7 +170,6 @@ def _roll_out_shard(
   sampling: Sampling,
   group_size: int,
   schedule: list[int],
-  draft_tokens: int,
   *arrays,
 ) -> tuple[decode.DecodeOutput, Int[Array, "1 2"]]:
   """Returns one shard's completions, and steps of all and of busy slots."""
@@ -175,16 +180,11 @@ def _roll_out_shard(
     model_config, prompts.tokens.shape[1], sampling.max_tokens
   )
   num_kept = keep.sum(dtype=jnp.int32)
-  waiting = _in_turn(
-    num_kept, len(order), group_size, by_member=draft_tokens > 0
-  )
   prompt_cache = _prefill(
     params, model_config, prompts, order, num_kept, prompt_sizes
   )
   shares = model_config.shares_prompts
-  queue = decode.Queue(
-    prompts, order, waiting, prompt_cache, group_size, shares
-  )
+  queue = decode.Queue(prompts, order, prompt_cache, group_size, shares)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
   lockstep = parameters.gathers_layers(model_config)
   state = decode.init_decode_state(
@@ -194,35 +194,17 @@ def _roll_out_shard(
   # The first stage ends when the next one has a slot for every unfinished
   # completion: later stages refill no slots.
   limits = [*schedule[1:], 0]
-  num_drafts = decode.draft_schedule(schedule, draft_tokens)
-  for size, limit, num in zip(schedule, limits, num_drafts, strict=True):
-    step = functools.partial(
-      decode.decode_step, params, model_config, sampling, queue, num
-    )
+  step = functools.partial(
+    decode.decode_step, params, model_config, sampling, queue
+  )
+  for size, limit in zip(schedule, limits, strict=True):
     if size == schedule[0]:
-      run = lambda state, step=step: decode.refill(step(state), queue)
+      run = lambda state: decode.refill(step(state), queue)
     else:
       run, state = step, decode.compact_slots(state, size, not shares)
     state = decode.decode_until(limit, run, state, lockstep)
   output = decode.completions(state, sampling.stop_ids)
   return output, state.steps[None]
-
-
-def _in_turn(
-  num_kept: IntScalar, num_prompts: int, group_size: int, by_member: bool
-) -> Int[Array, "QG"]:
-  """Returns the completions of kept prompts in their order, then all others.
-
-  Args:
-    by_member: all prompts have one completion before any has two, so that
-      drafts come from completions that have ended.
-  """
-  number = jnp.arange(num_prompts * group_size, dtype=jnp.int32)
-  if not by_member:  # kept prompts come first
-    return number
-  kept = jnp.maximum(num_kept, 1)
-  by_turn = number % kept * group_size + number // kept
-  return jnp.where(number < kept * group_size, by_turn, number)
 
 
 def _prefill(

@@ -1,67 +1,55 @@
 """Checkpoints of the train state: written by orbax, verified by checksums.
 
 Each part of a checkpoint (trained weights, frozen weights, the rest) has a file
-of SHA-256 checksums, written before orbax marks the checkpoint as complete. A
+of checksums, written before orbax marks the checkpoint as complete. A
 checkpoint is damaged if that file is missing, if a file that it lists has
 changed, or if the files belong to another step or run.
 
-If a run of several processes works in a bucket, each of them has its own copy
-of the run and writes its arrays and checksums there: the parts are put together
-in the bucket, and arrays are stored as one file for each shard.
+If a run is in a bucket, orbax writes there, each process its shards.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import json
-import math
 import pathlib
-import re
-import shutil
 
+from etils import epath
 import jax
 from jaxtyping import PyTree
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
-from dppo_jax import distributed
+from dppo_jax import distributed, errors
 from dppo_jax.errors import Unreachable, UserError
-from dppo_jax.files import bucket
+from dppo_jax.files import bucket, storage
 from dppo_jax.models import lora
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint_steps, checksums
 
 _ITEMS = ("params", "rest")
 _FROZEN = "frozen"  # weights that adapters belong to; only in step 0
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _WAIT_SECONDS = 300  # for other processes, after this one has written its part
 
 
 class _Handler(ocp.StandardCheckpointHandler):
   """Arrays with a label and the checksums of the files that hold them."""
 
-  def __init__(self, label: dict, writers: ocp.options.MultiprocessingOptions):
-    super().__init__(
-      multiprocessing_options=writers,
-      use_ocdbt=writers.primary_host is not None,
-    )
+  def __init__(
+    self,
+    label: dict,
+    writers: ocp.options.MultiprocessingOptions,
+    *,
+    is_local: bool,
+  ):
+    # In a bucket each shard is an object, with a checksum of its server.
+    super().__init__(multiprocessing_options=writers, use_ocdbt=is_local)
     self._label = label
 
   def finalize(self, directory) -> None:
     super().finalize(directory)
-    folder = pathlib.Path(directory)
-    if distributed.is_first():
-      (folder / checksums.LABEL).write_text(
-        json.dumps(self._label), encoding="utf-8"
-      )
-    checksums.write(folder, distributed.index())
-
-
-class _Best(policies.PreservationPolicy):
-  """Preserves the checkpoint with the best evaluation."""
-
-  step, score = 0, -math.inf
-
-  def should_preserve(self, checkpoints, *, context) -> list[bool]:
-    return [info.step == self.step for info in checkpoints]
+    folder = epath.Path(directory)
+    (folder / checksums.LABEL).write_text(json.dumps(self._label))
+    checksums.write(folder)
 
 
 class Checkpoints:
@@ -86,64 +74,87 @@ class Checkpoints:
       best: metric by which to keep the best checkpoint too, as in
         `checkpoint_steps.find_best`.
     """
-    self._workdir, self._folder = workdir, workdir / "checkpoints"
-    self._metric = best
-    self._best, self._evaluation = _Best(), {}
-    self._has_copy = bool(bucket.url(workdir)) and distributed.count() > 1
-    processes = distributed.count() if self._has_copy else 1
-    name = distributed.on_first_process(run_name)(workdir)
-    self._label = {"run": name, "processes": processes}
-    self._intact: set[tuple[int, str]] = set()  # verified steps and items
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    self._workdir, self._keep, self._metric = workdir.absolute(), keep, best
+    self._folder = bucket.place(self._workdir) / "checkpoints"
+    self._url = bucket.url(self._workdir)  # "" for a local run
+    self._labels: dict[int, dict | None] = {}  # None for a damaged one
+    self._label = {"run": distributed.on_first_process(run_name)(workdir)}
+    self._intact: set[epath.Path] = set()  # verified items of steps
+    self._num_bytes = 0  # of the checkpoint that is being written
+    self._steps = self._complete_steps()
+    self._dropped: list[int] = []  # steps to delete after the next write
     # A part of orbax has the value of the last manager. None suits all of them,
     # so a reader never sets 0.
     is_reader = read_only and distributed.count() > 1
     writers = ocp.options.MultiprocessingOptions(
-      primary_host=None if self._has_copy or is_reader else 0
+      primary_host=None if is_reader else 0
     )
     self._handlers = {
-      x: _Handler(self._label, writers) for x in (*_ITEMS, _FROZEN)
+      x: _Handler(self._label, writers, is_local=not self._url)
+      for x in (*_ITEMS, _FROZEN)
     }
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item, handler in self._handlers.items():
       registry.add(item, ocp.args.StandardSave, handler)
       registry.add(item, ocp.args.StandardRestore, handler)
-    kept = [policies.LatestN(keep), policies.CustomSteps([0]), self._best]
-    self._manager = ocp.CheckpointManager(
-      self._folder.absolute(),
-      handler_registry=registry,
-      options=ocp.CheckpointManagerOptions(
-        async_options=ocp.options.AsyncOptions(
-          timeout_secs=_WAIT_SECONDS,
-          # A process would take another's directory for its own.
-          create_directories_asynchronously=not self._has_copy,
-        ),
-        cleanup_tmp_directories=not read_only,
-        create=not read_only,
-        read_only=read_only,
-        multiprocessing_options=writers,
-        preservation_policy=policies.AnyPreservationPolicy(kept),
+    self._checkpointer = ocp.AsyncCheckpointer(
+      ocp.CompositeCheckpointHandler(
+        handler_registry=registry,
+        composite_options=ocp.CompositeOptions(multiprocessing_options=writers),
       ),
+      async_options=ocp.options.AsyncOptions(
+        # In a bucket, `_reaching` has a limit that depends on the size.
+        timeout_secs=24 * 3600 if self._url else _WAIT_SECONDS,
+        post_finalization_callback=lambda: bucket.check_lease(self._workdir),
+      ),
+      multiprocessing_options=writers,
     )
+    if not (read_only or self._url):
+      with distributed.sharing_errors():
+        if distributed.is_first():
+          self._folder.mkdir(parents=True, exist_ok=True)
+          for path in self._folder.glob(f"*{_UNFINISHED}*"):
+            path.rmtree()
 
   def __enter__(self) -> "Checkpoints":
     return self
 
   def __exit__(self, kind, error, trace) -> None:
     try:
-      with self._explaining_errors():
-        self._manager.close()
+      with self._writing():
+        self._checkpointer.close()
+      if not isinstance(error, Exception):
+        self._delete_dropped()
     except Exception:
       if error is None:  # the first error matters
         raise
 
+  @distributed.on_first_process
+  def _complete_steps(self) -> list[int]:
+    steps = checkpoint_steps.complete_steps(self._workdir)
+    if self._url and not steps:
+      with self._reaching():
+        incomplete = {x.name for x in self._folder.glob("*")} - {"0"}
+      if incomplete:
+        raise UserError(
+          f"{self._folder} has files of step {', '.join(sorted(incomplete))} "
+          f"but no {checkpoint_steps.COMMITTED}, which marks a complete "
+          "checkpoint: restore it, or delete that directory to start again"
+        )
+    return steps
+
   def latest_step(self) -> int | None:
     """Step of the latest complete checkpoint, damaged or not; None if none."""
-    return self._manager.latest_step()
+    return max(self._steps, default=None)
 
   def recover(self) -> list[str]:
-    """Sets damaged latest checkpoints aside; returns a warning for each."""
+    """Sets damaged latest checkpoints aside; returns warnings.
+
+    A checkpoint whose label is damaged does not compete for the best one, and
+    is kept.
+    """
     damaged = {}
-    for step in sorted(self._manager.all_steps(), reverse=True):
+    for step in sorted(self._steps, reverse=True):
       if not (corruption := self.corruption(step)):
         break
       damaged[step] = corruption
@@ -155,31 +166,42 @@ class Checkpoints:
           "a copy of one, or delete that directory to start again"
         )
     warnings = [
-      f"warning: the checkpoint of step {step} is damaged ({corruption}) and "
-      f"was moved to {self._set_aside(step)}, which may be deleted; resuming "
-      "from the one before"
+      f"warning: the checkpoint of step {step} is damaged ({corruption}): its "
+      f"files in {self._set_aside(step)} may be deleted; resuming from the one "
+      "before"
       for step, corruption in damaged.items()
     ]
-    self._manager.reload()
-    find_best = distributed.on_first_process(checkpoint_steps.find_best)
-    if best := find_best(self._workdir, self._metric):
-      self._best.step, self._best.score = best
-    return warnings
+    self._steps = [x for x in self._steps if x not in damaged]
+    read_labels = distributed.on_first_process(checkpoint_steps.read_labels)
+    self._labels = dict(read_labels(self._workdir))
+    return warnings + [
+      f"warning: the label of the checkpoint of step {step} in {self._folder} "
+      "is damaged: it is kept, and not compared with the best one; delete it "
+      "if it is not needed"
+      for step in self._unlabelled()
+    ]
+
+  def _unlabelled(self) -> list[int]:
+    return [step for step, label in self._labels.items() if label is None]
 
   def is_best(self, step: int, values: Mapping[str, float]) -> bool:
     """Adds an evaluation; returns True if `step` is the best so far."""
-    sign, metric = checkpoint_steps.split_sign(self._metric)
-    score = sign * values.get(metric, math.nan)
-    if is_best := score > self._best.score:
-      self._best.step, self._best.score = step, float(score)
-    self._evaluation = {step: {k: float(x) for k, x in values.items()}}
-    return is_best
+    evaluation = {name: float(x) for name, x in values.items()}
+    self._labels[step] = {"evaluation": evaluation}
+    return self._find_best() == step
+
+  def _find_best(self) -> int | None:
+    return checkpoint_steps.find_best(self._labels, self._metric)
 
   @distributed.on_first_process
-  def _check_first(self) -> None:
+  def _prepare(self, step: int) -> None:
+    """Removes what a save of `step` left that a kill has ended."""
     first = self._folder / "0"
-    if 0 in self._manager.all_steps() and not first.exists():
-      raise UserError(f"{first} was deleted: the run cannot be saved")
+    bucket.check_lease(self._workdir)
+    with self._reaching():
+      if 0 in self._steps and not first.exists():
+        raise UserError(f"{first} was deleted: the run cannot be saved")
+    self._delete(step)
 
   def save(self, step: int, state: TrainState) -> None:
     """Writes `state` in the background.
@@ -188,9 +210,9 @@ class Checkpoints:
     0 was deleted since.
     """
     self.wait()
-    self._check_first()
-    evaluation = self._evaluation.get(step, {})
-    self._label |= {"step": step, "evaluation": evaluation}
+    self._prepare(step)
+    label = {"evaluation": {}, "step": step}
+    self._label |= label | (self._labels.get(step) or {})
     items = {
       "params": lora.trainable(state.params),
       "rest": state.replace(params=None),
@@ -200,20 +222,53 @@ class Checkpoints:
     args = ocp.args.Composite(
       **{name: ocp.args.StandardSave(tree) for name, tree in items.items()}
     )
-    with self._explaining_errors():
-      self._manager.save(step, args=args, force=True)
+    self._num_bytes = _num_bytes(items)
+    with self._writing():
+      self._checkpointer.save(self._folder / str(step), args=args)
+    self._steps.append(step)
+    latest = sorted(self._steps)[-self._keep :]
+    kept = {0, self._find_best(), *latest, *self._unlabelled()}
+    self._dropped = [x for x in self._steps if x not in kept]
+    self._steps = [x for x in self._steps if x in kept]
 
   def wait(self) -> None:
-    with self._explaining_errors():
-      self._manager.wait_until_finished()
+    """Waits for the last write, then deletes what is not to be kept."""
+    with self._writing():
+      self._checkpointer.wait_until_finished()
+    self._delete_dropped()
+
+  @distributed.on_first_process
+  def _delete_dropped(self) -> None:
+    for step in self._dropped:
+      self._delete(step)
+    self._dropped = []
+
+  def _delete(self, step: int) -> None:
+    """Deletes the files of a step; a kill leaves no part of a checkpoint."""
+    path = self._hide(step, self._folder / f"{step}{_UNFINISHED}")
+    with self._reaching():
+      path.rmtree(missing_ok=True)
+
+  def _hide(self, step: int, to: epath.Path) -> epath.Path:
+    """Makes a checkpoint incomplete; returns where its files are then.
+
+    Args:
+      to: new directory of a local one.
+    """
+    path = self._folder / str(step)
+    with self._reaching():
+      if self._url:
+        (path / checkpoint_steps.COMMITTED).unlink(missing_ok=True)
+      elif path.exists():
+        to.rmtree(missing_ok=True)
+        path.rename(to)
+        return to
+    return path
 
   def restore(self, step: int, like: TrainState) -> TrainState:
     """Returns the state of `step`, placed as `like`, which may be abstract."""
     self.check(step)
-    args = ocp.args.Composite(
-      rest=ocp.args.StandardRestore(like.replace(params=None))
-    )
-    state = self._manager.restore(step, args=args).rest
+    state = self._read(step, "rest", like.replace(params=None))
     return state.replace(params=self.restore_params(step, like.params))
 
   def restore_params(self, step: int, like: PyTree) -> PyTree:
@@ -225,19 +280,26 @@ class Checkpoints:
 
   def _restore_item(self, step: int, item: str, like: PyTree) -> PyTree:
     self.check(step, (item,))
-    # Not the manager's metadata, which needs all items to be intact.
-    metadata = self._handlers[item].metadata(self._folder / str(step) / item)
+    # Of the item alone: the others may be damaged.
+    with self._reaching():
+      metadata = self._handlers[item].metadata(self._folder / str(step) / item)
     stored = _shapes(metadata.tree)
     expected = _shapes(like)
     for name in sorted(stored.keys() | expected.keys()):
       if stored.get(name) != expected.get(name):
         raise UserError(
-          f"step {step} of {self._workdir} holds another model: {name} has "
+          f"step {step} in {self._folder} holds another model: {name} has "
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
           "config; omit --config to use the config of the run"
         )
+    return self._read(step, item, like)
+
+  def _read(self, step: int, item: str, like: PyTree) -> PyTree:
+    self._num_bytes = _num_bytes(like)
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
-    return self._manager.restore(step, args=args)[item]
+    path = self._folder / str(step)
+    with self._reaching():
+      return self._checkpointer.restore(path, args=args)[item]
 
   def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
     """Raises UserError if the files of `step` are damaged."""
@@ -248,79 +310,47 @@ class Checkpoints:
         f"({corruption}): restore a copy of it{other}"
       )
 
+  @distributed.on_first_process
   def corruption(self, step: int, items: tuple[str, ...] = _ITEMS) -> str:
-    """Describes what is wrong with the files of `step`; "" if nothing is.
-
-    A damaged local copy of what is in a bucket is replaced first.
-    """
+    """Describes what is wrong with the files of `step`; "" if nothing is."""
     for item in items:
-      if (step, item) not in self._intact:
-        if bucket.url(self._workdir):
-          self._fetch(step, item)
-        seen = self._find_corruption(step, item)
-        if any(seen) and bucket.url(self._workdir):
-          is_damaged = bool(seen[distributed.index()])
-          self._fetch(step, item, is_damaged=is_damaged)
-          seen = self._find_corruption(step, item)
-        if any(seen):
-          return f"{item}: {next(filter(None, seen))}"
-        self._intact.add((step, item))
+      folder = self._folder / str(step) / item
+      if folder not in self._intact:
+        with self._reaching():
+          corruption = checksums.find_corruption(
+            folder, self._label["run"], step
+          )
+        if corruption:
+          return f"{item}: {corruption}"
+        self._intact.add(folder)
     return ""
 
-  def _fetch(self, step: int, item: str, *, is_damaged: bool = False) -> None:
-    with distributed.sharing_errors():
-      bucket.complete(self._folder / str(step) / item, is_damaged=is_damaged)
-
-  def _find_corruption(self, step: int, item: str) -> list[str]:
-    """Returns what each process finds, or all if one looks for them."""
-    find = self._once_per_copy(checksums.find_corruption)
-    seen = find(self._folder / str(step) / item, self._label["run"], step)
-    return distributed.gather(seen)
-
-  def _once_per_copy(self, function: Callable[..., str]) -> Callable[..., str]:
-    """Makes one process call `function`, or all, if each has a copy."""
-    if not self._has_copy:
-      return distributed.on_first_process(function)
-
-    def call(*args) -> str:
-      with distributed.sharing_errors():
-        return function(*args)
-
-    return call
-
+  @distributed.on_first_process
   def _set_aside(self, step: int) -> str:
-    def move() -> str:
-      place = self._workdir / f"damaged-{step}"
-      shutil.rmtree(place, ignore_errors=True)
-      (self._folder / str(step)).rename(place)
-      return str(place)
+    return str(self._hide(step, self._folder.parent / f"damaged-{step}"))
 
-    return self._once_per_copy(move)()
+  def _reaching(self) -> contextlib.AbstractContextManager[None]:
+    """Limits the time of a body that uses a bucket, and explains its errors."""
+    return storage.reaching(self._folder, self._num_bytes)
 
   @contextlib.contextmanager
-  def _explaining_errors(self) -> Iterator[None]:
-    """Turns an error of the file system, such as a full disk, into one line."""
-    try:
-      yield
-    except Exception as error:
-      cause = error
-      # After its own error, orbax waits for the other processes.
-      while cause.__context__ and distributed.has_lost_another(cause):
-        cause = cause.__context__
-      # TensorStore: "...: No space left on device [os_error_code=..."
-      match = re.search(r"([^:]+) \[os_error_code", str(cause))
-      if not match and not isinstance(cause, OSError):
-        raise
-      if isinstance(cause, TimeoutError):
-        raise Unreachable(
-          "another process did not write its part of the checkpoint in "
-          f"{_WAIT_SECONDS} s: see its last output"
-        ) from error
-      reason = match[1].strip() if match else cause.strerror or cause
-      raise UserError(
-        f"cannot write a checkpoint in {self._folder}: {reason}. Fix this and "
-        "re-run the same command to resume from the latest checkpoint"
-      ) from error
+  def _writing(self) -> Iterator[None]:
+    """Explains errors of a write in one line."""
+    local = contextlib.nullcontext if self._url else errors.writing
+    with self._reaching(), local(self._folder):
+      try:
+        yield
+      except Exception as error:
+        cause: BaseException = error
+        # After its own error, orbax waits for the other processes.
+        while cause.__context__ and distributed.has_lost_another(cause):
+          cause = cause.__context__
+        if isinstance(cause, TimeoutError) and not self._url:
+          raise Unreachable(
+            "another process did not write its part of the checkpoint in "
+            f"{_WAIT_SECONDS} s: see its last output"
+          ) from error
+        raise cause from error
 
 
 def run_name(workdir: pathlib.Path) -> str:
@@ -332,7 +362,12 @@ def run_name(workdir: pathlib.Path) -> str:
 
 def has_adapters(workdir: pathlib.Path) -> bool:
   """Returns True for a run that trains adapters of frozen weights."""
-  return (workdir / "checkpoints" / "0" / _FROZEN).exists()
+  with bucket.reaching(workdir / "checkpoints" / "0" / _FROZEN) as folder:
+    return folder.exists()
+
+
+def _num_bytes(tree: PyTree) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

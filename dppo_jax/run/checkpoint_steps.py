@@ -1,48 +1,52 @@
 """The steps of a run that have checkpoints, and the best one."""
 
+from collections.abc import Mapping
 import math
 import pathlib
 import re
 
 from dppo_jax.errors import UserError
-from dppo_jax.files import bucket, jsonl
+from dppo_jax.files import bucket
 from dppo_jax.run import checksums
+
+COMMITTED = "commit_success.txt"  # last file of a checkpoint in a bucket
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
   """Steps of the complete checkpoints of a run, in order."""
-  names = (x.name for x in workdir.glob("checkpoints/*") if x.is_dir())
+  with bucket.reaching(workdir / "checkpoints") as folder:
+    if bucket.url(workdir):
+      names = {x.parent.name for x in folder.glob(f"*/{COMMITTED}")}
+    else:
+      names = {x.name for x in folder.glob("*") if x.is_dir()}
   return sorted(int(x) for x in names if re.fullmatch("0|[1-9][0-9]*", x))
 
 
-def find_best(workdir: pathlib.Path, metric: str) -> tuple[int, float] | None:
-  """Returns the checkpoint with the best evaluation, and its score.
+def read_labels(workdir: pathlib.Path) -> list[tuple[int, dict | None]]:
+  """Returns steps and labels; None for a missing or damaged label."""
+  with bucket.reaching(workdir / "checkpoints") as folder:
+    return [
+      (step, checksums.read_label(folder / str(step) / "rest"))
+      for step in complete_steps(workdir)
+    ]
+
+
+def find_best(labels: Mapping[int, dict | None], metric: str) -> int | None:
+  """Returns the checkpoint with the best evaluation.
 
   Args:
+    labels: of each step; without a label, a step does not compete.
     metric: name in an evaluation; higher is better, or lower after a leading
-      `-`, which negates the score. Of equal scores, the first one counts.
+      `-`. Of equal values, the first one counts.
   """
-  sign, metric = split_sign(metric)
-  lines = jsonl.read(workdir / "metrics.jsonl") if metric else ()
-  logged = {line["step"]: line for line in lines if metric in line}
-  best = None
-  for step in complete_steps(workdir):
-    label = checksums.read_json(
-      workdir / "checkpoints" / str(step) / "rest" / checksums.LABEL
-    )
-    values = logged.get(step, {})
-    # Checkpoints of earlier versions have no label.
-    if isinstance(evaluation := label.get("evaluation"), dict):
-      values = values | evaluation
-    score = sign * values.get(metric, math.nan)
-    if score > (best or (0, -math.inf))[1]:
-      best = step, score
-  return best
-
-
-def split_sign(metric: str) -> tuple[int, str]:
-  """Returns 1 and `metric`, or -1 and what follows its leading `-`."""
-  return -1 if metric.startswith("-") else 1, metric.removeprefix("-")
+  name = metric.removeprefix("-")
+  sign = 1 if name == metric else -1
+  scores = {
+    step: sign * (label or {}).get("evaluation", {}).get(name, -sign * math.inf)
+    for step, label in labels.items()
+  }
+  scores = {step: x for step, x in scores.items() if x > -math.inf}
+  return max(scores, key=scores.get, default=None)
 
 
 def find(
@@ -59,11 +63,13 @@ def find(
   """
   if step == "best":
     metric = best or "eval/accuracy"
-    if score := find_best(workdir, metric):
-      return score[0]
+    best_step = find_best(dict(read_labels(workdir)), metric)
+    if best_step is not None:
+      return best_step
     raise UserError(
-      f"--step=best: no checkpoint in {workdir} has been evaluated by "
-      f"{metric.removeprefix('-')}: set config.checkpoint.best, or use a number"
+      f"--step=best: no checkpoint in {bucket.place(workdir)} has been "
+      f"evaluated by {metric.removeprefix('-')}: set config.checkpoint.best, "
+      "or use a number"
     )
   steps = complete_steps(workdir)
   if step in steps:
@@ -72,12 +78,12 @@ def find(
     return steps[-1]
   of_step = "" if step is None else f" of step {step}"
   raise UserError(
-    f"{option}: no checkpoint{of_step} in {workdir}; available: "
-    f"{', '.join(map(str, steps)) or 'none'}"
+    f"{option}: no checkpoint{of_step} in {bucket.place(workdir)}; "
+    f"available: {', '.join(map(str, steps)) or 'none'}"
   )
 
 
 def split_step(source: str) -> tuple[pathlib.Path, int]:
   """Returns the workdir and step of `RUN@STEP`; the step of `RUN` is 0."""
   run, step = re.fullmatch(r"(.+?)(?:@(\d+))?", source).groups("0")
-  return pathlib.Path(bucket.local(run, "config.sft.from_run")), int(step)
+  return bucket.workdir(run), int(step)

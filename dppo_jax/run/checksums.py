@@ -1,4 +1,8 @@
-"""Checksums and labels of the parts of checkpoints."""
+"""Checksums and labels of the parts of checkpoints.
+
+Locally these are SHA-256 sums of the files. In a bucket they are the MD5 sums
+that the server has computed, so no file is read to check them.
+"""
 
 from concurrent import futures
 import contextlib
@@ -7,71 +11,94 @@ import json
 import os
 import pathlib
 
-CHECKSUMS = "sha256.json"  # sha256-1.json of process 1, if it has its own copy
+from etils import epath
+
+from dppo_jax.files import json_object, storage
+
 LABEL = "label.json"  # name of the run, step and evaluation of a checkpoint
 
 
-def write(directory: pathlib.Path, process: int = 0) -> None:
-  """Writes the checksums of all files in `directory`, at any depth.
-
-  Args:
-    process: index of the process whose copy this is.
-  """
-  content = json.dumps(_checksums(directory), indent=2)
-  path = directory / _checksums_name(process)
-  with path.open("w", encoding="utf-8") as file:
+def write(directory: epath.Path) -> None:
+  """Writes the checksums of all files in `directory`, at any depth."""
+  kind = "md5" if storage.is_url(str(directory)) else "sha256"
+  content = json.dumps(_checksums(directory, kind), indent=2)
+  with (directory / f"{kind}.json").open("w") as file:
     file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
+    if kind == "sha256":
+      file.flush()
+      os.fsync(file.fileno())
 
 
-def find_corruption(directory: pathlib.Path, run: str, step: int) -> str:
+def find_corruption(directory: epath.Path, run: str, step: int) -> str:
   """Names a file that changed since `write`; "" if none did.
 
   Args:
     run, step: expected in the label, if the directory has one and if it and
       the caller know the name of the run.
   """
-  label = {"run": run, "step": step, "processes": 1}
-  label |= read_json(directory / LABEL)
-  expected, name = {}, CHECKSUMS
+  kind, expected = _written(directory)
+  if not expected:
+    return f"{kind}.json cannot be read or is empty"
   try:
-    for process in range(label["processes"]):
-      name = _checksums_name(process)
-      expected |= dict(json.loads((directory / name).read_bytes()))
-    checksums = _checksums(directory)
-  except (OSError, ValueError, TypeError) as error:
-    return f"{name} cannot be checked, {error}"
+    checksums = _checksums(directory, kind)
+  except _unreadable(directory) as error:
+    return f"the files cannot be read, {error}"
   for name, digest in expected.items():
     if checksums.get(name) != digest:
       return f"{name} {'has changed' if name in checksums else 'is missing'}"
+  label = {"run": run, "step": step} | read_json(directory / LABEL)
   if label["step"] != step:
     return f"it is of step {label['step']}"
   if run and label["run"] not in ("", run):
     return f"it is of another run, {label['run']}"
-  return "" if expected else f"{CHECKSUMS} is empty"
+  return ""
 
 
-def _checksums_name(process: int) -> str:
-  return f"sha256-{process}.json" if process else CHECKSUMS
+def read_label(directory: epath.Path) -> dict | None:
+  """Returns the label of a part; None if it is missing or has changed."""
+  kind, expected = _written(directory)
+  with contextlib.suppress(_unreadable(directory), ValueError):
+    content = (directory / LABEL).read_bytes()
+    if hashlib.new(kind, content).hexdigest() == expected.get(LABEL):
+      return json_object.parse(content)
+  return None
 
 
-def _checksums(directory: pathlib.Path) -> dict[str, str]:
-  """SHA-256 of each file by its path in `directory`."""
+def _written(directory: epath.Path) -> tuple[str, dict[str, str]]:
+  """Returns the kind of the checksums of a directory, and what was written."""
+  for kind in ("md5", "sha256"):
+    if content := read_json(directory / f"{kind}.json"):
+      break
+  return kind, content
+
+
+def _checksums(directory: epath.Path, kind: str) -> dict[str, str]:
+  """Checksum of each file by its path in `directory`."""
+  if storage.is_url(str(directory)):
+    read = lambda name: hashlib.md5((directory / name).read_bytes())
+    return {  # an object that was composed of parts has none
+      name: x.md5 or read(name).hexdigest()
+      for name, x in storage.files(str(directory)).items()
+    }
 
   def digest(path: pathlib.Path) -> tuple[str, str]:
     with path.open("rb") as file:
       name = path.relative_to(directory).as_posix()
-      return name, hashlib.file_digest(file, "sha256").hexdigest()
+      return name, hashlib.file_digest(file, kind).hexdigest()
 
-  files = sorted(x for x in directory.rglob("*") if x.is_file())
+  files = [x for x in pathlib.Path(directory).rglob("*") if x.is_file()]
   with futures.ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
-    return dict(pool.map(digest, files))
+    return dict(pool.map(digest, sorted(files)))
 
 
-def read_json(path: pathlib.Path) -> dict:
+def read_json(path: epath.Path) -> dict:
   """Returns the content of a JSON file; nothing if it cannot be read."""
-  with contextlib.suppress(OSError, ValueError):
-    if isinstance(content := json.loads(path.read_bytes()), dict):
+  with contextlib.suppress(_unreadable(path), ValueError):
+    if isinstance(content := json_object.parse(path.read_bytes()), dict):
       return content
   return {}
+
+
+def _unreadable(path: epath.Path) -> type[OSError]:
+  """Returns the errors of a damaged file; others are of the connection."""
+  return FileNotFoundError if storage.is_url(str(path)) else OSError

@@ -7,14 +7,18 @@ import os
 import pathlib
 
 # Libraries whose log messages are not for users of this package.
-_CHATTY = {"ml_collections", "orbax", "tensorflow_datasets"}
+_CHATTY = {"ml_collections", "orbax", "tensorflow_datasets", "tokamax"}
 
 
 def enable_compilation_cache() -> None:
-  """Caches compiled programs in `~/.cache/dppo_jax`, unless JAX has a cache."""
+  """Caches compiled programs in `~/.cache/dppo_jax`, unless JAX has a cache.
+
+  Quiets libraries too.
+  """
   import jax  # not before the flags are parsed
   from jax.experimental.compilation_cache import compilation_cache
 
+  quiet_libraries()
   if jax.config.jax_compilation_cache_dir:
     return
   with contextlib.suppress(RuntimeError):  # a user without a home directory

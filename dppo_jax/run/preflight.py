@@ -11,43 +11,43 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, distributed, sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import parameters
+from dppo_jax.files import user_code
+from dppo_jax.models import lora, parameters
 from dppo_jax.models.config import ModelConfig
+from dppo_jax.rollout import Sampling
+from dppo_jax.step import abstract_values
+from dppo_jax.step.spec import StepSpec
 
 
 def check_ids(
-  config: configs.Config,
-  model: ModelConfig,
-  stop_ids: tuple[int, ...],
-  problem_sets: Sequence[data.ProblemSet | None],
+  sampling: Sampling, vocab: int, problem_sets: Sequence[data.ProblemSet]
 ) -> None:
-  """Checks that the model's vocabulary contains all token ids."""
-  if config.rollout.top_k > model.vocab:
+  """Checks that the vocabulary contains all token ids."""
+  if sampling.top_k > vocab:
     raise UserError(
-      f"config.rollout.top_k is {config.rollout.top_k} but the vocabulary has "
-      f"{model.vocab} tokens"
+      f"config.rollout.top_k is {sampling.top_k} but the vocabulary has "
+      f"{vocab} tokens"
     )
-  if not 0 <= min(stop_ids) <= max(stop_ids) < model.vocab:
+  stop_ids = sampling.stop_ids
+  if not 0 <= min(stop_ids) <= max(stop_ids) < vocab:
     raise UserError(
-      f"the stop ids {stop_ids} are not all in 0..{model.vocab - 1}, the "
-      "model's vocabulary: set config.rollout.stop_ids"
+      f"the stop ids {stop_ids} are not all in 0..{vocab - 1}, the model's "
+      "vocabulary: set config.rollout.stop_ids"
     )
-  largest = max((int(x.tokens.max()) for x in problem_sets if x), default=0)
-  if largest >= model.vocab:
+  largest = max((int(x.tokens.max()) for x in problem_sets), default=0)
+  if largest >= vocab:
     raise UserError(
       f"a prompt has token {largest} but the model's vocabulary size is "
-      f"{model.vocab}: config.model.path holds the tokenizer of another model"
+      f"{vocab}: config.model.path holds the tokenizer of another model"
     )
 
 
 def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
-  """Checks the options that only training depends on."""
-  check_prompts(mesh, config)
-  _check_dynamic_sampling(config)
+  """Checks the options that only training depends on.
 
-
-def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
-  """Checks that the prompts of a step can be divided over the mesh."""
+  The devices must divide the prompts of a step, and exact dynamic sampling
+  must not need the lengths of the groups that it skips.
+  """
   prompts = config.data.prompts_per_step
   num_shards = sharding.num_shards(mesh, "batch")
   if prompts % num_shards:
@@ -55,10 +55,6 @@ def check_prompts(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
       f"the {num_shards} devices of config.mesh.data x config.mesh.replicas"
     )
-
-
-def _check_dynamic_sampling(config: configs.Config) -> None:
-  """Checks that exact sampling needs no lengths of the groups it skips."""
   sampling = configs.make_method(config).dynamic_sampling
   is_exact = sampling and sampling.is_exact
   if is_exact and config.objective.args.get("tokens_per_completion") == 0:
@@ -67,6 +63,15 @@ def _check_dynamic_sampling(config: configs.Config) -> None:
       "sampling does not know the mean length of the groups it skips: set it "
       "to the typical length of a completion"
     )
+
+
+def check_optimizer(spec: StepSpec) -> None:
+  """Checks that an update has the shapes of the weights and keeps the state."""
+  init, update, *_ = spec.optimizer
+  params = lora.trainable(abstract_values.abstract_params(spec))
+  label = "config.optimizer.function: an update must have the shapes and dtypes"
+  with user_code.explained(f"{label} of the weights, and keep the state's"):
+    jax.eval_shape(lambda x: update(x, init(x), x), params)
 
 
 def check_processes(mesh: jax.sharding.Mesh) -> None:

@@ -5,7 +5,7 @@ and with fingerprints of its data and of the user's own files, which may change
 under the same name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import fcntl
 import hashlib
@@ -13,15 +13,20 @@ import inspect
 import json
 import os
 import pathlib
+import re
+import shlex
+import shutil
 from typing import Any
 import uuid
 
 from dppo_jax import config as configs
-from dppo_jax import data, distributed, rewards
-from dppo_jax.errors import Unreachable, UserError
-from dppo_jax.files import bucket, json_object, jsonl
+from dppo_jax import data, distributed
+from dppo_jax.errors import UserError
+from dppo_jax.files import bucket, json_object, jsonl, paths
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, checkpoint_steps
+
+_CONFIG = "config.json"
 
 
 def may_change(config: configs.Config, allowed: str = "") -> set[str]:
@@ -51,7 +56,7 @@ def may_change(config: configs.Config, allowed: str = "") -> set[str]:
 
 
 def check(
-  path: pathlib.Path,
+  workdir: pathlib.Path,
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
   allowed: str = "",
@@ -59,24 +64,25 @@ def check(
   """Raises UserError, naming what changed, unless `config` may resume a run.
 
   Args:
-    path: config.json of the run; without checkpoints, any config may resume it.
+    workdir: of the run; without checkpoints, any config may resume it.
     prints: result of `fingerprints`, if known.
     allowed: value of --allow_change.
   Returns:
     Old and new value of each option whose change only `allowed` permits.
   """
-  if not checkpoint_steps.complete_steps(path.parent):
+  if not checkpoint_steps.complete_steps(workdir):
     return {}
-  hint = (
-    f"{path.parent} has checkpoints: restore it, or choose another --workdir"
-  )
+  place = bucket.place(workdir)
+  hint = f"{place} has checkpoints: restore it, or choose another --workdir"
   # An option that is newer than the run had its default.
-  old = configs.flatten(configs.Config()) | json_object.read(path, hint=hint)
+  old = configs.flatten(configs.Config()) | json_object.read(
+    workdir / _CONFIG, hint=hint
+  )
   new = configs.flatten(config) | dict(prints or {})
   changed = {
     name: (old.get(name), new[name])
     for name in sorted(new.keys() - may_change(config))
-    if old.get(name) != new[name]
+    if not _is_same(name, old.get(name), new[name])
   }
   rejected = [
     f"config.{name} was {before!r} and is now {after!r}"
@@ -87,15 +93,31 @@ def check(
     flag = ", resume with --allow_change=optimizer"
     flag *= changed.keys() <= may_change(config, "optimizer")
     raise UserError(
-      f"{path.parent} holds a run with another config: restore it "
+      f"{place} holds a run with another config: restore it "
       f"({'; '.join(rejected)}){flag}, or start from its weights "
-      f"in another --workdir with --config.sft.from_run={path.parent}@STEP"
+      f"in another --workdir with --config.sft.from_run={place}@STEP"
     )
   return changed
 
 
+def _is_same(name: str, before: Any, after: Any) -> bool:
+  """Returns True for equal values, and for paths to what has only moved."""
+  options = {x: metadata for x, _, metadata in configs.walk(configs.Config())}
+  option = options.get(name, {})
+  if before == after or not (option.get("absolute") and before):
+    return before == after
+  if option["absolute"](before) == after:
+    return True
+  is_moved = paths.last_parts(before) == paths.last_parts(after)
+  # Fingerprints cover the content of data and code.
+  is_covered = option["type"] is Callable
+  place = re.sub(r"@\d+$", "", before)
+  is_gone = os.path.isabs(place) and not os.path.exists(place)
+  return is_moved and (is_covered or is_gone)
+
+
 def write(
-  path: pathlib.Path,
+  workdir: pathlib.Path,
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
   allowed: str = "",
@@ -105,14 +127,17 @@ def write(
   Returns:
     A line for each change of an option that `allowed` permits.
   """
-  changed = check(path, config, prints, allowed)
-  steps = checkpoint_steps.complete_steps(path.parent)
-  changes = json_object.read(path).get("changes", {}) if steps else {}
+  changed = check(workdir, config, prints, allowed)
+  steps = checkpoint_steps.complete_steps(workdir)
+  path, kinds = workdir / _CONFIG, {"changes": dict | None}
+  changes = json_object.read(path, kinds).get("changes", {}) if steps else {}
   for name, (before, after) in changed.items():
     key = f"{name} after step {max(steps)}"
     changes[key] = f"{changes.get(key, before)} to {after}"
-  path.parent.mkdir(parents=True, exist_ok=True)
-  name = checkpoint.run_name(path.parent) or uuid.uuid4().hex[:8]
+  workdir.mkdir(parents=True, exist_ok=True)
+  labels = checkpoint_steps.read_labels(workdir)
+  names = [checkpoint.run_name(workdir), *(x["run"] for _, x in labels if x)]
+  name = next(filter(None, names), uuid.uuid4().hex[:8])
   content = configs.flatten(config) | dict(prints or {})
   content["fingerprints.run"] = name
   if changes:
@@ -126,13 +151,10 @@ def write(
 
 
 def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
-  """Raises UserError unless all processes have the same config and workdir.
-
-  Raises Unreachable if their copies of a run in a bucket differ.
-  """
+  """Raises UserError unless all processes have the same config and workdir."""
   options = configs.flatten(config)
   here = {f"config.{name}": value for name, value in options.items()}
-  here["--workdir"] = bucket.shown(workdir.absolute())
+  here["--workdir"] = bucket.url(workdir) or str(workdir)
   first = distributed.gather(here)[0]
   with distributed.sharing_errors():
     for name in first.keys() | here.keys():
@@ -141,45 +163,44 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
           f"{name} is {here.get(name)!r} but {first.get(name)!r} in process 0: "
           "start all processes with the same flags"
         )
-  is_copy = bool(bucket.url(workdir))
-  steps = distributed.gather(
-    is_copy and checkpoint_steps.complete_steps(workdir)
-  )
-  if any(x != steps[0] for x in steps):
-    raise Unreachable(
-      f"{bucket.shown(workdir)} has changed while processes read its "
-      "checkpoints: run the command again"
-    )
 
 
 @contextlib.contextmanager
 def held(
-  path: pathlib.Path,
+  workdir: pathlib.Path,
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
   allowed: str = "",
 ) -> Iterator[list[str]]:
-  """Keeps other runs out of the directory; yields the lines of `write`."""
-  lines: list[str] = []
+  """Keeps other runs out of the directory; yields the lines of `write`.
+
+  A new directory is removed if the run ends without a checkpoint, by an error
+  of the user's or a signal.
+  """
+  lines, is_new = [], distributed.is_first() and not workdir.exists()
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
-      if distributed.is_first() or bucket.url(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
+      if distributed.is_first():
+        workdir.mkdir(parents=True, exist_ok=True)
+        folder = os.open(workdir, os.O_RDONLY)
         stack.callback(os.close, folder)  # which unlocks it
         try:
           fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
           raise UserError(
-            f"another process trains in {path.parent}: wait until it ends, or "
+            f"another process trains in {workdir}: wait until it ends, or "
             "choose another --workdir"
           ) from error
         except OSError:  # some file systems have no locks
           pass
-      if distributed.is_first():
-        lines = write(path, config, prints, allowed)
-        stack.enter_context(bucket.claimed(path.parent))
-    yield lines
+        stack.enter_context(bucket.claimed(workdir))
+        lines = write(workdir, config, prints, allowed)
+    try:
+      yield lines
+    except (UserError, KeyboardInterrupt):
+      if is_new and not checkpoint_steps.complete_steps(workdir):
+        shutil.rmtree(workdir, ignore_errors=True)
+      raise
 
 
 def is_done(
@@ -190,24 +211,46 @@ def is_done(
   if latest < config.steps:
     return False
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
-    check(workdir / "config.json", config, allowed=allowed)
+    check(workdir, config, allowed=allowed)
     if checkpoints.corruption(latest):
       return False
   if distributed.is_first():
     page, lines = workdir / "report.md", workdir / "metrics.jsonl"
-    with bucket.claimed(workdir):
-      if not page.exists() or page.stat().st_mtime < lines.stat().st_mtime:
+    times = [x.stat().st_mtime for x in (page, lines) if x.exists()]
+    with bucket.reaching(page) as there:
+      is_old = not there.exists() or times[:1] < times[1:]
+    if is_old:
+      with bucket.claimed(workdir):
         report.write(workdir)
     print(
       f"already done: {latest} of {config.steps} steps; report: "
       f"{bucket.shown(page)}\n"
-      f"  --config.steps={2 * max(latest, 1)} to train longer\n"
-      "  --mode=evaluate to evaluate the weights on any problems\n"
-      "  --mode=export --to=DIR to write them for transformers\n"
-      "  --workdir=DIR to start another run",
+      f"  --config.steps={2 * max(latest, 1)} trains longer\n"
+      "  --workdir=DIR starts another run\n"
+      f"{next_commands(workdir)}",
       flush=True,
     )
   return True
+
+
+def next_commands(workdir: pathlib.Path) -> str:
+  """Returns commands for what usually follows a run, as lines."""
+  place = shlex.quote(bucket.shown(workdir))
+  return (
+    "next:\n"
+    f"  python -m dppo_jax.main --mode=evaluate --workdir={place} "
+    "--config.eval.samples=8\n"
+    f"  python -m dppo_jax.main --mode=export --workdir={place} --to=DIR\n"
+    f"  python -m dppo_jax.analysis.compare {place} OTHER_RUN"
+  )
+
+
+@distributed.on_first_process
+def last_evaluation(workdir: pathlib.Path) -> dict[str, float]:
+  """Returns the metrics of a run's last evaluation; none before the first."""
+  lines = jsonl.read(workdir / "metrics.jsonl")
+  lines = [x for x in lines if "eval/samples" in x]
+  return {k: x for k, x in (lines or [{}])[-1].items() if k != "step"}
 
 
 def describe_stop(workdir: pathlib.Path) -> str:
@@ -221,17 +264,12 @@ def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
   """Hashes of prompt tokens and answers, and of the files of user code."""
-  flat = configs.flatten(config)
-  references = [x.reference for x in rewards.parse(config.reward.functions)]
-  references += [flat.get(f"{x}.source", "") for x in ("method", "objective")]
-  references.append(flat["optimizer.function"])
-  files = filter(os.path.isfile, (x.rpartition(":")[0] for x in references))
+  names = "reward.functions method.source objective.source optimizer.function"
+  files = configs.user_functions(config, names.split()).values()
+  files = [x for x in files if "-packages" not in x]  # not of the user
   answers = json.dumps(train_set.answers).encode()
-  contents = {
-    "fingerprints.data": [train_set.tokens.tobytes(), answers],
-    "fingerprints.code": [pathlib.Path(x).read_bytes() for x in files],
-  }
+  digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
   return {
-    name: hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    for name, parts in contents.items()
+    "fingerprints.data": digest(train_set.tokens.tobytes(), answers),
+    "fingerprints.code": digest(*(pathlib.Path(x).read_bytes() for x in files)),
   }

@@ -11,14 +11,15 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, rewards, sharding
 from dppo_jax.algo.packing import PackingSpec
+from dppo_jax.data import sources
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket
-from dppo_jax.models import attention, hf, lora, parameters
+from dppo_jax.models import attention, gpu_library, hf, lora, parameters
 from dppo_jax.models.config import ModelConfig, drop_idle_window
 from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import Sampling
-from dppo_jax.run import checkpoint, checkpoint_steps, preflight
+from dppo_jax.run import checkpoint, checkpoint_steps, kernel_check, preflight
 from dppo_jax.step.optimizer import Optimizer, make_optimizer
 from dppo_jax.step.spec import StepSpec
 
@@ -32,6 +33,7 @@ class Run(NamedTuple):
     train_set: problems to train on; None without training.
     eval_sets: problems to evaluate on, by the name of their set.
     path: directory of the checkpoint; empty for a randomly initialised model.
+    kernel_fault: why attention is in plain XLA although there is a kernel.
   """
 
   config: configs.Config
@@ -40,12 +42,40 @@ class Run(NamedTuple):
   train_set: data.ProblemSet | None
   eval_sets: dict[str, data.ProblemSet]
   path: str
+  kernel_fault: str = ""
 
   @property
-  def stop_warning(self) -> str:
-    """Says which end of a turn is no stop id; empty if none is missing."""
+  def warnings(self) -> list[str]:
+    """Lines about stop ids, lengths beyond the model's, and kernels."""
     is_chosen = self.config.rollout.stop_ids or not self.tokenizer
-    return "" if is_chosen else self.tokenizer.stop_warning
+    lines = [] if is_chosen else [self.tokenizer.stop_warning]
+    sets = [x for x in (self.train_set, *self.eval_sets.values()) if x]
+    longest = max((int(x.lengths.max()) for x in sets), default=0)
+    longest += self.spec.sampling.max_tokens
+    limit = hf.max_positions(self.path) if self.path else longest
+    if longest > limit:
+      lines.append(
+        f"the longest prompt and config.rollout.max_tokens are {longest:,} "
+        f"tokens, but the model has {limit:,} positions "
+        "(max_position_embeddings): other programs may reject such lengths"
+      )
+    return [*filter(None, lines), *self._kernels()]
+
+  def _kernels(self) -> list[str]:
+    """Returns lines on the kernels of an accelerator, or why it has none."""
+    spec, model = self.spec, self.spec.model
+    if spec.platform == "cpu":
+      return []
+    shapes = _shapes(self.config, model, spec.mesh, spec.platform)
+    reason = self.kernel_fault or attention.obstacle(shapes)
+    if self.config.model.attention == "xla":
+      reason = "config.model.attention=xla"
+    why = f", plain XLA: {reason}" if reason else ""
+    lines = [f"attention: {model.attention}{why}"]
+    missing = gpu_library.obstacle(model.dtype, shapes.capability)
+    if model.experts and spec.platform == "gpu" and missing:
+      lines.append(f"each expert multiplies every token: {missing}")
+    return lines
 
   def make_grader(self) -> rewards.Grader:
     """Returns the grader of the config, not yet started."""
@@ -97,16 +127,25 @@ class Run(NamedTuple):
     num_rows = p.num_rows(prompts // parts * group_size, longest)
     epoch, left_over = divmod(len(self.train_set), prompts)
     reports = [x.report for x in self.eval_sets.values()]
+    adapters = []
+    if m.lora:
+      table = parameters.trainable_table(m).values()
+      num_trained = sum(math.prod(x.shape) for x in table)
+      adapters.append(
+        f"lora: rank {m.lora.rank} on {', '.join(m.lora.targets)}, "
+        f"{num_trained:,} parameters are trained; their learning rate is "
+        "usually five to ten times that of full training"
+      )
     return "\n".join(
       [
         f"model: {m.family}, {m.layers} layers of width {m.embed}, "
         f"{parameters.num_parameters(m):,} parameters, {m.dtype}; mesh "
         f"{sharding.describe(self.spec.mesh)}",
-        *([_adapters(m)] if m.lora else []),
+        *adapters,
         self.train_set.report,
         *(reports or ["eval: no problems"]),
         self.train_set.first_prompt,
-        *([self.stop_warning] if self.stop_warning else []),
+        *self.warnings,
         f"step: {prompts} prompts x {group_size} sequences of at most "
         f"{longest} tokens, decoded in {spec.num_slots} slots a device",
         f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
@@ -124,22 +163,17 @@ def _adapter_path(config: configs.Config) -> str:
   return bucket.local(config.lora.adapter, "config.lora.adapter")
 
 
-def _adapters(model: ModelConfig) -> str:
-  table = parameters.trainable_table(model).values()
-  return (
-    f"lora: rank {model.lora.rank} on {', '.join(model.lora.targets)}, "
-    f"{sum(math.prod(p.shape) for p in table):,} parameters are trained; their "
-    "learning rate is usually five to ten times that of full training"
-  )
-
-
-def setup_run(config: configs.Config, trains: bool = True) -> Run:
+def setup_run(
+  config: configs.Config, trains: bool = True, evaluates: bool = True
+) -> Run:
   """Checks the config and reads everything that a run on this machine needs.
 
   Args:
     trains: True to read and check the problems to train on.
+    evaluates: True to read and check those to evaluate on.
   """
-  configs.validate(config)
+  eval_source = config.data.eval if evaluates else ""
+  configs.validate(config, trains)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
   preflight.check_processes(mesh)
   rewards.check(config.reward.functions)
@@ -150,17 +184,20 @@ def setup_run(config: configs.Config, trains: bool = True) -> Run:
       checkpoint_steps.find(workdir, step, "config.sft.from_run")
       if checkpoint.has_adapters(workdir):
         raise UserError(
-          f"config.sft.from_run: {workdir} has adapters: export it and name "
-          "the directory in config.model.path"
+          f"config.sft.from_run: {bucket.shown(workdir)} has adapters: export "
+          "it and name the directory in config.model.path"
         )
+  data.check(config.data.train if trains else "", eval_source)
   path, tokenizer, model = read_model(config)
   if trains and config.lora.adapter:
     peft.check(_adapter_path(config), with_lora(model, config.lora))
-  train_set, eval_sets = read_problems(config, tokenizer, trains)
+  train_set, eval_sets = read_problems(config, tokenizer, eval_source, trains)
   platform = mesh.devices.flat[0].platform
-  return make_run(
+  run = make_run(
     config, mesh, platform, path, tokenizer, model, train_set, eval_sets
   )
+  spec, fault = kernel_check.checked(run.spec, config.model.attention)
+  return run._replace(spec=spec, kernel_fault=fault)
 
 
 def make_run(
@@ -172,17 +209,28 @@ def make_run(
   model: ModelConfig,
   train_set: data.ProblemSet | None,
   eval_sets: dict[str, data.ProblemSet],
+  capability: float = 0.0,
 ) -> Run:
   """Returns the run of a config, model and problems that fit each other.
 
-  For the arguments see `Run`.
+  Args:
+    capability: compute capability of GPUs that are not present; for the other
+      arguments see `Run`.
   """
   c, method = config, configs.make_method(config)
   problems = [x for x in (train_set, *eval_sets.values()) if x]
-  model = _fit(model, c, platform, problems)
+  shapes = _shapes(c, model, mesh, platform, capability)
+  model = _fit(model, c, shapes, problems)
   stop_ids = _stop_ids(c, tokenizer)
   preflight.check_weights(mesh, model)
-  preflight.check_ids(c, model, stop_ids, [train_set, *eval_sets.values()])
+  sampling = Sampling(
+    c.rollout.max_tokens,
+    stop_ids,
+    c.rollout.temperature,
+    c.rollout.top_k,
+    c.rollout.top_p,
+  )
+  preflight.check_ids(sampling, model.vocab, problems)
   spec = StepSpec(
     mesh=mesh,
     platform=platform,
@@ -196,35 +244,29 @@ def make_run(
       # Tokens are drawn along the rows, in an order that no mesh changes.
       spread_rows=method.tokens is None,
     ),
-    sampling=Sampling(
-      c.rollout.max_tokens,
-      stop_ids,
-      c.rollout.temperature,
-      c.rollout.top_k,
-      c.rollout.top_p,
-    ),
+    sampling=sampling,
     optimizer=_optimizer(c) if train_set else None,
     num_problems=len(train_set) if train_set else 0,
     prompt_tokens=train_set.tokens.shape[1] if train_set else 0,
     num_prompts=c.data.prompts_per_step,
     group_size=c.rollout.group_size,
     num_slots=c.rollout.num_slots,
-    draft_tokens=c.rollout.draft_tokens,
     stop_strings=tuple(c.rollout.stop_strings),
-    rollout_dtype=c.rollout.dtype,
     shard_weights=c.rollout.shard_weights,
     overlong_tokens=c.reward.overlong_tokens,
     mask_truncated=c.objective.mask_truncated,
     inner_updates=c.objective.inner_updates,
     mini_batches=c.objective.mini_batches,
   )
+  if train_set:
+    preflight.check_optimizer(spec)
   return Run(c, spec, tokenizer, train_set, eval_sets, path)
 
 
 def _fit(
   model: ModelConfig,
   config: configs.Config,
-  platform: str,
+  shapes: attention.Shapes,
   problems: Sequence[data.ProblemSet],
 ) -> ModelConfig:
   """Returns the model with adapters, and attention that suits its sequences."""
@@ -235,16 +277,34 @@ def _fit(
   if c.sft.steps:
     longest = max(longest, c.pack.row_length)
   model = drop_idle_window(model, longest)
-  backend = attention.choose_backend(
-    c.model.attention,
+  has_window = bool(model.local and model.local.window)
+  shapes = shapes._replace(has_window=has_window)
+  backend = attention.choose_backend(c.model.attention, shapes)
+  return with_lora(dataclasses.replace(model, attention=backend), c.lora)
+
+
+def _shapes(
+  config: configs.Config,
+  model: ModelConfig,
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+  platform: str,
+  capability: float = 0.0,
+) -> attention.Shapes:
+  """Returns what the choice of an attention backend depends on."""
+  if not capability:
+    is_real = isinstance(mesh, jax.sharding.Mesh)
+    device = mesh.devices.flat[0] if is_real else None
+    default = gpu_library.HOPPER
+    capability = float(getattr(device, "compute_capability", default))
+  return attention.Shapes(
     platform,
-    c.pack.row_length,
-    c.rollout.group_size,
+    config.pack.row_length,
+    config.rollout.group_size,
     model.head_dim,
     has_window=bool(model.local and model.local.window),
     dtype=model.dtype,
+    capability=capability,
   )
-  return with_lora(dataclasses.replace(model, attention=backend), c.lora)
 
 
 def _stop_ids(
@@ -261,15 +321,13 @@ def _stop_ids(
 
 def _optimizer(config: configs.Config) -> Optimizer:
   """Returns the optimizer that the config describes."""
-  o = config.optimizer
+  objective = config.objective
+  num_updates = objective.inner_updates * objective.mini_batches
+  options = dataclasses.asdict(config.optimizer)
+  is_own = options.pop("function")
+  factory = configs.load_optimizer(config) if is_own else None
   return make_optimizer(
-    o.learning_rate,
-    config.steps * config.objective.num_updates,
-    o.schedule,
-    o.warmup_steps,
-    o.weight_decay,
-    o.clip_norm,
-    configs.load_optimizer(config),
+    total_steps=config.steps * num_updates, factory=factory, **options
   )
 
 
@@ -314,11 +372,12 @@ def describe_model(
 def read_problems(
   config: configs.Config,
   tokenizer: data.Tokenizer,
+  eval_source: sources.Source,
   trains: bool = True,
   needs_answers: bool = True,
 ) -> tuple[data.ProblemSet | None, dict[str, data.ProblemSet]]:
   """Returns the problems to train on and, by name, those to evaluate on."""
-  c, options = config, dataclasses.asdict(config.data)
+  c, options = config, dataclasses.asdict(config.data) | {"eval": eval_source}
   prompts = options.pop("prompts_per_step")
   del options["template_args"]
   options |= {"trains": trains, "needs_answers": needs_answers}

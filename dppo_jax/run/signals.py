@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first one stops a run, a second one exits at once."""
+"""SIGTERM, Ctrl-C and SIGHUP: the first stops a run, a second exits at once."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -6,9 +6,9 @@ import os
 import signal
 import threading
 
-from dppo_jax import distributed
+from dppo_jax.metrics import progress
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Functions that swallow every exception: JAX's part in a garbage collection.
 _SWALLOWING = ("_xla_gc_callback", "__del__")
 
@@ -39,11 +39,12 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
-  """Turns the first SIGTERM or Ctrl-C into a KeyboardInterrupt.
+  """Turns the first signal of `SIGNALS` into a KeyboardInterrupt.
 
-  A second signal exits at once. Python's handlers run only when a compiled
-  program returns, so a thread reads the signals as well. Ignored signals stay
-  ignored, as Ctrl-C is in a background job of a shell script.
+  A second signal exits at once, unless it is SIGHUP. Python's handlers run only
+  when a compiled program returns, so a thread reads the signals as well.
+  Ignored signals stay ignored, as Ctrl-C is in a background job of a shell
+  script and SIGHUP under nohup.
 
   Args:
     describe: returns the line that process 0 prints if the body is stopped.
@@ -62,8 +63,7 @@ def stop_signals(describe: Callable[[], str]) -> Iterator[StopRequest]:
   try:
     yield request
   except KeyboardInterrupt:
-    if distributed.is_first():
-      print(describe(), flush=True)
+    progress.Progress().say(describe())
     raise
   finally:
     signal.set_wakeup_fd(previous_fd)
@@ -79,9 +79,12 @@ def _watch(reads: int) -> None:
   """Exits at the second signal; reads their numbers until a 0."""
   is_stopping = False
   while number := os.read(reads, 1)[0]:
-    if is_stopping and number in SIGNALS:
-      os.write(2, b"\nexiting at once, at a second signal\n")
-      os._exit(128 + number)
-    elif number in SIGNALS:
-      os.write(2, b"\nstopping; a second signal exits at once\n")
+    # A shell and the kernel may both send SIGHUP at the end of a session.
+    if number in SIGNALS and not (is_stopping and number == signal.SIGHUP):
+      text = "exiting at once, at a" if is_stopping else "stopping; a"
+      end = "" if is_stopping else " exits at once"
+      with contextlib.suppress(OSError):  # of a closed terminal
+        os.write(2, f"\n{text} second signal{end}\n".encode())
+      if is_stopping:
+        os._exit(128 + number)
       is_stopping = True

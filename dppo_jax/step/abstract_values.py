@@ -10,8 +10,8 @@ from dppo_jax import sharding
 from dppo_jax.methods.neyman import gradient_noise
 from dppo_jax.models import lora, parameters
 from dppo_jax.models.parameters import Params
-from dppo_jax.records import PromptBatch, StepCosts, TrainState
-from dppo_jax.rng import Stage, rng_at
+from dppo_jax.records import PromptBatch, TrainState
+from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.step.spec import StepSpec
 
 # Mesh axes of the results of stages; others are replicated.
@@ -33,19 +33,16 @@ def inputs(spec: StepSpec) -> dict[str, PyTree]:
   rewards = with_sharding(
     spec, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32)
   )
-  num_costs = len(StepCosts.__dataclass_fields__)
-  costs = lambda: StepCosts(*jnp.zeros(num_costs, jnp.float32))
   replicated = {
-    "rng": jax.eval_shape(lambda: rng_at(spec.root_key, 0, Stage.ROLLOUT)),
     "limit": jax.ShapeDtypeStruct((), jnp.int32),
     "number": jax.ShapeDtypeStruct((), jnp.int32),
     "part": jax.ShapeDtypeStruct((), jnp.int32),
     "denominator": jax.ShapeDtypeStruct((), jnp.float32),
-    "costs": jax.eval_shape(costs) if spec.method.reads_costs else None,
   }
   return {
     **vars(state),
     **with_sharding(spec, "", replicated),
+    "rng": abstract_rng(spec),
     "state": state,
     "reference": state.params if spec.has_reference else None,
     "inference_params": abstract_inference_params(spec),
@@ -72,19 +69,27 @@ def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
   return jax.tree.map(lambda x, s: x.update(sharding=s), tree, shardings)
 
 
+def abstract_rng(spec: StepSpec) -> StepRng:
+  """Returns the shape of the randomness of a stage."""
+  rng = jax.eval_shape(lambda: rng_at(spec.root_key, 0, Stage.ROLLOUT))
+  return with_sharding(spec, "", rng)
+
+
 def shardings_of(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def init_train_state(spec: StepSpec, params: Params) -> TrainState:
   """Returns the state before the first step."""
+  budget = spec.method.budget
   return TrainState(
     step=jnp.int32(0),
     draws=jnp.int32(0),
     params=params,
     opt_state=spec.optimizer.init(lora.trainable(params)),
     history=spec.method.prompts.init(spec.num_problems),
-    noise=gradient_noise.init() if spec.method.noise_every else None,
+    noise=budget and gradient_noise.init(),
+    budget=budget and jnp.float32(budget.first),
   )
 
 
@@ -98,7 +103,7 @@ def new_train_state(spec: StepSpec, params: Params) -> TrainState:
   return init(params)
 
 
-def abstract_params(spec: StepSpec) -> Params:
+def abstract_params(spec: StepSpec) -> PyTree:
   """Returns shapes, dtypes and shardings of the master weights."""
   init = functools.partial(parameters.init, spec.model)
   return _placed(
@@ -107,7 +112,7 @@ def abstract_params(spec: StepSpec) -> Params:
   )
 
 
-def abstract_inference_params(spec: StepSpec) -> Params:
+def abstract_inference_params(spec: StepSpec) -> PyTree:
   """Returns shapes, dtypes and shardings of the weights that rollouts read."""
   cast = functools.partial(parameters.to_inference_params, config=spec.sampler)
   return _placed(

@@ -2,12 +2,13 @@
 
 import bisect
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dppo_jax import data, distributed, rewards
+from dppo_jax.algo.advantages import overlong_penalty
 from dppo_jax.records import Rollout
 
 
@@ -15,21 +16,28 @@ class GradedRollout(NamedTuple):
   """Graded completions; the rewards of a pruned prompt are 0.
 
   Attributes:
+    rollout: with lengths up to the first stop string, and `is_stopped` True
+      where a stop token or string ended a completion.
     rewards: f32 `[Q, G]`.
     correct: f32 `[Q, G]`, verdict of the verifier, in [0, 1].
-    counts: sums that describe them.
+    counts: of prompts, slot steps and faults, see `to_metrics`.
     samples: one line of samples.jsonl per sampled completion, with its `row` in
       the rollout and its `member`, the number in its group.
-    lengths: `[Q, G]`, tokens up to the first stop string.
-    is_stopped: `[Q, G]`, True where a stop token or string ended it.
   """
 
+  rollout: Rollout
   rewards: np.ndarray
   correct: np.ndarray
   counts: collections.Counter
   samples: list[dict]
-  lengths: np.ndarray
-  is_stopped: np.ndarray
+
+
+class Ungraded:
+  """Grader of completions whose rewards are unknown, or do not matter."""
+
+  def grade(self, prompts: Sequence[str], *unused, **options) -> rewards.Graded:
+    zeros = np.zeros(len(prompts), np.float32)
+    return rewards.Graded(zeros, zeros, collections.Counter(), {})
 
 
 def grade(
@@ -39,6 +47,7 @@ def grade(
   grader: rewards.Grader,
   verifier_only: bool = False,
   stop_strings: Sequence[str] = (),
+  overlong_tokens: int = 0,
 ) -> GradedRollout:
   """Decodes and grades the completions of a rollout.
 
@@ -48,21 +57,41 @@ def grade(
     problems: the set that the rollout's prompt ids index.
     verifier_only: leaves out the functions that shape the reward.
     stop_strings: texts that end a completion, see `until_stop`.
+    overlong_tokens: length of the ramp of a penalty that is added to the
+      reward, see `algo.overlong_penalty`; 0 for none.
   """
   owners = distributed.owners(rollout.lengths)
-  rollout = distributed.to_host(rollout)
-  is_sampled = rollout.lengths.max(axis=1) > 0
+  host = distributed.to_host(rollout)
+  is_sampled = host.lengths.max(axis=1) > 0
   rows = np.flatnonzero(is_sampled & (owners == distributed.index()))
   decode = lambda tokens: until_stop(tokenizer.decode, tokens, stop_strings)
   with distributed.sharing_errors():
-    local = _grade_rows(rollout, rows, problems, decode, grader, verifier_only)
+    local = _grade_rows(
+      host, rows, problems, decode, grader, verifier_only, overlong_tokens
+    )
   samples: list[dict] = []
-  counts: collections.Counter = collections.Counter()
+  counts: collections.Counter = collections.Counter(
+    prompts=len(owners),
+    slot_steps=int(host.slot_steps),
+    busy_steps=int(host.busy_steps),
+  )
   for lines, of_process in distributed.gather(local):
     samples += lines
     counts.update(of_process)
   # Each row belongs to one process, with its completions in order.
-  return _summarise(rollout, sorted(samples, key=lambda x: x["row"]), counts)
+  samples.sort(key=lambda x: x["row"])
+  at = tuple(np.array([x[y] for x in samples], int) for y in ("row", "member"))
+
+  def in_groups(name, dtype=np.float32):
+    out = np.zeros(host.lengths.shape, dtype)
+    out[at] = [x[name] for x in samples]
+    return out
+
+  rollout = rollout.replace(
+    lengths=in_groups("tokens", np.int32), is_stopped=in_groups("stopped", bool)
+  )
+  earned, correct = in_groups("reward"), in_groups("correct")
+  return GradedRollout(rollout, earned, correct, counts, samples)
 
 
 def until_stop(
@@ -96,6 +125,7 @@ def _grade_rows(
   decode: Callable[[np.ndarray], tuple[str, int, bool]],
   grader: rewards.Grader,
   verifier_only: bool,
+  overlong_tokens: int,
 ) -> tuple[list[dict], collections.Counter]:
   """Returns samples of the groups of some rows, and counts of outcomes."""
   size = rollout.lengths.shape[1]
@@ -105,7 +135,7 @@ def _grade_rows(
   decoded = [decode(x[:n]) for x, n in zip(tokens, sampled, strict=True)]
   completions = [text for text, *_ in decoded]
   lengths = np.array([num for _, num, _ in decoded], int)
-  is_stopped = rollout.is_stopped[at] | np.array([x for *_, x in decoded], bool)
+  is_stopped = np.logical_or(rollout.is_stopped[at], [x for *_, x in decoded])
   is_used = np.arange(tokens.shape[1]) < lengths[:, None]
   prompts = [problems.problems[i] for i in ids]
   answers = [problems.answers[i] for i in ids]
@@ -117,111 +147,82 @@ def _grade_rows(
     group_sizes=[size] * len(rows),
     verifier_only=verifier_only,
   )
-  earned = {name: x.tolist() for name, x in graded.values.items()}
-  samples = {
-    "row": at[0].tolist(),
-    "member": at[1].tolist(),
+  earned, total = graded.values, graded.rewards
+  if overlong_tokens:
+    limit = tokens.shape[1]
+    penalty = np.asarray(overlong_penalty(lengths, limit, overlong_tokens))
+    total, earned = total + penalty, earned | {"overlong": penalty}
+  samples: dict[str, np.ndarray | list] = {
+    "row": at[0],
+    "member": at[1],
     "id": [problems.names[i] for i in ids],
     "problem": prompts,
     "completion": completions,
     "answer": answers,
-    "tokens": lengths.tolist(),
-    "stopped": is_stopped.tolist(),
-    "logprob": (rollout.logprobs[at] * is_used).sum(1).tolist(),
-    "reward": graded.rewards.tolist(),
+    "tokens": lengths,
+    "stopped": is_stopped,
+    "logprob": np.sum(rollout.logprobs[at] * is_used, axis=1),
+    "reward": total,
     "rewards": _lines(earned, len(ids)),
-    "correct": graded.correct.tolist(),
+    "correct": graded.correct,
   }
   return _lines(samples, len(ids)), graded.counts
 
 
-def _lines(columns: dict[str, list], num: int) -> list[dict]:
-  """Returns `num` dicts, with one entry of each column."""
-  return [{name: x[i] for name, x in columns.items()} for i in range(num)]
-
-
-def _summarise(
-  rollout: Rollout, samples: list[dict], counts: collections.Counter
-) -> GradedRollout:
-  """Arranges grades by group, and adds sums of them to `counts`."""
-  shape = rollout.lengths.shape
-  at = tuple(np.array([x[y] for x in samples], int) for y in ("row", "member"))
-
-  def in_groups(name, dtype=np.float32):
-    out = np.zeros(shape, dtype)
-    out[at] = [x[name] for x in samples]
-    return out
-
-  earned, correct = in_groups("reward"), in_groups("correct")
-  groups = earned[np.unique(at[0])]
-  counts.update(
-    {
-      "prompts": shape[0],
-      "rolled_out": len(groups),
-      "zero_std": int((groups.max(axis=1) == groups.min(axis=1)).sum()),
-      "completions": len(samples),
-      "stopped": sum(sample["stopped"] for sample in samples),
-      "tokens": sum(sample["tokens"] for sample in samples),
-      "slot_steps": int(rollout.slot_steps),
-      "busy_steps": int(rollout.busy_steps),
-      "earned": float(earned.sum()),
-      # Summed over groups; a group of one has no standard deviation.
-      "std": float(groups.std(axis=1, ddof=int(shape[1] > 1)).sum()),
-      "correct": float(correct.sum()),
-    }
-  )
-  for name in samples[0]["rewards"] if samples else ():
-    values = np.array([x["rewards"][name] for x in samples], np.float32)
-    counts.update({f"earned/{name}": float(values.sum())})
-  return GradedRollout(
-    earned,
-    correct,
-    counts,
-    samples,
-    lengths=in_groups("tokens", np.int32),
-    is_stopped=in_groups("stopped", bool),
-  )
+def _lines(columns: Mapping[str, np.ndarray | list], num: int) -> list[dict]:
+  """Returns `num` dicts, with one entry of each column, as JSON holds it."""
+  as_list = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
+  lists = {name: as_list(x) for name, x in columns.items()}
+  return [{name: x[i] for name, x in lists.items()} for i in range(num)]
 
 
 def to_metrics(
   counts: collections.Counter,
   samples: list[dict],
+  group_size: int,
   functions: tuple[rewards.RewardSpec, ...],
 ) -> dict[str, float]:
   """Returns the metrics of all rollouts of a step.
 
   Args:
     counts: sum of the counts of the rollouts.
-    samples: lines of samples.jsonl of every completion of the step.
+    samples: lines of samples.jsonl of every completion of the step, group after
+      group.
   """
-  num = max(counts["completions"], 1)
-  ratio = lambda x, y: counts[x] / max(counts[y], 1)
-  lengths = [sample["tokens"] for sample in samples]
+  num = max(len(samples), 1)
+  lengths = [x["tokens"] for x in samples]
+  total = lambda values: float(np.array([*values], np.float32).sum())
+  groups = np.array([x["reward"] for x in samples], np.float32)
+  groups = groups.reshape(-1, group_size)
+  # Means of large rewards would round their differences away.
+  spread = groups - groups.min(axis=1, keepdims=True)
+  # A group of one has no standard deviation.
+  deviations = spread.std(axis=1, ddof=int(group_size > 1))
   metrics = {
     "prompts/drawn": counts["prompts"],
-    "prompts/kept": counts["rolled_out"],
-    "completions/drawn": counts["completions"],
-    "completions/stopped": counts["stopped"] / num,
-    "groups/zero_std": counts["zero_std"],
-    "tokens/generated": counts["tokens"],
-    "tokens/completion_mean": counts["tokens"] / num,
+    "prompts/kept": len(groups),
+    "completions/drawn": len(samples),
+    "completions/stopped": sum(x["stopped"] for x in samples) / num,
+    "groups/zero_std": int((spread.max(axis=1) == 0).sum()),
+    "tokens/generated": sum(lengths),
+    "tokens/completion_mean": sum(lengths) / num,
     "tokens/completion_min": min(lengths, default=0),
     "tokens/completion_max": max(lengths, default=0),
-    "rollout/slot_utilisation": ratio("busy_steps", "slot_steps"),
-    "rollout/tokens_per_step": ratio("tokens", "busy_steps"),
-    "reward/mean": counts["earned"] / num,
-    "reward/std": counts["std"] / max(counts["rolled_out"], 1),
-    "reward/accuracy": counts["correct"] / num,
+    "rollout/slot_utilisation": counts["busy_steps"]
+    / max(counts["slot_steps"], 1),
+    "reward/mean": float(groups.sum()) / num,
+    "reward/std": float(deviations.sum()) / max(len(groups), 1),
+    "reward/accuracy": total(x["correct"] for x in samples) / num,
     "reward/unboxed": counts["unboxed"] / num,
     "reward/unparsed": counts["unparsed"] / num,
-    "reward/timeouts": counts["timeouts"],
-    "reward/crashes": counts["crashes"],
-    "reward/errors": counts["errors"],
-    "reward/switched_off": counts["switched_off"],
-    "reward/nonfinite": counts["nonfinite"],
   }
+  for name in ("timeouts", "crashes", "errors", "switched_off", "nonfinite"):
+    metrics[f"reward/{name}"] = counts[name]
+  parts = {}
   if len(functions) > 1:  # else it is reward/mean
-    for spec in functions:
-      mean = counts[f"earned/{spec.name}"] / num
-      metrics[f"reward/functions/{spec.name}"] = mean
+    parts = {x.name: f"reward/functions/{x.name}" for x in functions}
+  if samples and "overlong" in samples[0]["rewards"]:
+    parts["overlong"] = "reward/overlong"
+  for name, metric in parts.items():
+    metrics[metric] = total(x["rewards"][name] for x in samples) / num
   return metrics

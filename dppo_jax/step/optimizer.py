@@ -1,16 +1,17 @@
-"""AdamW or a user's optimizer, clipping, and each update's learning rate."""
+"""AdamW or a user's optimizer, clipping, learning rate and momentum."""
 
 from collections.abc import Callable
 import inspect
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
 import optax
 
 from dppo_jax.errors import UserError
 from dppo_jax.files import user_code
-
-MOMENTUM = 0.9  # decay of the first moment, the default of optax.adamw
+from dppo_jax.records import Scalar
 
 
 class Optimizer(NamedTuple):
@@ -20,14 +21,12 @@ class Optimizer(NamedTuple):
     init, update: functions of `optax.GradientTransformation`.
     learning_rate: rate as a function of the number of earlier updates.
     clip_norm: largest gradient norm that it lets through.
-    momentum: decay of its first moment, `mu`; 0 if it has none or is unknown.
   """
 
   init: optax.TransformInitFn
   update: optax.TransformUpdateFn
   learning_rate: optax.Schedule
   clip_norm: float
-  momentum: float
 
 
 def make_schedule(
@@ -73,26 +72,43 @@ def make_optimizer(
   clip_norm: float = 1.0,
   factory: Callable[..., Any] | None = None,
 ) -> Optimizer:
-  """Returns an optimizer with global-norm clipping, by default AdamW.
+  """Returns an optimizer with global-norm clipping, by default `adamw`.
 
   Non-finite gradients are skipped. The first four arguments are described
   in `make_schedule`, `factory` in `call_factory`.
   """
   rate = make_schedule(learning_rate, total_steps, schedule, warmup_steps)
-  factory = factory or optax.adamw
+  factory = factory or adamw
   inner, rate = call_factory(factory, rate, weight_decay, total_steps)
   guarded = optax.apply_if_finite(
     optax.chain(optax.clip_by_global_norm(clip_norm), inner),
     # The run stops long before optax would let such a gradient through.
     max_consecutive_errors=2**30,
   )
-  return Optimizer(
-    init=guarded.init,
-    update=guarded.update,
-    learning_rate=rate,
-    clip_norm=clip_norm,
-    momentum=MOMENTUM if factory is optax.adamw else 0.0,
-  )
+  return Optimizer(guarded.init, guarded.update, rate, clip_norm)
+
+
+def adamw(
+  learning_rate: optax.Schedule, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+  """AdamW that decays every weight but norms and biases.
+
+  Embeddings and adapters decay too, as in the trainer of transformers. The
+  state is that of `optax.adamw`.
+  """
+  inner = optax.adamw(learning_rate, weight_decay=weight_decay)
+
+  def without_norms(path, weight):
+    name = jax.tree_util.keystr(path[-1:], simple=True)
+    is_kept = name.endswith(("norm", "bias"))
+    return jnp.zeros_like(weight) if is_kept else weight
+
+  def update(gradient, state, params):
+    # It reads weights for their decay alone.
+    decayed = params and jax.tree.map_with_path(without_norms, params)
+    return inner.update(gradient, state, decayed)
+
+  return optax.GradientTransformation(inner.init, update)
 
 
 def call_factory(
@@ -136,3 +152,38 @@ def call_factory(
     float(rate(0))
   optimizer = optax.GradientTransformation(*map(explained, optimizer))
   return optimizer, explained(rate)
+
+
+def momentum_square(opt_state: PyTree) -> Scalar:
+  """Returns the squared norm of the optimizer's first moment, NaN without."""
+  unknown = jnp.float32(jnp.nan)
+  try:
+    momentum = optax.tree.get(opt_state, "mu", unknown)
+  except KeyError:  # there are several
+    momentum = unknown
+  return optax.tree.norm(momentum, squared=True)
+
+
+def momentum_decay(optimizer: Optimizer) -> float:
+  """Returns the decay of the optimizer's first moment, found by two steps.
+
+  Returns 0 if it has no `mu`, or if `mu` is no average of the gradients.
+  """
+
+  @jax.jit
+  def two_steps(gradient):
+    state, norms = optimizer.init(gradient), []
+    for _ in range(2):
+      _, state = optimizer.update(gradient, state, gradient)
+      norms.append(jnp.sqrt(momentum_square(state)))
+    return norms
+
+  scale = 1e-4  # below every clip norm
+  try:
+    norms = two_steps({"weight": jnp.full((1, 1), scale)})
+  except UserError:  # an optimizer for the user's weights alone
+    return 0.0
+  first, second = (float(x) / scale for x in norms)
+  decay = round(1 - first, 4)
+  is_average = abs(second - first * (1 + decay)) < 1e-3
+  return decay if is_average and 0 < decay < 1 else 0.0

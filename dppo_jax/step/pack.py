@@ -2,7 +2,6 @@
 
 import functools
 
-from flax import struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,50 +17,28 @@ from dppo_jax.records import (
 )
 
 
-class PackInfo(struct.PyTreeNode):
-  """Result of packing: the metrics `pack/NAME` of metrics/README.md."""
-
-  rows: Scalar
-  fill: Scalar
-  shared: Scalar
-  unplaced: Scalar
-
-  def metrics(self) -> dict[str, Scalar]:
-    return {f"pack/{name}": x for name, x in vars(self).items()}
-
-
 def pack(
   prompts: PromptBatch,
   rollout: Rollout,
   advantages: Float[Array, "Q G"],
   token_weights: Float[Array, "Q G"],
   spec: packing.PackingSpec,
-) -> tuple[PackedBatch, IntScalar, PackInfo]:
+) -> tuple[PackedBatch, IntScalar, dict[str, Scalar]]:
   """Packs the sequences whose length is not 0 into micro-batches.
 
   Returns:
-    Micro-batches `[M, R, L]`, how many are in use, and information to log. If
-    `unplaced` is above 0, sequences have no place in the rows and the loss is
-    NaN: such a batch must not be trained on.
+    Micro-batches `[M, R, L]`, how many are in use, and metrics. If
+    `pack/unplaced` is above 0, sequences have no place in the rows and the loss
+    is NaN: such a batch must not be trained on.
   """
-  # Every device computes the same plan from lengths; tokens do not move.
-  replicated = lambda x: sharding.constrain(x, *(None,) * x.ndim)
-  prompts = prompts.replace(lengths=replicated(prompts.lengths))
-  rollout = rollout.replace(lengths=replicated(rollout.lengths))
-  counts = packing.count_tokens(
-    prompts.lengths, rollout.lengths, spec.share_prefix
-  )
-  max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
-  # Enough rows for the sequences at any length.
-  num_rows = spec.num_rows(rollout.lengths.size, max_length)
-  plan = packing.plan(counts, spec.row_length, num_rows, spec.window)
+  plan, counts, num_rows = _plan(prompts, rollout, spec)
   batch = _fill(
     plan,
     counts,
     prompts,
     rollout,
-    replicated(advantages),
-    replicated(token_weights),
+    _replicated(advantages),
+    _replicated(token_weights),
     spec,
     num_rows,
   )
@@ -73,13 +50,40 @@ def pack(
   unshared = total(
     packing.count_tokens(prompts.lengths, rollout.lengths, False).completion
   )
-  info = PackInfo(
-    rows=num_used,
-    fill=in_use / capacity,
-    shared=1 - in_use / jnp.maximum(unshared, 1.0),
-    unplaced=plan.num_unplaced.astype(jnp.float32),
+  metrics = {
+    "pack/rows": num_used,
+    "pack/fill": in_use / capacity,
+    "pack/shared": 1 - in_use / jnp.maximum(unshared, 1.0),
+    "pack/unplaced": plan.num_unplaced.astype(jnp.float32),
+  }
+  return batch, -(-plan.num_used // spec.rows_per_micro), metrics
+
+
+def count_rows(
+  prompts: PromptBatch, rollout: Rollout, spec: packing.PackingSpec
+) -> IntScalar:
+  """Returns how many rows `pack` would use."""
+  return _plan(prompts, rollout, spec)[0].num_used
+
+
+def _replicated(x: Array) -> Array:
+  """Every device computes the same plan from lengths; tokens do not move."""
+  return sharding.constrain(x, *(None,) * x.ndim)
+
+
+def _plan(
+  prompts: PromptBatch, rollout: Rollout, spec: packing.PackingSpec
+) -> tuple[packing.Plan, packing.TokenCounts, int]:
+  """Returns a plan, the positions that it places, and enough rows for any."""
+  counts = packing.count_tokens(
+    _replicated(prompts.lengths),
+    _replicated(rollout.lengths),
+    spec.share_prefix,
   )
-  return batch, -(-plan.num_used // spec.rows_per_micro), info
+  max_length = prompts.tokens.shape[1] + rollout.tokens.shape[2] - 1
+  num_rows = spec.num_rows(rollout.lengths.size, max_length)
+  plan = packing.plan(counts, spec.row_length, num_rows, spec.window)
+  return plan, counts, num_rows
 
 
 def _fill(
@@ -143,7 +147,7 @@ def _fill(
     jax.tree.map(spread, (prompts.tokens, rollout.tokens, rollout.logprobs)),
     plan,
     counts,
-    prompts.lengths,
+    _replicated(prompts.lengths),
     advantages,
     weights,
   )

@@ -1,8 +1,8 @@
 """The compiled stages of a step: functions, abstract arguments, shardings.
 
-Each stage is declared once, in `declare`: its arguments are the positional
-parameters of its function. Shapes and shardings of arguments and results are
-looked up by name in one table.
+Each stage is declared once, in `STAGES`: its arguments are the parameters of
+its function, so that renaming one connects it to another value. Shapes and
+shardings of arguments and results are looked up by name in one table.
 """
 
 from collections.abc import Callable
@@ -17,126 +17,87 @@ import jax
 from dppo_jax import distributed, rollout, sharding
 from dppo_jax.methods import dynamic_sampling
 from dppo_jax.metrics import progress
-from dppo_jax.models import parameters
-from dppo_jax.rng import Stage, rng_at
-from dppo_jax.rollout.drafts import AUTOMATIC
-from dppo_jax.step import abstract_values, collect, select, tokens, update
+from dppo_jax.step import (
+  abstract_values,
+  collect,
+  optimizer,
+  select,
+  tokens,
+  update,
+)
 from dppo_jax.step.spec import StepSpec
 
 
-class Declaration(NamedTuple):
-  """A stage, and the names of its results.
+class Stage(NamedTuple):
+  """A stage of a step, and the names of its results.
 
   Attributes:
-    function: pure function of arrays.
+    function: pure function of arrays and, if it has that argument, `spec`.
     out: names in the table of abstract values, separated by spaces.
     donate: names of the arguments whose memory may be reused.
+    is_needed: `spec -> bool`, true if the step has this stage.
   """
 
   function: Callable[..., Any]
   out: str
   donate: str = ""
-
-  @property
-  def args(self) -> list[str]:
-    """The parameters of the function, without those that are bound."""
-    return [
-      name
-      for name, x in inspect.signature(self.function).parameters.items()
-      if x.kind is x.POSITIONAL_OR_KEYWORD
-    ]
+  is_needed: Callable[[StepSpec], Any] = lambda spec: True
 
 
-class Program(NamedTuple):
-  """A jitted stage, and the abstract arguments to compile it for, by name."""
+_has_budget = lambda spec: spec.method.budget
+_samples_again = lambda spec: spec.method.dynamic_sampling
+# In the order of their data flow.
+STAGES = {
+  "choose_prompts": Stage(collect.choose_prompts, "kept"),
+  "to_inference_params": Stage(collect.to_inference_params, "inference_params"),
+  "roll_out": Stage(collect.roll_out, "rollout"),
+  "update_history": Stage(collect.update_history, "history draws", "history"),
+  "init_buffer": Stage(
+    dynamic_sampling.init_buffer, "buffer", is_needed=_samples_again
+  ),
+  "add_groups": Stage(
+    collect.add_groups, "buffer limit denominator", "buffer", _samples_again
+  ),
+  "select": Stage(select.select, "batch num_micro select_metrics summary"),
+  "forecast": Stage(select.forecast, "forecast", is_needed=_has_budget),
+  "score": Stage(
+    tokens.score, "batch score_metrics", "batch", tokens.is_needed
+  ),
+  "momentum_square": Stage(
+    optimizer.momentum_square, "sum", is_needed=_has_budget
+  ),
+  "signed_square": Stage(update.signed_square, "sum", is_needed=_has_budget),
+  "update": Stage(update.update, "state update_metrics", "state"),
+}
 
-  function: Any
-  args: dict[str, Any]
-
-  def lower(self) -> jax.stages.Lowered:
-    """Traces the stage for the current mesh."""
-    return self.function.lower(**self.args)
-
-
-def declare(spec: StepSpec) -> dict[str, Declaration]:
-  """Declares the stages of a step, in the order of their data flow."""
-  method, config, bind = spec.method, spec.update_config, functools.partial
-  stages = {
-    "choose_prompts": Declaration(
-      bind(collect.choose_prompts, method=method), out="kept"
-    ),
-    "to_inference_params": Declaration(
-      bind(parameters.to_inference_params, config=spec.sampler),
-      out="inference_params",
-    ),
-    "roll_out": Declaration(
-      _roll_out(spec, max(spec.draft_tokens, 0)), out="rollout"
-    ),
-    "update_history": Declaration(
-      bind(
-        collect.update_history, method=method, num_problems=spec.num_problems
-      ),
-      out="history draws",
-      donate="history",
-    ),
-    "select": Declaration(
-      bind(
-        select.select,
-        method=method,
-        objective=spec.objective,
-        spec=spec.packing,
-        overlong_tokens=spec.overlong_tokens,
-        mask_truncated=spec.mask_truncated,
-        num_parts=spec.mini_batches,
-      ),
-      out="batch num_micro select_info summary",
-    ),
-    "score": Declaration(
-      bind(tokens.score, method=method, config=config),
-      out="batch score_info",
-      donate="batch",
-    ),
-    "update": Declaration(
-      bind(update.update, config=config, optimizer=spec.optimizer),
-      out="state update_info",
-      donate="state",
-    ),
-  }
-  if spec.draft_tokens < 0:
-    stages["roll_out_drafts"] = Declaration(
-      _roll_out(spec, AUTOMATIC), out="rollout"
-    )
-  if not tokens.is_needed(method, config):
-    del stages["score"]
-  if method.dynamic_sampling:
-    stages["init_buffer"] = Declaration(
-      dynamic_sampling.init_buffer, out="buffer"
-    )
-    stages["add_groups"] = Declaration(
-      bind(collect.add_groups, rule=method.dynamic_sampling),
-      out="buffer limit denominator",
-      donate="buffer",
-    )
-  return stages
+# Traces a jitted stage for the current mesh; its keywords are the arguments.
+Program = functools.partial[jax.stages.Lowered]
 
 
 def step_programs(spec: StepSpec) -> dict[str, Program]:
   """Returns a program for each stage of a step."""
-  values, table = abstract_values.inputs(spec), {}
-  for name, stage in declare(spec).items():
-    args, out = {x: values[x] for x in stage.args}, stage.out.split()
-    has_one = len(out) == 1
+  values: dict[str, Any] = abstract_values.inputs(spec)
+  table: dict[str, Program] = {}
+  for name, stage in STAGES.items():
+    if not stage.is_needed(spec):
+      continue
+    function, out = stage.function, stage.out.split()
+    names = list(inspect.signature(function).parameters)
+    if "spec" in names:
+      names.remove("spec")
+      function = functools.partial(function, spec=spec)
+    args, has_one = {x: values[x] for x in names}, len(out) == 1
     if not values.keys() >= set(out):
-      results = jax.eval_shape(stage.function, **args)
+      results = jax.eval_shape(function, **args)
       for x, value in zip(out, [results] if has_one else results, strict=True):
         values.setdefault(x, abstract_values.with_sharding(spec, x, value))
     places = tuple(abstract_values.shardings_of(values[x]) for x in out)
     jitted = jax.jit(
-      stage.function,
+      function,
       out_shardings=places[0] if has_one else places,
       donate_argnames=stage.donate.split(),
     )
-    table[name] = Program(jitted, args)
+    table[name] = functools.partial(jitted.lower, **args)
   return table
 
 
@@ -146,15 +107,13 @@ def evaluation_program(
   """Returns the program that rolls out evaluation problems.
 
   Args:
-    num_prompts: problems in a batch, rounded up to a multiple of the devices.
+    num_prompts: problems in a batch, a multiple of the devices.
     width: tokens of a prompt with its padding.
     samples: completions of each problem; 0 decodes one greedily.
   """
   sampling = spec.sampling
   if not samples:
     sampling = sampling._replace(temperature=0.0)
-  num = sharding.round_up(num_prompts, sharding.num_shards(spec.mesh, "batch"))
-  rng = jax.eval_shape(lambda: rng_at(spec.root_key, 0, Stage.EVALUATE))
 
   def evaluate(params, prompts, rng):
     return rollout.sample(
@@ -171,35 +130,24 @@ def evaluation_program(
 
   args = {
     "params": abstract_values.abstract_params(spec),
-    "prompts": abstract_values.abstract_prompts(spec, num, width),
-    "rng": abstract_values.with_sharding(spec, "", rng),
+    "prompts": abstract_values.abstract_prompts(spec, num_prompts, width),
+    "rng": abstract_values.abstract_rng(spec),
   }
   places = sharding.sharding(spec.mesh)
-  return Program(jax.jit(evaluate, out_shardings=places), args)
-
-
-def _roll_out(spec: StepSpec, draft_tokens: int) -> Callable[..., Any]:
-  return functools.partial(
-    rollout.roll_out,
-    model_config=spec.sampler,
-    sampling=spec.sampling,
-    group_size=spec.group_size,
-    num_slots=spec.num_slots,
-    draft_tokens=draft_tokens,
-    platform=spec.platform,
-  )
+  jitted = jax.jit(evaluate, out_shardings=places)
+  return functools.partial(jitted.lower, **args)
 
 
 def compile_programs(
   programs: dict[str, Program],
-  mesh: jax.sharding.Mesh,
+  mesh: sharding.AnyMesh,
   task: progress.Task | None = None,
 ) -> dict[str, jax.stages.Compiled]:
   """Compiles programs for `mesh`, with one thread per core."""
   task = task or progress.Task("compiling")
   task.num_parts = len(programs) + 1
   with task.part("tracing"):
-    lowered = {name: program.lower() for name, program in programs.items()}
+    lowered = {name: program() for name, program in programs.items()}
   platform = mesh.devices.flat[0].platform
 
   def compile_one(name: str) -> jax.stages.Compiled:

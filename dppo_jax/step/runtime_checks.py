@@ -1,5 +1,7 @@
 """Run-time checks that stop training: invalid probabilities, NaN weights."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -9,51 +11,39 @@ from dppo_jax.models import parameters
 MAX_SKIPPED = 10  # updates in a row with a non-finite gradient
 
 
-def check_selection(num_unplaced: float, num_invalid_probs: float) -> None:
+def check_choice(metrics: Mapping[str, float]) -> None:
   """Raises if completions have no row, or items no probability in (0, 1]."""
-  if num_unplaced > 0:
+  if (num := metrics.get("pack/unplaced", 0)) > 0:
     raise RuntimeError(
-      f"{num_unplaced:.0f} completions have no place in the packed rows: "
+      f"{num:.0f} completions have no place in the packed rows: "
       "packing.row_bound is wrong; please report this"
     )
-  check_tokens(num_invalid_probs, "prompts or completions")
+  items = {"weights": "prompts or completions", "tokens": "tokens"}
+  for kind, words in items.items():
+    if (num := metrics.get(f"{kind}/invalid_probs", 0)) > 0:
+      raise UserError(
+        f"{num:.0f} {words} were kept with a probability outside (0, 1]: the "
+        "rules of config.method must report the probabilities with which they "
+        "draw"
+      )
 
 
-def check_tokens(num_invalid_probs: float, items: str = "tokens") -> None:
-  """Raises if tokens were kept with a probability outside (0, 1]."""
-  if num_invalid_probs > 0:
+def check_update(step: int, metrics: Mapping[str, float]) -> None:
+  """Raises UserError for a run that diverged, before it saves its weights."""
+  if num := metrics["update/nonfinite_params"]:
     raise UserError(
-      f"{num_invalid_probs:.0f} {items} were kept with a probability outside "
-      "(0, 1]: the rules of config.method must report the probabilities with "
-      "which they draw"
-    )
-
-
-def check_update(
-  step: int,
-  num_nonfinite_params: float,
-  num_skipped_in_a_row: float,
-  details: str,
-) -> None:
-  """Raises UserError for a run that diverged, before it saves its weights.
-
-  Args:
-    num_nonfinite_params: weights that are infinite or NaN.
-    num_skipped_in_a_row: consecutive updates with a non-finite gradient.
-    details: numbers that describe the update.
-  """
-  if num_nonfinite_params:
-    raise UserError(
-      f"the update of step {step} made {num_nonfinite_params:.0f} weights "
-      "infinite or NaN: they are not saved. Start another run with a lower "
+      f"the update of step {step} made {num:.0f} weights infinite or NaN: they "
+      "are not saved. Start another run with a lower "
       "config.optimizer.learning_rate; config.sft.from_run=RUN@STEP takes the "
       "weights of a checkpoint"
     )
-  if num_skipped_in_a_row >= MAX_SKIPPED:
+  if metrics["update/skipped_in_a_row"] >= MAX_SKIPPED:
     raise UserError(
       f"the gradient of {MAX_SKIPPED} updates in a row was not finite "
-      f"({details}): lower config.optimizer.learning_rate, or compute in "
-      "float32 with config.model.dtype"
+      f"(norm {metrics['update/grad_norm']}, loss {metrics['update/loss']}, "
+      f"largest weight {metrics['weights/max']:.1f}): lower "
+      "config.optimizer.learning_rate, or compute in float32 with "
+      "config.model.dtype"
     )
 
 

@@ -1,58 +1,56 @@
 """From rewards to weighted rows: advantages, completions, weights, packing."""
 
-from flax import struct
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int
 
 from dppo_jax.algo import diagnostics
-from dppo_jax.algo.advantages import overlong_penalty
-from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.algo.policy_loss import Objective
 from dppo_jax.algo.weights import horvitz_thompson, invalid_probs
-from dppo_jax.methods import Method
 from dppo_jax.records import (
   CompletionSummary,
   Groups,
   IntScalar,
-  NoiseTerms,
   PackedBatch,
   PromptBatch,
   Rollout,
   Scalar,
-  Selection,
-  StepCosts,
 )
 from dppo_jax.rng import StepRng
-from dppo_jax.step.pack import PackInfo, pack
+from dppo_jax.step.pack import count_rows, pack
+from dppo_jax.step.spec import StepSpec
 
 
-class SelectInfo(struct.PyTreeNode):
-  """Result of choosing and packing completions.
+class Part(NamedTuple):
+  """A mini-batch of a rollout, before completions are chosen.
 
   Attributes:
-    num_invalid_probs: kept items whose probability is not in (0, 1].
-    num_trained: completions packed.
-    num_tokens: completion tokens packed.
-    noise: properties that the gradient noise is measured with.
-    diagnostics: scalars to log.
+    rollout: completions that are not trained on have length 0.
+    groups: with advantages of the rollout's rewards.
+    scale: `[Q, G]`, the objective's token share.
   """
 
-  pack: PackInfo
-  num_invalid_probs: Scalar
-  num_trained: Scalar
-  num_tokens: Scalar
-  noise: NoiseTerms
-  diagnostics: dict[str, Scalar]
+  prompts: PromptBatch
+  rollout: Rollout
+  groups: Groups
+  scale: Float[Array, "Q G"]
 
-  def metrics(self) -> dict[str, Scalar]:
-    return {
-      **self.pack.metrics(),
-      **self.diagnostics,
-      "weights/invalid_probs": self.num_invalid_probs,
-      "completions/trained": self.num_trained,
-      "tokens/trained": self.num_tokens,
-    }
+
+class Forecast(NamedTuple):
+  """Predictions for one part of a rollout.
+
+  Attributes:
+    added_variance: `[K]`, as in `methods.Budget`.
+    rows: `[K]`, packed rows that a draw of each fraction takes.
+    sum_squares: sum of the squared norms of all completions' gradients, if
+      token gradients are independent and of norm 1 - p.
+  """
+
+  added_variance: Float[Array, "K"]
+  rows: Int[Array, "K"]
+  sum_squares: Scalar
 
 
 def select(
@@ -60,140 +58,151 @@ def select(
   prompts: PromptBatch,
   rollout: Rollout,
   rewards: Float[Array, "Q G"],
-  costs: StepCosts | None = None,
+  budget: Scalar | None = None,
   part: IntScalar | int = 0,
   *,
-  method: Method,
-  objective: Objective,
-  spec: PackingSpec,
-  overlong_tokens: int = 0,
-  mask_truncated: bool = False,
-  num_parts: int = 1,
-) -> tuple[PackedBatch, IntScalar, SelectInfo, CompletionSummary]:
+  spec: StepSpec,
+) -> tuple[PackedBatch, IntScalar, dict[str, Scalar], CompletionSummary]:
   """Chooses, weights and packs the completions of one update.
 
-  Advantages come from all completions to train on. If beta is 0, one of zero
-  advantage has no gradient and gets no row, unless the method trains on it.
+  Advantages come from all completions to train on. One of zero advantage has
+  no gradient without a KL penalty. It gets no row unless the method trains on
+  it.
   Shares and the denominator count all completions of the rollout.
 
   Args:
-    costs: timings of earlier steps, for methods that read them.
-    part: mini-batch, from 0: prompt `q` belongs to part `q % num_parts`, since
-      the last prompts may be blank after dynamic sampling.
-    overlong_tokens: length of the soft overlong ramp, in tokens.
-    mask_truncated: True to train on completions with a stop only.
-    num_parts: mini-batches of the rollout.
+    budget: third argument of the method's rule; None is 1.
+    part: as in `take_part`.
   Returns:
-    Micro-batches `[M, R, L]`, how many are in use, information to log, and a
-    summary of the part's completions.
+    Micro-batches `[M, R, L]`, how many are in use, metrics, and a summary of
+    the part's completions.
   """
-  if overlong_tokens:
-    rewards = rewards + overlong_penalty(
-      rollout.lengths, rollout.tokens.shape[2], overlong_tokens
-    )
-  scale, sampled = objective.token_share(rollout), rollout.lengths
-  if mask_truncated:
-    rollout = rollout.replace(lengths=jnp.where(rollout.is_stopped, sampled, 0))
-  advantages = objective.advantage(rewards, rollout.lengths > 0)
-  groups = make_groups(rollout, rewards, advantages, scale, objective, costs)
-  prompts, rollout, groups, scale, sampled = _take_part(
-    (prompts, rollout, groups, scale, sampled), part, num_parts
+  method, objective = spec.method, spec.objective
+  prompts, rollout, groups, scale = take_part(
+    prompts, rollout, rewards, part, spec=spec
   )
   advantages, is_drawn = groups.advantages, rollout.lengths > 0
-  chosen = method.completions(rng, groups)  # drops completions
+  budget = jnp.float32(1) if budget is None else budget
+  chosen = method.completions(rng, groups, budget)  # drops completions
   drawn = chosen.replace(keep=chosen.keep & is_drawn)
   if method.has_statistics_after:
     advantages = objective.advantage(groups.rewards, drawn.keep)
 
-  weights = horvitz_thompson(rollout.kept, drawn)  # 1 / probability
+  kept = rollout.kept
+  weights = horvitz_thompson(kept, drawn)  # 1 / probability
   is_needed = adds_gradient(rollout, advantages, objective)
   is_trained = (weights > 0) & (is_needed | method.trains_zero_advantage)
   trained_lengths = jnp.where(is_trained, rollout.lengths, 0)
-  batch, num_micro, pack_info = pack(
+  batch, num_micro, metrics = pack(
     prompts,
     rollout.replace(lengths=trained_lengths),
     advantages,
     weights * scale,
-    spec,
+    spec.packing,
   )
 
   # Gradient norm of a completion whose tokens' gradients are independent.
   size = jnp.abs(advantages) * scale * jnp.sqrt(groups.sum_sq_residual)
-  scalars = diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
-  scalars |= chosen.metrics | {
-    "prompts/prob_min": _least_prob(rollout.kept),
+  metrics |= diagnostics.diagnose(chosen, weights, advantages, size, is_needed)
+  metrics |= {
+    "prompts/prob_min": jnp.where(kept.keep, kept.prob, 1.0).min(),
     "completions/kept": _count(weights > 0),
+    "completions/trained": _count(is_trained),
+    "tokens/trained": _count(trained_lengths),
+    "weights/invalid_probs": invalid_probs(kept) + invalid_probs(drawn),
   }
-  info = SelectInfo(
-    pack=pack_info,
-    num_invalid_probs=invalid_probs(rollout.kept) + invalid_probs(drawn),
-    num_trained=_count(is_trained),
-    num_tokens=_count(trained_lengths),
-    noise=_noise_terms(groups, chosen.added_variance),
-    diagnostics=scalars,
-  )
-  summary = CompletionSummary(advantages, weights, sampled, trained_lengths)
-  return batch, num_micro, info, summary
+  if method.budget:
+    added = method.budget.added_variance(groups, budget[None])
+    metrics["budget/added_variance"] = added[0]
+  summary = CompletionSummary(advantages, weights, trained_lengths)
+  return batch, num_micro, metrics, summary
 
 
-def _take_part(tree: PyTree, part: IntScalar | int, num_parts: int) -> PyTree:
-  """Returns the prompts of one mini-batch; scalars stay."""
-  if num_parts == 1:
-    return tree
-  return jax.tree.map(
-    lambda x: x.reshape(-1, num_parts, *x.shape[1:])[:, part] if x.ndim else x,
-    tree,
-  )
-
-
-def make_groups(
+def forecast(
+  rng: StepRng,
+  prompts: PromptBatch,
   rollout: Rollout,
   rewards: Float[Array, "Q G"],
-  advantages: Float[Array, "Q G"],
-  scale: Float[Array, "Q G"],
-  objective: Objective,
-  costs: StepCosts | None = None,
-) -> Groups:
-  """Builds the input of a completion rule; `scale` is the token share."""
+  part: IntScalar | int = 0,
+  *,
+  spec: StepSpec,
+) -> Forecast:
+  """Predicts what each fraction of `method.budget` would add and cost.
+
+  Rows are counted in a draw and a plan for each fraction: prompts are shared by
+  the completions that are kept, and gaps remain, so that rows are proportional
+  neither to completions nor to tokens.
+
+  Args: as in `select`.
+  """
+  method = spec.method
+  prompts, rollout, groups, _ = take_part(
+    prompts, rollout, rewards, part, spec=spec
+  )
+  fractions = jnp.asarray(method.budget.fractions)
+
+  def rows(fraction):
+    chosen = method.completions(rng, groups, fraction)
+    lengths = jnp.where(chosen.keep & groups.is_needed, rollout.lengths, 0)
+    return count_rows(prompts, rollout.replace(lengths=lengths), spec.packing)
+
+  squares = jnp.square(groups.advantages * groups.scale)
+  return Forecast(
+    added_variance=method.budget.added_variance(groups, fractions),
+    rows=jax.lax.map(rows, fractions),
+    sum_squares=(squares * groups.sum_sq_residual).sum(),
+  )
+
+
+def take_part(
+  prompts: PromptBatch,
+  rollout: Rollout,
+  rewards: Float[Array, "Q G"],
+  part: IntScalar | int,
+  *,
+  spec: StepSpec,
+) -> Part:
+  """Returns one mini-batch of a rollout, with advantages.
+
+  Args:
+    part: mini-batch, from 0: prompt `q` belongs to part
+      `q % spec.mini_batches`, since the last prompts may be blank after dynamic
+      sampling.
+  """
+  objective, num_parts = spec.objective, spec.mini_batches
+  scale = objective.token_share(rollout)
+  if spec.mask_truncated:
+    lengths = jnp.where(rollout.is_stopped, rollout.lengths, 0)
+    rollout = rollout.replace(lengths=lengths)
+  advantages = objective.advantage(rewards, rollout.lengths > 0)
   # A prompt that was not kept may have any probability, 0 too.
   prob = jnp.where(rollout.kept.keep, rollout.kept.prob, 1.0)
-  return Groups(
+  t = jnp.arange(rollout.tokens.shape[2], dtype=jnp.int32)
+  squared = jnp.square(1 - jnp.exp(rollout.logprobs))
+  squared = jnp.where(t < rollout.lengths[..., None], squared, 0.0)
+  groups = Groups(
     rewards,
     advantages,
     rollout.lengths,
     is_needed=adds_gradient(rollout, advantages, objective),
     scale=scale / prob[:, None],
-    sum_sq_residual=sum_sq_residual(rollout),
-    costs=costs,
+    sum_sq_residual=squared.sum(axis=2),
   )
-
-
-def _least_prob(chosen: Selection) -> Scalar:
-  return jnp.where(chosen.keep, chosen.prob, 1.0).min()
+  whole = Part(prompts, rollout, groups, scale)
+  if num_parts == 1:
+    return whole
+  return jax.tree.map(
+    lambda x: x.reshape(-1, num_parts, *x.shape[1:])[:, part] if x.ndim else x,
+    whole,
+  )
 
 
 def _count(x: Array) -> Scalar:
   return x.sum(dtype=jnp.float32)
 
 
-def _noise_terms(groups: Groups, added_variance: Scalar | None) -> NoiseTerms:
-  """Returns the properties that the gradient noise is measured with."""
-  squares = jnp.square(groups.advantages * groups.scale)
-  added = jnp.float32(0) if added_variance is None else added_variance
-  return NoiseTerms(
-    added_variance=added, sum_squares=(squares * groups.sum_sq_residual).sum()
-  )
-
-
 def adds_gradient(
   rollout: Rollout, advantages: Float[Array, "Q G"], objective: Objective
 ) -> Array:
   """Returns True for completions that contribute to the gradient, `[Q, G]`."""
-  return (rollout.lengths > 0) & ((advantages != 0) | bool(objective.beta))
-
-
-def sum_sq_residual(rollout: Rollout) -> Float[Array, "Q G"]:
-  """Sums (1 - p)^2 over tokens, with p the sampling probability of each."""
-  t = jnp.arange(rollout.tokens.shape[2], dtype=jnp.int32)
-  squared = jnp.square(1 - jnp.exp(rollout.logprobs))
-  return jnp.where(t < rollout.lengths[..., None], squared, 0.0).sum(axis=2)
+  return (rollout.lengths > 0) & ((advantages != 0) | objective.has_kl)

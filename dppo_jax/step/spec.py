@@ -4,14 +4,15 @@ import dataclasses
 
 import jax
 
+from dppo_jax import sharding
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.algo.policy_loss import Objective
 from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
+from dppo_jax.models import lm_head
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.rollout import Sampling
 from dppo_jax.step.optimizer import Optimizer
-from dppo_jax.step.update import UpdateConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +37,19 @@ class StepSpec:
     num_prompts: `N`, prompts drawn for a rollout.
     group_size: `G`, completions of each prompt.
     num_slots: completions that each device decodes at once; 0 for all.
-    draft_tokens: tokens guessed in each decode step; -1 compiles rollouts with
-      and without, and uses the faster.
-    rollout_dtype: dtype of rollouts; empty for the model's.
     shard_weights: True if rollouts gather sharded weights layer by layer.
     overlong_tokens: length of the soft overlong ramp, in tokens; 0 for none.
     mask_truncated: True if completions without a stop are not trained on.
     inner_updates: passes over one rollout.
     mini_batches: parts of a rollout, each an update of every pass. Update
       number `i`, and its batch, have part `i % mini_batches`.
+    logit_chunk: positions whose logits the trainer holds at once.
   Raises:
     UserError: if something is trained and these do not fit each other; it names
       the options of a config.
   """
 
-  mesh: jax.sharding.Mesh
+  mesh: sharding.AnyMesh
   platform: str
   root_key: jax.Array
   model: ModelConfig
@@ -64,14 +63,13 @@ class StepSpec:
   num_prompts: int
   group_size: int
   num_slots: int = 0
-  draft_tokens: int = 0
   stop_strings: tuple[str, ...] = ()
-  rollout_dtype: str = ""
   shard_weights: bool = False
   overlong_tokens: int = 0
   mask_truncated: bool = False
   inner_updates: int = 1
   mini_batches: int = 1
+  logit_chunk: int = lm_head.LOGIT_CHUNK
 
   def __post_init__(self):
     if not self.optimizer:
@@ -89,6 +87,12 @@ class StepSpec:
         f"config.data.prompts_per_step is {self.num_prompts} but must be a "
         f"multiple of config.objective.mini_batches, {self.mini_batches}"
       )
+    ramp, limit = self.overlong_tokens, self.sampling.max_tokens
+    if ramp > limit:
+      raise UserError(
+        f"config.reward.overlong_tokens is {ramp} but must be at most "
+        f"config.rollout.max_tokens, {limit}"
+      )
     dynamic_sampling = self.method.dynamic_sampling
     if dynamic_sampling and dynamic_sampling.is_exact:
       self._check_exact_sampling()
@@ -100,16 +104,13 @@ class StepSpec:
         f"config.data.prompts_per_step is {self.num_prompts} but must be at "
         "least 2 for exact dynamic sampling"
       )
-    for name, value in {
-      "config.reward.overlong_tokens": self.overlong_tokens,
-      "config.objective.args.beta": self.objective.beta,
-    }.items():
-      if value:
-        raise UserError(
-          f"{name} is {value} but exact dynamic sampling skips groups with "
-          "equal rewards, which would have counted: set it to 0, or "
-          "config.method.args.dynamic_sampling to plain or none"
-        )
+    if self.objective.has_kl:
+      raise UserError(
+        f"config.objective.args.beta is {self.objective.beta} but exact "
+        "dynamic sampling skips groups with equal rewards, which would have "
+        "counted: set it to 0, or config.method.args.dynamic_sampling to plain "
+        "or none"
+      )
 
   @property
   def num_updates(self) -> int:
@@ -122,30 +123,28 @@ class StepSpec:
 
     With adapters, the frozen weights are the reference.
     """
-    return bool(self.objective.beta) and not self.model.lora
+    return self.objective.has_kl and not self.model.lora
 
   @property
   def sampler(self) -> ModelConfig:
-    """The architecture with the dtype and sharding of rollouts."""
-    return dataclasses.replace(
-      self.model,
-      dtype=self.rollout_dtype or self.model.dtype,
-      gathers_layers=self.shard_weights,
-    )
+    """The architecture with the sharding of rollouts."""
+    return dataclasses.replace(self.model, gathers_layers=self.shard_weights)
 
   @property
-  def update_config(self) -> UpdateConfig:
-    """The constants of an update."""
-    return UpdateConfig(
-      model=self.model,
-      objective=self.objective,
-      temperature=self.sampling.temperature,
-      inner_updates=self.inner_updates,
-      mini_batches=self.mini_batches,
-      sampler_is_policy=self.sampler.dtype == self.model.dtype
-      and not self.sampling.top_k
-      and self.sampling.top_p == 1,
-      clip_norm=self.optimizer.clip_norm,
-      noise_every=self.method.noise_every,
-      momentum=self.optimizer.momentum,
-    )
+  def is_on_policy(self) -> bool:
+    """True if a rollout has one update.
+
+    The current log-probabilities, held constant, are then the old ones.
+    """
+    return self.num_updates == 1
+
+  @property
+  def needs_old_logprobs(self) -> bool:
+    """True if the old log-probabilities take a pass before the first update.
+
+    Else they are the sampler's own, which draws from the policy without top_k
+    or top_p. A correction for the sampler compares both.
+    """
+    is_cut = self.sampling.top_k or self.sampling.top_p < 1
+    is_unknown = bool(is_cut or self.objective.sampler_cap)
+    return is_unknown and not self.is_on_policy

@@ -12,9 +12,7 @@ from dppo_jax import rewards
 from dppo_jax.records import CompletionSummary, PackedBatch
 from dppo_jax.step import grade
 from dppo_jax.step.collect import Experience
-from dppo_jax.step.select import SelectInfo
-from dppo_jax.step.tokens import ScoreInfo
-from dppo_jax.step.update import UpdateInfo
+from dppo_jax.step.select import Forecast
 
 # Metrics of the parts of a rollout that are added, per pass.
 _SUMS = {
@@ -44,17 +42,17 @@ class Batch(NamedTuple):
     rows: micro-batches `[M, R, L]`.
     num_micro: micro-batches in use.
     denominator: loss denominator, in completions before pruning.
-    info: result of selection and packing.
+    metrics: of the choice of completions and tokens, and of packing.
     summary: each completion of this part of the rollout.
-    score_info: result of token selection; None if there is none.
+    forecast: what other budgets would add and cost, where it is due.
   """
 
   rows: PackedBatch
   num_micro: jax.Array | float
   denominator: np.floating
-  info: SelectInfo
+  metrics: dict[str, Any]
   summary: CompletionSummary
-  score_info: ScoreInfo | None = None
+  forecast: Forecast | None = None
 
 
 class StepInfo(NamedTuple):
@@ -62,7 +60,7 @@ class StepInfo(NamedTuple):
 
   Attributes:
     batches: what each update trained on.
-    updates: result of each update on the rollout.
+    updates: metrics of each update on the rollout.
     mini_batches: parts of a rollout; batch `i` has part `i % mini_batches`.
     scalars: further metrics by name, such as the seconds of the stages.
     evaluation: metrics of the last evaluation before the step, by name.
@@ -70,15 +68,10 @@ class StepInfo(NamedTuple):
 
   experience: Experience
   batches: Sequence[Batch]
-  updates: Sequence[UpdateInfo]
+  updates: Sequence[dict[str, Any]]
   mini_batches: int
   scalars: dict[str, float]
   evaluation: Mapping[str, float] = types.MappingProxyType({})
-
-  @property
-  def update(self) -> UpdateInfo:
-    """Result of the last update."""
-    return self.updates[-1]
 
   @property
   def summary(self) -> CompletionSummary:
@@ -92,16 +85,16 @@ class StepInfo(NamedTuple):
     """Returns the metrics of the step by name; each of `specs` has one."""
     experience = self.experience
     stages = [
-      {
-        **batch.info.metrics(),
-        **(batch.score_info.metrics() if batch.score_info else {}),
-        **update.metrics(),
-        "update/micro_batches": batch.num_micro,
-      }
+      batch.metrics | update | {"update/micro_batches": batch.num_micro}
       for batch, update in zip(self.batches, self.updates, strict=True)
     ]
     return {
-      **grade.to_metrics(experience.counts, experience.samples, specs),
+      **grade.to_metrics(
+        experience.counts,
+        experience.samples,
+        experience.rewards.shape[1],
+        specs,
+      ),
       **combined(stages, passes=len(stages) // self.mini_batches),
       **self.scalars,
     }

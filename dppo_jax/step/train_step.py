@@ -2,27 +2,24 @@
 
 import collections
 from collections.abc import Mapping, Sequence
-import time
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from dppo_jax import data, distributed, rewards
+from dppo_jax import data, rewards
 from dppo_jax.methods import dynamic_sampling
-from dppo_jax.methods.neyman import gradient_noise
-from dppo_jax.methods.neyman.step_costs import CostTracker, StepSample
 from dppo_jax.models import parameters
-from dppo_jax.records import StepCosts, TrainState
+from dppo_jax.records import TrainState
 from dppo_jax.rng import Stage, StepRng, rng_at
 from dppo_jax.step import grade, programs, runtime_checks
 from dppo_jax.step.clock import StageClock
 from dppo_jax.step.collect import Experience
-from dppo_jax.step.draft_choice import DraftChoice
+from dppo_jax.step.next_budget import NextBudget
 from dppo_jax.step.optimizer import last_learning_rate
 from dppo_jax.step.spec import StepSpec
 from dppo_jax.step.step_info import Batch, StepInfo
-from dppo_jax.step.update import UpdateInfo
 
 
 class TrainStep:
@@ -64,18 +61,16 @@ class TrainStep:
     self.programs = compiled or programs.compile_programs(
       programs.step_programs(spec), spec.mesh
     )
-    self._tracker = CostTracker(spec.packing.rows_per_micro)
-    self._clock = StageClock()
-    self._drafts = DraftChoice(
-      [name for name in self.programs if name.startswith("roll_out")]
-    )
+    self.clock = StageClock()
+    run = functools.partial(self._timed, clock="budget")
+    self._budget = NextBudget(spec, run) if spec.method.budget else None
 
   def collect(self, state: TrainState) -> tuple[TrainState, Experience]:
     """Rolls out and grades the next prompts; starts the clock of a step.
 
     History and draw count advance.
     """
-    self._clock = StageClock()
+    self.clock = StageClock()
     params = self._timed(
       "to_inference_params", clock="rollout", params=state.params
     )
@@ -93,47 +88,42 @@ class TrainStep:
   ) -> tuple[TrainState, Experience]:
     """Rolls out and grades at most `limit` prompts of batch number `draw`."""
     spec, root_key = self._spec, self._spec.root_key
-    with self._clock("data"):
+    with self.clock("data"):
       prompts = data.draw(self._problems, root_key, draw, spec.num_prompts)
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(root_key, draw, Stage.PROMPTS)._replace(step=state.step)
       kept = self.programs["choose_prompts"](
         rng=rng, history=state.history, ids=prompts.ids, limit=limit
       )
-    name, start = self._drafts.next(), time.perf_counter()
     rollout = self._timed(
-      name,
+      "roll_out",
       clock="rollout",
       inference_params=params,
       prompts=prompts,
       rng=rng_at(root_key, draw, Stage.ROLLOUT),
       kept=kept,
     )
-    seconds = time.perf_counter() - start
-    with self._clock("reward"):
+    with self.clock("reward"):
       graded = grade.grade(
         rollout,
         self._problems,
         self._tokenizer,
         self._grader,
         stop_strings=spec.stop_strings,
+        overlong_tokens=spec.overlong_tokens,
       )
-      rollout = rollout.replace(
-        lengths=graded.lengths, is_stopped=graded.is_stopped
-      )
-    self._drafts.add(name, seconds, graded.counts["tokens"])
     history, draws = self._timed(
       "update_history",
       history=state.history,
       step=state.step,
       draws=state.draws,
-      rollout=rollout,
+      rollout=graded.rollout,
       rewards=graded.rewards,
       correct=graded.correct,
     )
     return state.replace(history=history, draws=draws), Experience(
       prompts=prompts,
-      rollout=rollout,
+      rollout=graded.rollout,
       rewards=graded.rewards,
       num_prompts=np.array(spec.num_prompts, np.float32),
       counts=graded.counts,
@@ -192,24 +182,30 @@ class TrainStep:
     parameters that the earlier ones led to.
     """
     spec, rng = self._spec, rng.at(Stage.COMPLETIONS)
-    costs = self._costs(state)
     num_prompts = np.float32(experience.num_prompts)
     num_completions = num_prompts * np.float32(spec.group_size)
     denominator = num_completions / np.float32(spec.mini_batches)
+    is_due = self._budget and self._budget.chooses_after(int(state.step))
     batches = []
     for number in range(spec.num_updates):
-      rows, num_micro, info, summary = self._timed(
-        "select",
-        rng=rng.draw(number),
-        part=np.int32(number % spec.mini_batches),
-        prompts=experience.prompts,
-        rollout=experience.rollout,
-        rewards=experience.rewards,
-        costs=costs,
+      args: dict[str, Any] = {
+        "rng": rng.draw(number),
+        "part": np.int32(number % spec.mini_batches),
+        "prompts": experience.prompts,
+        "rollout": experience.rollout,
+        "rewards": experience.rewards,
+      }
+      rows, num_micro, metrics, summary = self._timed(
+        "select", budget=state.budget, **args
       )
-      info = jax.device_get(info)
-      runtime_checks.check_selection(info.pack.unplaced, info.num_invalid_probs)
-      batches.append(Batch(rows, num_micro, denominator, info, summary))
+      metrics = jax.device_get(metrics)
+      runtime_checks.check_choice(metrics)
+      forecast = None
+      if is_due and number < spec.mini_batches:
+        forecast = jax.device_get(self._timed("forecast", "budget", **args))
+      batches.append(
+        Batch(rows, num_micro, denominator, metrics, summary, forecast)
+      )
     return batches
 
   def score(
@@ -227,16 +223,16 @@ class TrainStep:
       return batches
     rng, scored = rng.at(Stage.TOKENS), []
     for number, batch in enumerate(batches):
-      rows, info = self._timed(
+      rows, metrics = self._timed(
         "score",
         rng=rng.draw(number),
         params=params,
         batch=batch.rows,
         num_micro=batch.num_micro,
       )
-      info = jax.device_get(info)
-      runtime_checks.check_tokens(info.invalid_probs)
-      scored.append(batch._replace(rows=rows, score_info=info))
+      metrics = jax.device_get(metrics)
+      runtime_checks.check_choice(metrics)
+      scored.append(batch._replace(rows=rows, metrics=batch.metrics | metrics))
     return scored
 
   def update(
@@ -244,12 +240,13 @@ class TrainStep:
     state: TrainState,
     reference: parameters.Params | None,
     batches: Sequence[Batch],
-  ) -> tuple[TrainState, list[UpdateInfo]]:
-    """Takes an optimizer step on each batch."""
-    rng = rng_at(self._spec.root_key, int(state.step), Stage.NOISE)
-    infos = []
+  ) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Takes an optimizer step on each batch; chooses the next step's budget."""
+    updates: list[dict[str, Any]] = []
+    if self._budget:
+      self._budget.before_update(state, reference, batches[0])
     for number, batch in enumerate(batches):
-      state, info = self._timed(
+      state, metrics = self._timed(
         "update",
         state=state,
         reference=reference,
@@ -257,77 +254,46 @@ class TrainStep:
         num_micro=batch.num_micro,
         denominator=batch.denominator,
         number=np.int32(number),
-        rng=rng,
-        select_info=batch.info,
       )
-      infos.append(jax.device_get(info))
-    return state, infos
+      updates.append(jax.device_get(metrics))
+      if self._budget and number == 0:
+        self._budget.after_update(state)
+    if self._budget:
+      seconds = self.clock.metrics()
+      state = self._budget.choose(state, batches, updates, seconds)
+    return state, updates
 
   def info(
     self,
     state: TrainState,
     experience: Experience,
     batches: Sequence[Batch],
-    updates: Sequence[UpdateInfo],
+    updates: Sequence[dict[str, Any]],
   ) -> StepInfo:
     """Returns the results of a step that led to `state`; ends its clock."""
     spec, last = self._spec, updates[-1]
-    seconds = self._clock.metrics()
+    seconds = self.clock.metrics()
     batches = [
       batch._replace(
-        num_micro=float(jax.device_get(batch.num_micro)),
-        summary=jax.device_get(batch.summary),
+        num_micro=float(batch.num_micro), summary=jax.device_get(batch.summary)
       )
       for batch in batches
     ]
-    if spec.method.reads_costs:
-      self._track(int(state.step) - 1, batches)
     rate = last_learning_rate(
       spec.optimizer.learning_rate,
       int(state.step) * spec.num_updates,
-      float(last.skipped),
+      float(last["update/skipped"]),
     )
-    is_clipped = float(last.grad_norm) >= spec.optimizer.clip_norm
+    is_clipped = float(last["update/grad_norm"]) >= spec.optimizer.clip_norm
     scalars = {
       "update/learning_rate": rate,
       "update/clipped_norm": is_clipped,
-      **self._noise_metrics(state),
+      **(self._budget.metrics if self._budget else {}),
       **seconds,
     }
     return StepInfo(experience, batches, updates, spec.mini_batches, scalars)
 
   def _timed(self, stage: str, clock: str = "", **args) -> Any:
     """Returns the results of a stage, when they are ready."""
-    with self._clock(clock or stage):
+    with self.clock(clock or stage):
       return jax.block_until_ready(self.programs[stage](**args))
-
-  def _costs(self, state: TrainState) -> StepCosts | None:
-    """Returns the timings and noise so far, for methods that read them."""
-    spec = self._spec
-    if not spec.method.reads_costs:
-      return None
-    return self._tracker.costs(
-      jax.device_get(state.noise), spec.inner_updates, spec.mini_batches
-    )
-
-  def _noise_metrics(self, state: TrainState) -> dict[str, float]:
-    """Returns the metrics of the gradient noise, if it is measured."""
-    if not self._spec.method.noise_every:
-      return {}
-    num_prompts = self._spec.num_prompts // self._spec.mini_batches
-    return gradient_noise.describe(jax.device_get(state.noise), num_prompts)
-
-  def _track(self, step: int, batches: Sequence[Batch]) -> None:
-    """Adds the step to the costs; all processes use the first one's clock."""
-    seconds, every = self._clock.seconds, self._spec.method.noise_every
-    update = seconds.get("score", 0.0) + seconds["update"]
-    is_measured = bool(every) and step % every == 0
-    total = lambda values: float(sum(values))
-    sample = StepSample(
-      update=update,
-      other=self._clock.elapsed() - update,
-      micros=total(x.num_micro for x in batches) + is_measured,
-      rows=total(x.info.pack.rows for x in batches),
-      tokens=total(x.info.num_tokens for x in batches),
-    )
-    self._tracker.add(StepSample(*distributed.gather(list(sample))[0]))

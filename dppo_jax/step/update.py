@@ -7,13 +7,13 @@ compilation.
 
 from typing import NamedTuple
 
-from flax import struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 import optax
 
 from dppo_jax.algo import policy_loss
+from dppo_jax.algo.weights import ratio
 from dppo_jax.models import lm_head, lora, moe, parameters, transformer
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import (
@@ -24,86 +24,8 @@ from dppo_jax.records import (
   TrainState,
 )
 from dppo_jax.rng import StepRng
-from dppo_jax.step import measure_noise
 from dppo_jax.step.optimizer import Optimizer
-from dppo_jax.step.select import SelectInfo
-
-
-class UpdateConfig(NamedTuple):
-  """Constants that a compiled update is specialised to.
-
-  Attributes:
-    temperature: of the sampler.
-    inner_updates: passes over one rollout.
-    mini_batches: parts of a rollout, each an update of every pass.
-    clip_norm: largest gradient norm that the optimizer lets through.
-    noise_every: steps between measurements of the noise within prompts; 0
-      measures no gradient noise.
-    momentum: decay of the optimizer's first moment, `mu`; 0 if it has none or
-      is unknown, which leaves the noise scale unknown.
-    sampler_is_policy: True if the sampler draws from the policy as the trainer
-      computes it, in one dtype and without top_k or top_p. Its own
-      log-probabilities then serve as the old ones of several updates.
-  """
-
-  model: ModelConfig
-  objective: policy_loss.Objective
-  temperature: float = 1.0
-  logit_chunk: int = lm_head.LOGIT_CHUNK
-  inner_updates: int = 1
-  mini_batches: int = 1
-  clip_norm: float = float("inf")
-  noise_every: int = 0
-  momentum: float = 0.0
-  sampler_is_policy: bool = True
-
-  @property
-  def num_updates(self) -> int:
-    """Updates on one rollout."""
-    return self.inner_updates * self.mini_batches
-
-  @property
-  def is_on_policy(self) -> bool:
-    """True if a rollout has one update.
-
-    The current log-probabilities, held constant, are then the old ones.
-    """
-    return self.num_updates == 1
-
-  @property
-  def needs_old_logprobs(self) -> bool:
-    """True if the old log-probabilities take a pass before the first update.
-
-    A correction for the sampler compares them with the sampler's own.
-    """
-    is_known = self.sampler_is_policy and not self.objective.sampler_cap
-    return not (self.is_on_policy or is_known)
-
-
-class UpdateInfo(struct.PyTreeNode):
-  """Result of an update: the metrics `update/NAME` of metrics/README.md.
-
-  Attributes:
-    experts: load of a mixture of experts, as metrics.
-  """
-
-  loss: Scalar
-  logprob: Scalar
-  entropy: Scalar
-  kl: Scalar
-  clip_share: Scalar
-  policy_ratio_max: Scalar
-  sampler_ratio_max: Scalar
-  grad_norm: Scalar
-  skipped: Scalar
-  skipped_in_a_row: Scalar
-  nonfinite_params: Scalar
-  experts: dict[str, Scalar]
-
-  def metrics(self) -> dict[str, Scalar]:
-    values = dict(vars(self))
-    experts = values.pop("experts")
-    return {f"update/{name}": x for name, x in values.items()} | experts
+from dppo_jax.step.spec import StepSpec
 
 
 class GradSums(NamedTuple):
@@ -126,25 +48,27 @@ class GradSums(NamedTuple):
 
 def logprobs(
   params: parameters.Params,
-  config: UpdateConfig,
   rows: PackedBatch,
   is_needed: Bool[Array, "R L"],
+  *,
+  spec: StepSpec,
 ) -> Float[Array, "R L"]:
   """Computes log-probabilities of the needed targets in nats; 0 elsewhere."""
-  return _forward(params, config, rows, is_needed)[0].logprobs
+  return _forward(params, rows, is_needed, spec)[0].logprobs
 
 
 def score(
   params: parameters.Params,
-  config: UpdateConfig,
   batch: PackedBatch,
   num_micro: IntScalar,
+  *,
+  spec: StepSpec,
 ) -> TokenStats:
   """Computes statistics of the trained tokens of the micro-batches in use."""
 
   def score_one(i, stats):
     rows = _take(batch, i)
-    new, _ = _forward(params, config, rows, rows.is_trained)
+    new, _ = _forward(params, rows, rows.is_trained, spec)
     put = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda x, y: put(x, y, i, 0), stats, new)
 
@@ -153,25 +77,20 @@ def score(
 
 
 def _forward(
-  params, config: UpdateConfig, rows: PackedBatch, is_needed
+  params, rows: PackedBatch, is_needed, spec: StepSpec
 ) -> tuple[TokenStats, moe.Load | None]:
   """Returns the statistics of the needed targets, and the experts' load."""
-  model = config.model
+  model = spec.model
   hidden, load = transformer.forward_and_load(
-    params,
-    model,
-    rows.tokens,
-    rows.positions,
-    rows.segment_ids,
-    rows.prefix_ids,
+    params, model, rows.tokens, rows.positions, rows.end
   )
   stats = lm_head.logprobs_and_entropy(
     hidden,
     transformer.head(params, model).astype(hidden.dtype),
     rows.targets,
     is_needed,
-    config.temperature,
-    config.logit_chunk,
+    spec.sampling.temperature,
+    spec.logit_chunk,
   )
   return TokenStats(*stats), load
 
@@ -192,38 +111,42 @@ def add_gradient(
   sums: GradSums,
   params: parameters.Params,
   reference: parameters.Params | None,
-  config: UpdateConfig,
   rows: PackedBatch,
+  is_first: Bool[Array, ""] | bool = False,
+  *,
+  spec: StepSpec,
 ) -> GradSums:
   """Adds the gradient of one micro-batch, `[R, L]`, to the sums.
 
   Args:
-    reference: parameters of the reference policy, needed if beta is not 0. None
+    reference: parameters of the reference policy, for a KL penalty. None
       with adapters, whose frozen weights are the reference.
+    is_first: True before the first update on a rollout, where every ratio is 1.
+      The sampler's log-probabilities equal the trainer's up to rounding only.
   """
   is_chosen = rows.is_trained & (rows.weights != 0)
   # A sequence's ratio needs all of its tokens, unless it is 1 by definition.
-  has_ratio = config.objective.is_sequence_ratio and not config.is_on_policy
+  has_ratio = spec.objective.is_sequence_ratio and not spec.is_on_policy
   is_needed = rows.is_trained if has_ratio else is_chosen
 
   reference = lora.frozen(params) or reference
 
   def loss_sum(trainable):
-    stats, load = _forward({**params, **trainable}, config, rows, is_needed)
+    stats, load = _forward({**params, **trainable}, rows, is_needed, spec)
     new = stats.logprobs
     constant = jax.lax.stop_gradient(new)
     ref_logprobs = None
-    if config.objective.beta:
+    if spec.objective.has_kl:
       ref_logprobs = jax.lax.stop_gradient(
-        logprobs(reference, config, rows, is_chosen)
+        logprobs(reference, rows, is_chosen, spec=spec)
       )
-    weights, cap = rows.weights, config.objective.sampler_cap
-    if cap and config.is_on_policy:  # else by `tokens.choose_tokens`
+    weights, cap = rows.weights, spec.objective.sampler_cap
+    if cap and spec.is_on_policy:  # else by `tokens.choose_tokens`
       weights *= policy_loss.sampler_correction(new, rows.old_logprobs, cap)
     loss, info = policy_loss.surrogate(
-      config.objective,
+      spec.objective,
       new,
-      constant if config.is_on_policy else rows.old_logprobs,
+      jnp.where(spec.is_on_policy or is_first, constant, rows.old_logprobs),
       rows.advantages,
       weights,
       rows.is_trained,
@@ -244,12 +167,9 @@ def add_gradient(
     lora.trainable(params)
   )
   num_read = (rows.segment_ids > 0).sum(dtype=jnp.float32)
-  return _add(sums, GradSums(grad, scalars, log_ratio, load, num_read))
-
-
-def _add(sums: GradSums, more: GradSums) -> GradSums:
+  more = GradSums(grad, scalars, log_ratio, load, num_read)
   return jax.tree.map(jnp.add, sums, more)._replace(
-    log_ratio=jnp.maximum(sums.log_ratio, more.log_ratio)
+    log_ratio=jnp.maximum(sums.log_ratio, log_ratio)
   )
 
 
@@ -258,15 +178,53 @@ def sum_gradients(
   num_micro: IntScalar,
   params: parameters.Params,
   reference: parameters.Params | None,
-  config: UpdateConfig,
+  is_first: Bool[Array, ""] | bool = False,
+  *,
+  spec: StepSpec,
 ) -> GradSums:
   """Sums over the first `num_micro` micro-batches of `[M, R, L]`."""
   add = lambda i, sums: add_gradient(
-    sums, params, reference, config, _take(batch, i)
+    sums, params, reference, _take(batch, i), is_first, spec=spec
   )
-  empty = zero_sums(params, config.model)
+  empty = zero_sums(params, spec.model)
   with jax.named_scope("micro_batch"):
     return jax.lax.fori_loop(0, num_micro, add, empty)
+
+
+def signed_square(
+  rng: StepRng,
+  params: parameters.Params,
+  reference: parameters.Params | None,
+  batch: PackedBatch,
+  num_micro: IntScalar,
+  *,
+  spec: StepSpec,
+) -> Scalar:
+  """Measures completions in a backward pass of the first micro-batch.
+
+  Each of its completions gets a random sign.
+
+  Args:
+    batch: micro-batches `[M, R, L]`.
+    num_micro: micro-batches in use.
+  Returns:
+    The sum of the squared norms of the completions' gradients over its estimate
+    from tokens that are independent and have gradients of norm 1 - p; NaN
+    without completions.
+  """
+  first = jax.tree.map(lambda x: x[:1], batch)
+  _, num_rows, length = batch.tokens.shape
+  by_segment = jax.random.rademacher(
+    rng.key, (num_rows, length + 1), jnp.float32
+  )
+  signs = jnp.take_along_axis(by_segment[None], first.segment_ids, axis=2)
+  signed = first.replace(weights=first.weights * signs)
+  one = jnp.minimum(num_micro, 1)
+  sums = sum_gradients(signed, one, params, reference, True, spec=spec)
+  squared = optax.tree.norm(sums.grad, squared=True)
+  size = first.weights * first.advantages * (1 - jnp.exp(first.old_logprobs))
+  estimate = jnp.where(first.is_trained, size * size, 0.0).sum()
+  return ratio(squared, estimate, jnp.nan)
 
 
 def apply_gradient(
@@ -274,7 +232,7 @@ def apply_gradient(
   sums: GradSums,
   denominator: Scalar,
   optimizer: optax.GradientTransformation | Optimizer,
-) -> tuple[TrainState, UpdateInfo]:
+) -> tuple[TrainState, dict[str, Scalar]]:
   """Takes one optimizer step along `sums.grad / denominator`.
 
   A gradient that is not finite changes only the optimizer's count of such
@@ -294,30 +252,29 @@ def apply_gradient(
 
 def _describe(
   state: TrainState, sums: GradSums, denominator: Scalar, grad_norm: Scalar
-) -> UpdateInfo:
-  """Describes the step that led to `state` by sums over its tokens."""
-  means = {
-    k: x / jnp.maximum(sums.sums["tokens"], 1.0) for k, x in sums.sums.items()
-  }
-  return UpdateInfo(
-    loss=sums.sums["loss"] / denominator,
-    logprob=means["logprob"],
-    entropy=means["entropy"],
-    kl=means["kl"],
-    clip_share=means["clipped"],
-    policy_ratio_max=jnp.exp(sums.log_ratio),
-    sampler_ratio_max=jnp.exp(sums.log_ratio),
-    grad_norm=grad_norm,
-    skipped=state.opt_state.total_notfinite.astype(jnp.float32),
-    skipped_in_a_row=state.opt_state.notfinite_count.astype(jnp.float32),
-    nonfinite_params=optax.tree.sum(
-      jax.tree.map(
-        lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32),
-        lora.trainable(state.params),
-      )
+) -> dict[str, Scalar]:
+  """Returns metrics of the step that led to `state`."""
+  num_tokens = jnp.maximum(sums.sums["tokens"], 1.0)
+  means = {name: x / num_tokens for name, x in sums.sums.items()}
+  count_nonfinite = lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+  skips = state.opt_state
+  metrics = {
+    "loss": sums.sums["loss"] / denominator,
+    "logprob": means["logprob"],
+    "entropy": means["entropy"],
+    "kl": means["kl"],
+    "clip_share": means["clipped"],
+    "policy_ratio_max": jnp.exp(sums.log_ratio),
+    "sampler_ratio_max": jnp.exp(sums.log_ratio),
+    "grad_norm": grad_norm,
+    "skipped": skips.total_notfinite.astype(jnp.float32),
+    "skipped_in_a_row": skips.notfinite_count.astype(jnp.float32),
+    "nonfinite_params": optax.tree.sum(
+      jax.tree.map(count_nonfinite, lora.trainable(state.params))
     ),
-    experts=moe.describe(sums.load, sums.num_read) if sums.load else {},
-  )
+  }
+  experts = moe.describe(sums.load, sums.num_read) if sums.load else {}
+  return {f"update/{name}": x for name, x in metrics.items()} | experts
 
 
 def update(
@@ -327,12 +284,9 @@ def update(
   num_micro: IntScalar,
   denominator: Scalar,
   number: IntScalar | int = 0,
-  rng: StepRng | None = None,
-  select_info: SelectInfo | None = None,
   *,
-  config: UpdateConfig,
-  optimizer: optax.GradientTransformation | Optimizer,
-) -> tuple[TrainState, UpdateInfo]:
+  spec: StepSpec,
+) -> tuple[TrainState, dict[str, Scalar]]:
   """Takes an optimizer step; the last one on a rollout ends the training step.
 
   Args:
@@ -340,43 +294,13 @@ def update(
     num_micro: micro-batches in use.
     denominator: loss denominator of the update, in completions before pruning.
     number: index of this update among those on the rollout.
-    rng, select_info: randomness and properties of the batch that gradient noise
-      is measured with; needed if `config.noise_every` is not 0.
   """
-
-  def sum_up(weights, num):
-    rows = batch.replace(weights=weights)
-    return sum_gradients(rows, num, state.params, reference, config)
-
-  if config.noise_every:
-    is_due = (state.step % config.noise_every == 0) & (number == 0)
-    sums, norm_factor = measure_noise.sum_with_signs(
-      sum_up, batch, num_micro, rng.key, is_due
-    )
-    product = measure_noise.product_with_momentum(
-      state,
-      sums.grad,
-      denominator,
-      config.momentum,
-      number < config.mini_batches,
-    )
-  else:
-    sums = sum_up(batch.weights, num_micro)
-  state, info = apply_gradient(state, sums, denominator, optimizer)
-  if config.noise_every:
-    terms = select_info.noise
-    noise = measure_noise.update_noise(
-      state.noise,
-      info.grad_norm,
-      product,
-      norm_factor * terms.sum_squares / denominator**2,
-      terms,
-      config.clip_norm,
-      config.momentum,
-    )
-    state = state.replace(noise=noise)
-  is_last = number == config.num_updates - 1
-  return state.replace(step=state.step + is_last), info
+  sums = sum_gradients(
+    batch, num_micro, state.params, reference, number == 0, spec=spec
+  )
+  state, metrics = apply_gradient(state, sums, denominator, spec.optimizer)
+  is_last = number == spec.num_updates - 1
+  return state.replace(step=state.step + is_last), metrics
 
 
 def _take(batch: PackedBatch, i: IntScalar) -> PackedBatch:

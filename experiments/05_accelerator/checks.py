@@ -3,15 +3,21 @@
 from collections.abc import Iterator
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dppo_jax import sharding
+from dppo_jax import methods, rollout, sharding
+from dppo_jax.algo import objectives
+from dppo_jax.errors import UserError
 from dppo_jax.models import attention, parameters
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PackedBatch
+from dppo_jax.run import kernel_check
 from dppo_jax.step import update
+from dppo_jax.step.spec import StepSpec
 
 from ..common import machine, phases
 from ..common import work as works
@@ -24,6 +30,42 @@ def machine_rows() -> Iterator[Row]:
   yield {"name": "yardstick", **machine.yardstick(9)}
   if jax.device_count() > 1:
     yield {"name": "all-reduce", "bytes_per_second": _all_reduce()}
+
+
+def kernel_rows(model: str) -> Iterator[Row]:
+  """The check of a run before its first step, by dtype, and its seconds."""
+  for dtype in ("float32", "bfloat16"):
+    work = for_platform(works.with_model(works.WORKS[model], dtype=dtype))
+    spec = StepSpec(
+      mesh=sharding.make_mesh(),
+      platform=jax.devices()[0].platform,
+      root_key=jax.random.key(0),
+      model=work.model,
+      method=methods.grpo(),
+      objective=objectives.grpo(),
+      packing=work.rows,
+      sampling=rollout.Sampling(work.max_tokens, works.stop_ids(work)),
+      optimizer=None,
+      num_problems=work.prompts,
+      prompt_tokens=work.prompt_tokens[1],
+      num_prompts=work.prompts,
+      group_size=work.group_size,
+      num_slots=work.slots,
+    )
+    start = time.monotonic()
+    is_right = True
+    try:
+      text = kernel_check.judge(spec)
+    except UserError as error:
+      text, is_right = str(error), False
+    yield {
+      "name": work.model.attention,
+      "model": model,
+      "dtype": dtype,
+      "seconds": time.monotonic() - start,
+      "text": text,
+      "is_right": is_right,
+    }
 
 
 def _all_reduce() -> float:
@@ -98,21 +140,22 @@ def rollout_rows() -> Iterator[Row]:
     with jax.default_matmul_precision(
       "highest" if dtype == "float32" else "default"
     ):
-      yield _policy_gap(works.with_model(work, dtype=dtype), dtype)
+      in_dtype = for_platform(works.with_model(work, dtype=dtype))
+      yield _policy_gap(in_dtype, dtype)
 
 
 def _policy_gap(work: works.Work, dtype: str) -> Row:
   """Compares the trainer's log-probabilities with the sampler's."""
   params, prompts = phases.random_params(work), works.make_prompts(work)
-  rollout = jax.jit(works.sampler(work))(
+  sampled = jax.jit(works.sampler(work))(
     params, prompts, works.everything(work)
   )
   batch, num_micro, _ = jax.jit(
     functools.partial(phases.select_batch, work=work, share=1.0)
-  )(prompts, rollout, works.make_rewards(work))
-  config = phases.update_config(work)
+  )(prompts, sampled, works.make_rewards(work))
+  spec = phases.step_spec(work)
   stats = jax.jit(
-    lambda params, batch, num: update.score(params, config, batch, num)
+    lambda params, batch, num: update.score(params, batch, num, spec=spec)
   )(params, batch, num_micro)
   gap = jnp.abs(stats.logprobs - batch.old_logprobs)
   gap = jnp.where(batch.is_trained, gap, 0.0)
@@ -133,14 +176,25 @@ def _small_work() -> works.Work:
 
 def for_platform(work: works.Work) -> works.Work:
   """The attention that a run would take here."""
-  backend = attention.choose_backend(
-    "auto",
-    jax.devices()[0].platform,
-    work.rows.row_length,
-    work.group_size,
-    work.model.head_dim,
+  rows, group_size = work.rows.row_length, work.group_size
+  return works.with_model(
+    work, attention=choose_backend(work.model, rows, group_size)
   )
-  return works.with_model(work, attention=backend)
+
+
+def choose_backend(model: ModelConfig, row_length: int, group_size: int) -> str:
+  """The attention that a run of this model would take here."""
+  device = jax.devices()[0]
+  capability = float(getattr(device, "compute_capability", 0))
+  shapes = attention.Shapes(
+    device.platform,
+    row_length,
+    group_size,
+    model.head_dim,
+    dtype=model.dtype,
+    capability=capability,
+  )
+  return attention.choose_backend("auto", shapes)
 
 
 def _backends(work: works.Work) -> list[str]:
@@ -152,10 +206,10 @@ def _backends(work: works.Work) -> list[str]:
 
 def _packed(work: works.Work) -> PackedBatch:
   """One micro-batch, packed as a step would."""
-  prompts, rollout = works.make_prompts(work), works.make_rollout(work)
+  prompts, sampled = works.make_prompts(work), works.make_rollout(work)
   batch, _, _ = jax.jit(
     functools.partial(phases.select_batch, work=work, share=1.0)
-  )(prompts, rollout, works.make_rewards(work))
+  )(prompts, sampled, works.make_rewards(work))
   return jax.tree.map(lambda x: x[0], batch)
 
 
@@ -172,9 +226,10 @@ def _forward_and_gradient(q, k, v, ids: PackedBatch, *, backend: str):
   """The output, and the gradient of its product with fixed noise."""
   noise = jax.random.normal(jax.random.key(9), q.shape)
   noise = jnp.where((ids.segment_ids > 0)[:, :, None, None], noise, 0)
+  end = attention.seen_by_itself(ids.end)
 
   def loss(q, k, v):
-    out = attention.attention(q, k, v, ids.segment_ids, ids.prefix_ids, backend)
+    out = attention.attention(q, k, v, end, backend)
     return (out.astype(jnp.float32) * noise).sum(), out
 
   (_, out), gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
@@ -200,6 +255,6 @@ def _sampled(work: works.Work, device: jax.Device):
     return jax.device_get(actual)
 
 
-def _is_token(rollout):
-  length = rollout.tokens.shape[2]
-  return jnp.arange(length) < rollout.lengths[..., None]
+def _is_token(completions):
+  length = completions.tokens.shape[2]
+  return jnp.arange(length) < completions.lengths[..., None]

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dppo_jax.models import attention, kv_cache, parameters, transformer
+from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.models.config import ModelConfig
 
 from ..common import machine, phases
 from ..common import work as works
+from . import checks
 
 STEPS = 64  # in one compiled loop
 
@@ -26,11 +27,9 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
   yard = machine.yardstick(5)["bytes"]
   for slots, context in ((64, 512), (256, 512), (256, 2048)):
     config = works.WORKS[model].model
-    platform = jax.devices()[0].platform
-    backend = attention.choose_backend(
-      "auto", platform, 1024, 8, config.head_dim
-    )
-    config = dataclasses.replace(config, dtype="bfloat16", attention=backend)
+    config = dataclasses.replace(config, dtype="bfloat16")
+    backend = checks.choose_backend(config, 1024, 8)
+    config = dataclasses.replace(config, attention=backend)
     compiled, args = _compiled(config, slots, context)
     seconds = machine.timed(lambda f=compiled, a=args: f(*a), 5)
     step = seconds.median / STEPS
@@ -76,9 +75,9 @@ def _compiled(config: ModelConfig, slots: int, context: int):
           empty, cache_slots, 0 * cache_slots, positions
         )
       hidden, cache = transformer.decode(
-        params, config, tokens[:, None], positions, cache, shared
+        params, config, tokens, positions, cache, shared
       )
-      logits = transformer.logits(params, config, hidden)[:, 0]
+      logits = transformer.logits(params, config, hidden)
       return logits.argmax(axis=-1).astype(jnp.int32), cache
 
     cache = kv_cache.init(config, slots, sizes)

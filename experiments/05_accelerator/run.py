@@ -23,6 +23,7 @@ MODELS = "qwen3-0.6b,qwen3-1.7b,qwen3-4b"
 
 # Least to most costly to be without: an item is begun while there is time.
 ITEMS = {
+  "check": "the check before a run's first step, with its figures",
   "machine": "what plain JAX reaches: matrix products, memory, a collective",
   "attention": "every kernel against the reference, and its time",
   "rollout": "tokens against those of a CPU, bfloat16 against float32",
@@ -81,7 +82,8 @@ def _names(args: argparse.Namespace) -> list[str]:
   items, models = args.items.split(","), args.models.split(",")
   once = [item for item in ITEMS if item in items and item in ONCE]
   each = [item for item in ITEMS if item in items and item not in ONCE]
-  return once + [f"{item}:{model}" for model in models for item in each]
+  names = once + [f"{item}:{model}" for model in models for item in each]
+  return sorted(names, key=lambda name: not name.startswith("check:"))
 
 
 def _done(results: pathlib.Path) -> dict[str, set[str]]:
@@ -141,6 +143,7 @@ def _run_one(item: str, *models_and_results: str) -> None:
   from . import checks, decoding, steps
 
   measure = {
+    "check": checks.kernel_rows,
     "machine": checks.machine_rows,
     "attention": checks.attention_rows,
     "rollout": checks.rollout_rows,

@@ -68,9 +68,9 @@ def step_rows(model: str) -> Iterator[dict[str, Any]]:
       "model": model,
       "attention": work.model.attention,
       "prompts": int(kept.keep.sum()),
-      "completions": int(info.num_trained),
+      "completions": int(info["completions/trained"]),
       "tokens_generated": int(rollout.lengths.sum()),
-      "tokens_trained": int(info.num_tokens),
+      "tokens_trained": int(info["tokens/trained"]),
       "slot_utilisation": float(rollout.lengths.sum() / rollout.slot_steps),
       "rollout_seconds": roll.median,
       "select_seconds": pick.median,
@@ -130,11 +130,10 @@ def _planned(model: str, work: works.Work) -> dict[str, float]:
 
 def _work(model: str) -> works.Work:
   """Returns the work with the dtype that a run would use here."""
-  work = checks.for_platform(works.WORKS[model])
   is_cpu = jax.devices()[0].platform == "cpu"
-  return works.with_model(
-    work, dtype="float32" if is_cpu else "bfloat16", remat="layers"
-  )
+  dtype = "float32" if is_cpu else "bfloat16"
+  work = works.with_model(works.WORKS[model], dtype=dtype, remat="layers")
+  return checks.for_platform(work)
 
 
 def _rewards(work: works.Work) -> jax.Array:

@@ -22,8 +22,8 @@ def write(results: pathlib.Path) -> None:
     jax = next((row["jax"] for row in here if "jax" in row), "?")
     lines += [f"## {device}, jax {jax}", ""]
     for part in (
-      _machine,
       _checks,
+      _machine,
       _decode,
       _memory,
       _steps,
@@ -72,6 +72,14 @@ def _machine(rows: list[Row]) -> Iterator[str]:
 def _checks(rows: list[Row]) -> Iterator[str]:
   verdict = lambda row: "right" if row["is_right"] else "**wrong**"
   of = lambda row: f"{row['name']} | {row['model']} | {row['dtype']}"
+  yield from _table(
+    "check before a run | model | dtype | s | figures | is",
+    (
+      f"{of(row)} | {row['seconds']:.3g} | {row['text']} | {verdict(row)}"
+      for row in _of(rows, "check")
+    ),
+  )
+  yield ""
   yield from _table(
     "attention | model | dtype | row | ms, both passes | largest error | is",
     (

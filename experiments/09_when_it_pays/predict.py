@@ -69,7 +69,7 @@ def _facts(pool: training.Pool, cell: str, seeds: int) -> dict[str, float]:
     "rate_elasticity": math.log2(gain),
     "exponent": 1 - math.log2(gain) / 2,
   }
-  needed = [line for line in steps if line["law/needed"]]
+  needed = [line for line in steps if line.get("law/needed")]
   for share in controls.SHARES:
     for name in ("variance", "tokens"):
       facts[f"{name}_{share}"] = mean(f"law/{name}_{share}", needed)

@@ -57,13 +57,13 @@ def gradient(rows: int, remat: str, dtype: str) -> tuple[float, int]:
   shape = rows, LENGTH
   tokens = jnp.array(rng.integers(100, 40_000, shape), jnp.int32)
   positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32) % 64, shape)
-  segments = jnp.broadcast_to(
-    jnp.arange(LENGTH, dtype=jnp.int32) // 32 + 1, shape
+  end = jnp.broadcast_to(
+    jnp.arange(LENGTH, dtype=jnp.int32) // 32 * 32 + 32, shape
   )
   is_needed = jnp.array(rng.random(shape) < NEEDED)
 
   def loss(params):
-    hidden = transformer.forward(params, config, tokens, positions, segments)
+    hidden = transformer.forward(params, config, tokens, positions, end)
     head = transformer.head(params, config).astype(hidden.dtype)
     return lm_head.logprobs_and_entropy(
       hidden, head, tokens, is_needed, 1.0, lm_head.LOGIT_CHUNK

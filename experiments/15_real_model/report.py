@@ -93,7 +93,7 @@ def method_table(rows: Sequence[dict]) -> str:
       np.interp(240, np.cumsum(row["cpu_seconds"]), smooth(row)) for row in some
     ]
     trained = [sum(x["trained"]) / sum(x["generated"]) for x in some]
-    predicted = [np.mean(x["predicted"]) for x in some]
+    predicted = [np.mean(x["predicted"]) for x in some if x["predicted"]]
     lines.append(
       [
         method,

@@ -5,6 +5,7 @@ r"""Trains SmolLM2-135M-Instruct by several methods, and compares their seconds.
   python -m experiments.15_real_model.run --stage=few --core=0
   python -m experiments.15_real_model.run --stage=unclipped --core=0
   python -m experiments.15_real_model.run --stage=epochs --core=0
+  python -m experiments.15_real_model.run --stage=rows --core=0
   python -m experiments.15_real_model.run --stage=trl --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=tunix --python=VENV/bin/python
   python -m experiments.15_real_model.run --stage=report
@@ -14,7 +15,8 @@ and draws the same prompts. `tune` runs grpo with several shapes of batches and
 learning rates, `methods` every method with the best of them, `few` those that
 train on the fewest completions with three seeds, `unclipped` four methods
 without a limit on the gradient's norm, `epochs` three methods for three
-epochs, `trl` and `tunix` grpo in these systems, installed in environments of
+epochs, `rows` three methods after the automatic budget counts rows with their
+prompts, `trl` and `tunix` grpo in these systems, installed in environments of
 their own. A run that ended is not repeated, and results.jsonl
 gets a line when one ends.
 """
@@ -98,6 +100,11 @@ EPOCHS = tuple(
   for seed in (0, 1, 2)
   for method in ("grpo", "dppo", "neyman")
 )
+ROWS = tuple(  # with the budget that counts rows
+  BEST._replace(method=f"{method}, rows", seed=seed)
+  for seed in (0, 1, 2)
+  for method in ("grpo", "neyman", "dppo")
+)
 PEERS = {
   name: BEST._replace(method=name, steps=16) for name in ("trl", "tunix")
 }
@@ -108,6 +115,7 @@ STAGES = {
   "few": FEW,
   "unclipped": NO_LIMIT,
   "epochs": EPOCHS,
+  "rows": ROWS,
   **{name: (cell,) for name, cell in PEERS.items()},
   "report": (),
 }
@@ -120,7 +128,7 @@ def flags(cell: Cell, model: pathlib.Path) -> list[str]:
     "unclipped": "--config.optimizer.clip_norm=1e9",
   }
   return [
-    *(options[x] for x in cell.method.split(", ")[1:]),
+    *(options[x] for x in cell.method.split(", ")[1:] if x in options),
     "--config.model.hub_id=",
     f"--config.model.path={model}",
     f"--config.seed={cell.seed}",
@@ -139,6 +147,7 @@ def summary(workdir: pathlib.Path) -> dict:
   """Returns the measurements of a run, step by step where they vary."""
   run = runs.load(workdir)
   column = lambda name: [round(x.get(name, 0.0), 4) for x in run.steps]
+  predicted = "budget/predicted_speedup"  # where the budget was chosen
   return {
     "seconds": column("step/seconds"),
     "cpu_seconds": column("step/cpu_seconds"),
@@ -150,7 +159,7 @@ def summary(workdir: pathlib.Path) -> dict:
     "generated": column("tokens/generated"),
     "trained": column("tokens/trained"),
     "length": column("tokens/completion_mean"),
-    "predicted": column("budget/predicted_speedup"),
+    "predicted": [round(x[predicted], 4) for x in run.steps if predicted in x],
     "kept": column("budget/completions"),
     "noise_fraction": column("noise/fraction"),
     "held_out": [x["eval/accuracy"] for x in run.evals],

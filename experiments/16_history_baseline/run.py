@@ -210,7 +210,7 @@ def train(cell: Cell, workdir: pathlib.Path) -> dict:
       state, updates = step.update(state, reference, batches)
       info = step.info(state, experience, batches, updates)
       spent += time.process_time() - start
-      totals["trained"] += float(batches[0].info.num_trained)
+      totals["trained"] += float(batches[0].metrics["completions/trained"])
       totals["micro_batches"] += float(info.batches[0].num_micro)
       totals["squares"] += float(np.square(advantages).sum())
   steps = task.completions // size

@@ -20,7 +20,7 @@ def uniform(budget: float) -> methods.CompletionRule:
     budget: fraction of the completions drawn, in (0, 1]; at least one is kept.
   """
 
-  def rule(rng: StepRng, groups: Groups) -> Selection:
+  def rule(rng: StepRng, groups: Groups, fraction=1.0) -> Selection:
     is_drawn = groups.lengths > 0
     num = round_count(budget, is_drawn.sum(dtype=jnp.int32))
     return fixed_size(rng.key, is_drawn.astype(jnp.float32), num)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _KERNEL = re.compile(
   r'%([\w\-]+?)[.\d]* = .*custom_call_target="'
-  r'(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_kernel_call_ffi|__cu\w+\$\w+)"'
+  r'(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|__cu\w+\$\w+)"'
 )
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = .*?[\])}]\s([a-z\-]+)\(")
 _LAUNCHED = {

@@ -7,7 +7,8 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+
+from dppo_jax.planning import step_time
 
 
 class Seconds(NamedTuple):
@@ -34,22 +35,10 @@ def yardstick(repeats: int) -> dict[str, float]:
 
   Both are what plain JAX programs reach here, not the figures of a data sheet.
   """
-  size = 2048 if jax.default_backend() == "cpu" else 8192
   rates = {}
   for dtype in ("float32", "bfloat16"):
-    a = jax.random.normal(jax.random.key(0), (size, size), dtype)
-    product = jax.jit(lambda a: a @ a)
-    seconds = timed(lambda f=product, a=a: f(a), repeats)
-    rates[f"{dtype}_flops"] = 2 * size**3 / seconds.median
-  held = [jnp.ones((1 << 26,), jnp.float32)]  # 256 MiB, past every cache
-  # In place: pages that were never touched would be timed too.
-  add = jax.jit(lambda x: x + 1, donate_argnums=0)
-
-  def sweep():
-    held[0] = add(held[0])
-    return held[0]
-
-  rates["bytes"] = 2 * held[0].nbytes / timed(sweep, repeats).median
+    rate, rates["bytes"] = step_time.ceilings(dtype, repeats=repeats)
+    rates[f"{dtype}_flops"] = rate
   return rates
 
 

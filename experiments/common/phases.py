@@ -12,13 +12,15 @@ import numpy as np
 from dppo_jax import methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.models import parameters, transformer
+from dppo_jax.planning import flops as flops_of
 from dppo_jax.records import Selection, TrainState
 from dppo_jax.rng import Stage, rng_at
+from dppo_jax.rollout import Sampling
 from dppo_jax.step import optimizer as optimizers
 from dppo_jax.step import programs, select, update
+from dppo_jax.step.spec import StepSpec
 
 from . import baselines, hlo, machine
-from . import flops as flops_of
 from . import work as works
 
 Row = dict[str, Any]
@@ -56,7 +58,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
     )
 
   prefill = _timed(fill_cache, (params, prompts), repeats)
-  flops = flops_of.linear(model, prompt_tokens)
+  flops = flops_of.forward(model, prompt_tokens)
   yield _row("prefill", prefill, prompt_tokens, flops)
 
   sample = compile_function(works.sampler(work), params, prompts, kept)
@@ -64,8 +66,7 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   rollout = sample(params, prompts, kept)
   generated = float(rollout.lengths.sum())
   decode = machine.Seconds(*(s - prefill.median for s in seconds))
-  flops = flops_of.linear(model, generated)
-  flops += flops_of.head(model, generated)
+  flops = flops_of.forward(model, generated, generated)
   yield _row("decode", decode, generated, flops) | {
     "bytes": _decode_bytes(work, prompts, rollout),
     "launches": launches(sample),
@@ -85,16 +86,13 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
   yield _row("select, weight, pack", seconds, generated, 0.0)
 
   batch, num_micro, info = choose(*arguments)
-  trained = float(info.num_tokens)
+  trained = float(info["tokens/trained"])
   in_rows = _tokens_in_rows(info, work)
-  flops = flops_of.linear(model, in_rows) + flops_of.head(model, trained)
-  flops += flops_of.attention(model, works.pairs(prompts, rollout))
-  config = update_config(work)
+  pairs = works.pairs(prompts, rollout)
+  flops = flops_of.forward(model, in_rows, trained, pairs)
+  spec = step_spec(work)
   score = compile_function(
-    lambda *score_args: update.score(score_args[0], config, *score_args[1:]),
-    params,
-    batch,
-    num_micro,
+    functools.partial(update.score, spec=spec), params, batch, num_micro
   )
   seconds = machine.timed(lambda: score(params, batch, num_micro), repeats)
   yield _row("score", seconds, trained, flops)
@@ -105,8 +103,8 @@ def phases(work: works.Work, repeats: int) -> Iterator[Row]:
     "compile_seconds": learn.compile_seconds,
     "temporary_bytes": learn.temporary_bytes,
     "launches": learn.launches,
-    "fill": float(info.pack.fill),
-    "shared": float(info.pack.shared),
+    "fill": float(info["pack/fill"]),
+    "shared": float(info["pack/shared"]),
   }
 
 
@@ -122,7 +120,10 @@ def pruning(work: works.Work, repeats: int) -> Iterator[Row]:
     seconds = machine.timed(
       lambda b=batch, n=num_micro: learn.run(b, n), repeats
     )
-    trained, in_rows = (float(info.num_tokens), _tokens_in_rows(info, work))
+    trained, in_rows = (
+      float(info["tokens/trained"]),
+      _tokens_in_rows(info, work),
+    )
     whole = whole or (seconds.median, trained, in_rows)
     yield _ratio("update", share, seconds, trained, whole) | {
       "row_token_ratio": in_rows / whole[2]
@@ -230,7 +231,7 @@ def compile_update(work: works.Work, params) -> Update:
   """Compiles the update of `params`, which its first run donates."""
   optimizer = optimizers.make_optimizer(1e-6, 1000)
   step = functools.partial(
-    update.update, config=update_config(work), optimizer=optimizer
+    update.update, spec=step_spec(work, optimizer=optimizer)
   )
 
   def begin(params):
@@ -284,21 +285,34 @@ def select_batch(prompts, rollout, reward, *, work, share=None, method="grpo"):
     prompts,
     rollout,
     reward,
-    method=chosen,
-    objective=objectives.grpo(),
-    spec=work.rows,
+    spec=step_spec(work, method=chosen),
   )[:3]
 
 
 def _tokens_in_rows(info, work: works.Work) -> float:
   """Tokens in the rows, prompts included."""
-  return float(info.pack.fill * info.pack.rows) * work.rows.row_length
+  return float(info["pack/fill"] * info["pack/rows"]) * work.rows.row_length
 
 
-def update_config(work: works.Work) -> update.UpdateConfig:
-  return update.UpdateConfig(
-    work.model, objectives.grpo(), logit_chunk=work.logit_chunk
-  )
+def step_spec(work: works.Work, **fields) -> StepSpec:
+  """The step of a work, for stages that read no mesh; of grpo by default."""
+  usual = {
+    "mesh": None,
+    "platform": jax.devices()[0].platform,
+    "root_key": None,
+    "model": work.model,
+    "method": METHODS["grpo"],
+    "objective": objectives.grpo(),
+    "packing": work.rows,
+    "sampling": Sampling(work.max_tokens, ()),
+    "optimizer": None,
+    "num_problems": work.prompts,
+    "prompt_tokens": work.prompt_tokens[1],
+    "num_prompts": work.prompts,
+    "group_size": work.group_size,
+    "logit_chunk": work.logit_chunk,
+  }
+  return StepSpec(**(usual | fields))
 
 
 def random_params(work: works.Work) -> parameters.Params:

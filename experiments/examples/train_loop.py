@@ -19,14 +19,14 @@ N, G, P, T, STOP = 16, 8, 3, 5, 8
 ROW, ROWS = 32, dx.algo.row_bound(N * G // 4, P + T - 1, 32)
 
 
-def model(params, tokens, positions, segments, prefixes):
-  """Logits of packed rows; a token sees its own sequence up to itself."""
+def model(params, tokens, positions, end):
+  """Logits of packed rows; a query at q sees a key at k if k <= q < end[k]."""
   x = params["token"][tokens] + params["place"][positions]
-  ours = segments[:, None]
-  is_near = (ours == segments[..., None]) | (ours == prefixes[..., None])
-  is_past = positions[:, None] <= positions[..., None]
+  key = jnp.arange(tokens.shape[1])
+  query = key[:, None]
+  is_seen = (key <= query) & (query < end[:, None])
   scores = (x @ params["query"]) @ (x @ params["key"]).mT / 6
-  scores = jnp.where(is_near & is_past, scores, -1e9)
+  scores = jnp.where(is_seen, scores, -1e9)
   return (x + jax.nn.softmax(scores) @ x @ params["value"]) @ params["head"]
 
 
@@ -39,8 +39,8 @@ def sample(params, key, prompts):
   """T tokens after each prompt, and their log-probabilities: `[N, G, T]`."""
   tokens = jnp.pad(jnp.repeat(prompts, G, axis=0), ((0, 0), (0, T)))
   places = jnp.broadcast_to(jnp.arange(P + T), tokens.shape)
-  ones = jnp.ones_like(tokens)
-  logits = lambda tokens: model(params, tokens, places, ones, ones)
+  end = jnp.full_like(tokens, P + T)
+  logits = lambda tokens: model(params, tokens, places, end)
 
   def add(tokens, t):
     drawn = jax.random.categorical(jax.random.fold_in(key, t), logits(tokens))
@@ -75,18 +75,18 @@ def step(params, opt_state, key):
 
   prompts = PromptBatch(jnp.arange(N), digits, jnp.full(N, P))
   rollout = Rollout(prompts.ids, tokens, logprobs, lengths)
-  weights *= objective.token_share(rollout)
-  rollout = rollout.replace(lengths=jnp.where(weights > 0, lengths, 0))
-  counts = dx.algo.count_tokens(prompts.lengths, rollout.lengths, True)
-  plan = dx.algo.plan(counts, ROW, ROWS, window=32)
-  rows = dx.algo.fill(
-    plan, counts, prompts, rollout, advantages, weights, ROWS, ROW
+  rows, plan = dx.algo.pack_chosen(
+    objective,
+    prompts,
+    rollout,
+    advantages,
+    weights,
+    num_rows=ROWS,
+    row_length=ROW,
   )
 
   def loss(params):
-    logits = model(
-      params, rows.tokens, rows.positions, rows.segment_ids, rows.prefix_ids
-    )
+    logits = model(params, rows.tokens, rows.positions, rows.end)
     total, _ = dx.algo.surrogate(
       objective,
       at(jax.nn.log_softmax(logits), rows.targets),

@@ -9,16 +9,19 @@ and checkpoints.
 
 import jax
 
-from dppo_jax import data, methods, rewards, sharding
+from dppo_jax import data, methods, rewards
 from dppo_jax.algo import PackingSpec, objectives
 from dppo_jax.models import parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.rng import rng_at
 from dppo_jax.rollout import Sampling
-from dppo_jax.step.abstract_values import new_train_state
-from dppo_jax.step.optimizer import make_optimizer
-from dppo_jax.step.spec import StepSpec
-from dppo_jax.step.train_step import TrainStep
+from dppo_jax.step import (
+  StepSpec,
+  TrainStep,
+  make_mesh,
+  make_optimizer,
+  new_train_state,
+)
 
 STEPS = 60
 
@@ -39,11 +42,11 @@ def main() -> list[float]:
   tokenizer = data.CharacterTokenizer()
   train_set, _ = data.load(tokenizer, seed=0, train=problems, eval="")
   spec = StepSpec(
-    mesh=sharding.make_mesh(1),
+    mesh=make_mesh(1),
     platform="cpu",
     root_key=jax.random.key(0),
     model=ModelConfig(
-      vocab=sharding.round_up(tokenizer.vocab_size, 8),
+      vocab=tokenizer.vocab_size,
       embed=32,
       layers=1,
       heads=2,

@@ -8,9 +8,9 @@
 #
 # in the directory of the clone, on a file system of all nodes, with `pip install
 # -e '.[cuda]'` in .venv. --workdir is on such a file system too, or in a bucket:
-# then install '.[cuda,gcs]' or '.[cuda,s3]', and let every node find the
+# then install '.[cuda,gcs]', and let every node find the
 # credentials: in the home directory, if the nodes share it, or by exporting
-# GOOGLE_APPLICATION_CREDENTIALS, or AWS_ACCESS_KEY_ID and its secret. Options of
+# GOOGLE_APPLICATION_CREDENTIALS. Options of
 # sbatch come before slurm.sh. Without the data flags, every node downloads GSM8K.
 #
 # Ten minutes before the time limit every process gets SIGTERM, finishes its

@@ -111,6 +111,19 @@ def test_statistics_are_those_of_counted_rewards_alone(
   np.testing.assert_array_equal(advantage(strange, mask), actual)
 
 
+@each
+def test_differences_of_large_rewards_are_not_rounded_away(advantage):
+  """A mean of 32 rewards of 1e6 has steps of 1/16 in float32."""
+  one = np.zeros((2, 32), np.float32)
+  one[0, 3] = 1
+  many = one + np.float32([[1e6], [-1e7]])
+  np.testing.assert_array_equal(advantage(many), advantage(one))
+  tenth = np.float32([[1000, 1000.1, 1000, 1000.1]])
+  np.testing.assert_allclose(
+    advantage(tenth), advantage(tenth - 1000), rtol=1e-6
+  )
+
+
 @hypothesis.given(GROUPS, MASKS)
 def test_zero_variance_depends_on_counted_rewards_alone(rewards, mask):
   sets = [set(r[m]) for r, m in zip(rewards, mask, strict=True)]

@@ -132,6 +132,34 @@ def test_kl_by_hand():
   )
 
 
+def test_another_kl_has_the_gradient_of_the_divergence_itself():
+  """Half of the squared difference, averaged over the policy's tokens."""
+  k2 = objectives.rloo(beta=1.0)._replace(
+    kl=lambda logprobs, ref: jnp.square(logprobs - ref) / 2
+  )
+  reference = np.log(np.float32([0.7, 0.2, 0.1]))
+  logits = np.float32([0.3, -0.2, 0.5])
+
+  def divergence(logits):
+    logprobs = jax.nn.log_softmax(logits)
+    return (jnp.exp(logprobs) * (logprobs - reference)).sum()
+
+  def penalty(logits):
+    logprobs = jax.nn.log_softmax(logits)
+    constant = jax.lax.stop_gradient(logprobs)
+    fields = {
+      "old_logprobs": constant[:, None],
+      "advantages": jnp.zeros((3, 1)),
+      "weights": jnp.exp(constant)[:, None],
+      "is_trained": jnp.ones((3, 1), bool),
+      "ref_logprobs": jnp.asarray(reference)[:, None],
+    }
+    return policy_loss.surrogate(k2, logprobs[:, None], **fields)[0]
+
+  actual, want = jax.grad(penalty)(logits), jax.grad(divergence)(logits)
+  np.testing.assert_allclose(actual, want, rtol=1e-5)
+
+
 def test_kl_averages_to_the_divergence():
   policy = np.array([0.5, 0.3, 0.2], np.float32)
   reference = np.array([0.2, 0.2, 0.6], np.float32)

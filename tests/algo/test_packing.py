@@ -204,15 +204,16 @@ def test_every_sequence_can_be_read_back(share_prefix):
     )
     r, start = int(placed.row[q, g]), int(placed.offset[q, g])
     segment = rows.segment_ids[r, start]
-    prefix = rows.prefix_ids[r, start]
-    is_seen = np.isin(rows.segment_ids[r], (segment, prefix))
+    is_inside = rows.segment_ids[r] == segment
+    columns = np.arange(rows.end.shape[1])
+    last = columns[is_inside].max()
+    is_seen = (columns <= last) & (last < rows.end[r])
     np.testing.assert_array_equal(rows.tokens[r][is_seen], text[:-1])
     np.testing.assert_array_equal(rows.targets[r][is_seen], text[1:])
     np.testing.assert_array_equal(
       rows.positions[r][is_seen], np.arange(len(text) - 1)
     )
-    is_inside = rows.segment_ids[r] == segment
-    assert (rows.prefix_ids[r][is_inside] == prefix).all()
+    assert (rows.end[r][is_inside] == last + 1).all()
     is_trained = is_inside & (rows.positions[r] >= n_prompt - 1)
     np.testing.assert_array_equal(rows.is_trained[r] & is_inside, is_trained)
     s = 4 * q + g
@@ -227,16 +228,13 @@ def test_every_sequence_can_be_read_back(share_prefix):
     )
     used += is_inside.sum()
     if not share_prefix:
-      assert segment == prefix and is_inside.sum() == len(text) - 1
+      assert (is_seen == is_inside).all()
   assert int(rows.is_trained.sum()) == int(rollout.lengths.sum())
   empty = rows.segment_ids == 0
   assert not rows.weights[empty].any() and not rows.is_trained[empty].any()
   is_prefix = ~empty & ~rows.is_trained
   if share_prefix:  # untrained: a prefix, which sees itself
     assert used + is_prefix.sum() == (~empty).sum()
-    np.testing.assert_array_equal(
-      rows.prefix_ids[is_prefix], rows.segment_ids[is_prefix]
-    )
     assert (~empty).sum() < int(
       packing.count_tokens(
         prompts.lengths, rollout.lengths, False

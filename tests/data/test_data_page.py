@@ -27,8 +27,8 @@ def test_own_data_can_be_trained_on(written):
   c.data.eval = "my_sums.py:held_out"
   run = setup_run(c)
   assert len(run.train_set) == 2400 and all(run.train_set.solutions)
-  assert len(run.eval_sets["my_sums"]) == 100
-  assert "0 also in train" in run.eval_sets["my_sums"].report
+  assert len(run.eval_sets["held_out"]) == 100
+  assert "0 also in train" in run.eval_sets["held_out"].report
 
 
 def test_python_example_prints_its_comments():

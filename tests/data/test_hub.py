@@ -151,3 +151,48 @@ def test_a_hub_that_does_not_answer_can_be_tried_again(
     with pytest.raises(UserError, match="cannot fetch") as raised:
       fetch(name)
     assert raised.type is kind
+
+
+def test_a_revision_is_a_part_of_the_name(cache, monkeypatch):
+  old = "f" * 40
+  folder = cache / "datasets--a--one" / "snapshots" / old / "default" / "train"
+  folder.mkdir(parents=True)
+  write_parquet(folder / "0000.parquet", ROWS[:1])
+  assert (
+    _columns(f"hf:a/one@{old}") == ROWS[:1] and _columns("hf:a/one") == ROWS
+  )
+  named = sources.parse_named(f"hf:a/one@{old}:default")
+  assert named == {"one": f"hf:a/one@{old}:default"}
+  asked = mock.Mock(return_value="/cache")
+  for name in ("model_info", "snapshot_download"):
+    monkeypatch.setattr(huggingface_hub, name, asked)
+  hf.fetch("a/b@v1")
+  assert [(x.args, x.kwargs["revision"]) for x in asked.call_args_list] == [
+    (("a/b",), "v1")
+  ] * 2
+
+
+@pytest.mark.parametrize(
+  "hub_id", ["./model", "/a/b", "a/b/c", "a b", "model/"]
+)
+def test_a_path_or_malformed_name_is_no_reason_to_try_again(
+  tmp_path, monkeypatch, hub_id
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "model").mkdir()
+  with pytest.raises(UserError, match=r"config\.model\.path") as error:
+    hf.fetch(hub_id)
+  assert not isinstance(error.value, Unreachable)
+  with pytest.raises(UserError) as error:
+    list(sources.read(f"hf:{hub_id}"))
+  assert not isinstance(error.value, Unreachable)
+
+
+def test_a_directory_with_the_form_of_a_name_is_named(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "models" / "mine").mkdir(parents=True)
+  silent = mock.Mock(side_effect=OSError("no route"))
+  monkeypatch.setattr(huggingface_hub, "model_info", silent)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", silent)
+  with pytest.raises(UserError, match=r"pass it as config\.model\.path"):
+    hf.fetch("models/mine")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import data
-from dppo_jax.data import CharacterTokenizer
+from dppo_jax.data import CharacterTokenizer, sources
 from dppo_jax.data.problems import make_prompt, tokenize_solutions
 from dppo_jax.errors import UserError
 from tests.helpers.problems import ROWS, prepare, row
@@ -100,7 +100,7 @@ def test_evaluation_sets_share_a_width_and_report_problems_in_train(tmp_path):
   assert train_set.report == "train: 2 read, 2 used"
   assert list(eval_sets) == ["s0", "s1", "s2"]
   assert {x.tokens.shape for x in eval_sets.values()} == {(1, 8)}
-  report = "eval s2: 1 read, 1 used; 1 also in train"
+  report = "eval s2: 1 of 2 read, 1 used; 1 also in train"
   assert eval_sets["s2"].report == report
   write_jsonl(tmp_path / "2.jsonl", ROWS[:1])
   none, eval_sets = load(trains=False)
@@ -175,6 +175,7 @@ def test_function_returns_text_or_messages(tmp_path):
   assert make_prompt(f"{path}:text", "", columns) == "py"
   assert columns == {"problem": "p", "x": "y"}
   message = {"role": "user", "content": "y"}
+  message["name"] = "me"  # all keys are for the chat template
   assert make_prompt(f"{path}:talk", "", columns) == [message]
   assert make_prompt(lambda row: row["x"], "", columns) == "y"
 
@@ -183,7 +184,7 @@ def test_function_returns_text_or_messages(tmp_path):
   ("template", "complaint"),
   [
     ("Solve it.", "'Solve it.' is neither FILE.py:NAME nor"),
-    ("absent.py:f", "there is no file absent.py"),
+    ("absent.py:f", r"there is no file .*absent\.py"),
     ("{quest}", "KeyError: 'quest'; the columns are x, problem"),
     (r"{problem} \frac{1}{2}", "literal braces are written {{ and }}"),
     (lambda row: " ", "must give text or a list of messages .*, not ' '"),
@@ -240,3 +241,24 @@ def test_batch_holds_the_rows_that_its_ids_name():
   np.testing.assert_array_equal(batch.tokens, problems.tokens[batch.ids])
   np.testing.assert_array_equal(batch.lengths, problems.lengths[batch.ids])
   np.testing.assert_array_equal(batch.lengths, 2 * batch.ids + 2)
+
+
+def test_a_limit_says_of_how_many(tmp_path, monkeypatch):
+  listed = lambda: [{"problem": f"{i}=", "answer": str(i)} for i in range(9)]
+  endless = lambda: map(listed()[:1].__getitem__, itertools.repeat(0))
+  path = write_jsonl(tmp_path / "a.jsonl", listed())
+
+  def report(source, limit):
+    tokenizer = CharacterTokenizer()
+    _, sets = data.load(
+      tokenizer, 0, train="", eval=source, eval_limit=limit, trains=False
+    )
+    return next(iter(sets.values())).report
+
+  for source in (path, "arithmetic:72:1"):
+    assert report(source, 4) == "eval: 4 of 9 read, 4 used"
+    assert report(source, 9) == report(source, 0) == "eval: 9 read, 9 used"
+  assert report(listed, 4) == "eval: 4 read, 4 used"
+  assert report(endless, 4).startswith("eval: 4 read, ")
+  monkeypatch.setattr(sources, "_MAX_COUNTED", 3)
+  assert report(path, 4) == "eval: 4 of 7 or more read, 4 used"

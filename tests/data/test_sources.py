@@ -253,12 +253,12 @@ def test_a_directory_must_be_one_saved_split(tmp_path):
 @pytest.mark.parametrize(
   ("source", "complaint"),
   [
-    ("absent.jsonl", r"there is no file 'absent\.jsonl': set config\.data"),
+    ("absent.jsonl", r"there is no file 'absent\.jsonl'"),
     (
       "rows.csv",
       r"'rows.csv' .*a source is arithmetic.*\*\.parquet.*CSV.*data/README",
     ),
-    ("absent.py:rows", r"no file absent\.py; .*: set config\.data"),
+    ("absent.py:rows", r"no file .*absent\.py; a source is"),
     ("tfds:no_such_set", r"tfds:no_such_set row 1: .*not found"),
     ("tfds:{tiny}:test", r"row 1: .*Unknown split 'test'"),
   ],
@@ -280,11 +280,52 @@ def test_source_that_cannot_be_read_is_named(tmp_path, source, complaint):
     ("arithmetic:64:2", {"arithmetic": "arithmetic:64:2"}),
     ("a/math500.jsonl", {"math500": "a/math500.jsonl"}),
     ("tfds:gsm8k:test", {"gsm8k": "tfds:gsm8k:test"}),
+    ("hf:a/MATH-500:default:test", {"MATH-500": "hf:a/MATH-500:default:test"}),
+    ("my/sums.py:held_out", {"held_out": "my/sums.py:held_out"}),
+    ("a.b.c:held_out", {"held_out": "a.b.c:held_out"}),
+    ("gs://b/c.jsonl", {"c": "gs://b/c.jsonl"}),
     ("m=a.jsonl, n=tfds:n:t", {"m": "a.jsonl", "n": "tfds:n:t"}),
   ],
 )
 def test_evaluation_sets_have_names(text, named):
   assert sources.parse_named(text) == named
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("arithmetic:64", "arithmetic:64"),
+    ("a.jsonl", "{here}/a.jsonl"),
+    ("../a/b.parquet", "{above}/a/b.parquet"),
+    ("~/a.jsonl", "{home}/a.jsonl"),
+    ("./saved", "{here}/saved"),
+    ("folder", "{here}/folder"),
+    ("my.py:rows", "{here}/my.py:rows"),
+    ("a.b:rows", "a.b:rows"),
+    ("hf:openai/gsm8k:main", "hf:openai/gsm8k:main"),
+    ("tfds:glue/mrpc:test", "tfds:glue/mrpc:test"),
+    ("tfds:prepared:test", "tfds:{here}/prepared:test"),
+    (
+      "m=a.jsonl, n=hf:n:t,o=~/o.jsonl",
+      "m={here}/a.jsonl,n=hf:n:t,o={home}/o.jsonl",
+    ),
+    ("gs://b/a.jsonl", "gs://b/a.jsonl"),
+    ("", ""),
+  ],
+)
+def test_paths_of_sources_are_made_absolute(
+  text, expected, tmp_path, monkeypatch
+):
+  here = tmp_path / "work"
+  (here / "folder").mkdir(parents=True)
+  (here / "prepared").mkdir()
+  (here / "prepared/dataset_info.json").touch()
+  monkeypatch.chdir(here)
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  places = dict(here=here, above=tmp_path, home=tmp_path / "home")
+  absolute = sources.absolute(text)
+  assert absolute == expected.format(**places)
+  assert sources.absolute(absolute) == absolute
 
 
 @pytest.mark.parametrize("text", ["a=x,y", "a=x,a=y"])

@@ -4,13 +4,16 @@ import gzip
 import json
 import pathlib
 import re
+import resource
 import shutil
+import sys
 
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from dppo_jax.data import arithmetic
+from dppo_jax import data
+from dppo_jax.data import arithmetic, sources
 from dppo_jax.data.tokenizer import (
   CharacterTokenizer,
   PretrainedTokenizer,
@@ -320,3 +323,109 @@ def test_damaged_file_of_stop_ids_is_named(tmp_path, name, text):
   (tmp_path / name).write_bytes(text)
   with pytest.raises(UserError, match=f"cannot read .*/{name}"):
     find_stop_ids(str(tmp_path), None)
+
+
+CALL = {
+  "type": "function",
+  "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
+}
+TOOLS = [
+  {
+    "type": "function",
+    "function": {
+      "name": "add",
+      "description": "Adds.",
+      "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+  }
+]
+CALLS = [
+  {"role": "user", "content": "What is 1+2?"},
+  {"role": "assistant", "content": None, "tool_calls": [CALL]},
+  {"role": "tool", "content": "3"},
+  {
+    "role": "assistant",
+    "content": "It is 3.",
+    "reasoning_content": "The tool says so.",
+  },
+  {"role": "user", "content": "And 2+2?"},
+]
+
+
+def _their_prompt(path, messages, tools):
+  import transformers
+
+  theirs = transformers.AutoTokenizer.from_pretrained(path)
+  return theirs.apply_chat_template(
+    messages, tools=tools, add_generation_prompt=True, tokenize=False
+  )
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_their_calls_reach_the_template(real, tokenizer, as_text):
+  """A column of tools may be JSON text."""
+  tools = json.dumps(TOOLS) if as_text else TOOLS
+  row = {"prompt": CALLS, "answer": "4", "tools": tools}
+  rows = sources.read(lambda: [row, {**row, "prompt": CALLS[:4]}])
+  problems = data.prepare("train", [next(rows)], tokenizer, 2000)
+  ids = problems.tokens[0, : problems.lengths[0]]
+  messages = [{k: x for k, x in m.items() if x is not None} for m in CALLS]
+  expected = _their_prompt(real, messages, TOOLS)
+  assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+  assert "Adds." in expected and '"name": "add"' in expected
+  assert repr(expected) in problems.first_prompt
+
+
+def test_every_key_of_a_message_reaches_the_template(small):
+  template = "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+  path = small(chat_template=template)
+  row = {"prompt": [{**CALLS[3], "role": "user"}], "answer": "4"}
+  (row,) = sources.read(lambda: [row])
+  assert PretrainedTokenizer(path).prompt(row.problem) == "The tool says so."
+
+
+def test_without_a_template_keys_that_would_be_lost_are_named(small):
+  tokenizer = PretrainedTokenizer(small())
+  (row,) = sources.read(lambda: [{"prompt": CALLS, "answer": "4"}])
+  for words in (tokenizer, CharacterTokenizer()):
+    with pytest.raises(UserError, match="reasoning_content, tool_calls"):
+      words.prompt(row.problem)
+    with pytest.raises(UserError, match="tools"):
+      words.prompt("one", TOOLS)
+
+
+def test_the_first_prompt_shows_what_the_model_reads(small):
+  """Some tokenizers append the end of text, which no completion follows."""
+  path = pathlib.Path(small())
+  file = path / "tokenizer.json"
+  words = tokenizers.Tokenizer.from_file(str(file))
+  words.post_processor = processors.TemplateProcessing(
+    "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+  )
+  words.save(str(file))
+  tokenizer = PretrainedTokenizer(str(path))
+  assert tokenizer.encode("one", add_special_tokens=True) == [0, 6, 1]
+  assert tokenizer.encode_prompt("one") == [0, 6]
+  row = sources.Row("a", "one two", "1")
+  problems = data.prepare("train", [row], tokenizer, 64)
+  assert problems.first_prompt.endswith("'<s> one two'")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no such limit elsewhere")
+@pytest.mark.parametrize(
+  "template",
+  [
+    "{{ 'x' * 10**11 }}",
+    "{{ 'x' * 2 * 10**8 }}",
+    "{% set ns = namespace(x='x') %}{% for i in range(40) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+  ],
+)
+def test_a_template_that_fills_the_memory_is_rejected(small, template):
+  before = resource.getrlimit(resource.RLIMIT_AS)
+  tokenizer = PretrainedTokenizer(small(chat_template=template))
+  with pytest.raises(
+    UserError, match=r"rejects the prompt: (Memory|Value)Error"
+  ):
+    tokenizer.prompt("one")
+  assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from dppo_jax.eval import estimators
+from dppo_jax.eval import estimators, eval_sets
+from dppo_jax.rewards import functions
 
 VALUES = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6)
 VOTES = st.tuples(
@@ -96,3 +97,28 @@ def test_intervals_have_a_width_even_if_all_values_are_equal():
   assert estimators.interval(np.ones(1)) == (1, 0, 1)
   equal = estimators.interval(np.full(30, 0.5), num_samples=8)
   assert 0.05 < equal.high - equal.low < 0.2
+
+
+@pytest.mark.parametrize(
+  "verifier, texts, value",
+  [
+    ("exact", [r"\boxed{5}", r"\boxed{ 5 }", r"\boxed{5.}", "5", "5"], 1.0),
+    ("math", [r"\boxed{5}", r"\boxed{5.}", r"\boxed{4}", "4", "4"], 1.0),
+    # Boxes would elect 4, which is wrong: there is no vote.
+    ("last_number", [r"\boxed{4} or 5", r"\boxed{4}, no: 5", "5"], None),
+    ("mine.py:judge", [r"\boxed{5}"] * 5, None),
+  ],
+)
+def test_a_majority_votes_with_what_the_verifier_reads(verifier, texts, value):
+  records = [
+    eval_sets._record({"row": 0, "member": i, "completion": text}, verifier)
+    for i, text in enumerate(texts)
+  ]
+  grade = functions.OURS.get(verifier, functions.exact)
+  correct = [grade(completions=[x], answers=["5"])[0] for x in texts]
+  correct = np.array([correct], float)
+  completions = eval_sets.Completions(correct, correct, correct > 0, records)
+  estimates = completions.estimates()
+  assert (f"maj@{len(texts)}" in estimates) == (value is not None)
+  if value is not None:
+    assert estimates[f"maj@{len(texts)}"].value == value

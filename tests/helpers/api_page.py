@@ -37,6 +37,20 @@ def _section(package: str) -> str:
   return "\n".join([title, "", _summary(module), "", *filter(None, lines), ""])
 
 
+class _Name(str):
+  """A function's name, which a signature shows without quotes."""
+
+  __repr__ = str.__str__
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+  """Returns a parameter without its type, its default as a reader writes it."""
+  default = parameter.default
+  if inspect.isfunction(default):
+    default = _Name(default.__name__)
+  return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+
+
 def _place(value: object) -> str:
   return getattr(value, "__module__", None) or ""
 
@@ -55,7 +69,7 @@ def _line(name: str, value: object) -> str:
   if is_plain or (is_section and inspect.isclass(value)):
     return f"- `{name}`: {_summary(value)}"
   parameters = inspect.signature(value).parameters.values()
-  plain = [x.replace(annotation=inspect.Parameter.empty) for x in parameters]
+  plain = [_plain(x) for x in parameters]
   return f"- `{name}{inspect.Signature(plain)}`: {_summary(value)}"
 
 

@@ -23,10 +23,18 @@ def pages() -> list[pathlib.Path]:
   return sorted(paths)
 
 
-def blocks(path: pathlib.Path, *languages: str) -> Iterator[str]:
+def labelled_blocks(
+  path: pathlib.Path, *languages: str
+) -> Iterator[tuple[str, str]]:
+  """Yields the language and text of each block."""
   for _, language, text in _BLOCK.findall(path.read_text()):
     if language in languages:
-      yield textwrap.dedent(text)
+      yield language, textwrap.dedent(text)
+
+
+def blocks(path: pathlib.Path, *languages: str) -> Iterator[str]:
+  for _, text in labelled_blocks(path, *languages):
+    yield text
 
 
 def prose(path: pathlib.Path) -> str:

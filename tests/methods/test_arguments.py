@@ -56,11 +56,6 @@ def test_arguments_outside_their_limits_are_rejected(factory, options):
   assert str(error.value).endswith("; see config.method.args")
 
 
-def test_bounds_of_an_automatic_budget_are_checked():
-  with pytest.raises(UserError, match=r"min_keep is 0\.0 but must be in"):
-    methods.neyman_completions(methods.AutoBudget(min_keep=0.0))
-
-
 def test_a_schedule_needs_the_step():
   rule = methods.top_abs_advantage(lambda step: 0.5)
   rewards = jnp.array([[1.0, 0.0]])

@@ -127,4 +127,4 @@ def test_proportional_probabilities_add_the_least(size, mix):
   ],
 )
 def test_largest_near_optimal_budget_is_chosen(times, best):
-  assert budget.largest_near_optimal(jnp.array(times)) == best
+  assert budget.largest_near_optimal(np.array(times)) == best

@@ -20,6 +20,7 @@ from dppo_jax.methods.dynamic_sampling import (
 )
 from dppo_jax.records import PromptBatch, Rollout, Selection
 from dppo_jax.step import collect
+from tests.helpers import small
 
 # What may happen to a candidate: its chance, whether it was kept and with what
 # probability, whether its group has variance, and its term of the gradient.
@@ -256,7 +257,7 @@ def test_limit_keeps_the_first():
   @jax.jit
   def limited(size):
     choose = lambda x: collect.choose_prompts(
-      None, x, keep[0], size, method=method
+      None, x, keep[0], size, spec=small.spec(method=method)
     )
     return jax.vmap(choose)(keep)
 

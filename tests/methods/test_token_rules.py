@@ -51,7 +51,7 @@ def _batch(seed=0, segments=SEGMENTS):
     targets=jnp.zeros(shape, jnp.int32),
     positions=jnp.zeros(shape, jnp.int32),
     segment_ids=jnp.array(segments),
-    prefix_ids=jnp.array(segments),
+    end=jnp.array(segments),
     is_trained=jnp.array(is_trained),
     advantages=at_trained(of_segment(advantages)),
     weights=at_trained(of_segment(weights)),

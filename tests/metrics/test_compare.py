@@ -246,3 +246,14 @@ def test_broken_or_missing_run_is_named(tmp_path, name):
     (path / name).write_text('{"step": 2\n')
   with pytest.raises(SystemExit, match=str(path)):
     compare.main([str(path)])
+
+
+def test_runs_that_have_not_moved_have_no_time_to_a_target(tmp_path, capsys):
+  flat = [_run(tmp_path, method, top=0.1) for method in ("grpo", "dppo")]
+  compare.main([*map(str, flat), f"--to={tmp_path / 'to'}"])
+  shown = capsys.readouterr().out
+  assert "No run has moved" in shown and "s to" not in shown
+  groups = _groups(*flat, _run(tmp_path, "cppo"))
+  assert compare.default_target(groups) > 0.5  # of the run that has moved
+  column = compare.table(groups, 0.05)[0].index("s to 5%")
+  assert compare.table(groups, 0.05)[1][0][column] == "at the start"

@@ -8,6 +8,7 @@ from dppo_jax.files import jsonl
 LINES = b"".join(
   jsonl.line({"step": step, "text": "größer"}).encode() for step in (0, 1, 2)
 )
+DEEP = b"[" * 200_000 + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,16 @@ def test_truncated_line_and_lines_of_later_steps_are_removed(
 
 
 @pytest.mark.parametrize(
-  "middle", [b"\0\0\n", b"{\n", b"\xff\n", b"[]\n", b'{"step": "1"}\n']
+  "middle",
+  [
+    b"\0\0\n",
+    b"{\n",
+    b"\xff\n",
+    b"[]\n",
+    b'{"step": "1"}\n',
+    b'{"step": 1}\n',  # of a file that was doubled, say
+    DEEP,
+  ],
 )
 def test_damaged_line_is_named(tmp_path, middle):
   path = tmp_path / "metrics.jsonl"

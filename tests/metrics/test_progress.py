@@ -107,8 +107,12 @@ def test_without_a_terminal_there_are_few_lines():
   # The first step is reported at once, none of the next ten seconds.
   assert re.fullmatch("step 1 of 200: accuracy 0.91.* 00:.. left", step)
   assert (message, over) == ("step 3: held-out accuracy 0.500", "over")
-  dumb = _on_a_terminal(80, TERM="dumb").split("\r\n")
-  assert "\r" not in "".join(dumb) and dumb[-2:] == ["over", ""]
+  dumb = _on_a_terminal(80, TERM="dumb")
+  without_size = _on_a_terminal(0)
+  for written in (dumb, without_size):
+    shown = written.split("\r\n")
+    assert "\r" not in "".join(shown) and shown[-2:] == ["over", ""]
+    assert any(x.startswith("step 1 of 200") for x in shown)
 
 
 def test_long_runs_are_reported_ever_more_rarely(monkeypatch, capsys):
@@ -162,3 +166,11 @@ def test_run_continues_without_the_reader_of_its_output(act, errors, code):
   child.stdout.close()
   assert (child.stderr.read(), child.wait()) == (errors, code)
   child.stderr.close()
+
+
+def test_commands_are_not_broken_into_lines():
+  command = f"  python -m dppo_jax.main {'--workdir=runs/a-long-name ' * 5}"
+  words = "word " * 40
+  first, *others = progress.wrapped(f"{command}\n{words}").split("\n")
+  assert first == command
+  assert len(others) > 1 and max(map(len, others)) <= 79

@@ -1,6 +1,7 @@
 """The report of a run, at any moment of it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -157,6 +158,24 @@ def test_noise_scale_before_a_measurement_is_unknown(tmp_path, num_prompts):
   for metrics, text in ((unmeasured, "unknown"), ({"noise/scale": 84.4}, "84")):
     page = report.write(_workdir(tmp_path, [lines[0] | metrics])).read_text()
     assert f"{row} {text}" in page
+
+
+def test_changed_and_wrong_answers_are_shown_first(tmp_path):
+  """The fifth of five problems has changed, and the fourth stays wrong."""
+  correct = {0: [1, 1, 1, 0, 0], 3: [1, 1, 1, 0, 1]}
+  samples = [
+    {**SAMPLE, **dict(step=step, split="eval", problem=f"p{i}", correct=x)}
+    | {"completion": "text"}
+    for step, values in correct.items()
+    for i, x in enumerate(values)
+  ]
+  page = report.write(_workdir(tmp_path, _lines(1), samples)).read_text()
+  assert re.findall(r"Step (\d), (\w+),[^p]*(p\d)", page)[:4] == [
+    ("0", "wrong", "p4"),
+    ("3", "right", "p4"),
+    ("0", "wrong", "p3"),
+    ("3", "wrong", "p3"),
+  ]
 
 
 def test_held_out_samples_of_first_and_last_step_are_shown(tmp_path):

@@ -1,6 +1,7 @@
 """Files of a run, TensorBoard, Weights & Biases, and counted compilations."""
 
 import html
+import re
 import resource
 import shutil
 import sys
@@ -19,7 +20,7 @@ from tests.helpers import events
 CONFIG = {"seed": 3, "method.args": {"a": "x"}}
 
 
-def _writer(workdir, names="", first_step=None):
+def _writer(workdir, names="completions", first_step=None):
   bar, watch = progress.Progress(), health.Health(1)
   return writer.Writer(workdir, first_step, bar, watch, names, CONFIG)
 
@@ -207,8 +208,19 @@ def test_wandb_gets_metrics_and_a_resumed_run_keeps_its_id(tmp_path, wandb):
   )
   assert wandb.init.return_value.finish.call_count == 3
   first, same, other = (x.kwargs for x in wandb.init.call_args_list)
-  assert first == same and first["id"] == first["name"]
+  assert first == same and first["name"] == tmp_path.name
   assert first["config"] == CONFIG and other["id"] != first["id"]
+
+
+def test_any_name_of_a_directory_suits_wandb(tmp_path, wandb):
+  """It rejects ids that are longer than 128 or have one of these characters."""
+  place = tmp_path / ("a:b#c?d%e=1,2 " * 12)
+  place.mkdir()
+  with _writer(place, "wandb"):
+    pass
+  options = wandb.init.call_args.kwargs
+  assert re.fullmatch("[a-z0-9]{8,64}", options["id"])
+  assert place.name.startswith(options["name"]) and len(options["name"]) <= 128
 
 
 def test_wandb_gets_completions_and_takes_names_from_its_variables(

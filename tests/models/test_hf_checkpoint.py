@@ -288,11 +288,11 @@ def test_overflow_in_the_dtype_of_a_file_is_rejected(tmp_path):
 def test_a_hub_out_of_reach_leaves_the_cache(
   monkeypatch, is_reachable, is_cached
 ):
-  def model_info(hub_id, timeout):
+  def model_info(hub_id, revision, timeout):
     if not is_reachable:
       raise OSError("no route\nto the host")
 
-  def snapshot_download(hub_id, allow_patterns, local_files_only):
+  def snapshot_download(hub_id, revision, allow_patterns, local_files_only):
     if local_files_only == is_reachable or not is_cached:
       raise FileNotFoundError("not cached")
     return f"/cache/{hub_id}"

@@ -1,6 +1,6 @@
 """The cache: attention over its parts, and what is moved between slots."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,24 +8,19 @@ import numpy as np
 import pytest
 
 from dppo_jax.models import kv_cache
+from tests.helpers import small
 
 SIZES = [2, 2, 4]  # positions of each part
 
 
-class Model(NamedTuple):
-  layers: int = 6  # in three groups of two
-  kv_heads: int = 2
-  head_dim: int = 3
-  dtype: str = "float32"
-  has_gpu_layout: bool = False
-  shares_prompts: bool = False
-  unrolls_layers: bool = False
+# In three groups of two layers.
+MODEL = dataclasses.replace(small.MODEL, layers=6, kv_heads=2, head_dim=3)
 
 
 def _filled(num_slots, sizes=tuple(SIZES), seed=0):
   """A cache of distinct numbers."""
   rng = np.random.default_rng(seed)
-  empty = jax.eval_shape(lambda: kv_cache.init(Model(), num_slots, sizes))
+  empty = jax.eval_shape(lambda: kv_cache.init(MODEL, num_slots, sizes))
   return jax.tree.map(lambda x: jnp.float32(rng.normal(size=x.shape)), empty)
 
 
@@ -53,7 +48,7 @@ def test_attention_over_parts_is_the_plain_formula():
   @jax.jit
   def read(positions, parts=tuple(parts)):
     cache = kv_cache.LayerCache(parts, jnp.int32(1))
-    return kv_cache.attend(q[:, None], cache, positions)[:, 0]
+    return kv_cache.attend(q, cache, positions)
 
   k, v = (jnp.repeat(x[1], 2, axis=1) for x in cache)
   logits = jnp.einsum("bhd,bhsd->bhs", q, k) * 8**-0.5
@@ -83,21 +78,21 @@ def test_parts_hold_what_is_asked_and_a_prompt_reaches_some(capacity):
 
 def test_a_prompt_written_at_once_is_its_tokens_written_one_by_one():
   k, v = jax.random.normal(jax.random.key(1), (2, 2, 5, 2, 3))
-  empty = kv_cache.init(Model(), 2, SIZES)
+  empty = kv_cache.init(MODEL, 2, SIZES)
   one_layer = kv_cache.LayerCache(empty[0], jnp.int32(0))
   cache = one_layer
   for i in range(5):
     at = jnp.full(2, i, jnp.int32)
-    cache = kv_cache.write_tokens(cache, k[:, i, None], v[:, i, None], at)
+    cache = kv_cache.write_tokens(cache, k[:, i], v[:, i], at)
   _assert_equal(cache, kv_cache.write_prompts(one_layer, k, v))
 
 
 def test_layers_use_their_own_weights_and_rows_in_order():
   weights = tuple(jnp.arange(6.0)[i::3] for i in range(3))
-  cache = kv_cache.init(Model(), 1, SIZES)
+  cache = kv_cache.init(MODEL, 1, SIZES)
 
   def layer(x, weight, cache):
-    k = jnp.full((1, 1, 2, 3), weight)
+    k = jnp.full((1, 2, 3), weight)
     cache = kv_cache.write_tokens(cache, k, k, jnp.zeros(1, jnp.int32))
     return x * 10 + weight, cache
 
@@ -125,11 +120,21 @@ def test_a_slot_is_copied_from_a_cache_of_fewer_parts():
 def test_rewriting_the_cache_equals_writing_tokens():
   cache = _filled(4)
   rng = np.random.default_rng(1)
-  k, v = jnp.float32(rng.normal(size=(2, 4, 3, 2, 3)))  # the last ends beyond
+  k, v = jnp.float32(rng.normal(size=(2, 4, 2, 3)))
   layer = kv_cache.LayerCache(cache[1], jnp.int32(1))
-  positions = jnp.array([0, 2, 3, 7], jnp.int32)
+  positions = jnp.array([0, 2, 7, 8], jnp.int32)  # the last is beyond
   written, chosen = (
     kv_cache.write_tokens(layer, k, v, positions, rewrites)
     for rewrites in (False, True)
   )
   _assert_equal(chosen, written)
+
+
+@pytest.mark.parametrize("backend", ["tokamax", "xla_dense", "xla", "splash"])
+def test_rollouts_on_gpus_have_no_loop_over_layers(backend):
+  """A loop would copy each layer's weights; gathered ones are copies."""
+  model = dataclasses.replace(small.MODEL, layers=14, attention=backend)
+  is_gpu = backend in ("tokamax", "xla_dense")
+  assert kv_cache.num_groups(model) == (14 if is_gpu else 2)
+  gathered = dataclasses.replace(model, gathers_layers=True)
+  assert kv_cache.num_groups(gathered) == 2

@@ -48,7 +48,8 @@ def test_linear_contracts_the_first_axis_of_a_weight():
 def test_products_of_rotated_vectors_depend_on_their_distance_alone():
   q, k = jax.random.normal(jax.random.key(0), (2, 1, 16))
   cos, sin = layers.cos_sin_table(12, 16, theta=100.0)
-  q, k = (layers.apply_rope(x[None], cos, sin)[:, 0] for x in (q, k))
+  q, k = jnp.broadcast_to(jnp.stack([q, k])[:, None], (2, 12, 1, 16))
+  q, k = (layers.apply_rope(x, cos, sin)[:, 0] for x in (q, k))
   products = np.asarray(q @ k.T)  # [position of q, position of k]
   for distance in range(12):
     along = np.diagonal(products, distance)

@@ -62,7 +62,7 @@ def prompts(checkpoint):
 @functools.partial(jax.jit, static_argnums=1)
 def _forward(params, config, tokens, positions):
   hidden = transformer.forward(
-    params, config, tokens, positions, jnp.ones_like(tokens)
+    params, config, tokens, positions, jnp.full_like(tokens, tokens.shape[1])
   )
   return transformer.logits(params, config, hidden)
 

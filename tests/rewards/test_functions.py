@@ -1,6 +1,7 @@
 """Names of reward functions, their import, and values of the built-in ones."""
 
 import sys
+import types
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,21 @@ from tests.helpers import commands
 def own_path(monkeypatch):
   """Restores the import path, which a loaded file extends."""
   monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize(
+  "values",
+  [
+    {"0": 1.0},
+    {"outcome": 1.0},
+    "1",
+    [types.SimpleNamespace(outcome={"right": 1})],
+    [types.SimpleNamespace(outcome="tokens")],
+  ],
+)
+def test_function_that_returns_no_list_of_numbers_is_an_error(values):
+  with pytest.raises(TypeError):
+    functions.call(lambda completions: values, {"completions": ["a"]})
 
 
 def test_built_in_functions_return_their_outcome():

@@ -100,6 +100,11 @@ def nasty(path) -> Iterator[Grader]:
     yield grader
 
 
+def pop_faults(grader):
+  """Warnings but the one about verdicts other than 0 and 1."""
+  return [x for x in grader.pop_warnings() if "other than 0 and 1" not in x]
+
+
 def grade(grader, completions, answers=None, columns=None, **options):
   answers = answers or [""] * len(completions)
   prompts = [f"What is {x}?" for x in answers]
@@ -140,6 +145,17 @@ def test_built_in_rewards_add_up_without_a_process(monkeypatch):
   counts = {x: n for x, n in graded.counts.items() if n}
   assert counts == {"right": 1, "wrong": 1, "unboxed": 2}
   assert [*verdict.values] == ["exact"] and grader.pop_warnings() == []
+
+
+def test_verdicts_other_than_0_and_1_are_reported_once(path):
+  with Grader(f"{path}:nasty", 1, PATIENT) as grader:
+    grade(grader, ["0", "1"])
+    assert grader.pop_warnings() == []
+    grade(grader, ["0.5", "3"])
+    (warning,) = grader.pop_warnings()
+    assert "nasty returns values other than 0 and 1" in warning
+    grade(grader, ["0.5", "3"])
+    assert grader.pop_warnings() == []
 
 
 def test_functions_get_the_arguments_in_their_signature(path):
@@ -206,7 +222,7 @@ def test_a_fault_costs_its_own_reward(nasty, culprit, fault, message):
   assert faults(graded) == ({fault: 1} if fault else {})
   again = grade(nasty, [culprit, "4"])  # one at a time from the start
   assert again.rewards.tolist() == [0, 4] and faults(again) == faults(graded)
-  warnings = nasty.pop_warnings()
+  warnings = pop_faults(nasty)
   assert len(warnings) == bool(fault) and nasty.pop_warnings() == []
   if fault:
     (line,) = warnings
@@ -223,7 +239,7 @@ def test_a_hang_costs_its_own_reward(path, tmp_path):
     assert graded.values["nasty"].tolist() == [7, 0, 0, 0]
     assert graded.rewards.tolist() == [7, 0, 0, 2]
     assert faults(graded) == {"timeouts": 2}
-    (warning,) = grader.pop_warnings()
+    (warning,) = pop_faults(grader)
     assert "'nasty' gave no answer within 2 s on 2 completions" in warning
   if sys.platform == "linux":
     pid = int((tmp_path / "pid").read_text())
@@ -237,6 +253,19 @@ def test_a_fault_may_stop_the_run(path, culprit):
     assert grade(grader, ["1", "2"]).values["nasty"].tolist() == [1, 2]
     with pytest.raises(UserError, match=r"'nasty' .*on_error is 'stop'"):
       grade(grader, ["1", culprit], group_sizes=[2])
+
+
+def test_a_function_that_always_kills_its_process_is_switched_off(
+  nasty, monkeypatch
+):
+  monkeypatch.setattr(graders, "MAX_HANGS", 3)
+  graded = grade(nasty, ["kill"] * 9)
+  assert faults(graded) == {"crashes": 3, "switched_off": 6}
+  assert "'nasty' is switched off, since it ended its process" in " ".join(
+    nasty.pop_warnings()
+  )
+  graded = grade(nasty, ["1", "kill", "raise", "2"])  # tried again
+  assert faults(graded) == {"crashes": 1, "errors": 1}
 
 
 def test_a_child_that_died_while_idle_costs_nothing(nasty):

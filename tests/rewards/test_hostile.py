@@ -44,6 +44,7 @@ def test_the_trainers_process_grades_any_text(texts):
   assert sum(has_box) > 300
 
 
+@pytest.mark.slow
 def test_a_child_grades_any_text_or_is_killed(texts):
   """One by one, with a deadline that many miss; the trainer continues."""
   chosen = [*texts.values()][::5]

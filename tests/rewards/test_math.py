@@ -283,7 +283,7 @@ def test_only_the_last_box_counts(math):
 
 def test_unreadable_answers_are_counted(math):
   long = "0" * MAX_ANSWER_CHARS + "5"
-  answers, golds = ["**5**", "5", long, "5"], ["5", "5", "5", "**5**"]
+  answers, golds = ["*5", "5", long, "5"], ["5", "5", "5", "*5"]
   graded = math.grade(golds, [*map(boxed, answers)], golds)
   assert graded.rewards.tolist() == [0.0, 1.0, 0.0, 0.0]
   assert graded.counts["unparsed"] == 3

@@ -1,180 +1,188 @@
-"""Automatic budgets: the number of completions that is worth training on.
+"""The budget: a fraction of the needed completions, chosen between steps.
 
-The number depends on earlier steps and on this step's rollouts but on no draw,
-so the weights stay exact.
+Completions are needed if they contribute to the gradient. The host chooses the
+fraction from measured seconds and noise, and passes it to the next step as a
+number. It depends on no draw of that step, so the weights stay exact.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+import math
+import pathlib
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+import numpy as np
 
 from dppo_jax.algo.weights import ratio
-from dppo_jax.methods.neyman.gradient_noise import MIN_NOISE_FRACTION
-from dppo_jax.records import Groups, IntScalar, Scalar, StepCosts
+from dppo_jax.errors import UserError
+from dppo_jax.files import jsonl
+from dppo_jax.records import Groups
 
-NUM_BUDGETS = 25  # on each of two grids, evenly in their logarithms
+# The choices of an automatic budget, evenly in their logarithms.
+FRACTIONS = np.geomspace(0.05, 1.0, 10).astype(np.float32)
 # Fraction of a completion's squared gradient that it shares with completions of
 # the same prompt and reward: 0.3 to 0.5 in experiments/02_design_variance.
 SHARED = 0.4
-# Fraction of the batch's noise between the completions of a prompt, until it is
-# measured.
-UNKNOWN_WITHIN = 0.5
 # Fraction of the least time that may be spent on keeping more. Times are flat
 # around their minimum, where a few percent more halve the variance added.
 SLACK = 0.02
+DECAY = 0.95  # weight of earlier steps, at each further one
+SMOOTHING = 0.8  # weight of earlier predictions, at each further choice
+# Steps with the same number of micro-batches say nothing about the part of the
+# seconds that does not depend on it. Until they differ, by more than about a
+# sixth over a root of the number of steps, it is taken to be small.
+SPREAD = 0.03
 
 
-class Budget(NamedTuple):
-  """A number of completions to train on.
-
-  Attributes:
-    added_variance: variance that the choice adds, over the batch's noise.
-    metrics: scalars to log.
-  """
-
-  number: IntScalar
-  added_variance: Scalar
-  metrics: dict[str, Scalar]
-
-
-class _Candidates(NamedTuple):
-  """Budgets to choose from.
-
-  Attributes:
-    fraction: fraction of the needed completions.
-    number: number of completions.
-    added_variance: as in `Budget`.
-    update, other: seconds of the update, and of the other stages of a step.
-    seconds: predicted seconds to a target, up to a factor.
-  """
-
-  fraction: Float[Array, "K"]
-  number: Float[Array, "K"]
-  added_variance: Float[Array, "K"]
-  update: Float[Array, "K"]
-  other: Float[Array, "K"]
-  seconds: Float[Array, "K"]
-
-
-class AutoBudget(NamedTuple):
-  """Chooses the keep fraction that minimises the predicted time to a target.
+class BudgetPolicy:
+  """Chooses the fraction that minimises the predicted time to a target.
 
   With a gradient noise scale of `r` times the batch size, steps to a target
   are proportional to `1 + r`; a choice that adds `v` of the batch's own
   variance makes that `1 + (1 + v) r`. Seconds to the target are therefore
   proportional to the seconds of a step times `1 + v r / (1 + r)`.
 
-  Attributes:
-    min_keep, max_keep: bounds of the fraction, in (0, 1], before a least
-      probability raises it.
+  Args:
     update_cost: seconds of an update on every needed completion over the other
       seconds of a step; 0 uses measured times.
+  Attributes:
+    metrics: scalars to log of the last choice; empty if `next` made none.
   Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.7, for steps
     against noise; the rest is ours.
   """
 
-  min_keep: float = 0.03
-  update_cost: float = 0.0
-  max_keep: float = 1.0
+  def __init__(self, update_cost: float = 0.0):
+    self.metrics: dict[str, float] = {}
+    self._update_cost = update_cost
+    self._num_steps = 0
+    self._sums = np.zeros(6)
+    self._predicted: np.ndarray | None = None
 
-  def choose(
-    self, groups: Groups, size: Float[Array, "Q G"], min_prob: float = 0.0
-  ) -> Budget:
-    """Returns the number of completions to train on, and what it predicts.
-
-    A grid over all fractions is refined between the neighbours of its best one.
+  def next(
+    self,
+    metrics: Mapping[str, float],
+    added_variance: np.ndarray | None = None,
+    micro_batches: np.ndarray | None = None,
+  ) -> float:
+    """Returns the fraction of the next step.
 
     Args:
-      size: as from `gradient_size`; 0 for completions that are not needed.
-      min_prob: least probability of a needed completion, as in the draw.
+      metrics: of the last step: `budget/completions`, its fraction;
+        `update/micro_batches`; `update/seconds`, `step/seconds` and, if any,
+        `score/seconds` and `budget/seconds`; and `noise/fraction`, of the
+        gradients of all updates on a rollout.
+      added_variance: `[K]`, variance that each of `FRACTIONS` adds, over the
+        noise of the batch; infinite while unknown. None keeps the fraction.
+      micro_batches: `[K]`, expected number of them. None like the above.
     """
-    size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
-    predict = lambda low, high: self._predict(
-      groups, size, jnp.geomspace(low, high, NUM_BUDGETS), min_prob
-    )
-    step = (self.max_keep / self.min_keep) ** (1 / (NUM_BUDGETS - 1))
-    coarse = predict(self.min_keep, self.max_keep)
-    near = coarse.fraction[jnp.argmin(coarse.seconds)]
-    fine = predict(
-      jnp.maximum(near / step, self.min_keep),
-      jnp.minimum(near * step, self.max_keep),
-    )
-    both = jax.tree.map(lambda *x: jnp.concatenate(x), coarse, fine)
-    order = jnp.argsort(both.fraction)
-    both = jax.tree.map(lambda x: x[order], both)
-    best = largest_near_optimal(both.seconds)
-    num_needed = (size > 0).sum(dtype=jnp.float32)
-    last = jax.tree.map(lambda x: x[-1], both)
-    chosen = jax.tree.map(lambda x: x[best], both)
-    return Budget(
-      number=chosen.number.astype(jnp.int32),
-      added_variance=chosen.added_variance,
-      metrics={
-        "budget/completions": ratio(chosen.number, num_needed),
-        "budget/added_variance": chosen.added_variance,
-        # 1 while all seconds are 0, that is unknown.
-        "budget/predicted_speedup": ratio(last.seconds, chosen.seconds, 1.0),
-        "budget/update_cost": ratio(last.update, last.other),
-      },
-    )
+    self._observe(metrics)
+    self.metrics = {}
+    fraction = metrics["budget/completions"]
+    is_known = self._update_cost or self._sums[0] > 0
+    if added_variance is None or micro_batches is None or not is_known:
+      return fraction
+    added, micros = self._smoothed(np.stack([added_variance, micro_batches]))
+    update, other = self._seconds(micros)
+    slower = 1 + added * metrics["noise/fraction"]
+    times = (update + other) * slower
+    best = largest_near_optimal(times)
+    self.metrics = {
+      "budget/predicted_speedup": float(times[-1] / times[best]),
+      "budget/update_cost": float(update[-1] / other),
+    }
+    return float(FRACTIONS[best])
 
-  def _predict(
-    self,
-    groups: Groups,
-    size: Float[Array, "M"],
-    fractions: Float[Array, "K"],
-    min_prob: float,
-  ) -> _Candidates:
-    """Predicts seconds to a target, up to a factor, for several fractions."""
-    lengths = jnp.where(size > 0, groups.lengths.reshape(-1), 0)
-    lengths = lengths.astype(jnp.float32)
-    num_needed = (size > 0).sum(dtype=jnp.float32)
-    at_most_all = lambda x: jnp.clip(x, 1.0, jnp.maximum(num_needed, 1.0))
-    prob = proportional(size, at_most_all(jnp.round(fractions * num_needed)))
-    # Up to rounding the probabilities of `water_filling` for `counts`.
-    prob = jnp.where(size > 0, jnp.maximum(prob, min_prob), 0.0)
-    counts = at_most_all(jnp.round(prob.sum(axis=1)))
-    added = added_noise(groups, size, prob)
-    tokens = (prob * lengths[None]).sum(axis=1)
-    update, other = self._seconds(tokens, lengths.sum(), groups.costs)
-    noise = jnp.float32(1)
-    if groups.costs is not None:
-      noise = jnp.maximum(groups.costs.noise_fraction, MIN_NOISE_FRACTION)
-    slowdown = 1 + added * noise
-    if groups.costs is not None:  # no pruning before the noise is measured
-      is_known = jnp.isfinite(groups.costs.within_fraction)
-      slowdown = jnp.where(is_known | (added <= 0), slowdown, jnp.inf)
-    seconds = (other + update) * slowdown
-    other = jnp.broadcast_to(other, update.shape)
-    return _Candidates(fractions, counts, added, update, other, seconds)
+  def _observe(self, metrics: Mapping[str, float]) -> None:
+    """Adds the seconds of a step, but for a first one with one-time costs."""
+    self._num_steps += 1
+    if self._num_steps == 1:
+      return
+    update = metrics.get("score/seconds", 0.0) + metrics["update/seconds"]
+    other = metrics["step/seconds"] - update
+    other -= metrics.get("budget/seconds", 0.0)
+    m = metrics["update/micro_batches"]
+    new = np.array([1.0, m, m * m, update, update * m, other])
+    self._sums = DECAY * self._sums + new
 
-  def _seconds(
-    self, tokens: Float[Array, "K"], all_tokens: Scalar, costs: StepCosts | None
-  ) -> tuple[Float[Array, "K"], Scalar]:
-    """Predicts seconds of an update on `tokens`, and of the other stages."""
-    other = jnp.float32(1)
-    update = tokens / jnp.maximum(all_tokens, 1.0)
-    if self.update_cost:
-      return self.update_cost * update, other
-    if costs is None:
-      raise ValueError(
-        "groups.costs is None, but an automatic budget needs measured seconds: "
-        "pass costs, or set update_cost or a fixed budget"
+  def _smoothed(self, predicted: np.ndarray) -> np.ndarray:
+    """Returns the mean over choices; with a given cost the last, which resumes.
+
+    The best of the predictions for one batch would be too good.
+    """
+    if self._update_cost or not np.isfinite(predicted).all():
+      return predicted
+    old = predicted if self._predicted is None else self._predicted
+    self._predicted = SMOOTHING * old + (1 - SMOOTHING) * predicted
+    return self._predicted
+
+  def _seconds(self, micro_batches: np.ndarray) -> tuple[np.ndarray, float]:
+    """Predicts seconds of an update, and of the other stages."""
+    if self._update_cost:
+      scale = self._update_cost / max(micro_batches[-1], 1e-9)
+      return scale * micro_batches, 1.0
+    weight, *sums, other = self._sums
+    m, squares, update, products = np.array(sums) / weight
+    fixed, per_micro = 0.0, update / max(m, 1e-9)
+    if m > 0:
+      prior = SPREAD * m * m / weight
+      variance, covariance = squares - m * m, products - m * update
+      slope = (covariance + prior * per_micro) / (max(variance, 0) + prior)
+      per_micro = np.clip(slope, 0.0, per_micro)
+      fixed = update - per_micro * m
+    return fixed + per_micro * micro_batches, max(other / weight, 1e-9)
+
+
+class RecordedPolicy:
+  """Repeats the fractions of a run, for the same bits.
+
+  Args:
+    path: its metrics.jsonl.
+  Raises:
+    UserError: if the file cannot be read, or has no `budget/completions`.
+  """
+
+  def __init__(self, path: str):
+    self.metrics: dict[str, float] = {}
+    name = "budget/completions"
+    lines = [x for x in jsonl.read(pathlib.Path(path)) if name in x]
+    self._fractions = {line["step"]: line[name] for line in lines}
+    if not lines:
+      raise UserError(
+        f"config.method.args.completion_budget is {path!r} but no line there "
+        f"has {name}: name the metrics.jsonl of a run with an automatic budget"
       )
-    micros = tokens / jnp.maximum(costs.micro_tokens, 1.0)
-    # The number of micro-batches is rounded up and known within a fifth.
-    error = jnp.linspace(0.8, 1.2, 5)
-    micros = jnp.ceil(micros[:, None] * error[None]).mean(axis=1)
-    micros *= jnp.maximum(costs.num_updates, 1.0)
-    # Before any timing is available, assume that the update costs as much as
-    # the rest of the step.
-    is_known = costs.other_seconds > 0
-    return (
-      jnp.where(is_known, costs.micro_seconds * micros, update),
-      jnp.where(is_known, costs.other_seconds, other),
-    )
+
+  def next(self, metrics: Mapping[str, float], *unused) -> float:
+    """Returns the fraction of the step after `metrics["step"]`."""
+    step = metrics["step"] + 1
+    return self._fractions.get(step, metrics["budget/completions"])
+
+
+def probabilities(
+  size: Float[Array, "M"], fractions: Float[Array, "K"], min_prob: float
+) -> Float[Array, "K M"]:
+  """Inclusion probabilities of a fraction of the needed completions.
+
+  Up to rounding they are those of `designs.water_filling`. A `min_prob` above
+  what the fraction gives raises their sum.
+
+  Args:
+    size: as from `rules.gradient_size`; 0 for completions that are not needed.
+  """
+  num_needed = (size > 0).sum(dtype=jnp.float32)
+  counts = jnp.clip(
+    jnp.round(fractions * num_needed), 1.0, jnp.maximum(num_needed, 1.0)
+  )
+  prob = proportional(size, counts)
+  return jnp.where(size > 0, jnp.maximum(prob, min_prob), 0.0)
+
+
+def expected_number(
+  size: Float[Array, "M"], fractions: Float[Array, "K"], min_prob: float
+) -> Int[Array, "K"]:
+  """Returns how many completions `probabilities` keep, at least one."""
+  prob = probabilities(size, fractions, min_prob)
+  return jnp.maximum(jnp.round(prob.sum(axis=1)).astype(jnp.int32), 1)
 
 
 def proportional(
@@ -200,6 +208,29 @@ def proportional(
   prob = jnp.clip(scale[:, None] * size[None], 0.0, 1.0)
   is_all = budgets >= (size > 0).sum(dtype=jnp.float32)
   return jnp.where(is_all[:, None], (size > 0).astype(jnp.float32)[None], prob)
+
+
+def added_variance(
+  groups: Groups,
+  size: Float[Array, "Q G"],
+  fractions: Float[Array, "K"],
+  min_prob: float = 0.0,
+) -> Float[Array, "K"]:
+  """Computes what the draws of several fractions add to the gradient's noise.
+
+  Args:
+    size: as from `rules.gradient_size`.
+    fractions: of the needed completions, in (0, 1].
+  Returns:
+    Variance in units of the sum of the completions' squared gradient norms.
+  """
+  size = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
+  return systematic_variance(
+    probabilities(size, fractions, min_prob),
+    size * size,
+    groups.advantages.reshape(-1) > 0,
+    groups.advantages.shape,
+  )
 
 
 def systematic_variance(
@@ -237,25 +268,25 @@ def systematic_variance(
   return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
 
 
-def added_noise(
-  groups: Groups, size: Float[Array, "..."], prob: Float[Array, "K M"]
-) -> Float[Array, "K"]:
-  """Computes `systematic_variance` as a fraction of the batch's noise."""
-  squares, is_positive = (
-    x.reshape(-1) for x in (size * size, groups.advantages > 0)
-  )
-  shape, costs = groups.advantages.shape, groups.costs
-  added = systematic_variance(prob, squares, is_positive, shape)
-  within = jnp.float32(jnp.inf) if costs is None else costs.within_fraction
-  return added * jnp.where(jnp.isfinite(within), within, UNKNOWN_WITHIN)
+def expected_micro_batches(rows: np.ndarray, rows_per_micro: int) -> np.ndarray:
+  """Returns the expected number of micro-batches of a pass over a rollout.
 
-
-def largest_near_optimal(times: Float[Array, "K"]) -> IntScalar:
-  """Returns the index of the largest budget within SLACK of the least time.
+  It is rounded up in each part, and the rows of a step are known within a
+  fifth.
 
   Args:
-    times: predicted seconds, in rising order of the budget.
+    rows: `[num_parts, K]`, packed rows of each part and fraction.
   """
-  times = jnp.where(jnp.isfinite(times), times, jnp.inf)
-  is_near = times[::-1] <= (1 + SLACK) * times.min()
-  return len(times) - 1 - jnp.argmax(is_near)
+  known = np.linspace(0.8, 1.2, 5)[:, None, None]
+  return np.ceil(rows * known / rows_per_micro).mean(axis=0).sum(axis=0)
+
+
+def largest_near_optimal(times: np.ndarray) -> int:
+  """Returns the index of the largest fraction within SLACK of the least time.
+
+  Args:
+    times: `[K]`, predicted seconds, in rising order of the fraction.
+  """
+  times = np.where(np.isfinite(times), times, math.inf)
+  near = np.flatnonzero(times <= (1 + SLACK) * times.min())
+  return int(near[-1])

@@ -1,10 +1,11 @@
-"""Gradient noise scale, estimated from what an update computes anyway.
+"""Gradient noise scale, estimated from what updates report anyway.
 
 The optimizer's momentum is a weighted sum of earlier gradients, each from other
 prompts. Their noise is independent of the newest gradient's, so the inner
 product of the two is, in expectation, the squared norm of the gradient's mean
 times the sum of the weights, as long as the mean changes slowly. Faster changes
-make the estimate of the signal too low, and budgets prune less.
+make the estimate of the signal too low, and budgets prune less. The product
+follows from the momentum's norm before and after an update.
 
 The part of the noise between the completions of a prompt comes from an extra
 backward pass of one micro-batch now and then: if each completion's gradient has
@@ -16,14 +17,15 @@ Source: the definitions of McCandlish et al. 2018, arXiv:1812.06162, section 2.2
 and appendix A; momentum and signs are ours.
 """
 
+import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import numpy as np
 
-from dppo_jax.algo.weights import ratio
 from dppo_jax.analysis.runs import SCALE_LIMIT
 from dppo_jax.records import Scalar
 
+Value = Scalar | np.ndarray | np.float32  # a float32, on the host or not
 DECAY = 0.9  # weight of earlier measurements, at each further one
 # An estimate of the noise below this is a failed measurement: the smallest
 # value in experiments/09_when_it_pays is 0.12.
@@ -43,20 +45,37 @@ class Noise(NamedTuple):
     total: estimate of `E |g|^2` without pruning, where `within` was measured.
   """
 
-  momentum: Scalar
-  signal: Scalar
-  noise: Scalar
-  within: Scalar
-  total: Scalar
+  momentum: Value
+  signal: Value
+  noise: Value
+  within: Value
+  total: Value
 
 
 def init() -> Noise:
   """Returns the estimates before the first measurement."""
-  return Noise(*jnp.zeros(len(Noise._fields), jnp.float32))
+  return Noise(*np.zeros(len(Noise._fields), np.float32))
+
+
+def product_with_momentum(
+  before: float, after: float, clipped_norm: float, decay: float
+) -> float:
+  """Returns the inner product of a clipped gradient and the momentum before it.
+
+  Args:
+    before, after: squared norm of the momentum, before and after the update
+      `after = decay before + (1 - decay) gradient` of the vectors.
+    clipped_norm: norm of the gradient that reached the momentum.
+    decay: decay of the momentum; 0 if it has none.
+  """
+  if not decay:
+    return math.nan
+  cross = after - decay**2 * before - ((1 - decay) * clipped_norm) ** 2
+  return cross / (2 * decay * (1 - decay))
 
 
 def add_gradient(
-  old: Noise, squared_norm: Scalar, product: Scalar, added: Scalar
+  old: Noise, squared_norm: float, product: float, added: float
 ) -> Noise:
   """Updates signal and noise by one gradient.
 
@@ -66,27 +85,28 @@ def add_gradient(
     added: variance that the choice of completions adds, over the noise of the
       batch without pruning.
   """
-  signal = ratio(product, old.momentum)
+  if old.momentum <= 0 or not math.isfinite(squared_norm + product):
+    return old
+  signal = product / float(old.momentum)
   noise = (squared_norm - signal) / (1 + added)
-  is_measured = (old.momentum > 0) & jnp.isfinite(signal + noise)
-  mix = lambda x, y: jnp.where(is_measured, DECAY * x + (1 - DECAY) * y, x)
   return old._replace(
-    signal=mix(old.signal, signal), noise=mix(old.noise, noise)
+    signal=_mix(old.signal, signal), noise=_mix(old.noise, noise)
   )
 
 
-def add_momentum(old: Noise, decay: float, kept: Scalar) -> Noise:
+def add_momentum(old: Noise, decay: float, kept: float) -> Noise:
   """Updates the weight of earlier gradients as the optimizer does.
 
   Args:
     decay: decay of the momentum.
     kept: factor on the newest gradient, from clipping.
   """
-  return old._replace(momentum=decay * old.momentum + (1 - decay) * kept)
+  weight = decay * float(old.momentum) + (1 - decay) * kept
+  return old._replace(momentum=np.float32(weight))
 
 
 def add_signs(
-  old: Noise, squared_norm: Scalar, within: Scalar, added: Scalar
+  old: Noise, squared_norm: float, within: float, added: float
 ) -> Noise:
   """Updates the noise within prompts by one measurement.
 
@@ -95,33 +115,44 @@ def add_signs(
     within: sum of the squared norms of the completions' gradients.
   """
   total = squared_norm / (1 + added * noise_fraction(old))
-  is_finite = jnp.isfinite(within + total)
-  mix = lambda x, y: jnp.where(is_finite, DECAY * x + (1 - DECAY) * y, x)
+  if not math.isfinite(within + total):
+    return old
   return old._replace(
-    within=mix(old.within, within), total=mix(old.total, total)
+    within=_mix(old.within, within), total=_mix(old.total, total)
   )
 
 
-def noise_fraction(noise: Noise, passes: int = 1) -> Scalar:
-  """Computes `noise_fraction` of `records.StepCosts`; 1 while unknown.
+def _mix(old: Value, new: float) -> np.float32:
+  return np.float32(DECAY * float(old) + (1 - DECAY) * new)
+
+
+def noise_fraction(noise: Noise, passes: int = 1) -> float:
+  """Returns the noise's part of the gradient's squared norm; 1 while unknown.
+
+  That is `r / (1 + r)`, with `r` the noise scale over the batch size.
 
   Args:
     passes: updates on the same completions, which multiply the noise scale.
   """
-  signal = jnp.maximum(noise.signal, 0.0)
-  total = signal + jnp.maximum(noise.noise, 0.0) * passes
-  return 1 - ratio(signal, total)
+  signal = max(float(noise.signal), 0.0)
+  total = signal + max(float(noise.noise), 0.0) * passes
+  return 1 - signal / total if total > 0 else 1.0
 
 
-def within_fraction(noise: Noise) -> Scalar:
-  """Computes `within_fraction` of `records.StepCosts`; infinity if unknown."""
-  fraction = ratio(noise.within, noise.total)
-  fraction /= jnp.maximum(noise_fraction(noise), MIN_NOISE_FRACTION)
-  return jnp.where(fraction > 0, fraction, jnp.inf)
+def within_fraction(noise: Noise, unknown: float = math.inf) -> float:
+  """Returns the sum of the completions' squared gradient norms over the noise.
+
+  Args:
+    unknown: result before it is measured.
+  """
+  if noise.within <= 0 or noise.total <= 0:
+    return unknown
+  fraction = float(noise.within) / float(noise.total)
+  return fraction / max(noise_fraction(noise), MIN_NOISE_FRACTION)
 
 
 def describe(noise: Noise, num_prompts: int) -> dict[str, float]:
   """Returns metrics: the fraction, and the noise scale in prompts, limited."""
-  fraction = float(noise_fraction(noise))
+  fraction = noise_fraction(noise)
   scale = num_prompts * fraction / max(1 - fraction, 1e-9)
   return {"noise/fraction": fraction, "noise/scale": min(scale, SCALE_LIMIT)}

@@ -24,6 +24,7 @@ class PassCounts(NamedTuple):
     tokens: `[M]`, tokens in all of them.
     last_step: `[M]`, step up to which the counts have decayed.
     group_size: completions in a group; 8 until one is observed.
+    per_step: prompts of a step, 0 until one is observed.
   """
 
   right: Float[Array, "M"]
@@ -31,13 +32,15 @@ class PassCounts(NamedTuple):
   tokens: Float[Array, "M"]
   last_step: Int[Array, "M"]
   group_size: IntScalar
+  per_step: IntScalar
 
 
 def init(num_prompts: int) -> PassCounts:
   """Returns counts of 0."""
   zeros = jnp.zeros((num_prompts,), jnp.float32)
   last_step = jnp.zeros((num_prompts,), jnp.int32)
-  return PassCounts(zeros, zeros, zeros, last_step, jnp.int32(8))
+  scalars = jnp.int32(8), jnp.int32(0)
+  return PassCounts(zeros, zeros, zeros, last_step, *scalars)
 
 
 def decayed(
@@ -50,11 +53,12 @@ def decayed(
 
   Args:
     forgetting: factor on every count per epoch. In an epoch the number of
-      prompts drawn, `Q` a step, reaches the number of problems.
+      prompts drawn reaches the number of problems.
   """
   selected = jax.tree.map(lambda x: x[ids] if x.ndim else x, counts)
   steps = (step - selected.last_step).astype(jnp.float32)
-  factor = forgetting ** (steps * (len(ids) / len(counts.right)))
+  per_step = counts.per_step.astype(jnp.float32)
+  factor = forgetting ** (steps * per_step / len(counts.right))
   return selected._replace(
     right=selected.right * factor,
     wrong=selected.wrong * factor,
@@ -76,6 +80,7 @@ def update(
   Args:
     correct: correctness, clipped to [0, 1]; infinite or NaN is not counted.
   """
+  counts = counts._replace(per_step=jnp.int32(len(ids)))
   old = decayed(counts, step, ids, forgetting)
   is_counted = jnp.isfinite(correct)
   right = jnp.where(is_counted, jnp.clip(correct, 0.0, 1.0), 0.0).sum(axis=1)

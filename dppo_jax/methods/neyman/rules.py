@@ -1,5 +1,8 @@
 """Neyman allocation: unbiased pruning with minimum-variance probabilities."""
 
+from collections.abc import Callable
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,15 +18,14 @@ from dppo_jax.algo.validation import (
 )
 from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
+from dppo_jax.methods.neyman import budget as budgets
 from dppo_jax.methods.neyman import pass_rates
-from dppo_jax.methods.neyman.budget import AutoBudget
 from dppo_jax.methods.ranking import fixed_size, round_count
-from dppo_jax.records import Groups, Selection
+from dppo_jax.records import Groups, Scalar, Selection
 from dppo_jax.rng import StepRng, as_step_rng
 
 # Least size of a needed completion, relative to the largest.
 LEAST_SIZE = 1e-6
-NOISE_EVERY = 128  # steps between backward passes with random signs
 
 
 def neyman(
@@ -42,10 +44,11 @@ def neyman(
   Args:
     prompt_budget: fraction of the prompts rolled out, as in `neyman_prompts`.
     completion_budget: fraction of the completions trained on, as in
-      `neyman_completions`; "auto" for an `AutoBudget`.
+      `neyman_completions`; "auto" for a `BudgetPolicy`; the metrics.jsonl of
+      a run to repeat its choices.
     token_budget: fraction of their tokens trained on, as in `neyman_tokens`.
     min_prob: least probability of a completion or token, in [0, 1].
-    update_cost: as in `AutoBudget`. With measured times no two runs are
+    update_cost: as in `BudgetPolicy`. With measured times no two runs are
       bit-identical.
   Source: ours, after Neyman 1934 and Deville and Tille 1998; the automatic
     budget after McCandlish et al. 2018, arXiv:1812.06162. Cost-Aware Learning,
@@ -56,22 +59,56 @@ def neyman(
   """
   check(FRACTION, prompt_budget=prompt_budget, token_budget=token_budget)
   check(FINITE, update_cost=update_cost)
-  if completion_budget == "auto":
-    budget: float | AutoBudget = AutoBudget(update_cost=update_cost)
-  else:
-    limit = Limit(lambda x: 0 < float(x) <= 1, 'in (0, 1], or "auto"')
-    check(limit, completion_budget=completion_budget)
+  budget: float | None = None
+  policy: Callable[[], method.Policy] = functools.partial(
+    budgets.BudgetPolicy, update_cost
+  )
+  if completion_budget != "auto":
     unused = Limit(lambda x: x == 0, 'left out unless completion_budget="auto"')
     check(unused, update_cost=update_cost)
-    budget = float(completion_budget)  # text, if it is from the command line
-  rules = grpo()._replace(completions=neyman_completions(budget, min_prob))
+    if str(completion_budget).endswith(".jsonl"):
+      recorded = budgets.RecordedPolicy(str(completion_budget))
+      policy = lambda: recorded
+    else:
+      budget = _fixed(completion_budget)
+  rules = grpo()._replace(
+    completions=neyman_completions(budget, min_prob),
+    prune_less="raise completion_budget, prompt_budget, token_budget or "
+    "min_prob",
+  )
   if prompt_budget < 1:
     rules = rules._replace(prompts=neyman_prompts(prompt_budget))
   if token_budget < 1:
     rules = rules._replace(tokens=neyman_tokens(token_budget, min_prob))
-  if isinstance(budget, AutoBudget):
-    rules = rules._replace(reads_costs=True, noise_every=NOISE_EVERY)
+  if budget is None:
+    rules = rules._replace(budget=automatic(policy, min_prob))
   return rules
+
+
+def _fixed(budget: float | str) -> float:
+  """Returns a fixed budget, which is text if from the command line."""
+
+  def is_valid(x):
+    try:
+      return 0 < float(x) <= 1
+    except ValueError:
+      return False
+
+  words = 'in (0, 1], "auto", or the metrics.jsonl of a run'
+  check(Limit(is_valid, words), completion_budget=budget)
+  return float(budget)
+
+
+def automatic(
+  policy: Callable[[], method.Policy], min_prob: float = 0.05
+) -> method.Budget:
+  """Returns the budget of `neyman_completions` that `policy` chooses."""
+
+  def added_variance(groups, fractions):
+    size = gradient_size(groups)
+    return budgets.added_variance(groups, size, fractions, min_prob)
+
+  return method.Budget(policy, added_variance, budgets.FRACTIONS)
 
 
 def neyman_prompts(
@@ -157,7 +194,7 @@ def gradient_size(groups: Groups) -> Float[Array, "Q G"]:
 
 
 def neyman_completions(
-  budget: float | AutoBudget, min_prob: float = 0.05
+  budget: float | None = None, min_prob: float = 0.05
 ) -> method.CompletionRule:
   """Keeps a fixed number of completions, in proportion to `gradient_size`.
 
@@ -179,30 +216,29 @@ def neyman_completions(
 
   Args:
     budget: fraction of the completions drawn, in (0, 1]; at least one is kept.
-      An `AutoBudget` chooses a fraction of the needed ones.
+      None takes the rule's third argument, a fraction of the needed ones.
     min_prob: least probability of a needed completion, in [0, 1]; an even split
       of the budget if that is lower.
   Source: ours. Neyman 1934 for the probabilities, Madow 1949 for the draw.
   """
-  if isinstance(budget, AutoBudget):
-    check(FRACTION, min_keep=budget.min_keep, max_keep=budget.max_keep)
-  else:
+  if budget is not None:
     check(FRACTION, budget=budget)
   check(UNIT, min_prob=min_prob)
 
-  def rule(rng: StepRng | jax.Array, groups: Groups) -> Selection:
+  def rule(
+    rng: StepRng | jax.Array, groups: Groups, fraction: Scalar | float = 1.0
+  ) -> Selection:
     rng = as_step_rng(rng)
     size = gradient_size(groups)
     prompt = jax.lax.broadcasted_iota(jnp.int32, size.shape, 0)
     strata = (size, jnp.sign(groups.advantages), prompt)
-    if not isinstance(budget, AutoBudget):
+    if budget is None:
+      fractions = jnp.reshape(jnp.float32(fraction), (1,))
+      finite = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
+      num = budgets.expected_number(finite, fractions, min_prob)[0]
+    else:
       num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
-      return fixed_size(rng.key, size, num, min_prob, strata)
-    best = budget.choose(groups, size, min_prob)
-    chosen = fixed_size(rng.key, size, best.number, min_prob, strata)
-    return chosen.replace(
-      added_variance=best.added_variance, metrics=best.metrics
-    )
+    return fixed_size(rng.key, size, num, min_prob, strata)
 
   return rule
 

@@ -1,11 +1,14 @@
 """Causal attention over packed rows and over prompts, by several backends.
 
-A position attends to what its segment and prefix ids allow; id 0 is padding.
-The ids of rows come from `algo.packing.fill`, of prompts from `attend_prompts`.
+A row is laid out depth first: a prompt, and behind it what continues it, each
+with its own continuations. So every key is seen by one interval of queries: a
+query at `q` sees a key at `k` if and only if k <= q < end[k].
 Decoding slots attend over their cache in `kv_cache.attend`.
 """
 
+from collections.abc import Callable
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,113 +16,138 @@ from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.errors import UserError
+from dppo_jax.models import gpu_library
 from dppo_jax.models.attention import (
   blockwise,
   decode_kernel,
-  flash_kernel,
+  masked,
   splash_kernel,
 )
 from dppo_jax.models.attention.splash_kernel import LANES, MAX_BRANCHES
 
-# Each `(q, k, v, segment_ids, prefix_ids) -> out`, as `attention`. `window` and
-# `ranges` are passed by name: the first not to splash, the second to triton.
-BACKENDS = {
+# `(q, k, v, end, window) -> out`, as `attention`.
+Backend = Callable[..., Float[Array, "B L H D"]]
+
+BACKENDS: dict[str, Backend] = {
   # TPU: all rows at once, which launches fewer kernels.
   "xla": functools.partial(blockwise.attention, rows_at_once=None),
   # CPU: row by row, so that none computes blocks that only another one sees.
   "xla_by_row": functools.partial(blockwise.attention, rows_at_once=1),
-  # GPU: all pairs of tokens, since its host would wait for each loop over
-  # blocks whose length the device computes.
-  "xla_dense": blockwise.dense,
+  "xla_dense": masked.dense,  # GPU
   "splash": splash_kernel.attention,  # TPU
-  "triton": flash_kernel.attention,  # NVIDIA GPU
+  "tokamax": masked.by_kernel,  # NVIDIA GPU
 }
 
-# Pallas kernel -> the platform that it is written for.
-KERNELS = {"splash": "tpu", "triton": "gpu"}
+# Kernel -> the platform that it is written for.
+KERNELS = {"splash": "tpu", "tokamax": "gpu"}
 
 # Values of config.model.attention.
 CHOICES = ("auto", "xla", *KERNELS)
 
+# Tokens of a row whose logits plain XLA computes at once on a GPU; in longer
+# ones the host of the GPU waits for a loop over blocks.
+_LONGEST_DENSE = 2**12
 
-def choose_backend(
-  name: str,
-  platform: str,
-  row_length: int,
-  group_size: int,
-  head_dim: int,
-  has_window: bool = False,
-  dtype: str = "float32",
-) -> str:
-  """Returns the key of `BACKENDS` that a run uses.
 
-  Args:
-    name: config.model.attention, one of `CHOICES`.
+class Shapes(NamedTuple):
+  """Facts that the choice of a backend depends on.
+
+  Attributes:
     platform: platform of the mesh's devices: cpu, gpu or tpu.
     row_length: tokens in a packed row.
     group_size: completions of a prompt.
     head_dim: size of a head.
     has_window: some layers see less than the longest sequence.
     dtype: dtype of the computation.
+    capability: compute capability of a GPU.
   """
-  plain = {"cpu": "xla_by_row", "tpu": "xla"}.get(platform, "xla_dense")
-  fits = {
-    ("splash", "tpu"): row_length % LANES == 0
-    and group_size <= MAX_BRANCHES
-    and not has_window,
-    # Its blocks are powers of two.
-    ("triton", "gpu"): row_length % 16 == 0
-    # 256 in float32 exceeds the shared memory
-    and 16 <= head_dim <= (256 if dtype == "bfloat16" else 128)
-    and head_dim.bit_count() == 1,
-  }
-  if name in ("auto", "xla"):
-    kernels = [x for x in KERNELS if fits.get((x, platform)) and name == "auto"]
-    return kernels[0] if kernels else plain
-  if not fits.get((name, platform)):
-    limits = {
-      "splash": f"a TPU, config.pack.row_length a multiple of {LANES}, "
-      f"config.rollout.group_size at most {MAX_BRANCHES} and no window",
-      "triton": "a GPU, config.pack.row_length a multiple of 16 and heads of "
-      "16, 32, 64, 128 or, in bfloat16, 256 numbers",
-    }
-    window = "a window shorter than a sequence, " if has_window else ""
+
+  platform: str
+  row_length: int
+  group_size: int
+  head_dim: int
+  has_window: bool = False
+  dtype: str = "float32"
+  capability: float = gpu_library.HOPPER
+
+
+def choose_backend(name: str, shapes: Shapes) -> str:
+  """Returns the key of `BACKENDS` that a run uses.
+
+  Args:
+    name: config.model.attention, one of `CHOICES`.
+  """
+  reason, platform = obstacle(shapes), shapes.platform
+  if name in KERNELS and KERNELS[name] != platform:
+    reason = f"it needs a {KERNELS[name].upper()}, not a {platform.upper()}"
+  if name in KERNELS and reason:
     raise UserError(
-      f"config.model.attention={name} needs {limits[name]}, not a "
-      f"{platform}, rows of {row_length}, groups of {group_size}, {window}"
-      f"heads of {head_dim} and {dtype}: set it to auto"
+      f"config.model.attention={name} cannot run: {reason}; set it to auto"
     )
-  return name
+  if name != "xla" and not reason:
+    return next(x for x, where in KERNELS.items() if where == platform)
+  return plain(platform, shapes.row_length)
+
+
+def plain(platform: str, row_length: int) -> str:
+  """Returns the key of `BACKENDS` for plain XLA."""
+  if platform == "gpu":
+    return "xla_dense" if row_length <= _LONGEST_DENSE else "xla"
+  return "xla" if platform == "tpu" else "xla_by_row"
+
+
+def obstacle(shapes: Shapes) -> str:
+  """Returns why the platform's kernel cannot run; empty if it can."""
+  length, heads = shapes.row_length, f"heads have {shapes.head_dim} numbers"
+  where = f"config.pack.row_length is {length}"
+  if shapes.platform == "tpu":
+    num = shapes.group_size
+    reasons = {
+      f"{where} and no multiple of {LANES}": length % LANES,
+      f"config.rollout.group_size is {num}, above {MAX_BRANCHES}": (
+        num > MAX_BRANCHES
+      ),
+      "the model has a window shorter than a sequence": shapes.has_window,
+    }
+  elif shapes.platform == "gpu":
+    missing = gpu_library.obstacle(shapes.dtype, shapes.capability)
+    is_blackwell = shapes.capability >= gpu_library.BLACKWELL
+    reasons = {
+      missing: bool(missing),
+      f"{where} and no multiple of {gpu_library.BLOCK}": (
+        length % gpu_library.BLOCK
+      ),
+      f"{where}, above {masked.LONGEST}": length > masked.LONGEST,
+      f"{heads}, above 128 on a Blackwell": (
+        shapes.head_dim > 128 and is_blackwell
+      ),
+    }
+  else:
+    return "there is no kernel for it"
+  return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def attention(
   q: Float[Array, "B L H D"],
   k: Float[Array, "B L K D"],
   v: Float[Array, "B L K D"],
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None = None,
+  end: Int[Array, "B L"] | None,
   backend: str = "xla",
-  ranges: tuple[Int[Array, "B n"], ...] | None = None,
   window: tuple[Int[Array, "B L"], Int[Array, "B L"]] | None = None,
 ) -> Float[Array, "B L H D"]:
-  """Computes causal attention within segments.
+  """Computes causal attention within the sequences of rows.
 
-  A token sees those at or before it in its row that have its segment id or its
-  prefix id, if any. The output of padding is undefined. Logits are float32 and
-  exist for one pair of blocks at a time, in the backward pass too.
+  Logits are float32 and, but for `xla_dense`, exist for one pair of blocks at a
+  time, in the backward pass too.
 
   Args:
+    end: one past the last query that sees each key, its own place included;
+      None if all later ones do, which the blocks of plain XLA do not take.
     backend: a key of `BACKENDS`.
-    ranges: result of `block_ranges`, to compute it once for all layers.
     window: each token's position in its sequence, and the first position
       that it sees; None if it sees all, as in the kernel for TPUs.
   """
-  more = {"ranges": ranges, "window": window}
-  more = {name: x for name, x in more.items() if x is not None}
-
-  def run(q, k, v, segment_ids, prefix_ids, more):
-    return BACKENDS[backend](q, k, v, segment_ids, prefix_ids, **more)
-
+  run = BACKENDS[backend]
   if axis_names := sharding.free_axes():
     # Each device computes its own rows and heads: the compiler knows neither
     # how many blocks a row needs nor how to partition a kernel.
@@ -127,24 +155,17 @@ def attention(
     by_row = sharding.unclaimed_spec("batch", None)
     run = jax.shard_map(
       run,
-      in_specs=(by_head,) * 3 + (by_row,) * 3,
+      in_specs=(by_head,) * 3 + (by_row,) * 2,
       out_specs=by_head,
       axis_names=axis_names,
       check_vma=False,
     )
-  return run(q, k, v, segment_ids, prefix_ids, more)
+  return run(q, k, v, end, window)
 
 
-def block_ranges(
-  segment_ids: Int[Array, "B L"],
-  prefix_ids: Int[Array, "B L"] | None,
-  backend: str,
-  head_dim: int,
-) -> tuple[Int[Array, "B n"], ...] | None:
-  """Returns what a backend computes from the ids alone; None if nothing."""
-  if backend != "triton":
-    return None
-  return flash_kernel.block_ranges(segment_ids, prefix_ids, head_dim)
+def seen_by_itself(end: Int[Array, "B L"]) -> Int[Array, "B L"]:
+  """Returns `end`, but at least one past the key's own place."""
+  return jnp.maximum(end, 1 + jnp.arange(end.shape[1], dtype=jnp.int32))
 
 
 def attend_prompts(
@@ -157,7 +178,8 @@ def attend_prompts(
 ) -> Float[Array, "B L H D"]:
   """Computes causal attention of one sequence per row, padded at its end.
 
-  Rows may be of any length: for a kernel they are padded to full blocks.
+  Rows may be of any length: for a kernel they are padded to full blocks. What
+  follows a sequence is not seen by it, and its output is undefined.
 
   Args:
     oldest: first position that each token sees; None for 0.
@@ -166,13 +188,13 @@ def attend_prompts(
   padding = 0, -length % LANES if backend in KERNELS else 0
   pad = (0, 0), padding, (0, 0), (0, 0)
   q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-  index = jnp.arange(q.shape[1], dtype=jnp.int32)
-  ids = (index < lengths[:, None]).astype(jnp.int32)
+  end = seen_by_itself(jnp.broadcast_to(lengths[:, None], q.shape[:2]))
   window = None
   if oldest is not None:
-    window = jnp.broadcast_to(index, ids.shape), jnp.pad(oldest, pad[:2])
+    index = jnp.arange(q.shape[1], dtype=jnp.int32)
+    window = jnp.broadcast_to(index, end.shape), jnp.pad(oldest, pad[:2])
   if backend in KERNELS:
-    out = attention(q, k, v, ids, backend=backend, window=window)
+    out = attention(q, k, v, None, backend, window)
     return out[:, :length]
   # Plain XLA: the compiler spreads heads by itself, and takes any row count.
-  return BACKENDS[backend](q, k, v, ids, ids, window=window)
+  return BACKENDS[backend](q, k, v, end, window)

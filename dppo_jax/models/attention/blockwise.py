@@ -1,8 +1,8 @@
 """Attention by pairs of blocks in plain XLA, for rows of any length.
 
 A pair of blocks is skipped if its queries see none of its keys in any of the
-rows that are handled at once: keys that follow the queries, padding and, where
-the ids of a packed row ascend, other sequences. The softmax is accumulated
+rows that are handled at once: keys that follow the queries, and keys whose
+interval of queries ends before them. The softmax is accumulated
 over key blocks as in flash attention (https://arxiv.org/abs/2205.14135), in
 the backward pass recomputed from its saved log-sum-exp.
 """
@@ -27,17 +27,14 @@ class _Blocks(NamedTuple):
   of the same rows, beginning with the `num_seen` that it sees in any row.
   """
 
-  segment: Int[Array, "N R c"]
-  prefix: Int[Array, "N R c"]
+  end: Int[Array, "N R c"]
   window: tuple[Int[Array, "N R c"], Int[Array, "N R c"]] | None
   start: Int[Array, "N"]  # index of the first token in its row
   seen: Int[Array, "N n"]
   num_seen: Int[Array, "N"]
 
 
-def attention(
-  q, k, v, segment_ids, prefix_ids=None, window=None, rows_at_once=1
-):
+def attention(q, k, v, end, window=None, rows_at_once=1):
   """Computes `models.attention.attention`.
 
   Args:
@@ -46,13 +43,12 @@ def attention(
   """
   batch, length, heads, dim = q.shape
   kv_heads, rows = k.shape[2], rows_at_once or batch
-  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
   block = min(length, BLOCK)
-  end = sharding.round_up(length, block)
+  padded = sharding.round_up(length, block)
 
   def in_blocks(x):
-    x = jnp.pad(x, ((0, 0), (0, end - length), *((0, 0),) * (x.ndim - 2)))
-    x = x.reshape(-1, rows, end // block, block, *x.shape[2:])
+    x = jnp.pad(x, ((0, 0), (0, padded - length), *((0, 0),) * (x.ndim - 2)))
+    x = x.reshape(-1, rows, padded // block, block, *x.shape[2:])
     return x.swapaxes(1, 2).reshape(-1, rows, block, *x.shape[4:])
 
   q = in_blocks(q * jnp.asarray(dim**-0.5, q.dtype))
@@ -61,66 +57,38 @@ def attention(
     q.transpose(0, 1, 3, 4, 2, 5),
     in_blocks(k).swapaxes(2, 3),
     in_blocks(v).swapaxes(2, 3),
-    _blocks(
-      in_blocks(segment_ids),
-      in_blocks(prefix_ids),
-      jax.tree.map(in_blocks, window),
-      end // block,
-    ),
+    _blocks(in_blocks(end), jax.tree.map(in_blocks, window), padded // block),
   )
   out = out.transpose(0, 1, 4, 2, 3, 5)
-  out = out.reshape(-1, end // block, rows, block, heads, dim)
-  return out.swapaxes(1, 2).reshape(batch, end, heads, dim)[:, :length]
-
-
-def dense(q, k, v, segment_ids, prefix_ids=None, window=None):
-  """Computes `models.attention.attention` with all logits of a row at once."""
-  prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-  is_seen = segment_ids[:, :, None] == segment_ids[:, None]
-  is_seen |= prefix_ids[:, :, None] == segment_ids[:, None]
-  if window is not None:
-    position, oldest = window
-    is_seen &= position[:, None] >= oldest[:, :, None]
-  return jax.nn.dot_product_attention(
-    q, k, v, mask=is_seen[:, None], is_causal=True, implementation="xla"
-  )
+  out = out.reshape(-1, padded // block, rows, block, heads, dim)
+  return out.swapaxes(1, 2).reshape(batch, padded, heads, dim)[:, :length]
 
 
 def _blocks(
-  segment: Int[Array, "N R c"],
-  prefix: Int[Array, "N R c"],
+  end: Int[Array, "N R c"],
   window: tuple[Int[Array, "N R c"], Int[Array, "N R c"]] | None,
   per_row: int,
 ) -> _Blocks:
-  """Finds the pairs of blocks that share a segment.
+  """Finds the pairs of blocks that attend.
 
-  The test is whether an id of the queries lies between the least and the
-  greatest id of the keys: if a row's ids do not ascend, some pairs share none.
-  With a window, some query must see the last position of the keys.
+  The first query must come before the largest end of the keys. With a window,
+  some query must see the last position of the keys.
   """
   by_row = lambda x: x.reshape(-1, per_row, *x.shape[1:])
-  least, most = by_row(segment.min(-1)), by_row(segment.max(-1))
-
-  def holds(ids):
-    ids = by_row(ids)[:, :, None]
-    is_inside = least[:, None, ..., None] <= ids
-    is_inside &= ids <= most[:, None, ..., None]
-    return (is_inside & (ids > 0)).any((-2, -1))
-
-  # Each block sees itself in any case, so that padding gets finite numbers.
-  is_itself = jnp.eye(per_row, dtype=bool)
-  sees = holds(segment) | holds(prefix)
+  start = jnp.arange(per_row, dtype=jnp.int32) * end.shape[2]
+  last = by_row(end.max((1, 2)))
+  sees = start[:, None] < last[:, None]
   if window is not None:
     position, oldest = map(by_row, window)
     sees &= (position.max(-1)[:, None] >= oldest.min(-1)[:, :, None]).any(-1)
-  sees = jnp.tril(sees | is_itself)
+  # Each block sees itself in any case, so that padding gets finite numbers.
+  sees = jnp.tril(sees | jnp.eye(per_row, dtype=bool))
   seen = jnp.argsort(~sees, axis=2, stable=True).astype(jnp.int32)
-  first = jnp.arange(0, len(segment), per_row, dtype=jnp.int32)
+  first = jnp.arange(0, len(end), per_row, dtype=jnp.int32)
   return _Blocks(
-    segment,
-    prefix,
+    end,
     window,
-    _index(segment) % per_row * segment.shape[2],
+    _index(end) % per_row * end.shape[2],
     (seen + first[:, None, None]).reshape(-1, per_row),
     sees.sum(2, dtype=jnp.int32).reshape(-1),
   )
@@ -198,12 +166,10 @@ _index = lambda x: jnp.arange(len(x), dtype=jnp.int32)
 def _logits(q_i, k_j, blocks: _Blocks, i, j) -> Float[Array, "R K G q s"]:
   """Float32 logits of query block `i` against key block `j`."""
   offset = jnp.arange(q_i.shape[-2], dtype=jnp.int32)
-  is_past = (blocks.start[i] + offset)[:, None] >= blocks.start[j] + offset
-  keys = blocks.segment[j][:, None]
-  is_seen = blocks.segment[i][..., None] == keys
-  is_seen |= blocks.prefix[i][..., None] == keys
+  query, key = (blocks.start[i] + offset)[:, None], blocks.start[j] + offset
+  is_seen = (key <= query) & (query < blocks.end[j][:, None])
   if blocks.window is not None:
     position, oldest = blocks.window
     is_seen &= position[j][:, None] >= oldest[i][..., None]
   logits = _einsum("rhgqd,rhsd->rhgqs", q_i, k_j)
-  return jnp.where((is_seen & is_past)[:, None, None], logits, MASKED)
+  return jnp.where(is_seen[:, None, None], logits, MASKED)

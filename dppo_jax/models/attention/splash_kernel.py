@@ -1,9 +1,9 @@
 """Attention over packed rows by JAX's splash kernel for TPUs.
 
-It supports segments but no prefix that several segments share: here a segment
-is a prompt with all its completions, and further dimensions of queries and
-keys mask sibling completions. Their product is 0 where a key may be seen and
-very negative where it belongs to a sibling.
+It supports segments but no tree of them: here a segment is a tree, a prompt
+with all that continues it, and further dimensions of queries and keys mask
+branches. Their product is 0 where a key may be seen and very negative where the
+query is outside of the key's interval.
 """
 
 import math
@@ -12,17 +12,20 @@ import jax
 from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
 
-MAX_BRANCHES = 64  # completions that may share a prompt within a row
+MAX_BRANCHES = 64  # of a tree, such as completions that share a prompt
 LANES = 128  # tokens of the smallest block; a row is a multiple of it
 _FAR = 2.0**15  # a power of two, so that its product is exact in any dtype
 
 
-def attention(q, k, v, segment_ids, prefix_ids=None, interpret=False):
+def attention(q, k, v, end, window=None, interpret=False):
   """Computes `models.attention.attention`.
 
   Args:
+    window: None, since the kernel has none.
     interpret: emulates the kernel on any platform, slowly.
   """
+  if window is not None:
+    raise NotImplementedError("splash attention has no window of positions")
   length, heads, dim = q.shape[1:]
   block = math.gcd(length, 512)
   mask = splash_attention.CausalMask((length, length))
@@ -34,27 +37,33 @@ def attention(q, k, v, segment_ids, prefix_ids=None, interpret=False):
     interpret=interpret,
   )
   q = q * jnp.asarray(dim**-0.5, q.dtype)
-  q, k, groups = _with_branches(q, k, segment_ids, prefix_ids)
-  ids = splash_attention.SegmentIds(groups, groups)
+  ids = None
+  if end is not None:
+    q, k, tree = _with_branches(q, k, end)
+    ids = splash_attention.SegmentIds(tree, tree)
   heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
   return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
 
 
-def _with_branches(q, k, segment_ids, prefix_ids):
-  """Returns queries and keys that mask siblings, and ids that do not.
+def _with_branches(q, k, end):
+  """Returns queries and keys that mask branches, and the trees' ids.
 
-  A prompt and its completions are neighbours in a row with consecutive ids.
-  A query of completion `a` gets the unit vector of `a`; a key of completion `b`
-  gets -FAR everywhere but at `b`. All others get zeros.
+  A tree begins where no earlier key is seen any more, a branch where `end`
+  changes; branches are numbered from 0, the root, depth first. A key is seen by
+  its branch and those that follow up to a last one, within its tree. A query
+  gets the unit vector of its branch; a key gets -FAR at those after its last.
   """
-  if prefix_ids is None:
-    return q, k, segment_ids
-  # A completion's number from 1 among those that share its prompt; 0 for the
-  # prompt, and for a sequence that shares none.
-  branch = segment_ids - prefix_ids
-  unit = jax.nn.one_hot(branch - 1, MAX_BRANCHES, dtype=q.dtype)
-  others = jnp.where(branch[..., None] > 0, (unit - 1) * _FAR, 0)
+  shift = lambda x: jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+  index = jnp.arange(end.shape[1], dtype=jnp.int32)
+  is_root = shift(jax.lax.cummax(end, axis=1)) <= index
+  branch = jnp.cumsum(is_root | (end != shift(end)), axis=1, dtype=jnp.int32)
+  branch -= jax.lax.cummax(jnp.where(is_root, branch, 0), axis=1)
+  last = jnp.take_along_axis(branch, end - 1, axis=1)
+  number = jnp.arange(1, MAX_BRANCHES + 1, dtype=jnp.int32)
+  unit = (branch[..., None] == number).astype(q.dtype)
+  others = jnp.where(last[..., None] < number, -_FAR, 0.0).astype(k.dtype)
   extend = lambda x, more: jnp.concatenate(
     [x, jnp.broadcast_to(more[:, :, None], (*x.shape[:3], MAX_BRANCHES))], -1
   )
-  return extend(q, unit), extend(k, others.astype(k.dtype)), prefix_ids
+  tree = jnp.cumsum(is_root, axis=1, dtype=jnp.int32)
+  return extend(q, unit), extend(k, others), tree

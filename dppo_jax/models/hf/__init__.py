@@ -6,6 +6,7 @@ from dppo_jax.models.hf.reader import (
   fetch,
   has_images,
   load,
+  max_positions,
   read_config,
   stored_dtype,
 )

@@ -33,6 +33,7 @@ class Family(NamedTuple):
   has_qk_norm: bool = False
   head_dim: int | None = None  # default; None for embed / heads
   has_experts: bool = False
+  has_local_layers: bool = False  # with a window and rotary settings of theirs
   fields: Mapping[str, Any] = MappingProxyType({})
   defaults: Mapping[str, Any] = MappingProxyType({})
 
@@ -50,6 +51,7 @@ FAMILIES = {
     "gemma3_text",
     has_qk_norm=True,
     head_dim=256,
+    has_local_layers=True,
     fields={
       "has_post_norms": True,
       "has_zero_centred_norms": True,
@@ -240,13 +242,13 @@ def from_settings(
   rope = {k: v for k, v in settings.items() if k == "rope_theta"}
   new = settings.get("rope_parameters", {})  # as transformers 5 writes it
   by_type = {}
-  if new and "sliding_window" in family.defaults:  # others are ignored there
+  if new and family.has_local_layers:  # others are ignored there
     kinds = {"full_attention": dict, "sliding_attention": dict | None}
     by_type = json_object.check(new, kinds, f"{_LABEL}rope_parameters.")
     new = by_type["full_attention"]
   rope |= settings.get("rope_scaling") or new
   rope.setdefault("rope_type", rope.get("type", "default"))
-  local = _local_layers(settings, by_type)
+  local = _local_layers(settings, by_type) if family.has_local_layers else None
   _check_supported({**settings, **rope}, family)
   heads = _get(settings, "num_attention_heads")
   defaults = {
@@ -297,22 +299,21 @@ def text_part(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings
   part = settings.get("text_config") or {}
   part = json_object.check(part, _OPTIONAL_KINDS, _LABEL)
-  part = part | {"architectures": [TEXT_PARTS[name]]}
-  if "eos_token_id" in settings:
-    part["eos_token_id"] = settings["eos_token_id"]
+  # transformers ignores the inner key, and takes the outer one to be true.
+  key = "tie_word_embeddings"
+  part = part | {"architectures": [TEXT_PARTS[name]], key: True}
+  part |= {k: settings[k] for k in (key, "eos_token_id") if k in settings}
   return part
 
 
 def _local_layers(
   settings: Mapping[str, Any], rope: Mapping[str, Any]
 ) -> LocalLayers | None:
-  """Returns the local layers of a family that has them.
+  """Returns the local layers of a model; None if all layers are global.
 
   Args:
     rope: rotary settings by the type of a layer.
   """
-  if "rope_local_base_freq" not in settings:
-    return None
   rope = {"rope_type": "default", **(rope.get("sliding_attention") or {})}
   if rope["rope_type"] != "default":
     raise UserError(
@@ -344,10 +345,10 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
   scaling, family = None, FAMILIES[config.family]
   if config.rope_scaling:
     fields = config.rope_scaling._asdict().items()
-    scaling = {ROPE_KEYS[k]: x for k, x in fields if x is not None}
+    scaling = {ROPE_KEYS[k]: x for k, x in fields if x}
     scaling["rope_type"] = "llama3" if len(scaling) > 1 else "linear"
-  more = {"hidden_act": config.activation}
-  if family.defaults:  # transformers has the same ones
+  more: dict[str, Any] = {"hidden_act": config.activation}
+  if family.has_local_layers:
     more = {
       "hidden_activation": config.activation,
       "query_pre_attn_scalar": config.query_size or config.head_dim,
@@ -386,7 +387,7 @@ def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
     supported["attention_bias"] = (False,)
   known_types = {"full_attention"}
-  if "sliding_window_pattern" in family.defaults:
+  if family.has_local_layers:
     known_types.add("sliding_attention")
   if set(settings.get("layer_types", ())) - known_types:
     supported["layer_types"] = ()

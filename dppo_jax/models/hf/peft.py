@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 import numpy as np
 
 from dppo_jax.errors import UserError
@@ -40,14 +41,16 @@ _SUPPORTED = {
 }
 
 
-def load(path: str, config: ModelConfig, shardings: Params) -> Params:
+def load(
+  path: str | pathlib.Path, config: ModelConfig, shardings: PyTree
+) -> Params:
   """Returns float32 adapters, `{"adapters": ...}`, placed by `shardings`."""
   tensors = reader.open_tensors(path, WEIGHTS)
   table = parameters.trainable_table(config)
   return reader.read_table(path, tensors, table, shardings, "float32")
 
 
-def check(path: str, config: ModelConfig) -> None:
+def check(path: str | pathlib.Path, config: ModelConfig) -> None:
   """Raises UserError unless `path` has the adapters that `config` describes."""
   label, adapters = f"config.lora.adapter {path}", config.lora
   for name in (CONFIG, WEIGHTS):
@@ -92,7 +95,11 @@ def check(path: str, config: ModelConfig) -> None:
 
 
 def save(
-  path: str, params: Params, config: ModelConfig, base: str, dtype: str
+  path: str | pathlib.Path,
+  params: Params,
+  config: ModelConfig,
+  base: str,
+  dtype: str,
 ) -> None:
   """Writes the adapters of weights, for `peft.PeftModel.from_pretrained`.
 
@@ -101,6 +108,8 @@ def save(
       if there is none.
     dtype: dtype of the file: float32, bfloat16 or float16.
   """
+  if config.lora is None:
+    raise ValueError("the model has no adapters: its config.lora is None")
   out = pathlib.Path(path)
   out.mkdir(parents=True, exist_ok=True)
   settings = _settings(config.lora, base)

@@ -5,6 +5,7 @@ import pathlib
 
 import huggingface_hub
 import jax
+from jaxtyping import PyTree
 import numpy as np
 import safetensors
 
@@ -49,32 +50,44 @@ HUB_SECONDS = 10  # timeout for a hub that does not answer
 
 
 def fetch(hub_id: str) -> str:
-  """Returns the directory of a hub's checkpoint, downloaded unless cached."""
-  reason = None
+  """Returns the directory of a hub's checkpoint, downloaded unless cached.
+
+  Args:
+    hub_id: OWNER/NAME or OWNER/NAME@REVISION, a branch, tag or commit.
+  """
+  reason: Exception | None = None
+  name, _, revision = hub_id.partition("@")
   try:
     # First, since snapshot_download waits forever for a silent hub.
-    huggingface_hub.model_info(hub_id, timeout=HUB_SECONDS)
+    huggingface_hub.model_info(
+      name, revision=revision or None, timeout=HUB_SECONDS
+    )
   except Exception as error:  # the library's, its transport's or the system's
     reason = error
   try:
     return huggingface_hub.snapshot_download(
-      hub_id,
+      name,
+      revision=revision or None,
       allow_patterns=["config.json", "model*.safetensors", INDEX, *COMPANIONS],
       local_files_only=reason is not None,
     )
   except Exception as error:
     reason = reason or error
-    first_line = str(reason).partition("\n")[0]
-    raise errors.of_hub(
+    if pathlib.Path(hub_id).exists():
+      raise UserError(
+        f"config.model.hub_id {hub_id!r} is no model of the hub but a path: "
+        "pass it as config.model.path"
+      ) from None
+    raise errors.of_server(
       reason,
-      f"cannot fetch {hub_id} ({type(reason).__name__}: {first_line}): where "
-      f"the hub is reachable, run `hf download {hub_id} --local-dir DIR`; then "
-      "pass --config.model.path=DIR",
+      f"cannot fetch {hub_id} ({errors.first_line(reason)}): where "
+      f"the hub is reachable, run `hf download {name} --local-dir DIR`; then "
+      "pass --config.model.path=DIR, as for any directory",
     ) from None
 
 
 def read_config(
-  path: str, dtype: str = "float32", remat: str = "layers"
+  path: str | pathlib.Path, dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """Returns the model of the checkpoint in directory `path`."""
   if not pathlib.Path(path).is_dir():
@@ -86,16 +99,16 @@ def read_config(
     raise UserError(f"{path}: {error}") from None
 
 
-def check(path: str) -> None:
+def check(path: str | pathlib.Path) -> None:
   """Raises the errors of `load` without reading the weights."""
   _open_model(path, read_config(path))
 
 
 def load(
-  path: str,
+  path: str | pathlib.Path,
   dtype: str = "float32",
   remat: str = "layers",
-  shardings: Params | None = None,
+  shardings: PyTree | None = None,
   param_dtype: str = "float32",
 ) -> tuple[Params, ModelConfig]:
   """Returns the weights and the model of the checkpoint in `path`.
@@ -114,10 +127,10 @@ def load(
 
 
 def read_table(
-  path: str,
+  path: str | pathlib.Path,
   tensors: Mapping[str, Stored],
   table: Mapping[str, parameters.Param],
-  shardings: Params | None,
+  shardings: PyTree | None,
   dtype: str,
 ) -> Params:
   """Returns the declared weights, read from the file of each tensor."""
@@ -142,19 +155,29 @@ def read_table(
   return parameters.unflatten(flat)
 
 
-def has_images(path: str) -> bool:
+def has_images(path: str | pathlib.Path) -> bool:
   """Returns True for a checkpoint with images: only its text part is read."""
   settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   return families.text_part(settings) is not settings
 
 
-def stored_dtype(path: str) -> str:
+def max_positions(path: str | pathlib.Path) -> int:
+  """Returns the number of positions that a checkpoint was made for."""
+  settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
+  key = "max_position_embeddings"
+  text = json_object.check(families.text_part(settings), {key: int | None})
+  return text.get(key) or 2**31
+
+
+def stored_dtype(path: str | pathlib.Path) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
   file, name = _open_model(path, read_config(path))[_EMBED]
   return FLOATS[file.get_slice(name).get_dtype()]
 
 
-def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
+def open_tensors(
+  path: str | pathlib.Path, weights: str = WEIGHTS
+) -> dict[str, Stored]:
   """Returns each tensor by its name in a model of text alone.
 
   In a checkpoint of a model with images, the text part's tensors have a further
@@ -171,7 +194,7 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
       )
     index = json_object.read(path / INDEX, {"weight_map": dict[str, str]})
     files = sorted(set(index["weight_map"].values()))
-  tensors = {}
+  tensors: dict[str, Stored] = {}
   for file in files:
     try:
       opened = safetensors.safe_open(path / file, framework="numpy")
@@ -182,10 +205,14 @@ def open_tensors(path: str, weights: str = WEIGHTS) -> dict[str, Stored]:
       ) from None
     tensors |= {name: (opened, name) for name in opened.keys()}
   text = {k: x for k, x in tensors.items() if _TEXT in k}
+  if text and _HEAD in tensors:
+    text[_HEAD] = tensors[_HEAD]
   return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
-def _open_model(path: str, config: ModelConfig) -> dict[str, Stored]:
+def _open_model(
+  path: str | pathlib.Path, config: ModelConfig
+) -> dict[str, Stored]:
   """Opens the tensors; raises UserError unless they are the model's."""
   tensors, shapes = open_tensors(path), {}
   for name, (file, stored_name) in tensors.items():
@@ -212,7 +239,7 @@ def _open_model(path: str, config: ModelConfig) -> dict[str, Stored]:
 
 
 def compare_shapes(
-  path: str,
+  path: str | pathlib.Path,
   shapes: Mapping[str, tuple[int, ...]],
   table: Mapping[str, parameters.Param],
 ) -> None:

@@ -23,12 +23,12 @@ SHARD_BYTES = 5 * 10**9  # size of the largest file, as in the hub's tools
 
 
 def save(
-  path: str,
+  path: str | pathlib.Path,
   params: Params,
   config: ModelConfig,
   *,
   dtype: str = "float32",
-  source: str = "",
+  source: str | pathlib.Path = "",
   settings: Mapping[str, Any] | None = None,
   generation: Mapping[str, Any] | None = None,
   shard_bytes: int = SHARD_BYTES,
@@ -64,7 +64,9 @@ def save(
   write_weights(out, flat, dtype, shard_bytes)
 
 
-def _settings(config: ModelConfig, source: str) -> dict[str, Any]:
+def _settings(
+  config: ModelConfig, source: str | pathlib.Path
+) -> dict[str, Any]:
   """Returns the content of config.json without the dtype."""
   settings = families.to_settings(config)
   if source:
@@ -116,8 +118,8 @@ def write_weights(
     # safetensors ignores the umask and makes its file private.
     (out / name).chmod(next(out.glob("*config.json")).stat().st_mode)
   if split.is_sharded:
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    _write_json(out / reader.INDEX, index)
+    files = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    _write_json(out / reader.INDEX, files)
 
 
 def _stored(part: np.ndarray, tensor: str, dtype: str) -> np.ndarray:

@@ -110,7 +110,6 @@ def check(args) -> None:
   experience = train_step.Experience(
     prompts, drawn, rewards, np.float32(work.PROMPTS), counts={}, samples=[]
   )
-  config = run.spec.update_config
   with jax.set_mesh(run.spec.mesh):
     step = train_step.TrainStep(
       run.spec, run.train_set, run.tokenizer, grader=None
@@ -121,7 +120,7 @@ def check(args) -> None:
     state = jax.jit(start, out_shardings=shardings)(run.initial_params())
     (batch,) = step.select(rng_at(run.spec.root_key, 0), experience, state)
     score = lambda params, *batch_args: update.score(
-      params, config, *batch_args
+      params, *batch_args, spec=run.spec
     )
     stats = jax.jit(score)(state.params, batch.rows, batch.num_micro)
     is_trained = np.asarray(batch.rows.is_trained)
@@ -133,7 +132,7 @@ def check(args) -> None:
   out = {
     "prompt_ids": [row[:n].tolist() for row, n in lengths],
     "logprobs": logprobs.tolist(),
-    "norm": float(info.grad_norm),
+    "norm": float(info["update/grad_norm"]),
   }
   args.out.write_text(json.dumps(out))
 

@@ -46,7 +46,7 @@ def test_check_scores_every_token_of_its_sequences(tmp_path):
     model,
     tokens,
     np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape),
-    np.int32(tokens != work.PAD),
+    np.where(tokens != work.PAD, np.int32(tokens.shape[1]), 0),
   )
   logits = transformer.logits(params, model, hidden)
   for row in range(work.BATCH):

@@ -1,0 +1,219 @@
+"""Seconds of a step from operations, bytes and efficiencies.
+
+A stage takes the time of its matrix products at a fraction of the peak rate,
+and then the time of its memory traffic at a fraction of the bandwidth. Not
+counted: messages between devices, launches, the pruning and
+dynamic sampling of a method, and rewards other than `math`.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dppo_jax import sharding
+from dppo_jax.errors import UserError
+from dppo_jax.models import kv_cache, lora
+from dppo_jax.planning import flops, memory, targets
+from dppo_jax.run.setup import Run
+from dppo_jax.step import abstract_values
+from dppo_jax.step import tokens as scoring
+from dppo_jax.step.spec import StepSpec
+
+# Fractions of the peak rate and of the bandwidth that stages reach.
+# Accelerators: published fractions of training, without recomputation, are 0.21
+# (marin, Qwen3-32B on v5p), 0.24 (Megatron, Qwen3-30B-A3B on H100) and 0.40
+# (MaxText on v6e); their mean and a recomputed forward pass make 0.4. 0.8 is
+# assumed. CPU: the update of wide models in experiments/04_speed, without its
+# padding; XLA copies a weight before the product, which reads, writes and reads
+# it.
+EFFICIENCY = {"cpu": (0.75, 0.33), "gpu": (0.4, 0.8), "tpu": (0.4, 0.8)}
+# Width at which products on a CPU are half as fast as in wide models, the
+# fraction of a packed row in use, and seconds of selecting and packing a
+# completion, all from experiments/04_speed; seconds of grading by `math`, from
+# experiments/07_grading.
+_NARROW, _FILL, _SELECT, _GRADE = 70, 0.94, 3e-5, 1e-2
+# Passes of an update: forward, backward for inputs and for weights, and
+# recomputed.
+_PASSES = {"layers": 4, "dots": 3, "none": 3}
+
+Stages = dict[str, memory.Parts]  # bytes by stage and purpose
+
+
+class Assumptions(NamedTuple):
+  """Assumptions of an estimate that no config knows.
+
+  Attributes:
+    prompt, completion: mean tokens.
+    trained: fraction of the completions that an update trains on.
+    products: fraction of `flops` that matrix products reach.
+    memory: fraction of `bandwidth` that memory traffic reaches.
+    flops, bandwidth: peak operations and bytes a second of a device.
+  """
+
+  prompt: float
+  completion: float
+  trained: float
+  products: float
+  memory: float
+  flops: float
+  bandwidth: float
+
+  def seconds(self, operations: float, size: float) -> float:
+    """Seconds of operations in products and of bytes read or written."""
+    traffic = size / (self.bandwidth * self.memory)
+    return operations / (self.flops * self.products) + traffic
+
+
+def assume(
+  run: Run, hardware: targets.Hardware, changes: str = ""
+) -> Assumptions:
+  """Returns assumptions; a CPU is measured, which takes a second.
+
+  Prompts have their own lengths and completions half of the limit. An update
+  trains on the completions with a gradient: if prompts are solved with chances
+  that are uniform in (0, 1), the G rewards of a group are equal with
+  probability 2 / (G + 1).
+
+  Args:
+    changes: other values, such as `completion=800,products=0.5`.
+  """
+  spec, peaks = run.spec, hardware.peaks
+  products, traffic = EFFICIENCY[hardware.platform]
+  if hardware.platform == "cpu":
+    operations, size = ceilings(spec.model.dtype)
+    peaks = operations / hardware.num, size / hardware.num
+    products *= spec.model.embed / (spec.model.embed + _NARROW)
+  trained = (spec.group_size - 1) / (spec.group_size + 1)
+  if spec.objective.has_kl or spec.method.trains_zero_advantage:
+    trained = 1.0
+  assert run.train_set is not None  # None only in runs without training
+  prompt = float(run.train_set.lengths.mean())
+  limit = spec.sampling.max_tokens
+  usual = Assumptions(prompt, limit / 2, trained, products, traffic, *peaks)
+  try:
+    pairs = (x.partition("=") for x in changes.split(",") if x)
+    changed = usual._replace(**{name: float(x) for name, _, x in pairs})
+    fractions = changed.trained, changed.products, changed.memory
+    if not all(0 < x < math.inf for x in changed) or max(fractions) > 1:
+      raise ValueError
+  except (TypeError, ValueError):
+    raise UserError(
+      f"--assume is {changes!r} but must be NAME=NUMBER,... above 0, with NAME "
+      f"one of {', '.join(usual._fields)}; the fractions trained, products and "
+      "memory are at most 1"
+    ) from None
+  return changed
+
+
+def ceilings(
+  dtype: str, clock: Callable[[], float] = time.perf_counter, repeats: int = 5
+) -> tuple[float, float]:
+  """Measures the operations and bytes a second of plain JAX, as medians.
+
+  Operations are of a square product; bytes of 256 MiB are read and written.
+  """
+
+  def timed(step, x):
+    spent = []
+    for _ in range(repeats + 1):  # the first one compiles
+      start = clock()
+      x = jax.block_until_ready(step(x))
+      spent.append(clock() - start)
+    return statistics.median(spent[1:])
+
+  size = 2048 if jax.default_backend() == "cpu" else 8192
+  square = jax.random.normal(jax.random.key(0), (size, size)) / size**0.5
+  rate = 2 * size**3 / timed(jax.jit(lambda x: x @ x), square.astype(dtype))
+  held = jnp.ones(1 << 26, jnp.float32)  # past every cache
+  # In place: pages that were never touched would be timed too.
+  sweep = jax.jit(lambda x: x + 1, donate_argnums=0)
+  return rate, 2 * 4 * held.size / timed(sweep, held)
+
+
+def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
+  """Seconds of a step by stage.
+
+  The rows of an update hold the prompt of each trained group once. Padding
+  costs as much as tokens, and the last micro-batch is half empty.
+
+  Args:
+    held: result of `memory.estimate`.
+  """
+  spec, model, p = run.spec, run.spec.model, run.spec.packing
+  prompt, mean, reward = assumed.prompt, assumed.completion, run.config.reward
+  groups = assumed.trained * spec.num_prompts / spec.mini_batches
+  tokens = groups * spec.group_size * mean
+  capacity = p.row_length * p.rows_per_micro
+  micros = max((tokens + groups * prompt) / (_FILL * capacity) + 0.5, 1)
+  pairs = tokens * (prompt + mean / 2) + groups * prompt**2 / 2
+  forward = flops.forward(model, micros * capacity, tokens, pairs)
+  forward *= spec.num_updates / spec.mesh.size
+  passes = _PASSES[model.remat] - bool(model.lora) + spec.objective.has_kl
+  # Gradients of all micro-batches and of one; state is read and written.
+  moved = held["update"]["gradients"] * (2 * micros + 1.5)
+  moved += 2 * held["update"]["optimizer"]
+  grading = reward.functions.startswith("math") * _GRADE / reward.num_workers
+  has_score = scoring.is_needed(spec)
+  return {
+    "rollout": _rollout(spec, held, assumed),
+    "score": has_score * assumed.seconds(forward, 0),
+    "update": assumed.seconds(passes * forward, spec.num_updates * moved),
+    "rest": spec.num_prompts * spec.group_size * (_SELECT + grading),
+  }
+
+
+def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
+  """Seconds to copy the weights, read all prompts and decode completions."""
+  model, mean, width = spec.sampler, assumed.completion, spec.prompt_tokens
+  prompts = spec.num_prompts / sharding.num_shards(spec.mesh, "batch")
+  slots, limit = memory.num_slots(spec), spec.sampling.max_tokens
+  # Completions take turns in the slots. The last ones leave slots idle, by
+  # experiments/08_plan a quarter of a turn.
+  turns = prompts * spec.group_size / slots
+  tokens = slots * mean * (turns + 0.25)
+  steps = turns * mean + limit - mean
+  seen = assumed.prompt + mean / 2
+  if not model.shares_prompts:  # attention reads unused positions too
+    seen = sum(kv_cache.slot_and_prompt_sizes(model, width, limit)[0])
+  copy = held["roll_out"]["inference copy"]
+  moved = held["roll_out"]["weights"] + (1 + steps) * copy
+  moved += tokens * seen * memory.token_bytes(spec)
+  forward = flops.forward(
+    model, prompts * width + tokens, tokens, tokens * seen
+  )
+  return assumed.seconds(forward / spec.mesh.shape["model"], moved)
+
+
+def evaluation_seconds(run: Run, held: Stages, assumed: Assumptions) -> float:
+  """Seconds of all evaluations; the first and the last decode greedily too."""
+  c, steps = run.config.eval, run.config.steps
+  size = max(c.samples, 1)
+  spec = dataclasses.replace(
+    run.spec, num_prompts=c.prompts, group_size=size, optimizer=None
+  )
+  batch = _rollout(spec, held, assumed)
+  num = 1 + (-(-steps // c.every) if c.every else 1) + 2 * bool(c.samples)
+  return (
+    num * batch * sum(-(-len(x) // c.prompts) for x in run.eval_sets.values())
+  )
+
+
+def checkpoint_sizes(run: Run) -> list[float]:
+  """Bytes of each checkpoint that is kept, uncompressed.
+
+  The one of step 0 has all weights and no moments yet.
+  """
+  c, spec = run.config, run.spec
+  with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
+    state = abstract_values.abstract_train_state(spec)
+  size = lambda x: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(x))
+  num = -(-c.steps // c.checkpoint.every) if c.checkpoint.every else 1
+  num = min(num, c.checkpoint.keep + bool(c.checkpoint.best))
+  later = size((lora.trainable(state.params), state.opt_state))
+  return [size(state.params), *[later] * num]
