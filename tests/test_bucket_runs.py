@@ -57,7 +57,6 @@ def machine(monkeypatch, tmp_path):
     gs = servers.environment("gs", gate.server_port)
     for name, value in (gs | s3).items():
       monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", gs["STORAGE_EMULATOR_HOST"])
     for kind in ("gs", "s3"):
       fsspec.get_filesystem_class(kind).clear_instance_cache()
 

@@ -31,7 +31,12 @@ def environment(kind: str, port: int) -> dict[str, str]:
   if kind == "gs":
     # Other kinds of buckets, for which gcsfs would look for an account.
     zonal = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
-    return {"STORAGE_EMULATOR_HOST": address, zonal: "false"}
+    return {
+      "STORAGE_EMULATOR_HOST": address,
+      # As set by the program, which a child process would inherit.
+      "TENSORSTORE_GCS_HTTP_URL": address,
+      zonal: "false",
+    }
   return {
     "AWS_ENDPOINT_URL": address,
     "AWS_ACCESS_KEY_ID": "key",
