@@ -24,7 +24,7 @@ TOKENS = {
   "algo": 7_577,
   "analysis": 3_888,
   "config": 5_529,
-  "data": 6_955,
+  "data": 6_949,
   "eval": 2_082,
   "files": 3_866,
   "methods": 10_044,

@@ -84,7 +84,6 @@ def load(
   *,
   train: sources.Source,
   eval: sources.Source,
-  train_limit: int = 0,
   eval_limit: int = 0,
   problem_key: str = sources.PROBLEM_KEY,
   answer_key: str = sources.ANSWER_KEY,
@@ -116,7 +115,7 @@ def load(
     limits = max_prompt_tokens, template, needs_answers
     return prepare(label, rows[: limit or None], tokenizer, *limits, of)
 
-  train_set = read("train", train, train_limit) if trains else None
+  train_set = read("train", train, 0) if trains else None
   named = sources.parse_named(eval)
   eval_sets = {}
   for name, source in named.items():
