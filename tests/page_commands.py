@@ -39,7 +39,7 @@ NOT_RUN = (
   (r"05_accelerator", "needs an accelerator"),
   (r"-m experiments\.|15_real_model/fetch", "hours; tests run small ones"),
   (r"notebooks/refresh", "the notebooks, which tests run"),
-  (r"experiments/launch/", "needs a cluster; tests run localhost.py"),
+  (r"experiments/launch/|--coordinator=", "needs a cluster; see localhost.py"),
   (r"reward_model\.py", "needs a reward model of the hub"),
   (r"git checkout", "the code of a closed experiment"),
 )
