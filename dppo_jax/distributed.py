@@ -64,7 +64,7 @@ def initialize(
   if flags != (None, None, None):
     others = f"all processes at --coordinator={coordinator}"
     # Under Slurm, JAX would give each process a single GPU.
-    options = {"cluster_detection_method": "deactivate"}
+    options: dict[str, Any] = {"cluster_detection_method": "deactivate"}
   elif _has_tpu():
     others, options = "the other hosts of this TPU slice", {}
   else:
@@ -82,7 +82,13 @@ def initialize(
   )
   try:
     with errors.limited(_CONNECT_SECONDS, late):
-      if process_id in range(num_processes or 0) and ":" in str(coordinator):
+      if (
+        coordinator
+        and ":" in coordinator
+        and process_id is not None
+        and num_processes is not None
+        and process_id in range(num_processes)
+      ):
         _watch_others(coordinator, num_processes, process_id)
       jax.distributed.initialize(
         *flags,
@@ -201,7 +207,7 @@ def _has_tpu() -> bool:
 
 def _is_joined() -> bool:
   jax = sys.modules.get("jax")
-  return bool(jax) and jax.distributed.is_initialized()
+  return jax is not None and jax.distributed.is_initialized()
 
 
 def count() -> int:
@@ -278,7 +284,7 @@ def on_first_process(function: Callable[..., Any]) -> Callable[..., Any]:
   return call
 
 
-def has_lost_another(error: Exception) -> bool:
+def has_lost_another(error: BaseException) -> bool:
   """True if the error says that another process cannot be reached any more."""
   import jax
 

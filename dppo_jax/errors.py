@@ -9,8 +9,10 @@ import sys
 import threading
 
 _ending = threading.Lock()
-_OF_DISKS = "EACCES EPERM EROFS ENOTDIR EISDIR ENOSPC EDQUOT EFBIG EIO EMFILE"
-_OF_DISKS = {*_OF_DISKS.split(), "ENAMETOOLONG"}
+_OF_DISKS = set(
+  "EACCES EPERM EROFS ENOTDIR EISDIR ENOSPC EDQUOT EFBIG EIO EMFILE "
+  "ENAMETOOLONG".split()
+)
 # TensorStore: "...: No space left on device [os_error_code=..."
 _OS_ERROR = re.compile(r"([^:]+) \[os_error_code")
 _DENIED = re.compile("Forbidden: |PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND")
@@ -44,8 +46,10 @@ def of_disk(error: Exception) -> str:
   """Returns the reason of an error of a local disk; "" for other errors."""
   if match := _OS_ERROR.search(str(error)):
     return match[1].strip()
-  is_of_disk = errno.errorcode.get(getattr(error, "errno", None)) in _OF_DISKS
-  return str(error.strerror) if is_of_disk else ""
+  if isinstance(error, OSError):
+    name = errno.errorcode.get(error.errno or 0)
+    return str(error.strerror) if name in _OF_DISKS else ""
+  return ""
 
 
 def of_server(error: Exception, text: str) -> UserError:
@@ -60,9 +64,13 @@ def of_server(error: Exception, text: str) -> UserError:
   # server may forget an upload whose last answer was lost.
   is_missing = type(error) in (FileNotFoundError, PermissionError)
   is_missing &= "uploadType" not in str(error)
-  is_final = is_missing or status in (400, 401, 403, 404) or of_disk(error)
-  is_final = is_final or type(error).__name__ in _REJECTED
-  is_final = is_final or _DENIED.search(str(error))
+  is_final = (
+    is_missing
+    or status in (400, 401, 403, 404)
+    or type(error).__name__ in _REJECTED
+    or _DENIED.search(str(error))
+    or of_disk(error)
+  )
   return (UserError if is_final else Unreachable)(text)
 
 

@@ -1,6 +1,6 @@
 """--mode=evaluate: accuracy of weights on the evaluation sets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
 import itertools
 import pathlib
@@ -54,8 +54,8 @@ def run(
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
         step, params, weights = read_weights(run, workdir, step)
-      lines = [f"weights: {weights}", *run.warnings]
-      bar.say(progress.wrapped("\n".join(lines)))
+      said = [f"weights: {weights}", *run.warnings]
+      bar.say(progress.wrapped("\n".join(said)))
       to_compile = {"greedy": eval_sets.program(run, 0)}
       if samples := config.eval.samples:
         sampled = eval_sets.program(run, samples)
@@ -66,7 +66,7 @@ def run(
         x: functools.partial(f, params=params) for x, f in compiled.items()
       }
       directory = pathlib.Path(_make_directory(workdir, step))
-      lines = []
+      lines: list[dict] = []
       sets = {
         name: _evaluate_set(run, roll_outs, grader, name, lines, bar)
         for name in run.eval_sets
@@ -131,7 +131,7 @@ def _make_directory(workdir: pathlib.Path, step: int) -> str:
 
 def _evaluate_set(
   run: Run,
-  roll_outs: dict[str, Callable],
+  roll_outs: Mapping[str, Callable],
   grader: rewards.Grader,
   name: str,
   lines: list[dict],

@@ -6,6 +6,7 @@ import json
 import pathlib
 import string
 import tempfile
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -102,10 +103,10 @@ def run(
 
 def _json_keys(
   config: configs.Config, tokenizer: data.Tokenizer, path: str
-) -> dict[str, dict]:
+) -> dict[str, Any]:
   """Returns further keys of the files with generation settings and sizes."""
   stop_ids = tuple(config.rollout.stop_ids) or tokenizer.stop_ids
-  keys = {"generation": {"eos_token_id": list(stop_ids)}}
+  keys: dict[str, dict] = {"generation": {"eos_token_id": list(stop_ids)}}
   if not path:
     keys["generation"]["pad_token_id"] = tokenizer.pad_id
     keys["settings"] = {
@@ -170,10 +171,10 @@ def _check_adapter(model: ModelConfig, path: str) -> None:
 
 def _prompt(template: str | Callable, tokenizer: data.Tokenizer) -> str:
   """Returns a prompt with the names of columns in the place of their values."""
-  if template and not (isinstance(template, str) and "{" in template):
-    is_name = isinstance(template, str)
-    name = template if is_name else user_code.reference_of(template)
-    return f"(made of each row by {name})"
+  if not isinstance(template, str):
+    template = user_code.reference_of(template)
+  if template and "{" not in template:
+    return f"(made of each row by {template})"
   fields = (name for _, name, *_ in string.Formatter().parse(template))
   columns = {name: f"{{{name}}}" for name in ("problem", *filter(None, fields))}
   try:

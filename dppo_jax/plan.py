@@ -52,7 +52,7 @@ def run(
     )
   if not 0 <= price_per_hour < math.inf:
     raise UserError(f"--price_per_hour is {price_per_hour} but must be a price")
-  values = {"estimated": {}, "compiled": {}, "time": {}}
+  values: dict[str, dict] = {"estimated": {}, "compiled": {}, "time": {}}
   with progress.Progress() as bar:
     for place in filter(None, [target, *places]):
       mesh = assumed.abstract_mesh(config.mesh, place.num)
@@ -105,8 +105,8 @@ def _estimated(
 def _verdict(sums: dict[str, float], limit: float) -> str:
   if too_large := memory.shortage(sums, limit):
     return progress.wrapped(f"Does not fit: {too_large}")
-  stage = max(sums, key=sums.get)
-  return f"Fits: {stage} needs the most, {gib(sums[stage])} of {gib(limit)} GiB"
+  stage, size = max(sums.items(), key=lambda x: x[1])
+  return f"Fits: {stage} needs the most, {gib(size)} of {gib(limit)} GiB"
 
 
 def _timed(

@@ -152,11 +152,11 @@ class _Sampler:
       for rollout in eval_sets.rollouts(wide, num, program, rng):
         self._print_rollout(rollout, wide)
 
-  def _program(self, *size: int) -> Callable[..., Rollout]:
-    run = self.run
+  def _program(self, num: int, width: int) -> Callable[..., Rollout]:
+    run, size = self.run, (num, width)
     if size not in self.compiled:
       program = programs.evaluation_program(
-        run.spec, *size, run.config.eval.samples
+        run.spec, num, width, run.config.eval.samples
       )
       with self.bar.task("compiling") as task:
         compiled = programs.compile_programs(

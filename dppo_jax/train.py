@@ -90,13 +90,14 @@ def _run(
       warnings = checkpoints.recover()
       latest = checkpoints.latest_step()
       with distributed.sharing_errors():
-        writer = Silent(bar)
+        writer: Writer | Silent = Silent(bar)
         if distributed.is_first():
           advice = run.spec.method.prune_less
           watch = health.Health(run.spec.num_updates, advice)
           trackers, options = config.log.writers, flatten(config)
-          writer = Writer(workdir, latest, bar, watch, trackers, options)
-          stack.enter_context(writer)
+          writer = stack.enter_context(
+            Writer(workdir, latest, bar, watch, trackers, options)
+          )
       try:
         for line in (*warnings, *changes, run.description()):
           writer.say(line)
@@ -288,7 +289,7 @@ class _Session:
     """
     step, sets = int(state.step), self.run.eval_sets
     samples = self.run.config.eval.samples
-    values = {"eval/samples": samples} if sets else {}
+    values: dict[str, float] = {"eval/samples": samples} if sets else {}
     for number, name in enumerate(sets):
       completions = self._complete(state, name, "evaluate")
       stage = eval_sets.stage(number, name)
@@ -297,14 +298,16 @@ class _Session:
         greedy = self._complete(state, name, "evaluate_greedy").metrics()
         new |= {f"greedy_{x}": greedy[x] for x in eval_sets.ACCURACY}
       values |= {f"{stage}/{x}": value for x, value in new.items()}
-      accuracies = runs.accuracies(values, stage).items()
-      accuracies = (f"{x} {statistics.with_interval(y)}" for x, y in accuracies)
+      accuracies = ", ".join(
+        f"{x} {statistics.with_interval(y)}"
+        for x, y in runs.accuracies(values, stage).items()
+      )
       with distributed.sharing_errors():
         self.writer.write_samples(step, stage, completions.samples[:8])
         self.writer.say(
           f"step {step}: {name if len(sets) > 1 else 'held-out'} accuracy "
           f"({new['problems']:,} problems x {max(samples, 1)}): "
-          f"{', '.join(accuracies)}, length {new['tokens']:.1f} tokens"
+          f"{accuracies}, length {new['tokens']:.1f} tokens"
         )
     with distributed.sharing_errors():
       if values:

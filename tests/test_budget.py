@@ -20,10 +20,10 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 13_987,
+  "": 14_047,
   "algo": 7_577,
   "analysis": 3_888,
-  "config": 5_529,
+  "config": 5_583,
   "data": 6_949,
   "eval": 2_082,
   "files": 3_866,
@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_279,
   "rewards": 7_697,
   "rollout": 4_387,
-  "run": 11_962,
+  "run": 11_987,
   "step": 14_122,
 }
 _NOT_CODE = {

@@ -84,9 +84,9 @@ def load_callbacks(config: Config) -> tuple[Callable, ...]:
 
   From Python the option may also be a function, or a list of functions.
   """
-  callbacks = config.callbacks
+  callbacks: Any = config.callbacks
   if isinstance(callbacks, str):
-    callbacks = filter(None, map(str.strip, callbacks.split(",")))
+    callbacks = [x.strip() for x in callbacks.split(",") if x.strip()]
   elif callable(callbacks):
     callbacks = [callbacks]
   return tuple(_function("config.callbacks", x) for x in callbacks)
@@ -104,7 +104,7 @@ def user_functions(config: Config, names: Iterable[str]) -> dict[str, str]:
   Args:
     names: options that may name functions.
   """
-  flat, references = flatten(config), []
+  flat, references = flatten(config), list[str]()
   specs = rewards.parse(config.reward.functions)
   flat["reward.functions"] = [x.reference for x in specs]
   for name in names:
@@ -117,7 +117,7 @@ def user_functions(config: Config, names: Iterable[str]) -> dict[str, str]:
 def read(path: str | os.PathLike) -> Config:
   """Returns the config in a run's config.json; raises UserError."""
   config = Config()
-  kinds = {"method.name": str, "objective.name": str}
+  kinds: dict[str, Any] = {"method.name": str, "objective.name": str}
   kinds |= {"method.source": str | None, "objective.source": str | None}
   saved = json_object.read(path, kinds, "it is not the config of a run")
   choices = []

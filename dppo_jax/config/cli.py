@@ -130,11 +130,11 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   if config.objective.name != "grpo":
     name += f"-{config.objective.name}"
   name += _changes(before, config)
-  folder = f"runs/{path.stem}-{name}-seed{config.seed}"
+  folder = pathlib.Path(f"runs/{path.stem}-{name}-seed{config.seed}")
   if path.suffix == ".json":  # of a run
     folder = path.parent
   if not flags.workdir:
-    workdir = pathlib.Path(folder).absolute()
+    workdir = folder.absolute()
   return absolute_paths(config), workdir, flags
 
 
@@ -151,7 +151,7 @@ def _changes(before: dict[str, Any], config: Config) -> str:
   Options that a resumed run may change are left out, and directories of paths.
   A hash stands for what a name of a directory cannot hold.
   """
-  after, changes = flatten(config), {}
+  after, changes = flatten(config), dict[str, Any]()
   for name, _, metadata in walk(config):
     if not metadata or metadata["may_change"] or name == "seed":
       continue
@@ -219,7 +219,7 @@ def _hint(name: str, known: list[str]) -> str:
   """Suggests a known option for a mistyped one, at best of the same section."""
   name_of = lambda option: option.removeprefix("--config.").lstrip("-")
   split = lambda option: name_of(option).rpartition(".")[::2]
-  sections = collections.defaultdict(dict)
+  sections: dict[str, dict] = collections.defaultdict(dict)
   for option in known:
     section, field = split(option)
     sections[section][field] = option
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     if isinstance(value, tuple):
       text += ", ".join(value) + " "
       metavar = name.rpartition("_")[2].upper()
-      values = {"metavar": metavar, "choices": value}
+      values: dict[str, Any] = {"metavar": metavar, "choices": value}
     else:
       types = {"N": int, "STEP": _step, "PRICE": float}
       values = {"metavar": value, "type": types.get(value, str)}
@@ -290,7 +290,7 @@ def _factories(factories: dict) -> dict[str, str]:
   lines = {}
   for name, factory in factories.items():
     args = ", ".join(f"{k}={v}" for k, v in default_args(factory).items())
-    summary = inspect.getdoc(factory).splitlines()[0]
+    summary = (inspect.getdoc(factory) or "").partition("\n")[0]
     lines[name] = f"{summary}\n[{args}]".removesuffix("\n[]")
   return lines
 

@@ -13,7 +13,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import paths, user_code
 
 # Accepted types by the type of the default.
-_TYPES = {
+_TYPES: dict[Any, tuple[Any, str]] = {
   bool: (bool, "true or false"),
   int: (Integral, "a whole number"),
   float: (Real, "a number"),

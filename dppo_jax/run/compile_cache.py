@@ -34,9 +34,9 @@ def compilations() -> Iterator[list[float]]:
 
   seconds = []
 
-  def listen(name: str, duration: float, **unused) -> None:
-    if name == "/jax/core/compile/backend_compile_duration":
-      seconds.append(duration)
+  def listen(event: str, duration_secs: float, **unused: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+      seconds.append(duration_secs)
 
   monitoring.register_event_duration_secs_listener(listen)
   try:

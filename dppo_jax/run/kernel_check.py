@@ -91,17 +91,17 @@ def judge(spec: StepSpec) -> str:
   name, largest = spec.model.attention, 0.0
   for where, compare in _PARTS.items():
     try:
-      errors = [(x, float(_error(*pair))) for x, *pair in compare(spec)]
+      found = [(x, float(_difference(*pair))) for x, *pair in compare(spec)]
     except Exception as error:  # the compiler's, or the device's
       line = str(error).strip().partition("\n")[0] or type(error).__name__
       raise UserError(f"{name} cannot compute {where}: {line[:200]}") from error
-    for result, error in errors:
-      if not error <= TOLERANCE:  # or not a number
+    for result, difference in found:
+      if not difference <= TOLERANCE:  # or not a number
         raise UserError(
-          f"{name} differs from plain XLA by {error:.2g} in the {result} of "
-          f"{where}, above {TOLERANCE:g}"
+          f"{name} differs from plain XLA by {difference:.2g} in the {result} "
+          f"of {where}, above {TOLERANCE:g}"
         )
-      largest = max(largest, error)
+      largest = max(largest, difference)
   return (
     f"{name} differs from plain XLA by at most {largest:.1g} (limit "
     f"{TOLERANCE:g})"
@@ -117,7 +117,7 @@ def _row(spec: StepSpec) -> Iterator[Result]:
   if plain == model.attention:  # --mode=check
     plain = "xla_dense"
   q, k, v, noise = _random(spec, model, 1, length)
-  windows = [None]
+  windows: list[tuple | None] = [None]
   if model.local and model.local.window:
     oldest = layout.positions - model.local.window + 1
     windows.append((layout.positions, oldest))
@@ -126,7 +126,9 @@ def _row(spec: StepSpec) -> Iterator[Result]:
   def results(backend, window):
     @jax.jit
     def with_gradients(*inputs):
-      attend = lambda *x: attention.attention(*x, end, backend, window)
+      attend = lambda q, k, v: attention.attention(
+        q, k, v, end, backend, window
+      )
       out, pull = jax.vjp(attend, *inputs)
       return [real(x) for x in (out, *pull(real(noise)))]
 
@@ -234,7 +236,7 @@ def _random(spec: StepSpec, model: ModelConfig, rows: int, length: int):
 
 
 @jax.jit
-def _error(actual: Array, wanted: Array) -> Array:
+def _difference(actual: Array, wanted: Array) -> Array:
   """Returns the largest distance of a head's vector from what is wanted.
 
   Distances are relative to the vector's length plus the root mean square of

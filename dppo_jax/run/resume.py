@@ -265,8 +265,8 @@ def fingerprints(
 ) -> dict[str, str]:
   """Hashes of prompt tokens and answers, and of the files of user code."""
   names = "reward.functions method.source objective.source optimizer.function"
-  files = configs.user_functions(config, names.split()).values()
-  files = [x for x in files if "-packages" not in x]  # not of the user
+  named = configs.user_functions(config, names.split()).values()
+  files = [x for x in named if "-packages" not in x]  # not of the user
   answers = json.dumps(train_set.answers).encode()
   digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
   return {

@@ -345,11 +345,10 @@ def read_model(
   path = bucket.local(config.model.path, "config.model.path")
   if config.model.hub_id and not path:
     path = hf.fetch(config.model.hub_id)
+  tokenizer: data.Tokenizer = data.CharacterTokenizer()
   if path:
     hf.check(path)
     tokenizer = data.PretrainedTokenizer(path, config.data.template_args)
-  else:
-    tokenizer = data.CharacterTokenizer()
   model = describe_model(config.model, path, tokenizer.vocab_size)
   return path, tokenizer, model
 

@@ -17,7 +17,7 @@ from dppo_jax.algo import objectives
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket
 from dppo_jax.metrics import progress
-from dppo_jax.metrics.writer import Writer
+from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.models import parameters
 from dppo_jax.records import PromptBatch, Rollout, Scalar, TrainState
 from dppo_jax.rng import Stage, rng_at
@@ -35,7 +35,7 @@ RATE_OF_CHECKPOINTS, RATE_OF_RANDOM_WEIGHTS = 1e-5, 3e-3
 ARITHMETIC_DIRECT_SHARE = 0.55
 
 
-def first_state(run: Run, writer: Writer) -> TrainState:
+def first_state(run: Run, writer: Writer | Silent) -> TrainState:
   """Returns the state of a new run, after supervised fine-tuning if any.
 
   Raises:
@@ -52,7 +52,7 @@ def first_state(run: Run, writer: Writer) -> TrainState:
   return state
 
 
-def _first_params(run: Run, writer: Writer) -> parameters.Params:
+def _first_params(run: Run, writer: Writer | Silent) -> parameters.Params:
   """Loads or initialises the weights, and fine-tunes them if asked to.
 
   All weights are fine-tuned, before there are adapters.

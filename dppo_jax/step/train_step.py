@@ -209,8 +209,8 @@ class TrainStep:
     return batches
 
   def score(
-    self, rng: StepRng, params: parameters.Params, batches: Sequence[Batch]
-  ) -> Sequence[Batch]:
+    self, rng: StepRng, params: parameters.Params, batches: list[Batch]
+  ) -> list[Batch]:
     """Computes old log-probabilities and chooses tokens, where needed.
 
     There is such a stage if the method chooses tokens, or if there are several
