@@ -54,10 +54,15 @@ def num_tokens(source: str) -> int:
     for node in ast.walk(ast.parse(source))
     if isinstance(node, documented) and ast.get_docstring(node) is not None
   }
-  return sum(
-    token.type not in _NOT_CODE and token.start not in docstrings
-    for token in tokenize.generate_tokens(io.StringIO(source).readline)
-  )
+  count = depth = 0
+  for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    name = tokenize.tok_name[token.type]
+    is_code = token.type not in _NOT_CODE and token.start not in docstrings
+    # One token, as before Python 3.12, which has those inside too.
+    depth -= name == "FSTRING_END"
+    count += is_code and not depth and name != "FSTRING_END"
+    depth += name == "FSTRING_START"
+  return count
 
 
 def _package(path: pathlib.Path) -> str:
