@@ -46,8 +46,10 @@ jaxtyping.install_import_hook(
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# A background job of a shell script ignores Ctrl-C, which tests send.
+# Tests send these signals. A background job of a shell script ignores Ctrl-C,
+# and one of nohup SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile(
   "repeatable", derandomize=True, deadline=None, max_examples=50
