@@ -115,6 +115,15 @@ def test_prompts_with_low_scores_are_pruned():
   np.testing.assert_allclose(prob, [1, 1, 0.4, 1, 0.4, 1, 1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1, 10])
+def test_score_is_the_mean_of_normalised_advantages(scale):
+  rule = compiled("history")
+  history = rule.observe(rule.init(), 0, VISITED, scale * REWARDS)
+  expected = np.abs(REWARDS - REWARDS.mean(1, keepdims=True)).mean(1)
+  expected /= np.maximum(REWARDS.std(1, ddof=1), 1e-6)
+  np.testing.assert_allclose(history[VISITED], expected, rtol=1e-4)
+
+
 def test_threshold_is_the_mean_of_the_candidates():
   rule = compiled("history")
   history = rule.observe(rule.init(), 0, VISITED, REWARDS)
