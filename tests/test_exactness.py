@@ -194,6 +194,7 @@ def test_pruned_gradient_averages_to_that_of_the_full_batch(method, objective):
   assert _distance(mean, _full(objective)[0]) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])
 def test_pruned_gradient_of_adapters_averages_to_that_of_the_full_batch(method):
   """The reference of the KL penalty is the model without adapters."""
@@ -216,7 +217,9 @@ def test_pruned_gradient_of_adapters_averages_to_that_of_the_full_batch(method):
   assert _distance(mean(WEIGHTED[method]), full) < 2e-5
 
 
-@pytest.mark.parametrize("method", ["dppo", "neyman, tokens"])
+@pytest.mark.parametrize(
+  "method", [pytest.param("dppo", marks=pytest.mark.slow), "neyman, tokens"]
+)
 def test_each_mini_batch_averages_to_the_gradient_of_its_own_prompts(method):
   """Each part has its own draw, and advantages of the whole rollout."""
   objective, parts = OBJECTIVES["grpo"], []

@@ -18,8 +18,6 @@ from dppo_jax.rollout import decode, generate, sampling
 from dppo_jax.run import compile_cache
 from tests.helpers import small
 
-pytestmark = pytest.mark.slow
-
 ONE_LAYER = dataclasses.replace(small.MODEL, layers=1)  # compiles faster
 RNG = rng_at(jax.random.key(5), 0, Stage.ROLLOUT)
 
@@ -130,7 +128,9 @@ def test_tokens_do_not_depend_on_the_number_of_slots(num_slots, num_prompts):
   )
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+  "platform", [pytest.param("tpu", marks=pytest.mark.slow), "gpu"]
+)
 def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
   """Accelerators have fewer stages; they change nothing but the time."""
   assert decode.slot_schedule(20, platform) != decode.slot_schedule(20, "cpu")
@@ -141,6 +141,7 @@ def test_tokens_do_not_depend_on_the_schedule_of_the_stages(platform):
   assert actual.slot_steps > want.slot_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("num_slots", "keep"),
   [(1, [1, 0, 1, 1, 0, 0]), (7, [1, 1, 1, 1, 1, 1]), (40, [1, 0, 1, 1, 0, 0])],
@@ -163,6 +164,7 @@ def test_slots_that_share_prompts_sample_the_same_tokens(
   np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shape", "gathers_layers"),
   [((1, 1), False), ((2, 2), False), ((2, 2), True)],
@@ -217,6 +219,7 @@ def test_pruned_prompts_cost_nothing_and_change_nothing():
   np.testing.assert_array_equal(actual.kept.keep, keep)
 
 
+@pytest.mark.slow
 def test_the_likeliest_token_is_the_limit_of_every_truncation():
   greedy = _sample(_prompts(), temperature=0.0)
   for kwargs in (dict(top_k=1), dict(top_p=1e-6), dict(temperature=1e-4)):
@@ -304,6 +307,7 @@ def test_gpus_sample_from_the_same_distribution():
   assert len(set(token.tolist())) > 50
 
 
+@pytest.mark.slow
 def test_slots_are_busy_on_geometric_lengths():
   """Uniform scores stop each token with chance 1/16; 4 completions a slot."""
   uniform = jax.tree.map(np.zeros_like, _params())
