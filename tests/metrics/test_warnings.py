@@ -1,5 +1,6 @@
 """Warnings appear if their check fails, with advice and not too often."""
 
+import json
 import re
 
 import pytest
@@ -90,3 +91,6 @@ def test_resumed_run_warns_as_if_it_had_not_stopped(tmp_path):
     log = (folder / "log.txt").read_text()
     assert log.count("warning, step 10") == log.count("warning") == 1
   assert lines[0] == lines[1]
+  metrics = map(json.loads, lines[0].splitlines())
+  warned = [x["step"] for x in metrics if "warnings/large_weights" in x]
+  assert warned == [*range(10, 15)]

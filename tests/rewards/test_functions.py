@@ -42,6 +42,7 @@ def test_built_in_functions_return_their_outcome():
   assert [x.outcome for x in exact] == ["right", "wrong", "unboxed", "wrong"]
   assert [x.outcome for x in math] == ["right", "right", "unboxed", "unparsed"]
   assert functions.boxed(texts) == [1.0, 1.0, 0.0, 1.0]
+  assert functions.exact([r"\boxed{T}", r"\boxed{t}"], ["t"] * 2) == [0.0, 1.0]
 
 
 LAST_NUMBERS = [
