@@ -54,8 +54,8 @@ def run(
           grader.self_check(problems.columns)
       with bar.task("reading weights"):
         step, params, weights = read_weights(run, workdir, step)
-      said = [f"weights: {weights}", *run.warnings]
-      bar.say(progress.wrapped("\n".join(said)))
+      messages = [f"weights: {weights}", *run.warnings]
+      bar.say(progress.wrapped("\n".join(messages)))
       to_compile = {"greedy": eval_sets.program(run, 0)}
       if samples := config.eval.samples:
         sampled = eval_sets.program(run, samples)

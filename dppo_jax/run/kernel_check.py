@@ -91,11 +91,13 @@ def judge(spec: StepSpec) -> str:
   name, largest = spec.model.attention, 0.0
   for where, compare in _PARTS.items():
     try:
-      found = [(x, float(_difference(*pair))) for x, *pair in compare(spec)]
+      differences = [
+        (x, float(_difference(*pair))) for x, *pair in compare(spec)
+      ]
     except Exception as error:  # the compiler's, or the device's
       line = str(error).strip().partition("\n")[0] or type(error).__name__
       raise UserError(f"{name} cannot compute {where}: {line[:200]}") from error
-    for result, difference in found:
+    for result, difference in differences:
       if not difference <= TOLERANCE:  # or not a number
         raise UserError(
           f"{name} differs from plain XLA by {difference:.2g} in the {result} "
