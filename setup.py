@@ -48,7 +48,8 @@ setuptools.setup(
     "jax>=0.10",
     "jaxtyping>=0.3",
     "jinja2>=3.1.6",  # transformers needs it for chat templates, undeclared
-    "math-verify[antlr4-13-2]>=0.9,<0.10",
+    "latex2sympy2-extended[antlr4-13-2]",  # for math-verify
+    "math-verify>=0.9,<0.10",
     "matplotlib>=3.9",
     "ml-collections>=1.1",
     "numpy>=2.0",

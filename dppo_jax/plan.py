@@ -169,7 +169,10 @@ def _advice(seconds: dict[str, float]) -> str:
   )
   if step < 1.2 * kept:
     return f"{text}. It pays from 1.2 on: use grpo"
-  return f"{text}. It pays if ten steps of neyman predict 1.2 or more"
+  return (
+    f"{text}. It pays if ten steps of neyman, with "
+    "--config.optimizer.clip_norm=1e9, predict 1.2 or more"
+  )
 
 
 def _compile(

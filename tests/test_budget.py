@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_047,
+  "": 14_050,
   "algo": 7_577,
   "analysis": 3_888,
   "config": 5_583,
@@ -34,7 +34,7 @@ TOKENS = {
   "rewards": 7_697,
   "rollout": 4_387,
   "run": 11_987,
-  "step": 14_122,
+  "step": 14_129,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -177,24 +177,25 @@ def take_part(
   advantages = objective.advantage(rewards, rollout.lengths > 0)
   # A prompt that was not kept may have any probability, 0 too.
   prob = jnp.where(rollout.kept.keep, rollout.kept.prob, 1.0)
-  t = jnp.arange(rollout.tokens.shape[2], dtype=jnp.int32)
-  squared = jnp.square(1 - jnp.exp(rollout.logprobs))
-  squared = jnp.where(t < rollout.lengths[..., None], squared, 0.0)
   groups = Groups(
     rewards,
     advantages,
     rollout.lengths,
     is_needed=adds_gradient(rollout, advantages, objective),
     scale=scale / prob[:, None],
-    sum_sq_residual=squared.sum(axis=2),
+    sum_sq_residual=_sum_sq_residual(rollout),
   )
-  whole = Part(prompts, rollout, groups, scale)
-  if num_parts == 1:
-    return whole
   return jax.tree.map(
     lambda x: x.reshape(-1, num_parts, *x.shape[1:])[:, part] if x.ndim else x,
-    whole,
+    Part(prompts, rollout, groups, scale),
   )
+
+
+def _sum_sq_residual(rollout: Rollout) -> Float[Array, "Q G"]:
+  """Returns the sum of `(1 - probability)^2` over a completion's tokens."""
+  t = jnp.arange(rollout.tokens.shape[2], dtype=jnp.int32)
+  squared = jnp.square(1 - jnp.exp(rollout.logprobs))
+  return jnp.where(t < rollout.lengths[..., None], squared, 0.0).sum(axis=2)
 
 
 def _count(x: Array) -> Scalar:

@@ -150,7 +150,7 @@ def run(name: str, stages: list[str]) -> None:
         "topology": case.topology,
         "device": devices[0].device_kind,
         "mesh": sharding.describe(mesh),
-        "slots": planned.config.rollout.num_slots,
+        "slots": planned.spec.num_slots,
         "usable": hardware.memory,
         "total": stage.held + stage.temporary + resident,
         "cpu_seconds": time.process_time() - start,
