@@ -91,7 +91,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_kernels_for_tpus_pass(dtype):
   run = _run(model__dtype=dtype)
   assert run.spec.sampler.shares_prompts

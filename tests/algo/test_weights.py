@@ -14,6 +14,7 @@ from dppo_jax.records import Selection
 PROB = st.sampled_from([0.05, 0.3, 0.5, 1.0])
 
 
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(
   st.lists(PROB, min_size=2, max_size=2), st.lists(PROB, min_size=6, max_size=6)
 )
