@@ -168,6 +168,7 @@ def _distance(actual, want):
   return np.linalg.norm(actual - want) / np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_clipping_and_penalty_are_at_work(objective):
   _, sums = _full(objective)
@@ -371,6 +372,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_biased_variants_fail_the_enumeration(wrong):
   mean, _ = _mean(name="grpo", **WRONG[wrong])
