@@ -13,8 +13,8 @@ out.
   What is 3 + 2? Answer with a number.
   Ann has 2 pens and buys 8 more. How many pens does Ann have now?
 
-Expect the accuracy on 75 held-out problems to go from 0.14 to 0.93 sampled and
-from 0.48 to 0.99 greedy, in 9 minutes on two cores and 6 GB
+Expect the accuracy on 75 held-out problems to go from 0.14 to 0.9 sampled and
+from 0.48 to 0.93 or more greedy, in 9 to 26 minutes on two cores and 6 GB
 (experiments/15_real_model). configs/smollm2_words.py continues with problems of
 two steps.
 """

@@ -58,7 +58,8 @@ def run(
         _, params, weights = read_weights(run, workdir, step)
       r, samples = config.rollout, config.eval.samples
       how = f"temperature {r.temperature:g}, top-p {r.top_p:g}"
-      how = f"{samples} samples of a prompt, {how}" if samples else "greedy"
+      some = f"{samples} sample{'s' * (samples > 1)} of a prompt"
+      how = f"{some}, {how}" if samples else "greedy"
       how += f", at most {r.max_tokens:,} tokens"
       start = [f"weights: {weights}", how, *run.warnings]
       bar.say(progress.wrapped("\n".join(start)))
