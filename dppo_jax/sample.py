@@ -56,18 +56,22 @@ def run(
     with jax.set_mesh(run.spec.mesh), run.make_grader() as grader:
       with bar.task("reading weights"):
         _, params, weights = read_weights(run, workdir, step)
-      r, samples = config.rollout, config.eval.samples
-      how = f"temperature {r.temperature:g}, top-p {r.top_p:g}"
-      some = f"{samples} sample{'s' * (samples > 1)} of a prompt"
-      how = f"{some}, {how}" if samples else "greedy"
-      how += f", at most {r.max_tokens:,} tokens"
-      start = [f"weights: {weights}", how, *run.warnings]
+      start = [f"weights: {weights}", _decoding(config), *run.warnings]
       bar.say(progress.wrapped("\n".join(start)))
       sampler = _Sampler(run, params, grader, bar)
       if source is None:
         sampler.print_lines()
       else:
         sampler.print_completions(source, run.spec.root_key)
+
+
+def _decoding(config: configs.Config) -> str:
+  """Returns how completions are decoded, as text."""
+  r, samples = config.rollout, config.eval.samples
+  how = f"temperature {r.temperature:g}, top-p {r.top_p:g}"
+  some = f"{samples} sample{'s' * (samples > 1)} of a prompt"
+  how = f"{some}, {how}" if samples else "greedy"
+  return f"{how}, at most {r.max_tokens:,} tokens"
 
 
 def _source(config: configs.Config, prompt: str) -> Source:
