@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_067,
+  "": 14_068,
   "algo": 7_577,
   "analysis": 3_888,
   "config": 5_583,
@@ -30,8 +30,8 @@ TOKENS = {
   "methods": 10_044,
   "metrics": 6_111,
   "models": 23_221,
-  "planning": 5_279,
-  "rewards": 7_697,
+  "planning": 5_300,
+  "rewards": 7_671,
   "rollout": 4_387,
   "run": 11_987,
   "step": 14_129,

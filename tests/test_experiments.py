@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from experiments.common import results
 from tests.helpers import commands
 
 FILES = sorted(commands.ROOT.glob("experiments/**/*.py"))
@@ -81,3 +82,26 @@ def test_accelerator_results_are_kept_and_tabulated(tmp_path):
   assert "## 1 x A, jax 1.2.3" in page
   assert "| m | 64 | 512 | 10 | 6,400 | 50% |" in page
   assert "step:m failed: RESOURCE_EXHAUSTED: 99 GiB" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "module, make, page",
+  [
+    ("08_plan.step_seconds", lambda x: x.published_table(), "README.md"),
+    ("08_plan.run", lambda x: x.agreement(), "table.csv"),
+    (
+      "17_papers_protocol.predict",
+      lambda x: x.table(x.run.read()),
+      "README.md",
+    ),
+  ],
+)
+def test_pages_show_what_the_code_predicts(module, make, page):
+  """Predictions change with the package, unlike measurements."""
+  module = importlib.import_module(f"experiments.{module}")
+  table, path = make(module), module.HERE / page
+  if path.suffix == ".csv":
+    pytest.importorskip("tokamax")  # estimates are of the library in use
+    table = results.to_csv(table)
+  assert table.strip() in path.read_text(encoding="utf-8")

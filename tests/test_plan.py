@@ -97,7 +97,7 @@ def test_a_checkpoint_needs_only_its_config_json(tmp_path, no_network):
     ({"hardware": "v5e", "assume": "tokens=3"}, "with NAME one of prompt, com"),
     ({"hardware": "v5e", "assume": "prompt"}, "--assume is 'prompt' but must"),
     ({"hardware": "v5e", "assume": "prompt=0"}, "--assume is 'prompt=0' but"),
-    ({"hardware": "v5e", "assume": "memory=2"}, "memory are at most 1"),
+    ({"hardware": "v5e", "assume": "memory=2"}, "fractions are at most 1"),
     ({"topology": "cpu"}, "--topology is 'cpu' but must be KIND"),
     ({"hardware": "v5e", "price_per_hour": -1.0}, "--price_per_hour is -1.0"),
   ],

@@ -39,6 +39,7 @@ def seconds(run: Run, **changes) -> dict[str, float]:
     ({"completion": 500}, "rollout update"),
     ({"prompt": 500}, "update"),  # slots of a GPU hold the longest prompt
     ({"trained": 1}, "update"),
+    ({"groups": 1}, "update"),
     ({"products": 0.5}, "rollout update"),
     ({"bandwidth": 5e8}, "rollout update"),
   ],
@@ -70,7 +71,7 @@ def test_an_update_reads_a_prompt_once_for_its_group():
   """Micro-batches are those of G completions and one prompt a group."""
   options = {"data__prompts_per_step": 64, "rollout__group_size": 8}
   run = planned(model__remat="none", **options)
-  lean = {"bandwidth": 1e30, "completion": 64, "trained": 0.5}
+  lean = {"bandwidth": 1e30, "completion": 64, "trained": 0.5, "groups": 0.5}
   update = [seconds(run, prompt=x, **lean)["update"] for x in (1e-6, 128)]
   more = 32 * 128 / step_time._FILL
   pairs = 32 * 128 * (8 * 64 + 128 / 2)
@@ -89,6 +90,16 @@ def test_an_update_reads_a_prompt_once_for_its_group():
 def test_completions_without_a_gradient_are_not_trained_on(options, trained):
   basis = step_time.assume(planned(**options), targets.parse("h100"))
   assert basis.trained == pytest.approx(trained)
+
+
+@pytest.mark.parametrize(
+  "changes, groups", [("", 7 / 9), ("trained=0.5", 7 / 9), ("trained=0.9", 0.9)]
+)
+def test_completions_are_of_at_least_as_many_groups(changes, groups):
+  """Fewer completions keep the prompts of all groups with a gradient."""
+  run = planned(rollout__group_size=8)
+  basis = step_time.assume(run, targets.parse("h100"), changes)
+  assert basis.groups == pytest.approx(groups)
 
 
 def test_devices_divide_the_work():

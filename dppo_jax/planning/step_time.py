@@ -51,6 +51,7 @@ class Assumptions(NamedTuple):
   Attributes:
     prompt, completion: mean tokens.
     trained: fraction of the completions that an update trains on.
+    groups: fraction of the groups that those completions are of.
     products: fraction of `flops` that matrix products reach.
     memory: fraction of `bandwidth` that memory traffic reaches.
     flops, bandwidth: peak operations and bytes a second of a device.
@@ -59,6 +60,7 @@ class Assumptions(NamedTuple):
   prompt: float
   completion: float
   trained: float
+  groups: float
   products: float
   memory: float
   flops: float
@@ -76,9 +78,9 @@ def assume(
   """Returns assumptions; a CPU is measured, which takes a second.
 
   Prompts have their own lengths and completions half of the limit. An update
-  trains on the completions with a gradient: if prompts are solved with chances
-  that are uniform in (0, 1), the G rewards of a group are equal with
-  probability 2 / (G + 1).
+  trains on the groups with a gradient: if prompts are solved with chances that
+  are uniform in (0, 1), the G rewards of a group are equal with probability
+  2 / (G + 1).
 
   Args:
     changes: other values, such as `completion=800,products=0.5`.
@@ -95,20 +97,20 @@ def assume(
   assert run.train_set is not None  # None only in runs without training
   prompt = float(run.train_set.lengths.mean())
   limit = spec.sampling.max_tokens
-  usual = Assumptions(prompt, limit / 2, trained, products, traffic, *peaks)
+  fractions = trained, trained, products, traffic
+  usual = Assumptions(prompt, limit / 2, *fractions, *peaks)
   try:
     pairs = (x.partition("=") for x in changes.split(",") if x)
     changed = usual._replace(**{name: float(x) for name, _, x in pairs})
-    fractions = changed.trained, changed.products, changed.memory
-    if not all(0 < x < math.inf for x in changed) or max(fractions) > 1:
+    if not all(0 < x < math.inf for x in changed) or max(changed[2:6]) > 1:
       raise ValueError
   except (TypeError, ValueError):
     raise UserError(
       f"--assume is {changes!r} but must be NAME=NUMBER,... above 0, with NAME "
-      f"one of {', '.join(usual._fields)}; the fractions trained, products and "
-      "memory are at most 1"
+      f"one of {', '.join(usual._fields)}; fractions are at most 1"
     ) from None
-  return changed
+  # No group has more completions than were drawn.
+  return changed._replace(groups=max(changed.groups, changed.trained))
 
 
 def ceilings(
@@ -147,11 +149,12 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
   """
   spec, model, p = run.spec, run.spec.model, run.spec.packing
   prompt, mean, reward = assumed.prompt, assumed.completion, run.config.reward
-  groups = assumed.trained * spec.num_prompts / spec.mini_batches
-  tokens = groups * spec.group_size * mean
+  prompts = spec.num_prompts / spec.mini_batches
+  tokens = assumed.trained * prompts * spec.group_size * mean
+  prefixes = assumed.groups * prompts * prompt
   capacity = p.row_length * p.rows_per_micro
-  micros = max((tokens + groups * prompt) / (_FILL * capacity) + 0.5, 1)
-  pairs = tokens * (prompt + mean / 2) + groups * prompt**2 / 2
+  micros = max((tokens + prefixes) / (_FILL * capacity) + 0.5, 1)
+  pairs = tokens * (prompt + mean / 2) + prefixes * prompt / 2
   forward = flops.forward(model, micros * capacity, tokens, pairs)
   forward *= spec.num_updates / spec.mesh.size
   passes = _PASSES[model.remat] - bool(model.lora) + spec.objective.has_kl

@@ -344,23 +344,24 @@ def with_unions(answer: str, other: str) -> str:
 
 
 def differ_in_kind(first: str, second: str) -> bool:
-  """Returns True for a set and a tuple, and for different times of day."""
-  noon = r"\d ?\\text ?\{ ?([ap])\.? ?m\b"
-  halves = {x.lower() for x in re.findall(noon, f"{first} & {second}", re.I)}
+  """Returns True for a set and a tuple, and other times of day or bases."""
   kinds = {brackets(first), brackets(second)}
   # 8:30 is no 4:15, but 4:6 may be the ratio 2:3.
   clock = re.search(r"(?<![\d.:])\d\d?:[0-5]\d(?![\d.])", f"{first} & {second}")
-  times = [re.findall(r"\d[\d:]*:\d+", x) for x in (first, second)]
-  times = [[x.lstrip("0") for x in row] for row in times]
-  is_other_time = clock and all(times) and times[0] != times[1]
   # T is not t, but Yes is yes.
   words = r"(?:\\text ?\{)?[a-zA-Z .-]{2,}\}?|-?\d[^_]*"
   is_other_case = first != second and first.lower() == second.lower()
+
+  def differ(pattern: str) -> bool:
+    found = [re.findall(pattern, x.lower()) for x in (first, second)]
+    return all(found) and found[0] != found[1]
+
   return (
     kinds == {"set", "tuple"}
     or "ratio" in kinds != {"ratio"}
-    or len(halves) > 1
-    or bool(is_other_time)
+    or differ(r"\d ?\\text ?\{ ?([ap])\.? ?m\b")  # halves of the day
+    or (clock is not None and differ(r"0*(\d[\d:]*:\d+)"))
+    or differ(r"\d_\W*(?:text\W*)?(\d+)")  # bases
     or (is_other_case and not re.fullmatch(words, first, re.DOTALL))
   )
 

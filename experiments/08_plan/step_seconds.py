@@ -113,6 +113,8 @@ def with_estimates(row: dict[str, Any]) -> dict[str, Any]:
     run = assumed.assumed_run(config, mesh, "cpu")
     basis = step_time.assume(run, place)
     basis = basis._replace(**{x: row[x] for x in given})
+    if kind == "estimated" and row["case"] in ("arithmetic", "smollm2"):
+      basis = basis._replace(groups=row["trained"])  # grpo drops whole groups
     seconds = step_time.estimate(run, memory.estimate(run), basis)
     estimates[kind] = seconds | {"step": sum(seconds.values())}
   return row | estimates

@@ -39,10 +39,12 @@ class Fractions(NamedTuple):
   Attributes:
     prompts: rolled out.
     trained: fraction of the rolled-out completions that is trained on.
+    groups: fraction of the groups of which some completion is.
   """
 
   prompts: float
   trained: float
+  groups: float
 
 
 def replay(lines: Sequence[dict]) -> dict[str, list[Fractions]]:
@@ -66,7 +68,7 @@ def replay(lines: Sequence[dict]) -> dict[str, list[Fractions]]:
     ones = np.ones(len(ids))
     table["GRPO"].append(_fractions(ones, np.ones((len(ids), size))))
     num = int(KEEP * size)
-    table["CPPO"].append(Fractions(1.0, num / size))
+    table["CPPO"].append(Fractions(1.0, num / size, 1.0))
     last = np.array([score.get(x, np.inf) for x in ids])
     steps = np.array_split(np.arange(len(ids)), max(len(ids) // run.PROMPTS, 1))
     kept, trained = ones.copy(), np.ones((len(ids), size))
@@ -95,9 +97,10 @@ def _sizes(right: np.ndarray, size: int) -> np.ndarray:
 
 
 def _fractions(kept: np.ndarray, trained: np.ndarray) -> Fractions:
-  return Fractions(
-    float(kept.mean()), float(np.average(trained.mean(axis=1), weights=kept))
-  )
+  """Returns the fractions of probabilities of prompts and completions."""
+  some = 1 - np.prod(1 - trained, axis=1)
+  of_kept = (np.average(x, weights=kept) for x in (trained.mean(axis=1), some))
+  return Fractions(float(kept.mean()), *map(float, of_kept))
 
 
 def step_seconds(fractions: Fractions, score: bool = False) -> float:
@@ -119,7 +122,7 @@ def step_seconds(fractions: Fractions, score: bool = False) -> float:
   planned = memory.choose_slots(planned, place.memory)
   held = memory.estimate(planned)
   changes = f"prompt={PROMPT_TOKENS},completion={TOKENS}"
-  changes += f",trained={fractions.trained:.4f}"
+  changes += f",trained={fractions.trained:.4f},groups={fractions.groups:.4f}"
   basis = step_time.assume(planned, place, changes)
   seconds = step_time.estimate(planned, held, basis)
   # The update has five passes with a KL penalty.
@@ -152,7 +155,7 @@ def table(lines: Sequence[dict], seed: int = 0) -> str:
         sum(extended(spent[score][x], number)) for x in ("GRPO", name)
       )
       speeds.append(f"{base / mine:.2f}")
-    columns = zip(*values, strict=True)
+    columns = [*zip(*values, strict=True)][:2]
     fractions = (", ".join(f"{x:.2f}" for x in column) for column in columns)
     page.append([name, *fractions, *speeds, f"{PUBLISHED[name]:.2f}"])
   return tables.markdown(head, page)
