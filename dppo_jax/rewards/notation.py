@@ -353,8 +353,8 @@ def differ_in_kind(first: str, second: str) -> bool:
   is_other_case = first != second and first.lower() == second.lower()
 
   def differ(pattern: str) -> bool:
-    found = [re.findall(pattern, x.lower()) for x in (first, second)]
-    return all(found) and found[0] != found[1]
+    matches = [re.findall(pattern, x.lower()) for x in (first, second)]
+    return all(matches) and matches[0] != matches[1]
 
   return (
     kinds == {"set", "tuple"}
