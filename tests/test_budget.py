@@ -30,7 +30,7 @@ TOKENS = {
   "methods": 10_044,
   "metrics": 6_111,
   "models": 23_221,
-  "planning": 5_300,
+  "planning": 5_327,
   "rewards": 7_671,
   "rollout": 4_387,
   "run": 11_987,
