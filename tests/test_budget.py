@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_327,
   "rewards": 7_671,
   "rollout": 4_387,
-  "run": 11_987,
+  "run": 12_016,
   "step": 14_129,
 }
 _NOT_CODE = {

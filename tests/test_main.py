@@ -343,6 +343,14 @@ def begun(tmp_path):
   return tmp_path / "config.json"
 
 
+@pytest.mark.parametrize("name", ["rollout.drafts", "method.source"])
+def test_an_option_that_is_gone_is_not_ignored(begun, name):
+  old = json.loads(begun.read_text())
+  begun.write_text(json.dumps(old | {name: "mine.py:f"}))
+  with pytest.raises(UserError, match=f"config.{name} was 'mine.py:f' and is"):
+    resume.write(begun.parent, arithmetic())
+
+
 def test_directory_of_another_run_is_rejected_by_option(begun):
   other = arithmetic(seed=7, steps=3, model__shape__mlp=8)
   with pytest.raises(UserError, match="another --workdir") as error:

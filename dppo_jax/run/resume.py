@@ -79,10 +79,11 @@ def check(
     workdir / _CONFIG, hint=hint
   )
   new = configs.flatten(config) | dict(prints or {})
+  options = {x for x in old if not x.startswith(("fingerprints.", "changes"))}
   changed = {
-    name: (old.get(name), new[name])
-    for name in sorted(new.keys() - may_change(config))
-    if not _is_same(name, old.get(name), new[name])
+    name: (old.get(name), new.get(name))
+    for name in sorted((new.keys() | options) - may_change(config))
+    if not _is_same(name, old.get(name), new.get(name))
   }
   rejected = [
     f"config.{name} was {before!r} and is now {after!r}"
