@@ -5,10 +5,10 @@ r"""Gemma 3 1B (instruction-tuned) on GSM8K, grade-school word problems.
 The checkpoint, whose licence has to be accepted there first, and the data set
 come from the Hugging Face hub.
 
-Hardware: one GPU of 80 GB, or a v5e-8. Compiled without either it takes 21 GiB
-on one GPU and 7 GiB on each device of a v5e-8. **It has never been run at this
-size**: hours and accuracy are unknown. The code path is tested with tiny
-checkpoints. Other sizes:
+Hardware: one GPU of 80 GB, or a v5e-8. By calculation it takes 30 GiB on one
+GPU, and compiled without one 7 GiB on each device of a v5e-8. **It has never
+been run at this size**: hours and accuracy are unknown. The code path is tested
+with tiny checkpoints. Other sizes:
 `--config.model.hub_id=google/gemma-3-270m-it` or `google/gemma-3-4b-it`.
 
 Prompts and completions exceed the window of 512 tokens, so attention on TPUs is

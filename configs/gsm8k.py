@@ -6,9 +6,9 @@ The checkpoint and the data set come from the Hugging Face hub. Local ones are
 named by `--config.model.path=DIR` and `--config.data.train=FILE.jsonl`; a file
 needs the columns `problem` or `question`, and `answer`.
 
-Hardware: one GPU of 40 GB or more, or a TPU slice; by calculation 10 GiB of
-state, gradients and rollout copy, and 5 GiB of cache. **It has never been run
-at this size**: hours and accuracy are unknown. The code path is tested with
+Hardware: one GPU of 40 GB or more, or a TPU slice; by calculation 18 GiB in the
+update on one GPU, and 8 GiB and the cache in the rollout. **It has never been
+run at this size**: hours and accuracy are unknown. The code path is tested with
 tiny checkpoints on GSM8K's own rows.
 """
 

@@ -5,10 +5,10 @@ r"""Llama-3.2-1B-Instruct on MATH, competition problems.
 The checkpoint and the data sets come from the Hugging Face hub, which asks for
 a login that has accepted Meta's licence.
 
-Hardware: one GPU of 80 GB, or a TPU slice; by calculation 21 GiB of state,
-gradients and rollout copy, and 5 GiB of cache. **It has never been run at this
-size**: hours and accuracy are unknown. The code path is tested with tiny
-checkpoints.
+Hardware: one GPU of 80 GB, or a TPU slice; by calculation 35 GiB in the
+update on one GPU, and 16 GiB and the cache in the rollout. **It has never been
+run at this size**: hours and accuracy are unknown. The code path is tested with
+tiny checkpoints.
 """
 
 from dppo_jax.config import Config, use_method

@@ -6,7 +6,7 @@ The checkpoint and the data sets come from the Hugging Face hub. Experts, heads
 and vocabulary are divided over four devices, everything else over the rest.
 
 Hardware: one machine of eight GPUs of 141 GB. Compiled without one it takes 92
-GiB on each in the update and 82 in the rollout, of 133; it does not fit 80 GB.
+GiB on each in the update and 76 in the rollout, of 133; it does not fit 80 GB.
 **It has never been run at this size**: hours and accuracy are unknown. Experts
 that no token uses are skipped (dppo_jax/models/grouped.py). The code path is
 tested with tiny checkpoints, also on meshes.

@@ -7,10 +7,10 @@ from the Hugging Face hub. `--config.model.path=DIR` and `--config.data.train=
 FILE.jsonl` name local ones. With `--config.steps=2` the run ends after two
 steps and shows what one costs.
 
-Hardware: one GPU of 80 GB, or a TPU slice; by calculation 26 GiB of state,
-gradients and rollout copy, and 5 GiB of cache. **It has never been run at this
-size**: hours and accuracy are unknown. The code path is tested with tiny
-checkpoints on MATH's own rows.
+Hardware: one GPU of 80 GB, or a TPU slice; by calculation 37 GiB in the
+update on one GPU, and 20 GiB and the cache in the rollout. **It has never been
+run at this size**: hours and accuracy are unknown. The code path is tested with
+tiny checkpoints on MATH's own rows.
 """
 
 from dppo_jax.config import Config, use_method

@@ -49,8 +49,8 @@ def run(
     config, workdir: of the run.
     to: directory or URL that does not exist or is empty.
     step: checkpoint step, or "best"; None for the latest.
-    dtype: dtype of the files; None for that of the checkpoint that training
-      began with, or float32 for adapters or without a checkpoint.
+    dtype: dtype of the files; None for the dtype of the checkpoint that
+      training began with, or float32 for adapters or without a checkpoint.
     format: "model", or "adapter" to write only the adapters, for PEFT.
     push: OWNER/NAME of a repository of the Hugging Face hub to upload to.
   Raises:

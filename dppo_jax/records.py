@@ -84,7 +84,8 @@ class Groups(struct.PyTreeNode):
 
   Attributes:
     advantages: `[Q, G]`, from all G completions of each group.
-    lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt.
+    lengths: `[Q, G]`, tokens; 0 for the completions of a pruned prompt, and
+      for masked ones.
     is_needed: `[Q, G]`, True where a completion contributes to the gradient;
       without a KL penalty one of zero advantage does not. None if unknown.
     scale: `[Q, G]`, factor on each token's loss before this choice: the

@@ -57,7 +57,7 @@ def pack_chosen(
     objective: loss whose share of each token multiplies the weights.
     weights: result of `horvitz_thompson`; completions of weight 0 are left out.
     num_rows: rows `R`; `row_bound` has the number that is always enough.
-    window: rows that are open at a time, see `plan`.
+    window: completions among which the packer chooses, see `plan`.
   Returns:
     Rows `[R, L]`, and the plan with the number of rows in use. If sequences
     have no place in the rows, `num_unplaced` is above 0 and the loss is NaN.

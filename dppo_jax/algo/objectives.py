@@ -74,7 +74,7 @@ def dapo(
   Args:
     tokens_per_completion: constant number of tokens per completion of the
       unpruned batch by which the loss is divided, which leaves pruning exact;
-      0 for the mean length of the kept completions.
+      0 for the mean length of all completions that were sampled.
   Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
   Deviates:
     1. The mean is over the tokens of the full batch, as in public code; the

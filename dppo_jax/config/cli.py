@@ -62,7 +62,7 @@ _FLAGS = (
   ),
   ("to", "DIR", "export", "directory to export to"),
   ("push", "OWNER/NAME", "export", "repository of the hub to upload to"),
-  ("dtype", _DTYPES, "export", "[that of the model]"),
+  ("dtype", _DTYPES, "export", "[the model's]"),
   ("format", _FORMATS, "export", "[model]; adapter: of LoRA, as PEFT has it"),
   ("hardware", "KIND:N,...", "plan", "devices, as in h200:8, or cpu"),
   ("topology", "KIND:AxB", "plan", "devices to compile for, as in v5e:4x4"),

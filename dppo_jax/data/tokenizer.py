@@ -227,7 +227,7 @@ class PretrainedTokenizer:
     except Exception as error:  # a template may raise anything
       raise UserError(
         f"the chat template of {self._path!r} rejects the prompt: "
-        f"{first_line(error)}; check the roles in config.data.template "
+        f"{first_line(error)}; check the roles in config.data.template, "
         "the arguments in config.data.template_args and the column 'tools'"
       ) from error
 

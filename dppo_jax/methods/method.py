@@ -3,10 +3,10 @@
 A completion rule is `rule(rng, groups, budget) -> Selection [Q, G]`. It sees
 full groups, before anything is dropped, and reports the probability of the draw
 it makes; a rule that cannot is wrapped in `unweighted`. Completions of length 0
-belong to prompts that were not rolled out: they are not counted, and keeping
-them has no effect. `rng` is a `StepRng`, or a bare key if none of the rule's
-rates is a schedule. `budget` is the fraction that the method's policy has
-chosen, 1 if it has none; most rules ignore it.
+are of prompts that were not rolled out, or are masked since they were cut off:
+they are not counted, and keeping them has no effect. `rng` is a `StepRng`, or a
+bare key if none of the rule's rates is a schedule. `budget` is the fraction
+that the method's policy has chosen, 1 if it has none; most rules ignore it.
 
 A prompt rule sees only what was observed before this step. Its choice is
 therefore independent of the rollouts, and weights 1 / prob are unbiased too.

@@ -57,9 +57,8 @@ class Graded(NamedTuple):
 class Grader:
   """Grades completions; a context manager that ends its worker processes.
 
-  The first function is the verifier: its value is the accuracy and, for a
-  method with a prompt history, the difficulty of a problem. The others only
-  shape the reward.
+  The first function is the verifier: its value is the accuracy, and what a
+  method's prompt history gets as correct. The others only shape the reward.
   """
 
   def __init__(

@@ -83,7 +83,7 @@ class NextBudget:
     Args:
       batches, updates: of the step that led to `state`.
       seconds: of the stages of the step so far, as metrics. All processes use
-        those of the first one.
+        the first one's.
     """
     spec, passes = self._spec, self._spec.inner_updates
     noise = self._add(jax.device_get(state.noise), batches[0], updates)

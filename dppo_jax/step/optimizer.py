@@ -94,7 +94,7 @@ def adamw(
   """AdamW that decays every weight but norms and biases.
 
   Embeddings and adapters decay too, as in the trainer of transformers. The
-  state is that of `optax.adamw`.
+  state is as in `optax.adamw`.
   """
   inner = optax.adamw(learning_rate, weight_decay=weight_decay)
 

@@ -163,7 +163,7 @@ def probabilities(
 ) -> Float[Array, "K M"]:
   """Inclusion probabilities of a fraction of the needed completions.
 
-  Up to rounding they are those of `designs.water_filling`. A `min_prob` above
+  Up to rounding they equal `designs.water_filling`. A `min_prob` above
   what the fraction gives raises their sum.
 
   Args:
