@@ -14,6 +14,7 @@ import platform
 import textwrap
 import time
 from typing import Any, NamedTuple
+import uuid
 
 import jax
 import numpy as np
@@ -258,7 +259,8 @@ def _checkpoint(
   run: Run, state: TrainState, workdir: pathlib.Path
 ) -> tuple[str, None]:
   """Saves a state in the workdir, compares the restored weights, deletes it."""
-  folder, start = workdir / "check", time.monotonic()
+  # A name that no run has.
+  folder, start = workdir / f".check-{uuid.uuid4().hex}", time.monotonic()
   try:
     with checkpoint.Checkpoints(folder) as checkpoints:
       checkpoints.save(0, state)

@@ -43,7 +43,7 @@ def run(
   if step is not None:
     checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress() as bar:
-    with bar.task("reading data and model"), distributed.sharing_errors():
+    with bar.task("reading data and model"):
       run = setup_run(config, trains=False)
     if not run.eval_sets:
       raise UserError("config.data.eval is empty: name a source to evaluate on")
@@ -51,7 +51,7 @@ def run(
       for problems in run.eval_sets.values():
         bar.say(progress.wrapped(problems.report))
         with bar.task("starting to grade"), distributed.sharing_errors():
-          grader.self_check(problems.columns)
+          grader.self_check(problems.columns, verifier_only=True)
       with bar.task("reading weights"):
         step, params, weights = read_weights(run, workdir, step)
       messages = [f"weights: {weights}", *run.warnings]

@@ -1,6 +1,7 @@
 """--mode=export: the weights of a run as a checkpoint for transformers."""
 
 from collections.abc import Callable
+import contextlib
 import functools
 import json
 import pathlib
@@ -73,8 +74,10 @@ def run(
   dtype = dtype or ("float32" if is_float32 else hf.stored_dtype(path))
   is_tuned = bool(config.sft.steps or config.sft.from_run)
   params = _read_weights(workdir, step, model, is_adapter)
-  to.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent) as parent:
+  is_new = not to.exists()  # else perhaps the place of another file system
+  place = to.parent if is_new else to
+  place.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(prefix=".export-", dir=place) as parent:
     folder = pathlib.Path(parent, to.name)
     if is_adapter:
       base = "" if is_tuned else config.model.hub_name or path
@@ -87,7 +90,8 @@ def run(
       tokenizer.save(folder)
     card = _card(config, workdir, step, tokenizer, to.name, is_adapter)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    folder.rename(to)
+    for file in [folder] if is_new else [*folder.iterdir()]:
+      file.rename(place / file.name)
   bucket.send(to)
   written = "adapters" if is_adapter else "weights"
   done = (
@@ -177,10 +181,11 @@ def _prompt(template: str | Callable, tokenizer: data.Tokenizer) -> str:
     return f"(made of each row by {template})"
   fields = (name for _, name, *_ in string.Formatter().parse(template))
   columns = {name: f"{{{name}}}" for name in ("problem", *filter(None, fields))}
-  try:
+  with contextlib.suppress(UserError):
     return tokenizer.prompt(make_prompt(template, "{problem}", columns))
-  except UserError:  # it takes a column apart, as {choices[0]} does
+  with contextlib.suppress(UserError):  # for {choices[0]}, a part of a column
     return tokenizer.prompt(template)
+  return "(made of each row by the chat template)"
 
 
 def _card(

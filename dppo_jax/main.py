@@ -12,8 +12,8 @@ from dppo_jax.run import compile_cache
 
 # Options that name functions, the last three for training only.
 _CODE = (
-  "method.source objective.source reward.functions data.template data.eval "
-  "data.train optimizer.function callbacks"
+  "method.source method.args objective.source objective.args reward.functions "
+  "data.template data.eval data.train optimizer.function callbacks"
 ).split()
 
 

@@ -26,7 +26,14 @@ from dppo_jax.metrics.writer import Silent, Writer
 from dppo_jax.planning import memory
 from dppo_jax.records import TrainState
 from dppo_jax.rng import rng_at
-from dppo_jax.run import checkpoint, compile_cache, resume, sft, signals
+from dppo_jax.run import (
+  checkpoint,
+  checkpoint_steps,
+  compile_cache,
+  resume,
+  sft,
+  signals,
+)
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values, programs, runtime_checks
 from dppo_jax.step.step_info import StepInfo
@@ -73,10 +80,12 @@ def _run(
 ) -> None:
   """Opens all that a run needs, trains, and writes the report."""
   with progress.Progress() as bar:
-    with bar.task("reading data and model"), distributed.sharing_errors():
-      run = memory.choose_slots(setup_run(config))
-      memory.check(run)
-      eval_sets.check_metric(run, config.checkpoint.best)
+    with bar.task("reading data and model"):
+      begins = not checkpoint_steps.complete_steps(workdir)
+      run = memory.choose_slots(setup_run(config, begins=begins))
+      with distributed.sharing_errors():
+        memory.check(run)
+        eval_sets.check_metric(run, config.checkpoint.best)
     kept = config.checkpoint
     prints = resume.fingerprints(config, run.train_set)
     with (
@@ -103,6 +112,8 @@ def _run(
           writer.say(line)
         with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(run.train_set.columns)
+          for problems in run.eval_sets.values():
+            grader.self_check(problems.columns, verifier_only=True)
         with bar.task("compiling") as task:
           compiled = _compile(run, task)
         stack.callback(gc.unfreeze)

@@ -20,20 +20,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_068,
+  "": 14_160,
   "algo": 7_577,
   "analysis": 3_888,
-  "config": 5_583,
-  "data": 6_949,
+  "config": 5_742,
+  "data": 6_961,
   "eval": 2_082,
   "files": 3_866,
   "methods": 10_044,
   "metrics": 6_111,
-  "models": 23_221,
-  "planning": 5_327,
-  "rewards": 7_671,
+  "models": 23_232,
+  "planning": 5_342,
+  "rewards": 7_707,
   "rollout": 4_387,
-  "run": 12_016,
+  "run": 12_137,
   "step": 14_129,
 }
 _NOT_CODE = {

@@ -24,6 +24,9 @@ import jax.numpy as jnp
 from dppo_jax import algo, methods
 from dppo_jax.records import Selection
 
+def ramp(step):
+  return 0.5
+
 def coin(share: float = 0.5) -> methods.Method:
   def rule(rng, groups, budget):
     prob = jnp.full(groups.advantages.shape, share)
@@ -91,6 +94,12 @@ def test_saved_config_finds_a_users_functions(file, tmp_path):
   again = configs.read(saved)
   assert options.flatten(again) == flat
   assert configs.make_method(again) is not None
+  c.method.args["share"] = user_code.load(f"{file}:ramp")
+  saved.write_text(json.dumps(options.flatten(c)))
+  assert configs.read(saved).method.args == c.method.args
+  c.method.args["share"] = lambda step: 0.5
+  with pytest.raises(UserError, match=r"args.share is .*<lambda>, which"):
+    configs.make_method(c)
   # The file itself has been imported: only a new process would not find it.
   flat["method.source"] = f"{tmp_path}/gone.py:coin"
   saved.write_text(json.dumps(flat))

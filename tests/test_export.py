@@ -146,6 +146,7 @@ def test_an_export_keeps_the_files_and_the_dtype_of_its_source(tmp_path):
   write_source(source, dtype="bfloat16", rms_norm_eps=1e-5)
   (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
   (source / "LICENSE").write_text("as you like")
+  (source / "tokenizer_old").mkdir()
   params, workdir = trained(source), tmp_path / "run"
   options = {"model__path": source, "rollout__stop_ids": "(1,3)"}
   export.run(run_of(workdir, params, **options), workdir, out)
@@ -283,11 +284,23 @@ def test_the_card_shows_the_template_of_any_columns(template, shown):
   assert export._prompt(template, data.CharacterTokenizer()) == shown
 
 
+def test_the_card_says_that_a_template_needs_more_messages():
+  class Picky(data.CharacterTokenizer):
+    def prompt(self, prompt, tools=None):
+      raise UserError("messages[1] is undefined")
+
+  assert (
+    export._prompt("", Picky()) == "(made of each row by the chat template)"
+  )
+
+
 def test_only_a_new_or_an_empty_directory_is_written(begun, tmp_path):
   c, workdir, params = begun
   out = tmp_path / "there/out"
   out.mkdir(parents=True)
+  place = out.stat().st_ino  # a mounted directory cannot be replaced
   export.run(c, workdir, out)
+  assert out.stat().st_ino == place
   assert_equal(hf.load(out)[0], params)
   (tmp_path / "file").write_text("")
   for taken in (out, workdir, tmp_path / "file"):

@@ -102,6 +102,29 @@ def test_changed_modules_are_noticed_and_installed_ones_may_change(
   ]
 
 
+def test_columns_that_a_reward_of_the_users_may_read_count(run, tmp_path):
+  change = lambda rows: sources.write_jsonl(tmp_path / "data.jsonl", rows)
+  more = [row | {"level": 1} for row in ROWS]
+  change(more)
+  before, built_in = run()[1], run(reward__functions="exact")[1]
+  change([*more[:3], more[3] | {"level": 2}, *more[4:]])
+  assert run(reward__functions="exact")[1] == built_in
+  key = "fingerprints.data"
+  assert run()[1][key] != before[key]
+
+
+def test_code_is_files_in_directories_with_any_name(tmp_path):
+  file = tmp_path / "lr=1/mine.py"
+  c = commands.config("arithmetic", data__eval=f"a={file}:f,b=x.jsonl")
+  c.optimizer.function, c.callbacks = f"{file}:g", f"{file}:h,{file}:i"
+  c.method.args["keep"] = f"{file}:k"
+  file.parent.mkdir()
+  file.write_text("")
+  names = "data.eval optimizer.function callbacks method.args".split()
+  files = configs.user_functions(c, names)
+  assert files == {f"{file}:{x}": str(file) for x in "fghik"}
+
+
 @pytest.mark.parametrize("cut", [None, 40])
 def test_checkpoints_without_a_config_are_rejected(run, tmp_path, cut):
   config, prints = run()

@@ -157,6 +157,13 @@ def test_zero_slots_are_as_many_as_fit():
   assert memory.choose_slots(given, 0.0) is given
 
 
+def test_all_processes_choose_the_fewest_slots(monkeypatch):
+  run = planned(rollout__num_slots=0)
+  gather = lambda number: [number, 16, 24]
+  monkeypatch.setattr(memory.distributed, "gather", gather)
+  assert memory.choose_slots(run, 1e15).spec.num_slots == 16
+
+
 def test_each_stage_names_options_that_lower_it():
   text = memory.shortage({"roll_out": 3e9, "update": 1e9, "sft": 2e9}, 1.5e9)
   roll_out, sft = text.split("; ")

@@ -155,9 +155,9 @@ def test_a_mesh_does_not_change_windows(tmp_path):
     for mesh in ((1, 1, 1), (1, 2, 4))
   )
   chex.assert_trees_all_equal(tokens, want)
-  # A tenth of a step of AdamW, which magnifies rounding of small gradients.
+  # A fifth of a step of AdamW, which magnifies rounding of small gradients.
   chex.assert_trees_all_close(
-    state.params, reference.params, rtol=1e-7, atol=1e-3
+    state.params, reference.params, rtol=1e-7, atol=2e-3
   )
   norm = state.params["layers"]["mlp_post_norm"]
   start = hf.load(tmp_path)[0]["layers"]["mlp_post_norm"]

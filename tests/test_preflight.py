@@ -1,5 +1,7 @@
 """Options that cannot work are rejected before anything is loaded."""
 
+import shutil
+
 import pytest
 
 from dppo_jax import config as configs
@@ -137,7 +139,12 @@ def test_only_imitation_needs_solutions(tmp_path):
   with pytest.raises(UserError, match=r"config.sft.steps is 3"):
     setup_run(arithmetic(**options))
   (tmp_path / "other/checkpoints/0").mkdir(parents=True)
-  setup_run(arithmetic(sft__from_run=str(tmp_path / "other"), **options))
+  options["sft__from_run"] = str(tmp_path / "other")
+  setup_run(arithmetic(**options))
+  shutil.rmtree(tmp_path / "other")
+  with pytest.raises(UserError, match=r"from_run: no checkpoint of step 0"):
+    setup_run(arithmetic(**options))
+  setup_run(arithmetic(**options), begins=False)  # a checkpoint has them
 
 
 def test_reward_functions_then_data_are_looked_for_before_the_model(tmp_path):

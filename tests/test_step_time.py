@@ -128,11 +128,14 @@ def test_evaluations_are_counted():
   assert spent(eval__every=10, eval__samples=0) == pytest.approx(1.5 * once)
   assert spent(eval__every=15, eval__samples=0) == pytest.approx(1.5 * once)
   assert spent(eval__every=10, eval__samples=1) == pytest.approx(2.5 * once)
+  three = spent(eval__every=0, eval__samples=0, data__eval="a=a,b=b,c=c")
+  assert three == pytest.approx(3 * once)
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-def test_checkpoints_have_weights_and_two_moments(rank):
-  run = planned(devices=4, lora__rank=rank, checkpoint__every=30, steps=100)
+@pytest.mark.parametrize("rank, every", [(0, 30), (8, 30), (0, 0)])
+def test_checkpoints_have_weights_and_two_moments(rank, every):
+  options = {"lora__rank": rank, "checkpoint__every": every, "steps": 100}
+  run = planned(devices=4, **options)
   model = run.spec.model
   num = parameters.num_parameters(model)
   adapters = parameters.trainable_table(model).values()

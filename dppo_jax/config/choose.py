@@ -109,8 +109,12 @@ def user_functions(config: Config, names: Iterable[str]) -> dict[str, str]:
   flat["reward.functions"] = [x.reference for x in specs]
   for name in names:
     value = flat.get(name, "")
-    of_text = re.split("[,=]", value) if isinstance(value, str) else value
-    references += map(str.strip, of_text)
+    if name in ("callbacks", "data.eval") and isinstance(value, str):
+      value = re.split(r"(?:^|,)\s*(?:[\w.+-]+=)?", value)  # of names
+    elif isinstance(value, dict):
+      value = value.values()
+    values = [value] if isinstance(value, str) else value
+    references += (str(x).strip() for x in values)
   return {x: file for x in references if (file := user_code.file_of(x))}
 
 
@@ -127,6 +131,9 @@ def read(path: str | os.PathLike) -> Config:
   try:
     use_method(config, *choices)
     options = {name: metadata for name, _, metadata in walk(config) if metadata}
+    for name in ("method.args", "objective.args"):
+      if isinstance(args := saved.get(name), dict):  # functions of the step
+        saved[name] = {k: _loaded(x) for k, x in args.items()}
     for name, value in saved.items():
       if name.startswith(("fingerprints.", "changes")):
         continue
@@ -138,6 +145,11 @@ def read(path: str | os.PathLike) -> Config:
   except UserError as error:
     raise UserError(f"{path}: {error}") from error
   return config
+
+
+def _loaded(value: Any) -> Any:
+  is_function = isinstance(value, str) and user_code.is_reference(value)
+  return user_code.load(value) if is_function else value
 
 
 def make_method(config: Config) -> methods.Method:
@@ -161,6 +173,12 @@ def _make(
       f"config.{kind}.args.{name} is set but the arguments of {chosen.name} "
       f"are {', '.join(names) or 'none'}"
     )
+  for name, value in chosen.args.items():
+    if not getattr(value, "__qualname__", "named").isidentifier():
+      raise UserError(
+        f"config.{kind}.args.{name} is {value.__qualname__}, which config.json "
+        "cannot name: define it with def, outside of other functions"
+      )
   result = chosen.factory(**chosen.args, **known)
   if not isinstance(result, returns):
     raise UserError(

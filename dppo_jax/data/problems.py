@@ -173,8 +173,9 @@ def prepare(
       ids = tokenizer.encode_prompt(prompt, tools)
     except UserError as error:
       raise UserError(f"{row.id}: {error}") from error
-    if len(ids) > max_prompt_tokens:
-      left_out[f"over {max_prompt_tokens} prompt tokens"] += 1
+    if not 0 < len(ids) <= max_prompt_tokens:
+      limits = f"over {max_prompt_tokens}" if ids else "without"
+      left_out[f"{limits} prompt tokens"] += 1
       continue
     if not used:
       first_text = tokenizer.decode(ids, skip_special_tokens=False)

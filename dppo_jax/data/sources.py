@@ -152,7 +152,7 @@ def _make_row(
   answer = _to_text(value).strip()
   _, marker, tail = answer.rpartition("####")
   if marker:
-    answer = tail.replace(",", "").strip()
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", tail).strip()
   elif (box := last_boxed(answer)) is not None:
     answer = box.strip()
   elif value is solution and "\n" in answer:  # worked, but without an answer

@@ -10,6 +10,7 @@ import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data, sharding
+from dppo_jax.data import sources
 from dppo_jax.errors import UserError
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
@@ -64,7 +65,7 @@ def assumed_run(
     width = sharding.round_up(c.data.max_prompt_tokens, 8)
     train_set = _problems(_NUM_PROBLEMS, width)
     eval_set = _problems(c.data.eval_limit or _NUM_EVAL_PROBLEMS, width)
-    eval_sets = {"eval": eval_set} if c.data.eval else {}
+    eval_sets = dict.fromkeys(sources.parse_named(c.data.eval), eval_set)
   problems = train_set, eval_sets
   return setup.make_run(
     c, mesh, platform, "", tokenizer, model, *problems, capability

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from dppo_jax import sharding
+from dppo_jax import distributed, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.models import kv_cache, lm_head, lora, parameters
 from dppo_jax.rollout import decode
@@ -116,6 +116,8 @@ def num_slots(spec: StepSpec) -> int:
 def choose_slots(run: Run, available: float | None = None) -> Run:
   """Replaces `rollout.num_slots=0` by the most slots that fit, by halving.
 
+  All processes have to call it, and get the same number.
+
   Args:
     available: bytes of one device; None for the memory of this machine.
   """
@@ -130,7 +132,7 @@ def choose_slots(run: Run, available: float | None = None) -> Run:
     _MARGIN * sum(estimate(with_slots(num))["roll_out"].values()) > available
   ):
     num = sharding.round_up(num // 2, 8)
-  return with_slots(num)
+  return with_slots(min(distributed.gather(num)))
 
 
 def _update(spec: StepSpec) -> Parts:

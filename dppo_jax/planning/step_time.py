@@ -216,7 +216,7 @@ def checkpoint_sizes(run: Run) -> list[float]:
   with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
     state = abstract_values.abstract_train_state(spec)
   size = lambda x: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(x))
-  num = -(-c.steps // c.checkpoint.every) if c.checkpoint.every else 1
+  num = -(-c.steps // (c.checkpoint.every or 1))
   num = min(num, c.checkpoint.keep + bool(c.checkpoint.best))
   later = size((lora.trainable(state.params), state.opt_state))
   return [size(state.params), *[later] * num]

@@ -113,14 +113,19 @@ class Grader:
     for worker in self._workers:
       worker.stop()
 
-  def self_check(self, columns: Iterable[str] | None = None) -> None:
+  def self_check(
+    self, columns: Iterable[str] | None = None, verifier_only: bool = False
+  ) -> None:
     """Loads every function in all workers; `math` compares two answers.
 
     Args:
       columns: names of the data's columns; None if they are not known yet.
+      verifier_only: True if the first function alone has to grade the data.
     Raises:
       UserError: if a function cannot be loaded or requires another column.
     """
+    specs = self.specs[: 1 if verifier_only else None]
+    graded = columns is not None and {x.reference for x in specs}
     names = {"prompts", "completions", "answers", *(columns or ())}
     required = [
       (spec.reference, name)
@@ -130,7 +135,7 @@ class Grader:
     for of_worker in self._threads.map(Worker.start, self._workers):
       required += of_worker
     for reference, name in required:
-      if columns is not None and name not in names:
+      if graded and reference in graded and name not in names:
         raise UserError(
           f"config.reward.functions: {reference} requires {name!r}, but the "
           f"data has no such column: it has {', '.join(sorted(names))}"

@@ -11,10 +11,11 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import data, distributed, sharding
 from dppo_jax.errors import UserError
-from dppo_jax.files import user_code
+from dppo_jax.files import bucket, user_code
 from dppo_jax.models import lora, parameters
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.rollout import Sampling
+from dppo_jax.run import checkpoint, checkpoint_steps
 from dppo_jax.step import abstract_values
 from dppo_jax.step.spec import StepSpec
 
@@ -62,6 +63,17 @@ def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
       "config.objective.args.tokens_per_completion is 0 but exact dynamic "
       "sampling does not know the mean length of the groups it skips: set it "
       "to the typical length of a completion"
+    )
+
+
+def check_start(from_run: str) -> None:
+  """Checks that `config.sft.from_run` has a checkpoint of all weights."""
+  workdir, step = checkpoint_steps.split_step(from_run)
+  checkpoint_steps.find(workdir, step, "config.sft.from_run")
+  if checkpoint.has_adapters(workdir):
+    raise UserError(
+      f"config.sft.from_run: {bucket.shown(workdir)} has adapters: export it "
+      "and name the directory in config.model.path"
     )
 
 

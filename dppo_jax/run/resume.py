@@ -265,12 +265,16 @@ def fingerprints(
   config: configs.Config, train_set: data.ProblemSet
 ) -> dict[str, str]:
   """Hashes of prompt tokens and answers, and of the files of user code."""
-  names = "reward.functions method.source objective.source optimizer.function"
+  names = "method.source method.args objective.source objective.args"
+  names = f"reward.functions {names} optimizer.function"
   named = configs.user_functions(config, names.split()).values()
   files = [x for x in named if "-packages" not in x]  # not of the user
-  answers = json.dumps(train_set.answers).encode()
+  texts: list = [train_set.answers]
+  if configs.user_functions(config, ["reward.functions"]):  # may read more
+    texts += [train_set.problems, train_set.columns]
+  encoded = (json.dumps(x, default=str).encode() for x in texts)
   digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
   return {
-    "fingerprints.data": digest(train_set.tokens.tobytes(), answers),
+    "fingerprints.data": digest(train_set.tokens.tobytes(), *encoded),
     "fingerprints.code": digest(*(pathlib.Path(x).read_bytes() for x in files)),
   }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, sharding
+from dppo_jax import data, distributed, rewards, sharding
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.data import sources
 from dppo_jax.errors import UserError
@@ -19,7 +19,7 @@ from dppo_jax.models.config import ModelConfig, drop_idle_window
 from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import Sampling
-from dppo_jax.run import checkpoint, checkpoint_steps, kernel_check, preflight
+from dppo_jax.run import kernel_check, preflight
 from dppo_jax.step.optimizer import Optimizer, make_optimizer
 from dppo_jax.step.spec import StepSpec
 
@@ -164,14 +164,27 @@ def _adapter_path(config: configs.Config) -> str:
 
 
 def setup_run(
-  config: configs.Config, trains: bool = True, evaluates: bool = True
+  config: configs.Config,
+  trains: bool = True,
+  evaluates: bool = True,
+  begins: bool = True,
 ) -> Run:
-  """Checks the config and reads everything that a run on this machine needs.
+  """Checks the config and reads all that a run needs, in every process.
 
   Args:
     trains: True to read and check the problems to train on.
     evaluates: True to read and check those to evaluate on.
+    begins: False if a checkpoint has the weights, wherever they came from.
   """
+  with distributed.sharing_errors():
+    run = _read_run(config, trains, evaluates, trains and begins)
+  spec, fault = kernel_check.checked(run.spec, config.model.attention)
+  return run._replace(spec=spec, kernel_fault=fault)
+
+
+def _read_run(
+  config: configs.Config, trains: bool, evaluates: bool, begins: bool
+) -> Run:
   eval_source = config.data.eval if evaluates else ""
   configs.validate(config, trains)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
@@ -179,25 +192,17 @@ def setup_run(
   rewards.check(config.reward.functions)
   if trains:
     preflight.check_training(mesh, config)
-    if config.sft.from_run:
-      workdir, step = checkpoint_steps.split_step(config.sft.from_run)
-      checkpoint_steps.find(workdir, step, "config.sft.from_run")
-      if checkpoint.has_adapters(workdir):
-        raise UserError(
-          f"config.sft.from_run: {bucket.shown(workdir)} has adapters: export "
-          "it and name the directory in config.model.path"
-        )
+  if begins and config.sft.from_run:
+    preflight.check_start(config.sft.from_run)
   data.check(config.data.train if trains else "", eval_source)
   path, tokenizer, model = read_model(config)
-  if trains and config.lora.adapter:
+  if begins and config.lora.adapter:
     peft.check(_adapter_path(config), with_lora(model, config.lora))
   train_set, eval_sets = read_problems(config, tokenizer, eval_source, trains)
   platform = mesh.devices.flat[0].platform
-  run = make_run(
+  return make_run(
     config, mesh, platform, path, tokenizer, model, train_set, eval_sets
   )
-  spec, fault = kernel_check.checked(run.spec, config.model.attention)
-  return run._replace(spec=spec, kernel_fault=fault)
 
 
 def make_run(

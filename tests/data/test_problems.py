@@ -55,6 +55,16 @@ def test_skipped_rows_are_counted_and_the_first_copy_stays():
   )
 
 
+def test_prompts_without_tokens_are_left_out(monkeypatch):
+  """A chat template may render nothing of some prompts."""
+  encode = CharacterTokenizer.encode
+  silent = lambda self, text: [] if text == "0=" else encode(self, text)
+  monkeypatch.setattr(CharacterTokenizer, "encode", silent)
+  problems = prepare([row("a", "0="), row("b", "1=")])
+  assert problems.names == ("b",)
+  assert problems.report.endswith("left out: 1 without prompt tokens")
+
+
 def test_prompts_are_padded_on_the_right_to_a_multiple_of_8():
   problems = prepare([row("a", "1+2="), row("b", "1+2+3+4+5=")])
   assert problems.tokens.shape == (2, 16)

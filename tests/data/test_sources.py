@@ -72,6 +72,9 @@ def test_limit_takes_the_first_rows_of_an_endless_function(tmp_path):
     (float("nan"), ""),
     (None, ""),
     ("a #### 2 #### 1,234\n", "1234"),
+    ("#### -1,234,567.5", "-1234567.5"),
+    ("#### (3,4)", "(3,4)"),
+    ("#### 1, 2", "1, 2"),
   ],
 )
 def test_answers_become_text(value, answer):

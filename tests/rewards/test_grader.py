@@ -171,6 +171,7 @@ def test_functions_get_the_arguments_in_their_signature(path):
     assert grader.pop_warnings() == []
     with pytest.raises(UserError, match=r"requires 'solution'.* no such col"):
       grader.self_check({"level": [1]})
+    grader.self_check({"level": [1]}, verifier_only=True)
     not_json = {"level": [{1}], "solution": ["x"], "photo": [b"\xff"]}
     assert faults(grade(grader, ["1"], None, not_json)) == {}
   assert {x: v.tolist() for x, v in graded.values.items()} == {

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -52,7 +53,7 @@ def save(
   out = pathlib.Path(path)
   out.mkdir(parents=True, exist_ok=True)
   for pattern in reader.COMPANIONS if source else ():
-    for file in pathlib.Path(source).glob(pattern):
+    for file in filter(os.path.isfile, pathlib.Path(source).glob(pattern)):
       shutil.copyfile(file, out / file.name)
   described = _settings(config, source) | {"torch_dtype": dtype}
   _write_json(out / "config.json", described | dict(settings or {}))
