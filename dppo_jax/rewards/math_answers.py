@@ -102,13 +102,21 @@ def _compare(gold: str, answer: str) -> str:
     pairs = zip(*parts, strict=True) if has_same else itertools.product(*parts)
     results = [_compare(*x) == "right" for x in pairs]
     return "right" if (all if has_same else any)(results) else "wrong"
+  if pairs := notation.by_symbol(gold, answer):
+    results = [_compare(*x) for x in pairs]
+    return "right" if {*results} == {"right"} else "wrong"
   # Percentages: 7.2\% equals 7.2 as well as 0.072.
   first, second = notation.percent(gold), notation.percent(answer)
   if first and second:
     gold, answer = first, second
   elif first or second:
-    if _compare_parsed(first or gold, second or answer) == "right":
-      return "right"
+    # math-verify reads no expression in front of a percent sign.
+    for form in ("{}", r"\frac{{{}}}{{100}}"):
+      pair = [
+        form.format(x) if x else y for x, y in ((first, gold), (second, answer))
+      ]
+      if _compare_parsed(*pair) == "right":
+        return "right"
   return _compare_parsed(gold, answer)
 
 

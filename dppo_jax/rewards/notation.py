@@ -323,6 +323,16 @@ def percent(answer: str) -> str | None:
   return match[1] if match else None
 
 
+def by_symbol(gold: str, answer: str) -> list[tuple[str, str]]:
+  """Returns the pairs to compare of `x=3,y=4` and `3,4`; else an empty list."""
+  named = re.findall(r"(?:^|,) ?([a-zA-Z]) ?= ?([^,=]+)", gold)
+  values = answer.removeprefix("(").removesuffix(")").split(",")
+  has_values = len(values) == len({x for x, _ in named}) > 1
+  if not has_values or re.search(r"[=()\[\]{}]", "".join(values)):
+    return []
+  return [(x, y.strip()) for (_, x), y in zip(named, values, strict=True)]
+
+
 def choice(answer: str) -> tuple[str, ...]:
   r"""Returns the E and 12 of `(E) 12`, the E of `E)`, and any other answer.
 
