@@ -39,6 +39,7 @@ def squares(beta: float = 0.0) -> algo.Objective:
   return algo.grpo(beta=beta)._replace(token_loss=loss)
 
 def number(): return 3
+def broken(): raise KeyError("no")
 def optionless(share): return methods.grpo()
 CONSTANT = 3
 """
@@ -212,6 +213,7 @@ def test_function_without_a_name_is_rejected():
     ("{}:optionless", "'share' of the method optionless must have a"),
     ("{}:number", "the method number.. returned int, not Method"),
     ("{}:squares", "the method squares.. returned Objective, not Method"),
+    ("{}:broken", "the method broken: KeyError: 'no' .*mine.py, line"),
   ],
 )
 def test_wrong_choice_is_named_in_one_line(file, choice, reason):

@@ -179,7 +179,8 @@ def _make(
         f"config.{kind}.args.{name} is {value.__qualname__}, which config.json "
         "cannot name: define it with def, outside of other functions"
       )
-  result = chosen.factory(**chosen.args, **known)
+  with user_code.explained(f"the {kind} {chosen.name}"):
+    result = chosen.factory(**chosen.args, **known)
   if not isinstance(result, returns):
     raise UserError(
       f"the {kind} {chosen.name}() returned {type(result).__name__}, not "

@@ -4,6 +4,7 @@ README.md lists the kinds of sources and the columns that count.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import decimal
 import itertools
 import json
 import os
@@ -274,9 +275,10 @@ def _to_text(value: Any) -> str:
   """Returns text and numbers as text; anything else becomes empty."""
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
-  if isinstance(value, float) and value.is_integer():
+  if isinstance(value, float | decimal.Decimal) and value % 1 == 0:
     value = int(value)  # a grader that compares text expects 18, not 18.0
-  is_text = isinstance(value, str | int | float) and value == value  # not NaN
+  is_text = isinstance(value, str | int | float | decimal.Decimal)
+  is_text = is_text and value == value  # not NaN
   return str(value) if is_text and not isinstance(value, bool) else ""
 
 

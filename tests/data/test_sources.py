@@ -1,5 +1,6 @@
 """Sources: each kind gives the same rows; malformed ones are named."""
 
+import decimal
 import subprocess
 import sys
 
@@ -66,6 +67,8 @@ def test_limit_takes_the_first_rows_of_an_endless_function(tmp_path):
   [
     (" 1,5 ", "1,5"),
     (18.0, "18"),
+    (decimal.Decimal("18.00"), "18"),
+    (decimal.Decimal("0.5"), "0.5"),
     ([0.5], "0.5"),
     (["1", "2"], ""),
     (True, ""),
