@@ -31,7 +31,7 @@ TOKENS = {
   "metrics": 6_111,
   "models": 23_232,
   "planning": 5_342,
-  "rewards": 7_904,
+  "rewards": 7_912,
   "rollout": 4_387,
   "run": 12_137,
   "step": 14_129,

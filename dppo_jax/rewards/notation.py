@@ -327,8 +327,9 @@ def by_symbol(gold: str, answer: str) -> list[tuple[str, str]]:
   """Returns the pairs to compare of `x=3,y=4` and `3,4`; else an empty list."""
   named = re.findall(r"(?:^|,) ?([a-zA-Z]) ?= ?([^,=]+)", gold)
   values = answer.removeprefix("(").removesuffix(")").split(",")
-  has_values = len(values) == len({x for x, _ in named}) > 1
-  if not has_values or re.search(r"[=()\[\]{}]", "".join(values)):
+  num = len({x for x, _ in named})
+  is_list = 1 < num == len(named) == len(values)
+  if not is_list or re.search(r"[=()\[\]{}]", "".join(values)):
     return []
   return [(x, y.strip()) for (_, x), y in zip(named, values, strict=True)]
 
