@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import pathlib
+import re
 import sys
 
 import jax
@@ -48,6 +49,8 @@ def run(
   config, workdir = configs.absolute_paths(config), workdir.absolute()
   compile_cache.enable_compilation_cache()
   source = None if prompt is None else _source(config, prompt)
+  if callable(source):  # the user's own lines
+    config.data.eval_limit = 0
   if step is not None:
     checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   with progress.Progress() as bar:
@@ -150,7 +153,7 @@ class _Sampler:
     num_shards = sharding.num_shards(spec.mesh, "batch")
     num = min(eval_sets.batch_size(run), sharding.round_up(largest, num_shards))
     for i, (name, problems) in enumerate(sets.items()):
-      if "left out" in problems.report:
+      if re.search("left out| of ", problems.report):
         self.bar.say(progress.wrapped(problems.report))
       rng, wide = eval_sets.rng_of_set(key, name, i), _widened(problems)
       program = self._program(num, wide.tokens.shape[1])

@@ -20,17 +20,17 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_160,
+  "": 14_180,
   "algo": 7_577,
-  "analysis": 3_888,
-  "config": 5_750,
+  "analysis": 3_931,
+  "config": 5_758,
   "data": 6_974,
   "eval": 2_082,
   "files": 3_866,
   "methods": 10_044,
-  "metrics": 6_111,
+  "metrics": 6_113,
   "models": 23_232,
-  "planning": 5_342,
+  "planning": 5_356,
   "rewards": 7_912,
   "rollout": 4_387,
   "run": 12_137,

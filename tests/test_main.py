@@ -343,6 +343,11 @@ def begun(tmp_path):
   return tmp_path / "config.json"
 
 
+def test_the_config_of_a_run_takes_no_other_method(begun):
+  with pytest.raises(UserError, match=r"has its own method: omit 'grpo'"):
+    cli.parse(["main", f"--config={begun}:grpo"])
+
+
 @pytest.mark.parametrize("name", ["rollout.drafts", "method.source"])
 def test_an_option_that_is_gone_is_not_ignored(begun, name):
   old = json.loads(begun.read_text())

@@ -132,6 +132,7 @@ def test_exported_directory_is_sampled_as_its_run_is(begun, capsys, tmp_path):
   export.run(c, folder, tmp_path / "exported")
   (tmp_path / "prompts.txt").write_text("3+4=\n\n15-2+7=\n1+1=\n")
   flags = [f"--prompt=@{tmp_path}/prompts.txt", "--config.eval.samples=2"]
+  flags.append("--config.data.eval_limit=1")  # not of lines
   of_run = _sample(capsys, f"--workdir={folder}", *flags)
   alone = _sample(
     capsys,

@@ -128,6 +128,8 @@ def test_evaluations_are_counted():
   assert spent(eval__every=10, eval__samples=0) == pytest.approx(1.5 * once)
   assert spent(eval__every=15, eval__samples=0) == pytest.approx(1.5 * once)
   assert spent(eval__every=10, eval__samples=1) == pytest.approx(2.5 * once)
+  two, three = (spent(eval__every=x, eval__samples=8) - once for x in (0, 10))
+  assert three == pytest.approx(1.5 * two)  # the greedy ones have no samples
   three = spent(eval__every=0, eval__samples=0, data__eval="a=a,b=b,c=c")
   assert three == pytest.approx(3 * once)
 

@@ -127,7 +127,11 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
       )
     same.append(run)
   options = [json.loads(key) for key in by_options]
-  differs = lambda name, x: any(y.get(name, x) != x for y in options)
+  # Methods have arguments of their own.
+  missing = lambda name, x: x if ".args." in name else None
+  differs = lambda name, x: any(
+    y.get(name, missing(name, x)) != x for y in options
+  )
   groups: list[Group] = []
   for values, same in zip(options, by_options.values(), strict=True):
     shown = {k: x for k, x in values.items() if k == _METHOD or differs(k, x)}

@@ -24,6 +24,7 @@ rc = functools.partial(
     "grid.color": GRID,
     "legend.frameon": False,
     "text.color": INK,
+    "text.parse_math": False,  # labels have users' texts
   },
 )
 

@@ -13,6 +13,7 @@ def markdown(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """Returns aligned columns, the first to the left and others to the right."""
-  widths = [max(map(len, x)) for x in zip(head, *rows, strict=True)]
+  lines = [[x.replace("\n", " ") for x in line] for line in (head, *rows)]
+  widths = [max(map(len, x)) for x in zip(*lines, strict=True)]
   layout = "  ".join(f"{{:>{width}}}" for width in widths).replace(">", "<", 1)
-  return "\n".join(layout.format(*line).rstrip() for line in (head, *rows))
+  return "\n".join(layout.format(*line).rstrip() for line in lines)

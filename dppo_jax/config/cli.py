@@ -176,6 +176,10 @@ def _load(path: pathlib.Path, choice: str) -> Config:
   if not path.is_file():
     raise UserError(f"--config: there is no file {bucket.shown(path)!r}")
   if path.suffix == ".json":
+    if choice:
+      raise UserError(
+        f"--config: {bucket.shown(path)} has its own method: omit {choice!r}"
+      )
     return read(path)
   get_config = user_code.load(f"{path}:get_config")
   with user_code.explained(str(path)):

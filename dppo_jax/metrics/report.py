@@ -116,7 +116,8 @@ def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
     for decoding in ("sampled", "greedy"):
       lines = [x for x in run.evals if decoding in runs.accuracies(x, stage)]
       for last in lines[-1:]:
-        problems = stage.removeprefix("eval/").replace("eval", "held-out")
+        problems = stage.removeprefix("eval/")
+        problems = "held-out" if stage == "eval" else problems
         if num := last.get(f"{stage}/problems"):
           problems = f"{num:.0f} {problems} problems"
         samples = last["eval/samples"] if decoding == "sampled" else 1

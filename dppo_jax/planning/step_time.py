@@ -196,15 +196,13 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
 def evaluation_seconds(run: Run, held: Stages, assumed: Assumptions) -> float:
   """Seconds of all evaluations; the first and the last decode greedily too."""
   c, steps = run.config.eval, run.config.steps
-  size = max(c.samples, 1)
-  spec = dataclasses.replace(
-    run.spec, num_prompts=c.prompts, group_size=size, optimizer=None
+  spec = dataclasses.replace(run.spec, num_prompts=c.prompts, optimizer=None)
+  seconds = lambda size: _rollout(
+    dataclasses.replace(spec, group_size=size), held, assumed
   )
-  batch = _rollout(spec, held, assumed)
-  num = 1 + (-(-steps // c.every) if c.every else 1) + 2 * bool(c.samples)
-  return (
-    num * batch * sum(-(-len(x) // c.prompts) for x in run.eval_sets.values())
-  )
+  num = 1 + (-(-steps // c.every) if c.every else 1)
+  each = num * seconds(max(c.samples, 1)) + 2 * bool(c.samples) * seconds(1)
+  return each * sum(-(-len(x) // c.prompts) for x in run.eval_sets.values())
 
 
 def checkpoint_sizes(run: Run) -> list[float]:

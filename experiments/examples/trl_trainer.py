@@ -44,7 +44,7 @@ class PrunedGRPOTrainer(trl.GRPOTrainer):
   def pruned(self, batch, seed=None):
     """Returns the completions kept, with weighted advantages."""
     scale, is_mean = LOSSES[self.loss_type]
-    by_group = lambda x: jnp.float32(x.numpy()).reshape(
+    by_group = lambda x: jnp.float32(x.float().cpu().numpy()).reshape(
       -1, self.num_generations
     )
     lengths = by_group(batch["completion_mask"].sum(1))
@@ -61,7 +61,9 @@ class PrunedGRPOTrainer(trl.GRPOTrainer):
     factor = np.asarray(weights)[rows] * (num / weights.size if is_mean else 1)
     is_row = lambda x: torch.is_tensor(x) and x.shape[:1] == weights.shape
     kept = {k: x[rows] if is_row(x) else x for k, x in batch.items()}
-    kept["advantages"] = kept["advantages"] * torch.from_numpy(factor)
+    kept["advantages"] = kept["advantages"] * torch.from_numpy(factor).to(
+      kept["advantages"].device
+    )
     return kept
 
 

@@ -257,3 +257,21 @@ def test_runs_that_have_not_moved_have_no_time_to_a_target(tmp_path, capsys):
   assert compare.default_target(groups) > 0.5  # of the run that has moved
   column = compare.table(groups, 0.05)[0].index("s to 5%")
   assert compare.table(groups, 0.05)[1][0][column] == "at the start"
+
+
+def test_options_may_be_any_text(tmp_path, capsys):
+  """Neither TeX nor a new line in a template breaks a picture or a row."""
+  template = "{problem}\nPut it in $\\boxed{}$."
+  paths = [_run(tmp_path), _run(tmp_path, **{"data.template": template})]
+  compare.main([*map(str, paths), f"--to={tmp_path / 'out'}"])
+  rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+  assert len(rows) == 3 and "$\\boxed{}$." in rows[2]
+  assert (tmp_path / "out" / "compare.png").stat().st_size
+
+
+def test_an_option_that_one_run_lacks_tells_them_apart(tmp_path):
+  thinks = {"data.template_args": {"enable_thinking": False}}
+  one, two = _groups(_run(tmp_path), _run(tmp_path, **thinks))
+  assert one.label != two.label
+  dppo = _run(tmp_path, "dppo", **{"method.args": {"prompt_rate": 0.5}})
+  assert [x.label for x in _groups(_run(tmp_path), dppo)] == ["grpo", "dppo"]

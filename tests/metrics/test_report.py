@@ -70,7 +70,7 @@ def test_report_can_be_written_at_any_moment(tmp_path, lines):
 
 def test_report_has_accuracies_fractions_and_times(tmp_path):
   lines = _lines(5)
-  lines[0] |= _accuracy("eval/aime/accuracy", 0.3)
+  lines[0] |= _accuracy("eval/aime_eval/accuracy", 0.3)
   greedy = _accuracy("eval/greedy_accuracy", 0.4)
   lines[0] |= {name: x for name, x in greedy.items() if "greedy" in name}
   page = report.write(_workdir(tmp_path, lines)).read_text()
@@ -80,7 +80,7 @@ def test_report_has_accuracies_fractions_and_times(tmp_path):
     "→ 0.050 (0.025 to 0.150) |\n"
     "| greedy accuracy (30 held-out problems x 1) | 0.400 (0.200 to 0.500) "
     "→ 0.400 (0.200 to 0.500) |\n"
-    "| sampled accuracy (30 aime problems x 2) | 0.300 (0.150 to 0.400) "
+    "| sampled accuracy (30 aime_eval problems x 2) | 0.300 (0.150 to 0.400) "
     "→ 0.300 (0.150 to 0.400) |",
     "| prompts kept | 75.0% |",
     "| completions trained | 25.0% |",
