@@ -269,7 +269,7 @@ def test_options_may_be_any_text(tmp_path, capsys):
   assert (tmp_path / "out" / "compare.png").stat().st_size
 
 
-def test_an_option_that_one_run_lacks_tells_them_apart(tmp_path):
+def test_an_option_that_one_run_lacks_separates_them(tmp_path):
   thinks = {"data.template_args": {"enable_thinking": False}}
   one, two = _groups(_run(tmp_path), _run(tmp_path, **thinks))
   assert one.label != two.label
