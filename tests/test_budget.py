@@ -28,13 +28,13 @@ TOKENS = {
   "eval": 2_082,
   "files": 3_866,
   "methods": 10_044,
-  "metrics": 6_113,
+  "metrics": 6_111,
   "models": 23_232,
   "planning": 5_356,
   "rewards": 7_912,
   "rollout": 4_387,
   "run": 12_137,
-  "step": 14_129,
+  "step": 14_116,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

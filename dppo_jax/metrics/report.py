@@ -107,11 +107,11 @@ def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
     # The mean over the first and the last tenth of the steps.
     size = -(-len(run.steps) // 10)
     ends = [
-      np.mean([x.get("reward/accuracy", np.nan) for x in steps])
+      _mean("reward/accuracy", steps)
       for steps in (run.steps[:size], run.steps[-size:])
     ]
     label = f"sampled accuracy (training, mean of {size} steps)"
-    yield label, [Interval(float(x), np.nan, np.nan) for x in ends]
+    yield label, [Interval(x, np.nan, np.nan) for x in ends]
   for stage in stages:
     for decoding in ("sampled", "greedy"):
       lines = [x for x in run.evals if decoding in runs.accuracies(x, stage)]
@@ -268,5 +268,9 @@ def _curves(steps: Sequence[dict], *names: str) -> np.ndarray:
   """Steps and metrics, averaged over equal chunks of steps."""
   size = max(-(-len(steps) // _POINTS), 1)
   chunks = [steps[i : i + size] for i in range(0, len(steps), size)]
-  mean = lambda name, x: np.mean([line.get(name, np.nan) for line in x])
-  return np.array([[mean(n, x) for x in chunks] for n in ("step", *names)])
+  return np.array([[_mean(n, x) for x in chunks] for n in ("step", *names)])
+
+
+def _mean(name: str, steps: Sequence[dict]) -> float:
+  """Returns the mean over the steps that have a metric; NaN without any."""
+  return float(np.mean([x[name] for x in steps if name in x] or np.nan))

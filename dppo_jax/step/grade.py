@@ -189,7 +189,7 @@ def to_metrics(
     samples: lines of samples.jsonl of every completion of the step, group after
       group.
   """
-  num = max(len(samples), 1)
+  num = len(samples)
   lengths = [x["tokens"] for x in samples]
   total = lambda values: float(np.array([*values], np.float32).sum())
   groups = np.array([x["reward"] for x in samples], np.float32)
@@ -201,27 +201,31 @@ def to_metrics(
   metrics = {
     "prompts/drawn": counts["prompts"],
     "prompts/kept": len(groups),
-    "completions/drawn": len(samples),
-    "completions/stopped": sum(x["stopped"] for x in samples) / num,
+    "completions/drawn": num,
     "groups/zero_std": int((spread.max(axis=1) == 0).sum()),
     "tokens/generated": sum(lengths),
-    "tokens/completion_mean": sum(lengths) / num,
-    "tokens/completion_min": min(lengths, default=0),
-    "tokens/completion_max": max(lengths, default=0),
     "rollout/slot_utilisation": counts["busy_steps"]
     / max(counts["slot_steps"], 1),
+  }
+  for name in ("timeouts", "crashes", "errors", "switched_off", "nonfinite"):
+    metrics[f"reward/{name}"] = counts[name]
+  if not samples:  # every prompt was pruned: there is no mean
+    return metrics
+  metrics |= {
+    "completions/stopped": sum(x["stopped"] for x in samples) / num,
+    "tokens/completion_mean": sum(lengths) / num,
+    "tokens/completion_min": min(lengths),
+    "tokens/completion_max": max(lengths),
     "reward/mean": float(groups.sum()) / num,
-    "reward/std": float(deviations.sum()) / max(len(groups), 1),
+    "reward/std": float(deviations.sum()) / len(groups),
     "reward/accuracy": total(x["correct"] for x in samples) / num,
     "reward/unboxed": counts["unboxed"] / num,
     "reward/unparsed": counts["unparsed"] / num,
   }
-  for name in ("timeouts", "crashes", "errors", "switched_off", "nonfinite"):
-    metrics[f"reward/{name}"] = counts[name]
   parts = {}
   if len(functions) > 1:  # else it is reward/mean
     parts = {x.name: f"reward/functions/{x.name}" for x in functions}
-  if samples and "overlong" in samples[0]["rewards"]:
+  if "overlong" in samples[0]["rewards"]:
     parts["overlong"] = "reward/overlong"
   for name, metric in parts.items():
     metrics[metric] = total(x["rewards"][name] for x in samples) / num

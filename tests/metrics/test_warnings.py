@@ -1,5 +1,6 @@
 """Warnings appear if their check fails, with advice and not too often."""
 
+import collections
 import json
 import re
 
@@ -7,6 +8,7 @@ import pytest
 
 from dppo_jax.config import Config, flatten
 from dppo_jax.metrics import health, progress, writer
+from dppo_jax.step import grade
 
 HEALTHY = {
   "step/seconds": 0.2,
@@ -94,3 +96,13 @@ def test_resumed_run_warns_as_if_it_had_not_stopped(tmp_path):
   metrics = map(json.loads, lines[0].splitlines())
   warned = [x["step"] for x in metrics if "warnings/large_weights" in x]
   assert warned == [*range(10, 15)]
+
+
+def test_steps_without_a_prompt_have_no_means():
+  """Every prompt of a small step may be pruned."""
+  line = grade.to_metrics(collections.Counter(prompts=4), [], 8, ())
+  assert line["completions/drawn"] == 0 and "reward/mean" not in line
+  watch = health.Health(1)
+  lines = [watch.check(x, line | {"step/seconds": 1.0}) for x in range(20)]
+  text = " ".join(x for _, messages in lines for x in messages)
+  assert "max_tokens" not in text and "reward.functions" not in text
