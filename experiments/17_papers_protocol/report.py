@@ -173,16 +173,20 @@ def history_table(table: Runs) -> str:
 
 @style.rc()
 def draw(table: Runs) -> figures.Figure:
-  """Draws held-out and sampled accuracy over seconds of steps."""
+  """Draws held-out and sampled accuracy over seconds; dashes after seed 0."""
   figure = style.figure(height=3.6)
   left, right = figure.subplots(1, 2, sharex=True)
   smooth = importlib.import_module("experiments.15_real_model.report").smooth
-  for number, ((name, seed), some) in enumerate(table.items()):
-    colour = f"C{number % 7}"
+  names = [*dict.fromkeys(name for name, _ in table)]
+  for (name, seed), some in table.items():
+    colour, dashes = f"C{names.index(name) % 7}", "-" if not seed else "--"
     steps = curve(some)
-    label = name if not seed else None
+    label = name if name not in left.get_legend_handles_labels()[1] else None
     left.plot(
-      np.cumsum(steps["cpu_seconds"]), smooth(steps), colour, label=label
+      np.cumsum(steps["cpu_seconds"]),
+      smooth(steps),
+      f"{colour}{dashes}",
+      label=label,
     )
     spent = np.cumsum([0.0, *(x["cpu_seconds"] for x in some[1:])])
     means = [accuracy(x) for x in some]
@@ -190,7 +194,9 @@ def draw(table: Runs) -> figures.Figure:
       [x.value - x.low for x in means],
       [x.high - x.value for x in means],
     ]
-    right.errorbar(spent, [x.value for x in means], errors, fmt=f"{colour}o-")
+    right.errorbar(
+      spent, [x.value for x in means], errors, fmt=f"{colour}o{dashes}"
+    )
   left.set(xlabel="CPU seconds of steps", ylabel="sampled, mean of 4 steps")
   right.set(
     xlabel="CPU seconds of steps", ylabel="held out, mean of six sets, %"
