@@ -106,12 +106,14 @@ def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
   if run.steps and not any(line["eval/samples"] for line in run.evals):
     # The mean over the first and the last tenth of the steps.
     size = -(-len(run.steps) // 10)
-    ends = [
-      _mean("reward/accuracy", steps)
-      for steps in (run.steps[:size], run.steps[-size:])
-    ]
     label = f"sampled accuracy (training, mean of {size} steps)"
-    yield label, [Interval(x, np.nan, np.nan) for x in ends]
+    yield (
+      label,
+      [
+        Interval(_mean("reward/accuracy", steps), np.nan, np.nan)
+        for steps in (run.steps[:size], run.steps[-size:])
+      ],
+    )
   for stage in stages:
     for decoding in ("sampled", "greedy"):
       lines = [x for x in run.evals if decoding in runs.accuracies(x, stage)]

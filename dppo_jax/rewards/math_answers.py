@@ -102,9 +102,8 @@ def _compare(gold: str, answer: str) -> str:
     pairs = zip(*parts, strict=True) if has_same else itertools.product(*parts)
     results = [_compare(*x) == "right" for x in pairs]
     return "right" if (all if has_same else any)(results) else "wrong"
-  if pairs := notation.by_symbol(gold, answer):
-    results = [_compare(*x) for x in pairs]
-    return "right" if {*results} == {"right"} else "wrong"
+  if named := notation.by_symbol(gold, answer):
+    return "right" if {_compare(*x) for x in named} == {"right"} else "wrong"
   # Percentages: 7.2\% equals 7.2 as well as 0.072.
   first, second = notation.percent(gold), notation.percent(answer)
   if first and second:
