@@ -28,7 +28,7 @@ TOKENS = {
   "eval": 2_082,
   "files": 3_866,
   "methods": 10_044,
-  "metrics": 6_102,
+  "metrics": 6_105,
   "models": 23_232,
   "planning": 5_356,
   "rewards": 7_906,
