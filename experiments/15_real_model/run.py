@@ -27,6 +27,7 @@ import pathlib
 import shutil
 from typing import NamedTuple
 
+from dppo_jax import config as configs
 from dppo_jax import data
 from dppo_jax.analysis import runs
 from dppo_jax.files import user_code
@@ -188,18 +189,23 @@ def train(cell: Cell, root: pathlib.Path, core: int) -> None:
     file.write(json.dumps(row) + "\n")
 
 
-def write_work(cell: Cell, path: pathlib.Path) -> None:
-  """Writes the prompts of our run of a cell, step by step, and its options."""
-  config = user_code.load(f"{CONFIG}:get_config")(cell.method)
+def peer_config(cell: Cell) -> configs.Config:
+  """Returns the config of our run that a peer repeats."""
+  config = user_code.load(f"{CONFIG}:get_config")("grpo")
   config.seed, config.steps = cell.seed, cell.steps
   config.model.hub_id, config.model.path = "", str(fetch.fetch("smollm2"))
   config.data.prompts_per_step = cell.prompts
   config.rollout.group_size = cell.group
+  return config
+
+
+def write_work(config: configs.Config, path: pathlib.Path) -> None:
+  """Writes the prompts of a run, step by step, and its options."""
   run = setup_run(config)
   problems, key = run.train_set, run.spec.root_key
+  prompts, group_size = run.spec.num_prompts, run.spec.group_size
   draws = [
-    data.draw(problems, key, step, cell.prompts).ids
-    for step in range(cell.steps)
+    data.draw(problems, key, step, prompts).ids for step in range(config.steps)
   ]
   row = lambda i: {
     "problem": problems.problems[i],
@@ -207,10 +213,11 @@ def write_work(cell: Cell, path: pathlib.Path) -> None:
   }
   work = {
     "steps": [[row(i) for i in ids] for ids in draws],
-    "batch": cell.prompts * cell.group,
-    "group_size": cell.group,
+    "batch": prompts * group_size,
+    "group_size": group_size,
     "max_tokens": config.rollout.max_tokens,
     "clip_norm": config.optimizer.clip_norm,
+    "beta": config.objective.args.get("beta", 0.0),
   }
   path.write_text(json.dumps(work))
 
@@ -221,7 +228,7 @@ def train_with_peer(
   """Trains by another system, and adds a line to results.jsonl."""
   work, out = root / f"{cell.name}.work.json", root / f"{cell.name}.json"
   if not out.exists():
-    write_work(cell._replace(method="grpo"), work)
+    write_work(peer_config(cell), work)
     command = [python, "-m", f"experiments.15_real_model.with_{cell.method}"]
     command += [f"--model={fetch.fetch('smollm2')}", f"--prompts={work}"]
     command += [f"--out={out}", f"--rate={cell.rate}", f"--seed={cell.seed}"]

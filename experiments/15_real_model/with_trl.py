@@ -97,7 +97,7 @@ def main() -> None:
       top_p=1.0,
       top_k=0,
       loss_type="grpo",
-      beta=0.0,
+      beta=work["beta"],
       num_iterations=1,
       learning_rate=args.rate,
       lr_scheduler_type="constant",

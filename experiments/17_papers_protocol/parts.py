@@ -4,8 +4,9 @@ r"""Parts of a speed-up, counted on the rollouts of one run.
 
 Every step's completions are chosen and packed again in each way, one change at
 a time, from padded sequences to our grpo and to dppo. Seconds are micro-batches
-times the measured seconds of one, plus the measured other seconds. It needs the
-logged completions of GRPO as published, and writes parts.csv.
+times the measured seconds of one, plus the measured other seconds, which are
+proportional to the rollouts. It needs the logged completions of GRPO as
+published, and writes parts.csv.
 """
 
 import argparse
@@ -38,6 +39,7 @@ PADDED, PACKED, SHARED = (
   "prompts shared: GRPO as published",
 )
 NO_KL, NONZERO = "no KL", "zero advantages dropped: our grpo"
+SMALLER = "groups of 4"
 COMPLETIONS, PROMPTS = "completions pruned", "prompts pruned: dppo 0.7"
 
 
@@ -117,6 +119,9 @@ class Counts:
       jnp.where(prompts, step.ids, len(self._history)),
       *(step.rewards, step.rewards, step.lengths),
     )
+    few = step.rewards[:, :4]
+    rest = [(0, 0), (0, step.rewards.shape[1] - few.shape[1])]
+    of_few = jnp.pad(algo.group_normalized(few), rest)
     longest = int(step.prompts.max() + step.lengths.max())
     micro = math.prod(self._shape)
     return {
@@ -125,9 +130,11 @@ class Counts:
       SHARED: self.micros(step, everything),
       NO_KL: self.micros(step, everything),
       NONZERO: self.micros(step, advantages != 0),
+      SMALLER: self.micros(step, of_few != 0),
       COMPLETIONS: self.micros(step, pruned),
       PROMPTS: self.micros(step, both & prompts[:, None]),
       "prompts": float(prompts.mean()),
+      "few": float(step.lengths[:, :4].sum() / step.lengths.sum()),
     }
 
 
@@ -142,13 +149,14 @@ def costs(line: dict) -> tuple[float, float]:
   return update / line["micro_batches"], line["cpu_seconds"] - update
 
 
-def table(workdir: pathlib.Path, lines: list[dict], seed: int = 0) -> str:
+def table(workdir: pathlib.Path, lines: list[dict]) -> str:
   """Returns a line for each part and epoch."""
   size = run.ROWS[run.PUBLISHED].steps
   steps = read_steps(workdir)
   config = choose.read(workdir / "config.json").pack
   counts = Counts(run.NUM_PROBLEMS, config.row_length, config.rows_per_micro)
   counted = [counts.step(i, x) for i, x in enumerate(steps)]
+  seed = run.longest(lines)
   measured = {
     (x["row"], x["epoch"]): x for x in lines if x["seed"] == seed and x["epoch"]
   }
@@ -163,12 +171,13 @@ def table(workdir: pathlib.Path, lines: list[dict], seed: int = 0) -> str:
       no_kl = costs(ours)[0]
     some = counted[(epoch - 1) * size : epoch * size]
     sums = {key: sum(x[key] for x in some) for key in some[0]}
-    rolled_out = sums.pop("prompts") / size
+    rolled_out = {PROMPTS: sums.pop("prompts"), SMALLER: sums.pop("few")}
+    without_kl = NO_KL, NONZERO, SMALLER
     seconds = {
-      key: other + num * (no_kl if key in (NO_KL, NONZERO) else micro)
+      key: other * rolled_out.get(key, size) / size
+      + num * (no_kl if key in without_kl else micro)
       for key, num in sums.items()
     }
-    seconds[PROMPTS] -= (1 - rolled_out) * other
     rows = {SHARED: base, NONZERO: ours}
     rows[PROMPTS] = measured.get((BEST, epoch))
     before = seconds[PADDED]
@@ -191,8 +200,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--workdir", type=pathlib.Path, required=True)
   args = parser.parse_args()
-  workdir = run.workdir_of(args.workdir.resolve(), run.PUBLISHED, 0)
-  page = table(workdir, run.read())
+  root, lines = args.workdir.resolve(), run.read()
+  workdir = run.workdir_of(root, run.PUBLISHED, run.longest(lines))
+  page = table(workdir, lines)
   print(page)
   (HERE / "parts.csv").write_text(results.to_csv(page))
 

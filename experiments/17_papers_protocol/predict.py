@@ -129,8 +129,9 @@ def step_seconds(fractions: Fractions, score: bool = False) -> float:
   return sum(seconds.values()) + score * seconds["update"] / 5
 
 
-def table(lines: Sequence[dict], seed: int = 0) -> str:
+def table(lines: Sequence[dict]) -> str:
   """Returns predicted and published speed-ups."""
+  seed = run.longest(lines)
   some = [x for x in lines if (x["row"], x["seed"]) == (run.PUBLISHED, seed)]
   epochs = replay(sorted(some, key=lambda x: x["epoch"])[1:])
   head = ["method", "prompts rolled out, by measured epoch"]

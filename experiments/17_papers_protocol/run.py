@@ -211,6 +211,12 @@ def read() -> list[dict]:
   return results.read(RESULTS) if RESULTS.exists() else []
 
 
+def longest(lines: Iterable[dict]) -> int:
+  """Returns the seed of GRPO as published that has most epochs."""
+  published = [x for x in lines if x["row"] == PUBLISHED]
+  return max(published, key=lambda x: (x["epoch"], -x["seed"]))["seed"]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--rows", help="names, separated by ';'; default: all")
