@@ -43,9 +43,9 @@ def _cache() -> pathlib.Path:
 
 def url(path: pathlib.Path) -> str:
   """Returns the URL that a local path is sent to; "" if it is none."""
-  for folder, place in _urls.items():
+  for folder, where in _urls.items():
     if path.is_relative_to(folder):
-      return f"{place}/{path.relative_to(folder)}".removesuffix("/.")
+      return f"{where}/{path.relative_to(folder)}".removesuffix("/.")
   return ""
 
 

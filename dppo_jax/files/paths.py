@@ -6,11 +6,11 @@ import re
 from dppo_jax.files import storage
 
 
-def absolute(place: str) -> str:
+def absolute(where: str) -> str:
   """Returns a path without `~` and relative parts; "" and URLs unchanged."""
-  if not place or storage.is_url(place):
-    return place
-  return os.path.abspath(os.path.expanduser(place))
+  if not where or storage.is_url(where):
+    return where
+  return os.path.abspath(os.path.expanduser(where))
 
 
 def last_parts(text: str) -> str:

@@ -36,15 +36,15 @@ class Stored(NamedTuple):
   version: str  # changes whenever the object does
 
 
-def is_url(place: str) -> bool:
+def is_url(where: str) -> bool:
   """Returns True for a URL of a bucket; raises UserError for another URL."""
-  if not re.match(r"\w+:/", place):
+  if not re.match(r"\w+:/", where):
     return False
-  kind, _, name = place.rstrip("/").partition("://")
+  kind, _, name = where.rstrip("/").partition("://")
   # Libraries read these characters as patterns and versions.
   if kind not in _PACKAGES or not _is_safe(name) or re.search(r"[*?[#]", name):
     raise UserError(
-      f"{place}: the URL of a bucket is gs://BUCKET/NAME or s3://BUCKET/NAME, "
+      f"{where}: the URL of a bucket is gs://BUCKET/NAME or s3://BUCKET/NAME, "
       "without *, ?, [, # and parts such as '..'"
     )
   return True
@@ -62,10 +62,10 @@ def each(function: Callable[[str], object], names: Iterable[str]) -> None:
       pass
 
 
-def _filesystem(place: str) -> Any:
+def _filesystem(url: str) -> Any:
   import fsspec  # slow to import, as what it imports is
 
-  kind = place.partition(":")[0]
+  kind = url.partition(":")[0]
   # Also for etils, which has an object of its own.
   fsspec.config.conf |= dict.fromkeys(("gs", "gcs", "s3"), _OPTIONS)
   # What it logs is raised too.
@@ -76,52 +76,52 @@ def _filesystem(place: str) -> Any:
   return fsspec.filesystem(kind)
 
 
-def files(place: str) -> dict[str, Stored]:
+def files(url: str) -> dict[str, Stored]:
   """Returns all objects below a URL by name; "" is the object at the URL.
 
   Raises:
     UserError: for a name that would be outside a local directory.
   """
-  root, stored = place.partition("://")[2], {}
-  with reaching(place):
-    infos = _filesystem(place).find(place, detail=True)
+  root, stored = url.partition("://")[2], {}
+  with reaching(url):
+    infos = _filesystem(url).find(url, detail=True)
   for path, info in infos.items():
     name = path.removeprefix(root).removeprefix("/")
     if info["type"] != "file" or path.endswith("/"):
       continue
     if name and not _is_safe(name):
-      raise UserError(f"{place} has an object named {name!r}: delete it")
+      raise UserError(f"{url} has an object named {name!r}: delete it")
     stored[name] = _stored(info)
   return stored
 
 
-def get(place: str, to: pathlib.Path, stored: Stored) -> None:
+def get(url: str, to: pathlib.Path, stored: Stored) -> None:
   """Copies an object to a file, which appears once it is complete."""
   to.parent.mkdir(parents=True, exist_ok=True)
-  part = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+  unfinished = to.with_name(f".{to.name}.{os.getpid()}.tmp")
   try:
-    _filesystem(place).get_file(place, str(part))
-    _compare(place, stored, part.stat().st_size, _md5(part))
-    part.replace(to)
+    _filesystem(url).get_file(url, str(unfinished))
+    _compare(url, stored, unfinished.stat().st_size, _md5(unfinished))
+    unfinished.replace(to)
   finally:
-    part.unlink(missing_ok=True)
+    unfinished.unlink(missing_ok=True)
 
 
-def put(source: pathlib.Path, place: str) -> None:
+def put(source: pathlib.Path, url: str) -> None:
   """Copies a file to an object; may be called again if the file changes."""
   before, md5 = source.stat(), _md5(source)
   content = source.read_bytes() if before.st_size < _SMALL else b""
-  if place.startswith("gs:") and content.endswith(b"\r"):
+  if url.startswith("gs:") and content.endswith(b"\r"):
     import tensorstore  # gcsfs encodes such content ambiguously
 
-    name, _, path = place.removeprefix("gs://").partition("/")
+    name, _, path = url.removeprefix("gs://").partition("/")
     store = {"driver": "gcs", "bucket": name, "path": path}
     tensorstore.KvStore.open(store).result().write("", content).result()
   else:
-    _filesystem(place).put_file(str(source), place)
-  stored = _stored(_filesystem(place).info(place))
+    _filesystem(url).put_file(str(source), url)
+  stored = _stored(_filesystem(url).info(url))
   if source.stat().st_mtime_ns == before.st_mtime_ns:
-    _compare(place, stored, before.st_size, md5)
+    _compare(url, stored, before.st_size, md5)
 
 
 def _stored(info: dict) -> Stored:
@@ -144,7 +144,7 @@ def _md5(path: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def reaching(place: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
+def reaching(where: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
   """Limits the time of a body that uses a URL, and explains its errors.
 
   Does nothing for a local path.
@@ -155,26 +155,26 @@ def reaching(place: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
     UserError: if access is denied, or for an error of the local disk.
     Unreachable: for all other errors of a bucket.
   """
-  place = str(place)
-  if not is_url(place):
+  where = str(where)
+  if not is_url(where):
     yield
     return
   seconds = round(SECONDS + num_bytes / _BYTES_PER_SECOND)
-  text = f"{place} did not answer within {seconds} s; re-run the command"
+  text = f"{where} did not answer within {seconds} s; re-run the command"
   with errors.limited(seconds, text):
     try:
       yield
     except Exception as error:
       if isinstance(error, UserError) or distributed.has_lost_another(error):
         raise
-      raise _explained(place, error) from error
+      raise _explained(where, error) from error
 
 
-def _explained(place: str, error: Exception) -> UserError:
+def _explained(where: str, error: Exception) -> UserError:
   if isinstance(error, ImportError):
-    package = _PACKAGES[place.partition(":")[0]]
+    package = _PACKAGES[where.partition(":")[0]]
     return UserError(
-      f"{place} needs {package}: pip install {package} ({error})"
+      f"{where} needs {package}: pip install {package} ({error})"
     )
   if reason := errors.of_disk(error):
     disk = getattr(error, "filename", None) or "the local disk"
@@ -182,6 +182,6 @@ def _explained(place: str, error: Exception) -> UserError:
   reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
   return errors.of_server(
     error,
-    f"{place} cannot be read or written ({reason}): re-run the command once "
+    f"{where} cannot be read or written ({reason}): re-run the command once "
     "this has changed",
   )

@@ -18,27 +18,27 @@ _INTERNAL = ("<frozen ", _PACKAGE, contextlib.__file__)
 
 def is_reference(text: str) -> bool:
   """Returns True if the text reads as FILE.py:FUNCTION or MODULE:FUNCTION."""
-  place, _, name = text.rpartition(":")
-  is_module = all(part.isidentifier() for part in place.split("."))
-  return name.isidentifier() and (place.endswith(".py") or is_module)
+  where, _, name = text.rpartition(":")
+  is_module = all(part.isidentifier() for part in where.split("."))
+  return name.isidentifier() and (where.endswith(".py") or is_module)
 
 
 def load(reference: str) -> Callable:
   """Imports a function; raises UserError if that fails."""
   if not is_reference(reference):
     raise UserError(f"{reference!r} is neither FILE.py:NAME nor MODULE:NAME")
-  place, _, name = paths.of_code(reference).rpartition(":")
-  if place.endswith(".py") and not os.path.isfile(place):
-    raise UserError(f"{reference!r}: there is no file {place}")
-  with explained(f"{place} cannot be imported"):
-    if place.endswith(".py"):
-      module = _import_file(place, os.stat(place).st_mtime_ns)
+  where, _, name = paths.of_code(reference).rpartition(":")
+  if where.endswith(".py") and not os.path.isfile(where):
+    raise UserError(f"{reference!r}: there is no file {where}")
+  with explained(f"{where} cannot be imported"):
+    if where.endswith(".py"):
+      module = _import_file(where, os.stat(where).st_mtime_ns)
     else:
-      module = importlib.import_module(place)
+      module = importlib.import_module(where)
   function = getattr(module, name, None)
   if not callable(function):
     value = f": it is {function!r}"[:60] if hasattr(module, name) else ""
-    raise UserError(f"there is no function {name!r} in {place}{value}")
+    raise UserError(f"there is no function {name!r} in {where}{value}")
   return function
 
 
@@ -47,10 +47,10 @@ def file_of(reference: str) -> str:
 
   Imports the packages that a module is in, but not the module.
   """
-  place = reference.rpartition(":")[0]
+  where = reference.rpartition(":")[0]
   with contextlib.suppress(ImportError, ValueError, AttributeError):
-    is_file = place.endswith(".py")
-    file = place if is_file else importlib.util.find_spec(place).origin
+    is_file = where.endswith(".py")
+    file = where if is_file else importlib.util.find_spec(where).origin
     return file if os.path.isfile(file or "") else ""
   return ""
 
@@ -59,11 +59,11 @@ def reference_of(function: Callable) -> str:
   """Returns the reference by which `load` finds a function or class."""
   if not hasattr(function, "__qualname__"):
     raise UserError(f"{function!r} has no name to save: define it with def")
-  place = function.__module__
-  file = getattr(sys.modules.get(place), "__file__", None) or ""
-  if "." not in place and file.endswith(".py") and os.path.isfile(file):
-    place = os.path.abspath(file)  # a file in no package
-  return f"{place}:{function.__qualname__}"
+  where = function.__module__
+  file = getattr(sys.modules.get(where), "__file__", None) or ""
+  if "." not in where and file.endswith(".py") and os.path.isfile(file):
+    where = os.path.abspath(file)  # a file in no package
+  return f"{where}:{function.__qualname__}"
 
 
 def one_line(error: BaseException) -> str:

@@ -77,11 +77,11 @@ def _by_blocks(rows, weights, sizes):
 
   The last block of a group reaches into the next group, which overwrites it.
   """
-  size, num_blocks, place = _blocks(len(rows), sizes)
+  size, num_blocks, span = _blocks(len(rows), sizes)
   rows = jnp.pad(rows, ((0, size), (0, 0)))
 
   def multiply(i, out):
-    group, first, _ = place(i)
+    group, first, _ = span(i)
     block = jax.lax.dynamic_slice_in_dim(rows, first, size) @ weights[group]
     return jax.lax.dynamic_update_slice_in_dim(out, block, first, 0)
 
@@ -92,11 +92,11 @@ def _by_blocks(rows, weights, sizes):
 
 def _outer_by_blocks(rows, grad, sizes):
   """Returns the gradient of the weights, summed block by block."""
-  size, num_blocks, place = _blocks(len(rows), sizes)
+  size, num_blocks, span = _blocks(len(rows), sizes)
   rows, grad = (jnp.pad(x, ((0, size), (0, 0))) for x in (rows, grad))
 
   def add(i, out):
-    group, first, end = place(i)
+    group, first, end = span(i)
     a, b = (jax.lax.dynamic_slice_in_dim(x, first, size) for x in (rows, grad))
     is_in_group = first + jnp.arange(size, dtype=jnp.int32) < end
     a, b = (jnp.where(is_in_group[:, None], x, 0) for x in (a, b))
@@ -107,21 +107,21 @@ def _outer_by_blocks(rows, grad, sizes):
 
 
 def _blocks(num_rows: int, sizes: Int[Array, "X"]):
-  """Returns the rows of a block, the number of blocks, and their places.
+  """Returns the rows of a block, the number of blocks, and a span of each.
 
-  A place is the block's group, its first row and the end of the group's rows.
+  A span is the block's group, its first row and the end of the group's rows.
   """
   size = sharding.round_up(max(num_rows // len(sizes), 1), 8)
   size = min(size, _LARGEST_BLOCK)
   ends, blocks = jnp.cumsum(sizes), -(-sizes // size)
   last_blocks = jnp.cumsum(blocks)
 
-  def place(i):
+  def span(i):
     group = (last_blocks <= i).sum(dtype=jnp.int32)
     number = i - (last_blocks - blocks)[group]
     return group, (ends - sizes)[group] + number * size, ends[group]
 
-  return size, last_blocks[-1], place
+  return size, last_blocks[-1], span
 
 
 def _suits_library(rows) -> bool:

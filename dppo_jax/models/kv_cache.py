@@ -50,14 +50,14 @@ class SharedPrompts(NamedTuple):
   Attributes:
     cache: the prompts' cache, in one part.
     slot: slot of their own cache that each of the slots has.
-    row: row of `cache` that each slot continues.
+    rank: slot of `cache` that each slot continues.
     num_following: tokens of each slot that follow its prompt, without the
       newest.
   """
 
   cache: KVCache
   slot: Int[Array, "B"]
-  row: Int[Array, "B"]
+  rank: Int[Array, "B"]
   num_following: Int[Array, "B"]
 
 
@@ -135,9 +135,9 @@ def put_slots(cache: KVCache, new: KVCache, start: Int[Array, ""]) -> KVCache:
   )
 
 
-def copy_slot(cache: KVCache, slot, source: KVCache, place) -> KVCache:
-  """Copies slot `place` of `source`, which may be shorter, to `slot`."""
-  take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
+def copy_slot(cache: KVCache, slot, source: KVCache, index) -> KVCache:
+  """Copies slot `index` of `source`, which may be shorter, to `slot`."""
+  take = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, 1)
   return put_slots(cache, jax.tree.map(take, source), slot)
 
 

@@ -169,7 +169,7 @@ def decode(
         prompts=cache.prompts[0],
         layer=cache.layer,
         place=prompts.slot,
-        prompt=prompts.row,
+        prompt=prompts.rank,
         positions=positions,
         count=prompts.num_following,
       )

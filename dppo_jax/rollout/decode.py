@@ -21,13 +21,13 @@ class Slots(NamedTuple):
   token: Int[Array, "B"]  # newest token, which the model has not read yet
   position: Int[Array, "B"]  # position of this token
   num_sampled: Int[Array, "B"]  # tokens sampled so far
-  row: Int[Array, "B"]  # place of its prompt in the queue
+  rank: Int[Array, "B"]  # of its prompt in the queue
   cache_slot: Int[Array, "B"]  # its slot in `cache`
   cache: kv_cache.KVCache  # holds the tokens that the model has read
 
 
 class DecodeOutput(NamedTuple):
-  """Completions, one row each."""
+  """Completions of one shard."""
 
   tokens: Int[Array, "QG T"]
   logprobs: Float[Array, "QG T"]
@@ -55,12 +55,12 @@ class Queue(NamedTuple):
   group_size: int  # G
   shares_prompts: bool  # slots read this cache, and copy nothing
 
-  def place(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
-    """Returns the place in the queue of completions, their item and prompt."""
+  def find(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
+    """Returns rank, item and prompt of the completions of these numbers."""
     number = jnp.minimum(number, len(self.order) * self.group_size - 1)
-    place, member = number // self.group_size, number % self.group_size
-    prompt = self.order[place]
-    return place, prompt * self.group_size + member, prompt
+    rank, member = number // self.group_size, number % self.group_size
+    prompt = self.order[rank]
+    return rank, prompt * self.group_size + member, prompt
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
@@ -81,7 +81,7 @@ def slot_schedule(num_slots: int, platform: str) -> list[int]:
   if platform == "cpu":
     sizes, least = [num_slots * ninths // 9 for ninths in (6, 3, 1)], 3
   else:
-    sizes, least = [num_slots // part for part in (2, 4, 8)], 8
+    sizes, least = [num_slots // divisor for divisor in (2, 4, 8)], 8
   return [num_slots, *(size for size in sizes if size >= least)]
 
 
@@ -114,18 +114,18 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
   """
   slots, index = state.slots, jnp.arange(state.slots.item.size, dtype=jnp.int32)
   is_idle = slots.item == len(state.uniform)
-  rank = (is_idle & (index < index[:, None])).sum(1, dtype=jnp.int32)
-  number = state.num_taken + rank
+  num_before = (is_idle & (index < index[:, None])).sum(1, dtype=jnp.int32)
+  number = state.num_taken + num_before
   is_new = is_idle & (number < state.num_wanted)
   num_new = is_new.sum(dtype=jnp.int32)
-  row, item, prompt = queue.place(number)
+  rank, item, prompt = queue.find(number)
   # The last prompt token is read again: its successor is sampled in the step
   # that all other slots take.
   last = queue.prompts.lengths[prompt] - 1
 
   def copy_prompt(i, cache):
-    slot = jnp.argmax(is_new & (rank == i))
-    return kv_cache.copy_slot(cache, slot, queue.cache, row[slot])
+    slot = jnp.argmax(is_new & (num_before == i))
+    return kv_cache.copy_slot(cache, slot, queue.cache, rank[slot])
 
   cache = slots.cache
   if not queue.shares_prompts:
@@ -136,7 +136,7 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
     token=choose(queue.prompts.tokens[prompt, last], slots.token),
     position=choose(last, slots.position),
     num_sampled=choose(0, slots.num_sampled),
-    row=choose(row, slots.row),
+    rank=choose(rank, slots.rank),
     cache_slot=slots.cache_slot,
     cache=cache,
   )
@@ -199,7 +199,7 @@ def decode_step(
     shared = kv_cache.SharedPrompts(
       queue.cache,
       slot=slots.cache_slot,
-      row=slots.row,
+      rank=slots.rank,
       num_following=slots.num_sampled,
     )
   hidden, cache = transformer.decode(

@@ -127,8 +127,8 @@ def roll_out(
   if num_shards == 1:
     output, steps = run(params, prompts, keep, rng.key)
   else:
-    place = _balance_shards(keep, num_shards)
-    order = jnp.zeros_like(place).at[place].set(jnp.arange(place.size))
+    index = _balance_shards(keep, num_shards)
+    order = jnp.zeros_like(index).at[index].set(jnp.arange(index.size))
     by_prompt = sharding.spec(("batch",))
     by_weight = parameters.inference_specs(model_config)
     run = jax.shard_map(
@@ -143,7 +143,7 @@ def roll_out(
   by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
   output = jax.tree.map(by_group, output)
   if num_shards > 1:
-    output = jax.tree.map(lambda x: x[place], output)
+    output = jax.tree.map(lambda x: x[index], output)
   return Rollout(
     prompt_ids=prompts.ids,
     kept=kept,
@@ -160,7 +160,7 @@ def prefill_batch_size(prompt_length: int) -> int:
 
 
 def _balance_shards(keep: Bool[Array, "N"], num_shards: int) -> Int[Array, "N"]:
-  """Returns each prompt's new place, with equally many kept ones a shard."""
+  """Returns each prompt's new index, with equally many kept ones a shard."""
   rank = jnp.argsort(jnp.argsort(~keep, stable=True), stable=True)
   return rank % num_shards * (len(keep) // num_shards) + rank // num_shards
 

@@ -112,8 +112,8 @@ def _is_same(name: str, before: Any, after: Any) -> bool:
   is_moved = paths.last_parts(before) == paths.last_parts(after)
   # Fingerprints cover the content of data and code.
   is_covered = option["type"] is Callable
-  place = re.sub(r"@\d+$", "", before)
-  is_gone = os.path.isabs(place) and not os.path.exists(place)
+  path = re.sub(r"@\d+$", "", before)
+  is_gone = os.path.isabs(path) and not os.path.exists(path)
   return is_moved and (is_covered or is_gone)
 
 

@@ -120,8 +120,8 @@ class Counts:
       *(step.rewards, step.rewards, step.lengths),
     )
     few = step.rewards[:, :4]
-    rest = [(0, 0), (0, step.rewards.shape[1] - few.shape[1])]
-    of_few = jnp.pad(algo.group_normalized(few), rest)
+    padding = [(0, 0), (0, step.rewards.shape[1] - few.shape[1])]
+    of_few = jnp.pad(algo.group_normalized(few), padding)
     longest = int(step.prompts.max() + step.lengths.max())
     micro = math.prod(self._shape)
     return {

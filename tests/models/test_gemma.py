@@ -146,7 +146,7 @@ def _older_names(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_older", [False, True])
-def test_text_part_of_a_model_with_images(tmp_path, is_older):
+def test_text_tower_of_a_model_with_images(tmp_path, is_older):
   """Its logits and continuations, and those of its export."""
   torch = pytest.importorskip("torch")
   import transformers
@@ -201,7 +201,7 @@ def test_five_local_layers_precede_a_global_one():
   assert (config.rope_theta, config.local.rope_theta) == (1e6, 1e4)
   assert config.local.window == 1024 and config.rope_scaling.factor == 8
   assert config.query_size is None and config.is_tied
-  text = families.text_part(settings)
+  text = families.text_settings(settings)
   assert text["eos_token_id"] == [1, 106] and "vision_config" not in text
 
 

@@ -201,7 +201,7 @@ def test_a_value_of_any_type_is_read_or_named(settings, wrong):
     for style in ("rope_parameters", "rope_scaling")
     for key in (*rotary, "full_attention", "sliding_attention")
   ]
-  changed.append({"architectures": list(families.TEXT_PARTS)})
+  changed.append({"architectures": list(families.TEXT_TOWERS)})
   changed[-1]["text_config"] = wrong
   for content in changed:
     try:

@@ -74,8 +74,8 @@ FAMILIES = {
   ),
 }
 
-# Architecture with images -> its text part's, the only part that is read.
-TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+# Architecture with images -> that of its text tower, which alone is read.
+TEXT_TOWERS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 # Field of ModelConfig -> key of config.json.
 KEYS = {
@@ -196,25 +196,25 @@ for _name in lora.LINEAR:
   )
 
 
-def parts(name: str, shape: Shape) -> Iterator[tuple[Shape, str]]:
-  """Yields the index and the tensor of each part of our weight `name`."""
+def tensors(name: str, shape: Shape) -> Iterator[tuple[Shape, str]]:
+  """Yields the index in our weight `name` of each tensor, and its name."""
   pattern = TENSORS[name].name
   for index in np.ndindex(shape[: pattern.count("{}")]):
     yield index, pattern.format(*index)
 
 
 def file_shape(name: str, shape: Shape) -> Shape:
-  """Returns the shape in the file of each part of our weight `name`."""
+  """Returns the shape in the file of each tensor of our weight `name`."""
   _, ours, theirs = TENSORS[name]
   size = dict(zip(ours, shape[-len(ours) :], strict=True))
   return tuple(math.prod(size[a] for a in word) for word in theirs.split())
 
 
-def to_file(name: str, part: np.ndarray) -> np.ndarray:
-  """Returns one part of our weight `name` in the file's layout."""
+def to_file(name: str, piece: np.ndarray) -> np.ndarray:
+  """Returns one tensor of our weight `name` in the file's layout."""
   _, ours, theirs = TENSORS[name]
   order = [ours.index(a) for a in theirs.replace(" ", "")]
-  return part.transpose(order).reshape(file_shape(name, part.shape))
+  return piece.transpose(order).reshape(file_shape(name, piece.shape))
 
 
 def from_file(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
@@ -230,7 +230,7 @@ def from_settings(
   settings: Mapping[str, Any], dtype: str = "float32", remat: str = "layers"
 ) -> ModelConfig:
   """Returns the model that a config.json of transformers 4 or 5 describes."""
-  settings = {k: v for k, v in text_part(settings).items() if v is not None}
+  settings = {k: v for k, v in text_settings(settings).items() if v is not None}
   name = next(iter(_get(settings, "architectures")), None)
   if name not in FAMILIES:
     known = ", ".join(FAMILIES)
@@ -291,19 +291,19 @@ def from_settings(
   )
 
 
-def text_part(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Returns the settings of a model's text part, in general all of them."""
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the settings of a model's text tower, in general all of them."""
   json_object.check(settings, _OPTIONAL_KINDS, _LABEL)
   name = next(iter(settings.get("architectures") or ()), None)
-  if name not in TEXT_PARTS:
+  if name not in TEXT_TOWERS:
     return settings
-  part = settings.get("text_config") or {}
-  part = json_object.check(part, _OPTIONAL_KINDS, _LABEL)
+  text = settings.get("text_config") or {}
+  text = json_object.check(text, _OPTIONAL_KINDS, _LABEL)
   # transformers ignores the inner key, and takes the outer one to be true.
   key = "tie_word_embeddings"
-  part = part | {"architectures": [TEXT_PARTS[name]], key: True}
-  part |= {k: settings[k] for k in (key, "eos_token_id") if k in settings}
-  return part
+  text = text | {"architectures": [TEXT_TOWERS[name]], key: True}
+  text |= {k: settings[k] for k in (key, "eos_token_id") if k in settings}
+  return text
 
 
 def _local_layers(

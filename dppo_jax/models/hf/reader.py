@@ -139,7 +139,7 @@ def read_table(
   flat = {}
   for name, p in table.items():
     weight = np.empty(p.shape, np.float32)
-    for index, tensor in families.parts(name, p.shape):
+    for index, tensor in families.tensors(name, p.shape):
       file, stored_name = tensors[tensor]
       stored = file.get_tensor(stored_name)
       weight[index] = families.from_file(name, stored, p.shape)
@@ -158,14 +158,14 @@ def read_table(
 def has_images(path: str | pathlib.Path) -> bool:
   """Returns True for a checkpoint with images: only its text part is read."""
   settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
-  return families.text_part(settings) is not settings
+  return families.text_settings(settings) is not settings
 
 
 def max_positions(path: str | pathlib.Path) -> int:
   """Returns the number of positions that a checkpoint was made for."""
   settings = json_object.read(pathlib.Path(path, "config.json"), hint=_HINT)
   key = "max_position_embeddings"
-  text = json_object.check(families.text_part(settings), {key: int | None})
+  text = json_object.check(families.text_settings(settings), {key: int | None})
   return text.get(key) or 2**31
 
 
@@ -247,7 +247,7 @@ def compare_shapes(
   expected = {
     tensor: families.file_shape(name, p.shape)
     for name, p in table.items()
-    for _, tensor in families.parts(name, p.shape)
+    for _, tensor in families.tensors(name, p.shape)
   }
   names = expected.keys() | shapes.keys()
   wrong = sorted(x for x in names if shapes.get(x) != expected.get(x))

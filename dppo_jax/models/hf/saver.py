@@ -72,9 +72,9 @@ def _settings(
   settings = families.to_settings(config)
   if source:
     copied = json_object.read(pathlib.Path(source, "config.json"))
-    part = families.text_part(copied)
-    if part is not copied:  # its settings may be incomplete
-      copied = {**settings, **part}
+    text = families.text_settings(copied)
+    if text is not copied:  # its settings may be incomplete
+      copied = {**settings, **text}
     if "rope_theta" not in copied:  # transformers 4 looks nowhere else
       keys = ("rope_theta", "rope_scaling", "rope_local_base_freq")
       known = {k: x for k, x in settings.items() if x is not None}
@@ -94,24 +94,24 @@ def write_weights(
   """Writes one file, or several with an index, named as in transformers."""
   for stale in out.glob(f"{stem}*.safetensors*"):
     stale.unlink()
-  parts = {
+  pieces = {
     tensor: (name, index)
     for name, weight in flat.items()
-    for index, tensor in families.parts(name, weight.shape)
+    for index, tensor in families.tensors(name, weight.shape)
   }
   itemsize = np.dtype(dtype).itemsize
   split = huggingface_hub.split_state_dict_into_shards_factory(
-    parts,
-    get_storage_size=lambda part: flat[part[0]][part[1]].size * itemsize,
+    pieces,
+    get_storage_size=lambda piece: flat[piece[0]][piece[1]].size * itemsize,
     filename_pattern=f"{stem}{{suffix}}.safetensors",
     max_shard_size=shard_bytes,
   )
   for name, names in split.filename_to_tensors.items():
     tensors = {}
     for tensor in names:
-      weight, index = parts[tensor]
-      part = families.to_file(weight, flat[weight][index])
-      tensors[tensor] = _stored(part, tensor, dtype)
+      weight, index = pieces[tensor]
+      piece = families.to_file(weight, flat[weight][index])
+      tensors[tensor] = _stored(piece, tensor, dtype)
     try:
       safetensors.numpy.save_file(tensors, out / name, {"format": "pt"})
     except safetensors.SafetensorError as error:  # from the operating system
@@ -123,10 +123,10 @@ def write_weights(
     _write_json(out / reader.INDEX, files)
 
 
-def _stored(part: np.ndarray, tensor: str, dtype: str) -> np.ndarray:
+def _stored(piece: np.ndarray, tensor: str, dtype: str) -> np.ndarray:
   """Returns one tensor in the dtype of the file."""
   with np.errstate(over="ignore"):
-    stored = np.ascontiguousarray(part, dtype)
+    stored = np.ascontiguousarray(piece, dtype)
   if not np.isfinite(stored).all():
     raise UserError(
       f"{tensor} is not finite in {dtype}: choose another dtype, or the "
