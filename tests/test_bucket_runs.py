@@ -120,8 +120,12 @@ def test_modes_on_other_machines(machine, capsys):
   server, lease = fsspec.filesystem("gs"), "bucket/run/lease.json"
   before = server.cat(lease)
   machine("fourth")
+  with pytest.raises(UserError, match="a run with another config"):
+    _run(place, steps=2, **{"optimizer.learning_rate": 1.0})
+  server.rm_file("bucket/run/report.md")
   _run(place)
   assert server.cat(lease) == before
+  assert server.exists("bucket/run/report.md")
 
   machine("damaged")
   contents = {x: server.cat(f"bucket/run/{x}") for x in DAMAGED}

@@ -116,7 +116,7 @@ def test_damaged_latest_checkpoint_costs_one_checkpoint(copy, kind):
   with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
     assert not checkpoints.recover()
     chex.assert_trees_all_equal(checkpoints.restore(4, _state(0)), _state(4))
-  assert (copy / "damaged-4").is_dir()
+  assert (copy / "checkpoints/damaged-4").is_dir()
 
 
 def test_readers_reject_a_damaged_checkpoint_and_move_nothing(copy):
@@ -133,7 +133,7 @@ def test_run_with_only_damaged_checkpoints_ends_in_one_line(copy):
   with checkpoint.Checkpoints(copy) as checkpoints:
     with pytest.raises(UserError, match=r"every checkpoint in .*4: .* 0: "):
       checkpoints.recover()
-  assert not list(copy.glob("damaged-*"))
+  assert not list(copy.rglob("damaged-*"))
 
 
 def test_checkpoint_of_another_step_or_run_is_damaged(copy, tmp_path_factory):

@@ -19,7 +19,6 @@ import pathlib
 import re
 import socket
 import tempfile
-import time
 import uuid
 
 from etils import epath
@@ -28,12 +27,13 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import paths, storage
 
 _CONFIG, _LEASE = "config.json", "lease.json"
-_NOT_LOGS = re.compile(rf"checkpoints/|damaged-|evaluation/|{_LEASE}$")
-_CLOCK_SECONDS = 2  # by which times of files may be behind
-# URL and lease of each local directory, and when it was last sent.
+# Not checkpoints, evaluations, nor runs and exports below this one.
+_LOGS = re.compile(rf"(?!{_LEASE}$)((completions|events)/)?[^/]+")
+# URL and lease of each local directory; time and size of each file in it when
+# it was last sent or fetched.
 _urls: dict[pathlib.Path, str] = {}
 _leases: dict[pathlib.Path, str] = {}
-_sent: dict[pathlib.Path, float] = {}
+_sent: dict[str, tuple[int, int]] = {}
 
 
 def _cache() -> pathlib.Path:
@@ -103,6 +103,13 @@ def _fetch(
       lambda x: storage.get(f"{where}/{x}".rstrip("/"), folder / x, stored[x]),
       stored,
     )
+  _sent.update((str(folder / x), _stamp(folder / x)) for x in stored)
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int]:
+  """Returns what changes whenever a file does."""
+  stat = path.stat()
+  return stat.st_mtime_ns, stat.st_size
 
 
 def output(where: str) -> str:
@@ -142,7 +149,9 @@ def _new_folder(where: str) -> pathlib.Path:
 
 
 def send(path: pathlib.Path) -> None:
-  """Sends files that have changed since the last call; none of a local path.
+  """Sends files that changed since they were sent or fetched.
+
+  Does nothing for a local path.
 
   Raises:
     UserError: if another run has claimed the bucket.
@@ -151,16 +160,16 @@ def send(path: pathlib.Path) -> None:
   if not (where := url(path)):
     return
   check_lease(path)
-  now, last = time.time(), _sent.get(path, 0.0) - _CLOCK_SECONDS
   files = [x for x in path.rglob("*") if x.is_file() and x.suffix != ".tmp"]
-  changed = [str(x) for x in files if x.stat().st_mtime > last]
-  num_bytes = sum(os.path.getsize(x) for x in changed)
+  stamps = {str(x): _stamp(x) for x in files}
+  changed = {x: y for x, y in stamps.items() if _sent.get(x) != y}
+  num_bytes = sum(size for _, size in changed.values())
   try:
     with storage.reaching(where, num_bytes):
       storage.each(_send_file, changed)
   except UserError as error:
     raise type(error)(f"{error}; {path} has the files") from error
-  _sent[path] = now
+  _sent.update(changed)
 
 
 def _send_file(name: str) -> None:
@@ -183,21 +192,25 @@ def check_lease(path: pathlib.Path) -> None:
         )
 
 
+def fetch_logs(path: pathlib.Path) -> None:
+  """Copies what a run has logged in its bucket, if it is in one."""
+  if where := url(path):
+    logs = {x: y for x, y in storage.files(where).items() if _LOGS.fullmatch(x)}
+    _fetch(where, path, logs)
+
+
 @contextlib.contextmanager
 def claimed(path: pathlib.Path) -> Iterator[None]:
   """Claims the bucket of a run, fetches its logs, and sends them at the end.
 
   Does nothing for a local path.
   """
-  if where := url(path):
+  if url(path):
     lease = {"host": socket.gethostname(), "process": os.getpid()}
     _leases[path] = json.dumps(lease | {"id": uuid.uuid4().hex[:8]})
     with reaching(path) as run:
       (run / _LEASE).write_text(_leases[path])
-    logs = {
-      x: y for x, y in storage.files(where).items() if not _NOT_LOGS.match(x)
-    }
-    _fetch(where, path, logs)
+    fetch_logs(path)
   try:
     yield
   except BaseException:

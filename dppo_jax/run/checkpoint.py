@@ -327,7 +327,7 @@ class Checkpoints:
 
   @distributed.on_first_process
   def _set_aside(self, step: int) -> str:
-    return str(self._hide(step, self._folder.parent / f"damaged-{step}"))
+    return str(self._hide(step, self._folder / f"damaged-{step}"))
 
   def _reaching(self) -> contextlib.AbstractContextManager[None]:
     """Limits the time of a body that uses a bucket, and explains its errors."""

@@ -15,7 +15,6 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 from typing import Any
 import uuid
 
@@ -173,12 +172,8 @@ def held(
   prints: Mapping[str, str] | None = None,
   allowed: str = "",
 ) -> Iterator[list[str]]:
-  """Keeps other runs out of the directory; yields the lines of `write`.
-
-  A new directory is removed if the run ends without a checkpoint, by an error
-  of the user's or a signal.
-  """
-  lines, is_new = [], distributed.is_first() and not workdir.exists()
+  """Keeps other runs out of the directory; yields the lines of `write`."""
+  lines = []
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
@@ -194,14 +189,10 @@ def held(
           ) from error
         except OSError:  # some file systems have no locks
           pass
+        check(workdir, config, prints, allowed)  # before another run's end
         stack.enter_context(bucket.claimed(workdir))
         lines = write(workdir, config, prints, allowed)
-    try:
-      yield lines
-    except (UserError, KeyboardInterrupt):
-      if is_new and not checkpoint_steps.complete_steps(workdir):
-        shutil.rmtree(workdir, ignore_errors=True)
-      raise
+    yield lines
 
 
 def is_done(
@@ -221,8 +212,9 @@ def is_done(
     with bucket.reaching(page) as there:
       is_old = not there.exists() or times[:1] < times[1:]
     if is_old:
-      with bucket.claimed(workdir):
-        report.write(workdir)
+      bucket.fetch_logs(workdir)
+      report.write(workdir)
+      bucket.send(workdir)
     print(
       f"already done: {latest} of {config.steps} steps; report: "
       f"{bucket.shown(page)}\n"

@@ -86,6 +86,23 @@ def test_changed_times_change_nothing(url):
   assert objects(url) == stored
 
 
+def test_files_below_a_run_that_others_write_are_left_alone(url):
+  """A run below it, an export, and notes of the user's."""
+  train(bucket.workdir(url), 0)
+  others = [f"{url}/{x}" for x in ("notes.txt", "sub/metrics.jsonl", "x/y/z")]
+  server = fsspec.filesystem("gs")
+  for other in others:
+    server.pipe(other, b"old")
+  workdir = go(url)
+  with bucket.claimed(workdir):
+    bucket.send(workdir)
+    for other in others:
+      server.pipe(other, b"new")
+    log(workdir, 1)
+  assert [server.cat(x) for x in others] == [b"new"] * 3
+  assert not (workdir / "sub").exists()
+
+
 # Damage -----------------------------------------------------------------------
 
 
