@@ -21,10 +21,6 @@ class StageClock:
     spent = time.monotonic() - start
     self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
-  def elapsed(self) -> float:
-    """Returns the seconds of the step so far."""
-    return time.monotonic() - self._start
-
   def metrics(self) -> dict[str, float]:
     """Returns `stage/seconds` of every stage, and of the step so far.
 
@@ -33,6 +29,6 @@ class StageClock:
     """
     stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
     return stages | {
-      "step/seconds": self.elapsed(),
+      "step/seconds": time.monotonic() - self._start,
       "step/cpu_seconds": time.process_time() - self._cpu_start,
     }
