@@ -235,11 +235,11 @@ def systematic_variance(
   `sum prob (1 - prob)`. The rest of each gradient varies as in those.
 
   Args:
+    prob: above 0 for terms that are needed.
     squares: `a^2` up to a common factor; 0 for terms that are not needed.
     is_positive: True for a positive advantage.
     shape: prompts and completions of each.
   """
-  is_lost = (squares[None] > 0) & (prob <= 0)
   per_prob = 1 / jnp.where(prob > 0, prob, 1.0)
   by_sign = jnp.stack([is_positive, ~is_positive]).astype(jnp.float32)
   sums = lambda x: (
@@ -249,8 +249,7 @@ def systematic_variance(
   shared = ratio(part * (1 - part), sums(prob * (1 - prob)), 1.0)
   added = sums((per_prob - 1) * squares[None])
   added = (added * (1 - SHARED + SHARED * shared)).sum(axis=(1, 2))
-  fraction = ratio(added, squares.sum())
-  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
+  return ratio(added, squares.sum())
 
 
 def expected_micro_batches(rows: np.ndarray, rows_per_micro: int) -> np.ndarray:
