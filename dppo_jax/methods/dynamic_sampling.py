@@ -92,10 +92,8 @@ def init_buffer(
   rewards: jax.Array | jax.ShapeDtypeStruct,
 ) -> GroupBuffer:
   """Returns an empty buffer for chunks shaped like the arguments."""
-  chunk = (prompts, rollout, rewards)
-  empty = lambda x: jnp.zeros(x.shape, x.dtype)
-  prompts, rollout, zeros = jax.tree.map(empty, chunk)
-  return GroupBuffer(prompts, rollout, zeros, jnp.int32(0), jnp.int32(0))
+  empty = jax.tree.map(jnp.zeros_like, (prompts, rollout, rewards))
+  return GroupBuffer(*empty, jnp.int32(0), jnp.int32(0))
 
 
 def add_groups(
