@@ -66,7 +66,7 @@ def majority(
     counts = collections.Counter(x for x in texts if x is not None)
     most = max(counts.values(), default=0)
     # Tied answers have equally many completions, so one mean covers them all.
-    is_winner = [counts[x] == most for x in texts]
+    is_winner = [x is not None and counts[x] == most for x in texts]
     means.append(row[is_winner].mean() if most else 0.0)
   return np.array(means)
 

@@ -92,8 +92,9 @@ def init_buffer(
   rewards: jax.Array | jax.ShapeDtypeStruct,
 ) -> GroupBuffer:
   """Returns an empty buffer for chunks shaped like the arguments."""
-  empty = jax.tree.map(jnp.zeros_like, (prompts, rollout, rewards))
-  return GroupBuffer(*empty, jnp.int32(0), jnp.int32(0))
+  chunk = (prompts, rollout, rewards)
+  prompts, rollout, zeros = jax.tree.map(jnp.zeros_like, chunk)
+  return GroupBuffer(prompts, rollout, zeros, jnp.int32(0), jnp.int32(0))
 
 
 def add_groups(
