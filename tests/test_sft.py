@@ -25,7 +25,7 @@ def _run(**options):
     "data__eval": "",
   }
   run = setup_run(commands.config("arithmetic:grpo", **tiny | options))
-  bar = progress.Progress(is_silent=True)
+  bar = progress.Progress()
   train = lambda run, steps: sft.tune(
     run, run.initial_params(), steps, lambda line: None, bar
   )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import zlib
 
 import jax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 import numpy as np
 
 from dppo_jax import data, distributed, rewards, sharding
@@ -29,41 +29,46 @@ class Completions(NamedTuple):
   """Graded completions of M problems, k of each, in the order of the data.
 
   Attributes:
-    correct: the verifier's verdicts, from 0 to 1.
-    lengths: tokens.
-    is_stopped: False if the token limit cut the completion off.
     samples: a record of each completion, problem by problem: its text, id,
       index among the samples of the problem, grade, and `extracted`, the answer
       that the verifier read; None if there is none, or for verifiers other than
       `exact` and `math`.
+    num: k.
   """
 
-  correct: Float[np.ndarray, "M k"]
-  lengths: Int[np.ndarray, "M k"]
-  is_stopped: Bool[np.ndarray, "M k"]
   samples: list[dict]
+  num: int
+
+  def of_problems(self, name: str) -> list[list]:
+    """Returns an entry of all records, `[M, k]`."""
+    values = [x[name] for x in self.samples]
+    starts = range(0, len(values), self.num)
+    return [values[i : i + self.num] for i in starts]
+
+  @property
+  def correct(self) -> Float[np.ndarray, "M k"]:
+    """The verifier's verdicts, from 0 to 1."""
+    return np.array(self.of_problems("correct"), np.float64)
 
   def estimates(self) -> dict[str, Interval]:
     """Returns avg@k, maj@k and pass@k with their intervals."""
-    texts = [x["extracted"] for x in self.samples]
-    answers = np.array(texts, object).reshape(self.correct.shape).tolist()
-    return estimators.estimates(self.correct, answers)
+    return estimators.estimates(self.correct, self.of_problems("extracted"))
 
   def accuracy(self) -> Interval:
     """Returns the mean over problems with its interval."""
-    per_problem = self.correct.mean(axis=1, dtype=np.float64)
-    return estimators.interval(per_problem, self.correct.shape[1])
+    return estimators.interval(self.correct.mean(axis=1), self.num)
 
   def metrics(self) -> dict[str, float]:
     """Returns scalars to log; for k > 1 with `pass_at_2`, `pass_at_4`, ..."""
+    correct = self.correct
     values = {
       **dict(zip(ACCURACY, self.accuracy(), strict=True)),
-      "problems": len(self.correct),
-      "tokens": self.lengths.mean(),
-      "stopped": self.is_stopped.mean(),
+      "problems": len(correct),
+      "tokens": np.mean([x["tokens"] for x in self.samples]),
+      "stopped": np.mean([x["stopped"] for x in self.samples]),
     }
-    for size in estimators.sizes(self.correct.shape[1])[1:]:
-      values[f"pass_at_{size}"] = estimators.best_of(self.correct, size).mean()
+    for size in estimators.sizes(self.num)[1:]:
+      values[f"pass_at_{size}"] = estimators.best_of(correct, size).mean()
     return values
 
 
@@ -84,7 +89,7 @@ def evaluate(
   """
   problems = run.eval_sets[name]
   rng = rng_of_set(run.spec.root_key, name, [*run.eval_sets].index(name))
-  arrays, samples = [], []
+  samples: list[dict] = []
   for rollout in rollouts(problems, batch_size(run), roll_out, rng):
     graded = grade(
       rollout,
@@ -94,13 +99,10 @@ def evaluate(
       verifier_only=True,
       stop_strings=run.spec.stop_strings,
     )
-    ended = graded.rollout
-    arrays.append((graded.correct, ended.lengths, ended.is_stopped))
     samples += [_record(x, grader.specs[0].reference) for x in graded.samples]
-    advance(len(samples) // rollout.lengths.shape[1])
-  joined = map(np.concatenate, zip(*arrays, strict=True))
-  correct, lengths, is_stopped = joined
-  return Completions(correct, lengths, is_stopped, samples)
+    size = rollout.lengths.shape[1]
+    advance(len(samples) // size)
+  return Completions(samples, size)
 
 
 def program(run: Run, samples: int) -> programs.Program:
@@ -131,11 +133,12 @@ def stage(number: int, name: str) -> str:
 
 def check_metric(run: Run, metric: str) -> None:
   """Raises UserError unless the run evaluates `config.checkpoint.best`."""
-  zeros = np.zeros((1, max(run.config.eval.samples, 1)))
+  wrong = {"correct": 0.0, "tokens": 0, "stopped": False}
+  num = max(run.config.eval.samples, 1)
   known = [
     f"{stage(number, name)}/{x}"
     for number, name in enumerate(run.eval_sets)
-    for x in Completions(zeros, zeros, zeros > 0, []).metrics()
+    for x in Completions([wrong] * num, num).metrics()
   ]
   if metric and metric.removeprefix("-") not in known:
     raise UserError(

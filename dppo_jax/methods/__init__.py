@@ -22,7 +22,7 @@ from dppo_jax.methods.method import (
   unweighted,
   unweighted_prompts,
 )
-from dppo_jax.methods.neyman.budget import BudgetPolicy, RecordedPolicy
+from dppo_jax.methods.neyman.budget import BudgetPolicy, recorded_policy
 from dppo_jax.methods.neyman.rules import (
   neyman,
   neyman_completions,

@@ -12,7 +12,7 @@ from dppo_jax.methods.ranking import round_count
 from dppo_jax.records import Selection
 
 
-def d1s(keep: float = 0.25, scope: str = "group") -> method.Method:
+def d1s(keep: method.Rate = 0.25, scope: str = "group") -> method.Method:
   """GRPO on the subset of largest advantage variance.
 
   In a group it is the subset of PODS. Advantages come from the full group.
@@ -71,8 +71,7 @@ def d3s(
   check(FRACTION, keep=keep, keep_tokens=keep_tokens)
   check(FRACTION, final_keep=final_keep, final_keep_tokens=final_keep_tokens)
   rate = _linear(keep, final_keep, total_steps)
-  return grpo()._replace(
-    completions=method.unweighted(max_variance(rate, scope)),
+  return d1s(rate, scope)._replace(
     tokens=top_entropy(_linear(keep_tokens, final_keep_tokens, total_steps)),
     has_schedule=keep != final_keep or keep_tokens != final_keep_tokens,
     prune_less="raise keep, keep_tokens, final_keep or final_keep_tokens",

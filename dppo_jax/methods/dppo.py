@@ -1,6 +1,7 @@
 """DPPO: drops prompts and completions at random, and weights those kept."""
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from dppo_jax.algo import designs
 from dppo_jax.algo.advantages import group_normalized
@@ -65,10 +66,7 @@ def drop_small_advantage(
 
   def choose(step, uniform, advantages, is_drawn):
     del step
-    size = jnp.where(is_drawn, jnp.abs(advantages), 0.0)
-    mean = size.sum() / jnp.maximum(is_drawn.sum(dtype=jnp.float32), 1.0)
-    is_small = is_drawn & (size < mean * (1 - method.ROUNDING))
-    prob = jnp.where(is_small, jnp.float32(1 - rate), 1.0)
+    prob = _drop_below_mean(rate, jnp.abs(advantages), is_drawn)
     prob = designs.drawn_probability(prob)
     return Selection(uniform < prob, prob)
 
@@ -97,11 +95,7 @@ def drop_by_history(rate: float) -> method.PromptRule:
 
   def select(rng, history, ids):
     score = history[ids]
-    is_known = jnp.isfinite(score)
-    total = jnp.where(is_known, score, 0.0).sum()
-    mean = total / jnp.maximum(is_known.sum(dtype=jnp.float32), 1.0)
-    is_low = is_known & (score < mean * (1 - method.ROUNDING))
-    prob = jnp.where(is_low, jnp.float32(1 - rate), 1.0)
+    prob = _drop_below_mean(rate, score, jnp.isfinite(score))
     return method.draw_prompts(rng.key, ids, prob)
 
   def observe(history, step, ids, rewards, correct, lengths):
@@ -110,3 +104,13 @@ def drop_by_history(rate: float) -> method.PromptRule:
     return history.at[ids].set(score, mode="drop")
 
   return method.PromptRule(init, select, observe)
+
+
+def _drop_below_mean(
+  rate: float, score: Float[Array, "n"], is_known: Bool[Array, "n"]
+) -> Float[Array, "n"]:
+  """Returns 1 - rate for a known score below the mean of these, else 1."""
+  known = jnp.where(is_known, score, 0.0)
+  mean = known.sum() / jnp.maximum(is_known.sum(dtype=jnp.float32), 1.0)
+  is_low = is_known & (score < mean * (1 - method.ROUNDING))
+  return jnp.where(is_low, jnp.float32(1 - rate), 1.0)

@@ -93,8 +93,7 @@ def init_buffer(
 ) -> GroupBuffer:
   """Returns an empty buffer for chunks shaped like the arguments."""
   chunk = (prompts, rollout, rewards)
-  empty = lambda x: jnp.zeros(x.shape, x.dtype)
-  prompts, rollout, zeros = jax.tree.map(empty, chunk)
+  prompts, rollout, zeros = jax.tree.map(jnp.zeros_like, chunk)
   return GroupBuffer(prompts, rollout, zeros, jnp.int32(0), jnp.int32(0))
 
 

@@ -12,8 +12,8 @@ A prompt rule sees only what was observed before this step. Its choice is
 therefore independent of the rollouts, and weights 1 / prob are unbiased too.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ History: TypeAlias = PyTree[jax.Array]
 Ids = Int[Array, "N"]
 Schedule = Callable[[IntScalar], Scalar]  # of the step
 Rate = float | Schedule  # constant or scheduled
+# (metrics, added_variance, micro_batches) -> (fraction, scalars to log): the
+# budget of the next step; see `neyman.budget.BudgetPolicy`.
+Policy = Callable[..., tuple[float, dict[str, float]]]
 
 # Numbers that are equal in theory differ in the last bits of a float32.
 ROUNDING = 1e-5
@@ -81,21 +84,6 @@ class TokenRule(NamedTuple):
 
   needs_stats: bool
   select: Callable[[StepRng, PackedBatch, TokenStats | None], Selection]
-
-
-class Policy(Protocol):
-  """Chooses the budget of each step; see `neyman.budget.BudgetPolicy`."""
-
-  metrics: dict[str, float]
-
-  def next(
-    self,
-    metrics: Mapping[str, float],
-    added_variance: np.ndarray | None = None,
-    micro_batches: np.ndarray | None = None,
-    /,
-  ) -> float:
-    """Returns the fraction of the next step."""
 
 
 class Budget(NamedTuple):

@@ -48,9 +48,9 @@ class Progress(contextlib.nullcontext):
   Of several processes, the first one alone shows them.
   """
 
-  def __init__(self, is_silent: bool = False):
+  def __init__(self):
     super().__init__(self)
-    self._is_silent = is_silent or not distributed.is_first()
+    self._is_silent = not distributed.is_first()
     self._has_bar = _is_terminal() and not self._is_silent
     self._steps = _NO_STEPS
 

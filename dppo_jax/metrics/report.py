@@ -24,6 +24,14 @@ _FRACTIONS = {
   "zero-variance groups": ("groups/zero_std", "prompts/kept"),
 }
 _SPEEDUP = "budget/predicted_speedup"
+_PANELS = {  # over steps: metrics by their label
+  "reward": {"mean": "reward/mean"},
+  "tokens of a completion": {"mean": "tokens/completion_mean"},
+  "entropy and KL divergence, nats": {"entropy": "update/entropy"},
+  "gradient norm": {"norm": "update/grad_norm"},
+  "tokens per step": {x: f"tokens/{x}" for x in ("generated", "trained")},
+  "predicted speed-up": {"speedup": _SPEEDUP},
+}
 _TOTALS = (
   "prompts/drawn tokens/generated tokens/trained "
   "reward/timeouts reward/crashes reward/errors reward/switched_off "
@@ -145,11 +153,11 @@ def _samples(lines: Sequence[dict]) -> Iterator[str]:
     for step in steps or (0, 0)
   )
   is_right = lambda x: x["correct"] == 1
-  verdicts = {
-    p: (is_right(first.get(p, x)), is_right(x)) for p, x in last.items()
+  same = {
+    p: x for p, x in last.items() if is_right(first.get(p, x)) == is_right(x)
   }
-  changed = [p for p, (before, after) in verdicts.items() if before != after]
-  wrong = [p for p, (before, after) in verdicts.items() if not before | after]
+  changed = [p for p in last if p not in same]
+  wrong = [p for p, x in same.items() if not is_right(x)]
   chosen = [*changed[:2], *wrong[:2], *changed[2:], *wrong[2:], *last]
   for problem in [*dict.fromkeys(chosen)][:4]:
     for step, by_problem in {steps[0]: first, steps[-1]: last}.items():
@@ -166,7 +174,7 @@ def _draw(run: runs.Run) -> figures.Figure:
   figure = style.figure(height=9.0, width=12.0)
   axes = figure.subplots(3, 3)
   _draw_accuracy(axes[0, 0], run)
-  _draw_step_metrics(axes[0, 1:], axes[1, :2], axes[2, ::2], run.steps)
+  _draw_step_metrics(axes.flat[[1, 2, 3, 4, 6, 8]], run.steps)
   _draw_pruning(axes[1, 2], run.steps)
   seconds = _stage_seconds(run)
   axes[2, 1].barh([*seconds], [*seconds.values()])
@@ -205,38 +213,31 @@ def _draw_accuracy(axis: mpl_axes.Axes, run: runs.Run) -> None:
 
 
 def _draw_step_metrics(
-  samples: Sequence[mpl_axes.Axes],
-  updates: Sequence[mpl_axes.Axes],
-  costs: Sequence[mpl_axes.Axes],
-  steps: Sequence[dict],
+  axes: Sequence[mpl_axes.Axes], steps: Sequence[dict]
 ) -> None:
-  """Draws reward, length, entropy, gradient norm, tokens and speed-up."""
+  """Draws `_PANELS`, an axis for each, with deviations and lengths shaded."""
 
-  def plot(axis, title, **metrics):
+  def plot(axis, label, metric):
+    lines = [line for line in steps if metric in line]
+    axis.plot(*_curves(lines, metric), label=label)
+
+  for axis, (title, metrics) in zip(axes, _PANELS.items(), strict=True):
     for label, metric in metrics.items():
-      lines = [line for line in steps if metric in line]
-      axis.plot(*_curves(lines, metric), label=label)
+      plot(axis, label, metric)
     axis.set(title=title, xlabel="step")
-
+  reward, length, entropy, *from_zero = axes
   shade: dict[str, Any] = {"alpha": 0.15, "lw": 0}
-  plot(samples[0], "reward", mean="reward/mean")
   x, mean, std = _curves(steps, "reward/mean", "reward/std")
   label = "± deviation in a group"
-  samples[0].fill_between(x, mean - std, mean + std, label=label, **shade)
-  plot(samples[1], "tokens of a completion", mean="tokens/completion_mean")
+  reward.fill_between(x, mean - std, mean + std, label=label, **shade)
   ends = _curves(steps, "tokens/completion_min", "tokens/completion_max")
-  samples[1].fill_between(*ends, label="shortest to longest", **shade)
-  plot(updates[0], "entropy and KL divergence, nats", entropy="update/entropy")
+  length.fill_between(*ends, label="shortest to longest", **shade)
   if any(x.get("update/kl") for x in steps):
-    plot(updates[0], "entropy and KL divergence, nats", kl="update/kl")
-  plot(updates[1], "gradient norm", norm="update/grad_norm")
-  metrics = {x: f"tokens/{x}" for x in ("generated", "trained")}
-  plot(costs[0], "tokens per step", **metrics)
-  plot(costs[1], "predicted speed-up", speedup=_SPEEDUP)
-  for axis in (samples[1], updates[1], *costs):
+    plot(entropy, "kl", "update/kl")
+  for axis in (length, *from_zero):
     axis.set_ylim(0, None)
   if not any(_SPEEDUP in x for x in steps):
-    costs[1].remove()
+    axes[-1].remove()
 
 
 def _draw_pruning(axis: mpl_axes.Axes, steps: Sequence[dict]) -> None:

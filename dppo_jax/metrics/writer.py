@@ -44,7 +44,7 @@ class Writer(contextlib.AbstractContextManager):
     """
     first_step = -1 if first_step is None else first_step
     self.bar, self._watch, self._workdir = bar, watch, workdir
-    self._files, self._trackers = {}, {}
+    self._trackers: dict[str, Any] = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
     for path in (workdir / "completions").glob("*.jsonl"):
@@ -56,8 +56,9 @@ class Writer(contextlib.AbstractContextManager):
         jsonl.keep_until(path, first_step)
     for line in jsonl.read(workdir / "metrics.jsonl"):
       watch.check(line["step"], line)
-    for name in ("metrics.jsonl", "samples.jsonl", "log.txt"):
-      self._files[name] = (workdir / name).open("a", **jsonl.ENCODING)
+    self._files = {"metrics.jsonl", "samples.jsonl", "log.txt"}
+    for name in self._files:
+      (workdir / name).touch()
     names = trackers.parse(writers)
     self._keeps_completions = trackers.COMPLETIONS in names
     for name in trackers.TRACKERS.keys() & names:
@@ -67,9 +68,6 @@ class Writer(contextlib.AbstractContextManager):
 
   def __exit__(self, *unused) -> None:
     self._each_tracker("close")
-    for file in self._files.values():
-      with contextlib.suppress(OSError):  # every line has been flushed
-        file.close()
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes a line of metrics, and prints a warning if they look wrong."""
@@ -97,20 +95,19 @@ class Writer(contextlib.AbstractContextManager):
     first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
     name = f"completions/{first:06d}.jsonl"
     if name not in self._files:
-      self.sync()
-      for other in [x for x in self._files if x.startswith("completions/")]:
-        self._files.pop(other).close()
       path = self._workdir / name
       with writing(path):
         path.parent.mkdir(exist_ok=True)
-        self._files[name] = path.open("a", **jsonl.ENCODING)
+        path.touch()
+      self._files.add(name)
     text = "".join(jsonl.line({"step": step, **line}) for line in lines)
     self._append(name, text)
 
   def sync(self) -> None:
     """Makes sure that all files are on disk before a checkpoint is saved."""
-    for name, file in self._files.items():
-      with writing(self._workdir / name):
+    for name in self._files:
+      path = self._workdir / name
+      with writing(path), path.open() as file:
         os.fsync(file.fileno())
 
   def say(self, message: str) -> None:
@@ -122,16 +119,18 @@ class Writer(contextlib.AbstractContextManager):
     """Adds text to `log.txt` only, such as a traceback."""
     with contextlib.suppress(OSError):  # a full disk is reported elsewhere
       now = time.strftime("%Y-%m-%d %H:%M:%S")
-      self._files["log.txt"].write(f"{now} {text}\n")
-      self._files["log.txt"].flush()
+      self._write("log.txt", f"{now} {text}\n")
 
   def _append(self, name: str, text: str) -> None:
     path = self._workdir / name
-    with writing(path):
-      self._files[name].write(text)
-      self._files[name].flush()
     if not path.exists():
       raise UserError(f"{path} was deleted: the run cannot be saved")
+    with writing(path):
+      self._write(name, text)
+
+  def _write(self, name: str, text: str) -> None:
+    with (self._workdir / name).open("a", **jsonl.ENCODING) as file:
+      file.write(text)
 
   def _each_tracker(self, method: str, *args) -> None:
     for name, tracker in [*self._trackers.items()]:

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+import numpy as np
 
 from dppo_jax import sharding
 from dppo_jax.methods.neyman import gradient_noise
@@ -33,15 +34,11 @@ def inputs(spec: StepSpec) -> dict[str, PyTree]:
   rewards = with_sharding(
     spec, "rewards", jax.ShapeDtypeStruct(shape, jnp.float32)
   )
-  replicated = {
-    "limit": jax.ShapeDtypeStruct((), jnp.int32),
-    "number": jax.ShapeDtypeStruct((), jnp.int32),
-    "part": jax.ShapeDtypeStruct((), jnp.int32),
-    "denominator": jax.ShapeDtypeStruct((), jnp.float32),
-  }
+  integers = dict.fromkeys(("limit", "number", "part"), np.int32(0))
+  scalars = {**integers, "denominator": np.float32(0)}
   return {
     **vars(state),
-    **with_sharding(spec, "", replicated),
+    **with_sharding(spec, "", scalars),
     "rng": abstract_rng(spec),
     "state": state,
     "reference": state.params if spec.has_reference else None,

@@ -1,5 +1,6 @@
 """Seconds of the stages of a step."""
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import time
@@ -9,7 +10,7 @@ class StageClock:
   """Measures the wall time of each stage of one step."""
 
   def __init__(self):
-    self.seconds: dict[str, float] = {}
+    self.seconds: dict[str, float] = collections.defaultdict(float)
     self._start = time.monotonic()
     self._cpu_start = time.process_time()
 
@@ -18,12 +19,7 @@ class StageClock:
     """Adds the time inside the `with` block to `stage`."""
     start = time.monotonic()
     yield
-    spent = time.monotonic() - start
-    self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
-
-  def elapsed(self) -> float:
-    """Returns the seconds of the step so far."""
-    return time.monotonic() - self._start
+    self.seconds[stage] += time.monotonic() - start
 
   def metrics(self) -> dict[str, float]:
     """Returns `stage/seconds` of every stage, and of the step so far.
@@ -33,6 +29,6 @@ class StageClock:
     """
     stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
     return stages | {
-      "step/seconds": self.elapsed(),
+      "step/seconds": time.monotonic() - self._start,
       "step/cpu_seconds": time.process_time() - self._cpu_start,
     }

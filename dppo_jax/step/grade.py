@@ -2,8 +2,8 @@
 
 import bisect
 import collections
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,58 +122,61 @@ def _grade_rows(
   rollout: Rollout,
   rows: np.ndarray,
   problems: data.ProblemSet,
-  decode: Callable[[np.ndarray], tuple[str, int, bool]],
+  decode: Callable[..., tuple[str, int, bool]],
   grader: rewards.Grader,
   verifier_only: bool,
   overlong_tokens: int,
 ) -> tuple[list[dict], collections.Counter]:
   """Returns samples of the groups of some rows, and counts of outcomes."""
-  size = rollout.lengths.shape[1]
-  at = np.repeat(rows, size), np.tile(np.arange(size), len(rows))
-  ids = rollout.prompt_ids[at[0]]
-  tokens, sampled = rollout.tokens[at], rollout.lengths[at]
-  decoded = [decode(x[:n]) for x, n in zip(tokens, sampled, strict=True)]
-  completions = [text for text, *_ in decoded]
-  lengths = np.array([num for _, num, _ in decoded], int)
-  is_stopped = np.logical_or(rollout.is_stopped[at], [x for *_, x in decoded])
-  is_used = np.arange(tokens.shape[1]) < lengths[:, None]
-  prompts = [problems.problems[i] for i in ids]
-  answers = [problems.answers[i] for i in ids]
+  size, limit = rollout.tokens.shape[1:]
+  samples = [
+    _decoded(rollout, (row, member), problems, decode)
+    for row in rows.tolist()
+    for member in range(size)
+  ]
+  column = lambda name: [x[name] for x in samples]
   graded = grader.grade(
-    prompts,
-    completions,
-    answers,
-    problems.columns_at(ids),
+    column("problem"),
+    column("completion"),
+    column("answer"),
+    problems.columns_at(np.repeat(rollout.prompt_ids[rows], size)),
     group_sizes=[size] * len(rows),
     verifier_only=verifier_only,
   )
   earned, total = graded.values, graded.rewards
   if overlong_tokens:
-    limit = tokens.shape[1]
+    lengths = np.array(column("tokens"), int)
     penalty = np.asarray(overlong_penalty(lengths, limit, overlong_tokens))
     total, earned = total + penalty, earned | {"overlong": penalty}
-  samples: dict[str, np.ndarray | list] = {
-    "row": at[0],
-    "member": at[1],
-    "id": [problems.names[i] for i in ids],
-    "problem": prompts,
-    "completion": completions,
-    "answer": answers,
-    "tokens": lengths,
-    "stopped": is_stopped,
-    "logprob": np.sum(rollout.logprobs[at] * is_used, axis=1),
-    "reward": total,
-    "rewards": _lines(earned, len(ids)),
-    "correct": graded.correct,
+  for i, sample in enumerate(samples):
+    sample["reward"] = float(total[i])
+    sample["rewards"] = {name: float(x[i]) for name, x in earned.items()}
+    sample["correct"] = float(graded.correct[i])
+  return samples, graded.counts
+
+
+def _decoded(
+  rollout: Rollout,
+  at: tuple[int, int],
+  problems: data.ProblemSet,
+  decode: Callable[..., tuple[str, int, bool]],
+) -> dict[str, Any]:
+  """Returns the sample of a row and member, without its grades."""
+  row, member = at
+  problem = rollout.prompt_ids[row]
+  text, num, has_stop = decode(rollout.tokens[at][: rollout.lengths[at]])
+  is_used = np.arange(rollout.tokens.shape[2]) < num
+  return {
+    "row": row,
+    "member": member,
+    "id": problems.names[problem],
+    "problem": problems.problems[problem],
+    "completion": text,
+    "answer": problems.answers[problem],
+    "tokens": num,
+    "stopped": has_stop or bool(rollout.is_stopped[at]),
+    "logprob": float(np.sum(rollout.logprobs[at] * is_used)),
   }
-  return _lines(samples, len(ids)), graded.counts
-
-
-def _lines(columns: Mapping[str, np.ndarray | list], num: int) -> list[dict]:
-  """Returns `num` dicts, with one entry of each column, as JSON holds it."""
-  as_list = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
-  lists = {name: as_list(x) for name, x in columns.items()}
-  return [{name: x[i] for name, x in lists.items()} for i in range(num)]
 
 
 def to_metrics(

@@ -95,14 +95,15 @@ class NextBudget:
       "update/micro_batches": sum(float(x.num_micro) for x in batches) / passes,
       "noise/fraction": max(fraction, gradient_noise.MIN_NOISE_FRACTION),
     }
-    budget = self._policy.next(metrics, *self._predict(noise, batches))
+    predicted = self._predict(noise, batches)
+    budget, chosen = self._policy(metrics, *predicted)
     num_prompts = spec.num_prompts // spec.mini_batches
     added = np.mean([_added(noise, x) for x in batches])
     self.metrics = {
       **gradient_noise.describe(noise, num_prompts),
       "budget/added_variance": float(added),
       "budget/completions": metrics["budget/completions"],
-      **self._policy.metrics,
+      **chosen,
     }
     noise, budget = self._place((noise, np.float32(budget)))
     return state.replace(noise=noise, budget=budget)
@@ -128,12 +129,13 @@ class NextBudget:
     updates: Sequence[dict[str, Any]],
   ) -> gradient_noise.Noise:
     """Returns the estimates of the noise after the updates of a step."""
+    clip_norm = self._spec.optimizer.clip_norm
     norms = [float(x["update/grad_norm"]) for x in updates]
-    norms = [x for x in norms if np.isfinite(x)]
+    # What is not finite does not reach the momentum.
     kept = [
-      min(self._spec.optimizer.clip_norm / max(x, 1e-30), 1.0) for x in norms
+      min(clip_norm / max(x, 1e-30), 1.0) for x in norms if math.isfinite(x)
     ]
-    if len(norms) == len(updates):
+    if len(kept) == len(norms):
       squared, added = norms[0] ** 2, _added(noise, first)
       product = gradient_noise.product_with_momentum(
         self._before, self._after, kept[0] * norms[0], self._decay
@@ -145,7 +147,7 @@ class NextBudget:
         within = self._signs * float(first.forecast.sum_squares)
         within /= float(first.denominator) ** 2
         noise = gradient_noise.add_signs(noise, squared, within, added)
-    for x in kept:  # what is not finite does not reach the momentum
+    for x in kept:
       noise = gradient_noise.add_momentum(noise, self._decay, x)
     return noise
 

@@ -192,9 +192,7 @@ def _read_in_turn(
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_next)
     return row_tokens, jax.tree.map(pass_on, tokens)
 
-  empty = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read, *tokens)
-  )
+  empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(read, *tokens))
   return jax.lax.fori_loop(0, shards, turn, (empty, tokens))[0]
 
 

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
   """
 
   rows: PackedBatch
-  num_micro: jax.Array | float
+  num_micro: np.integer
   denominator: np.floating
   metrics: dict[str, Any]
   summary: CompletionSummary
@@ -85,7 +85,7 @@ class StepInfo(NamedTuple):
     """Returns the metrics of the step by name; each of `specs` has one."""
     experience = self.experience
     stages = [
-      batch.metrics | update | {"update/micro_batches": batch.num_micro}
+      batch.metrics | update | {"update/micro_batches": float(batch.num_micro)}
       for batch, update in zip(self.batches, self.updates, strict=True)
     ]
     return {

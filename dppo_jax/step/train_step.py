@@ -195,10 +195,8 @@ class TrainStep:
         "rollout": experience.rollout,
         "rewards": experience.rewards,
       }
-      rows, num_micro, metrics, summary = self._timed(
-        "select", budget=state.budget, **args
-      )
-      metrics = jax.device_get(metrics)
+      rows, *small = self._timed("select", budget=state.budget, **args)
+      num_micro, metrics, summary = jax.device_get(small)
       runtime_checks.check_choice(metrics)
       forecast = None
       if is_due and number < spec.mini_batches:
@@ -273,12 +271,6 @@ class TrainStep:
     """Returns the results of a step that led to `state`; ends its clock."""
     spec, last = self._spec, updates[-1]
     seconds = self.clock.metrics()
-    batches = [
-      batch._replace(
-        num_micro=float(batch.num_micro), summary=jax.device_get(batch.summary)
-      )
-      for batch in batches
-    ]
     rate = last_learning_rate(
       spec.optimizer.learning_rate,
       int(state.step) * spec.num_updates,

@@ -18,26 +18,24 @@ DESIGN_EFFECT = 0.5
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 
 
-class _Given:
+def _given(share: float):
   """Always the same share; logs what `SHARES` would add and cost.
 
   The saved predictions are of a version that predicted tokens.
   """
 
-  def __init__(self, share: float):
-    self.metrics: dict[str, float] = {}
-    self._share = share
-
-  def next(self, metrics, added_variance=None, micro_batches=None) -> float:
+  def policy(metrics, added_variance=None, micro_batches=None):
     del metrics
-    self.metrics = {}
+    law = {}
     if added_variance is not None:
-      self.metrics["law/needed"] = float(micro_batches[-1])
-      for i, share in enumerate(reversed(SHARES)):
+      law["law/needed"] = float(micro_batches[-1])
+      for i, other in enumerate(reversed(SHARES)):
         part = micro_batches[i] / max(micro_batches[-1], 1e-9)
-        self.metrics[f"law/variance_{share}"] = float(added_variance[i])
-        self.metrics[f"law/tokens_{share}"] = float(part)
-    return self._share
+        law[f"law/variance_{other}"] = float(added_variance[i])
+        law[f"law/tokens_{other}"] = float(part)
+    return share, law
+
+  return policy
 
 
 def baseline() -> methods.Method:
@@ -47,7 +45,7 @@ def baseline() -> methods.Method:
 
 def fixed(share: float = 0.5) -> methods.Method:
   """Returns Neyman's choice of a fixed share."""
-  budget = rules.automatic(lambda: _Given(share))
+  budget = rules.automatic(lambda: _given(share))
   fractions = np.float32((*reversed(SHARES), 1.0))
   return methods.grpo()._replace(
     completions=methods.neyman_completions(),

@@ -115,9 +115,10 @@ def test_a_majority_votes_with_what_the_verifier_reads(verifier, texts, value):
     for i, text in enumerate(texts)
   ]
   grade = functions.OURS.get(verifier, functions.exact)
-  correct = [grade(completions=[x], answers=["5"])[0] for x in texts]
-  correct = np.array([correct], float)
-  completions = eval_sets.Completions(correct, correct, correct > 0, records)
+  for record in records:
+    text = record["completion"]
+    record["correct"] = grade(completions=[text], answers=["5"])[0]
+  completions = eval_sets.Completions(records, len(records))
   estimates = completions.estimates()
   assert (f"maj@{len(texts)}" in estimates) == (value is not None)
   if value is not None:

@@ -40,10 +40,10 @@ def _choose(added=ADDED, micros=MICROS, cost=0.0, steps=2, **step):
   """The choice after some equal steps, the first of which is left out."""
   policy = budget.BudgetPolicy(cost)
   for _ in range(steps - 1):
-    policy.next(_step(**step))
-  fraction = policy.next(_step(**step), added, micros)
+    policy(_step(**step))
+  fraction, metrics = policy(_step(**step), added, micros)
   return {"completions": fraction} | {
-    name.split("/")[1]: x for name, x in policy.metrics.items()
+    name.split("/")[1]: x for name, x in metrics.items()
   }
 
 
@@ -81,12 +81,11 @@ def test_a_given_cost_replaces_measured_seconds_but_not_the_noise():
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 def test_the_fraction_stays_until_noise_and_seconds_are_known(fraction):
   policy = budget.BudgetPolicy()
-  assert policy.next(_step(fraction=fraction), ADDED, MICROS) == fraction
-  assert policy.next(_step(fraction=fraction)) == fraction
-  assert policy.metrics == {}
+  assert policy(_step(fraction=fraction), ADDED, MICROS) == (fraction, {})
+  assert policy(_step(fraction=fraction)) == (fraction, {})
   unknown = np.where(ADDED > 0, np.inf, 0.0)
-  assert policy.next(_step(9.0, fraction=fraction), unknown, MICROS) == 1
-  assert policy.next(_step(9.0, fraction=fraction), ADDED, MICROS) < 0.9
+  assert policy(_step(9.0, fraction=fraction), unknown, MICROS)[0] == 1
+  assert policy(_step(9.0, fraction=fraction), ADDED, MICROS)[0] < 0.9
 
 
 def test_an_update_of_one_micro_batch_cannot_be_made_smaller():
@@ -97,24 +96,24 @@ def test_a_part_of_the_update_that_does_not_shrink_is_not_saved():
   """Steps with other numbers of micro-batches show it; else it is 0."""
   policy = budget.BudgetPolicy()
   for micros in (40, 40, 20, 30):
-    policy.next(_step(update=2 + 0.05 * micros, micros=micros))
+    policy(_step(update=2 + 0.05 * micros, micros=micros))
   metrics = _step(update=3, micros=20)
-  policy.next(metrics, ADDED, MICROS)
+  policy(metrics, ADDED, MICROS)
   update, other = policy._seconds(MICROS)
   np.testing.assert_allclose(update, 2 + 0.05 * MICROS, rtol=0.1)
   assert other == pytest.approx(1)
   for _ in range(9):
-    policy.next(_step(update=1, micros=20))
+    policy(_step(update=1, micros=20))
   alike = _choose(update=4.0, steps=9)["update_cost"]
   assert alike == pytest.approx(4.0, rel=1e-3)
 
 
 def test_the_first_step_with_its_one_time_costs_is_left_out():
   policy = budget.BudgetPolicy()
-  policy.next(_step(update=1e4))
+  policy(_step(update=1e4))
   for _ in range(2):
-    policy.next(_step(update=0.01), ADDED, MICROS)
-  assert policy.metrics["budget/update_cost"] == pytest.approx(0.01, rel=0.01)
+    _, metrics = policy(_step(update=0.01), ADDED, MICROS)
+  assert metrics["budget/update_cost"] == pytest.approx(0.01, rel=0.01)
 
 
 def test_micro_batches_are_rounded_up_in_every_part():

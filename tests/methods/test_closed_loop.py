@@ -103,14 +103,14 @@ def simulate(setting, rows_per_micro=2, filled=2.0):
       pruned.append(1 - share + update(m))
       added.append(float(_added(batch[1], jnp.float32([fraction]))[0]))
     if step % 4 != 1:
-      fraction = policy.next(metrics)
+      fraction, _ = policy(metrics)
       continue
     rows = [_rows(key, *batch, x, spec) for x in budget.FRACTIONS]
     expected = budget.expected_micro_batches(np.array([rows]), rows_per_micro)
     some = np.asarray(_added(batch[1], budget.FRACTIONS))
-    fraction = policy.next(metrics, some, expected)
+    fraction, chosen = policy(metrics, some, expected)
     if step >= SETTLED:
-      predicted.append(policy.metrics["budget/predicted_speedup"])
+      predicted.append(chosen["budget/predicted_speedup"])
   slower = 1 + NOISE * np.mean(added)
   return np.mean(predicted), np.mean(full) / np.mean(pruned) / slower
 

@@ -10,12 +10,13 @@ import math
 import pathlib
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 import numpy as np
 
 from dppo_jax.algo.weights import ratio
 from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
+from dppo_jax.methods.method import Policy
 from dppo_jax.records import Groups
 
 # The choices of an automatic budget, evenly in their logarithms.
@@ -45,26 +46,23 @@ class BudgetPolicy:
   Args:
     update_cost: seconds of an update on every needed completion over the other
       seconds of a step; 0 uses measured times.
-  Attributes:
-    metrics: scalars to log of the last choice; empty if `next` made none.
   Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.7, for steps
     against noise; the rest is ours.
   """
 
   def __init__(self, update_cost: float = 0.0):
-    self.metrics: dict[str, float] = {}
     self._update_cost = update_cost
     self._num_steps = 0
     self._sums = np.zeros(6)
     self._predicted: np.ndarray | None = None
 
-  def next(
+  def __call__(
     self,
     metrics: Mapping[str, float],
     added_variance: np.ndarray | None = None,
     micro_batches: np.ndarray | None = None,
-  ) -> float:
-    """Returns the fraction of the next step.
+  ) -> tuple[float, dict[str, float]]:
+    """Returns the fraction of the next step, and scalars to log of a choice.
 
     Args:
       metrics: of the last step: `budget/completions`, its fraction;
@@ -76,21 +74,19 @@ class BudgetPolicy:
       micro_batches: `[K]`, expected number of them. None like the above.
     """
     self._observe(metrics)
-    self.metrics = {}
     fraction = metrics["budget/completions"]
     is_known = self._update_cost or self._sums[0] > 0
     if added_variance is None or micro_batches is None or not is_known:
-      return fraction
+      return fraction, {}
     added, micros = self._smoothed(np.stack([added_variance, micro_batches]))
     update, other = self._seconds(micros)
     slower = 1 + added * metrics["noise/fraction"]
     times = (update + other) * slower
     best = largest_near_optimal(times)
-    self.metrics = {
+    return float(FRACTIONS[best]), {
       "budget/predicted_speedup": float(times[-1] / times[best]),
       "budget/update_cost": float(update[-1] / other),
     }
-    return float(FRACTIONS[best])
 
   def _observe(self, metrics: Mapping[str, float]) -> None:
     """Adds the seconds of a step, but for a first one with one-time costs."""
@@ -132,30 +128,27 @@ class BudgetPolicy:
     return fixed + per_micro * micro_batches, max(other / weight, 1e-9)
 
 
-class RecordedPolicy:
-  """Repeats the fractions of a run, for the same bits.
+def recorded_policy(path: str) -> Policy:
+  """Returns a policy that repeats the fractions of a run, for the same bits.
 
   Args:
     path: its metrics.jsonl.
   Raises:
     UserError: if the file cannot be read, or has no `budget/completions`.
   """
+  name = "budget/completions"
+  lines = [x for x in jsonl.read(pathlib.Path(path)) if name in x]
+  fractions = {line["step"]: line[name] for line in lines}
+  if not lines:
+    raise UserError(
+      f"config.method.args.completion_budget is {path!r} but no line there has "
+      f"{name}: name the metrics.jsonl of a run with an automatic budget"
+    )
 
-  def __init__(self, path: str):
-    self.metrics: dict[str, float] = {}
-    name = "budget/completions"
-    lines = [x for x in jsonl.read(pathlib.Path(path)) if name in x]
-    self._fractions = {line["step"]: line[name] for line in lines}
-    if not lines:
-      raise UserError(
-        f"config.method.args.completion_budget is {path!r} but no line there "
-        f"has {name}: name the metrics.jsonl of a run with an automatic budget"
-      )
+  def policy(metrics, *unused):
+    return fractions.get(metrics["step"] + 1, metrics[name]), {}
 
-  def next(self, metrics: Mapping[str, float], *unused) -> float:
-    """Returns the fraction of the step after `metrics["step"]`."""
-    step = metrics["step"] + 1
-    return self._fractions.get(step, metrics["budget/completions"])
+  return policy
 
 
 def probabilities(
@@ -175,14 +168,6 @@ def probabilities(
   )
   prob = proportional(size, counts)
   return jnp.where(size > 0, jnp.maximum(prob, min_prob), 0.0)
-
-
-def expected_number(
-  size: Float[Array, "M"], fractions: Float[Array, "K"], min_prob: float
-) -> Int[Array, "K"]:
-  """Returns how many completions `probabilities` keep, at least one."""
-  prob = probabilities(size, fractions, min_prob)
-  return jnp.maximum(jnp.round(prob.sum(axis=1)).astype(jnp.int32), 1)
 
 
 def proportional(
@@ -250,11 +235,11 @@ def systematic_variance(
   `sum prob (1 - prob)`. The rest of each gradient varies as in those.
 
   Args:
+    prob: above 0 for terms that are needed.
     squares: `a^2` up to a common factor; 0 for terms that are not needed.
     is_positive: True for a positive advantage.
     shape: prompts and completions of each.
   """
-  is_lost = (squares[None] > 0) & (prob <= 0)
   per_prob = 1 / jnp.where(prob > 0, prob, 1.0)
   by_sign = jnp.stack([is_positive, ~is_positive]).astype(jnp.float32)
   sums = lambda x: (
@@ -264,8 +249,7 @@ def systematic_variance(
   shared = ratio(part * (1 - part), sums(prob * (1 - prob)), 1.0)
   added = sums((per_prob - 1) * squares[None])
   added = (added * (1 - SHARED + SHARED * shared)).sum(axis=(1, 2))
-  fraction = ratio(added, squares.sum())
-  return jnp.where(is_lost.any(axis=1), jnp.inf, fraction)
+  return ratio(added, squares.sum())
 
 
 def expected_micro_batches(rows: np.ndarray, rows_per_micro: int) -> np.ndarray:

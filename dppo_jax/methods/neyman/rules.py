@@ -26,6 +26,10 @@ from dppo_jax.rng import StepRng, as_step_rng
 
 # Least size of a needed completion, relative to the largest.
 LEAST_SIZE = 1e-6
+_FIXED_BUDGET = Limit(  # text, if it is from the command line
+  lambda x: 0 < float(x) <= 1,
+  'in (0, 1], "auto", or the metrics.jsonl of a run',
+)
 
 
 def neyman(
@@ -67,10 +71,11 @@ def neyman(
     unused = Limit(lambda x: x == 0, 'left out unless completion_budget="auto"')
     check(unused, update_cost=update_cost)
     if str(completion_budget).endswith(".jsonl"):
-      recorded = budgets.RecordedPolicy(str(completion_budget))
+      recorded = budgets.recorded_policy(str(completion_budget))
       policy = lambda: recorded
     else:
-      budget = _fixed(completion_budget)
+      check(_FIXED_BUDGET, completion_budget=completion_budget)
+      budget = float(completion_budget)
   rules = grpo()._replace(
     completions=neyman_completions(budget, min_prob),
     prune_less="raise completion_budget, prompt_budget, token_budget or "
@@ -83,20 +88,6 @@ def neyman(
   if budget is None:
     rules = rules._replace(budget=automatic(policy, min_prob))
   return rules
-
-
-def _fixed(budget: float | str) -> float:
-  """Returns a fixed budget, which is text if from the command line."""
-
-  def is_valid(x):
-    try:
-      return 0 < float(x) <= 1
-    except ValueError:
-      return False
-
-  words = 'in (0, 1], "auto", or the metrics.jsonl of a run'
-  check(Limit(is_valid, words), completion_budget=budget)
-  return float(budget)
 
 
 def automatic(
@@ -235,7 +226,9 @@ def neyman_completions(
     if budget is None:
       fractions = jnp.reshape(jnp.float32(fraction), (1,))
       finite = jnp.where(jnp.isfinite(size), size, 0.0).reshape(-1)
-      num = budgets.expected_number(finite, fractions, min_prob)[0]
+      prob = budgets.probabilities(finite, fractions, min_prob)
+      expected = prob.sum(axis=1)[0]
+      num = jnp.maximum(jnp.round(expected).astype(jnp.int32), 1)
     else:
       num = round_count(budget, (groups.lengths > 0).sum(dtype=jnp.int32))
     return fixed_size(rng.key, size, num, min_prob, strata)
