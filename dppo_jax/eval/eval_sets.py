@@ -23,6 +23,7 @@ from dppo_jax.step.grade import grade
 # The answer in a box, by verifier: those that it takes to be other ones differ.
 _READ: dict[str, Callable[[str], str]] = {"exact": str.strip, "math": normalize}
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
+MAX_BATCH = 256  # problems in a batch, up to the devices that divide it
 
 
 class Completions(NamedTuple):
@@ -145,9 +146,13 @@ def check_metric(run: Run, metric: str) -> None:
 
 
 def batch_size(run: Run) -> int:
-  """Returns the problems of a batch, a multiple of the devices."""
+  """Returns the problems of a batch, a multiple of the devices.
+
+  The largest set is one batch, unless it has more than `MAX_BATCH` problems.
+  """
+  largest = max(map(len, run.eval_sets.values()))
   num_shards = sharding.num_shards(run.spec.mesh, "batch")
-  return sharding.round_up(run.config.eval.prompts, num_shards)
+  return sharding.round_up(min(largest, MAX_BATCH), num_shards)
 
 
 def rollouts(
