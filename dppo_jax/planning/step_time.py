@@ -199,8 +199,6 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
 def evaluation_seconds(run: Run, held: Stages, assumed: Assumptions) -> float:
   """Seconds of all evaluations; the first and the last decode greedily too."""
   c, steps, sets = run.config.eval, run.config.steps, run.eval_sets.values()
-  if not sets:
-    return 0.0
   size = eval_sets.batch_size(run)
   spec = dataclasses.replace(run.spec, num_prompts=size, optimizer=None)
   seconds = lambda size: _rollout(
