@@ -165,8 +165,7 @@ def rollouts(
 ) -> Iterator[Rollout]:
   """Yields rollouts of every problem once, while the next one decodes.
 
-  Args:
-    name, roll_out: as in `evaluate`.
+  The arguments are those of `evaluate`, and a key for the set's randomness.
   """
   problems, num_prompts = run.eval_sets[name], batch_size(run)
   rng = rng_of_set(root_key, name, [*run.eval_sets].index(name))
