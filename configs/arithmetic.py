@@ -29,6 +29,5 @@ def get_config(method: str = "neyman") -> Config:
   config.optimizer.clip_norm = 1e9  # a limit would bias pruned steps
   config.sft.steps = 1200
   config.eval.every = 10
-  config.eval.prompts = 256
   config.checkpoint.every = 100
   return config

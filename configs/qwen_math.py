@@ -32,7 +32,6 @@ def get_config(method: str = "grpo") -> Config:
   config.data.max_prompt_tokens = 512
   config.data.prompts_per_step = 128
   config.reward.functions = "math"
-  config.reward.num_workers = 16
   config.rollout.group_size = 8
   config.rollout.max_tokens = 2048
   config.rollout.num_slots = 0  # as many as fit

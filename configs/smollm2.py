@@ -46,7 +46,6 @@ def get_config(method: str = "dppo") -> Config:
   # accurate on held-out problems (experiments/15_real_model).
   config.eval.every = 30
   config.eval.samples = 2
-  config.eval.prompts = 32
   return config
 
 

@@ -284,8 +284,8 @@ def _checkpoint(
 
 
 def _grader(run: Run) -> tuple[str, None]:
-  start, reward = time.monotonic(), run.config.reward
+  start = time.monotonic()
   with run.make_grader() as grader:
     grader.self_check(run.train_set.columns)
   seconds = f"{time.monotonic() - start:.1f} s"
-  return f"{reward.functions}, {reward.num_workers} processes, {seconds}", None
+  return f"{run.config.reward.functions}, {seconds}", None

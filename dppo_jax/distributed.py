@@ -225,6 +225,12 @@ def is_first() -> bool:
   return index() == 0
 
 
+def num_cores() -> int:
+  """Number of cores that this process may use."""
+  has_affinity = hasattr(os, "sched_getaffinity")
+  return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
 def gather(value: Any) -> list[Any]:
   """Returns the value (JSON) of each process to all of them."""
   if count() == 1:

@@ -1,7 +1,6 @@
 """--mode=evaluate: accuracy of weights on the evaluation sets."""
 
-from collections.abc import Callable, Mapping
-import functools
+from collections.abc import Mapping
 import itertools
 import pathlib
 import time
@@ -12,7 +11,6 @@ import jax
 from dppo_jax import config as configs
 from dppo_jax import distributed, rewards
 from dppo_jax.analysis import tables
-from dppo_jax.config.options import flatten
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets, page
 from dppo_jax.files import bucket, jsonl
@@ -40,8 +38,7 @@ def run(
   compile_cache.enable_compilation_cache()
   start = time.monotonic()
   resume.check_processes(config, workdir)
-  if step is not None:
-    checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
+  step = find_step(config, workdir, step)
   with progress.Progress() as bar:
     with bar.task("reading data and model"):
       run = setup_run(config, trains=False)
@@ -53,7 +50,7 @@ def run(
         with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(problems.columns, verifier_only=True)
       with bar.task("reading weights"):
-        step, params, weights = read_weights(run, workdir, step)
+        params, weights = read_weights(run, workdir, step)
       messages = [f"weights: {weights}", *run.warnings]
       bar.say(progress.wrapped("\n".join(messages)))
       to_compile = {"greedy": eval_sets.program(run, 0)}
@@ -62,13 +59,11 @@ def run(
         to_compile = {"sampled": sampled, **to_compile}
       with bar.task("compiling") as task:
         compiled = programs.compile_programs(to_compile, run.spec.mesh, task)
-      roll_outs = {
-        x: functools.partial(f, params=params) for x, f in compiled.items()
-      }
+      step = step or 0
       directory = pathlib.Path(_make_directory(workdir, step))
       lines: list[dict] = []
       sets = {
-        name: _evaluate_set(run, roll_outs, grader, name, lines, bar)
+        name: _evaluate_set(run, compiled, params, grader, name, lines, bar)
         for name in run.eval_sets
       }
       warnings = itertools.chain(*distributed.gather(grader.pop_warnings()))
@@ -84,7 +79,7 @@ def run(
         "sampling": f"{config.eval.samples} per problem, top-p {r.top_p:g}, "
         f"temperature {r.temperature:g}, at most {r.max_tokens:,} tokens",
         "seconds": time.monotonic() - start,
-        "config": flatten(config),
+        "config": configs.flatten(config),
         "sets": sets,
       }
       path = page.write(directory, results)
@@ -94,28 +89,35 @@ def run(
       bucket.send(directory)
 
 
-def read_weights(
-  run: Run, workdir: pathlib.Path, step: int | str | None
-) -> tuple[int, parameters.Params, str]:
-  """Returns the step, the weights and their origin as text.
+def find_step(
+  config: configs.Config, workdir: pathlib.Path, step: int | str | None
+) -> int | None:
+  """Returns the step of the weights; None if config.model has them.
 
-  If `workdir` has no checkpoint and `step` is None, config.model has them.
+  Raises UserError if there is no such step.
   """
   if step is None and not checkpoint_steps.complete_steps(workdir):
+    return None
+  return checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
+
+
+def read_weights(
+  run: Run, workdir: pathlib.Path, step: int | None
+) -> tuple[parameters.Params, str]:
+  """Returns the weights of a step of `find_step`, and their origin as text."""
+  if step is None:
     model, adapter = run.config.model, run.config.lora.adapter
     origin = model.path or model.hub_id or "random, without a checkpoint"
     origin += f", with the adapter {adapter}" * bool(adapter)
-    step, params = 0, run.initial_params()
+    params = run.initial_params()
   else:
-    best = run.config.checkpoint.best
-    step = checkpoint_steps.find(workdir, step, best=best)
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
       like = abstract_values.abstract_params(run.spec)
       params = checkpoints.restore_params(step, like)
     origin = f"step {step} of {bucket.place(workdir)}"
   advice = f"{origin} cannot be used; choose other weights with --step"
   runtime_checks.check_params(params, advice)
-  return step, params, origin
+  return params, origin
 
 
 @distributed.on_first_process
@@ -131,7 +133,8 @@ def _make_directory(workdir: pathlib.Path, step: int) -> str:
 
 def _evaluate_set(
   run: Run,
-  roll_outs: Mapping[str, Callable],
+  compiled: Mapping[str, jax.stages.Compiled],
+  params: parameters.Params,
   grader: rewards.Grader,
   name: str,
   lines: list[dict],
@@ -140,11 +143,11 @@ def _evaluate_set(
   """Evaluates a set, adds completions to `lines` and returns its results."""
   problems = run.eval_sets[name]
   estimates, described = {}, {}
-  for decoding, roll_out in roll_outs.items():
+  for decoding, roll_out in compiled.items():
     start = time.monotonic()
     with bar.steps(f"{name}, {decoding}: problem", len(problems)) as steps:
       completions = eval_sets.evaluate(
-        run, name, roll_out, grader, steps.advance
+        run, name, roll_out, params, grader, steps.advance
       )
     label = {"set": name, "decoding": decoding}
     lines += [label | x for x in completions.samples]

@@ -15,7 +15,6 @@ import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data
-from dppo_jax.config.options import flatten
 from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError, first_line
 from dppo_jax.eval import page
@@ -233,6 +232,6 @@ one. Nothing but the results below was measured. Prompts in training were
 ## Options of the run
 
 ```json
-{json.dumps(flatten(config), indent=2)}
+{json.dumps(configs.flatten(config), indent=2)}
 ```
 """

@@ -1,26 +1,24 @@
 """--mode=sample: completions of prompts, printed with log-probabilities."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
-import functools
 import pathlib
 import re
 import sys
 
 import jax
-import numpy as np
 
 from dppo_jax import config as configs
-from dppo_jax import data, rewards, sharding
+from dppo_jax import data, rewards
 from dppo_jax.data import sources
 from dppo_jax.data.sources import Source
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
-from dppo_jax.evaluate import read_weights
+from dppo_jax.evaluate import find_step, read_weights
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.records import Rollout
-from dppo_jax.run import checkpoint_steps, compile_cache, preflight
+from dppo_jax.run import compile_cache, preflight
 from dppo_jax.run.setup import Run, read_problems, setup_run
 from dppo_jax.step import programs
 from dppo_jax.step.grade import Ungraded, grade
@@ -51,14 +49,13 @@ def run(
   source = None if prompt is None else _source(config, prompt)
   if callable(source):  # the user's own lines
     config.data.eval_limit = 0
-  if step is not None:
-    checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
+  step = find_step(config, workdir, step)
   with progress.Progress() as bar:
     with bar.task("reading the model"):
       run = setup_run(config, trains=False, evaluates=False)
     with jax.set_mesh(run.spec.mesh), run.make_grader() as grader:
       with bar.task("reading weights"):
-        _, params, weights = read_weights(run, workdir, step)
+        params, weights = read_weights(run, workdir, step)
       start = [f"weights: {weights}", _decoding(config), *run.warnings]
       bar.say(progress.wrapped("\n".join(start)))
       sampler = _Sampler(run, params, grader, bar)
@@ -123,7 +120,7 @@ class _Sampler:
   params: parameters.Params
   grader: rewards.Grader
   bar: progress.Progress
-  compiled: dict[tuple[int, int], Callable[..., Rollout]] = dataclasses.field(
+  compiled: dict[tuple[int, int], jax.stages.Compiled] = dataclasses.field(
     default_factory=dict
   )
 
@@ -149,30 +146,27 @@ class _Sampler:
       run.config, run.tokenizer, source, trains=False, needs_answers=False
     )[1]
     preflight.check_ids(spec.sampling, spec.model.vocab, [*sets.values()])
-    largest = max(len(x) for x in sets.values())
-    num_shards = sharding.num_shards(spec.mesh, "batch")
-    num = min(eval_sets.batch_size(run), sharding.round_up(largest, num_shards))
-    for i, (name, problems) in enumerate(sets.items()):
+    # Of a power of two, so that few programs serve all prompts.
+    width = max(x.tokens.shape[1] for x in sets.values())
+    width = max(_SHORTEST, 1 << (width - 1).bit_length())
+    sets = {name: x.padded(width) for name, x in sets.items()}
+    run = run._replace(eval_sets=sets)
+    roll_out = self._program(run, width)
+    for name, problems in sets.items():
       if re.search("left out| of ", problems.report):
         self.bar.say(progress.wrapped(problems.report))
-      rng, wide = eval_sets.rng_of_set(key, name, i), _widened(problems)
-      program = self._program(num, wide.tokens.shape[1])
-      for rollout in eval_sets.rollouts(wide, num, program, rng):
-        self._print_rollout(rollout, wide)
+      for rollout in eval_sets.rollouts(run, name, roll_out, self.params, key):
+        self._print_rollout(rollout, problems)
 
-  def _program(self, num: int, width: int) -> Callable[..., Rollout]:
-    run, size = self.run, (num, width)
+  def _program(self, run: Run, width: int) -> jax.stages.Compiled:
+    size = eval_sets.batch_size(run), width
     if size not in self.compiled:
-      program = programs.evaluation_program(
-        run.spec, num, width, run.config.eval.samples
-      )
+      program = eval_sets.program(run, run.config.eval.samples)
       with self.bar.task("compiling") as task:
         compiled = programs.compile_programs(
           {"sample": program}, run.spec.mesh, task
         )
-      self.compiled[size] = functools.partial(
-        compiled["sample"], params=self.params
-      )
+      self.compiled[size] = compiled["sample"]
     return self.compiled[size]
 
   def _print_rollout(self, rollout: Rollout, problems: data.ProblemSet) -> None:
@@ -210,11 +204,3 @@ def _summary(line: dict) -> str:
       *(grades if line["answer"] else ()),
     ]
   )
-
-
-def _widened(problems: data.ProblemSet) -> data.ProblemSet:
-  """Pads prompts to the next power of two, so that few programs serve all."""
-  width = problems.tokens.shape[1]
-  wide = max(_SHORTEST, 1 << (width - 1).bit_length())
-  tokens = np.pad(problems.tokens, ((0, 0), (0, wide - width)))
-  return dataclasses.replace(problems, tokens=tokens)

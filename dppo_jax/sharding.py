@@ -114,9 +114,8 @@ def num_shards(mesh: AnyMesh, axis: str | None) -> int:
 
 def num_shards_here(axis: str) -> int:
   """Returns the parts of the current mesh, inside any enclosing shard_map."""
-  mesh = jax.sharding.get_abstract_mesh()
-  names = set(RULES[axis]) - set(mesh.manual_axes)
-  return math.prod(mesh.shape.get(name, 1) for name in names)
+  shape = jax.sharding.get_abstract_mesh().shape
+  return math.prod(shape[name] for name in free_axes() & {*RULES[axis]})
 
 
 def free_axes() -> set[str]:

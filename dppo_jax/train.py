@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import pathlib
@@ -17,7 +16,6 @@ import numpy as np
 from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards
 from dppo_jax.analysis import runs, statistics
-from dppo_jax.config.options import flatten
 from dppo_jax.errors import StopTraining, UserError
 from dppo_jax.eval import estimators, eval_sets
 from dppo_jax.files import bucket, user_code
@@ -103,7 +101,7 @@ def _run(
         if distributed.is_first():
           advice = run.spec.method.prune_less
           watch = health.Health(run.spec.num_updates, advice)
-          trackers, options = config.log.writers, flatten(config)
+          trackers, options = config.log.writers, configs.flatten(config)
           writer = stack.enter_context(
             Writer(workdir, latest, bar, watch, trackers, options)
           )
@@ -331,8 +329,9 @@ class _Session:
   ) -> eval_sets.Completions:
     """Returns completions of an evaluation set by a compiled program."""
     with self.writer.bar.task(f"evaluating on {name}"):
-      roll_out = functools.partial(self.compiled[program], params=state.params)
-      return eval_sets.evaluate(self.run, name, roll_out, self.grader)
+      return eval_sets.evaluate(
+        self.run, name, self.compiled[program], state.params, self.grader
+      )
 
 
 def call(

@@ -31,7 +31,6 @@ OPTIONS = {
   "pack.row_length": 24,
   "pack.rows_per_micro": 2,
   "sft.steps": 0,
-  "eval.prompts": 2,
   "lora.rank": 2,
   "mesh.data": 1,
 }

@@ -185,7 +185,7 @@ def test_saved_config_finds_data_and_rewards_that_were_functions(tmp_path):
   again = configs.read(tmp_path / "config.json")
   assert options.flatten(again) == flat
   assert again.data.train == f"{__file__}:rows"
-  assert [x.columns for x in sources.read(again.data.train)] == rows()
+  assert [x.columns for x in sources.read(again.data.train)[0]] == rows()
   assert [x.weight for x in rewards.parse(again.reward.functions)] == [2, 1]
 
 

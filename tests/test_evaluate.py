@@ -31,12 +31,19 @@ SMALL = {
   "pack__row_length": 24,
   "pack__rows_per_micro": 8,
   "sft__steps": 150,
-  "eval__prompts": 8,
 }
 
 
 def _config(**overrides) -> configs.Config:
   return commands.config("arithmetic", **SMALL | overrides)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_batches():
+  """Evaluates in batches of 8 problems."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(eval_sets, "MAX_BATCH", 8)
+    yield
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ SETTINGS = {
   "pack__row_length": 24,
   "pack__rows_per_micro": 2,
   "sft__steps": 0,
-  "eval__prompts": 2,
 }
 
 

@@ -153,7 +153,7 @@ def test_collectives_are_read_from_a_program():
 )
 def test_stages_are_compiled_for_a_topology(module, name, capsys):
   pytest.importorskip(module)
-  config = commands.config("arithmetic", mesh__data=4, eval__prompts=4)
+  config = commands.config("arithmetic", mesh__data=4)
   stages = "to_inference_params,update_history"
   compiled = plan.run(config, topology=name, stages=stages)["compiled"]
   assert compiled.keys() == set(stages.split(","))

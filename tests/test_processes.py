@@ -37,7 +37,6 @@ OPTIONS = {
   "optimizer.learning_rate": 1e-2,
   "sft.steps": 0,
   "log.writers": "",
-  "reward.num_workers": 1,
 }
 
 REWARD = """

@@ -39,12 +39,10 @@ SMALL = {
   "rollout__group_size": 8,
   "rollout__max_tokens": 16,
   "rollout__num_slots": 3,
-  "reward__num_workers": 2,
   "reward__functions": "math,boxed:0.1",
   "pack__row_length": 128,
   "pack__rows_per_micro": 2,
   "optimizer__learning_rate": 1e-2,
-  "eval__prompts": 8,
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from dppo_jax import data, evaluate, export, main
 from dppo_jax.errors import UserError
+from dppo_jax.eval import eval_sets
 from dppo_jax.models import transformer
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint, resume
@@ -30,13 +31,20 @@ SETTINGS = {
   "rollout__max_tokens": 8,
   "rollout__temperature": 0.7,
   "pack__row_length": 24,
-  "eval__prompts": 2,
   "eval__samples": 2,
 }
 LINE = re.compile(
   r"\[(\d)\] (\d+) tokens, (stop|length), log-probability (\S+) "
   r"\((\S+) per token\)(?:, exact (\d))?\n(.*)"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_batches():
+  """Evaluates in batches of 2 problems."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(eval_sets, "MAX_BATCH", 2)
+    yield
 
 
 @pytest.fixture(scope="module")

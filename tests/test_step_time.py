@@ -119,7 +119,7 @@ def test_score_takes_a_forward_pass():
 
 def test_evaluations_are_counted():
   """Sampled at 0, 10 and 20 of 20 steps, greedily at the first and the last."""
-  options = {"steps": 20, "data__eval_limit": 96, "eval__prompts": 32}
+  options = {"steps": 20, "data__eval_limit": 96}
   basis = step_time.assume(planned(), targets.parse("h100"))
   spent = lambda **more: step_time.evaluation_seconds(
     run := planned(**options, **more), memory.estimate(run), basis

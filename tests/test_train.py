@@ -45,7 +45,6 @@ def _config(**overrides) -> config.Config:
     "optimizer.learning_rate": 1e-2,
     # Enough to put something into a box, which then is right now and then.
     "sft.steps": 150,
-    "eval.prompts": 8,
     "checkpoint.every": 2,
     "reward.functions": "exact,boxed:0.5",
     "log.writers": "tensorboard,completions",

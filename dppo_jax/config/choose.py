@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 import inspect
 from numbers import Integral
 import os
-import re
 from typing import Any
 
 import optax
@@ -19,6 +18,7 @@ from dppo_jax.config.options import (
   walk,
 )
 from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
+from dppo_jax.data import sources
 from dppo_jax.errors import UserError
 from dppo_jax.files import json_object, user_code
 from dppo_jax.metrics import trackers
@@ -84,12 +84,15 @@ def load_callbacks(config: Config) -> tuple[Callable, ...]:
 
   From Python the option may also be a function, or a list of functions.
   """
-  callbacks: Any = config.callbacks
-  if isinstance(callbacks, str):
-    callbacks = [x.strip() for x in callbacks.split(",") if x.strip()]
-  elif callable(callbacks):
-    callbacks = [callbacks]
+  callbacks = _callbacks(config.callbacks)
   return tuple(_function("config.callbacks", x) for x in callbacks)
+
+
+def _callbacks(value: Any) -> list:
+  """Returns the functions in `config.callbacks`, or references to them."""
+  if isinstance(value, str):
+    return [x.strip() for x in value.split(",") if x.strip()]
+  return [value] if callable(value) else value
 
 
 def load_optimizer(config: Config) -> Callable:
@@ -107,11 +110,11 @@ def user_functions(config: Config, names: Iterable[str]) -> dict[str, str]:
   flat, references = flatten(config), list[str]()
   specs = rewards.parse(config.reward.functions)
   flat["reward.functions"] = [x.reference for x in specs]
+  flat["data.eval"] = sources.parse_named(flat["data.eval"])
+  flat["callbacks"] = _callbacks(flat["callbacks"])
   for name in names:
     value = flat.get(name, "")
-    if name in ("callbacks", "data.eval") and isinstance(value, str):
-      value = re.split(r"(?:^|,)\s*(?:[\w.+-]+=)?", value)  # of names
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
       value = value.values()
     values = [value] if isinstance(value, str) else value
     references += (str(x).strip() for x in values)
@@ -124,10 +127,10 @@ def read(path: str | os.PathLike) -> Config:
   kinds: dict[str, Any] = {"method.name": str, "objective.name": str}
   kinds |= {"method.source": str | None, "objective.source": str | None}
   saved = json_object.read(path, kinds, "it is not the config of a run")
-  choices = []
-  for kind in ("method", "objective"):
-    name = saved.pop(f"{kind}.name")
-    choices.append(saved.pop(f"{kind}.source", None) or name)
+  names = {kind: saved.pop(kind, None) for kind in kinds}
+  choices = [
+    names[f"{x}.source"] or names[f"{x}.name"] for x in ("method", "objective")
+  ]
   try:
     use_method(config, *choices)
     options = {name: metadata for name, _, metadata in walk(config) if metadata}

@@ -78,7 +78,7 @@ _FLAGS = (
   ("num_processes", "N", "", "number of processes"),
   ("process_id", "N", "train evaluate", "index of this process, from 0"),
 )
-_OF_PROCESSES = ("coordinator", "process_id")
+_OF_PROCESSES = {"coordinator", "process_id"}
 _LEGEND = """\
 options: --config.OPTION=VALUE
   *         may change on resume, unless the method or a schedule depends on it
@@ -103,8 +103,6 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  for name in ("workdir", "to"):
-    setattr(flags, name, paths.absolute(getattr(flags, name) or ""))
   workdir = bucket.workdir(flags.workdir)
   for path in (workdir, *workdir.parents):
     if path.is_file():
@@ -113,7 +111,7 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   path = pathlib.Path(paths.absolute(name) or workdir / "config.json")
   has_config = flags.config or (flags.workdir and path.is_file())
   config = _load(path, choice) if has_config else Config()
-  before = flatten(config)
+  before = _kept(config)
   config = _override(config, words)
   if not has_config:  # a model can be sampled without one
     model = config.model.path or config.model.hub_id
@@ -129,7 +127,8 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   name = config.method.name
   if config.objective.name != "grpo":
     name += f"-{config.objective.name}"
-  name += _changes(before, config)
+  after = _kept(config).items()
+  name += _suffix({x: value for x, value in after if before.get(x) != value})
   folder = pathlib.Path(f"runs/{path.stem}-{name}-seed{config.seed}")
   if path.suffix == ".json":  # of a run
     folder = path.parent
@@ -140,27 +139,31 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
 
 def arguments(flags: argparse.Namespace) -> dict[str, Any]:
   """Returns the given flags that are arguments of the mode's `run`."""
-  names = [x for x, _, modes, _ in _FLAGS if flags.mode in modes.split()]
-  given = {x: getattr(flags, x) for x in names if x not in _OF_PROCESSES}
-  return {name: x for name, x in given.items() if x is not None}
+  names = {x for x, _, modes, _ in _FLAGS if flags.mode in modes.split()}
+  given = {name: x for name, x in vars(flags).items() if x is not None}
+  return {name: given[name] for name in given.keys() & names - _OF_PROCESSES}
 
 
-def _changes(before: dict[str, Any], config: Config) -> str:
-  """Returns the part of a directory's name for options set by flags.
-
-  Options that a resumed run may change are left out, and directories of paths.
-  A hash stands for what a name of a directory cannot hold.
-  """
-  after, changes = flatten(config), dict[str, Any]()
+def _kept(config: Config) -> dict[str, Any]:
+  """Returns the options that a resumed run keeps, entry by entry."""
+  flat, kept = flatten(config), dict[str, Any]()
   for name, _, metadata in walk(config):
     if not metadata or metadata["may_change"] or name == "seed":
       continue
-    if isinstance(after[name], dict):
-      prefix, old = name.removesuffix(".args"), before[name]
-      new = after[name].items()
-      changes |= {f"{prefix}.{x}": y for x, y in new if old.get(x) != y}
-    elif after[name] != before[name]:
-      changes[name] = after[name]
+    if isinstance(flat[name], dict):
+      prefix = name.removesuffix(".args")
+      kept |= {f"{prefix}.{x}": value for x, value in flat[name].items()}
+    else:
+      kept[name] = flat[name]
+  return kept
+
+
+def _suffix(changes: dict[str, Any]) -> str:
+  """Returns the part of a directory's name for options set by flags.
+
+  Directories of paths are left out. A hash stands for what a name of a
+  directory cannot hold.
+  """
   values = {x: str(y).split("/")[-1] for x, y in changes.items()}
   full = "".join(f"-{name}={value}" for name, value in values.items())
   # Only what file systems and shells allow.
@@ -273,10 +276,10 @@ def _parser() -> argparse.ArgumentParser:
       metavar = name.rpartition("_")[2].upper()
       values: dict[str, Any] = {"metavar": metavar, "choices": value}
     else:
-      types = {"N": int, "STEP": _step, "PRICE": float}
+      types = {"DIR": paths.absolute, "N": int, "STEP": _step, "PRICE": float}
       values = {"metavar": value, "type": types.get(value, str)}
     add(f"--{name}", help=text + meaning, **values)
-  parser.set_defaults(mode="train")
+  parser.set_defaults(mode="train", workdir="")
   add("--debug", action="store_true", help="show the tracebacks of user errors")
   add("-h", "--help", action="help", help="show this message")
   return parser

@@ -123,7 +123,6 @@ class RewardConfig:
     "zero", "effect of an exception in a function", choices=("zero", "stop")
   )
   overlong_tokens: int = option(0, "tokens of DAPO's overlong penalty; 0: none")
-  num_workers: int = adjustable(2, "grading processes", least=1, most=1024)
   timeout_seconds: float = adjustable(
     5.0, "time limit of a function call in seconds", least=0.001, most=86_400
   )
@@ -212,7 +211,6 @@ class EvalConfig:
   samples: int = adjustable(
     1, "n, samples per problem; 0: greedy only", most=1000
   )
-  prompts: int = adjustable(64, "problems per batch", least=1)
 
 
 @dataclass(slots=True)

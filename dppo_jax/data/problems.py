@@ -61,6 +61,11 @@ class ProblemSet:
     ids = list(map(int, ids))
     return {name: [x[i] for i in ids] for name, x in self.columns.items()}
 
+  def padded(self, width: int) -> "ProblemSet":
+    """Returns the set with its prompts padded to `width` tokens."""
+    padding = ((0, 0), (0, width - self.tokens.shape[1]))
+    return dataclasses.replace(self, tokens=np.pad(self.tokens, padding))
+
   def prompts_at(self, ids: Int[np.ndarray, "N"]) -> PromptBatch:
     """Returns the prompts of the problems numbered `ids`, in their order."""
     return PromptBatch(ids, self.tokens[ids], self.lengths[ids])
@@ -104,14 +109,11 @@ def load(
   """
 
   def read(label: str, source: sources.Source, limit: int) -> ProblemSet:
-    rows, of = [], ""
     if arithmetic.is_source(source):
       rows = arithmetic.read(source, seed, held_out=label != "train")
       of = f" of {len(rows):,}" * (0 < limit < len(rows))
     else:
-      reading = sources.read(source, problem_key, answer_key, limit)
-      with_end = lambda: (yield (yield from reading))  # and what it returns
-      *rows, of = with_end()
+      rows, of = sources.read(source, problem_key, answer_key, limit)
     limits = max_prompt_tokens, template, needs_answers
     return prepare(label, rows[: limit or None], tokenizer, *limits, of)
 
@@ -126,13 +128,12 @@ def load(
   squeeze = lambda text: "".join(text.split())  # copies differ in white space
   known = set(map(squeeze, train_set.problems if train_set else ()))
   for name, loaded in eval_sets.items():
-    padding = ((0, 0), (0, width - loaded.tokens.shape[1]))
-    tokens = np.pad(loaded.tokens, padding, constant_values=tokenizer.pad_id)
     report = loaded.report
     if train_set:
       shared = sum(squeeze(x) in known for x in loaded.problems)
       report += f"; {shared} also in train"
-    eval_sets[name] = dataclasses.replace(loaded, tokens=tokens, report=report)
+    widened = loaded.padded(width)
+    eval_sets[name] = dataclasses.replace(widened, report=report)
   return train_set, eval_sets
 
 
@@ -177,8 +178,6 @@ def prepare(
       limits = f"over {max_prompt_tokens}" if ids else "without"
       left_out[f"{limits} prompt tokens"] += 1
       continue
-    if not used:
-      first_text = tokenizer.decode(ids, skip_special_tokens=False)
     used.append(row)
     num_begun += is_begun(prompt)
     tokens.append(ids)
@@ -200,6 +199,7 @@ def prepare(
       "config.data.answer_key and config.data.max_prompt_tokens"
     )
   padded, lengths = _pad(tokens, tokenizer.pad_id)
+  first_text = tokenizer.decode(tokens[0], skip_special_tokens=False)
   return ProblemSet(
     names=tuple(row.id for row in used),
     problems=tuple(text_of(row.problem) for row in used),

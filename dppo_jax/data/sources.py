@@ -3,7 +3,7 @@
 README.md lists the kinds of sources and the columns that count.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import decimal
 import itertools
 import json
@@ -112,35 +112,34 @@ def read(
   problem_key: str = PROBLEM_KEY,
   answer_key: str = ANSWER_KEY,
   limit: int = 0,
-) -> Generator[Row, None, str]:
-  """Reads the first `limit` rows of a source, in order; 0 reads all.
+) -> tuple[list[Row], str]:
+  """Returns the first `limit` rows of a source, in order; 0 reads all.
 
   Only the part of an answer after its last `####` counts, commas removed
   (GSM8K's format), or what its last box holds. In columns, bytes become text
   and arrays become lists.
 
-  At its end it returns ` of N`, the number of all rows, if `limit` left some
-  out. Those of functions are not counted: they may be endless.
+  The text is ` of N`, the number of all rows, if `limit` left some out. Rows of
+  functions are not counted: they may be endless.
   """
   name = getattr(source, "__name__", str(source))
-  read_records, number = _reader(source), 0
+  read_records, rows = _reader(source), list[Row]()
   is_code = getattr(read_records, "__module__", "") != __name__
   try:
     unread = iter(read_records())
     for record in itertools.islice(unread, limit or None):
-      default_id = f"{os.path.basename(name)}/{number}"
+      default_id = f"{os.path.basename(name)}/{len(rows)}"
       columns = _to_python(record)
       if not isinstance(columns, dict):
         raise UserError(f"{columns!r:.60} is not an object with columns")
-      yield _make_row(columns, problem_key, answer_key, default_id)
-      number += 1
+      rows.append(_make_row(columns, problem_key, answer_key, default_id))
     counted = () if is_code else itertools.islice(unread, _MAX_COUNTED)
     left = sum(1 for _ in counted)
     more = " or more" * (left == _MAX_COUNTED)
-    return f" of {number + left:,}{more}" * bool(left)
+    return rows, f" of {len(rows) + left:,}{more}" * bool(left)
   except Exception as error:  # files and user code fail in many ways
     reason = user_code.one_line(error) if is_code else first_line(error)
-    raise UserError(f"{name} row {number + 1}: {reason}") from error
+    raise UserError(f"{name} row {len(rows) + 1}: {reason}") from error
 
 
 def _make_row(

@@ -146,8 +146,7 @@ class PretrainedTokenizer:
     They are read on demand: config.rollout.stop_ids may replace them.
     """
     ids = find_stop_ids(self._path, self._tokenizer.eos_token_id)
-    first = [self._turn_end] if self._turn_end in ids else []
-    return tuple(dict.fromkeys([*first, *ids]))
+    return tuple(sorted(ids, key=lambda x: x != self._turn_end))
 
   @property
   def stop_warning(self) -> str:

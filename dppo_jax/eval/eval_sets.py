@@ -9,10 +9,11 @@ import jax
 from jaxtyping import Float
 import numpy as np
 
-from dppo_jax import data, distributed, rewards, sharding
+from dppo_jax import distributed, rewards, sharding
 from dppo_jax.analysis.statistics import Interval
 from dppo_jax.errors import UserError
 from dppo_jax.eval import estimators
+from dppo_jax.models import parameters
 from dppo_jax.records import Rollout
 from dppo_jax.rewards.notation import normalize
 from dppo_jax.rng import Stage, StepRng, rng_at
@@ -23,6 +24,7 @@ from dppo_jax.step.grade import grade
 # The answer in a box, by verifier: those that it takes to be other ones differ.
 _READ: dict[str, Callable[[str], str]] = {"exact": str.strip, "math": normalize}
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
+MAX_BATCH = 256  # problems in a batch, up to the devices that divide it
 
 
 class Completions(NamedTuple):
@@ -76,6 +78,7 @@ def evaluate(
   run: Run,
   name: str,
   roll_out: Callable[..., Rollout],
+  params: parameters.Params,
   grader: rewards.Grader,
   advance: Callable[[int], None] = lambda done: None,
 ) -> Completions:
@@ -83,14 +86,13 @@ def evaluate(
 
   Args:
     name: a key of run.eval_sets.
-    roll_out: a compiled program of `program`, with its weights.
+    roll_out: a compiled program of `program`.
     grader: its first function is the verifier.
     advance: called after each batch with the number of problems done.
   """
   problems = run.eval_sets[name]
-  rng = rng_of_set(run.spec.root_key, name, [*run.eval_sets].index(name))
   samples: list[dict] = []
-  for rollout in rollouts(problems, batch_size(run), roll_out, rng):
+  for rollout in rollouts(run, name, roll_out, params, run.spec.root_key):
     graded = grade(
       rollout,
       problems,
@@ -148,27 +150,34 @@ def check_metric(run: Run, metric: str) -> None:
 
 
 def batch_size(run: Run) -> int:
-  """Returns the problems of a batch, a multiple of the devices."""
+  """Returns the problems of a batch, a multiple of the devices.
+
+  The largest set is one batch, unless it has more than `MAX_BATCH` problems.
+  """
+  largest = max(map(len, run.eval_sets.values()), default=1)
   num_shards = sharding.num_shards(run.spec.mesh, "batch")
-  return sharding.round_up(run.config.eval.prompts, num_shards)
+  return sharding.round_up(min(largest, MAX_BATCH), num_shards)
 
 
 def rollouts(
-  problems: data.ProblemSet,
-  num_prompts: int,
+  run: Run,
+  name: str,
   roll_out: Callable[..., Rollout],
-  rng: StepRng,
+  params: parameters.Params,
+  root_key: jax.Array,
 ) -> Iterator[Rollout]:
   """Yields rollouts of every problem once, while the next one decodes.
 
-  Args:
-    num_prompts: problems in a batch of `roll_out`, which is as in `evaluate`.
+  The arguments are those of `evaluate`, and a key for the set's randomness.
   """
+  problems, num_prompts = run.eval_sets[name], batch_size(run)
+  rng = rng_of_set(root_key, name, [*run.eval_sets].index(name))
 
   def begin(start: int) -> Rollout:
     ids = np.arange(start, start + num_prompts, dtype=np.int32)
     ids = np.minimum(ids, len(problems) - 1)  # repeats the last problem
-    return roll_out(prompts=problems.prompts_at(ids), rng=rng)
+    prompts = problems.prompts_at(ids)
+    return roll_out(params=params, prompts=prompts, rng=rng)
 
   starts = range(0, len(problems), num_prompts)
   started = itertools.pairwise(itertools.chain(map(begin, starts), [None]))

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dppo_jax import sharding
+from dppo_jax import rewards, sharding
 from dppo_jax.errors import UserError
+from dppo_jax.eval import eval_sets
 from dppo_jax.models import kv_cache, lora
 from dppo_jax.planning import flops, memory, targets
 from dppo_jax.run.setup import Run
@@ -161,7 +162,9 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
   # Gradients of all micro-batches and of one; state is read and written.
   moved = held["update"]["gradients"] * (2 * micros + 1.5)
   moved += 2 * held["update"]["optimizer"]
-  grading = reward.functions.startswith("math") * _GRADE / reward.num_workers
+  is_local = spec.platform == "cpu"
+  workers = rewards.default_workers() if is_local else rewards.MAX_WORKERS
+  grading = reward.functions.startswith("math") * _GRADE / workers
   has_score = scoring.is_needed(spec)
   return {
     "rollout": _rollout(spec, held, assumed),
@@ -195,14 +198,15 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
 
 def evaluation_seconds(run: Run, held: Stages, assumed: Assumptions) -> float:
   """Seconds of all evaluations; the first and the last decode greedily too."""
-  c, steps = run.config.eval, run.config.steps
-  spec = dataclasses.replace(run.spec, num_prompts=c.prompts, optimizer=None)
+  c, steps, sets = run.config.eval, run.config.steps, run.eval_sets.values()
+  size = eval_sets.batch_size(run)
+  spec = dataclasses.replace(run.spec, num_prompts=size, optimizer=None)
   seconds = lambda size: _rollout(
     dataclasses.replace(spec, group_size=size), held, assumed
   )
   num = 1 + (-(-steps // c.every) if c.every else 1)
   each = num * seconds(max(c.samples, 1)) + 2 * bool(c.samples) * seconds(1)
-  return each * sum(-(-len(x) // c.prompts) for x in run.eval_sets.values())
+  return each * sum(-(-len(x) // size) for x in sets)
 
 
 def checkpoint_sizes(run: Run) -> list[float]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from dppo_jax import distributed
 from dppo_jax.errors import UserError
 from dppo_jax.rewards.functions import (
   OURS,
@@ -31,6 +32,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 FAULTS = ("timeouts", "crashes", "errors", "switched_off")
 IN_PROCESS = ("exact", "last_number", "boxed")  # take time linear in the text
+MAX_WORKERS = 16  # processes, unless a caller names more
 MAX_HANGS = 20  # calls in a row without an answer switch a function off
 
 
@@ -64,7 +66,7 @@ class Grader:
   def __init__(
     self,
     functions: Items,
-    num_workers: int = 2,
+    num_workers: int = 0,
     timeout_seconds: float = 5.0,
     on_error: str = "zero",
   ):
@@ -72,8 +74,8 @@ class Grader:
 
     Args:
       functions: the reward functions, as for `parse`.
-      num_workers: number of processes; batched functions and the built-in ones
-        except `math` need none.
+      num_workers: number of processes; 0 for `default_workers`. Batched
+        functions and the built-in ones except `math` need none.
       timeout_seconds: wall-clock limit of a call.
       on_error: "zero", or "stop" to raise if a user's function has a fault.
     Raises:
@@ -87,7 +89,7 @@ class Grader:
       if spec.batched or spec.reference in IN_PROCESS
     }
     references = [x.reference for x in self.specs if x not in self._here]
-    num_workers = max(num_workers, 1)
+    num_workers = num_workers or default_workers()
     self._workers = [
       Worker(references, timeout_seconds)
       for _ in range(num_workers if references else 0)
@@ -302,6 +304,11 @@ class Grader:
         "config.reward.timeout_seconds"
       )
       self._warnings.setdefault((spec, "switched_off"), text)
+
+
+def default_workers() -> int:
+  """Returns the cores that this process may use, at most `MAX_WORKERS`."""
+  return min(distributed.num_cores(), MAX_WORKERS)
 
 
 def check(functions: Items) -> None:

@@ -81,7 +81,7 @@ class Run(NamedTuple):
     """Returns the grader of the config, not yet started."""
     r = self.config.reward
     return rewards.Grader(
-      r.functions, r.num_workers, r.timeout_seconds, r.on_error
+      r.functions, timeout_seconds=r.timeout_seconds, on_error=r.on_error
     )
 
   def initial_params(self) -> parameters.Params:

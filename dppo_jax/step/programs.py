@@ -155,9 +155,7 @@ def compile_programs(
       return compile_program(lowered[name], platform)
 
   # With more threads than cores, compiling takes longer.
-  has_affinity = hasattr(os, "sched_getaffinity")
-  num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-  with futures.ThreadPoolExecutor(num_cores) as pool:
+  with futures.ThreadPoolExecutor(distributed.num_cores()) as pool:
     compiled = list(pool.map(compile_one, lowered))
   # A process with a warm compilation cache is far ahead of the others, and on
   # CPU the first message between two processes times out after 30 seconds.

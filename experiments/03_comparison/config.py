@@ -41,6 +41,5 @@ def get_config(method: str = "grpo") -> Config:
   config.optimizer.learning_rate = 7e-4
   config.sft.steps = 1000
   config.eval.every = 12
-  config.eval.prompts = 128
   config.eval.samples = 0  # greedy
   return config

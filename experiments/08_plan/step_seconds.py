@@ -68,7 +68,7 @@ def measure(name: str, model: str) -> list[dict[str, Any]]:
   config, steps = load_config(name), CASES[name][1]
   config.steps = steps + SKIPPED
   config.eval.every, config.eval.samples = 0, 0
-  config.data.eval_limit = config.eval.prompts = 4
+  config.data.eval_limit = 4
   if config.model.hub_id:
     config.model.path = model
   rates = []

@@ -161,9 +161,9 @@ def evaluate(
   decoding: str,
 ) -> float:
   """Returns the held-out accuracy, sampled or greedy."""
-  roll_out = functools.partial(table[decoding], params=state.params)
+  name = next(iter(run.eval_sets))
   completions = eval_sets.evaluate(
-    run, next(iter(run.eval_sets)), roll_out, grader
+    run, name, table[decoding], state.params, grader
   )
   return round(float(completions.correct.mean()), 4)
 

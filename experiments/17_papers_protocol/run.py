@@ -120,7 +120,6 @@ def flags(name: str, seed: int, epoch: int, model: pathlib.Path) -> list[str]:
     f"--config.data.eval={','.join(sets)}",
     f"--config.data.eval_limit={EVAL_PROBLEMS}",
     f"--config.eval.samples={EVAL_SAMPLES}",
-    f"--config.eval.prompts={EVAL_PROBLEMS}",
     f"--config.eval.every={row.steps}",
     "--config.checkpoint.keep=1",
     "--config.log.writers=completions",

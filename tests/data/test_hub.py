@@ -46,7 +46,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def _columns(source, **options):
-  return [row.columns for row in sources.read(source, **options)]
+  return [row.columns for row in sources.read(source, **options)[0]]
 
 
 def test_a_split_has_the_rows_of_its_files_in_order(cache):
@@ -61,7 +61,7 @@ def test_a_split_has_the_rows_of_its_files_in_order(cache):
 def test_rows_and_sets_are_named_after_the_data_set(cache):
   without_id = {"problem": "p", "answer": "1"}
   _fill(cache, "b/two", {"default/train/0000.parquet": [without_id]})
-  assert next(sources.read("hf:b/two")).id == "two/0"
+  assert sources.read("hf:b/two")[0][0].id == "two/0"
   named = sources.parse_named("hf:openai/gsm8k:main:test")
   assert named == {"gsm8k": "hf:openai/gsm8k:main:test"}
 
@@ -72,7 +72,7 @@ def test_rows_and_sets_are_named_after_the_data_set(cache):
 )
 def test_an_unknown_config_or_split_lists_those_that_exist(cache, source):
   with pytest.raises(UserError, match="no split") as error:
-    list(sources.read(source))
+    sources.read(source)
   choices = str(error.value).rpartition("use ")[2].split(", ")
   assert choices == [
     "hf:openai/gsm8k:main:test",
@@ -83,19 +83,19 @@ def test_an_unknown_config_or_split_lists_those_that_exist(cache, source):
 
 def test_a_data_set_that_is_not_cached_is_an_error_offline(cache):
   with pytest.raises(UserError, match="cannot fetch hf:c/three:main") as error:
-    list(sources.read("hf:c/three:main"))
+    sources.read("hf:c/three:main")
   assert (
     f"hf download c/three --repo-type=dataset --revision={hub.REVISION}"
     in (str(error.value))
   )
   with pytest.raises(UserError, match="cannot fetch"):
-    list(sources.read("hf:no/such/name"))
+    sources.read("hf:no/such/name")
 
 
 def test_a_data_set_without_parquet_files_is_an_error(cache):
   _fill(cache, "d/four", {"train.parquet": ROWS})
   with pytest.raises(UserError, match="has no Parquet files of it"):
-    list(sources.read("hf:d/four"))
+    sources.read("hf:d/four")
 
 
 def test_only_the_files_of_the_split_are_downloaded(tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_path_or_malformed_name_is_no_reason_to_try_again(
     hf.fetch(hub_id)
   assert not isinstance(error.value, Unreachable)
   with pytest.raises(UserError) as error:
-    list(sources.read(f"hf:{hub_id}"))
+    sources.read(f"hf:{hub_id}")
   assert not isinstance(error.value, Unreachable)
 
 

@@ -366,8 +366,8 @@ def test_tools_and_their_calls_reach_the_template(real, tokenizer, as_text):
   """A column of tools may be JSON text."""
   tools = json.dumps(TOOLS) if as_text else TOOLS
   row = {"prompt": CALLS, "answer": "4", "tools": tools}
-  rows = sources.read(lambda: [row, {**row, "prompt": CALLS[:4]}])
-  problems = data.prepare("train", [next(rows)], tokenizer, 2000)
+  rows, _ = sources.read(lambda: [row, {**row, "prompt": CALLS[:4]}])
+  problems = data.prepare("train", rows[:1], tokenizer, 2000)
   ids = problems.tokens[0, : problems.lengths[0]]
   messages = [{k: x for k, x in m.items() if x is not None} for m in CALLS]
   expected = _their_prompt(real, messages, TOOLS)
@@ -380,13 +380,13 @@ def test_every_key_of_a_message_reaches_the_template(small):
   template = "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
   path = small(chat_template=template)
   row = {"prompt": [{**CALLS[3], "role": "user"}], "answer": "4"}
-  (row,) = sources.read(lambda: [row])
+  (row,), _ = sources.read(lambda: [row])
   assert PretrainedTokenizer(path).prompt(row.problem) == "The tool says so."
 
 
 def test_without_a_template_keys_that_would_be_lost_are_named(small):
   tokenizer = PretrainedTokenizer(small())
-  (row,) = sources.read(lambda: [{"prompt": CALLS, "answer": "4"}])
+  (row,), _ = sources.read(lambda: [{"prompt": CALLS, "answer": "4"}])
   for words in (tokenizer, CharacterTokenizer()):
     with pytest.raises(UserError, match="reasoning_content, tool_calls"):
       words.prompt(row.problem)

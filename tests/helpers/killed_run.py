@@ -50,7 +50,6 @@ ADAPTERS = {
   "data.eval": "arithmetic",
   "data.eval_limit": 8,
   "eval.every": 1,
-  "eval.prompts": 8,
   "checkpoint.best": "-eval/tokens",
 }
 more: dict[str, object] = {}
