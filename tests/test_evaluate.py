@@ -42,7 +42,7 @@ def _config(**overrides) -> configs.Config:
 def several_batches():
   """Evaluates in batches of 8 problems."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(eval_sets, "MAX_BATCH", 8)
+    patch.setattr(eval_sets, "BATCH", 8)
     yield
 
 

@@ -27,6 +27,7 @@ SETTINGS = {
   "model__shape__mlp": 32,
   "model__shape__head_dim": 8,
   "data__train": "arithmetic:32:1",
+  "data__prompts_per_step": 2,
   "data__eval_limit": 3,
   "rollout__max_tokens": 8,
   "rollout__temperature": 0.7,
@@ -43,7 +44,7 @@ LINE = re.compile(
 def several_batches():
   """Evaluates in batches of 2 problems."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(eval_sets, "MAX_BATCH", 2)
+    patch.setattr(eval_sets, "BATCH", 2)
     yield
 
 

@@ -24,7 +24,7 @@ from dppo_jax.step.grade import grade
 # The answer in a box, by verifier: those that it takes to be other ones differ.
 _READ: dict[str, Callable[[str], str]] = {"exact": str.strip, "math": normalize}
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
-MAX_BATCH = 256  # problems in a batch, up to the devices that divide it
+BATCH = 64  # problems in a batch, or those of a training step if more
 
 
 class Completions(NamedTuple):
@@ -152,11 +152,13 @@ def check_metric(run: Run, metric: str) -> None:
 def batch_size(run: Run) -> int:
   """Returns the problems of a batch, a multiple of the devices.
 
-  The largest set is one batch, unless it has more than `MAX_BATCH` problems.
+  It has at most `BATCH` problems, or as many as a training step, whose memory
+  the plan has counted.
   """
+  most = max(BATCH, run.spec.num_prompts)
   largest = max(map(len, run.eval_sets.values()), default=1)
   num_shards = sharding.num_shards(run.spec.mesh, "batch")
-  return sharding.round_up(min(largest, MAX_BATCH), num_shards)
+  return sharding.round_up(min(largest, most), num_shards)
 
 
 def rollouts(
