@@ -60,7 +60,6 @@ def run(
       with bar.task("compiling") as task:
         compiled = programs.compile_programs(to_compile, run.spec.mesh, task)
       step = step or 0
-      directory = pathlib.Path(_make_directory(workdir, step))
       lines: list[dict] = []
       sets = {
         name: _evaluate_set(run, compiled, params, grader, name, lines, bar)
@@ -70,6 +69,7 @@ def run(
       for line in dict.fromkeys(warnings):
         bar.say(line)
     if distributed.is_first():
+      directory = _make_directory(workdir, step)
       jsonl.replace(directory / "completions.jsonl", map(jsonl.line, lines))
       r = config.rollout
       results = {
@@ -120,15 +120,14 @@ def read_weights(
   return params, origin
 
 
-@distributed.on_first_process
-def _make_directory(workdir: pathlib.Path, step: int) -> str:
+def _make_directory(workdir: pathlib.Path, step: int) -> pathlib.Path:
   """Creates `step-K`, or `step-K.1` and so on if earlier results exist."""
   names = (f"step-{step}.{i}" if i else f"step-{step}" for i in range(10**6))
   with bucket.reaching(workdir / "evaluation") as earlier:
     name = next(x for x in names if not (earlier / x).exists())
   path = workdir / "evaluation" / name
   path.mkdir(parents=True)
-  return str(path)
+  return path
 
 
 def _evaluate_set(

@@ -60,6 +60,9 @@ def run(
   config, workdir = configs.absolute_paths(config), workdir.absolute()
   to = pathlib.Path(bucket.output(str(to))).resolve()
   is_adapter = format == "adapter"
+  checkpoints = bucket.place(workdir) / "checkpoints"
+  if bucket.place(to).is_relative_to(checkpoints):
+    raise UserError(f"--to: {to} is among the checkpoints: choose another")
   if to.exists() and not (to.is_dir() and not any(to.iterdir())):
     raise UserError(f"--to: {to} is not an empty directory: choose another")
   step = checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
@@ -200,8 +203,9 @@ def _card(
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
   base = f"\nbase_model: {model.hub_name}" if model.hub_id else ""
   results = "No results."
-  files = workdir.glob(f"evaluation/step-{step}*/results.json")
-  for file in sorted(files, key=lambda x: x.stat().st_mtime):
+  folder = bucket.local(str(bucket.place(workdir) / "evaluation"))
+  files = pathlib.Path(folder).glob(f"step-{step}*/results.json")
+  for file in sorted(files, key=lambda x: (len(str(x)), x)):
     kinds = {"step": int, "sets": dict}
     hint = "delete it, or evaluate the step again"
     evaluation = json_object.read(file, kinds, hint)

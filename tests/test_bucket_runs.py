@@ -100,6 +100,8 @@ def test_modes_on_other_machines(machine, capsys):
       re.match(rf"run/evaluation/step-\d+{number}/", x) for x in _names("gs")
     )
   _run("--mode=export", place, "--to=s3://bucket/model")
+  card = fsspec.filesystem("s3").cat("bucket/model/README.md").decode()
+  assert "sampled" in card and "No results" not in card
   adapter = "gs://bucket/adapter"
   _run("--mode=export", place, f"--to={adapter}", "--format=adapter")
   assert {"model/model.safetensors", "model/README.md"} <= _names("s3")

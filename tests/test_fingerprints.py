@@ -15,6 +15,11 @@ MODULE = "mine_too.inner"
 REWARD = "def brief(completions):\n  return [-len(x) for x in completions]\n"
 
 
+def _prints(config):
+  run = setup_run(config)
+  return resume.fingerprints(config, run.train_set, run.eval_sets)
+
+
 @pytest.fixture
 def run(tmp_path):
   """Returns a config whose data and reward are files, and its fingerprints."""
@@ -25,12 +30,15 @@ def run(tmp_path):
     c = commands.config(
       "arithmetic",
       data__train=data,
-      data__eval="",
       data__prompts_per_step=16,
       sft__steps=0,
-      **{"reward__functions": f"{tmp_path}/mine.py:brief,exact"} | more,
+      **{
+        "data__eval": data,
+        "reward__functions": f"{tmp_path}/mine.py:brief,exact",
+      }
+      | more,
     )
-    return c, resume.fingerprints(c, setup_run(c).train_set)
+    return c, _prints(c)
 
   return make
 
@@ -45,7 +53,7 @@ def _begin(tmp_path, config, prints):
 def test_the_same_data_and_code_have_the_same_fingerprint(run, tmp_path):
   config, prints = run()
   assert run()[1] == prints
-  assert prints.keys() == {"fingerprints.data", "fingerprints.code"}
+  assert {x.partition(".")[2] for x in prints} == {"data", "eval", "code"}
   path = _begin(tmp_path, config, prints)
   resume.write(path.parent, config, prints)
   assert configs.read(path) == config
@@ -64,6 +72,30 @@ def test_changed_data_is_rejected(run, tmp_path, what):
   saved = json.loads(path.read_text())
   path.write_text(json.dumps(saved | other))
   resume.write(path.parent, config, other)
+
+
+def test_changed_evaluation_data_is_said_or_rejected(run, tmp_path):
+  """Accuracies before and after are of different problems."""
+  own = sources.write_jsonl(tmp_path / "eval.jsonl", ROWS[:8])
+  config, prints = run(data__eval=own)
+  path = _begin(tmp_path, config, prints)
+  sources.write_jsonl(tmp_path / "eval.jsonl", ROWS[8:16])
+  best, other = run(data__eval=own, checkpoint__best="eval/accuracy")
+  with pytest.raises(UserError, match=r"config\.fingerprints\.eval was"):
+    resume.write(path.parent, best, other)
+  (line,) = resume.write(path.parent, *run(data__eval=own))
+  assert line.startswith("changed config.fingerprints.eval from")
+  assert (
+    "fingerprints.eval after step 0" in json.loads(path.read_text())["changes"]
+  )
+
+
+def test_run_that_ends_early_keeps_its_files(run, tmp_path):
+  workdir = tmp_path / "new"
+  with pytest.raises(UserError), resume.held(workdir, *run()):
+    (workdir / "notes.txt").touch()
+    raise UserError
+  assert {x.name for x in workdir.iterdir()} == {"config.json", "notes.txt"}
 
 
 def test_changed_template_or_reward_is_noticed(run, tmp_path):

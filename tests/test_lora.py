@@ -12,6 +12,7 @@ import pytest
 from test_export import SETTINGS, our_tokens, write_source
 from test_meshes import _three_steps
 
+from dppo_jax import config as configs
 from dppo_jax import export, train
 from dppo_jax.algo.packing import PackingSpec
 from dppo_jax.errors import UserError
@@ -236,6 +237,9 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
     UserError, match="has 'w', which this model lacks: use all"
   ):
     lora.choose(table, 2, 1.0, "q_proj,w")
+  options = configs.LoraConfig(targets="q_proj")
+  with pytest.raises(UserError, match=r"config\.lora\.rank is 0"):
+    setup.with_lora(small.MODEL, options)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
   assert states[0].opt_state.total_notfinite == 0
   (tmp_path / "my.py").write_text(OWN + "\n")
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
-    prints = resume.fingerprints(c, setup_run(c).train_set)
+    run = setup_run(c)
+    prints = resume.fingerprints(c, run.train_set, run.eval_sets)
     resume.check(tmp_path / "stopped", c, prints)
 
 

@@ -163,3 +163,6 @@ def test_reward_functions_then_data_are_looked_for_before_the_model(tmp_path):
   config.data.train = "arithmetic:64"
   with pytest.raises(UserError, match=r"no directory .*none"):
     setup_run(config)
+  config.data.train = ""
+  with pytest.raises(UserError, match=r"config\.data\.train is empty"):
+    setup_run(config)

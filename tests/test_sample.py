@@ -176,6 +176,11 @@ def test_lines_of_a_terminal_are_prompts(begun, capsys, monkeypatch):
   assert "prompt: 1+1=" in printed[4][0] and last
 
 
+def test_empty_prompt_is_named(begun, capsys):
+  with pytest.raises(UserError, match="--prompt is empty"):
+    _sample(capsys, f"--workdir={begun[1]}", "--prompt=")
+
+
 def test_a_mistake_in_a_pipe_ends_it_with_its_line(begun, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n\nwhat?\n1+1="))
   with pytest.raises(UserError, match=r"line 3 of the input: .*'w'"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dppo_jax import plan
+from dppo_jax.errors import UserError
 from dppo_jax.models import parameters, transformer
 from dppo_jax.planning import assumed, flops, memory, step_time, targets
 from dppo_jax.run.setup import Run
@@ -100,6 +101,14 @@ def test_completions_are_of_at_least_as_many_groups(changes, groups):
   run = planned(rollout__group_size=8)
   basis = step_time.assume(run, targets.parse("h100"), changes)
   assert basis.groups == pytest.approx(groups)
+
+
+def test_completions_are_at_most_as_long_as_the_limit():
+  run = planned(rollout__max_tokens=100)
+  with pytest.raises(
+    UserError, match=r"of 101 tokens, but .*max_tokens is 100"
+  ):
+    step_time.assume(run, targets.parse("h100"), "completion=101")
 
 
 def test_devices_divide_the_work():

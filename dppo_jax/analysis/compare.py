@@ -178,7 +178,7 @@ def _short(name: str) -> str:
 def _options(run: runs.Run) -> dict:
   """The options that make the run what it is, by dotted name."""
   # Fine-tuning does not count if it was another run's.
-  ignored = _IGNORED + ("sft.",) * bool(run.config["sft.from_run"])
+  ignored = _IGNORED + ("sft.",) * bool(run.config.get("sft.from_run"))
   return {
     f"{name}.{key}".rstrip("."): x
     for name, value in sorted(run.config.items())

@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 
 from dppo_jax.analysis import statistics
+from dppo_jax.errors import UserError
 from dppo_jax.files import bucket, json_object, jsonl, paths
 
 SECONDS = "step/seconds"
@@ -110,6 +111,13 @@ def load(workdir: str | pathlib.Path) -> Run:
   kinds, hint = {"seed": int, "changes": dict | None}, f"{path} is not a run"
   config = json_object.read(path / "config.json", kinds, hint)
   lines = jsonl.read(path / "metrics.jsonl")
+  for line in lines:
+    for name, value in line.items():
+      if not isinstance(value, int | float):
+        raise UserError(
+          f"{path / 'metrics.jsonl'}: {name} of step {line['step']} is "
+          f"{value!r} but must be a number"
+        )
   steps = [line for line in lines if SECONDS in line]
   # Earlier versions did not log the number of samples.
   samples = {"eval/samples": config.get("eval.samples", 0)}

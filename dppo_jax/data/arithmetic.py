@@ -56,7 +56,7 @@ def make(seed: int, count: int, max_operations: int) -> list[Row]:
   is_possible = 2 <= count <= sum(sizes)
   if not (1 <= max_operations <= MAX_OPERATIONS and is_possible):
     raise UserError(
-      f"config.data.train is arithmetic:{count}:{max_operations} but must have "
+      f"config.data: arithmetic:{count}:{max_operations} must have "
       f"1 to {MAX_OPERATIONS} operations, and 2 to {sum(sizes)} problems, the "
       "number of distinct ones"
     )

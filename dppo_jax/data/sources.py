@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import decimal
 import itertools
 import json
+import math
 import os
 import re
 from typing import Any, NamedTuple
@@ -260,12 +261,12 @@ def _to_python(value: Any) -> Any:
 
 def _find(columns: Record, keys: str) -> Any:
   """Returns the first value in one of the columns, or None."""
-  for key in keys.split(","):
+  for key in map(str.strip, keys.split(",")):
     outer, _, inner = key.partition(".")
     nested = columns.get(outer)
     inside = nested.get(inner) if isinstance(nested, Mapping) else None
     for value in (columns.get(key), inside):
-      if value is not None:
+      if value not in (None, "", []) and value == value:  # not NaN
         return value
   return None
 
@@ -277,7 +278,7 @@ def _to_text(value: Any) -> str:
   if isinstance(value, float | decimal.Decimal) and value % 1 == 0:
     value = int(value)  # a grader that compares text expects 18, not 18.0
   is_text = isinstance(value, str | int | float | decimal.Decimal)
-  is_text = is_text and value == value  # not NaN
+  is_text = is_text and value not in (math.inf, -math.inf) and value == value
   return str(value) if is_text and not isinstance(value, bool) else ""
 
 

@@ -138,6 +138,11 @@ class PretrainedTokenizer:
     self._has_template = bool(
       self._tokenizer.chat_template or "chat_template" in self._template_args
     )
+    if self._template_args and not self._has_template:
+      raise UserError(
+        "config.data.template_args are arguments of a chat template, but "
+        f"{path!r} has none"
+      )
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:

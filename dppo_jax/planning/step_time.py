@@ -110,6 +110,11 @@ def assume(
       f"--assume is {changes!r} but must be NAME=NUMBER,... above 0, with NAME "
       f"one of {', '.join(usual._fields)}; fractions are at most 1"
     ) from None
+  if changed.completion > limit:
+    raise UserError(
+      f"--assume has completions of {changed.completion:,.0f} tokens, but "
+      f"config.rollout.max_tokens is {limit:,}"
+    )
   # No group has more completions than were drawn.
   return changed._replace(groups=max(changed.groups, changed.trained))
 

@@ -52,7 +52,7 @@ def find_best(labels: Mapping[int, dict | None], metric: str) -> int | None:
 def find(
   workdir: pathlib.Path,
   step: int | str | None = None,
-  option: str = "--workdir",
+  option: str = "",
   best: str = "",
 ) -> int:
   """Returns `step` or the latest; raises UserError, about `option`, if none.
@@ -77,6 +77,7 @@ def find(
   if steps and step is None:
     return steps[-1]
   of_step = "" if step is None else f" of step {step}"
+  option = option or ("--workdir" if step is None else "--step")
   raise UserError(
     f"{option}: no checkpoint{of_step} in {bucket.place(workdir)}; "
     f"available: {', '.join(map(str, steps)) or 'none'}"

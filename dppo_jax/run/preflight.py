@@ -49,6 +49,8 @@ def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
   The devices must divide the prompts of a step, and exact dynamic sampling
   must not need the lengths of the groups that it skips.
   """
+  if not config.data.train:
+    raise UserError("config.data.train is empty: name a source to train on")
   prompts = config.data.prompts_per_step
   num_shards = sharding.num_shards(mesh, "batch")
   if prompts % num_shards:

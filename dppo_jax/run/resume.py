@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -26,6 +27,7 @@ from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, checkpoint_steps
 
 _CONFIG = "config.json"
+_EVAL = "fingerprints.eval"
 
 
 def may_change(config: configs.Config, allowed: str = "") -> set[str]:
@@ -67,17 +69,17 @@ def check(
     prints: result of `fingerprints`, if known.
     allowed: value of --allow_change.
   Returns:
-    Old and new value of each option whose change only `allowed` permits.
+    Old and new value of each option whose change only `allowed` permits, and
+    of the fingerprint of the evaluation sets.
   """
   if not checkpoint_steps.complete_steps(workdir):
     return {}
   place = bucket.place(workdir)
   hint = f"{place} has checkpoints: restore it, or choose another --workdir"
-  # An option that is newer than the run had its default.
-  old = configs.flatten(configs.Config()) | json_object.read(
-    workdir / _CONFIG, hint=hint
-  )
   new = configs.flatten(config) | dict(prints or {})
+  # An option that is newer than the run had its default.
+  old = configs.flatten(configs.Config()) | {_EVAL: new.get(_EVAL)}
+  old |= json_object.read(workdir / _CONFIG, hint=hint)
   options = {x for x in old if not x.startswith(("fingerprints.", "changes"))}
   changed = {
     name: (old.get(name), new.get(name))
@@ -88,6 +90,8 @@ def check(
     f"config.{name} was {before!r} and is now {after!r}"
     for name, (before, after) in changed.items()
     if name not in may_change(config, allowed)
+    # The best checkpoint is the best by one set.
+    and (name != _EVAL or config.checkpoint.best)
   ]
   if rejected:
     flag = ", resume with --allow_change=optimizer"
@@ -254,19 +258,24 @@ def describe_stop(workdir: pathlib.Path) -> str:
 
 
 def fingerprints(
-  config: configs.Config, train_set: data.ProblemSet
+  config: configs.Config,
+  train_set: data.ProblemSet,
+  eval_sets: Mapping[str, data.ProblemSet],
 ) -> dict[str, str]:
   """Hashes of prompt tokens and answers, and of the files of user code."""
   names = "method.source method.args objective.source objective.args"
   names = f"reward.functions {names} optimizer.function"
   named = configs.user_functions(config, names.split()).values()
   files = [x for x in named if "-packages" not in x]  # not of the user
-  texts: list = [train_set.answers]
+  encode = lambda x: json.dumps(x, default=str).encode()
+  content = lambda x: (x.tokens.tobytes(), encode(x.answers))
+  texts = []
   if configs.user_functions(config, ["reward.functions"]):  # may read more
-    texts += [train_set.problems, train_set.columns]
-  encoded = (json.dumps(x, default=str).encode() for x in texts)
+    texts = [train_set.problems, train_set.columns]
   digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
+  of_sets = itertools.chain(*map(content, eval_sets.values()))
   return {
-    "fingerprints.data": digest(train_set.tokens.tobytes(), *encoded),
+    "fingerprints.data": digest(*content(train_set), *map(encode, texts)),
+    _EVAL: digest(*of_sets),
     "fingerprints.code": digest(*(pathlib.Path(x).read_bytes() for x in files)),
   }

@@ -79,5 +79,5 @@ def test_seed_alone_decides_the_problems():
 @pytest.mark.parametrize("numbers", ["273:1", "1:1", "10:0", "10:13"])
 def test_impossible_numbers_name_the_option(numbers):
   source = f"arithmetic:{numbers}"
-  with pytest.raises(UserError, match=f"config.data.train is {source} but"):
+  with pytest.raises(UserError, match=f"config.data: {source} must"):
     arithmetic.read(source, 0, held_out=False)

@@ -73,6 +73,7 @@ def test_limit_takes_the_first_rows_of_an_endless_function(tmp_path):
     (["1", "2"], ""),
     (True, ""),
     (float("nan"), ""),
+    (float("inf"), ""),
     (None, ""),
     ("a #### 2 #### 1,234\n", "1234"),
     ("#### -1,234,567.5", "-1234567.5"),
@@ -103,12 +104,13 @@ def test_first_column_with_a_value_counts():
     {"problem": "p", "question": "q", "answer": 0, "final_answer": 1},
     {"prompt": "r", "reward_model.ground_truth": "flat"},
     {"prompt": "r", "reward_model": {"style": "rule"}},
+    {"problem": "", "question": "q", "answer": [], "final_answer": 1},
   ]
   rows = read(lambda: records)
-  expected = [("q", "$2$"), ("p", "0"), ("r", "flat"), ("r", "")]
+  expected = [("q", "$2$"), ("p", "0"), ("r", "flat"), ("r", ""), ("q", "1")]
   assert [(r.problem, r.answer) for r in rows] == expected
   (row,) = read(
-    lambda: [{"a": {"b": "p"}, "c": 1}], problem_key="x,a.b", answer_key="c"
+    lambda: [{"a": {"b": "p"}, "c": 1}], problem_key="x, a.b", answer_key="c"
   )
   assert (row.problem, row.answer) == ("p", "1")
 

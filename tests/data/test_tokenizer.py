@@ -228,6 +228,11 @@ def test_template_that_fails_is_named(small, template, args, complaint):
   assert "\n" not in str(error.value)
 
 
+def test_arguments_without_a_template_are_rejected(small):
+  with pytest.raises(UserError, match=r"template_args are .* has none"):
+    PretrainedTokenizer(small(chat_template=None), {"enable_thinking": True})
+
+
 # Files ----------------------------------------------------------------------
 
 

@@ -66,6 +66,10 @@ def test_report_can_be_written_at_any_moment(tmp_path, lines):
   page = (tmp_path / "report.md").read_text()
   assert page.startswith("# dppo on arithmetic, seed 3") and "of 9" in page
   assert not [*tmp_path.glob("*.tmp")]
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 99, "eval/accuracy": null}\n')
+  with pytest.raises(UserError, match="eval/accuracy of step 99 is None"):
+    report.write(tmp_path)
 
 
 def test_report_has_accuracies_fractions_and_times(tmp_path):
