@@ -140,8 +140,7 @@ class PretrainedTokenizer:
     )
     if self._template_args and not self._has_template:
       raise UserError(
-        "config.data.template_args are arguments of a chat template, but "
-        f"{path!r} has none"
+        f"config.data.template_args: {path!r} has no chat template"
       )
 
   @functools.cached_property

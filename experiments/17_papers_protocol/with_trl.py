@@ -69,7 +69,7 @@ def main() -> None:
   line = {"seed": seed, **train(args, seed), **results.facts()}
   with RESULTS.open("a") as file:
     file.write(json.dumps(line) + "\n")
-  key = run.PUBLISHED, args.seed, 1
+  key = run.PUBLISHED, seed, 1
   (epoch,) = (x for x in run.read() if (x["row"], x["seed"], x["epoch"]) == key)
   print(compared(line, epoch))
 

@@ -229,7 +229,9 @@ def test_template_that_fails_is_named(small, template, args, complaint):
 
 
 def test_arguments_without_a_template_are_rejected(small):
-  with pytest.raises(UserError, match=r"template_args are .* has none"):
+  with pytest.raises(
+    UserError, match=r"template_args: .* has no chat template"
+  ):
     PretrainedTokenizer(small(chat_template=None), {"enable_thinking": True})
 
 
