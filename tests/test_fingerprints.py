@@ -76,26 +76,27 @@ def test_changed_data_is_rejected(run, tmp_path, what):
 
 def test_changed_evaluation_data_is_said_or_rejected(run, tmp_path):
   """Accuracies before and after are of different problems."""
-  own = sources.write_jsonl(tmp_path / "eval.jsonl", ROWS[:8])
-  config, prints = run(data__eval=own)
+  file = sources.write_jsonl(tmp_path / "eval.jsonl", ROWS[:8])
+  config, prints = run(data__eval=file)
   path = _begin(tmp_path, config, prints)
   sources.write_jsonl(tmp_path / "eval.jsonl", ROWS[8:16])
-  best, other = run(data__eval=own, checkpoint__best="eval/accuracy")
+  best, other = run(data__eval=file, checkpoint__best="eval/accuracy")
   with pytest.raises(UserError, match=r"config\.fingerprints\.eval was"):
     resume.write(path.parent, best, other)
-  (line,) = resume.write(path.parent, *run(data__eval=own))
+  (line,) = resume.write(path.parent, *run(data__eval=file))
   assert line.startswith("changed config.fingerprints.eval from")
   assert (
     "fingerprints.eval after step 0" in json.loads(path.read_text())["changes"]
   )
 
 
-def test_run_that_ends_early_keeps_its_files(run, tmp_path):
+def test_only_a_run_that_never_started_is_removed(run, tmp_path):
   workdir = tmp_path / "new"
-  with pytest.raises(UserError), resume.held(workdir, *run()):
-    (workdir / "notes.txt").touch()
-    raise UserError
-  assert {x.name for x in workdir.iterdir()} == {"config.json", "notes.txt"}
+  for text in ("", '{"step": 1}\n'):  # without checkpoints: they were moved
+    with pytest.raises(UserError), resume.held(workdir, *run()):
+      (workdir / "metrics.jsonl").write_text(text)
+      raise UserError
+    assert workdir.exists() == bool(text)
 
 
 def test_changed_template_or_reward_is_noticed(run, tmp_path):

@@ -237,9 +237,9 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
     UserError, match="has 'w', which this model lacks: use all"
   ):
     lora.choose(table, 2, 1.0, "q_proj,w")
-  options = configs.LoraConfig(targets="q_proj")
+  config = commands.config("arithmetic", lora__targets="q_proj")
   with pytest.raises(UserError, match=r"config\.lora\.rank is 0"):
-    setup.with_lora(small.MODEL, options)
+    configs.validate(config)
 
 
 @pytest.mark.parametrize(

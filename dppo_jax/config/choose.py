@@ -1,6 +1,7 @@
 """Checked options, and the functions that they name."""
 
 from collections.abc import Callable, Iterable
+import dataclasses
 import inspect
 from numbers import Integral
 import os
@@ -17,7 +18,13 @@ from dppo_jax.config.options import (
   flatten,
   walk,
 )
-from dppo_jax.config.schema import TINY, Config, MethodConfig, ObjectiveConfig
+from dppo_jax.config.schema import (
+  TINY,
+  Config,
+  LoraConfig,
+  MethodConfig,
+  ObjectiveConfig,
+)
 from dppo_jax.data import sources
 from dppo_jax.errors import UserError
 from dppo_jax.files import json_object, user_code
@@ -223,6 +230,9 @@ def validate(config: Config, trains: bool = True) -> None:
   _check_multiple("pack.row_length", config.pack.row_length, 8)
   if config.mesh.data == 0:
     raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
+  lora = dataclasses.replace(config.lora, adapter="")
+  if not lora.rank and lora != LoraConfig():
+    raise UserError("config.lora.rank is 0 but config.lora has other options")
 
 
 def _check_multiple(name: str, value: Any, divisor: int) -> None:

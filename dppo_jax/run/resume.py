@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 from typing import Any
 import uuid
 
@@ -176,8 +177,12 @@ def held(
   prints: Mapping[str, str] | None = None,
   allowed: str = "",
 ) -> Iterator[list[str]]:
-  """Keeps other runs out of the directory; yields the lines of `write`."""
-  lines = []
+  """Keeps other runs out of the directory; yields the lines of `write`.
+
+  A new directory is removed if an error of the user's or a signal ends the run
+  before it has logged or saved anything.
+  """
+  lines, is_new = [], distributed.is_first() and not workdir.exists()
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
@@ -196,7 +201,13 @@ def held(
         check(workdir, config, prints, allowed)  # before another run's end
         stack.enter_context(bucket.claimed(workdir))
         lines = write(workdir, config, prints, allowed)
-    yield lines
+    try:
+      yield lines
+    except (UserError, KeyboardInterrupt):
+      logged = jsonl.read(workdir / "metrics.jsonl")
+      if is_new and not (logged or checkpoint_steps.complete_steps(workdir)):
+        shutil.rmtree(workdir, ignore_errors=True)
+      raise
 
 
 def is_done(

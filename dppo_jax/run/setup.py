@@ -338,9 +338,6 @@ def _optimizer(config: configs.Config) -> Optimizer:
 
 def with_lora(model: ModelConfig, options: configs.LoraConfig) -> ModelConfig:
   """Returns the architecture with the adapters that the options describe."""
-  unused = dataclasses.replace(options, adapter="")
-  if not options.rank and unused != configs.LoraConfig():
-    raise UserError("config.lora.rank is 0 but config.lora has other options")
   table = parameters.parameter_table(model)
   adapters = lora.choose(table, options.rank, options.alpha, options.targets)
   return dataclasses.replace(model, lora=adapters)

@@ -70,6 +70,7 @@ ROWS = {
   "dppo 0.5": dppo(0.5),
   "cppo": Row("cppo", {"keep": 0.5}, prompts=2 * PROMPTS),
   "neyman": Row("neyman", {}),
+  "neyman, prompts": Row("neyman", {"prompt_budget": 0.7}),
   "cppo, same prompts": Row("cppo", {"keep": 0.5}),
   "greso": Row("greso", {}),
   "greso, exact": Row("greso", {"dynamic_sampling": "exact"}),
