@@ -81,7 +81,8 @@ def test_distinct_gold_answers_stay_distinct():
   marks = [
     *[(r",?\\!", ""), (r"\\[dt]frac", r"\\frac"), (r"\\(?:left|right|\$)", "")],
     *[(r"\\(?:mbox|textbf|mathrm)", r"\\text"), (r"\^\{\\circ\}", r"^\\circ")],
-    *[(r"\\[,; ]|\s+", " "), (r"\\(?:text|mathbf)\{(\d+)\}", r"\1")],
+    *[(r"^(\d+),(\d{3})$", r"\1\2"), (r"\\[,; ]|\s+", " ")],
+    *[(r"\\(?:text|mathbf)\{(\d+)\}", r"\1")],
   ]
   texts = golds
   for pattern, new in marks:
