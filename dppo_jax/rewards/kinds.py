@@ -1,6 +1,6 @@
-"""What an answer is: a percentage, a choice, values of symbols, a set, ...
+"""Tells percentages, choices, sets, tuples and answers that differ in kind.
 
-notation.py wrote it; as there, these functions run in workers.
+These functions run in workers, on answers that notation.py returned.
 """
 
 import re

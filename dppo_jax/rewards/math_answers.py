@@ -271,8 +271,9 @@ def _parse(text: str) -> list:
     basic_latex=True, malformed_operators=True, nits=True, boxed="none"
   )
   text = normalize_latex(notation.in_radians(text), config)
-  is_complex = re.match(  # an i with a value is an index
-    r"(?!.*(?<![a-zA-Z\\])i ?=)"
+  # An i that has a value is an index, and complex numbers have no order.
+  is_complex = re.match(
+    r"(?!.*(?:[<>]|\\[lg]e(?![a-zA-Z])|(?<![a-zA-Z\\])i ?=))"
     r".*(?:(?<![a-zA-Z\\])i(?![a-zA-Z])|\\mathbb\{C\})",
     text,
   )

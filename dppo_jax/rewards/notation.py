@@ -28,6 +28,7 @@ _CHARS = str.maketrans(
   {c: f"{x} " for c, x in _CHARACTERS.items()}
   | DASHES
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
+  | dict.fromkeys("\u2019\u2032", "'")  # an apostrophe, a prime
   | {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}  # full-width ASCII
   | {c: " " for c in map(chr, range(128, 0x10000)) if category(c) == "Sc"}
 )

@@ -177,6 +177,8 @@ FORMS = {
   r"25\%, 50\%": ["25,50", r"50\%, 25\%", "0.25, 0.5", r"25\%, 50 \%"],
   r"x=5\%": ["5", "0.05", r"5\%", "x=0.05"],
   "f''(x)": [r"f^{\prime\prime}(x)", r"f^{''}(x)", r"f''\left(x\right)"],
+  "f'(x)": ["f\u2032(x)", "f\u2019(x)"],
+  "i<5": ["5>i"],
   r"\frac{dy}{dx}": [r"\frac{d y}{d x}", r"\frac{\mathrm{d}y}{\mathrm{d}x}"],
   **{"6x": ["f'(x)=6x", "y'=6x"], "A^T": ["A^{T}"]},
   "ABC": [r"\text{ABC}", r"\mathbf{ABC}", "**ABC**"],
