@@ -1,4 +1,4 @@
-"""Tells percentages, choices, sets, tuples and answers that differ in kind.
+"""The kinds of answers: percentages, choices, lists by symbol, sets, tuples.
 
 These functions run in workers, on answers that notation.py returned.
 """

@@ -431,6 +431,7 @@ PIECES_THAT_REPEAT = [
   ],
   *[r"\pm 1", "]1,2[", "[1;2[", r"\frac{\text{m}}{", "1e5", "1 1/2 ", "/cm"],
   *[r"\quad ", "|x|<", r"\{x|", "=1:", r"\cdot cm", r"\mu", "sq. ", "A. "],
+  *["5%,", "dx ", "a and ", r"\text{a or ", "^T", "'", r"\sqrt[3]{-"],
 ]
 
 
