@@ -81,7 +81,7 @@ def last_number(completions: list[str], answers: list[str]) -> list[Verdict]:
     numbers = _NUMBER.finditer(text[-MAX_CHARS:].translate(DASHES))
     last = collections.deque(numbers, maxlen=1)
     bare = without_units(normalize(re.sub(r"\\?\$", "", gold)))
-    target = _NUMBER.fullmatch(bare.rstrip(" \\%"))
+    target = _NUMBER.fullmatch(bare.rstrip(" \\%").lstrip("+"))
     if last and target:
       is_right = _value(last[0]) == _value(target)
       verdicts.append(Verdict("right" if is_right else "wrong"))

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from dppo_jax.errors import UserError
-from dppo_jax.rewards import notation
+from dppo_jax.rewards import kinds, notation
 from dppo_jax.rewards.notation import normalize
 
 Form = Any  # an expression or relation of sympy, which is imported late
@@ -93,27 +93,28 @@ def warm_up() -> None:
 
 
 def _compare(gold: str, answer: str) -> str:
-  if notation.differ_in_kind(gold, answer):
+  if kinds.differ_in_kind(gold, answer):
     return "wrong"
   # (E) 12 equals both E and 12, but not (D) 12.
-  parts = notation.choice(gold), notation.choice(answer)
+  parts = kinds.choice(gold), kinds.choice(answer)
   if parts != ((gold,), (answer,)):
     has_same = len(parts[0]) == len(parts[1])
     pairs = zip(*parts, strict=True) if has_same else itertools.product(*parts)
     results = [_compare(*x) == "right" for x in pairs]
     return "right" if (all if has_same else any)(results) else "wrong"
-  if named := notation.by_symbol(gold, answer):
+  if named := kinds.by_symbol(gold, answer):
     return "right" if {_compare(*x) for x in named} == {"right"} else "wrong"
   # Percentages: 7.2\% equals 7.2 as well as 0.072.
-  first, second = notation.percent(gold), notation.percent(answer)
+  first, second = kinds.percent(gold), kinds.percent(answer)
   if first and second:
     gold, answer = first, second
-  elif first or second:
+  elif "%" in gold + answer:
     # math-verify reads no expression in front of a percent sign.
-    for form in ("{}", r"\frac{{{}}}{{100}}"):
-      pair = [
-        form.format(x) if x else y for x, y in ((first, gold), (second, answer))
-      ]
+    hundredth = lambda x, y: rf"\frac{{{x}}}{{100}}" if x else y
+    for pair in (
+      map(kinds.without_percent, (gold, answer)),
+      map(hundredth, (first, second), (gold, answer)),
+    ):
       if _compare_parsed(*pair) == "right":
         return "right"
   return _compare_parsed(gold, answer)
@@ -123,16 +124,16 @@ def _compare_parsed(gold: str, answer: str) -> str:
   gold, answer = notation.without_units(gold), notation.without_units(answer)
   answer = notation.without_letter_unit(answer, gold)
   answer = notation.with_unions(answer, gold)
-  golds, answers = _parse(notation.with_unions(gold, answer)), _parse(answer)
   texts = [re.sub(r"(?<!\d) | (?!\d)", "", x) for x in (gold, answer)]
-  if not golds and texts[0] == texts[1]:
+  if texts[0] == texts[1]:
     return "right"
+  golds, answers = _parse(notation.with_unions(gold, answer)), _parse(answer)
   if not golds or not answers:
     return "unparsed"
   forms = [golds[0], answers[0]]
   if _is_hollow(*forms):
     return "wrong"
-  if "set" not in {notation.brackets(gold), notation.brackets(answer)}:
+  if "set" not in {kinds.brackets(gold), kinds.brackets(answer)}:
     forms = _with_repeats(*forms)
   # Not symmetric: the gold answer comes first. 6 decimals, 15 digits. A set may
   # be written as a relation, {x | x > 1}.
@@ -270,12 +271,17 @@ def _parse(text: str) -> list:
     basic_latex=True, malformed_operators=True, nits=True, boxed="none"
   )
   text = normalize_latex(notation.in_radians(text), config)
-  is_real = not re.search(r"(?<![a-zA-Z\\])i(?![a-zA-Z])|\\mathbb\{C\}", text)
+  # An i that has a value is an index, and complex numbers have no order.
+  is_complex = re.match(
+    r"(?!.*(?:[<>]|\\[lg]e(?![a-zA-Z])|(?<![a-zA-Z\\])i ?=))"
+    r".*(?:(?<![a-zA-Z\\])i(?![a-zA-Z])|\\mathbb\{C\})",
+    text,
+  )
   # Of a = b = c, the last equation. math-verify's own search in a text would
   # accept any number that it finds, which a policy learns to exploit.
   for part in dict.fromkeys([text, parser.get_last_eq(text)]):
     try:
-      return [_converter()(is_real=is_real).parse(part)]
+      return [_converter()(is_real=not is_complex).parse(part)]
     except MemoryError:
       raise
     except Exception:  # the parser raises no type of its own
@@ -287,12 +293,17 @@ def _parse(text: str) -> list:
 def _converter() -> Callable:
   """Returns math-verify's parser, without the sum or product of 1 in `1 {2}`.
 
+  Of complex numbers, i is the imaginary unit.
   What may stand side by side in an answer, `in_plain_forms` writes as one.
   """
   from latex2sympy2_extended import latex2sympy2
   import sympy
 
   class Converter(latex2sympy2._Latex2Sympy):
+    def convert_atom_expr(self, atom_expr):
+      form = super().convert_atom_expr(atom_expr)
+      return form.subs(sympy.Symbol("i", real=False), sympy.I)
+
     def convert_postfix_list(self, arr, i=0):
       form = super().convert_postfix_list(arr, i)
       factors = form.args if isinstance(form, sympy.Mul) else (form,)

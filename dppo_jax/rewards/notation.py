@@ -28,6 +28,7 @@ _CHARS = str.maketrans(
   {c: f"{x} " for c, x in _CHARACTERS.items()}
   | DASHES
   | dict.fromkeys("\u200b\u2060\ufeff", "")  # of no width
+  | dict.fromkeys("\u2019\u2032", "'")  # an apostrophe, a prime
   | {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}  # full-width ASCII
   | {c: " " for c in map(chr, range(128, 0x10000)) if category(c) == "Sc"}
 )
@@ -46,6 +47,7 @@ _COMMANDS = _table(
   r"] rbrack & ( lparen langle & ) rparen rangle & | vert mid & : colon & "
   r"\tan tg & \cot ctg & \arctan arctg & ^\circ degree textdegree & \\ cr & "
   r"\! negthinspace negmedspace negthickspace & "
+  "' prime & "
   "\t ( ) [ ] $ , ; : > thinspace medspace thickspace enspace space hfill "
   "nobreakspace newline & "
   " / boxed fbox framebox ensuremath left right middle big Big bigg Bigg bigl "
@@ -73,7 +75,7 @@ def _multiplied(match: re.Match) -> str:
 
 
 _TEXT = r"\\text ?\{"
-_LABEL = r"(?:\([A-J]\)[.:]?|\[[A-J]\]|[A-J][).:])"
+LABEL = r"(?:\([A-J]\)[.:]?|\[[A-J]\]|[A-J][).:])"
 
 Rule = tuple[str, str | Callable[[re.Match], str]]  # pattern and replacement
 
@@ -109,38 +111,52 @@ _TEX: list[Rule] = [
     r"\\\1 ",
   ),
   (r"(?:\\text ?\{ ?)?(?<![a-zA-Z])per ?cent(?: ?\})?$", r"\\%"),
+  (r"\^ ?(?:\{ ?('[' ]*)\}|(?='))", r"\1"),
   (r"\\not ?=", r"\\ne "),
   (r"\\\{ ?\\\}", r"\\emptyset "),
 ]
 _RULES: list[Rule] = [
   (r"(?<=\\circ) ?(?:\\text ?\{ ?[CF] ?\}|[CF](?![a-zA-Z]))", ""),
   # A label in braces, alone or before the choice.
-  (rf"^(?:\\text ?)?\{{ ?({_LABEL}) ?\}}", r"\1 "),
-  (rf"^\\text ?\{{ ?({_LABEL}) ", r"\1 \\text{"),
+  (rf"^(?:\\text ?)?\{{ ?({LABEL}) ?\}}", r"\1 "),
+  (rf"^\\text ?\{{ ?({LABEL}) ", r"\1 \\text{"),
   (r"^(?:\\text ?)?\{ ?([A-J]) ?\} ?(?=[).:])", r"\1"),
   (rf"{_TEXT}([.,])\}}", r"{\1}"),
   (  # 0{,}5, but not 1{,}000
     r"(?<![\d.,}])(\d+)\{,\}(?:(?<=\b0\{,\})|(?!\d{3}(?!\d)))(\d+)(?!\d|\{,)",
     r"\1.\2",
   ),
+  (r"(?<=\d)(?<!\d{4})\{,\}(?=\d{3}(?!\d))", ""),
   (r"\{([.,])\}", r"\1"),
-  # 1 000, but neither 1 2 nor 1 100/300 nor \frac 1 200.
+  # 1 000, but neither 1 2 nor 1 100/300 nor \frac 1 200. With commas before a
+  # letter or operator, or as all that follows: elsewhere 1,000 may be a list.
   (
     r"(?<![\d.,^_a-zA-Z\\])(?<![\da-zA-Z}})\]] )[1-9]\d{0,2}"
-    r"(?:[ ']\d{3}){1,6}(?! ?[\d/])",
-    lambda m: re.sub(r"\D", "", m[0]),
+    r"(?:[ ']\d{3}){1,6}(?! ?[\d/])"
+    r"|(?<![\d.,}(\[{])(?<![,(\[{] )[1-9]\d{0,2}(?:,\d{3}){1,6}(?=(?:\.\d+)? ?"
+    r"(?:[a-zA-Z!^+*/<=>-]|\\(?:pi|sqrt|frac|cdot|times|div|le|ge|text)(?![a-z])))"
+    r"|(?:^|(?<=[<=>+-])|(?<=[<=>+a-z-] )|(?<=[^\\]\{)|(?<=[dr] \})|"
+    r"(?<=[dr] \} ))[1-9]\d{0,2}(?:,\d{3}){1,6}(?=(?:\.\d+)?(?:$|\}))",
+    lambda m: re.sub("[ ',]", "", m[0]),
   ),
   (
     r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot) ?"
     r"(?:\{(\d{1,20})\}|(\d))(?! ?[\d^])",
     _repeating,
   ),
-  (
-    r"(?<![\d.,])(?P<number>(?:\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,18})?)"
-    rf" ?(?P<text>{_TEXT} ?)?(?P<word>(?i:{'|'.join(_ZEROS)}))"
-    r"(?<!千(?=[克米]))(?:s|[а-я]{1,9})?\.?(?![a-zA-Z])",
-    _multiplied,
-  ),
+  *[  # also 5 hundred thousand
+    (
+      r"(?<![\d.,])(?P<number>(?:\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,18})?)"
+      rf" ?(?P<text>{_TEXT} {{0,2}})?(?P<word>(?i:{'|'.join(_ZEROS)}))"
+      r"(?<!千(?=[克米]))(?:s|[а-я]{1,9})?\.?(?![a-zA-Z])",
+      _multiplied,
+    )
+  ]
+  * 2,
+  # Choices, such as A, C and E.
+  (rf"{_TEXT} ?([A-Z](?:(?:,? (?:and|or) |, ?)[A-Z])+) ?\}}", r"\1"),
+  (rf"^{_TEXT} ?([\d.:,]+)( ?[a-zA-Z.]+) ?\}}$", r"\1\\text{\2}"),
+  (rf", ?(?=(?:{_TEXT} ?)?(?:and|or)\b)", " "),
   # A text without letters is no text.
   (rf"{_TEXT}((?:[^a-zA-Z\d{{}}\\]|\\%)*)\}}", r"\1 "),
   (rf"{_TEXT}((?:[^a-zA-Z{{}}\\]|\\%)*)\}}", r"{\1}"),
@@ -169,12 +185,12 @@ def normalize(answer: str) -> str:
       answer = re.sub(pattern, new, answer)
     for _ in range(3):  # a group within another
       answer = re.sub(_AROUND, "", " ".join(answer.split())).strip()
-      if _is_group(answer) and not is_set:
+      if is_group(answer) and not is_set:
         answer = answer[1:-1]
   return answer.strip()
 
 
-def _is_group(text: str, brackets: str = "{}") -> bool:
+def is_group(text: str, brackets: str = "{}") -> bool:
   """Returns True if the text begins with a bracket that closes at its end."""
   depth = 0
   for token in re.finditer(rf"\\.|[{brackets}]", text, re.DOTALL):
@@ -198,9 +214,9 @@ _AND = r"[,\s]*(?:and|or)\b"
 _OTHER = "[\u0400-\u1fff\u2e80-\ud7ff]"  # not Latin or Greek, such as 元
 # A text without a second number or alternative, or words that are units.
 _NAME = (
-  rf"(?:(?:\\mu ?)?{_TEXT}(?:(?!\b(?:and|or)\b)[^{{}}\d]|(?<=[\^a-z])\d|"
-  rf"(?<=\^)\{{-?\d\}})*\}}|{_OTHER}++\.?|(?<![a-zA-Z])(?:{_WORDS})(?![a-zA-Z])|"
-  rf"\{{ ?(?:{_WORDS}) ?\}}){_POWER}"
+  rf"(?:(?:\\mu ?)?{_TEXT}(?:(?!\b(?:and|or|dozens?)\b)[^{{}}\d]|"
+  rf"(?<=[\^a-z])\d|(?<=\^)\{{-?\d\}})*\}}|{_OTHER}++\.?|"
+  rf"(?<![a-zA-Z])(?:{_WORDS})(?![a-zA-Z])|\{{ ?(?:{_WORDS}) ?\}}){_POWER}"
 )
 _UNITS = [
   # Before a value.
@@ -239,11 +255,11 @@ def _mixed(match: re.Match) -> str:
   return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
-_BUILDER = r"\\\{ ?[a-zA-Z] ?(?:\\in ?\\mathbb\{R\} ?)?[|:]"
+BUILDER = r"\\\{ ?[a-zA-Z] ?(?:\\in ?\\mathbb\{R\} ?)?[|:]"
 _PART = "([^:=,]+)"
 _END = r"[^\[\](),;]+"  # of an interval
 _FORMS: list[Rule] = [
-  (rf"^{_BUILDER}(.*)\\\}}$", r"\1"),  # the relation of a set
+  (rf"^{BUILDER}(.*)\\\}}$", r"\1"),  # the relation of a set
   (
     r"(?<![\w.}])(\d++(?:\.\d++)?)[eE]\+?(-?0*\d{1,3})(?![\w.])",
     r"\1\\times10^{\2}",
@@ -258,7 +274,9 @@ _FORMS: list[Rule] = [
     r"((?:[^|<>=,;\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+)$",
     r"-(\3) \2 \1 \2 \3",
   ),
-  ("^[A-Z][a-z]{2,}$", r"\\text{\g<0>}"),  # a word, no product
+  # A word or a date, no product.
+  (r"^[A-Z](?:[A-Z]+|[a-z]{2,}(?: \d+)?)$", r"\\text{\g<0>}"),
+  (r"\\sqrt ?\[ ?(\d*[13579]) ?\] ?\{ ?-(\d+) ?\}", r"(-\\sqrt[\1]{\2})"),
   # 5 > x > 2 is 2 < x < 5.
   (
     r"(?!.*(?:[<=,;]|\\[ln]e|\\text|\bor\b|\band\b))(?=.*(?:>|\\ge).*(?:>|\\ge)).+",
@@ -302,7 +320,9 @@ def is_readable(answer: str) -> bool:
   r"""Returns False for the misread `5\text{ h }30`, `1 2` and `1,\ldots,9`."""
   has_text = rf"[\d}})] ?{_TEXT}(?!{_AND})"
   is_row = rf"{_BARE}\d[\d.]*+[ '\"]\d|:[^:,]*:"
-  has_gap = rf"[\d)\]] ?\\q?quad(?! ?(?:{_TEXT}|[,;]|\\q?quad|$))|\\[lc]?dots"
+  has_gap = (
+    rf"!!|[\d)\]] ?\\q?quad(?! ?(?:{_TEXT}|[,;]|\\q?quad|$))|\\[lc]?dots"
+  )
   return not re.search(f"{has_text}|{is_row}|{has_gap}", answer)
 
 
@@ -317,71 +337,9 @@ def in_radians(answer: str) -> str:
   return "".join(parts)
 
 
-def percent(answer: str) -> str | None:
-  r"""Returns the 7.2 of `7.2\%`; None if the answer is not a percentage."""
-  match = re.fullmatch(r"([^=]*?) ?\\?%", answer)
-  return match[1] if match else None
-
-
-def by_symbol(gold: str, answer: str) -> list[tuple[str, str]]:
-  """Returns the pairs to compare of `x=3,y=4` and `3,4`; else an empty list."""
-  named = re.findall(r"(?:^|,) ?([a-zA-Z]) ?= ?([^,=]+)", gold)
-  values = answer.removeprefix("(").removesuffix(")").split(",")
-  num = len({x for x, _ in named})
-  is_list = 1 < num == len(named) == len(values)
-  if not is_list or re.search(r"[=()\[\]{}]", "".join(values)):
-    return []
-  return [(x, y.strip()) for (_, x), y in zip(named, values, strict=True)]
-
-
-def choice(answer: str) -> tuple[str, ...]:
-  r"""Returns the E and 12 of `(E) 12`, the E of `E)`, and any other answer.
-
-  A label is `(E)`, `[E]`, `E)`, `E.` or `E:`. Of two letters none is a label.
-  """
-  value = r"(?!.*(?<![a-zA-Z])[A-J](?![a-zA-Z]))(.+)"
-  pattern = rf"({_LABEL})(?:(?: |\\q?quad)+{value})?"
-  if not (match := re.fullmatch(pattern, answer, re.DOTALL)):
-    return (answer,)
-  return tuple(x for x in (match[1].strip("()[].:"), match[2]) if x)
-
-
 def with_unions(answer: str, other: str) -> str:
   """Writes `or` between intervals as a union if the other answer has one."""
   if r"\cup" not in other:
     return answer
   word = rf"(?<=[)\]]),? ?(?:{_TEXT} ?or ?\}}|or) ?(?=[(\[])"
   return re.sub(word, r"\\cup ", answer)
-
-
-def differ_in_kind(first: str, second: str) -> bool:
-  """Returns True for a set and a tuple, and other times of day or bases."""
-  kinds = {brackets(first), brackets(second)}
-  # 8:30 is no 4:15, but 4:6 may be the ratio 2:3.
-  clock = re.search(r"(?<![\d.:])\d\d?:[0-5]\d(?![\d.])", f"{first} & {second}")
-  # T is not t, but Yes is yes.
-  words = r"(?:\\text ?\{)?[a-zA-Z .-]{2,}\}?|-?\d[^_]*"
-  is_other_case = first != second and first.lower() == second.lower()
-
-  def differ(pattern: str) -> bool:
-    matches = [re.findall(pattern, x.lower()) for x in (first, second)]
-    return all(matches) and matches[0] != matches[1]
-
-  return (
-    kinds == {"set", "tuple"}
-    or "ratio" in kinds != {"ratio"}
-    or differ(r"\d ?\\text ?\{ ?([ap])\.? ?m\b")  # halves of the day
-    or (clock is not None and differ(r"0*(\d[\d:]*:\d+)"))
-    or differ(r"\d_\W*(?:text\W*)?(\d+)")  # bases
-    or (is_other_case and not re.fullmatch(words, first, re.DOTALL))
-  )
-
-
-def brackets(answer: str) -> str | None:
-  r"""Returns `set` for `\{1,2\}`, `tuple` for `(1,2)`, None for `1,2`."""
-  value = re.sub(r"^(?:(?!\\\{).)*(?:=|\\in(?![a-zA-Z]))", "", answer).strip()
-  if value.count(":") > 1:
-    return "ratio"
-  if re.fullmatch(rf"(?!{_BUILDER})\\\{{.*\\\}}", value, re.DOTALL):
-    return "set"
-  return "tuple" if "," in value and _is_group(value, "()") else None

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dppo_jax.rewards import Grader, notation
+from dppo_jax.rewards import Grader, kinds, notation
 
 DELIMITERS = [
   *["${}$", "$ {} $", "$${}$$", r"\({}\)", r"\( {} \)", r"\[{}\]", r"\[ {} \]"],
@@ -105,6 +105,17 @@ NUMBERS = {
     *[r"50\ \%", r"50\,\%", r"50 \text{ percent}", r"50\text{\%}", r"0{,}50"],
   ],
   "-3.25": ["–3.25", "−3{,}25", r"-\!3.25", r"-\frac{13}{4}", r"\text{-}3.25"],
+  "36000": [
+    *["x=36,000", "N=36{,}000", r"\text{36,000}", r"36\cdot 1,000", "+36,000"],
+    *["72,000/2", "6,000+30,000", r"x=\$36,000", r"\frac{72,000}{2}"],
+  ],
+  r"36000\pi": [r"36,000\pi", r"36{,}000\pi", r"6,000\cdot6\pi\text{ cm}^3"],
+  r"1000\sqrt3": [r"1{,}000\sqrt3", r"1,000\sqrt{3}"],
+  "-1200": [r"-\$1,200", "-£1,200", r"-\$1{,}200", r"-\$1,200.00", "- 1,200"],
+  "500000": [
+    *[r"5\text{ hundred thousand}", "5 hundred thousand dollars", "50万"]
+  ],
+  "30000000": ["3千万"],
   r"2\sqrt{3}": [r"2\sqrt3", r"2\,\sqrt{3}", "2√3", r"\sqrt{12}"],
   "180000": ["18万", "180 тыс.", r"180\text{ thousand}", "18万元"],
 }
@@ -143,6 +154,34 @@ FORMS = {
     *[r"A=\left(\begin{array}{c}1\\[1ex]2\end{array}\right)"],
     *[r"A=\begin{pmatrix}1\cr2\end{pmatrix}", rf"\mathbf{{A}}={MATRIX}"],
   ],
+  "(1000,5)": ["(1{,}000,5)", r"\left(1{,}000,\ 5\right)"],
+  "1000,2000": [
+    *["1{,}000, 2{,}000", r"1,000\text{ and }2,000", "1,000 or 2,000"]
+  ],
+  "1000<x<2000": ["1{,}000<x<2{,}000", "1,000<x<2,000", "2,000>x>1,000"],
+  r"x\ge1000": [r"x \ge 1,000", r"1,000\le x"],
+  **{"-1": ["i^2", r"e^{i\pi}"], "2i": ["(1+i)^2", r"\frac{-2}{i}", "z=2i"]},
+  **{r"\frac{1}{1+i}": [r"\frac{1-i}{2}"], "0": [r"\sum_{k=0}^3 i^k"]},
+  r"e^{i\pi/3}": [r"\frac12+\frac{\sqrt3}{2}i", r"\frac{1+i\sqrt3}{2}"],
+  r"\sum_{i=1}^n i": [r"\frac{n(n+1)}{2}", r"\sum_{j=1}^n j"],
+  **{"-2": [r"\sqrt[3]{-8}"], r"-\sqrt[3]{2}": [r"\sqrt[3]{-2}"]},
+  "A, C, E": [
+    *[r"\text{A,C,E}", r"\text{E, A, C}", r"\text{A, C, and E}"],
+    *[r"A, C\text{ and }E", r"\text{A, C}, \text{E}", r"\textbf{A, C, E}"],
+  ],
+  "A and C": [r"\text{A and C}", r"A\text{ and }C", "A, C"],
+  "30": [r"\text{30 cm}", r"\text{30 minutes}", r"\text{30}"],
+  r"\text{June 20}": ["June 20", r"\textbf{June 20}"],
+  r"\text{2:30 PM}": [r"2:30\text{ PM}", r"2:30\text{ p.m.}", "2:30"],
+  r"6:00\text{ p.m.}": [r"6:00\text{ PM}", r"\text{6:00 PM}", "6:00"],
+  r"25\%, 50\%": ["25,50", r"50\%, 25\%", "0.25, 0.5", r"25\%, 50 \%"],
+  r"x=5\%": ["5", "0.05", r"5\%", "x=0.05"],
+  "f''(x)": [r"f^{\prime\prime}(x)", r"f^{''}(x)", r"f''\left(x\right)"],
+  "f'(x)": ["f\u2032(x)", "f\u2019(x)"],
+  "i<5": ["5>i"],
+  r"\frac{dy}{dx}": [r"\frac{d y}{d x}", r"\frac{\mathrm{d}y}{\mathrm{d}x}"],
+  **{"6x": ["f'(x)=6x", "y'=6x"], "A^T": ["A^{T}"]},
+  "ABC": [r"\text{ABC}", r"\mathbf{ABC}", "**ABC**"],
   r"\arctan 2": [
     *[r"\operatorname{arctan} 2", r"\mathrm{arctan}(2)", "arctan 2"],
     *[r"\operatorname{arctg}2", r"\text{arctan}\left(2\right)", r"\tan^{-1}2"],
@@ -244,6 +283,30 @@ DIFFERENT = {
   ],
   "5": ["3+2\\text{i}", "5千克 6", "5 pi", r"5\mathrm{e}"],
   "5000": ["5千克"],
+  "36,000": ["36", "(36,000)", "36,000,0", r"36,000\pi", "36,0", "360,00"],
+  r"36,000\pi": ["36,000e", "36,000", "36", r"36,0\pi", r"\{0,36\}"],
+  **{"5,000x": ["5,000y", "5x"], "x=1,000": ["x=1,000000", "x=1", "x=1,0"]},
+  **{"-1200": [r"\$1,200", r"-\$1,2", "-200"], "(1,200)": ["1200", "(1200)"]},
+  r"x<1\text{ or }x>2": [
+    *[r"x<1\text{ and }x>2", "x<1 and x>2", "1<x<2", "x<1"]
+  ],
+  **{"A and B": ["A or B"], r"\text{Al and Bo}": [r"\text{Al or Bo}"]},
+  **{"y=2x": ["y'=2x", "y''=2x"], "f(x)": ["f'(x)"], "f'(x)": ["f''(x)"]},
+  **{"A": ["A^T", "A'", "A^{T}"], "A^2": ["A^TA"], "x": ["x'"]},
+  r"\frac{\partial f}{\partial x}": [r"\frac{\partial f}{\partial y}", "0"],
+  r"\frac{df}{dx}": [r"\frac{df}{dy}", r"\frac{dg}{dx}", r"\frac{d^2f}{dx^2}"],
+  **{"i": ["1", "-i", "-1", "x"], "1+i": ["1-i", "2", r"\sqrt2"]},
+  **{r"\sum_{i=1}^n i": [r"\sum_{i=1}^n i^2", "i"], "i^2": ["1", "i"]},
+  "A, C": [r"\text{A, D}", "AC", r"\text{AC}", r"\text{A, C, E}", "A"],
+  "30": [r"\text{31 cm}", r"\text{30 or 31}", r"\text{not 30}"],
+  **{r"\text{June 20}": ["June 21", "July 20", "20"], "3": ["Day 3", "3!!"]},
+  r"6:00\text{ p.m.}": [r"6:00\text{ AM}", r"7:00\text{ p.m.}"],
+  "500": [r"5\text{ hundred thousand}", r"5\text{ hundredths}"],
+  **{"720": ["3!!"], "15": ["5!!"]},
+  "12 ": [r"12\text{ dozen}", r"\text{12 dozen}"],
+  "25,50": [r"25\%, 60\%", r"0.25\%, 0.5\%", "0.25, 0.5", r"25\%"],
+  **{r"x=5\%": ["x=500", r"y=5\%", r"x=6\%"], r"25\%": [r"25\%+1"]},
+  **{"ABC": ["CBA", r"\text{ACB}", "AB"], "HTH": ["HHT", r"\text{THH}"]},
 }
 
 
@@ -368,6 +431,7 @@ PIECES_THAT_REPEAT = [
   ],
   *[r"\pm 1", "]1,2[", "[1;2[", r"\frac{\text{m}}{", "1e5", "1 1/2 ", "/cm"],
   *[r"\quad ", "|x|<", r"\{x|", "=1:", r"\cdot cm", r"\mu", "sq. ", "A. "],
+  *["5%,", "dx ", "a and ", r"\text{a or ", "^T", "'", r"\sqrt[3]{-"],
 ]
 
 
@@ -376,8 +440,8 @@ def test_rules_of_a_long_answer_end(piece):
   """Exponential time would be years."""
   start = time.perf_counter()
   for text in (f"5{piece * 1000}"[:990], f"x={piece * 1000}"[:990]):
-    notation.choice(text)
+    kinds.choice(text)
     notation.without_units(text)
     notation.is_readable(notation.in_plain_forms(text))
-    notation.differ_in_kind(text, f"{text}1")
+    kinds.differ_in_kind(text, f"{text}1")
   assert time.perf_counter() - start < 30

@@ -60,6 +60,7 @@ PIECES_THAT_REPEAT = [
   *[r"\left.", r"\\[1", r"\mathbb R", r"^\circ ", "per cent", "1万", "1千克"],
   *[r"\operatorname{", r"\hspace{1", "{A.", "\\", "$", "1'000", r"{\rm ", "`"],
   *[r"\{ \}", "a\\!", "1 тыс. ", r"\circ C", "1\\! ", "., ", r"\begin{align"],
+  *["1{,}111", "1,111+", "=1,111", r"\text{A, B", ", and", "^{'", "5 hundred "],
 ]
 
 
@@ -81,7 +82,8 @@ def test_distinct_gold_answers_stay_distinct():
   marks = [
     *[(r",?\\!", ""), (r"\\[dt]frac", r"\\frac"), (r"\\(?:left|right|\$)", "")],
     *[(r"\\(?:mbox|textbf|mathrm)", r"\\text"), (r"\^\{\\circ\}", r"^\\circ")],
-    *[(r"\\[,; ]|\s+", " "), (r"\\(?:text|mathbf)\{(\d+)\}", r"\1")],
+    *[(r"\{,\}", ""), (r"\\[,; ]|\s+", " ")],
+    *[(r"\\(?:text|mathbf)\{(\d+)\}", r"\1")],
   ]
   texts = golds
   for pattern, new in marks:
