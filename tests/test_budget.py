@@ -20,21 +20,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_180,
+  "": 14_085,
   "algo": 7_577,
-  "analysis": 3_931,
-  "config": 5_758,
-  "data": 6_974,
-  "eval": 2_082,
-  "files": 3_866,
-  "methods": 10_044,
-  "metrics": 6_105,
+  "analysis": 3_972,
+  "config": 5_778,
+  "data": 7_008,
+  "eval": 2_141,
+  "files": 3_941,
+  "methods": 9_828,
+  "metrics": 6_001,
   "models": 23_232,
-  "planning": 5_356,
-  "rewards": 7_906,
+  "planning": 5_403,
+  "rewards": 8_178,
   "rollout": 4_387,
-  "run": 12_137,
-  "step": 14_116,
+  "run": 12_272,
+  "step": 13_922,
 }
 _NOT_CODE = {
   tokenize.COMMENT,
@@ -125,9 +125,9 @@ def test_training_loop_has_at_most_40_lines():
   assert lines <= 40
 
 
-def test_there_are_at_most_64_options():
+def test_there_are_at_most_62_options():
   """Four of LoRA, masked completions, stop strings, a rate of fine-tuning."""
-  assert len(list(config.walk(config.Config()))) <= 64
+  assert len(list(config.walk(config.Config()))) <= 62
 
 
 def test_there_are_at_most_12_top_level_modules():
