@@ -23,6 +23,7 @@ from dppo_jax import config as configs
 from dppo_jax import methods, sharding
 from dppo_jax.algo import objectives
 from dppo_jax.errors import UserError, first_line
+from dppo_jax.eval import eval_sets
 from dppo_jax.files import bucket
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
@@ -129,6 +130,7 @@ def _setup(config: configs.Config) -> tuple[str, Run]:
   """Reads the config, the model's description and the problems."""
   run = memory.choose_slots(setup_run(config))
   memory.check(run)
+  eval_sets.check_metric(run, config.checkpoint.best)
   model = run.spec.model
   text = (
     f"{model.family}, {parameters.num_parameters(model):,} parameters, "

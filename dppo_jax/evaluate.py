@@ -76,8 +76,9 @@ def run(
         "title": workdir.name or str(workdir),
         "step": step,
         "weights": weights,
-        "sampling": f"{config.eval.samples} per problem, top-p {r.top_p:g}, "
-        f"temperature {r.temperature:g}, at most {r.max_tokens:,} tokens",
+        "sampling": f"{config.eval.samples} per problem, temperature "
+        f"{r.temperature:g}, top-p {r.top_p:g}, top-k {r.top_k or 'off'}, "
+        f"at most {r.max_tokens:,} tokens",
         "seconds": time.monotonic() - start,
         "config": configs.flatten(config),
         "sets": sets,

@@ -12,6 +12,7 @@ from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.analysis import tables
 from dppo_jax.errors import UserError
+from dppo_jax.eval import eval_sets
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory, step_time, targets
@@ -59,6 +60,7 @@ def run(
       planned = assumed.assumed_run(
         config, mesh, place.platform, place.capability
       )
+      eval_sets.check_metric(planned, config.checkpoint.best)
       planned = memory.choose_slots(planned, place.memory)
       estimate = values["estimated"][place.name] = memory.estimate(planned)
       basis = step_time.assume(planned, place, assume)

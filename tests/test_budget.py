@@ -20,21 +20,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_085,
+  "": 14_122,
   "algo": 7_577,
-  "analysis": 3_972,
+  "analysis": 4_107,
   "config": 5_778,
   "data": 7_008,
   "eval": 2_141,
   "files": 3_941,
   "methods": 9_828,
-  "metrics": 6_001,
+  "metrics": 6_002,
   "models": 23_232,
-  "planning": 5_403,
+  "planning": 5_474,
   "rewards": 8_178,
   "rollout": 4_387,
   "run": 12_272,
-  "step": 13_922,
+  "step": 13_937,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -99,6 +99,7 @@ def test_a_checkpoint_needs_only_its_config_json(tmp_path, no_network):
     ({"hardware": "v5e", "assume": "prompt=0"}, "--assume is 'prompt=0' but"),
     ({"hardware": "v5e", "assume": "memory=2"}, "fractions are at most 1"),
     ({"topology": "cpu"}, "--topology is 'cpu' but must be KIND"),
+    ({"hardware": "v5e", "checkpoint__best": "eval/x"}, "must be one of eval/"),
     ({"hardware": "v5e", "price_per_hour": -1.0}, "--price_per_hour is -1.0"),
   ],
 )

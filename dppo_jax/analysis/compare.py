@@ -7,6 +7,7 @@ unfinished.
 
 import argparse
 from collections.abc import Sequence
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -22,8 +23,8 @@ from dppo_jax.files import jsonl
 
 # Options, and sections of them, that do not make a run another experiment.
 _IGNORED = tuple(
-  "checkpoint. eval.every. fingerprints. log. seed. sft.from_run. "
-  "steps.".split()
+  "checkpoint. eval.every. eval.prompts. fingerprints. log. "
+  "reward.num_workers. seed. sft.from_run. steps.".split()
 )
 _METHOD, _RATE = "method.name", "optimizer.learning_rate"
 _DASHES = ("--", "-.", ":")  # of learning rates but the best
@@ -32,8 +33,10 @@ The baseline is the group of the first run; * is the most accurate learning rate
 of several, if the others are below its interval. Accuracy is the last held-out
 one, greedy or of n samples a problem ("sampled x n"), seconds are those of
 training steps, tokens those trained on. ± and parentheses are 95% intervals
-over seeds (Student's t), of differences and ratios paired by seed."""
+over seeds (Student's t), of differences and ratios paired by seed, if one group
+has all seeds of the other."""
 
+_OTHER_SETS = "Some runs were evaluated on other problems than others."
 _UNMOVED = (
   "No run has moved: none has an accuracy above the interval of its first one."
 )
@@ -96,9 +99,12 @@ def main(argv: Sequence[str] | None = None) -> None:
   add("--target", type=float, help="accuracy to which times are compared")
   args = parser.parse_args(argv)
   try:
-    groups = group([runs.load(path) for path in dict.fromkeys(args.runs)])
+    members = [_of_one_decoding(runs.load(x)) for x in dict.fromkeys(args.runs)]
+    groups = group(members)
     target = args.target or default_target(groups)
     legend = _LEGEND if target else f"{_LEGEND}\n{_UNMOVED}"
+    sets = {x.config.get("fingerprints.eval") for x in members} - {None}
+    legend += f"\n{_OTHER_SETS}" * (len(sets) > 1)
     print(tables.aligned(*table(groups, target)), legend, sep="\n\n")
     if args.to:
       args.to.mkdir(parents=True, exist_ok=True)
@@ -109,6 +115,13 @@ def main(argv: Sequence[str] | None = None) -> None:
       print(f"\n{args.to / 'compare.md'}")
   except UserError as error:
     sys.exit(f"error: {error}")
+
+
+def _of_one_decoding(run: runs.Run) -> runs.Run:
+  """Returns a run with the evaluations that were decoded as its last one."""
+  name = "eval/samples"
+  evals = [x for x in run.evals if bool(x[name]) == bool(run.evals[-1][name])]
+  return dataclasses.replace(run, evals=evals)
 
 
 def group(members: Sequence[runs.Run]) -> list[Group]:
@@ -194,7 +207,9 @@ def default_target(groups: Sequence[Group]) -> float | None:
     return None
   curves = [run.curve()[1] for run in members]
   start, reached = np.mean([y[0] for y in curves]), min(map(max, curves))
-  return round(float(start + 0.9 * (reached - start)), 2)
+  target = float(start + 0.9 * (reached - start))
+  rounded = round(target, 2)
+  return rounded if start < rounded <= reached else target
 
 
 def table(
@@ -208,7 +223,7 @@ def table(
   names = _columns(groups)
   head = ["method", *map(_short, names), "seeds", _accuracy_name(groups)]
   head.append("difference")
-  head += [f"s to {target:.0%}", "speed-up"] if target else []
+  head += [f"s to {100 * target:.3g}%", "speed-up"] if target else []
   head += ["s/step", "tokens/step"]
   last_steps = [[y for run in x.runs for y in run.steps[-1:]] for x in groups]
   noise = [*map(runs.noise_scale, last_steps)]

@@ -37,8 +37,9 @@ def with_interval(x: Interval, digits: int = 3) -> str:
 
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Interval:
-  """Returns the mean of `a - b`, paired by seed."""
-  if seeds := a.keys() & b.keys():
+  """Returns the mean of `a - b`, paired if one has all seeds of the other."""
+  seeds = a.keys() & b.keys()
+  if len(seeds) == min(len(a), len(b)):
     return mean([a[seed] - b[seed] for seed in seeds])
   return mean([float(np.mean([*a.values()]) - np.mean([*b.values()]))])
 

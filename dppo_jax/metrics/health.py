@@ -107,8 +107,9 @@ CHECKS = (
   Check(
     "reward_failures",
     lambda x: _sum(x, _FAILURES) / max(_sum(x, "completions/drawn"), 1),
-    "{value:.1%} of rewards failed and count as 0. See log.txt for the cause "
-    "or raise config.reward.timeout_seconds.",
+    "reward functions failed {value:.2f} times a completion, and each failure "
+    "counts as 0. See log.txt for the cause, or raise "
+    "config.reward.timeout_seconds.",
     limit=0.01,
   ),
 )

@@ -47,7 +47,6 @@ def estimate(run: Run) -> dict[str, Parts]:
   spec = run.spec
   with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
     train_state = abstract_values.abstract_train_state(spec)
-    copy = abstract_values.abstract_inference_params(spec)
   weights = _held(train_state.params)
   state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
   if spec.has_reference:
@@ -57,12 +56,18 @@ def estimate(run: Run) -> dict[str, Parts]:
   third = bool(spec.model.experts) * (spec.platform == "gpu") * gradients
   sets = {"gradients": 2 * gradients, "gradients of experts": third}
   stages = {
-    "roll_out": state | {"inference copy": _held(copy)} | _roll_out(spec),
+    "roll_out": state | {"inference copy": copy_bytes(spec)} | _roll_out(spec),
     "update": state | sets | _update(spec),
   }
   if spec.model.lora and run.config.sft.steps and not run.config.sft.from_run:
     stages["sft"] = estimate(run.without_adapters())["update"]
   return stages
+
+
+def copy_bytes(spec: StepSpec) -> float:
+  """Bytes that a device holds of the weights that rollouts read."""
+  with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
+    return _held(abstract_values.abstract_inference_params(spec))
 
 
 def _held(tree: PyTree) -> float:

@@ -110,11 +110,15 @@ def assume(
       f"--assume is {changes!r} but must be NAME=NUMBER,... above 0, with NAME "
       f"one of {', '.join(usual._fields)}; fractions are at most 1"
     ) from None
-  if changed.completion > limit:
-    raise UserError(
-      f"--assume has completions of {changed.completion:,.0f} tokens, but "
-      f"config.rollout.max_tokens is {limit:,}"
-    )
+  for mean, most, option in (
+    (changed.prompt, spec.prompt_tokens, "data.max_prompt_tokens"),
+    (changed.completion, limit, "rollout.max_tokens"),
+  ):
+    if mean > most:
+      raise UserError(
+        f"--assume has means of {mean:,.0f} tokens, but config.{option} allows "
+        f"{most:,}"
+      )
   # No group has more completions than were drawn.
   return changed._replace(groups=max(changed.groups, changed.trained))
 
@@ -170,7 +174,7 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
   is_local = spec.platform == "cpu"
   workers = rewards.default_workers() if is_local else rewards.MAX_WORKERS
   grading = reward.functions.startswith("math") * _GRADE / workers
-  has_score = scoring.is_needed(spec)
+  has_score = scoring.reads_tokens(spec)
   return {
     "rollout": _rollout(spec, held, assumed),
     "score": has_score * assumed.seconds(forward, 0),
@@ -193,7 +197,9 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
   if not model.shares_prompts:  # attention reads unused positions too
     seen = sum(kv_cache.slot_and_prompt_sizes(model, width, limit)[0])
   copy = held["roll_out"]["inference copy"]
-  moved = held["roll_out"]["weights"] + (1 + steps) * copy
+  # A step reads whole layers, gathered if the copy is divided.
+  whole = memory.copy_bytes(dataclasses.replace(spec, shard_weights=False))
+  moved = held["roll_out"]["weights"] + copy + steps * whole
   moved += tokens * seen * memory.token_bytes(spec)
   forward = flops.forward(
     model, prompts * width + tokens, tokens, tokens * seen

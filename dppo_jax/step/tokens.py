@@ -16,6 +16,12 @@ def is_needed(spec: StepSpec) -> bool:
   return spec.method.tokens is not None or spec.needs_old_logprobs
 
 
+def reads_tokens(spec: StepSpec) -> bool:
+  """Returns True if `score` has a forward pass."""
+  rule = spec.method.tokens
+  return spec.needs_old_logprobs or bool(rule and rule.needs_stats)
+
+
 def score(
   rng: StepRng,
   params: parameters.Params,
@@ -25,8 +31,8 @@ def score(
   spec: StepSpec,
 ) -> tuple[PackedBatch, dict[str, Scalar]]:
   """Computes old log-probabilities if needed, and chooses tokens."""
-  stats, rule = None, spec.method.tokens
-  if spec.needs_old_logprobs or (rule and rule.needs_stats):
+  stats = None
+  if reads_tokens(spec):
     stats = update.score(params, batch, num_micro, spec=spec)
   return choose_tokens(rng, batch, stats, spec=spec)
 

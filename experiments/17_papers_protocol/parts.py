@@ -3,10 +3,11 @@ r"""Parts of a speed-up, counted on the rollouts of one run.
   python -m experiments.17_papers_protocol.parts --workdir=runs/papers_protocol
 
 Every step's completions are chosen and packed again in each way, one change at
-a time, from padded sequences to our grpo and to dppo. Seconds are micro-batches
-times the measured seconds of one, plus the measured other seconds, which are
-proportional to the rollouts. It needs the logged completions of GRPO as
-published, and writes parts.csv.
+a time, from padded sequences to our grpo and to dppo. Seconds are those of
+micro-batches and of steps, fitted to the measured epochs with a KL penalty or
+without, plus the measured other seconds, which are proportional to the
+rollouts. It needs the logged completions of GRPO as published, and writes
+parts.csv.
 """
 
 import argparse
@@ -149,6 +150,18 @@ def costs(line: dict) -> tuple[float, float]:
   return update / line["micro_batches"], line["cpu_seconds"] - update
 
 
+def prices(lines: list[dict]) -> tuple[float, float]:
+  """Returns CPU seconds of a micro-batch, and of a step's update without any.
+
+  Args:
+    lines: measurements of epochs.
+  """
+  amounts = [[x["micro_batches"], x["steps"]] for x in lines]
+  spent = [costs(x)[0] * x["micro_batches"] for x in lines]
+  micro, step = np.linalg.lstsq(np.array(amounts), np.array(spent))[0]
+  return float(micro), float(step)
+
+
 def table(workdir: pathlib.Path, lines: list[dict]) -> str:
   """Returns a line for each part and epoch."""
   size = run.ROWS[run.PUBLISHED].steps
@@ -162,22 +175,27 @@ def table(workdir: pathlib.Path, lines: list[dict]) -> str:
   }
   head = ["epoch", "part", "micro-batches", "CPU s", "over the line before"]
   head += ["over GRPO as published", "measured row: CPU s"]
-  page, no_kl = [], math.nan
+  by_row = lambda *names: [
+    x for (name, _), x in measured.items() if name in names
+  ]
+  with_kl, without_kl = (
+    prices(by_row(run.PUBLISHED, BEST)),
+    prices(by_row(OURS)),
+  )
+  page = []
   for epoch in range(1, 1 + len(steps) // size):
     base = measured[run.PUBLISHED, epoch]
     ours = measured.get((OURS, epoch))
-    micro, other = costs(base)
-    if ours:  # else those of an earlier epoch
-      no_kl = costs(ours)[0]
+    other = costs(base)[1]
     some = counted[(epoch - 1) * size : epoch * size]
     sums = {key: sum(x[key] for x in some) for key in some[0]}
     rolled_out = {PROMPTS: sums.pop("prompts"), SMALLER: sums.pop("few")}
-    without_kl = NO_KL, NONZERO, SMALLER
-    seconds = {
-      key: other * rolled_out.get(key, size) / size
-      + num * (no_kl if key in without_kl else micro)
-      for key, num in sums.items()
-    }
+    seconds = {}
+    for key, num in sums.items():
+      has_kl = key not in (NO_KL, NONZERO, SMALLER)
+      micro, step = with_kl if has_kl else without_kl
+      part = rolled_out.get(key, size) / size
+      seconds[key] = num * micro + size * step + other * part
     rows = {SHARED: base, NONZERO: ours}
     rows[PROMPTS] = measured.get((BEST, epoch))
     before = seconds[PADDED]

@@ -275,3 +275,36 @@ def test_an_option_that_one_run_lacks_separates_them(tmp_path):
   assert one.label != two.label
   dppo = _run(tmp_path, "dppo", **{"method.args": {"prompt_rate": 0.5}})
   assert [x.label for x in _groups(_run(tmp_path), dppo)] == ["grpo", "dppo"]
+
+
+@pytest.mark.parametrize(
+  "seeds, expected", [((0, 1, 2, 3), 1.0), ((0, 1), 1.0), ((2, 3, 4), -1.0)]
+)
+def test_seeds_are_paired_if_one_group_has_those_of_the_other(seeds, expected):
+  """One of three pairs would stand for all runs."""
+  values = {seed: float(seed) for seed in range(3)}
+  other = {seed: seed - 1.0 for seed in seeds}
+  value, low, _ = statistics.difference(values, other)
+  assert value == expected and np.isnan(low) == (seeds == (2, 3, 4))
+
+
+def test_every_run_reached_the_target(tmp_path):
+  group = _groups(_run(tmp_path, top=0.118), _run(tmp_path, "dppo", top=0.118))
+  target = compare.default_target(group)
+  assert round(target, 2) == 0.12 > target
+  head, rows = compare.table(group, target)
+  assert "-" not in [row[head.index(f"s to {target:.1%}")] for row in rows]
+
+
+def test_accuracies_of_another_decoding_or_set_are_apart(tmp_path, capsys):
+  paths = [
+    _run(tmp_path, name, **{"fingerprints.eval": name})
+    for name in ("grpo", "dppo")
+  ]
+  with (paths[0] / "metrics.jsonl").open("a") as file:
+    for step, accuracy in ((21, 0.3), (22, 0.4)):
+      line = {"step": step, "eval/accuracy": accuracy, "eval/samples": 2}
+      file.write(json.dumps(line) + "\n")
+  assert len(compare._of_one_decoding(runs.load(paths[0])).evals) == 2
+  compare.main([str(x) for x in paths])
+  assert "evaluated on other problems" in capsys.readouterr().out
