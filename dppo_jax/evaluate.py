@@ -60,6 +60,9 @@ def run(
       with bar.task("compiling") as task:
         compiled = programs.compile_programs(to_compile, run.spec.mesh, task)
       step = step or 0
+      with distributed.sharing_errors():
+        if distributed.is_first():
+          directory = _make_directory(workdir, step)
       lines: list[dict] = []
       sets = {
         name: _evaluate_set(run, compiled, params, grader, name, lines, bar)
@@ -69,7 +72,8 @@ def run(
       for line in dict.fromkeys(warnings):
         bar.say(line)
     if distributed.is_first():
-      directory = _make_directory(workdir, step)
+      if bucket.url(workdir):  # another machine may have taken the name
+        directory = _make_directory(workdir, step)
       jsonl.replace(directory / "completions.jsonl", map(jsonl.line, lines))
       r = config.rollout
       results = {
@@ -127,7 +131,7 @@ def _make_directory(workdir: pathlib.Path, step: int) -> pathlib.Path:
   with bucket.reaching(workdir / "evaluation") as earlier:
     name = next(x for x in names if not (earlier / x).exists())
   path = workdir / "evaluation" / name
-  path.mkdir(parents=True)
+  path.mkdir(parents=True, exist_ok=bool(bucket.url(workdir)))
   return path
 
 
