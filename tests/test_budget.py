@@ -23,7 +23,7 @@ TOKENS = {
   "": 14_122,
   "algo": 7_577,
   "analysis": 4_107,
-  "config": 5_778,
+  "config": 5_773,
   "data": 7_008,
   "eval": 2_141,
   "files": 3_941,

@@ -1,7 +1,6 @@
 """Checked options, and the functions that they name."""
 
 from collections.abc import Callable, Iterable
-import dataclasses
 import inspect
 from numbers import Integral
 import os
@@ -230,8 +229,8 @@ def validate(config: Config, trains: bool = True) -> None:
   _check_multiple("pack.row_length", config.pack.row_length, 8)
   if config.mesh.data == 0:
     raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
-  lora = dataclasses.replace(config.lora, adapter="")
-  if not lora.rank and lora != LoraConfig():
+  lora = config.lora
+  if lora != LoraConfig() and not (lora.rank or lora.adapter):
     raise UserError("config.lora.rank is 0 but config.lora has other options")
 
 
