@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_474,
   "rewards": 8_178,
   "rollout": 4_387,
-  "run": 12_272,
+  "run": 12_275,
   "step": 13_937,
 }
 _NOT_CODE = {

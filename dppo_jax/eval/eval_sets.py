@@ -24,7 +24,7 @@ from dppo_jax.step.grade import grade
 # The answer in a box, by verifier: those that it takes to be other ones differ.
 _READ: dict[str, Callable[[str], str]] = {"exact": str.strip, "math": normalize}
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")  # metrics
-BATCH = 64  # problems in a batch, or those of a training step if more
+BATCH = 64  # problems in a batch; a training step with more sets it
 
 
 class Completions(NamedTuple):
@@ -152,8 +152,8 @@ def check_metric(run: Run, metric: str) -> None:
 def batch_size(run: Run) -> int:
   """Returns the problems of a batch, a multiple of the devices.
 
-  It has at most `BATCH` problems, or as many as a training step, whose memory
-  the plan has counted.
+  At most `BATCH`, or the prompts of a training step, whose memory the plan has
+  counted.
   """
   most = max(BATCH, run.spec.num_prompts)
   largest = max(map(len, run.eval_sets.values()), default=1)
@@ -170,7 +170,7 @@ def rollouts(
 ) -> Iterator[Rollout]:
   """Yields rollouts of every problem once, while the next one decodes.
 
-  The arguments are those of `evaluate`, and a key for the set's randomness.
+  Takes the arguments of `evaluate`, and a key for the set's randomness.
   """
   problems, num_prompts = run.eval_sets[name], batch_size(run)
   rng = rng_of_set(root_key, name, [*run.eval_sets].index(name))

@@ -109,7 +109,7 @@ def drop_by_history(rate: float) -> method.PromptRule:
 def _drop_below_mean(
   rate: float, score: Float[Array, "n"], is_known: Bool[Array, "n"]
 ) -> Float[Array, "n"]:
-  """Returns 1 - rate for a known score below the mean of these, else 1."""
+  """Returns 1 - rate for a known score below the mean known one, else 1."""
   known = jnp.where(is_known, score, 0.0)
   mean = known.sum() / jnp.maximum(is_known.sum(dtype=jnp.float32), 1.0)
   is_low = is_known & (score < mean * (1 - method.ROUNDING))

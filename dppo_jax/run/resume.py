@@ -204,8 +204,9 @@ def held(
     try:
       yield lines
     except (UserError, KeyboardInterrupt):
-      logged = jsonl.read(workdir / "metrics.jsonl")
-      if is_new and not (logged or checkpoint_steps.complete_steps(workdir)):
+      logs = workdir / "metrics.jsonl"
+      saved = checkpoint_steps.complete_steps(workdir)
+      if is_new and not (saved or jsonl.read(logs)):
         shutil.rmtree(workdir, ignore_errors=True)
       raise
 
