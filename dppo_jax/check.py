@@ -153,8 +153,7 @@ def _attention(run: Run) -> tuple[str, None]:
 def _weights(run: Run) -> tuple[str, parameters.Params]:
   start = time.monotonic()
   params = jax.block_until_ready(run.initial_params())
-  where = run.path or "randomly initialised"
-  return f"{where}, {time.monotonic() - start:.1f} s", params
+  return f"{run.origin}, {time.monotonic() - start:.1f} s", params
 
 
 def _step(run: Run, params: parameters.Params) -> tuple[str, tuple]:
@@ -289,5 +288,5 @@ def _grader(run: Run) -> tuple[str, None]:
   start = time.monotonic()
   with run.make_grader() as grader:
     grader.self_check(run.train_set.columns)
-  seconds = f"{time.monotonic() - start:.1f} s"
-  return f"{run.config.reward.functions}, {seconds}", None
+  names = ", ".join(x.reference for x in run.reward_specs)
+  return f"{names}, {time.monotonic() - start:.1f} s", None

@@ -17,6 +17,7 @@ from dppo_jax.files import bucket, jsonl
 from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.run import checkpoint, checkpoint_steps, compile_cache, resume
+from dppo_jax.run.description import warnings
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values, programs, runtime_checks
 
@@ -51,7 +52,7 @@ def run(
           grader.self_check(problems.columns, verifier_only=True)
       with bar.task("reading weights"):
         params, weights = read_weights(run, workdir, step)
-      messages = [f"weights: {weights}", *run.warnings]
+      messages = [f"weights: {weights}", *warnings(run, config)]
       bar.say(progress.wrapped("\n".join(messages)))
       to_compile = {"greedy": eval_sets.program(run, 0)}
       if samples := config.eval.samples:
@@ -68,8 +69,8 @@ def run(
         name: _evaluate_set(run, compiled, params, grader, name, lines, bar)
         for name in run.eval_sets
       }
-      warnings = itertools.chain(*distributed.gather(grader.pop_warnings()))
-      for line in dict.fromkeys(warnings):
+      lost = itertools.chain(*distributed.gather(grader.pop_warnings()))
+      for line in dict.fromkeys(lost):
         bar.say(line)
     if distributed.is_first():
       if bucket.url(workdir):  # another machine may have taken the name
@@ -111,10 +112,7 @@ def read_weights(
 ) -> tuple[parameters.Params, str]:
   """Returns the weights of a step of `find_step`, and their origin as text."""
   if step is None:
-    model, adapter = run.config.model, run.config.lora.adapter
-    origin = model.path or model.hub_id or "random, without a checkpoint"
-    origin += f", with the adapter {adapter}" * bool(adapter)
-    params = run.initial_params()
+    origin, params = run.origin, run.initial_params()
   else:
     with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
       like = abstract_values.abstract_params(run.spec)

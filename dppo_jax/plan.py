@@ -68,7 +68,7 @@ def run(
       seconds = step_time.estimate(planned, estimate, basis)
       values["time"][place.name] = seconds
       price = price_per_hour * place.num
-      bar.say(_timed(planned, estimate, basis, seconds, price))
+      bar.say(_timed(planned, config, estimate, basis, seconds, price))
     if target:
       names = [x for x in stages.split(",") if x]
       values["compiled"] = _compile(config, target, names, bar)
@@ -113,6 +113,7 @@ def _verdict(sums: dict[str, float], limit: float) -> str:
 
 def _timed(
   run: Run,
+  config: configs.Config,
   held: step_time.Stages,
   assumed: step_time.Assumptions,
   seconds: dict[str, float],
@@ -123,15 +124,16 @@ def _timed(
   Args:
     price: of all devices for an hour; 0 if unknown.
   """
-  spec, config, step = run.spec, run.config, sum(seconds.values())
+  spec, step = run.spec, sum(seconds.values())
   rows = [
     [name, f"{x:,.{2 if step > 1 else 4}f}", f"{x / step:.0%}"]
     for name, x in (seconds | {"step": step}).items()
     if x
   ]
   steps = config.steps * step / 3600
-  evals = step_time.evaluation_seconds(run, held, assumed) / 3600
-  sizes = step_time.checkpoint_sizes(run)
+  num = num_evaluations(config)
+  evals = step_time.evaluation_seconds(run, num, held, assumed) / 3600
+  sizes = step_time.checkpoint_sizes(spec, num_checkpoints(config))
   tokens = spec.num_prompts * spec.group_size * assumed.completion
   tokens /= spec.mesh.size
   facts = {
@@ -157,6 +159,18 @@ def _timed(
     f"{tables.aligned(['', 'seconds', 'of a step'], rows)}\n\n"
     + "\n".join([*lines, "", progress.wrapped(_advice(seconds))])
   )
+
+
+def num_evaluations(config: configs.Config) -> int:
+  """Returns the evaluations of a run: before it, when due, and at its end."""
+  every = config.eval.every
+  return 1 + (-(-config.steps // every) if every else 1)
+
+
+def num_checkpoints(config: configs.Config) -> int:
+  """Returns the checkpoints that are kept, without that of step 0."""
+  c = config.checkpoint
+  return min(-(-config.steps // (c.every or 1)), c.keep + bool(c.best))
 
 
 def _hours(hours: float) -> str:

@@ -19,6 +19,7 @@ from dppo_jax.metrics import progress
 from dppo_jax.models import parameters
 from dppo_jax.records import Rollout
 from dppo_jax.run import compile_cache, preflight
+from dppo_jax.run.description import warnings
 from dppo_jax.run.setup import Run, read_problems, setup_run
 from dppo_jax.step import programs
 from dppo_jax.step.grade import Ungraded, grade
@@ -56,9 +57,9 @@ def run(
     with jax.set_mesh(run.spec.mesh), run.make_grader() as grader:
       with bar.task("reading weights"):
         params, weights = read_weights(run, workdir, step)
-      start = [f"weights: {weights}", _decoding(config), *run.warnings]
+      start = [f"weights: {weights}", _decoding(config), *warnings(run, config)]
       bar.say(progress.wrapped("\n".join(start)))
-      sampler = _Sampler(run, params, grader, bar)
+      sampler = _Sampler(config, run, params, grader, bar)
       if source is None:
         sampler.print_lines()
       else:
@@ -118,6 +119,7 @@ def _lines(is_typed: bool) -> Iterator[str]:
 class _Sampler:
   """Weights and the programs that sample from them, by size of their input."""
 
+  config: configs.Config
   run: Run
   params: parameters.Params
   grader: rewards.Grader
@@ -135,7 +137,7 @@ class _Sampler:
       # A repeated line has other randomness.
       key = jax.random.fold_in(run.spec.root_key, number)
       try:
-        self.print_completions(_source_of(run.config, [line]), key)
+        self.print_completions(_source_of(self.config, [line]), key)
       except UserError as error:
         if not is_typed:
           raise UserError(f"line {number + 1} of the input: {error}") from None
@@ -145,7 +147,7 @@ class _Sampler:
     """Prints completions of every prompt of a source."""
     run, spec = self.run, self.run.spec
     sets = read_problems(
-      run.config, run.tokenizer, source, trains=False, needs_answers=False
+      self.config, run.tokenizer, source, trains=False, needs_answers=False
     )[1]
     preflight.check_ids(spec.sampling, spec.model.vocab, [*sets.values()])
     # Of a power of two, so that few programs serve all prompts.
@@ -163,7 +165,7 @@ class _Sampler:
   def _program(self, run: Run, width: int) -> jax.stages.Compiled:
     size = eval_sets.batch_size(run), width
     if size not in self.compiled:
-      program = eval_sets.program(run, run.config.eval.samples)
+      program = eval_sets.program(run, run.eval_samples)
       with self.bar.task("compiling") as task:
         compiled = programs.compile_programs(
           {"sample": program}, run.spec.mesh, task

@@ -32,6 +32,7 @@ from dppo_jax.run import (
   sft,
   signals,
 )
+from dppo_jax.run.description import description
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values, programs, runtime_checks
 from dppo_jax.step.step_info import StepInfo
@@ -106,7 +107,8 @@ def _run(
             Writer(workdir, latest, bar, watch, trackers, options)
           )
       try:
-        for line in (*warnings, *changes, run.description()):
+        described = description(run, config)
+        for line in (*warnings, *changes, described):
           writer.say(line)
         with bar.task("starting to grade"), distributed.sharing_errors():
           grader.self_check(run.train_set.columns)
@@ -116,7 +118,15 @@ def _run(
           compiled = _compile(run, task)
         stack.callback(gc.unfreeze)
         session = _Session(
-          workdir, run, compiled, grader, checkpoints, writer, stop, callbacks
+          workdir,
+          config,
+          run,
+          compiled,
+          grader,
+          checkpoints,
+          writer,
+          stop,
+          callbacks,
         )
         _train(session)
         with bar.task("writing the report"), distributed.sharing_errors():
@@ -133,10 +143,10 @@ def _run(
 
 def _compile(run: Run, task: progress.Task) -> dict[str, jax.stages.Compiled]:
   """Compiles the stages of a step, and evaluations if there are problems."""
-  table, samples = programs.step_programs(run.spec), run.config.eval.samples
+  table = programs.step_programs(run.spec)
   if run.eval_sets:
-    table["evaluate"] = eval_sets.program(run, samples)
-    if samples:  # the first and the last evaluation are greedy too
+    table["evaluate"] = eval_sets.program(run, run.eval_samples)
+    if run.eval_samples:  # the first and the last evaluation are greedy too
       table["evaluate_greedy"] = eval_sets.program(run, samples=0)
   return programs.compile_programs(table, run.spec.mesh, task)
 
@@ -162,9 +172,9 @@ def _train(session: "_Session") -> None:
   with (
     compile_cache.compilations() as compilations,
     session.stop.deferred(),
-    session.writer.bar.steps("step", run.config.steps, first),
+    session.writer.bar.steps("step", session.config.steps, first),
   ):
-    for step in range(first, run.config.steps):  # see `TrainStep`
+    for step in range(first, session.config.steps):  # see `TrainStep`
       rng = rng_at(root_key, step)
       state, experience = train_step.collect(state)  # rollouts and rewards
       batches = train_step.select(rng, experience, state)  # one per update
@@ -185,6 +195,7 @@ class _Session:
   """
 
   workdir: pathlib.Path
+  config: configs.Config
   run: Run
   compiled: dict[str, jax.stages.Compiled]
   grader: rewards.Grader
@@ -208,7 +219,7 @@ class _Session:
       advice = f"delete the checkpoint of step {latest} to resume from the one"
       runtime_checks.check_params(state.params, f"{advice} before")
       return state
-    state = sft.first_state(self.run, self.writer)
+    state = sft.first_state(self.run, self.config.sft, self.writer)
     self._evaluate(state, is_end=True)
     self._save(0, state)
     return state
@@ -225,7 +236,7 @@ class _Session:
     values["update/compiles"] = num_compiled
     self._log(done, state, info, values)
     runtime_checks.check_update(done, values)
-    config = self.run.config
+    config = self.config
     self.ended_by = next(filter(None, distributed.gather(self.ended_by)), "")
     if self.ended_by:
       self.writer.say(self.ended_by)
@@ -297,7 +308,7 @@ class _Session:
     the state is the best so far, by `checkpoint.best`.
     """
     step, sets = int(state.step), self.run.eval_sets
-    samples = self.run.config.eval.samples
+    samples = self.run.eval_samples
     values: dict[str, float] = {"eval/samples": samples} if sets else {}
     for number, name in enumerate(sets):
       completions = self._complete(state, name, "evaluate")

@@ -25,7 +25,7 @@ from dppo_jax.algo.weights import horvitz_thompson
 from dppo_jax.metrics import progress
 from dppo_jax.records import Groups
 from dppo_jax.rng import Stage, rng_at
-from dppo_jax.run import compile_cache, setup, sft
+from dppo_jax.run import compile_cache, description, setup, sft
 from dppo_jax.step import abstract_values, grade, update
 from dppo_jax.step.train_step import TrainStep
 
@@ -52,7 +52,7 @@ c.pack.rows_per_micro = 4
 c.optimizer.learning_rate = 1e-4
 
 run = setup.setup_run(c)
-print(run.description())
+print(description.description(run, c))
 
 # %% [markdown]
 # The data are rows of token numbers. Here the tokens are characters.

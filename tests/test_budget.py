@@ -20,21 +20,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_164,
+  "": 14_278,
   "algo": 7_577,
   "analysis": 4_107,
-  "config": 5_773,
-  "data": 7_008,
-  "eval": 2_141,
+  "config": 5_775,
+  "data": 7_039,
+  "eval": 2_137,
   "files": 3_941,
   "methods": 9_828,
   "metrics": 6_002,
   "models": 23_232,
-  "planning": 5_474,
+  "planning": 5_371,
   "rewards": 8_178,
   "rollout": 4_387,
-  "run": 12_275,
-  "step": 13_937,
+  "run": 12_352,
+  "step": 13_970,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -7,6 +7,7 @@ import pytest
 
 from dppo_jax import sharding
 from dppo_jax.run import preflight, setup
+from dppo_jax.run.description import description
 from dppo_jax.step import programs
 from tests.helpers import commands
 
@@ -35,9 +36,9 @@ def test_rows_and_slots_count_one_devices(num_devices):
   run = setup.setup_run(c)
   rows = run.spec.packing.rows_per_micro
   assert rows == num_devices * c.pack.rows_per_micro
-  description = " ".join(run.description().split())
-  assert f"micro-batches of {rows} rows" in description
-  assert "in 64 slots a device" in description
+  text = " ".join(description(run, c).split())
+  assert f"micro-batches of {rows} rows" in text
+  assert "in 64 slots a device" in text
 
 
 def test_prompts_that_do_not_divide_are_rejected_by_name():

@@ -11,6 +11,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, evaluate, main, sample, train
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
+from dppo_jax.run.description import description, warnings
 from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, sources
 
@@ -161,8 +162,10 @@ def test_every_mode_names_an_end_of_turns_that_does_not_stop(
   warning = "a turn ends in 7"
   tokenizer = data.CharacterTokenizer
   monkeypatch.setattr(tokenizer, "stop_warning", warning)
-  assert warning in setup_run(_config()).description().splitlines()
-  assert warning not in setup_run(_config(rollout__stop_ids=(7,))).description()
+  for stop_ids in ((), (7,)):
+    c = _config(rollout__stop_ids=stop_ids)
+    lines = description(setup_run(c), c).splitlines()
+    assert (warning in lines) == (not stop_ids)
   evaluate.run(_config(eval__samples=0, data__eval_limit=2), trained)
   assert capsys.readouterr().out.count(warning) == 1
   sample.run(_config(eval__samples=0), trained, prompt="1+1=")
@@ -197,16 +200,16 @@ def test_without_checkpoints_the_weights_are_the_initial_ones(tmp_path):
 def test_lengths_beyond_the_positions_of_the_model_are_reported(
   tmp_path, spare, is_nested
 ):
-  run = setup_run(_config())
+  run = setup_run(c := _config())
   sets = (run.train_set, *run.eval_sets.values())
-  longest = max(x.lengths.max() for x in sets) + run.config.rollout.max_tokens
+  longest = max(x.lengths.max() for x in sets) + c.rollout.max_tokens
   settings = {"max_position_embeddings": int(longest) + (spare or 0)}
   settings = {} if spare is None else settings
   if is_nested:
     name = "Gemma3ForConditionalGeneration"
     settings = {"architectures": [name], "text_config": settings}
   (tmp_path / "config.json").write_text(json.dumps(settings))
-  warnings = run._replace(path=str(tmp_path)).warnings
-  assert len(warnings) == (spare == -1)
-  if warnings:
-    assert f"{longest} tokens, but the model has {longest - 1} " in warnings[0]
+  lines = warnings(run._replace(path=str(tmp_path)), c)
+  assert len(lines) == (spare == -1)
+  if lines:
+    assert f"{longest} tokens, but the model has {longest - 1} " in lines[0]

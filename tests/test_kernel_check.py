@@ -13,6 +13,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.models import attention
 from dppo_jax.models.attention import decode_kernel
 from dppo_jax.run import kernel_check, setup
+from dppo_jax.run.description import warnings
 from tests.helpers import commands
 
 pytestmark = pytest.mark.usefixtures("tpu_kernels", "no_memory")
@@ -109,9 +110,9 @@ def test_wrong_kernel_is_replaced_by_plain_xla(monkeypatch, change):
   assert spec.model.attention == "xla"
   assert not spec.sampler.shares_prompts
   assert "\n" not in fault and fault.startswith("splash ")
-  assert run._replace(spec=spec, kernel_fault=fault)._kernels() == [
-    f"attention: xla, plain XLA: {fault}"
-  ]
+  replaced = run._replace(spec=spec, kernel_fault=fault)
+  lines = warnings(replaced, commands.config("arithmetic"))
+  assert lines == [f"attention: xla, plain XLA: {fault}"]
   with pytest.raises(UserError, match=WRONG[change]) as error:
     kernel_check.checked(run.spec, "splash")
   assert str(error.value).startswith("config.model.attention=splash is wrong")

@@ -13,6 +13,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.metrics import progress
 from dppo_jax.models import moe, parameters
 from dppo_jax.planning import assumed, memory, targets
+from dppo_jax.run import description
 from dppo_jax.run.setup import Run, setup_run
 from dppo_jax.step import abstract_values
 from tests.helpers import commands
@@ -146,8 +147,7 @@ def test_zero_slots_are_as_many_as_fit():
   run = planned(rollout__num_slots=0)
   most = memory.choose_slots(run, 1e15).spec.num_slots
   shards = sharding.num_shards(run.spec.mesh, "batch")
-  num_prompts = run.config.data.prompts_per_step // shards
-  assert most == num_prompts * run.config.rollout.group_size
+  assert most == run.spec.num_prompts // shards * run.spec.group_size
   limit = 1.3 * total(planned(rollout__num_slots=most // 2), "roll_out")
   chosen = memory.choose_slots(run, 1.001 * limit).spec.num_slots
   assert chosen == most // 2
@@ -218,15 +218,21 @@ def test_a_run_says_which_attention_a_gpu_takes_and_why(
 ):
   """A kernel needs a mask of all pairs of tokens, plain XLA their logits."""
   find = lambda name: name if is_installed else None
+
+  def warnings(run: Run, platform: str = "gpu", **options) -> str:
+    return description.warnings(run, small(**options))[-1]
+
   monkeypatch.setattr(importlib.util, "find_spec", find)
   run, exact = planned(**GPU), planned(**GPU | {"model__dtype": "float32"})
   plain, missing = "attention: xla_dense, plain XLA: ", "tokamax is not instal"
   line = "attention: tokamax" if is_installed else plain + missing
-  assert run.warnings[-1].startswith(line)
-  assert plain in exact.warnings[-1]
-  chosen = planned(**GPU, model__attention="xla")
-  assert chosen.warnings[-1] == plain + "config.model.attention=xla"
-  assert not planned().warnings
+  assert warnings(run).startswith(line)
+  assert plain in warnings(exact)
+  by_hand = GPU | {"model__attention": "xla"}
+  chosen = planned(**by_hand)
+  line = plain + "config.model.attention=xla"
+  assert warnings(chosen, **by_hand) == line
+  assert not description.warnings(planned(), small())
 
   pairs = run.spec.packing.rows_per_micro // 4 * 512**2
   logits = 12 * run.spec.model.heads // 2
@@ -239,4 +245,4 @@ def test_a_run_says_which_attention_a_gpu_takes_and_why(
   model = dataclasses.replace(run.spec.model, experts=experts)
   mixed = run._replace(spec=dataclasses.replace(run.spec, model=model))
   costly = "each expert multiplies every token: " + missing
-  assert mixed.warnings[-1].startswith(costly) == (not is_installed)
+  assert warnings(mixed).startswith(costly) == (not is_installed)

@@ -110,6 +110,16 @@ def test_invalid_plans_are_rejected(options, words):
     plan.run(commands.config("gsm8k", **changed), **flags)
 
 
+def test_evaluations_and_checkpoints_are_those_of_the_run():
+  c = commands.config("arithmetic", steps=20)
+  for every, num in ((0, 2), (10, 3), (15, 3)):
+    c.eval.every = every
+    assert plan.num_evaluations(c) == num
+  for every, keep, best, num in ((30, 2, "", 1), (5, 2, "", 2), (5, 2, "x", 3)):
+    c.checkpoint.every, c.checkpoint.keep, c.checkpoint.best = every, keep, best
+    assert plan.num_checkpoints(c) == num
+
+
 def test_the_command_line_plans():
   flags = ["--hardware=h200:1", "--price_per_hour=60", "--assume=trained=0.5"]
   done = commands.main("gsm8k:cppo", "--mode=plan", *flags)

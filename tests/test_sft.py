@@ -26,8 +26,8 @@ def _run(**options):
   }
   run = setup_run(commands.config("arithmetic:grpo", **tiny | options))
   bar = progress.Progress()
-  train = lambda run, steps: sft.tune(
-    run, run.initial_params(), steps, lambda line: None, bar
+  train = lambda run, steps, rate=0.0: sft.tune(
+    run, run.initial_params(), steps, lambda line: None, bar, rate
   )
   return run, train
 
@@ -51,8 +51,7 @@ def test_the_rate_of_a_checkpoint_is_low_unless_it_is_given(rates):
   # The weights are random, but look like a checkpoint's.
   stored = run._replace(path="checkpoint")
   sft.tune(stored, run.initial_params(), 1, print, progress.Progress())
-  run.config.sft.learning_rate = 0.5
-  sft.tune(stored, run.initial_params(), 1, print, progress.Progress())
+  train(run, 1, rate=0.5)
   assert rates == [3e-3, 1e-5, 0.5]
 
 
@@ -60,9 +59,8 @@ def test_the_rate_of_a_checkpoint_is_low_unless_it_is_given(rates):
 def test_a_single_gradient_that_is_not_finite_ends_it(steps):
   """Fewer in a row than training allows, at any number of steps."""
   run, train = _run()
-  run.config.sft.learning_rate = 1e30  # more than an option may be
   with pytest.raises(UserError, match=r"1e\+30 .* config.sft.learning_rate"):
-    train(run, steps)
+    train(run, steps, rate=1e30)  # more than an option may be
 
 
 def test_a_solution_with_a_token_that_the_model_lacks_is_named(monkeypatch):

@@ -24,4 +24,5 @@ from dppo_jax.config.schema import (
   MethodConfig,
   ModelConfig,
   ObjectiveConfig,
+  SftConfig,
 )

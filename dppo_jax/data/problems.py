@@ -41,6 +41,8 @@ class ProblemSet:
     lengths: `[M]`, tokens in each prompt.
     first_prompt: line that shows the first prompt as the model reads it.
     report: line with the number of rows read, used and left out.
+    direct_share: fraction of the solutions that state only the answer, where
+      they are imitated.
   """
 
   names: tuple[str, ...]
@@ -52,6 +54,7 @@ class ProblemSet:
   lengths: Int[np.ndarray, "M"]
   first_prompt: str
   report: str
+  direct_share: float = 0.0
 
   def __len__(self) -> int:
     return len(self.names)
@@ -112,10 +115,14 @@ def load(
     if arithmetic.is_source(source):
       rows = arithmetic.read(source, seed, held_out=label != "train")
       of = f" of {len(rows):,}" * (0 < limit < len(rows))
+      direct_share = arithmetic.DIRECT_SHARE
     else:
+      direct_share = 0.0
       rows, of = sources.read(source, problem_key, answer_key, limit)
     limits = max_prompt_tokens, template, needs_answers
-    return prepare(label, rows[: limit or None], tokenizer, *limits, of)
+    rows = rows[: limit or None]
+    problems = prepare(label, rows, tokenizer, *limits, of)
+    return dataclasses.replace(problems, direct_share=direct_share)
 
   train_set = read("train", train, 0) if trains else None
   named = sources.parse_named(eval)

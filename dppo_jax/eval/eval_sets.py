@@ -136,7 +136,7 @@ def stage(number: int, name: str) -> str:
 def check_metric(run: Run, metric: str) -> None:
   """Raises UserError unless the run evaluates `config.checkpoint.best`."""
   wrong = {"correct": 0.0, "tokens": 0, "stopped": False}
-  num = max(run.config.eval.samples, 1)
+  num = max(run.eval_samples, 1)
   known = [
     f"{stage(number, name)}/{x}"
     for number, name in enumerate(run.eval_sets)

@@ -59,7 +59,7 @@ def estimate(run: Run) -> dict[str, Parts]:
     "roll_out": state | {"inference copy": copy_bytes(spec)} | _roll_out(spec),
     "update": state | sets | _update(spec),
   }
-  if spec.model.lora and run.config.sft.steps and not run.config.sft.from_run:
+  if spec.model.lora and run.is_tuned:
     stages["sft"] = estimate(run.without_adapters())["update"]
   return stages
 

@@ -158,7 +158,7 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
     held: result of `memory.estimate`.
   """
   spec, model, p = run.spec, run.spec.model, run.spec.packing
-  prompt, mean, reward = assumed.prompt, assumed.completion, run.config.reward
+  prompt, mean = assumed.prompt, assumed.completion
   prompts = spec.num_prompts / spec.mini_batches
   tokens = assumed.trained * prompts * spec.group_size * mean
   prefixes = assumed.groups * prompts * prompt
@@ -173,7 +173,7 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
   moved += 2 * held["update"]["optimizer"]
   is_local = spec.platform == "cpu"
   workers = rewards.default_workers() if is_local else rewards.MAX_WORKERS
-  grading = reward.functions.startswith("math") * _GRADE / workers
+  grading = (run.reward_specs[0].reference == "math") * _GRADE / workers
   has_score = scoring.reads_tokens(spec)
   return {
     "rollout": _rollout(spec, held, assumed),
@@ -207,29 +207,27 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
   return assumed.seconds(forward / spec.mesh.shape["model"], moved)
 
 
-def evaluation_seconds(run: Run, held: Stages, assumed: Assumptions) -> float:
-  """Seconds of all evaluations; the first and the last decode greedily too."""
-  c, steps, sets = run.config.eval, run.config.steps, run.eval_sets.values()
+def evaluation_seconds(
+  run: Run, num: int, held: Stages, assumed: Assumptions
+) -> float:
+  """Seconds of `num` evaluations; the first and last decode greedily too."""
   size = eval_sets.batch_size(run)
   spec = dataclasses.replace(run.spec, num_prompts=size, optimizer=None)
   seconds = lambda size: _rollout(
     dataclasses.replace(spec, group_size=size), held, assumed
   )
-  num = 1 + (-(-steps // c.every) if c.every else 1)
-  each = num * seconds(max(c.samples, 1)) + 2 * bool(c.samples) * seconds(1)
-  return each * sum(-(-len(x) // size) for x in sets)
+  samples = run.eval_samples
+  each = num * seconds(max(samples, 1)) + 2 * bool(samples) * seconds(1)
+  return each * sum(-(-len(x) // size) for x in run.eval_sets.values())
 
 
-def checkpoint_sizes(run: Run) -> list[float]:
-  """Bytes of each checkpoint that is kept, uncompressed.
+def checkpoint_sizes(spec: StepSpec, num: int) -> list[float]:
+  """Bytes of `num` checkpoints and the one of step 0, uncompressed.
 
   The one of step 0 has all weights and no moments yet.
   """
-  c, spec = run.config, run.spec
   with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
     state = abstract_values.abstract_train_state(spec)
   size = lambda x: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(x))
-  num = -(-c.steps // (c.checkpoint.every or 1))
-  num = min(num, c.checkpoint.keep + bool(c.checkpoint.best))
   later = size((lora.trainable(state.params), state.opt_state))
   return [size(state.params), *[later] * num]

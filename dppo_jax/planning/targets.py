@@ -143,7 +143,7 @@ def compile_stages(
   with task.part("tracing"), jax.sharding.use_abstract_mesh(mesh):
     table = programs.step_programs(run.spec)
     if run.eval_sets:  # a greedy evaluation is no larger
-      table["evaluate"] = eval_sets.program(run, run.config.eval.samples)
+      table["evaluate"] = eval_sets.program(run, run.eval_samples)
   if unknown := [name for name in names if name not in table]:
     raise UserError(
       f"--stages has {unknown[0]!r} but the stages of this run are "

@@ -1,9 +1,8 @@
 """A run before its first step: the validated state that its stages share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -32,62 +31,33 @@ class Run(NamedTuple):
     tokenizer: None in a plan.
     train_set: problems to train on; None without training.
     eval_sets: problems to evaluate on, by the name of their set.
+    eval_samples: completions of each of them; 0 for a greedy one only.
+    is_tuned: True if all weights are fine-tuned before the first rollout.
+    reward_specs: reward functions, the verifier first.
+    make_grader: returns the grader, not yet started.
+    origin: checkpoint and adapter that the weights come from, for messages.
     path: directory of the checkpoint; empty for a randomly initialised model.
+    adapter: directory or URL of the adapter to start from; empty for none.
     kernel_fault: why attention is in plain XLA although there is a kernel.
   """
 
-  config: configs.Config
   spec: StepSpec
   tokenizer: data.Tokenizer | None
   train_set: data.ProblemSet | None
   eval_sets: dict[str, data.ProblemSet]
+  eval_samples: int
+  is_tuned: bool
+  reward_specs: list[rewards.RewardSpec]
+  make_grader: Callable[[], rewards.Grader]
+  origin: str
   path: str
+  adapter: str
   kernel_fault: str = ""
-
-  @property
-  def warnings(self) -> list[str]:
-    """Lines about stop ids, lengths beyond the model's, and kernels."""
-    is_chosen = self.config.rollout.stop_ids or not self.tokenizer
-    lines = [] if is_chosen else [self.tokenizer.stop_warning]
-    sets = [x for x in (self.train_set, *self.eval_sets.values()) if x]
-    longest = max((int(x.lengths.max()) for x in sets), default=0)
-    longest += self.spec.sampling.max_tokens
-    limit = hf.max_positions(self.path) if self.path else longest
-    if longest > limit:
-      lines.append(
-        f"the longest prompt and config.rollout.max_tokens are {longest:,} "
-        f"tokens, but the model has {limit:,} positions "
-        "(max_position_embeddings): other programs may reject such lengths"
-      )
-    return [*filter(None, lines), *self._kernels()]
-
-  def _kernels(self) -> list[str]:
-    """Returns lines on the kernels of an accelerator, or why it has none."""
-    spec, model = self.spec, self.spec.model
-    if spec.platform == "cpu":
-      return []
-    shapes = _shapes(self.config, model, spec.mesh, spec.platform)
-    reason = self.kernel_fault or attention.obstacle(shapes)
-    if self.config.model.attention == "xla":
-      reason = "config.model.attention=xla"
-    why = f", plain XLA: {reason}" if reason else ""
-    lines = [f"attention: {model.attention}{why}"]
-    missing = gpu_library.obstacle(model.dtype, shapes.capability)
-    if model.experts and spec.platform == "gpu" and missing:
-      lines.append(f"each expert multiplies every token: {missing}")
-    return lines
-
-  def make_grader(self) -> rewards.Grader:
-    """Returns the grader of the config, not yet started."""
-    r = self.config.reward
-    return rewards.Grader(
-      r.functions, timeout_seconds=r.timeout_seconds, on_error=r.on_error
-    )
 
   def initial_params(self) -> parameters.Params:
     """Returns the initial weights, placed on the mesh."""
-    if self.config.lora.adapter:
-      peft.check(_adapter_path(self.config), self.spec.model)
+    if self.adapter:
+      peft.check(_local_adapter(self.adapter), self.spec.model)
     shardings = parameters.shardings(self.spec.model, self.spec.mesh)
     if self.path:
       dtype = self.spec.model.param_dtype
@@ -104,63 +74,23 @@ class Run(NamedTuple):
     places = {lora.KEY: shardings[lora.KEY]}
     cast = functools.partial(parameters.cast, config=self.spec.model)
     params = jax.jit(cast, donate_argnums=0)(params)
-    if path := _adapter_path(self.config):
+    if self.adapter:
+      path = _local_adapter(self.adapter)
       return params | peft.load(path, self.spec.model, places)
     init = functools.partial(parameters.init_adapters, self.spec.model)
     return params | jax.jit(init, out_shardings=places)(self._init_key)
 
   def without_adapters(self) -> "Run":
     """Returns the run that trains all weights of its model."""
-    model = dataclasses.replace(self.spec.model, lora=None)
-    return self._replace(spec=dataclasses.replace(self.spec, model=model))
+    return self._replace(spec=self.spec.without_adapters())
 
   @property
   def _init_key(self) -> jax.Array:
     return rng_at(self.spec.root_key, 0, Stage.INIT).key
 
-  def description(self) -> str:
-    """Model, problems and batch sizes of the run, as text."""
-    c, spec, m, p = self.config, self.spec, self.spec.model, self.spec.packing
-    prompts, group_size = spec.num_prompts, spec.group_size
-    parts = spec.mini_batches
-    longest = self.train_set.tokens.shape[1] + c.rollout.max_tokens - 1
-    num_rows = p.num_rows(prompts // parts * group_size, longest)
-    epoch, left_over = divmod(len(self.train_set), prompts)
-    reports = [x.report for x in self.eval_sets.values()]
-    adapters = []
-    if m.lora:
-      table = parameters.trainable_table(m).values()
-      num_trained = sum(math.prod(x.shape) for x in table)
-      adapters.append(
-        f"lora: rank {m.lora.rank} on {', '.join(m.lora.targets)}, "
-        f"{num_trained:,} parameters are trained; their learning rate is "
-        "usually five to ten times that of full training"
-      )
-    return "\n".join(
-      [
-        f"model: {m.family}, {m.layers} layers of width {m.embed}, "
-        f"{parameters.num_parameters(m):,} parameters, {m.dtype}; mesh "
-        f"{sharding.describe(self.spec.mesh)}",
-        *adapters,
-        self.train_set.report,
-        *(reports or ["eval: no problems"]),
-        self.train_set.first_prompt,
-        *self.warnings,
-        f"step: {prompts} prompts x {group_size} sequences of at most "
-        f"{longest} tokens, decoded in {spec.num_slots} slots a device",
-        f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
-        f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
-        f"mini-batches, {spec.num_updates} update(s) per rollout",
-        f"epoch: {epoch} steps; {left_over} prompts are left over (different "
-        "ones each epoch)",
-        f"method: {c.method.name}, objective {c.objective.name}, "
-        f"{c.steps} steps",
-      ]
-    )
 
-
-def _adapter_path(config: configs.Config) -> str:
-  return bucket.local(config.lora.adapter, "config.lora.adapter")
+def _local_adapter(where: str) -> str:
+  return bucket.local(where, "config.lora.adapter")
 
 
 def setup_run(
@@ -197,7 +127,9 @@ def _read_run(
   data.check(config.data.train if trains else "", eval_source)
   path, tokenizer, model = read_model(config)
   if begins and config.lora.adapter:
-    peft.check(_adapter_path(config), with_lora(model, config.lora))
+    peft.check(
+      _local_adapter(config.lora.adapter), with_lora(model, config.lora)
+    )
   train_set, eval_sets = read_problems(config, tokenizer, eval_source, trains)
   platform = mesh.devices.flat[0].platform
   return make_run(
@@ -224,7 +156,7 @@ def make_run(
   """
   c, method = config, configs.make_method(config)
   problems = [x for x in (train_set, *eval_sets.values()) if x]
-  shapes = _shapes(c, model, mesh, platform, capability)
+  shapes = attention_shapes(c, model, mesh, platform, capability)
   model = _fit(model, c, shapes, problems)
   stop_ids = _stop_ids(c, tokenizer)
   preflight.check_weights(mesh, model)
@@ -265,7 +197,26 @@ def make_run(
   )
   if train_set:
     preflight.check_optimizer(spec)
-  return Run(c, spec, tokenizer, train_set, eval_sets, path)
+  origin = c.model.path or c.model.hub_id or "random, without a checkpoint"
+  origin += f", with the adapter {c.lora.adapter}" * bool(c.lora.adapter)
+  return Run(
+    spec,
+    tokenizer,
+    train_set,
+    eval_sets,
+    c.eval.samples,
+    c.sft.needs_solutions,
+    rewards.parse(c.reward.functions),
+    functools.partial(
+      rewards.Grader,
+      c.reward.functions,
+      timeout_seconds=c.reward.timeout_seconds,
+      on_error=c.reward.on_error,
+    ),
+    origin,
+    path,
+    c.lora.adapter,
+  )
 
 
 def _fit(
@@ -288,7 +239,7 @@ def _fit(
   return with_lora(dataclasses.replace(model, attention=backend), c.lora)
 
 
-def _shapes(
+def attention_shapes(
   config: configs.Config,
   model: ModelConfig,
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dppo_jax import config as configs
 from dppo_jax import data, distributed
 from dppo_jax.algo import objectives
 from dppo_jax.errors import UserError
@@ -30,36 +31,37 @@ from dppo_jax.step.spec import StepSpec
 
 SEQUENCES_PER_STEP = 64
 RATE_OF_CHECKPOINTS, RATE_OF_RANDOM_WEIGHTS = 1e-5, 3e-3
-# Fraction of arithmetic solutions that state only the answer, so that the
-# initial policy mostly guesses.
-ARITHMETIC_DIRECT_SHARE = 0.55
 
 
-def first_state(run: Run, writer: Writer | Silent) -> TrainState:
+def first_state(
+  run: Run, options: configs.SftConfig, writer: Writer | Silent
+) -> TrainState:
   """Returns the state of a new run, after supervised fine-tuning if any.
 
   Raises:
     UserError: for weights that are not finite.
   """
-  params = _first_params(run, writer)
+  params = _first_params(run, options, writer)
   state = abstract_values.new_train_state(run.spec, params)
   runtime_checks.check_params(
     state.params,
     "lower config.sft.learning_rate"
-    if run.config.sft.needs_solutions
+    if options.needs_solutions
     else "check the checkpoint that config.model or config.sft.from_run names",
   )
   return state
 
 
-def _first_params(run: Run, writer: Writer | Silent) -> parameters.Params:
+def _first_params(
+  run: Run, options: configs.SftConfig, writer: Writer | Silent
+) -> parameters.Params:
   """Loads or initialises the weights, and fine-tunes them if asked to.
 
   All weights are fine-tuned, before there are adapters.
   """
-  from_run, steps = run.config.sft.from_run, run.config.sft.steps
+  from_run, steps = options.from_run, options.steps
   if run.spec.model.lora and (from_run or steps):
-    params = _first_params(run.without_adapters(), writer)
+    params = _first_params(run.without_adapters(), options, writer)
     return run.add_adapters(params)
   if from_run:
     workdir, step = checkpoint_steps.split_step(from_run)
@@ -68,11 +70,12 @@ def _first_params(run: Run, writer: Writer | Silent) -> parameters.Params:
     with checkpoint.Checkpoints(workdir, read_only=True) as other:
       like = abstract_values.abstract_params(run.spec)
       return other.restore_params(step, like)
-  model = run.config.model
-  is_stored = model.path or model.hub_id
-  with writer.bar.task(f"{'reading' if is_stored else 'initialising'} weights"):
+  with writer.bar.task(f"{'reading' if run.path else 'initialising'} weights"):
     params = jax.block_until_ready(run.initial_params())
-  return tune(run, params, steps, writer.say, writer.bar) if steps else params
+  if not steps:
+    return params
+  rate = options.learning_rate
+  return tune(run, params, steps, writer.say, writer.bar, rate)
 
 
 def tune(
@@ -81,16 +84,17 @@ def tune(
   steps: int,
   say: Callable[[str], None],
   bar: progress.Progress,
+  rate: float = 0.0,
 ) -> parameters.Params:
   """Fine-tunes weights on the solutions of the training problems.
 
   Args:
     params: initial weights, donated.
+    rate: peak learning rate; 0 for the usual rate of such weights.
   Raises:
     UserError: if a solution fits no row or has tokens that the model lacks, or
       if a gradient or a weight is not finite.
   """
-  rate = run.config.sft.learning_rate
   rate = rate or (RATE_OF_CHECKPOINTS if run.path else RATE_OF_RANDOM_WEIGHTS)
   optimizer = make_optimizer(
     rate, steps, "cosine", warmup_steps=min(50, steps // 4)
@@ -151,14 +155,12 @@ def _sampler(
     )
   data_key = rng_at(spec.root_key, 0, Stage.DATA).key
   num = min(SEQUENCES_PER_STEP, len(problems))
-  is_arithmetic = data.arithmetic.is_source(run.config.data.train)
-  direct_share = ARITHMETIC_DIRECT_SHARE if is_arithmetic else 0.0
 
   def draw(step: int) -> tuple[PromptBatch, np.ndarray, np.ndarray]:
     prompts = data.draw(problems, data_key, step, num)
     rng = rng_at(spec.root_key, step, Stage.SFT)
     uniform = np.asarray(jax.random.uniform(rng.key, prompts.ids.shape))
-    chosen = ((uniform < direct_share).astype(int), prompts.ids)
+    chosen = ((uniform < problems.direct_share).astype(int), prompts.ids)
     return prompts, tokens[chosen], lengths[chosen]
 
   return draw

@@ -71,6 +71,11 @@ class StepSpec:
   mini_batches: int = 1
   logit_chunk: int = lm_head.LOGIT_CHUNK
 
+  def without_adapters(self) -> "StepSpec":
+    """Returns the specification of a step that trains all weights."""
+    model = dataclasses.replace(self.model, lora=None)
+    return dataclasses.replace(self, model=model)
+
   def __post_init__(self):
     if not self.optimizer:
       return

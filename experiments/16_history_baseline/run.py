@@ -148,7 +148,7 @@ def compiled(cell: Cell) -> tuple[Run, dict[str, jax.stages.Compiled]]:
   """Returns the compiled stages of a cell; those of other seeds are equal."""
   run = set_up(cell)
   table = programs.step_programs(run.spec)
-  table["sampled"] = eval_sets.program(run, run.config.eval.samples)
+  table["sampled"] = eval_sets.program(run, run.eval_samples)
   table["greedy"] = eval_sets.program(run, samples=0)
   return run, programs.compile_programs(table, run.spec.mesh)
 

@@ -6,6 +6,7 @@ import io
 import pytest
 
 from dppo_jax.config import options
+from dppo_jax.run.description import description
 from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, pages
 
@@ -46,5 +47,5 @@ def test_config_file_may_name_functions_themselves():
   c.data.prompts_per_step, c.sft.steps = 2, 0
   run = setup_run(c)
   assert run.train_set.lengths.tolist() == [8, 8]
-  assert "'1+2=1+2='" in run.description()
+  assert "'1+2=1+2='" in description(run, c)
   assert options.flatten(c)["data.train"].endswith("<lambda>")

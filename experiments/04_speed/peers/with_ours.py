@@ -140,13 +140,13 @@ def check(args) -> None:
 def decode(args) -> None:
   """Samples a batch whose completions all have NEW tokens."""
   run = set_up(args)
-  r = run.config.rollout
+  spec = run.spec
   make = functools.partial(
     rollout.sample,
     model_config=run.spec.model,
-    group_size=r.group_size,
-    max_tokens=r.max_tokens,
-    num_slots=r.num_slots,
+    group_size=spec.group_size,
+    max_tokens=spec.sampling.max_tokens,
+    num_slots=spec.num_slots,
     stop_ids=(-1,),
     platform="cpu",
   )
