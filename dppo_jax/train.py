@@ -312,18 +312,18 @@ class _Session:
     values: dict[str, float] = {"eval/samples": samples} if sets else {}
     for number, name in enumerate(sets):
       completions = self._complete(state, name, "evaluate")
-      stage = eval_sets.stage(number, name)
+      prefix = eval_sets.prefix(number, name)
       new = completions.metrics()
       if samples and is_end:
         greedy = self._complete(state, name, "evaluate_greedy").metrics()
         new |= {f"greedy_{x}": greedy[x] for x in eval_sets.ACCURACY}
-      values |= {f"{stage}/{x}": value for x, value in new.items()}
+      values |= {f"{prefix}/{x}": value for x, value in new.items()}
       accuracies = ", ".join(
         f"{x} {statistics.with_interval(y)}"
-        for x, y in runs.accuracies(values, stage).items()
+        for x, y in runs.accuracies(values, prefix).items()
       )
       with distributed.sharing_errors():
-        self.writer.write_samples(step, stage, completions.samples[:8])
+        self.writer.write_samples(step, prefix, completions.samples[:8])
         self.writer.say(
           f"step {step}: {name if len(sets) > 1 else 'held-out'} accuracy "
           f"({new['problems']:,} problems x {max(samples, 1)}): "

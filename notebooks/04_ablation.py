@@ -154,7 +154,7 @@ display(Markdown(tables.markdown(*compare.table(groups, target))))
 
 # %%
 picture = io.BytesIO()
-compare.draw(groups, target).savefig(picture, dpi=100)
+compare.plot(groups, target).savefig(picture, dpi=100)
 display(Image(picture.getvalue(), width=800))
 
 # %% [markdown]

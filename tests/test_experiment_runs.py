@@ -240,7 +240,7 @@ def test_plan(monkeypatch, tmp_path):
   )
   monkeypatch.setattr(targets, "devices", lambda _: jax.devices()[:4])
   stage = lambda run, task, names: (
-    targets.Stage(name, 2**30, 2**20, 1.0) for name in names
+    targets.CompiledStage(name, 2**30, 2**20, 1.0) for name in names
   )
   monkeypatch.setattr(targets, "compile_stages", stage)
   _main(monkeypatch, program, "arithmetic")

@@ -239,9 +239,8 @@ def source(tmp_path_factory):
   return workdir
 
 
-@pytest.mark.parametrize(
-  "full", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("", "0")), "1"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("full", ["", "0", "1"])
 def test_full_disk_of_one_process_ends_all(source, tmp_path, monkeypatch, full):
   """A limit on the size of files stands for a full disk.
 

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(tables.aligned(*table(groups, target)), legend, sep="\n\n")
     if args.to:
       args.to.mkdir(parents=True, exist_ok=True)
-      style.save(draw(groups, target), args.to / "compare.png")
+      style.save(plot(groups, target), args.to / "compare.png")
       parts = ["# Runs compared", "![accuracy over seconds](compare.png)"]
       parts += [tables.markdown(*table(groups, target)), legend]
       jsonl.replace(args.to / "compare.md", ["\n\n".join(parts), "\n"])
@@ -275,7 +275,7 @@ def _speed_up(group: Group, baseline: Group, target: float) -> str:
 
 
 @style.rc()
-def draw(groups: Sequence[Group], target: float | None) -> figures.Figure:
+def plot(groups: Sequence[Group], target: float | None) -> figures.Figure:
   """Draws the mean accuracy with its interval over training seconds."""
   figure = style.figure(height=4)
   axis = figure.subplots()

@@ -75,23 +75,23 @@ class Run:
 
 
 def accuracies(
-  line: Mapping[str, float], stage: str = "eval"
+  line: Mapping[str, float], prefix: str = "eval"
 ) -> dict[str, statistics.Interval]:
   """Returns the accuracies of an evaluation by decoding, sampled first.
 
   Args:
     line: metrics, with `eval/samples`.
-    stage: prefix of the set's metrics.
+    prefix: start of the names of the set's metrics.
   """
   metrics = {"sampled": "accuracy", "greedy": "greedy_accuracy"}
   if not line["eval/samples"]:
     metrics = {"greedy": "accuracy"}
   return {
     decoding: statistics.Interval(
-      *(line.get(f"{stage}/{x}{end}", np.nan) for end in ("", "_low", "_high"))
+      *(line.get(f"{prefix}/{x}{end}", np.nan) for end in ("", "_low", "_high"))
     )
     for decoding, x in metrics.items()
-    if f"{stage}/{x}" in line
+    if f"{prefix}/{x}" in line
   }
 
 

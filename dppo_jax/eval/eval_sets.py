@@ -128,7 +128,7 @@ def rng_of_set(root_key: jax.Array, name: str, number: int) -> StepRng:
   return rng_at(root_key, step, Stage.EVALUATE)
 
 
-def stage(number: int, name: str) -> str:
+def prefix(number: int, name: str) -> str:
   """Returns the prefix of a set's metrics; the first set's has no name."""
   return f"eval/{name}" if number else "eval"
 
@@ -138,7 +138,7 @@ def check_metric(run: Run, metric: str) -> None:
   wrong = {"correct": 0.0, "tokens": 0, "stopped": False}
   num = max(run.eval_samples, 1)
   known = [
-    f"{stage(number, name)}/{x}"
+    f"{prefix(number, name)}/{x}"
     for number, name in enumerate(run.eval_sets)
     for x in Completions([wrong] * num, num).metrics()
   ]

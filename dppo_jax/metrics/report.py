@@ -110,7 +110,7 @@ def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
   """Yields named accuracies at both ends of a run, sampled before greedy."""
   names = (name for line in run.evals for name in line)
   matches = (re.fullmatch("(eval(?:/.*)?)/accuracy", x) for x in names)
-  stages = dict.fromkeys(x[1] for x in matches if x)
+  prefixes = dict.fromkeys(x[1] for x in matches if x)
   if run.steps and not any(line["eval/samples"] for line in run.evals):
     # The mean over the first and the last tenth of the steps.
     size = -(-len(run.steps) // 10)
@@ -122,16 +122,16 @@ def _accuracies(run: runs.Run) -> Iterator[tuple[str, list[Interval]]]:
         for steps in (run.steps[:size], run.steps[-size:])
       ],
     )
-  for stage in stages:
+  for prefix in prefixes:
     for decoding in ("sampled", "greedy"):
-      lines = [x for x in run.evals if decoding in runs.accuracies(x, stage)]
+      lines = [x for x in run.evals if decoding in runs.accuracies(x, prefix)]
       for last in lines[-1:]:
-        problems = stage.removeprefix("eval/")
-        problems = "held-out" if stage == "eval" else problems
-        if num := last.get(f"{stage}/problems"):
+        problems = prefix.removeprefix("eval/")
+        problems = "held-out" if prefix == "eval" else problems
+        if num := last.get(f"{prefix}/problems"):
           problems = f"{num:.0f} {problems} problems"
         samples = last["eval/samples"] if decoding == "sampled" else 1
-        ends = [runs.accuracies(x, stage)[decoding] for x in (lines[0], last)]
+        ends = [runs.accuracies(x, prefix)[decoding] for x in (lines[0], last)]
         yield f"{decoding} accuracy ({problems} x {samples:.0f})", ends
 
 

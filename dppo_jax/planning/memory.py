@@ -87,7 +87,7 @@ def _roll_out(spec: StepSpec) -> Parts:
   num_caches: float = slots
   if not model.shares_prompts:
     # The TPU compiler keeps half of the cache in a second layout, and two
-    # stages of the decode loop overlap.
+    # phases of the decode loop overlap.
     num_caches *= 1.5 if spec.platform == "tpu" else 1
     num_caches += [*decode.slot_schedule(slots, spec.platform), 0][1]
   item = jnp.dtype(model.dtype).itemsize

@@ -115,7 +115,7 @@ def devices(hardware: Hardware) -> Sequence[Any]:
     ) from None
 
 
-class Stage(NamedTuple):
+class CompiledStage(NamedTuple):
   """A compiled stage; bytes are of one device.
 
   Attributes:
@@ -137,7 +137,7 @@ class Stage(NamedTuple):
 
 def compile_stages(
   run: Run, task: progress.Task, names: Collection[str] = ()
-) -> Iterator[Stage]:
+) -> Iterator[CompiledStage]:
   """Compiles the named stages (default: all) for the devices of the mesh."""
   mesh = run.spec.mesh.abstract_mesh  # so that nothing is computed
   with task.part("tracing"), jax.sharding.use_abstract_mesh(mesh):
@@ -160,7 +160,7 @@ def compile_stages(
         yield _compile(name, table[name])
 
 
-def _compile(name: str, program: programs.Program) -> Stage:
+def _compile(name: str, program: programs.Program) -> CompiledStage:
   start = time.monotonic()
   try:
     compiled = program().compile()
@@ -168,9 +168,9 @@ def _compile(name: str, program: programs.Program) -> Stage:
     if not (message := re.search(r"Used .* hbm", str(error))):
       raise
     seconds = time.monotonic() - start
-    return Stage(name, 0, math.inf, seconds, error=message[0])
+    return CompiledStage(name, 0, math.inf, seconds, error=message[0])
   sizes, text = compiled.memory_analysis(), compiled.as_text() or ""
-  return Stage(
+  return CompiledStage(
     name,
     sizes.argument_size_in_bytes
     + sizes.output_size_in_bytes

@@ -64,13 +64,13 @@ class Queue(NamedTuple):
 
 
 def slot_schedule(num_slots: int, platform: str) -> list[int]:
-  """Returns the slots of each stage of the decode loop, descending.
+  """Returns the slots of each phase of the decode loop, descending.
 
   Below a few slots the time of a step no longer falls, so the schedule stops
-  there. Each stage is compiled; none changes a token. On a CPU, the time of a
-  step grows with the slots; more stages would not make a rollout faster. On
+  there. Each phase is compiled; none changes a token. On a CPU, the time of a
+  step grows with the slots; more phases would not make a rollout faster. On
   accelerators, numbers of slots are multiples of what is computed at once, and
-  the second stage's cache, which overlaps the first, is half as large.
+  the second phase's cache, which overlaps the first, is half as large.
 
   >>> from dppo_jax.rollout import decode
   >>> decode.slot_schedule(64, "cpu")

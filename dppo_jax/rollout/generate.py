@@ -50,7 +50,7 @@ def sample(
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once; 0 for all.
     kept: prompts to roll out; None for all.
-    platform: cpu, gpu or tpu; determines the number of compiled stages. Empty
+    platform: cpu, gpu or tpu; determines the number of compiled phases. Empty
       for the devices that hold the weights, which are unknown under `jax.jit`.
     sampling: the fields of `Sampling`.
   Raises:
@@ -191,8 +191,8 @@ def _roll_out_shard(
     model_config, uniform, num_kept * group_size, schedule[0], slot_sizes
   )
   state = decode.refill(state, queue)
-  # The first stage ends when the next one has a slot for every unfinished
-  # completion: later stages refill no slots.
+  # The first phase ends when the next one has a slot for every unfinished
+  # completion: later phases refill no slots.
   limits = [*schedule[1:], 0]
   step = functools.partial(
     decode.decode_step, params, model_config, sampling, queue
@@ -253,5 +253,5 @@ def _uniform(
   members = jnp.arange(group_size, dtype=jnp.int32)
   prompt_keys = keys_for_ids(key, prompt_ids)
   keys = jax.vmap(keys_for_ids, (0, None))(prompt_keys, members)
-  draw = functools.partial(jax.random.uniform, shape=(max_tokens,))
-  return jax.vmap(draw)(keys.reshape(len(prompt_ids) * group_size))
+  numbers = functools.partial(jax.random.uniform, shape=(max_tokens,))
+  return jax.vmap(numbers)(keys.reshape(len(prompt_ids) * group_size))

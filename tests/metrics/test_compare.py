@@ -153,7 +153,7 @@ def test_sweep_marks_the_best_learning_rate_of_each_method(tmp_path):
   assert head[1] == "learning_rate"
   rates = ["1e-06 ", "2e-06*", "1e-05 "]
   assert [row[1] for row in rows] == [*rates, *rates, "1e-06 "]
-  lines = compare.draw(groups, 0.8).axes[0].get_lines()[:-1]
+  lines = compare.plot(groups, 0.8).axes[0].get_lines()[:-1]
   assert [x.get_label() for x in lines][1] == "grpo learning_rate=2e-06*"
   solid = [x.get_label() for x in lines if x.get_linestyle() == "-"]
   assert len(solid) == 3 and len({x.get_color() for x in lines}) == 3
@@ -190,7 +190,7 @@ def test_accuracies_are_named_by_how_completions_were_decoded(tmp_path):
   both = _groups(sampled, _run(tmp_path, **{"eval.samples": 0}))
   head, _ = compare.table(both, 0.8)
   assert "accuracy (sampled x 2 or greedy)" in head
-  label = compare.draw(both, 0.8).axes[0].get_ylabel()
+  label = compare.plot(both, 0.8).axes[0].get_ylabel()
   assert label == "held-out accuracy (sampled x 2 or greedy)"
 
 

@@ -129,6 +129,7 @@ def test_a_batched_model_loads_once_and_is_called_once_outside_the_mesh(path):
   assert log(path) == [["loaded", str(os.getpid())], *[["called", "4"]] * 2]
 
 
+@pytest.mark.slow
 def test_loading_does_not_count_against_the_deadline(path):
   """Neither at the start nor after a hang; each process loads once."""
   with Grader(f"{path}:Slow", 1, timeout_seconds=2.0) as grader:

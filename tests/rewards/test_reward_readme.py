@@ -61,6 +61,7 @@ def test_a_column_of_the_data(path):
   assert graded.counts["errors"] == 0
 
 
+@pytest.mark.slow
 def test_a_function_that_may_hang(path):
   write = "```python\n{}\n```".format
   texts = [
