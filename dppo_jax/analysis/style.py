@@ -11,7 +11,7 @@ from matplotlib.rcsetup import cycler
 INK, FAINT, GRID = "#1f2328", "#59636e", "#d8dee4"
 # Okabe and Ito (2008), distinct for colour-blind readers; dark enough for text.
 COLOURS = "#0072b2 #c4500a #007f5c #b0528e #8a6d00 #3d8fc4 #5a5a5a".split()
-# To make and draw a figure in.
+# To make and plot a figure in.
 rc = functools.partial(
   rc_context,
   {
