@@ -33,11 +33,14 @@ import jaxtyping
 import pytest
 
 # Types and shapes of every argument and result are checked where arrays are.
-# An int is a float, as everywhere in Python. Modules that work on a host take
-# NumPy's arrays too, and records are made of shapes and shardings as well.
+# An int is a float, as everywhere in Python. Not checked are modules that work
+# on a host, since they take NumPy's arrays too, and records, since they are
+# made of shapes and shardings as well.
 _CHECKED = (
-  "algo methods rng rollout models.attention models.grouped "
-  "models.kv_cache models.layers models.lm_head models.moe models.transformer"
+  "algo methods rng rollout "
+  "models.attention models.grouped models.kv_cache models.layers "
+  "models.lm_head models.moe models.transformer "
+  "step.collect step.pack step.select step.tokens step.update"
 )
 jaxtyping.install_import_hook(
   [f"dppo_jax.{name}" for name in _CHECKED.split()],

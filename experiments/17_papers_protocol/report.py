@@ -89,6 +89,41 @@ def epoch_table(table: Runs) -> str:
   return tables.markdown(head, lines)
 
 
+def seed_table(table: Runs) -> str:
+  """Returns means over seeds, each seed against its GRPO as published."""
+  lines = []
+  names = [x for x in run.ROWS if x != run.PUBLISHED]
+  for epoch in range(1, max(map(len, table.values()), default=1)):
+    far = {key: some for key, some in table.items() if len(some) > epoch}
+    for name in names:
+      pairs = {
+        seed: (far[run.PUBLISHED, seed], some)
+        for (row, seed), some in far.items()
+        if row == name and (run.PUBLISHED, seed) in far
+      }
+      if len(pairs) < 2:
+        continue
+      spent = [
+        {x: total(y[i][1 : epoch + 1], "cpu_seconds") for x, y in pairs.items()}
+        for i in (0, 1)
+      ]
+      gains = [
+        statistics.mean(
+          [change(y[epoch], x[epoch], z).value for x, y in pairs.values()]
+        )
+        for z in ("sampled", "greedy")
+      ]
+      lines.append(
+        [
+          *(epoch, name, len(pairs)),
+          statistics.with_interval(statistics.ratio(*spent), 2),
+          *(statistics.with_interval(x, 1) for x in gains),
+        ]
+      )
+  head = ["after epochs", "row", "seeds", "speed-up", "change in points"]
+  return tables.markdown([*head, "change of greedy"], lines)
+
+
 def seconds_to(some: Sequence[dict], mark: float) -> float | None:
   """Returns the CPU seconds until the mean accuracy of 4 steps is a mark."""
   curves = importlib.import_module("experiments.15_real_model.report")
@@ -209,7 +244,8 @@ def write(lines: Sequence[dict]) -> None:
   """Writes table.csv and figure.png, and prints the tables."""
   table = by_run(lines)
   page = "\n\n".join(
-    x(table) for x in (epoch_table, work_table, set_table, history_table)
+    x(table)
+    for x in (epoch_table, seed_table, work_table, set_table, history_table)
   )
   print(page)
   (HERE / "table.csv").write_text(results.to_csv(page))

@@ -19,6 +19,7 @@ from dppo_jax.methods.dynamic_sampling import (
   next_size,
 )
 from dppo_jax.records import PromptBatch, Rollout, Selection
+from dppo_jax.rng import rng_at
 from dppo_jax.step import collect
 from tests.helpers import small
 
@@ -248,6 +249,7 @@ def test_next_chunk_is_a_quarter_larger_than_estimated():
 def test_limit_keeps_the_first():
   keep = np.array(list(itertools.product([False, True], repeat=5)))
   prob = jnp.full((5,), 0.5, jnp.float32)
+  ids = jnp.arange(5, dtype=jnp.int32)
 
   # Here the history is what the rule keeps.
   select = lambda rng, history, ids: Selection(history, prob)
@@ -257,7 +259,7 @@ def test_limit_keeps_the_first():
   @jax.jit
   def limited(size):
     choose = lambda x: collect.choose_prompts(
-      None, x, keep[0], size, spec=small.spec(method=method)
+      rng_at(jax.random.key(0), 0), x, ids, size, spec=small.spec(method=method)
     )
     return jax.vmap(choose)(keep)
 
