@@ -15,10 +15,11 @@ import numpy as np
 
 from dppo_jax import config as configs
 from dppo_jax import data
+from dppo_jax.analysis import runs, statistics
 from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError, first_line
 from dppo_jax.eval import page
-from dppo_jax.files import bucket, json_object, user_code
+from dppo_jax.files import bucket, json_object, jsonl, user_code
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, lora, parameters
 from dppo_jax.models.config import ModelConfig
@@ -190,6 +191,22 @@ def _prompt(template: str | Callable, tokenizer: data.Tokenizer) -> str:
   return "(made of each row by the chat template)"
 
 
+def _of_run(workdir: pathlib.Path, step: int) -> str:
+  """Returns the accuracies that a run logged at a step, as lines."""
+  place = str(bucket.place(workdir))
+  folder = bucket.local(place, names=["metrics.jsonl"])
+  lines: list[dict] = []
+  with contextlib.suppress(UserError):  # a damaged log stops no export
+    lines = jsonl.read(pathlib.Path(folder) / "metrics.jsonl")
+  lines = [x for x in lines if x["step"] == step and "eval/problems" in x]
+  return "\n".join(
+    f"- {decoding} accuracy on {line['eval/problems']:.0f} problems: "
+    f"{statistics.with_interval(accuracy)}"
+    for line in lines[-1:]
+    for decoding, accuracy in runs.accuracies(line).items()
+  )
+
+
 def _card(
   config: configs.Config,
   workdir: pathlib.Path,
@@ -202,7 +219,7 @@ def _card(
   model, method, objective = config.model, config.method, config.objective
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
   base = f"\nbase_model: {model.hub_name}" if model.hub_id else ""
-  results = "No results."
+  results = _of_run(workdir, step) or "No results."
   folder = bucket.local(str(bucket.place(workdir) / "evaluation"))
   files = pathlib.Path(folder).glob(f"step-{step}*/results.json")
   for file in sorted(files, key=lambda x: (len(str(x)), x)):
@@ -223,7 +240,7 @@ Trained with dppo_jax for {step} steps by the method `{method.name}` and the
 objective `{objective.name}`, from
 `{model.path or model.hub_id or "random weights"}`, on `{config.data.train}`.
 The licence and the limits of the model that training began with hold for this
-one. Nothing but the results below was measured. Prompts in training were
+one. Nothing but the results below is known of it. Prompts in training were
 
 ```
 {_prompt(config.data.template, tokenizer)}

@@ -58,8 +58,8 @@ def run(
       process calls them. Metrics that they return are logged with the step's.
     allow_change: "optimizer" to resume with other options of the optimizer.
   Raises:
-    UserError: for invalid config, data or checkpoints, or a non-finite
-      gradient.
+    UserError: for invalid config, data or checkpoints, weights that are not
+      finite, or ten such gradients in a row.
   """
   config, workdir = configs.absolute_paths(config), workdir.absolute()
   compile_cache.enable_compilation_cache()

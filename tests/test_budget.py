@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_278,
+  "": 14_420,
   "algo": 7_577,
   "analysis": 4_107,
   "config": 5_775,
@@ -28,7 +28,7 @@ TOKENS = {
   "eval": 2_137,
   "files": 3_941,
   "methods": 9_828,
-  "metrics": 6_002,
+  "metrics": 6_003,
   "models": 23_232,
   "planning": 5_371,
   "rewards": 8_178,

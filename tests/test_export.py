@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dppo_jax import config, data, export, rollout
+from dppo_jax.analysis import runs, statistics
 from dppo_jax.errors import UserError
 from dppo_jax.models import hf
 from dppo_jax.records import PromptBatch, TrainState
@@ -240,6 +241,11 @@ def test_from_a_run_to_an_export_to_another_run(tmp_path):
   completions = eval_completions(first, 1)
   assert len(completions) == 2 and any(completions)
   assert eval_completions(second, 0) == completions
+  # Without results of --mode=evaluate, the card has those of the run.
+  card = (out / "README.md").read_text()
+  for decoding, accuracy in runs.accuracies(runs.load(first).evals[-1]).items():
+    shown = statistics.with_interval(accuracy)
+    assert f"- {decoding} accuracy on 2 problems: {shown}\n" in card
 
 
 def test_the_card_has_prompt_results_options_and_the_base_model(

@@ -86,15 +86,15 @@ class Progress(contextlib.nullcontext):
 
     Without a bar, it prints a line every ten seconds, later more rarely.
     """
-    bar, text, now = self._steps, ", ".join(notes), time.monotonic()
-    bar.set_postfix_str(text, refresh=False)
+    bar, now = self._steps, time.monotonic()
+    bar.set_postfix_str(", ".join(notes), refresh=False)
     bar.update(done - bar.n)
     if not self._has_bar and now >= self._next_line:
       elapsed = now - self._start
       self._next_line = now + max(10.0, elapsed / 60)
       left = elapsed / max(done - self._first, 1) * (bar.total - done)
-      left = bar.format_interval(left)
-      self.say(f"{bar.desc} {done} of {bar.total}: {text}, {left} left")
+      text = ", ".join([*notes, f"{bar.format_interval(left)} left"])
+      self.say(f"{bar.desc} {done} of {bar.total}: {text}")
 
   def say(self, text: str) -> None:
     """Prints lines on standard output, above the bar."""

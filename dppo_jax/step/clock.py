@@ -24,8 +24,8 @@ class StageClock:
   def metrics(self) -> dict[str, float]:
     """Returns `stage/seconds` of every stage, and of the step so far.
 
-    `step/cpu_seconds` is CPU time of all cores. For a process pinned to one
-    core, other processes do not affect it.
+    `step/cpu_seconds` is CPU time of this process, on all cores. Other
+    processes do not affect it if they have other cores.
     """
     stages = {f"{stage}/seconds": s for stage, s in self.seconds.items()}
     return stages | {
