@@ -11,7 +11,7 @@ import threading
 _ending = threading.Lock()
 _OF_DISKS = set(
   "EACCES EPERM EROFS ENOTDIR EISDIR ENOSPC EDQUOT EFBIG EIO EMFILE "
-  "ENAMETOOLONG EEXIST".split()
+  "ENAMETOOLONG EEXIST ENOTEMPTY".split()
 )
 # TensorStore: "...: No space left on device [os_error_code=..."
 _OS_ERROR = re.compile(r"([^:]+) \[os_error_code")

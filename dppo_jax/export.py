@@ -61,11 +61,10 @@ def run(
   config, workdir = configs.absolute_paths(config), workdir.absolute()
   to = pathlib.Path(bucket.output(str(to))).resolve()
   is_adapter = format == "adapter"
-  checkpoints = bucket.place(workdir) / "checkpoints"
+  checkpoints = bucket.place((workdir / "checkpoints").resolve())
   if bucket.place(to).is_relative_to(checkpoints):
     raise UserError(f"--to: {to} is among the checkpoints: choose another")
-  if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-    raise UserError(f"--to: {to} is not an empty directory: choose another")
+  _check_empty(to)
   step = checkpoint_steps.find(workdir, step, best=config.checkpoint.best)
   path, tokenizer, model = setup.read_model(config)
   model = setup.with_lora(model, config.lora)
@@ -189,6 +188,14 @@ def _prompt(template: str | Callable, tokenizer: data.Tokenizer) -> str:
   with contextlib.suppress(UserError):  # for {choices[0]}, a part of a column
     return tokenizer.prompt(template)
   return "(made of each row by the chat template)"
+
+
+def _check_empty(to: pathlib.Path) -> None:
+  names = [x.name for x in to.iterdir()] if to.is_dir() else [to.name]
+  if to.exists() and names:
+    raise UserError(
+      f"--to: {to} is not an empty directory, it has {names[0]}: choose another"
+    )
 
 
 def _of_run(workdir: pathlib.Path, step: int) -> str:

@@ -109,7 +109,10 @@ def _lines(is_typed: bool) -> Iterator[str]:
   while True:
     if is_typed:
       print("prompt (Ctrl-D ends): ", end="", flush=True)
-    line = sys.stdin.readline()
+    try:
+      line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+      raise UserError(f"the input is not UTF-8: {error.reason}") from error
     if not line:
       return
     yield line.strip()

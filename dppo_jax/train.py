@@ -117,6 +117,7 @@ def _run(
         with bar.task("compiling") as task:
           compiled = _compile(run, task)
         stack.callback(gc.unfreeze)
+        stack.callback(stop.defer)  # while the last checkpoint is written
         session = _Session(
           workdir,
           config,

@@ -20,20 +20,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_420,
+  "": 14_474,
   "algo": 7_577,
   "analysis": 4_107,
   "config": 5_775,
   "data": 7_039,
   "eval": 2_137,
-  "files": 3_941,
+  "files": 4_022,
   "methods": 9_828,
-  "metrics": 6_003,
+  "metrics": 6_023,
   "models": 23_232,
   "planning": 5_371,
   "rewards": 8_178,
   "rollout": 4_387,
-  "run": 12_352,
+  "run": 12_629,
   "step": 13_970,
 }
 _NOT_CODE = {

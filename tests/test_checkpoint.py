@@ -1,5 +1,6 @@
 """Checkpoints: which one is used, which are damaged, which are kept."""
 
+import errno
 import json
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ import pytest
 
 from dppo_jax.errors import UserError
 from dppo_jax.records import TrainState
-from dppo_jax.run import checkpoint, checkpoint_steps, resume
+from dppo_jax.run import checkpoint, checkpoint_steps, checksums, resume
 from tests.helpers import commands
 
 
@@ -247,6 +248,78 @@ def test_reader_deletes_nothing(copy):
   with checkpoint.Checkpoints(copy, read_only=True):
     pass
   assert checkpoint_steps.complete_steps(copy) == [0, 2, 4]
+
+
+# Directories -----------------------------------------------------------------
+
+
+def test_a_workdir_may_have_any_name(three, tmp_path):
+  """Brackets and stars are no pattern."""
+  for name in ("a[1]", "*"):
+    shutil.copytree(three, tmp_path / name)
+    assert checkpoint_steps.complete_steps(tmp_path / name) == [0, 2, 4]
+    (tmp_path / name / "checkpoints/5.orbax-checkpoint-tmp").mkdir()
+    with checkpoint.Checkpoints(tmp_path / name) as checkpoints:
+      assert checkpoints.latest_step() == 4
+    assert not [*tmp_path.rglob("*-tmp")]
+
+
+@pytest.mark.parametrize("kind", ["link", "linked run", "file", "denied"])
+def test_checkpoints_that_cannot_be_listed_are_not_absent(
+  copy, kind, monkeypatch
+):
+  """Nothing is written before the error, if a disk is not mounted."""
+  folder, workdir = copy / "checkpoints", copy
+  if kind == "linked run":
+    workdir = copy / "link"
+    workdir.symlink_to(copy / "nothing")
+  elif kind == "denied":
+
+    def deny(self):
+      raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", deny)
+  else:
+    folder.rename(copy / "moved")
+    if kind == "link":
+      folder.symlink_to(copy / "nothing")
+    else:
+      folder.write_text("")
+  with pytest.raises(UserError, match=r"checkpoints cannot be read: "):
+    resume.check(workdir, commands.config("arithmetic"))
+
+
+def test_checkpoint_that_cannot_be_read_is_not_damaged(copy, monkeypatch):
+  """A network's file system may lose a file for a moment."""
+
+  def lose(*unused):
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+  with checkpoint.Checkpoints(copy, keep=2) as checkpoints:
+    with monkeypatch.context() as patch:
+      patch.setattr(checksums.hashlib, "file_digest", lose)
+      with pytest.raises(UserError, match=r"4/params cannot be read: Stale"):
+        checkpoints.recover()
+    assert not checkpoints.recover() and checkpoints.latest_step() == 4
+
+
+def test_checkpoint_on_another_disk_is_dropped_there_left_alone(copy):
+  moved = copy / "2"
+  (copy / "checkpoints/2").rename(moved)
+  (copy / "checkpoints/2").symlink_to(moved)
+  with checkpoint.Checkpoints(copy) as checkpoints:
+    assert not checkpoints.recover()
+    checkpoints.save(6, _state(6))
+  assert checkpoint_steps.complete_steps(copy) == [0, 6]
+  assert sorted(x.name for x in (copy / "checkpoints").iterdir()) == ["0", "6"]
+  assert (moved / "params").is_dir()
+
+
+def test_reader_names_a_checkpoint_that_a_run_has_dropped(copy):
+  with checkpoint.Checkpoints(copy, read_only=True) as checkpoints:
+    shutil.rmtree(copy / "checkpoints/4")
+    with pytest.raises(UserError, match=r"step 4 in .* was deleted meanwhile"):
+      checkpoints.restore(4, _state(0))
 
 
 def test_run_without_its_name_in_the_config_is_recognised(tmp_path):

@@ -323,6 +323,6 @@ def test_missing_weights_raise(begun, tmp_path):
   with pytest.raises(UserError, match=r"--workdir: no checkpoint in"):
     export.run(c, tmp_path / "none", tmp_path / "out")
   c.model.shape["embed"] = 32
-  with pytest.raises(UserError, match=r"another model.* omit --config"):
+  with pytest.raises(UserError, match=r"another model.* use that run's config"):
     export.run(c, workdir, tmp_path / "out")
   assert not (tmp_path / "out").exists()

@@ -79,20 +79,20 @@ def compile_once():
 
   Programs compiled again, in another process, are the matter of test_kill.
   """
-  compiled, compile_all = {}, train._compile
+  compiled, compile_all, flat = {}, train._compile, {}
+
+  def set_up(c, **options):
+    flat.update(config.flatten(c))
+    return setup_run(c, **options)
 
   def compile_new(run, task):
-    options = {
-      name: value
-      for name, value in config.flatten(run.config).items()
-      if not name.startswith("sft.")
-    }
+    options = {k: x for k, x in flat.items() if not k.startswith("sft.")}
     key = json.dumps(options, sort_keys=True, default=str)
     if key not in compiled:
       compiled[key] = compile_all(run, task)
     return compiled[key]
 
-  with mock.patch.object(train, "_compile", compile_new):
+  with mock.patch.multiple(train, _compile=compile_new, setup_run=set_up):
     yield
 
 
@@ -238,6 +238,21 @@ def test_stopped_run_saves_and_resumes(
   if number == signal.SIGTERM:
     train.run(_config(), tmp_path)
     _assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(
+  uninterrupted, tmp_path, monkeypatch
+):
+  leave = checkpoint.Checkpoints.__exit__
+
+  def stop(*args):
+    signal.raise_signal(signal.SIGTERM)
+    leave(*args)
+
+  monkeypatch.setattr(checkpoint.Checkpoints, "__exit__", stop)
+  train.run(_config(), tmp_path)
+  monkeypatch.undo()
+  _assert_same_run(tmp_path, uninterrupted)
 
 
 def test_finished_run_is_reported_at_once(uninterrupted, monkeypatch, capsys):

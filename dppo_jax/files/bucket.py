@@ -27,8 +27,11 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import paths, storage
 
 _CONFIG, _LEASE = "config.json", "lease.json"
-# Not checkpoints, evaluations, nor runs and exports below this one.
-_LOGS = re.compile(rf"(?!{_LEASE}$)((completions|events)/)?[^/]+")
+# What a run logs: not its checkpoints, nor what others have written there.
+_LOGS = re.compile(
+  r"(metrics|samples)\.jsonl|config\.json|log\.txt|report\.(md|png)|wandb_id|"
+  r"(completions|events)/[^/]+"
+)
 # URL and lease of each local directory; time and size of each file in it when
 # it was last sent or fetched.
 _urls: dict[pathlib.Path, str] = {}

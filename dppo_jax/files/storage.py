@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 def is_url(where: str) -> bool:
   """Returns True for a URL of a bucket; raises UserError for another URL."""
-  if not re.match(r"\w+:/", where):
+  if not re.match(r"\w+:/|(gs|gcs|s3|s3a):", where, re.IGNORECASE):
     return False
   kind, _, name = where.rstrip("/").partition("://")
   # Libraries read these characters as patterns and versions.
@@ -105,6 +105,17 @@ def get(url: str, to: pathlib.Path, stored: Stored) -> None:
     unfinished.replace(to)
   finally:
     unfinished.unlink(missing_ok=True)
+
+
+def read(url: str) -> bytes:
+  """Returns the content of an object; nothing if there is none."""
+  if not (stored := files(url).get("")):
+    return b""
+  with reaching(url, stored.size):
+    content = _filesystem(url).cat_file(url)
+    md5 = hashlib.md5(content).hexdigest()
+    _compare(url, stored, len(content), md5)
+  return content
 
 
 def put(source: pathlib.Path, url: str) -> None:

@@ -19,6 +19,12 @@ from dppo_jax.metrics.samples import choose_columns
 STEPS_PER_FILE = 100  # of completions
 
 
+def _completions_of(step: int) -> str:
+  """Returns the name of the file that has the completions of a step."""
+  first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
+  return f"{first:06d}.jsonl"
+
+
 class Writer(contextlib.AbstractContextManager):
   """Writes metrics, samples, all completions, `log.txt`, and to trackers.
 
@@ -48,11 +54,12 @@ class Writer(contextlib.AbstractContextManager):
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
     for path in (workdir / "completions").glob("*.jsonl"):
-      if not path.stem.isdecimal():  # a file of the user
+      first = int(path.stem) if path.stem.isdecimal() else 0
+      if path.name != _completions_of(first):  # a file of the user
         continue
-      if int(path.stem) > first_step:  # all of its steps are
+      if first > first_step:  # all of its steps are
         path.unlink()
-      elif int(path.stem) + STEPS_PER_FILE > first_step + 1:
+      elif first + STEPS_PER_FILE > first_step + 1:
         jsonl.keep_until(path, first_step)
     for line in jsonl.read(workdir / "metrics.jsonl"):
       watch.check(line["step"], line)
@@ -92,8 +99,7 @@ class Writer(contextlib.AbstractContextManager):
     """Writes all completions of a step, if the run keeps them."""
     if not self._keeps_completions:
       return
-    first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
-    name = f"completions/{first:06d}.jsonl"
+    name = f"completions/{_completions_of(step)}"
     if name not in self._files:
       path = self._workdir / name
       with writing(path):

@@ -11,6 +11,7 @@ If a run is in a bucket, orbax writes there, each process its shards.
 from collections.abc import Iterator, Mapping
 import contextlib
 import json
+import os
 import pathlib
 
 from etils import epath
@@ -81,7 +82,10 @@ class Checkpoints:
     self._label = {"run": distributed.on_first_process(run_name)(workdir)}
     self._intact: set[epath.Path] = set()  # verified items of steps
     self._num_bytes = 0  # of the checkpoint that is being written
-    self._steps = self._complete_steps()
+    complete_steps = distributed.on_first_process(
+      checkpoint_steps.complete_steps
+    )
+    self._steps = complete_steps(self._workdir)
     self._dropped: list[int] = []  # steps to delete after the next write
     # A part of orbax has the value of the last manager. None suits all of them,
     # so a reader never sets 0.
@@ -113,8 +117,9 @@ class Checkpoints:
       with distributed.sharing_errors():
         if distributed.is_first():
           self._folder.mkdir(parents=True, exist_ok=True)
-          for path in self._folder.glob(f"*{_UNFINISHED}*"):
-            path.rmtree()
+          for path in self._folder.iterdir():
+            if _UNFINISHED in path.name:
+              _remove(path)
 
   def __enter__(self) -> "Checkpoints":
     return self
@@ -128,20 +133,6 @@ class Checkpoints:
     except Exception:
       if error is None:  # the first error matters
         raise
-
-  @distributed.on_first_process
-  def _complete_steps(self) -> list[int]:
-    steps = checkpoint_steps.complete_steps(self._workdir)
-    if self._url and not steps:
-      with self._reaching():
-        incomplete = {x.name for x in self._folder.glob("*")} - {"0"}
-      if incomplete:
-        raise UserError(
-          f"{self._folder} has files of step {', '.join(sorted(incomplete))} "
-          f"but no {checkpoint_steps.COMMITTED}, which marks a complete "
-          "checkpoint: restore it, or delete that directory to start again"
-        )
-    return steps
 
   def latest_step(self) -> int | None:
     """Step of the latest complete checkpoint, damaged or not; None if none."""
@@ -239,6 +230,8 @@ class Checkpoints:
 
   @distributed.on_first_process
   def _delete_dropped(self) -> None:
+    if self._dropped:
+      bucket.check_lease(self._workdir)
     for step in self._dropped:
       self._delete(step)
     self._dropped = []
@@ -247,7 +240,7 @@ class Checkpoints:
     """Deletes the files of a step; a kill leaves no part of a checkpoint."""
     path = self._hide(step, self._folder / f"{step}{_UNFINISHED}")
     with self._reaching():
-      path.rmtree(missing_ok=True)
+      _remove(path)
 
   def _hide(self, step: int, to: epath.Path) -> epath.Path:
     """Makes a checkpoint incomplete; returns where its files are then.
@@ -260,7 +253,7 @@ class Checkpoints:
       if self._url:
         (path / checkpoint_steps.COMMITTED).unlink(missing_ok=True)
       elif path.exists():
-        to.rmtree(missing_ok=True)
+        _remove(to)
         path.rename(to)
         return to
     return path
@@ -290,7 +283,7 @@ class Checkpoints:
         raise UserError(
           f"step {step} in {self._folder} holds another model: {name} has "
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
-          "config; omit --config to use the config of the run"
+          "config: use that run's config"
         )
     return self._read(step, item, like)
 
@@ -304,6 +297,12 @@ class Checkpoints:
   def check(self, step: int, items: tuple[str, ...] = _ITEMS) -> None:
     """Raises UserError if the files of `step` are damaged."""
     if corruption := self.corruption(step, items):
+      with self._reaching():
+        if not (self._folder / str(step)).exists():
+          raise UserError(
+            f"the checkpoint of step {step} in {self._folder} was deleted "
+            "meanwhile, as by a run that trains there: use another step"
+          )
       other = "" if _FROZEN in items else ", or use another step"
       raise UserError(
         f"the checkpoint of step {step} in {self._folder} is damaged "
@@ -316,10 +315,14 @@ class Checkpoints:
     for item in items:
       folder = self._folder / str(step) / item
       if folder not in self._intact:
-        with self._reaching():
-          corruption = checksums.find_corruption(
-            folder, self._label["run"], step
-          )
+        run = self._label["run"]
+        try:
+          corruption = checksums.find_corruption(folder, run, step)
+        except OSError as error:  # of a file that is there
+          raise UserError(
+            f"{folder} cannot be read: {error.strerror}. Fix this, or move "
+            "the checkpoint away to use the one before"
+          ) from error
         if corruption:
           return f"{item}: {corruption}"
         self._intact.add(folder)
@@ -351,6 +354,13 @@ class Checkpoints:
             f"{_WAIT_SECONDS} s: see its last output"
           ) from error
         raise cause from error
+
+
+def _remove(path: epath.Path) -> None:
+  """Deletes a directory, or a link to one but nothing in it."""
+  if os.path.islink(path):
+    os.unlink(path)
+  path.rmtree(missing_ok=True)
 
 
 def run_name(workdir: pathlib.Path) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import math
+import os
 import pathlib
 import re
 
@@ -13,13 +14,39 @@ COMMITTED = "commit_success.txt"  # last file of a checkpoint in a bucket
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-  """Steps of the complete checkpoints of a run, in order."""
-  with bucket.reaching(workdir / "checkpoints") as folder:
-    if bucket.url(workdir):
-      names = {x.parent.name for x in folder.glob(f"*/{COMMITTED}")}
-    else:
-      names = {x.name for x in folder.glob("*") if x.is_dir()}
+  """Steps of the complete checkpoints of a run, in order.
+
+  Raises:
+    UserError: if their directory cannot be read, is a link to nothing, or has
+      files in a bucket that no marker makes a checkpoint.
+  """
+  folder = workdir / "checkpoints"
+  names = _in_bucket(folder) if bucket.url(workdir) else _on_disk(folder)
   return sorted(int(x) for x in names if re.fullmatch("0|[1-9][0-9]*", x))
+
+
+def _on_disk(folder: pathlib.Path) -> set[str]:
+  try:
+    return {x.name for x in folder.iterdir() if x.is_dir()}
+  except OSError as error:
+    lost = [x for x in (folder.parent, folder) if os.path.islink(x)]
+    if isinstance(error, FileNotFoundError) and all(x.exists() for x in lost):
+      return set()
+    raise UserError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _in_bucket(folder: pathlib.Path) -> set[str]:
+  with bucket.reaching(folder) as there:
+    names = {x.parent.name for x in there.glob(f"*/{COMMITTED}")}
+    # A kill may leave a part of the first one.
+    if lost := {x.name for x in there.glob("*")} - names - {"0"}:
+      if not names:
+        raise UserError(
+          f"{there} has files of step {', '.join(sorted(lost))} but no "
+          f"{COMMITTED}, which marks a complete checkpoint: restore it, or "
+          "delete that directory to start again"
+        )
+  return names
 
 
 def read_labels(workdir: pathlib.Path) -> list[tuple[int, dict | None]]:

@@ -38,11 +38,8 @@ def find_corruption(directory: epath.Path, run: str, step: int) -> str:
   """
   kind, expected = _written(directory)
   if not expected:
-    return f"{kind}.json cannot be read or is empty"
-  try:
-    checksums = _checksums(directory, kind)
-  except _unreadable(directory) as error:
-    return f"the files cannot be read, {error}"
+    return f"{kind}.json is missing or damaged"
+  checksums = _checksums(directory, kind)
   for name, digest in expected.items():
     if checksums.get(name) != digest:
       return f"{name} {'has changed' if name in checksums else 'is missing'}"
@@ -57,8 +54,8 @@ def find_corruption(directory: epath.Path, run: str, step: int) -> str:
 def read_label(directory: epath.Path) -> dict | None:
   """Returns the label of a part; None if it is missing or has changed."""
   kind, expected = _written(directory)
-  with contextlib.suppress(_unreadable(directory), ValueError):
-    content = (directory / LABEL).read_bytes()
+  content = _read(directory / LABEL)
+  with contextlib.suppress(ValueError):
     if hashlib.new(kind, content).hexdigest() == expected.get(LABEL):
       return json_object.parse(content)
   return None
@@ -66,20 +63,23 @@ def read_label(directory: epath.Path) -> dict | None:
 
 def _written(directory: epath.Path) -> tuple[str, dict[str, str]]:
   """Returns the kind of the checksums of a directory, and what was written."""
+  usual = "md5" if storage.is_url(str(directory)) else "sha256"
   for kind in ("md5", "sha256"):
     if content := read_json(directory / f"{kind}.json"):
-      break
-  return kind, content
+      return kind, content
+  return usual, {}
 
 
 def _checksums(directory: epath.Path, kind: str) -> dict[str, str]:
   """Checksum of each file by its path in `directory`."""
-  if storage.is_url(str(directory)):
-    read = lambda name: hashlib.md5((directory / name).read_bytes())
-    return {  # an object that was composed of parts has none
-      name: x.md5 or read(name).hexdigest()
-      for name, x in storage.files(str(directory)).items()
-    }
+  if storage.is_url(url := str(directory)):
+    stored = storage.files(url)
+    # An object that was composed of parts has none.
+    known = {name: x.md5 for name, x in stored.items() if kind == "md5"}
+    size = sum(x.size for name, x in stored.items() if not known.get(name))
+    with storage.reaching(url, size):
+      read = lambda name: hashlib.new(kind, storage.read(f"{url}/{name}"))
+      return {x: known.get(x) or read(x).hexdigest() for x in stored}
 
   def digest(path: pathlib.Path) -> tuple[str, str]:
     with path.open("rb") as file:
@@ -92,13 +92,20 @@ def _checksums(directory: epath.Path, kind: str) -> dict[str, str]:
 
 
 def read_json(path: epath.Path) -> dict:
-  """Returns the content of a JSON file; nothing if it cannot be read."""
-  with contextlib.suppress(_unreadable(path), ValueError):
-    if isinstance(content := json_object.parse(path.read_bytes()), dict):
-      return content
+  """Returns the content of a JSON file; nothing if it is none."""
+  content = _read(path)
+  with contextlib.suppress(ValueError):
+    if isinstance(value := json_object.parse(content), dict):
+      return value
   return {}
 
 
-def _unreadable(path: epath.Path) -> type[OSError]:
-  """Returns the errors of a damaged file; others are of the connection."""
-  return FileNotFoundError if storage.is_url(str(path)) else OSError
+def _read(path: epath.Path | pathlib.Path) -> bytes:
+  """Returns the content of a file; nothing if there is none at the path."""
+  if storage.is_url(str(path)):
+    return storage.read(str(path))
+  with contextlib.suppress(
+    FileNotFoundError, IsADirectoryError, NotADirectoryError
+  ):
+    return path.read_bytes()
+  return b""

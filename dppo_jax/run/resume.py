@@ -229,8 +229,11 @@ def is_done(
       is_old = not there.exists() or times[:1] < times[1:]
     if is_old:
       bucket.fetch_logs(workdir)
-      report.write(workdir)
-      bucket.send(workdir)
+      try:
+        report.write(workdir)
+        bucket.send(workdir)
+      except UserError as error:  # a directory to read only
+        print(f"warning: {error}", flush=True)
     print(
       f"already done: {latest} of {config.steps} steps; report: "
       f"{bucket.shown(page)}\n"

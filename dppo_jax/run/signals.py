@@ -28,6 +28,10 @@ class StopRequest:
     finally:
       self._is_deferred = False
 
+  def defer(self) -> None:
+    """Makes signals from here on set `is_requested` and nothing else."""
+    self._is_deferred = True
+
   def receive(self, number, frame) -> None:
     if frame is not None and frame.f_code.co_name in _SWALLOWING:
       signal.setitimer(signal.ITIMER_REAL, 0.02)  # then SIGALRM tries again

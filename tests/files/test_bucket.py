@@ -8,7 +8,8 @@ import pytest
 
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket
-from dppo_jax.run import checkpoint, checkpoint_steps
+from dppo_jax.run import checkpoint, checkpoint_steps, resume
+from tests.helpers import commands
 from tests.helpers.bucketed import (
   check,
   damage,
@@ -71,6 +72,8 @@ def test_lost_markers_end_the_start_and_delete_nothing(url):
     UserError, match=r"has files of step 2, 4 but no commit_s"
   ):
     train(go(url), 0)
+  with pytest.raises(UserError, match="but no commit_s"):
+    resume.check(go(url), commands.config("arithmetic"))
   stored.pop("lease.json")
   assert stored.items() <= objects(url).items()
 
@@ -101,6 +104,7 @@ def test_files_below_a_run_that_others_write_are_left_alone(url):
     log(workdir, 1)
   assert [server.cat(x) for x in others] == [b"new"] * 3
   assert not (workdir / "sub").exists()
+  assert not (workdir / "notes.txt").exists()
 
 
 # Damage -----------------------------------------------------------------------
@@ -172,6 +176,41 @@ def test_checkpoint_that_was_copied_in_parts_is_intact(gs, url, monkeypatch):
   assert "w/0.0 has changed" in warning
 
 
+def test_local_checkpoint_that_was_copied_to_a_bucket_is_intact(url, tmp_path):
+  """Its checksums are SHA-256, which the server does not have."""
+  train(bucket.workdir(url), 0, 2)
+  delete(url, "checkpoints/2/")
+  with checkpoint.Checkpoints(tmp_path) as checkpoints:
+    for step in (0, 2):
+      checkpoints.save(step, state(step))
+  server, there = fsspec.filesystem("gs"), f"{url}/checkpoints"
+  server.put(str(tmp_path / "checkpoints/2"), there, recursive=True)
+  server.pipe(f"{there}/2/commit_success.txt", b"")
+  assert not train(go(url), 4, keep=2)
+  check(url, 0, 2, 4)
+  name = next(x for x in objects(url) if "/2/params/d/" in f"/{x}")
+  damage(url, name.removeprefix("checkpoints/"))
+  with checkpoint.Checkpoints(go(url), read_only=True) as checkpoints:
+    assert checkpoints.corruption(2).endswith("has changed")
+
+
+@pytest.mark.parametrize("answer", [b"<html>", FileNotFoundError("404")])
+def test_wrong_answer_of_the_server_is_no_damage(url, monkeypatch, answer):
+  train(bucket.workdir(url), 0, 2)
+
+  def read(path):
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  with monkeypatch.context() as patch:
+    patch.setattr(fsspec.filesystem("gs"), "cat_file", read)
+    with pytest.raises(UserError, match="cannot be read or written"):
+      train(go(url))
+  assert not train(go(url), 4, keep=2)
+  check(url, 0, 2, 4)
+
+
 def test_folders_that_a_console_makes_are_no_objects(url):
   """Empty objects whose names end in a slash."""
   places = ("", "checkpoints/", "checkpoints/2/", "evaluation/")
@@ -213,6 +252,20 @@ def test_run_that_lost_its_lease_ends(url):
       with pytest.raises(UserError, match=lost):
         bucket.send(workdir)
   check(url, 0, 2)
+
+
+def test_run_that_lost_its_lease_deletes_nothing(url):
+  workdir = bucket.workdir(url)
+  train(workdir, 0, 2)
+  lost = r"another run has started in gs://"
+  with pytest.raises(UserError, match=lost), bucket.claimed(workdir):
+    with checkpoint.Checkpoints(workdir) as checkpoints:
+      log(workdir, 4)
+      bucket.send(workdir)
+      checkpoints.save(4, state(4))
+      checkpoints._checkpointer.wait_until_finished()
+      fsspec.filesystem("gs").pipe(f"{url}/lease.json", b"other")
+  check(url, 0, 2, 4)
 
 
 def test_checkpoint_of_a_run_that_loses_its_lease_meanwhile_is_not_valid(url):

@@ -51,7 +51,7 @@ def test_errors_of_the_local_disk_and_denied_access_are_final(error, kind):
   "place",
   [
     *("gcs://b/run", "GS://b/run", "s3a://b/run", "gs:/b/run", "gs://"),
-    *("http://b/run", "S3://b/run", "file:///run", "s3:/b"),
+    *("http://b/run", "S3://b/run", "file:///run", "s3:/b", "gs:b/run"),
   ],
 )
 def test_unknown_urls_are_rejected(place):
