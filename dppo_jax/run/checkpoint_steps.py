@@ -39,13 +39,13 @@ def _in_bucket(folder: pathlib.Path) -> set[str]:
   with bucket.reaching(folder) as there:
     names = {x.parent.name for x in there.glob(f"*/{COMMITTED}")}
     # A kill may leave a part of the first one.
-    if lost := {x.name for x in there.glob("*")} - names - {"0"}:
-      if not names:
-        raise UserError(
-          f"{there} has files of step {', '.join(sorted(lost))} but no "
-          f"{COMMITTED}, which marks a complete checkpoint: restore it, or "
-          "delete that directory to start again"
-        )
+    lost = set() if names else {x.name for x in there.glob("*")} - {"0"}
+  if lost:
+    raise UserError(
+      f"{there} has files of step {', '.join(sorted(lost))} but no "
+      f"{COMMITTED}, which marks a complete checkpoint: restore it, or "
+      "delete that directory to start again"
+    )
   return names
 
 
