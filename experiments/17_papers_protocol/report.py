@@ -208,13 +208,18 @@ def history_table(table: Runs) -> str:
 
 @style.rc()
 def draw(table: Runs) -> figures.Figure:
-  """Draws held-out and sampled accuracy over seconds; dashes after seed 0."""
+  """Draws held-out and sampled accuracy over seconds, of the main rows.
+
+  Dashed after seed 0. Other rows would need more colours than there are.
+  """
   figure = style.figure(height=3.6)
   left, right = figure.subplots(1, 2, sharex=True)
   smooth = importlib.import_module("experiments.15_real_model.report").smooth
-  names = [*dict.fromkeys(name for name, _ in table)]
+  names = [*run.TURNS[0], *run.TURNS[1]]
   for (name, seed), some in table.items():
-    colour, dashes = f"C{names.index(name) % 7}", "-" if not seed else "--"
+    if name not in names:
+      continue
+    colour, dashes = f"C{names.index(name)}", "-" if not seed else "--"
     steps = curve(some)
     label = name if name not in left.get_legend_handles_labels()[1] else None
     left.plot(
