@@ -135,7 +135,7 @@ def test_greedy_accuracy_equals_that_of_training(trained):
 def test_a_step_or_a_model_of_another_run_raises(trained):
   with pytest.raises(UserError, match=r"no checkpoint of step 7"):
     evaluate.run(_config(), trained, 7)
-  with pytest.raises(UserError, match=r"another model.* omit --config"):
+  with pytest.raises(UserError, match=r"another model.* use that run's config"):
     evaluate.run(_config(model__shape__embed=32), trained)
   with pytest.raises(UserError, match=r"config.data.eval is empty"):
     evaluate.run(_config(data__eval=""), trained)

@@ -8,6 +8,7 @@ import time
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from dppo_jax import config as configs
@@ -89,7 +90,8 @@ def test_callbacks_of_the_configs_page_end_a_run_in_time():
   blocks = pages.blocks(commands.ROOT / "configs/README.md", "python")
   (text,) = (x for x in blocks if "StopTraining" in x)
   variables = {}
-  exec(text, variables)
+  with np.printoptions():  # restores those that the code sets
+    exec(text, variables)
   early, late = variables["good_enough"], variables["an_hour"]
   for evaluation in ({}, {"eval/accuracy": 0.9}):
     early(1, types.SimpleNamespace(evaluation=evaluation), None)
