@@ -80,7 +80,9 @@ def test_programs_and_modules_of_the_commands_exist():
 @pytest.mark.parametrize("page, text", BLOCKS, ids=_name)
 def test_every_block_of_python_runs_by_itself(page, text, elsewhere):
   (elsewhere / "block.py").write_text(text)
-  variables = runpy.run_path(str(elsewhere / "block.py"), run_name="__main__")
+  path = str(elsewhere / "block.py")
+  with np.printoptions():  # restores those that the code sets
+    variables = runpy.run_path(path, run_name="__main__")
   if "history" in variables:  # mean rewards of a training loop
     first, *_, last = variables["history"]
     assert last > first + 0.5
@@ -90,8 +92,7 @@ def test_callbacks_of_the_configs_page_end_a_run_in_time():
   blocks = pages.blocks(commands.ROOT / "configs/README.md", "python")
   (text,) = (x for x in blocks if "StopTraining" in x)
   variables = {}
-  with np.printoptions():  # restores those that the code sets
-    exec(text, variables)
+  exec(text, variables)
   early, late = variables["good_enough"], variables["an_hour"]
   for evaluation in ({}, {"eval/accuracy": 0.9}):
     early(1, types.SimpleNamespace(evaluation=evaluation), None)
