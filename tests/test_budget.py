@@ -28,7 +28,7 @@ TOKENS = {
   "eval": 2_137,
   "files": 4_022,
   "methods": 9_828,
-  "metrics": 6_023,
+  "metrics": 6_043,
   "models": 23_232,
   "planning": 5_371,
   "rewards": 8_178,

@@ -312,8 +312,11 @@ def test_only_a_new_or_an_empty_directory_is_written(begun, tmp_path):
     with pytest.raises(UserError, match="is not an empty directory"):
       export.run(c, workdir, taken)
   assert [x.name for x in out.parent.iterdir()] == ["out"]
-  with pytest.raises(UserError, match="is among the checkpoints"):
-    export.run(c, workdir, workdir / "checkpoints/9")
+  link = tmp_path / "link"
+  link.symlink_to(workdir)
+  for run in (workdir, link):
+    with pytest.raises(UserError, match="is among the checkpoints"):
+      export.run(c, run, run / "checkpoints/9")
 
 
 def test_missing_weights_raise(begun, tmp_path):

@@ -250,7 +250,10 @@ def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(
     leave(*args)
 
   monkeypatch.setattr(checkpoint.Checkpoints, "__exit__", stop)
-  train.run(_config(), tmp_path)
+  try:
+    train.run(_config(), tmp_path)
+  except KeyboardInterrupt:
+    pytest.fail("the signal has ended the run")
   monkeypatch.undo()
   _assert_same_run(tmp_path, uninterrupted)
 

@@ -57,8 +57,9 @@ class Writer(contextlib.AbstractContextManager):
       first = int(path.stem) if path.stem.isdecimal() else 0
       if path.name != _completions_of(first):  # a file of the user
         continue
-      if first > first_step:  # all of its steps are
-        path.unlink()
+      if first > first_step:  # all of its steps are, unless it is a user's
+        if all(first <= x["step"] for x in jsonl.read(path)):
+          path.unlink()
       elif first + STEPS_PER_FILE > first_step + 1:
         jsonl.keep_until(path, first_step)
     for line in jsonl.read(workdir / "metrics.jsonl"):

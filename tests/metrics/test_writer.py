@@ -89,8 +89,9 @@ def test_every_completion_is_written_once_after_a_crash(tmp_path):
       assert steps == [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5]], latest
 
 
-def test_other_files_next_to_the_completions_stay(tmp_path):
-  path = tmp_path / "completions/all.jsonl"
+@pytest.mark.parametrize("name", ["all", "20260101", "7", "000050"])
+def test_other_files_next_to_the_completions_stay(tmp_path, name):
+  path = tmp_path / f"completions/{name}.jsonl"
   path.parent.mkdir()
   path.write_text('{"step": 9}\n')
   with _writer(tmp_path, first_step=3) as out:
