@@ -88,7 +88,7 @@ def _run(
     kept = config.checkpoint
     prints = resume.fingerprints(config, run.train_set, run.eval_sets)
     with (
-      resume.held(workdir, config, prints, allow_change) as changes,
+      resume.held(workdir, config, prints, allow_change),
       jax.set_mesh(run.spec.mesh),
       run.make_grader() as grader,
       checkpoint.Checkpoints(workdir, kept.keep, kept.best) as checkpoints,
@@ -99,7 +99,9 @@ def _run(
       latest = checkpoints.latest_step()
       with distributed.sharing_errors():
         writer: Writer | Silent = Silent(bar)
+        changes: list[str] = []
         if distributed.is_first():
+          changes = resume.write(workdir, config, prints, allow_change)
           advice = run.spec.method.prune_less
           watch = health.Health(run.spec.num_updates, advice)
           trackers, options = config.log.writers, configs.flatten(config)

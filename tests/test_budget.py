@@ -20,20 +20,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_474,
+  "": 14_495,
   "algo": 7_577,
   "analysis": 4_107,
-  "config": 5_775,
+  "config": 5_757,
   "data": 7_039,
   "eval": 2_137,
-  "files": 4_022,
+  "files": 4_041,
   "methods": 9_828,
-  "metrics": 6_043,
+  "metrics": 6_111,
   "models": 23_232,
   "planning": 5_371,
-  "rewards": 8_178,
+  "rewards": 8_149,
   "rollout": 4_387,
-  "run": 12_629,
+  "run": 12_605,
   "step": 13_970,
 }
 _NOT_CODE = {

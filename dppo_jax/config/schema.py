@@ -119,9 +119,6 @@ class RewardConfig:
     "verifier first",
     is_code=True,
   )
-  on_error: str = option(
-    "zero", "effect of an exception in a function", choices=("zero", "stop")
-  )
   overlong_tokens: int = option(0, "tokens of DAPO's overlong penalty; 0: none")
   timeout_seconds: float = adjustable(
     5.0, "time limit of a function call in seconds", least=0.001, most=86_400

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 import json
 import os
 import pathlib
+import types
 
 from dppo_jax.errors import UserError, writing
 from dppo_jax.files import bucket, json_object
@@ -12,14 +13,18 @@ from dppo_jax.files import bucket, json_object
 ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
-def read(path: pathlib.Path) -> list[dict]:
+def read(
+  path: pathlib.Path, kinds: json_object.Kinds = types.MappingProxyType({})
+) -> list[dict]:
   """Returns the objects of a file, or none if there is no such file.
 
   A last line without a newline, as a kill leaves it, is ignored.
 
+  Args:
+    kinds: type of each key's value, as for `json_object.check`; `step` is one.
   Raises:
-    UserError: for a line that is no object, or of an earlier step than the line
-      before it.
+    UserError: for a line that is no such object, or of an earlier step than the
+      line before it.
   """
   # Bytes, since a cut may go through a character. Not `splitlines`, since a
   # completion may contain any of the characters that it splits at.
@@ -28,7 +33,7 @@ def read(path: pathlib.Path) -> list[dict]:
   for number, text in enumerate(content.split(b"\n")[:-1], 1):
     try:
       value = json_object.parse(text.decode())
-      lines.append(json_object.check(value, {"step": int}))
+      lines.append(json_object.check(value, {"step": int, **kinds}))
       before = lines[-2:][0]["step"]
       if before > lines[-1]["step"]:
         raise ValueError(f"it follows step {before}")

@@ -13,7 +13,7 @@ import numpy as np
 from dppo_jax.analysis import runs, statistics, style, tables
 from dppo_jax.analysis.statistics import Interval
 from dppo_jax.errors import writing
-from dppo_jax.files import jsonl
+from dppo_jax.files import json_object, jsonl
 from dppo_jax.metrics import health
 
 _POINTS = 40  # of a curve over steps, each a mean of neighbours
@@ -32,6 +32,21 @@ _PANELS = {  # over steps: metrics by their label
   "tokens per step": {x: f"tokens/{x}" for x in ("generated", "trained")},
   "predicted speed-up": {"speedup": _SPEEDUP},
 }
+_OPTIONS = {
+  "data.train": str,
+  "method.name": str,
+  "method.args": dict,
+  "objective.name": str,
+  "objective.args": dict,
+  "steps": int,
+}
+_SAMPLE = {
+  "split": str,
+  "problem": str,
+  "completion": str,
+  "answer": str,
+  "correct": float,
+}
 _TOTALS = (
   "prompts/drawn tokens/generated tokens/trained "
   "reward/timeouts reward/crashes reward/errors reward/switched_off "
@@ -46,7 +61,8 @@ def write(workdir: pathlib.Path, note: str = "") -> pathlib.Path:
     note: what ended the run early, for the lines below the title.
   """
   run = runs.load(workdir)
-  samples = jsonl.read(workdir / "samples.jsonl")
+  json_object.check(run.config, _OPTIONS, f"{workdir / 'config.json'}: ")
+  samples = jsonl.read(workdir / "samples.jsonl", _SAMPLE)
   with writing(workdir / "report.png"):
     style.save(_draw(run), workdir / "report.png")
   seconds = _stage_seconds(run)

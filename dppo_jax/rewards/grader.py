@@ -64,11 +64,7 @@ class Grader:
   """
 
   def __init__(
-    self,
-    functions: Items,
-    num_workers: int = 0,
-    timeout_seconds: float = 5.0,
-    on_error: str = "zero",
+    self, functions: Items, num_workers: int = 0, timeout_seconds: float = 5.0
   ):
     """Loads batched functions; starts no process before the first call.
 
@@ -77,12 +73,10 @@ class Grader:
       num_workers: number of processes; 0 for `default_workers`. Batched
         functions and the built-in ones except `math` need none.
       timeout_seconds: wall-clock limit of a call.
-      on_error: "zero", or "stop" to raise if a user's function has a fault.
     Raises:
       UserError: if a batched function cannot be loaded.
     """
     self.specs = parse(functions)
-    self._stops = on_error == "stop"
     self._here = {
       spec: load(spec.reference)
       for spec in self.specs
@@ -164,7 +158,7 @@ class Grader:
         function receives all.
       verifier_only: True to call only the first function.
     Raises:
-      UserError: if no process can start, or a function stops the run.
+      UserError: if no process can start.
     """
     batch = {
       **(columns or {}),
@@ -272,7 +266,7 @@ class Grader:
   def _record_fault(
     self, spec: RewardSpec, kind: str, fault: str, num: int = 1
   ) -> None:
-    """Keeps a function's first fault of a kind as a warning, or raises it."""
+    """Keeps a function's first fault of a kind as a warning."""
     if spec.reference in OURS and kind != "errors":
       return
     line, _, details = fault.partition("\n")
@@ -281,15 +275,11 @@ class Grader:
       target, cost = "a completion", "it earns 0"
     elif spec not in self._here:
       target, cost = f"{target} of a prompt", "a lone failure earns 0"
-    text = f"reward function {spec.name!r} {line} on {target}"
-    if self._stops:
-      text = f"{text}; config.reward.on_error is 'stop'\n{details}"
-      raise UserError(text.strip())
-    text += (
-      f"; {cost}, counted as reward/{kind}; "
-      "config.reward.on_error=stop ends the run instead"
+    text = (
+      f"reward function {spec.name!r} {line} on {target}; {cost}, counted as "
+      f"reward/{kind}\n{details}"
     )
-    self._warnings.setdefault((spec, kind), text)
+    self._warnings.setdefault((spec, kind), text.strip())
 
   def _count_hang(self, spec: RewardSpec, kind: str, fault: str) -> None:
     """Switches off a user's function that has given no answer for too long."""

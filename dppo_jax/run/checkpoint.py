@@ -79,7 +79,7 @@ class Checkpoints:
     self._folder = bucket.place(self._workdir) / "checkpoints"
     self._url = bucket.url(self._workdir)  # "" for a local run
     self._labels: dict[int, dict | None] = {}  # None for a damaged one
-    self._label = {"run": distributed.on_first_process(run_name)(workdir)}
+    self._label: dict = {}  # of the checkpoint that is being written
     self._intact: set[epath.Path] = set()  # verified items of steps
     self._num_bytes = 0  # of the checkpoint that is being written
     complete_steps = distributed.on_first_process(
@@ -202,7 +202,8 @@ class Checkpoints:
     """
     self.wait()
     self._prepare(step)
-    label = {"evaluation": {}, "step": step}
+    run = distributed.on_first_process(run_name)(self._workdir)
+    label = {"evaluation": {}, "run": run, "step": step}
     self._label |= label | (self._labels.get(step) or {})
     items = {
       "params": lora.trainable(state.params),
@@ -315,9 +316,10 @@ class Checkpoints:
     for item in items:
       folder = self._folder / str(step) / item
       if folder not in self._intact:
-        run = self._label["run"]
         try:
-          corruption = checksums.find_corruption(folder, run, step)
+          corruption = checksums.find_corruption(
+            folder, run_name(self._workdir), step
+          )
         except OSError as error:  # of a file that is there
           raise UserError(
             f"{folder} cannot be read: {error.strerror}. Fix this, or move "

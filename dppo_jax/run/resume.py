@@ -129,6 +129,8 @@ def write(
 ) -> list[str]:
   """Writes config, fingerprints and `changes`, unless `check` raises.
 
+  Damaged checkpoints are set aside before, so that the latest one is intact.
+
   Returns:
     A line for each change of an option that `allowed` permits.
   """
@@ -176,13 +178,13 @@ def held(
   config: configs.Config,
   prints: Mapping[str, str] | None = None,
   allowed: str = "",
-) -> Iterator[list[str]]:
-  """Keeps other runs out of the directory; yields the lines of `write`.
+) -> Iterator[None]:
+  """Keeps other runs out of a directory that the config may resume.
 
   A new directory is removed if an error of the user's or a signal ends the run
   before it has logged or saved anything.
   """
-  lines, is_new = [], distributed.is_first() and not workdir.exists()
+  is_new = distributed.is_first() and not workdir.exists()
   with contextlib.ExitStack() as stack:
     with distributed.sharing_errors():
       if distributed.is_first():
@@ -200,9 +202,8 @@ def held(
           pass
         check(workdir, config, prints, allowed)  # before another run's end
         stack.enter_context(bucket.claimed(workdir))
-        lines = write(workdir, config, prints, allowed)
     try:
-      yield lines
+      yield
     except (UserError, KeyboardInterrupt):
       logs = workdir / "metrics.jsonl"
       saved = checkpoint_steps.complete_steps(workdir)

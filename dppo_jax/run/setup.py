@@ -211,7 +211,6 @@ def make_run(
       rewards.Grader,
       c.reward.functions,
       timeout_seconds=c.reward.timeout_seconds,
-      on_error=c.reward.on_error,
     ),
     origin,
     path,

@@ -72,6 +72,27 @@ def test_report_can_be_written_at_any_moment(tmp_path, lines):
     report.write(tmp_path)
 
 
+@pytest.mark.parametrize(
+  "name", ["data.train", "method.args", "objective.name", "seed", "steps"]
+)
+def test_option_that_a_report_needs_is_named(tmp_path, name):
+  workdir = _workdir(tmp_path)
+  config = {key: x for key, x in CONFIG.items() if key != name}
+  (workdir / "config.json").write_text(json.dumps(config))
+  with pytest.raises(UserError, match=f"{name} is missing but must be"):
+    report.write(workdir)
+
+
+@pytest.mark.parametrize("name", ["split", "problem", "completion", "answer"])
+def test_sample_without_what_a_report_shows_is_named(tmp_path, name):
+  whole = {"step": 0, "split": "eval", **SAMPLE, "completion": "2"}
+  cut = {key: x for key, x in whole.items() if key != name}
+  workdir = _workdir(tmp_path, _lines(1), [whole, cut])
+  message = f"samples.jsonl, line 2, is damaged .{name} is missing"
+  with pytest.raises(UserError, match=message):
+    report.write(workdir)
+
+
 def test_report_has_accuracies_fractions_and_times(tmp_path):
   lines = _lines(5)
   lines[0] |= _accuracy("eval/aime_eval/accuracy", 0.3)

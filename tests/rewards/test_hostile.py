@@ -11,8 +11,8 @@ from dppo_jax.rewards import Grader, last_boxed
 from dppo_jax.rewards.math_answers import MAX_CHARS, outcome
 from tests.helpers import hostile
 
-# What a completion of no value may count under: neither as an error of ours,
-# for which config.reward.on_error=stop would end the run, nor as nonfinite.
+# What a completion of no value may count under: neither as an error of ours
+# nor as nonfinite.
 OUTCOMES = {"right", "wrong", "unboxed", "unparsed", "timeouts", "crashes"}
 
 
@@ -49,7 +49,7 @@ def test_a_child_grades_any_text_or_is_killed(texts):
   """One by one, with a deadline that many miss; the trainer continues."""
   chosen = [*texts.values()][::5]
   spec = "math,exact,last_number,boxed"
-  with Grader(spec, 3, timeout_seconds=0.3, on_error="stop") as grader:
+  with Grader(spec, 3, timeout_seconds=0.3) as grader:
     for gold in ("7", r"\{1, x^2+\sqrt{2}\}"):
       graded = grader.grade([""] * len(chosen), chosen, [gold] * len(chosen))
       assert sum(graded.counts[x] for x in OUTCOMES) == len(chosen)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import sys
 
 import jax
@@ -179,7 +180,7 @@ def test_a_batched_function_names_the_column_that_it_requires(path):
     ("nan", "returned nan on a completion"),
   ],
 )
-def test_a_batched_fault_costs_the_call_or_stops_the_run(path, action, message):
+def test_a_batched_fault_costs_the_call(path, action, message):
   functions, texts = f"boxed,{path}:perform:batched", [action, r"\boxed{1}"]
   with Grader(functions) as grader:
     graded = grade(grader, texts, group_sizes=[2])
@@ -188,13 +189,11 @@ def test_a_batched_fault_costs_the_call_or_stops_the_run(path, action, message):
   assert graded.rewards.tolist() == [0, 3 if is_nan else 1]
   assert graded.counts["errors"] == (0 if is_nan else 2)
   assert graded.counts["nonfinite"] == (1 if is_nan else 0)
-  with Grader(functions, on_error="stop") as grader:
-    with pytest.raises(UserError, match=message) as error:
-      grade(grader, texts)
-  line = str(error.value).partition(";")[0]
-  assert "\n" not in warning
+  line, *details = warning.splitlines()
+  assert re.search(message, line)
   cost = "it earns" if is_nan else "they earn"
-  assert warning.startswith(f"{line}; {cost} 0, counted as reward/")
+  assert f"; {cost} 0, counted as reward/" in line
+  assert is_nan or details[0].startswith("Traceback")
 
 
 @pytest.fixture
