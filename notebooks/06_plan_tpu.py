@@ -122,9 +122,8 @@ plt.show()
 # %% [markdown]
 # A dotted line is the memory of a chip. `data` helps most: weights, optimizer
 # and gradients shrink with it. It does not divide the inference copy; `model`
-# does (and `rollout.shard_weights` divides it over `data` too, but then every
-# layer is gathered for every token). The cache depends on the slots of one
-# device. If a run does not fit, the plan names the stage and its options:
+# does. The cache depends on the slots of one device. If a run does not fit, the
+# plan names the stage and its options:
 
 # %%
 big = copy.deepcopy(c)

@@ -97,7 +97,7 @@ WRONG = {
 )
 def test_kernels_for_tpus_pass(dtype):
   run = _run(model__dtype=dtype)
-  assert run.spec.sampler.shares_prompts
+  assert run.spec.model.shares_prompts
   assert "differs from plain XLA by at most" in kernel_check.judge(run.spec)
   assert kernel_check.checked(run.spec, "splash") == (run.spec, "")
 
@@ -108,7 +108,7 @@ def test_wrong_kernel_is_replaced_by_plain_xla(monkeypatch, change):
   _plant(monkeypatch, change)
   spec, fault = kernel_check.checked(run.spec, "auto")
   assert spec.model.attention == "xla"
-  assert not spec.sampler.shares_prompts
+  assert not spec.model.shares_prompts
   assert "\n" not in fault and fault.startswith("splash ")
   replaced = run._replace(spec=spec, kernel_fault=fault)
   lines = warnings(replaced, commands.config("arithmetic"))

@@ -107,12 +107,12 @@ def _on_one_device(method):
     # From here on there are fewer heads of keys and values than devices that
     # divide them, or several replicas.
     ("dppo", (1, 1, 8)),
-    ("dppo", (2, 2, 2)),  # with weights that a rollout gathers
+    ("dppo", (2, 2, 2)),
   ],
 )
 def test_a_mesh_changes_no_token_and_weights_only_by_rounding(method, mesh):
   want, reference = _on_one_device(method)
-  tokens, state = _three_steps(mesh, method, rollout__shard_weights=mesh[0] > 1)
+  tokens, state = _three_steps(mesh, method)
   chex.assert_trees_all_equal(tokens, want)
   for actual, wanted in (
     (state.params, reference.params),
@@ -149,9 +149,7 @@ def test_a_mesh_does_not_change_windows(tmp_path):
   hf.save(tmp_path, parameters.init(model, jax.random.key(0)), model)
   tokenizer.save(tmp_path)
   (want, reference), (tokens, state) = (
-    _three_steps(
-      mesh, model__path=str(tmp_path), rollout__shard_weights=mesh[1] > 1
-    )
+    _three_steps(mesh, model__path=str(tmp_path))
     for mesh in ((1, 1, 1), (1, 2, 4))
   )
   chex.assert_trees_all_equal(tokens, want)
@@ -234,7 +232,7 @@ def test_gather_width_moves_only_the_parts_of_other_devices():
 
 def test_replicas_exchange_gradients_and_nothing_else():
   """Each device exchanges its part once per micro-batch."""
-  c = _config((2, 2, 2), "dppo", rollout__shard_weights=True)
+  c = _config((2, 2, 2), "dppo")
   run = setup_run(c)
   with jax.set_mesh(run.spec.mesh):
     lowered = programs.step_programs(run.spec)["update"]()

@@ -91,7 +91,7 @@ def test_run_is_rejected_with_option_and_limit(overrides, option, limit):
     ("steps", 3.5, "a whole number"),
     ("seed", True, "a whole number"),
     ("optimizer.clip_norm", "x", "a number"),
-    ("rollout.shard_weights", 1, "true or false"),
+    ("objective.mask_truncated", 1, "true or false"),
     ("rollout.stop_ids", 3, "a tuple"),
     ("rollout.stop_ids", ("a",), "a whole number"),
     ("rollout.stop_ids", (3, 1.5), "a whole number"),

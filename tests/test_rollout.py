@@ -165,18 +165,11 @@ def test_slots_that_share_prompts_sample_the_same_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("shape", "gathers_layers"),
-  [((1, 1), False), ((2, 2), False), ((2, 2), True)],
-)
-def test_kernels_for_tpus_sample_the_same_tokens(
-  tpu_kernels, shape, gathers_layers
-):
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_kernels_for_tpus_sample_the_same_tokens(tpu_kernels, shape):
   """Slots share prompts, on one device or a mesh that divides heads."""
   config = dataclasses.replace(small.MODEL, head_dim=128)
-  shared = dataclasses.replace(
-    config, attention="splash", gathers_layers=gathers_layers
-  )
+  shared = dataclasses.replace(config, attention="splash")
   assert shared.shares_prompts and not config.shares_prompts
   params = small.params(config=config)
   want = _sample(_prompts(8), params=params, model_config=config)

@@ -111,15 +111,6 @@ def test_completions_are_at_most_as_long_as_the_limit():
     step_time.assume(run, targets.parse("h100"), "completion=101")
 
 
-def test_decoding_reads_whole_layers_of_a_divided_copy():
-  options = {"devices": 8, "platform": "tpu", "mesh__data": -1}
-  each = [
-    seconds(planned("qwen_math", **options, rollout__shard_weights=x))
-    for x in (False, True)
-  ]
-  assert each[1]["rollout"] == pytest.approx(each[0]["rollout"], rel=0.01)
-
-
 def test_tokens_by_their_place_need_no_forward_pass():
   run = planned("gsm8k:neyman", method__args__token_budget=0.5)
   assert run.spec.method.tokens and not seconds(run)["score"]

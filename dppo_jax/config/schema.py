@@ -97,7 +97,6 @@ class RolloutConfig:
   num_slots: int = adjustable(
     64, "parallel completions per device; 0: all that fit", least=0
   )
-  shard_weights: bool = adjustable(False, "divide the weights over mesh.data")
   temperature: float = option(1.0, "of sampler and trainer", least=0.01)
   top_k: int = option(0, "number of likely tokens to sample from; 0: all")
   top_p: float = option(

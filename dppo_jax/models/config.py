@@ -54,7 +54,6 @@ class ModelConfig:
   dtype: str = "float32"  # for the computation
   remat: str = "layers"  # a key of REMAT
   attention: str = "xla_by_row"  # a key of attention.BACKENDS
-  gathers_layers: bool = False  # one by one in a rollout; else all at once
 
   @property
   def param_dtype(self) -> str:
@@ -72,8 +71,7 @@ class ModelConfig:
 
     There it would copy the weights of each layer. The cache then has one part.
     """
-    is_gpu = self.attention in ("tokamax", "xla_dense")
-    return is_gpu and not self.gathers_layers
+    return self.attention in ("tokamax", "xla_dense")
 
 
 def drop_idle_window(config: ModelConfig, longest: int) -> ModelConfig:

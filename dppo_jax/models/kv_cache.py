@@ -22,7 +22,7 @@ from dppo_jax.models.attention.blockwise import MASKED
 from dppo_jax.models.config import ModelConfig
 
 # Layers that a compiled step unrolls; each takes time to compile.
-_MAX_GROUPS = 4
+MAX_GROUPS = 4
 
 # Smallest padded length of a prompt; a cache's first part is at least as large.
 _SHORTEST = 128
@@ -153,7 +153,7 @@ def take_slots(cache: KVCache, slots: Int[Array, "C"]) -> KVCache:
 
 def num_groups(model: ModelConfig) -> int:
   """Returns the number of groups of a model's layers."""
-  limit = model.layers if model.unrolls_layers else _MAX_GROUPS
+  limit = model.layers if model.unrolls_layers else MAX_GROUPS
   return sharding.largest_divisor(model.layers, limit)
 
 

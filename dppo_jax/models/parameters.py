@@ -206,33 +206,13 @@ def place_layer(weights: Params, config: ModelConfig) -> Params:
   }
 
 
-def gathers_layers(config: ModelConfig) -> bool:
-  """True in a shard_map over slices of the weights, which need lockstep."""
-  manual = jax.sharding.get_abstract_mesh().manual_axes
-  return config.gathers_layers and set(sharding.RULES["embed"]) <= set(manual)
-
-
-def gather_layer(weights: Params, config: ModelConfig) -> Params:
-  """Gathers the width of a layer's weights of `to_inference_params`."""
-  if not gathers_layers(config):
-    return weights
-  axes = unflatten(_inference_axes(config))["layers"]
-  return weights | {
-    name: sharding.gather_width(w, *axes[name][-w.ndim :])
-    for name, w in weights.items()
-    if "embed" in axes[name]
-  }
-
-
 def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   """Returns the logical axes of each weight of `to_inference_params`.
 
-  The width is full, except in layers with `config.gathers_layers`.
+  The width is full.
   """
-  axes = {name: p.axes for name, p in parameter_table(config).items()}
   full = lambda axes: tuple(None if a == "embed" else a for a in axes)
-  is_kept = lambda name: config.gathers_layers and name.startswith("layers/")
-  return {k: v if is_kept(k) else full(v) for k, v in axes.items()}
+  return {name: full(p.axes) for name, p in parameter_table(config).items()}
 
 
 def _map_inference_axes(f: Callable, config: ModelConfig) -> PyTree:

@@ -329,14 +329,12 @@ def _layers_with_cache(
 
   def run(x, layer, cache):
     p, kind = layer
-    p = parameters.gather_layer(p, config)
     here = _of_kind(places, kind)
     return _layer(x, p, cache, config, here, attend)[:2]
 
   # The TPU compiler aborts if a scan in the rollout's shard_map calls a
-  # function that has a shard_map of its own: around a gathered weight, a
-  # kernel or a mixture of experts. Its operations are copied instead.
-  has_shard_map |= parameters.gathers_layers(config)
+  # function that has a shard_map of its own: around a kernel or a mixture of
+  # experts. Its operations are copied instead.
   has_shard_map |= config.experts is not None
   x = _embed(params, config, tokens)
   kinds, num_groups = _kinds(config), len(cache)

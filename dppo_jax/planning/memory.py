@@ -47,6 +47,7 @@ def estimate(run: Run) -> dict[str, Parts]:
   spec = run.spec
   with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
     train_state = abstract_values.abstract_train_state(spec)
+    copy = _held(abstract_values.abstract_inference_params(spec))
   weights = _held(train_state.params)
   state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
   if spec.has_reference:
@@ -56,18 +57,12 @@ def estimate(run: Run) -> dict[str, Parts]:
   third = bool(spec.model.experts) * (spec.platform == "gpu") * gradients
   sets = {"gradients": 2 * gradients, "gradients of experts": third}
   stages = {
-    "roll_out": state | {"inference copy": copy_bytes(spec)} | _roll_out(spec),
+    "roll_out": state | {"inference copy": copy} | _roll_out(spec),
     "update": state | sets | _update(spec),
   }
   if spec.model.lora and run.is_tuned:
     stages["sft"] = estimate(run.without_adapters())["update"]
   return stages
-
-
-def copy_bytes(spec: StepSpec) -> float:
-  """Bytes that a device holds of the weights that rollouts read."""
-  with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
-    return _held(abstract_values.abstract_inference_params(spec))
 
 
 def _held(tree: PyTree) -> float:
@@ -79,7 +74,7 @@ def _held(tree: PyTree) -> float:
 
 
 def _roll_out(spec: StepSpec) -> Parts:
-  model = spec.sampler
+  model = spec.model
   num_shards = sharding.num_shards(spec.mesh, "batch")
   num_prompts = -(-spec.num_prompts // num_shards)
   width = spec.prompt_tokens
@@ -96,7 +91,6 @@ def _roll_out(spec: StepSpec) -> Parts:
   prefill = min(prefill_batch_size(width), num_prompts) * width
   cached = positions * num_caches + prompt_positions * num_prompts
   return {
-    "gathered weights": spec.shard_weights * _gathered_layers(spec, item),
     "kv cache": token_bytes(spec) * cached,
     "logits": 3 * 4 * slots * model.vocab,
     "activations of a layer": item * prefill * _layer_width(spec),
@@ -105,7 +99,7 @@ def _roll_out(spec: StepSpec) -> Parts:
 
 def token_bytes(spec: StepSpec) -> float:
   """Bytes of the keys and values of a token on one device."""
-  model, shards = spec.sampler, spec.mesh.shape["model"]
+  model, shards = spec.model, spec.mesh.shape["model"]
   kv_heads = math.lcm(model.kv_heads, shards) // shards  # repeated if too few
   item = jnp.dtype(model.dtype).itemsize
   return 2 * item * model.layers * kv_heads * model.head_dim
@@ -157,7 +151,12 @@ def _update(spec: StepSpec) -> Parts:
     "none": 3 * (model.embed + width),
   }[model.remat]
   return {
-    "gathered weights": _gathered_layers(spec, item),
+    # Layers that are gathered at once.
+    "gathered weights": item
+    * sharding.largest_divisor(model.layers, kv_cache.MAX_GROUPS)
+    * _layer_weights(spec)
+    / shards
+    * (spec.mesh.shape["data"] > 1),
     # Gathered, and unless it is frozen its gradient, and the gradient's
     # float32 sum over devices.
     "output head": (item if model.lora else 2 * item + 4)
@@ -170,14 +169,6 @@ def _update(spec: StepSpec) -> Parts:
     "activations of a layer": item * tokens * 4 * width + pairs,
     "logits": 3 * 4 * chunk * model.vocab / shards,
   }
-
-
-def _gathered_layers(spec: StepSpec, item: int) -> float:
-  """Weights of the layers that are gathered at once, one of each group."""
-  shape = spec.mesh.shape
-  by_group = dataclasses.replace(spec.model, gathers_layers=True)
-  weights = _layer_weights(spec) * kv_cache.num_groups(by_group)
-  return item * weights / shape["model"] * (shape["data"] > 1)
 
 
 def _layer_weights(spec: StepSpec) -> float:

@@ -185,7 +185,7 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
 
 def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
   """Seconds to copy the weights, read all prompts and decode completions."""
-  model, mean, width = spec.sampler, assumed.completion, spec.prompt_tokens
+  model, mean, width = spec.model, assumed.completion, spec.prompt_tokens
   prompts = spec.num_prompts / sharding.num_shards(spec.mesh, "batch")
   slots, limit = memory.num_slots(spec), spec.sampling.max_tokens
   # Completions take turns in the slots. The last ones leave slots idle, by
@@ -197,9 +197,7 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
   if not model.shares_prompts:  # attention reads unused positions too
     seen = sum(kv_cache.slot_and_prompt_sizes(model, width, limit)[0])
   copy = held["roll_out"]["inference copy"]
-  # A step reads whole layers, gathered if the copy is divided.
-  whole = memory.copy_bytes(dataclasses.replace(spec, shard_weights=False))
-  moved = held["roll_out"]["weights"] + copy + steps * whole
+  moved = held["roll_out"]["weights"] + (1 + steps) * copy
   moved += tokens * seen * memory.token_bytes(spec)
   forward = flops.forward(
     model, prompts * width + tokens, tokens, tokens * seen

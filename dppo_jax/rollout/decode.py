@@ -161,28 +161,17 @@ def compact_slots(
 
 
 def decode_until(
-  limit: int,
-  step: Callable[[DecodeState], DecodeState],
-  state: DecodeState,
-  lockstep: bool,
+  limit: int, step: Callable[[DecodeState], DecodeState], state: DecodeState
 ) -> DecodeState:
-  """Repeats `step` until at most `limit` completions are unfinished.
+  """Repeats `step` until at most `limit` completions are unfinished."""
 
-  With `lockstep`, shards that hold slices of the weights end together.
-  """
-
-  def with_condition(state):
+  def is_unfinished(state):
     is_live = state.slots.item < len(state.uniform)
     waiting = state.num_wanted - state.num_taken
-    is_unfinished = waiting + is_live.sum(dtype=jnp.int32) > limit
-    return state, max_over_weight_shards(is_unfinished, lockstep)
+    return waiting + is_live.sum(dtype=jnp.int32) > limit
 
   with jax.named_scope(f"decode_{state.slots.item.size}"):
-    return jax.lax.while_loop(
-      lambda carry: carry[1],
-      lambda carry: with_condition(step(carry[0])),
-      with_condition(state),
-    )[0]
+    return jax.lax.while_loop(is_unfinished, step, state)
 
 
 def decode_step(
@@ -261,11 +250,3 @@ def completions(state: DecodeState, stop_ids: tuple[int, ...]) -> DecodeOutput:
     lengths,
     (last == jnp.asarray(stop_ids, jnp.int32)).any(-1),
   )
-
-
-def max_over_weight_shards(x: Array, lockstep: bool) -> Array:
-  """Returns the largest `x` of the shards that hold slices of the weights."""
-  if not lockstep:
-    return x
-  axes = sharding.RULES["embed"]
-  return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype)

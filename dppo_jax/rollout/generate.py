@@ -186,7 +186,6 @@ def _roll_out_shard(
   shares = model_config.shares_prompts
   queue = decode.Queue(prompts, order, prompt_cache, group_size, shares)
   uniform = _uniform(key, prompts.ids, group_size, sampling.max_tokens)
-  lockstep = parameters.gathers_layers(model_config)
   state = decode.init_decode_state(
     model_config, uniform, num_kept * group_size, schedule[0], slot_sizes
   )
@@ -202,7 +201,7 @@ def _roll_out_shard(
       run = lambda state: decode.refill(step(state), queue)
     else:
       run, state = step, decode.compact_slots(state, size, not shares)
-    state = decode.decode_until(limit, run, state, lockstep)
+    state = decode.decode_until(limit, run, state)
   output = decode.completions(state, sampling.stop_ids)
   return output, state.steps[None]
 
@@ -219,10 +218,6 @@ def _prefill(
   num_prompts, longest = prompts.tokens.shape
   chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
   paddings = kv_cache.prompt_paddings(longest)
-  most = functools.partial(
-    decode.max_over_weight_shards,
-    lockstep=parameters.gathers_layers(model_config),
-  )
 
   def prefill_padded(padded, rows):
     tokens, lengths = prompts.tokens[rows, :padded], prompts.lengths[rows]
@@ -232,7 +227,7 @@ def _prefill(
 
   def prefill_chunk(i, cache):
     rows = jax.lax.dynamic_slice(order, (i * chunk,), (chunk,))
-    length = most(prompts.lengths[rows].max())
+    length = prompts.lengths[rows].max()
     chunk_cache = jax.lax.switch(
       (length > jnp.array(paddings[:-1], jnp.int32)).sum(),
       [functools.partial(prefill_padded, padded) for padded in paddings],
@@ -241,7 +236,7 @@ def _prefill(
     return kv_cache.put_slots(cache, chunk_cache, i * chunk)
 
   empty = kv_cache.init(model_config, num_prompts, part_sizes)
-  num_chunks = most((num_kept + chunk - 1) // chunk)
+  num_chunks = (num_kept + chunk - 1) // chunk
   with jax.named_scope("prefill"):
     return jax.lax.fori_loop(0, num_chunks, prefill_chunk, empty)
 

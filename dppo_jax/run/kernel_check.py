@@ -145,7 +145,7 @@ def _row(spec: StepSpec) -> Iterator[Result]:
 
 def _prompts(spec: StepSpec) -> Iterator[Result]:
   """Yields the attention of padded prompts."""
-  model, width = spec.sampler, _prompt_width(spec)
+  model, width = spec.model, _prompt_width(spec)
   q, k, v, _ = _random(spec, model, _GROUPS, width)
   lengths = jnp.array([width, -(-width // 3)], jnp.int32)
   actual, wanted = (
@@ -161,7 +161,7 @@ def _prompts(spec: StepSpec) -> Iterator[Result]:
 
 def _decode(spec: StepSpec) -> Iterator[Result]:
   """Yields the decode kernel's output and cache; nothing without it."""
-  model, width = spec.sampler, _prompt_width(spec)
+  model, width = spec.model, _prompt_width(spec)
   if not model.shares_prompts:
     return
   (slot_size,), (prompt_size,) = kv_cache.slot_and_prompt_sizes(
@@ -270,7 +270,7 @@ def _memory(spec: StepSpec) -> epath.Path | None:
   facts = (
     *(versions(), device.device_kind, device.client.platform_version),
     *(x.read_text(encoding="utf-8") for x in sources),
-    *(spec.model, spec.sampler, spec.packing, spec.sampling),
+    *(spec.model, spec.model, spec.packing, spec.sampling),
     *(spec.group_size, spec.prompt_tokens, spec.mesh.shape["model"]),
   )
   digest = hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -189,7 +189,6 @@ def make_run(
     group_size=c.rollout.group_size,
     num_slots=c.rollout.num_slots,
     stop_strings=tuple(c.rollout.stop_strings),
-    shard_weights=c.rollout.shard_weights,
     overlong_tokens=c.reward.overlong_tokens,
     mask_truncated=c.objective.mask_truncated,
     inner_updates=c.objective.inner_updates,

@@ -111,10 +111,10 @@ def abstract_params(spec: StepSpec) -> PyTree:
 
 def abstract_inference_params(spec: StepSpec) -> PyTree:
   """Returns shapes, dtypes and shardings of the weights that rollouts read."""
-  cast = functools.partial(parameters.to_inference_params, config=spec.sampler)
+  cast = functools.partial(parameters.to_inference_params, config=spec.model)
   return _placed(
     jax.eval_shape(cast, abstract_params(spec)),
-    parameters.inference_shardings(spec.sampler, spec.mesh),
+    parameters.inference_shardings(spec.model, spec.mesh),
   )
 
 

@@ -72,7 +72,7 @@ def to_inference_params(
   params: parameters.Params, *, spec: StepSpec
 ) -> parameters.Params:
   """Returns the weights that rollouts read."""
-  return parameters.to_inference_params(params, spec.sampler)
+  return parameters.to_inference_params(params, spec.model)
 
 
 def roll_out(
@@ -89,7 +89,7 @@ def roll_out(
     prompts,
     rng,
     kept,
-    model_config=spec.sampler,
+    model_config=spec.model,
     sampling=spec.sampling,
     group_size=spec.group_size,
     num_slots=spec.num_slots,

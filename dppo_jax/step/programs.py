@@ -118,7 +118,7 @@ def evaluation_program(
   def evaluate(params, prompts, rng):
     return rollout.sample(
       params,
-      spec.sampler,
+      spec.model,
       prompts,
       rng,
       group_size=samples or 1,

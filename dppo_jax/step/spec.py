@@ -37,7 +37,6 @@ class StepSpec:
     num_prompts: `N`, prompts drawn for a rollout.
     group_size: `G`, completions of each prompt.
     num_slots: completions that each device decodes at once; 0 for all.
-    shard_weights: True if rollouts gather sharded weights layer by layer.
     overlong_tokens: length of the soft overlong ramp, in tokens; 0 for none.
     mask_truncated: True if completions without a stop are not trained on.
     inner_updates: passes over one rollout.
@@ -64,7 +63,6 @@ class StepSpec:
   group_size: int
   num_slots: int = 0
   stop_strings: tuple[str, ...] = ()
-  shard_weights: bool = False
   overlong_tokens: int = 0
   mask_truncated: bool = False
   inner_updates: int = 1
@@ -129,11 +127,6 @@ class StepSpec:
     With adapters, the frozen weights are the reference.
     """
     return self.objective.has_kl and not self.model.lora
-
-  @property
-  def sampler(self) -> ModelConfig:
-    """The architecture with the sharding of rollouts."""
-    return dataclasses.replace(self.model, gathers_layers=self.shard_weights)
 
   @property
   def is_on_policy(self) -> bool:

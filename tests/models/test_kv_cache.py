@@ -132,9 +132,7 @@ def test_rewriting_the_cache_equals_writing_tokens():
 
 @pytest.mark.parametrize("backend", ["tokamax", "xla_dense", "xla", "splash"])
 def test_rollouts_on_gpus_have_no_loop_over_layers(backend):
-  """A loop would copy each layer's weights; gathered ones are copies."""
+  """A loop would copy each layer's weights."""
   model = dataclasses.replace(small.MODEL, layers=14, attention=backend)
   is_gpu = backend in ("tokamax", "xla_dense")
   assert kv_cache.num_groups(model) == (14 if is_gpu else 2)
-  gathered = dataclasses.replace(model, gathers_layers=True)
-  assert kv_cache.num_groups(gathered) == 2

@@ -239,7 +239,7 @@ def test_packed_equals_alone(network):
 @pytest.mark.parametrize("side_by_side", [1, 2, 4])
 def test_decoding_equals_forward(network, side_by_side, monkeypatch, request):
   """Holds for any number of unrolled layers."""
-  monkeypatch.setattr(kv_cache, "_MAX_GROUPS", side_by_side)
+  monkeypatch.setattr(kv_cache, "MAX_GROUPS", side_by_side)
   decoded.clear_cache()
   request.addfinalizer(decoded.clear_cache)
   sequence = sequences()[0]
