@@ -14,11 +14,10 @@ UNPLANNED = {
   "other bits": lambda key: jax.random.bits(key, (3,)) > 0,
   "another shape": lambda key: jax.random.uniform(key, (2,))[:1] < 0.5,
   "two systematic draws": lambda key: (
-    designs.systematic(key, HALF.prob, 1)
-    & designs.systematic(key, HALF.prob, 1)
+    designs.systematic(key, HALF.prob) & designs.systematic(key, HALF.prob)
   ),
   "two kinds of draws": lambda key: (
-    designs.systematic(key, HALF.prob, 1) & designs.bernoulli(key, HALF.prob)
+    designs.systematic(key, HALF.prob) & designs.bernoulli(key, HALF.prob)
   ),
 }
 

@@ -129,9 +129,11 @@ def test_metrics_of_several_updates_are_sums_means_or_extremes():
     "prompts/prob_min",
     "update/grad_norm",
     "update/sampler_ratio_max",
+    "update/entropy",
+    "tokens/trained",
   )
   values = [dict.fromkeys(names, float(x)) for x in (1, 2, 3, 6)]
   assert step_info.combined(values, passes=2) == dict(
-    zip(names, (6, 3, 6, 1, 6, 1), strict=True)
+    zip(names, (6, 3, 6, 1, 6, 1, 50 / 12, 6), strict=True)
   )
   assert step_info.combined(values[:1], passes=1) == values[0]

@@ -61,7 +61,7 @@ def _fixed_size_draws(method, num_parts):
 
   @jax.jit
   def choose(offsets):
-    def systematic(key, prob, n):
+    def systematic(key, prob):
       is_mine = (jax.random.key_data(key) == jnp.stack(keys)).all(axis=1)
       offset = jnp.where(is_mine, offsets, jnp.uint32(0)).sum(dtype=jnp.uint32)
       return designs.systematic_at(offset, prob)

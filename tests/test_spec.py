@@ -35,6 +35,9 @@ def _spec(**changes) -> StepSpec:
 
 
 EXACT = {"method": methods.greso(dynamic_sampling="exact")}
+CONSTANT_BASELINE = objectives.grpo()._replace(
+  advantage=lambda rewards, counted: rewards - 0.25
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,8 @@ EXACT = {"method": methods.greso(dynamic_sampling="exact")}
     ({"mini_batches": 3}, "is 10 but must be a multiple of .*mini_batches, 3"),
     (EXACT | {"num_prompts": 1}, "is 1 but must be at least 2"),
     (EXACT | {"objective": objectives.grpo(beta=0.5)}, "beta is 0.5 but exact"),
+    (EXACT | {"objective": objectives.dapo()}, "mean length of completions is"),
+    (EXACT | {"objective": CONSTANT_BASELINE}, "equal rewards has an advant"),
   ],
 )
 def test_parts_that_do_not_fit_are_rejected_if_something_is_trained(

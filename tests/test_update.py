@@ -127,6 +127,12 @@ def test_gradient_does_not_depend_on_rows_or_micro_batches(packing):
   )
 
 
+def test_an_empty_batch_saves_no_positions():
+  rollout, same = small.rollout(small.prompts()), jnp.ones_like(REWARDS)
+  *_, info, _ = _select(rollout, objectives.grpo(), rewards=same)
+  assert info["pack/rows"] == info["pack/fill"] == info["pack/shared"] == 0
+
+
 @pytest.mark.parametrize(
   ("objective", "model"),
   [

@@ -30,12 +30,11 @@ def water_filling(
   [1.   0.5  0.25 0.25 0.  ]
 
   Args:
-    size_measure: non-negative sizes, in any unit; below 1.2e-38 they are 0.
-      Items of size 0 have
-      probability 0; if at most `n` others remain, these have 1. If some are
-      infinite or NaN, only these are kept, equally likely: they must not vanish
-      from the sum.
-    n: number of items to keep, at most `GRID`.
+    size_measure: non-negative sizes, in any unit; below 1.2e-38 of the largest
+      they are 0. Items of size 0 have probability 0; if at most `n` others
+      remain, these have 1. If some are infinite or NaN, only these are kept,
+      equally likely: they must not vanish from the sum.
+    n: number of items to keep.
     min_prob: least probability of an item of size above 0, in [0, 1];
       `n / count` if that is lower. Never below `1 / GRID`.
   Source: Neyman 1934, optimal allocation; Sarndal et al. 1992, section 3.6.
@@ -103,9 +102,9 @@ def to_grid(prob: Float[Array, "M"], n: int | IntScalar) -> Float[Array, "M"]:
 
 
 def systematic(
-  key: Key[Array, ""], prob: Float[Array, "M"], n: int | IntScalar
+  key: Key[Array, ""], prob: Float[Array, "M"]
 ) -> Bool[Array, "M"]:
-  """Keeps exactly `n` items, each with exactly its probability.
+  """Keeps as many items as `prob` sums to, each with exactly its probability.
 
   Neighbours whose probabilities sum to at most 1 exclude one another, so the
   order is a stratification. It may depend on anything but the draw.
@@ -114,16 +113,14 @@ def systematic(
   >>> import jax.numpy as jnp
   >>> from dppo_jax import algo
   >>> prob = algo.water_filling(jnp.array([4.0, 2.0, 1.0, 1.0, 0.0]), n=2)
-  >>> keep = algo.systematic(jax.random.key(0), prob, 2)
+  >>> keep = algo.systematic(jax.random.key(0), prob)
   >>> print(keep.sum(), keep[0], keep[4])
   2 True False
 
   Args:
-    prob: multiples of `1 / GRID`.
-    n: the sum of `prob`, which alone determines the draw.
+    prob: multiples of `1 / GRID`, of a sum that is a whole number.
   Source: Madow 1949, systematic sampling with unequal probabilities.
   """
-  del n
   return systematic_at(jax.random.bits(key, dtype=jnp.uint32) >> 12, prob)
 
 

@@ -6,8 +6,6 @@ from numbers import Integral
 import os
 from typing import Any
 
-import optax
-
 from dppo_jax import algo, methods, rewards
 from dppo_jax.algo import objectives
 from dppo_jax.config.options import (
@@ -101,10 +99,10 @@ def _callbacks(value: Any) -> list:
   return [value] if callable(value) else value
 
 
-def load_optimizer(config: Config) -> Callable:
-  """Returns the optimizer factory of the config; the default is AdamW."""
-  choice = config.optimizer.function or optax.adamw
-  return _function("config.optimizer.function", choice)
+def load_optimizer(config: Config) -> Callable | None:
+  """Returns the optimizer factory that the config names; None for AdamW."""
+  choice = config.optimizer.function
+  return _function("config.optimizer.function", choice) if choice else None
 
 
 def user_functions(config: Config, names: Iterable[str]) -> dict[str, str]:

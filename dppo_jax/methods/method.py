@@ -95,13 +95,11 @@ class Budget(NamedTuple):
       adds to the gradient at each, over the sum of the completions' squared
       gradient norms.
     fractions: `[K]`, to choose from, rising to 1.
-    first: fraction of the first step.
   """
 
   policy: Callable[[], Policy]
   added_variance: Callable[[Groups, Float[Array, "K"]], Float[Array, "K"]]
   fractions: np.ndarray
-  first: float = 1.0
 
 
 class Method(NamedTuple):

@@ -100,8 +100,7 @@ def fixed_size(
   by = (jax.random.uniform(order_key, size.shape), *strata)
   order = jnp.lexsort([x.reshape(-1) for x in by])
   prob = designs.water_filling(size.reshape(-1), num, min_prob)
-  num = jnp.minimum(num, (prob > 0).sum(dtype=jnp.int32))
-  keep = designs.systematic(key, prob[order], num)
+  keep = designs.systematic(key, prob[order])
   keep = jnp.zeros(prob.shape, bool).at[order].set(keep)
   return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
 

@@ -33,6 +33,7 @@ Columns = Mapping[str, Sequence[Any]]
 FAULTS = ("timeouts", "crashes", "errors", "switched_off")
 IN_PROCESS = ("exact", "last_number", "boxed")  # take time linear in the text
 MAX_WORKERS = 16  # processes, unless a caller names more
+MAX_REWARD = 1e15
 MAX_HANGS = 20  # calls in a row without an answer switch a function off
 
 
@@ -46,7 +47,7 @@ class Graded(NamedTuple):
       (`right`, ...); values of any function that a fault made 0: `timeouts`,
       `crashes` of the process, `errors` (exceptions, also for a wrong number or
       type of values), `switched_off` (not called, because it always hangs) and
-      `nonfinite`.
+      `nonfinite` (NaN, or at least `MAX_REWARD`).
     values: f32 `[n]` by function, before its weight; 0 for a fault and None.
   """
 
@@ -308,9 +309,8 @@ def check(functions: Items) -> None:
 
 
 def _is_finite(values: np.ndarray) -> np.ndarray:
-  """Returns True for what float32 can hold."""
-  with np.errstate(over="ignore"):
-    return np.isfinite(values.astype(np.float32))
+  """Returns True for numbers whose squares float32 can add up."""
+  return np.abs(values) < MAX_REWARD
 
 
 def _slice(batch: Columns, begin: int, end: int) -> Columns:

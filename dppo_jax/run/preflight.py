@@ -58,14 +58,6 @@ def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
       f"config.data.prompts_per_step is {prompts} but must be a multiple of "
       f"the {num_shards} devices of config.mesh.data x config.mesh.replicas"
     )
-  sampling = configs.make_method(config).dynamic_sampling
-  is_exact = sampling and sampling.is_exact
-  if is_exact and config.objective.args.get("tokens_per_completion") == 0:
-    raise UserError(
-      "config.objective.args.tokens_per_completion is 0 but exact dynamic "
-      "sampling does not know the mean length of the groups it skips: set it "
-      "to the typical length of a completion"
-    )
 
 
 def check_start(from_run: str) -> None:

@@ -44,9 +44,9 @@ def may_change(config: configs.Config, allowed: str = "") -> set[str]:
     x for x, _, metadata in configs.walk(config) if metadata.get("may_change")
   }
   method = configs.make_method(config)
-  arguments = inspect.signature(configs.load_optimizer(config)).parameters
   has_schedule = config.optimizer.schedule != "constant"
-  has_schedule |= "total_steps" in arguments
+  if factory := configs.load_optimizer(config):
+    has_schedule |= "total_steps" in inspect.signature(factory).parameters
   if allowed:
     names = {x for x, *_ in configs.walk(config) if x.startswith("optimizer.")}
     free |= names - {"optimizer.function"}

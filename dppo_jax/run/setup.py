@@ -278,10 +278,11 @@ def _optimizer(config: configs.Config) -> Optimizer:
   objective = config.objective
   num_updates = objective.inner_updates * objective.mini_batches
   options = dataclasses.asdict(config.optimizer)
-  is_own = options.pop("function")
-  factory = configs.load_optimizer(config) if is_own else None
+  del options["function"]
   return make_optimizer(
-    total_steps=config.steps * num_updates, factory=factory, **options
+    total_steps=config.steps * num_updates,
+    factory=configs.load_optimizer(config),
+    **options,
   )
 
 

@@ -86,7 +86,7 @@ def init_train_state(spec: StepSpec, params: Params) -> TrainState:
     opt_state=spec.optimizer.init(lora.trainable(params)),
     history=spec.method.prompts.init(spec.num_problems),
     noise=budget and gradient_noise.init(),
-    budget=budget and jnp.float32(budget.first),
+    budget=budget and jnp.float32(1.0),
   )
 
 

@@ -112,7 +112,9 @@ class NextBudget:
     self, noise: gradient_noise.Noise, batches: Sequence[Batch]
   ) -> list[np.ndarray]:
     """Returns added variance and micro-batches of all fractions, if due."""
-    if not (forecasts := [x.forecast for x in batches if x.forecast]):
+    forecasts = [x.forecast for x in batches if x.forecast]
+    # Without a completion to train on, nothing is learned about budgets.
+    if not any(np.any(x.rows) for x in forecasts):
       return []
     added = np.mean([x.added_variance for x in forecasts], axis=0)
     within = gradient_noise.within_fraction(noise)

@@ -53,7 +53,7 @@ def pack(
   metrics = {
     "pack/rows": num_used,
     "pack/fill": in_use / capacity,
-    "pack/shared": 1 - in_use / jnp.maximum(unshared, 1.0),
+    "pack/shared": (unshared - in_use) / jnp.maximum(unshared, 1.0),
     "pack/unplaced": plan.num_unplaced.astype(jnp.float32),
   }
   return batch, -(-plan.num_used // spec.rows_per_micro), metrics

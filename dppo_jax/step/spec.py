@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from dppo_jax import sharding
 from dppo_jax.algo.packing import PackingSpec
@@ -11,6 +12,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.methods import Method
 from dppo_jax.models import lm_head
 from dppo_jax.models.config import ModelConfig
+from dppo_jax.records import Rollout
 from dppo_jax.rollout import Sampling
 from dppo_jax.step.optimizer import Optimizer
 
@@ -113,6 +115,24 @@ class StepSpec:
         "dynamic sampling skips groups with equal rewards, which would have "
         "counted: set it to 0, or config.method.args.dynamic_sampling to plain "
         "or none"
+      )
+    tokens, ones = jnp.zeros((2, 2, 2), jnp.int32), jnp.ones((2, 2), jnp.int32)
+    rollout = Rollout(jnp.arange(2), tokens, tokens * 0.0, ones)
+    longer = rollout.replace(lengths=ones.at[1, 1].set(2))
+    shares = map(self.objective.token_share, (rollout, longer))
+    if jnp.subtract(*shares)[0].any():
+      raise UserError(
+        "config.objective: the mean length of completions is unknown, since "
+        "exact dynamic sampling skips groups: set "
+        "config.objective.args.tokens_per_completion to a typical length, or "
+        "config.method.args.dynamic_sampling to plain or none"
+      )
+    rewards = jnp.ones((2, self.group_size))
+    if self.objective.advantage(rewards, rewards > 0).any():
+      raise UserError(
+        "config.objective: a group of equal rewards has an advantage other "
+        "than 0, but exact dynamic sampling skips it: set "
+        "config.method.args.dynamic_sampling to plain or none"
       )
 
   @property

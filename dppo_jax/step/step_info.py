@@ -26,6 +26,7 @@ _SUMS = {
   "weights/ess",
   "weights/invalid_probs",
 }
+_OF_TOKENS = {f"update/{x}" for x in "logprob entropy kl clip_share".split()}
 _FIRST = {"update/sampler_ratio_max"}  # the policy is still the sampler's
 _LAST = {
   "update/grad_norm",
@@ -105,11 +106,12 @@ def combined(updates: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
 
   Those in `_SUMS` are added up over a pass, those in `_FIRST` and `_LAST` are
   of one update, and names that end in max or min keep the extreme. Others are
-  means over the updates.
+  means over the updates, those in `_OF_TOKENS` over their tokens.
   """
   if len(updates) == 1:
     return dict(updates[0])
   values = {}
+  tokens = [float(update["tokens/trained"]) for update in updates]
   for name in updates[0]:
     x = [float(update[name]) for update in updates]
     end = name.rpartition("/")[2]
@@ -124,5 +126,6 @@ def combined(updates: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
     elif end.endswith("min"):
       values[name] = min(x)
     else:
-      values[name] = statistics.fmean(x)
+      is_weighted = name in _OF_TOKENS and any(tokens)
+      values[name] = statistics.fmean(x, tokens if is_weighted else None)
   return values

@@ -207,9 +207,7 @@ def test_keyed_draws_have_uniform_offsets():
   prob = water_filling(jnp.array(_padded([1, 2, 3, 4, 5, 6, 7])), 3, 0.0)
   num = 20_000
   root = jax.random.split(jax.random.key(0), num)
-  keep = np.asarray(
-    jax.vmap(functools.partial(systematic, prob=prob, n=3))(root)
-  )
+  keep = np.asarray(jax.vmap(functools.partial(systematic, prob=prob))(root))
   assert (keep.sum(axis=1) == 3).all()
   error = 5 * np.sqrt(prob * (1 - prob) / num)
   assert (np.abs(keep.mean(axis=0) - prob) <= error).all()

@@ -47,7 +47,7 @@ class Draws:
     def at(offset, noise, *args):
       probs = []
 
-      def systematic(key, prob, n):
+      def systematic(key, prob):
         probs.append(prob)
         return designs.systematic_at(offset, prob)
 

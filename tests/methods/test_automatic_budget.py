@@ -1,5 +1,7 @@
 """Automatic budgets: the fraction they keep, by noise and by seconds."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from dppo_jax import methods
 from dppo_jax.methods.neyman import budget, rules
 from dppo_jax.records import Groups
+from dppo_jax.step import next_budget, select
 from tests.helpers.completions import groups_of
 
 RNG = np.random.default_rng(0)
@@ -170,6 +173,13 @@ def test_predictions_are_finite_with_a_nan_reward():
   assert np.isfinite(added).all()
   chosen = RULE(jax.random.key(0), groups, 0.5)
   assert chosen.keep[1].any()  # so that the update is skipped, and counted
+
+
+def test_a_step_without_a_completion_predicts_nothing():
+  """Else it would set the update's cost to 0, and the budget to 1."""
+  none = select.Forecast(np.zeros(3), np.zeros(3, int), np.float32(0.0))
+  batches = [mock.Mock(forecast=x) for x in (None, none, none)]
+  assert not next_budget.NextBudget._predict(mock.Mock(), None, batches)
 
 
 def test_only_an_automatic_budget_has_a_policy():

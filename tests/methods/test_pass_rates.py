@@ -3,10 +3,14 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dppo_jax import methods
+from dppo_jax.errors import UserError
 from dppo_jax.methods.neyman import pass_rates
+from dppo_jax.rng import Stage, rng_at
 from tests.helpers.prompts import (
   CANDIDATES,
   EASY,
@@ -126,6 +130,17 @@ def test_nan_correctness_is_not_counted():
   np.testing.assert_array_equal(counts, [1, 1, 8])
 
 
+@pytest.mark.parametrize("budget", [0.1, 0.9])
+def test_a_budget_of_no_prompt_or_of_all_is_rejected(budget):
+  """Mini-batches choose four prompts at a time."""
+  rule = methods.neyman_prompts(budget)
+  rng = rng_at(jax.random.key(0), 0, Stage.PROMPTS)
+  choose = lambda num: rule.select(rng, rule.init(20), jnp.arange(num))
+  with pytest.raises(UserError, match=f"prompt_budget is {budget} but of 4"):
+    choose(4)
+  assert int(choose(10).keep.sum()) == 10 * budget
+
+
 def test_neyman_prompts_are_stratified_by_pass_rate():
   """Four right and four wrong, equally good: always two of each."""
   rule = compiled("neyman_half")
@@ -142,7 +157,7 @@ def test_neyman_prompts_are_stratified_by_pass_rate():
   [
     (compiled("neyman_half"), 4, 0.1),
     (compiled("neyman_other"), 6, 0.3),
-    (jitted(neyman(0.01)), 1, 0.1),
+    (jitted(neyman(0.1)), 1, 0.1),
   ],
 )
 def test_neyman_keeps_the_budget(rule, number, least):

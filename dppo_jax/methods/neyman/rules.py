@@ -16,6 +16,7 @@ from dppo_jax.algo.validation import (
   Limit,
   check,
 )
+from dppo_jax.errors import UserError
 from dppo_jax.methods import method
 from dppo_jax.methods.grpo import grpo
 from dppo_jax.methods.neyman import budget as budgets
@@ -118,8 +119,8 @@ def neyman_prompts(
   anything is observed it is uniform.
 
   Args:
-    budget: fraction of the candidates to keep, in (0, 1], rounded to a number,
-      at least one.
+    budget: fraction of the candidates to keep, in (0, 1], rounded to a number
+      of them. A budget below 1 that is rounded to none or all is an error.
     min_prob: least probability, in (0, 1]; the budget's if that is lower.
     kappa: `G |d|^2 / (4 s^2)`, at least 0, as in `pass_rates.second_moment`.
     forgetting: factor on the counts, per epoch, in (0, 1].
@@ -148,9 +149,15 @@ def neyman_prompts(
     order_key, draw_key = jax.random.split(rng.key)
     tie_break = method.uniform_for_ids(order_key, ids)
     order = jnp.lexsort((tie_break, right / (right + wrong)))
-    number = max(round(budget * len(ids)), 1)
+    number = round(budget * len(ids))
+    if not number or number == len(ids) > budget * len(ids):
+      raise UserError(
+        f"prompt_budget is {budget:g} but of {len(ids)} prompts at a time, "
+        f"those of a mini-batch, it keeps {number or 'none'}: raise "
+        "config.data.prompts_per_step, or lower config.objective.mini_batches"
+      )
     prob = designs.water_filling(size[order], number, min_prob)
-    keep = designs.systematic(draw_key, prob, number)
+    keep = designs.systematic(draw_key, prob)
     back = jnp.argsort(order)
     return Selection(keep[back], prob[back])
 
@@ -268,7 +275,7 @@ def neyman_tokens(budget: float, min_prob: float = 0.05) -> method.TokenRule:
     size = jnp.where(can_train, jnp.maximum(size, least), 0.0)
     n = round_count(budget, can_train.sum(dtype=jnp.int32))
     prob = designs.water_filling(size.reshape(-1), n, min_prob)
-    keep = designs.systematic(rng.key, prob, n)
+    keep = designs.systematic(rng.key, prob)
     return Selection(keep.reshape(size.shape), prob.reshape(size.shape))
 
   return method.TokenRule(needs_stats=False, select=select)
