@@ -191,10 +191,11 @@ def _prompt(template: str | Callable, tokenizer: data.Tokenizer) -> str:
 
 
 def _check_empty(to: pathlib.Path) -> None:
-  names = [x.name for x in to.iterdir()] if to.is_dir() else [to.name]
-  if to.exists() and names:
+  if to.exists() and not to.is_dir():
+    raise UserError(f"--to: {to} is a file: name a directory")
+  if to.exists() and (path := next(to.iterdir(), None)):
     raise UserError(
-      f"--to: {to} is not an empty directory, it has {names[0]}: choose another"
+      f"--to: {to} is not empty, it has {path.name}: choose another"
     )
 
 

@@ -52,7 +52,9 @@ def run(
       "--mode=plan needs --hardware (such as h200:8) or --topology (v5e:4x4)"
     )
   if not 0 <= price_per_hour < math.inf:
-    raise UserError(f"--price_per_hour is {price_per_hour} but must be a price")
+    raise UserError(
+      f"--price_per_hour is {price_per_hour} but must be at least 0"
+    )
   values: dict[str, dict] = {"estimated": {}, "compiled": {}, "time": {}}
   with progress.Progress() as bar:
     for place in filter(None, [target, *places]):

@@ -20,20 +20,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_495,
+  "": 14_500,
   "algo": 7_569,
-  "analysis": 4_107,
-  "config": 5_747,
-  "data": 7_039,
+  "analysis": 4_150,
+  "config": 5_854,
+  "data": 7_042,
   "eval": 2_137,
-  "files": 4_041,
+  "files": 4_055,
   "methods": 9_820,
-  "metrics": 6_120,
+  "metrics": 6_119,
   "models": 23_044,
   "planning": 5_279,
-  "rewards": 8_136,
+  "rewards": 8_148,
   "rollout": 4_258,
-  "run": 12_550,
+  "run": 12_548,
   "step": 14_164,
 }
 _NOT_CODE = {

@@ -74,6 +74,10 @@ def arithmetic(**overrides):
     ("{arithmetic} --config.stps=3", "did you mean --config.steps?"),
     ("{arithmetic} --steps=3", "did you mean --config.steps?"),
     ("{arithmetic} --sted=3", "did you mean --step?"),
+    ("{arithmetic} --config.step=3", "did you mean --config.steps?"),
+    ("{arithmetic} --config.steps=3.5", "not a whole number: '3.5'"),
+    ("{arithmetic} --config.seed=x", "not a whole number: 'x'"),
+    (f"--config={pathlib.Path(__file__).parent}", "is a directory: name a"),
     (
       "{arithmetic} --config.method.args.completion_rate=0.5",
       "config.method.args has prompt_budget, completion_budget",

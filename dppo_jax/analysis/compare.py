@@ -99,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   add("--target", type=float, help="accuracy to which times are compared")
   args = parser.parse_args(argv)
   try:
+    if args.to and args.to.is_file():
+      raise UserError(f"--to: {args.to} is a file: name a directory")
+    if args.target is not None and not 0 < args.target <= 1:
+      raise UserError(f"--target is {args.target:g} but must be in (0, 1]")
     members = [_of_one_decoding(runs.load(x)) for x in dict.fromkeys(args.runs)]
     groups = group(members)
     target = args.target or default_target(groups)

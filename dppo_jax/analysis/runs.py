@@ -108,7 +108,8 @@ def load(workdir: str | pathlib.Path) -> Run:
   """Reads the run in `workdir`, finished or not."""
   names = "config.json", "metrics.jsonl"
   path = pathlib.Path(bucket.local(paths.absolute(str(workdir)), names=names))
-  kinds, hint = {"seed": int, "changes": dict | None}, f"{path} is not a run"
+  kinds = {"seed": int, "method.name": str, "changes": dict | None}
+  hint = f"{path} is not a run"
   config = json_object.read(path / "config.json", kinds, hint)
   lines = jsonl.read(path / "metrics.jsonl")
   for line in lines:

@@ -227,9 +227,12 @@ def validate(config: Config, trains: bool = True) -> None:
   _check_multiple("pack.row_length", config.pack.row_length, 8)
   if config.mesh.data == 0:
     raise UserError("config.mesh.data is 0 but must be at least 1, or -1")
-  lora = config.lora
-  if lora != LoraConfig() and not (lora.rank or lora.adapter):
-    raise UserError("config.lora.rank is 0 but config.lora has other options")
+  lora, unused = config.lora, LoraConfig()
+  for name in () if lora.rank or lora.adapter else ("alpha", "targets"):
+    if (value := getattr(lora, name)) != getattr(unused, name):
+      raise UserError(
+        f"config.lora.{name} is {value!r} but config.lora.rank is 0"
+      )
 
 
 def _check_multiple(name: str, value: Any, divisor: int) -> None:

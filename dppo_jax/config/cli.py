@@ -34,6 +34,10 @@ Trains language models by group-based policy optimisation with unbiased pruning.
   python -m dppo_jax.main --mode=plan --config=FILE.py --hardware=h200:1
   python -m dppo_jax.main --mode=check --config=FILE.py
 """
+_NOT_A_NUMBER = {  # Python's words, and ours
+  "invalid literal for int() with base 10": "not a whole number",
+  "could not convert string to float": "not a number",
+}
 _MODES = ("train", "evaluate", "export", "sample", "plan", "check")
 _DTYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("model", "adapter")
@@ -177,7 +181,10 @@ def _suffix(changes: dict[str, Any]) -> str:
 def _load(path: pathlib.Path, choice: str) -> Config:
   """Returns the config of FILE.py, or of a run's config.json."""
   if not path.is_file():
-    raise UserError(f"--config: there is no file {bucket.shown(path)!r}")
+    place = bucket.shown(path)
+    if path.is_dir():
+      raise UserError(f"--config: {place!r} is a directory: name a file in it")
+    raise UserError(f"--config: there is no file {place!r}")
   if path.suffix == ".json":
     if choice:
       raise UserError(
@@ -216,7 +223,10 @@ def _override(config: Config, words: list[str]) -> Config:
     )
     surplus = values(["", *words])[1:]
   except (absl_flags.Error, ValueError) as error:
-    raise UserError(str(error)) from error
+    text = str(error)
+    for kind, words in _NOT_A_NUMBER.items():
+      text = text.replace(kind, words)
+    raise UserError(text) from error
   if surplus:
     raise UserError(f"unexpected argument {surplus[0]!r}: flags start with --")
   return holder.value
@@ -224,6 +234,8 @@ def _override(config: Config, words: list[str]) -> Config:
 
 def _hint(name: str, known: list[str]) -> str:
   """Suggests a known option for a mistyped one, at best of the same section."""
+  if name.startswith("--config."):
+    known = [x for x in known if x.startswith("--config.")]
   name_of = lambda option: option.removeprefix("--config.").lstrip("-")
   split = lambda option: name_of(option).rpartition(".")[::2]
   sections: dict[str, dict] = collections.defaultdict(dict)

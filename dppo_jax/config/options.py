@@ -19,8 +19,8 @@ _TYPES: dict[Any, tuple[Any, str]] = {
   float: (Real, "a number"),
   str: (str, "text"),
   Callable: ((str, Callable, list, tuple), "text or a function"),
-  tuple: ((tuple, list), "a tuple"),
-  dict: (Mapping, "a dict"),
+  tuple: ((tuple, list), "a tuple, or a list in JSON"),
+  dict: (Mapping, "a dict, or an object in JSON"),
 }
 
 

@@ -55,12 +55,12 @@ def make(seed: int, count: int, max_operations: int) -> list[Row]:
   a fair sample of difficulty.
   """
   sizes = [_VALUES * _CONTINUATIONS ** (i + 1) for i in range(max_operations)]
-  is_possible = 2 <= count <= sum(sizes)
-  if not (1 <= max_operations <= MAX_OPERATIONS and is_possible):
+  source = f"config.data: arithmetic:{count}:{max_operations} must have"
+  if not 1 <= max_operations <= MAX_OPERATIONS:
+    raise UserError(f"{source} 1 to {MAX_OPERATIONS} operations")
+  if not 2 <= count <= sum(sizes):
     raise UserError(
-      f"config.data: arithmetic:{count}:{max_operations} must have "
-      f"1 to {MAX_OPERATIONS} operations, and 2 to {sum(sizes)} problems, the "
-      "number of distinct ones"
+      f"{source} 2 to {sum(sizes):,} problems, the number of distinct ones"
     )
   generator = random.Random(seed)
   ranked, missing = [], count

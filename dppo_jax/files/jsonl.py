@@ -28,7 +28,10 @@ def read(
   """
   # Bytes, since a cut may go through a character. Not `splitlines`, since a
   # completion may contain any of the characters that it splits at.
-  content = path.read_bytes() if path.exists() else b""
+  try:
+    content = path.read_bytes() if path.exists() else b""
+  except OSError as error:
+    raise UserError(f"cannot read {path}: {error.strerror}") from error
   lines: list[dict] = []
   for number, text in enumerate(content.split(b"\n")[:-1], 1):
     try:

@@ -27,14 +27,13 @@ _SPEEDUP = "budget/predicted_speedup"
 _PANELS = {  # over steps: metrics by their label
   "reward": {"mean": "reward/mean"},
   "tokens of a completion": {"mean": "tokens/completion_mean"},
-  "entropy and KL divergence, nats": {"entropy": "update/entropy"},
+  "entropy and any KL penalty, nats": {"entropy": "update/entropy"},
   "gradient norm": {"norm": "update/grad_norm"},
   "tokens per step": {x: f"tokens/{x}" for x in ("generated", "trained")},
   "predicted speed-up": {"speedup": _SPEEDUP},
 }
 _OPTIONS = {
   "data.train": str,
-  "method.name": str,
   "method.args": dict,
   "objective.name": str,
   "objective.args": dict,

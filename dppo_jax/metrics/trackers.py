@@ -91,8 +91,8 @@ def parse(names: str) -> list[str]:
   """Splits config.log.writers; raises UserError if a name is unknown."""
   parsed = names.replace(",", " ").split()
   known = [*TRACKERS, COMPLETIONS]
-  if unknown := {*parsed}.difference(known):
+  if unknown := [x for x in parsed if x not in known]:
     raise UserError(
-      f"config.log.writers has {unknown} but may have {', '.join(known)}"
+      f"config.log.writers has {unknown[0]} but may have {', '.join(known)}"
     )
   return parsed

@@ -145,8 +145,10 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
     functions = [functions]
   specs = tuple(_spec(item) for item in functions)
   names = [spec.name for spec in specs]
-  if not specs or len({*names}) < len(specs):
-    raise _error(f"{names} is empty or has a name twice")
+  if not specs:
+    raise _error("it is empty: name a function")
+  if twice := [x for x in names if names.count(x) > 1]:
+    raise _error(f"{twice[0]} is named twice")
   return specs
 
 

@@ -29,8 +29,10 @@ def _on_disk(folder: pathlib.Path) -> set[str]:
   try:
     return {x.name for x in folder.iterdir() if x.is_dir()}
   except OSError as error:
-    lost = [x for x in (folder.parent, folder) if os.path.islink(x)]
-    if isinstance(error, FileNotFoundError) and all(x.exists() for x in lost):
+    for path in (folder.parent, folder):
+      if os.path.islink(path) and not path.exists():
+        raise UserError(f"{path} is a link to nothing") from error
+    if isinstance(error, FileNotFoundError):
       return set()
     raise UserError(f"{folder} cannot be read: {error.strerror}") from error
 

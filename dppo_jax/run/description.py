@@ -39,8 +39,8 @@ def description(run: Run, config: configs.Config) -> str:
       f"step: {prompts} prompts x {group_size} sequences of at most "
       f"{longest} tokens, decoded in {spec.num_slots} slots a device",
       f"update: micro-batches of {p.rows_per_micro} rows x {p.row_length} "
-      f"tokens, at most {num_rows // p.rows_per_micro} in each of {parts} "
-      f"mini-batches, {spec.num_updates} update(s) per rollout",
+      f"tokens, at most {num_rows // p.rows_per_micro} in an update; updates "
+      f"per rollout: {spec.num_updates}",
       f"epoch: {epoch} steps; {left_over} prompts are left over (different "
       "ones each epoch)",
       f"method: {config.method.name}, objective {config.objective.name}, "

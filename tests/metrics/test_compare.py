@@ -239,6 +239,28 @@ def test_files_of_a_comparison_of_unfinished_runs(tmp_path, capsys):
   assert r"c\|d.jsonl | 1 |" in page and "s to 50%" in page
 
 
+@pytest.mark.parametrize(
+  "flag, message",
+  [
+    ("--target=90", "--target is 90 but must be in"),
+    ("--target=0", "--target is 0 but must be in"),
+    (f"--to={__file__}", "is a file: name a directory"),
+  ],
+)
+def test_flags_that_suit_no_comparison_are_rejected(tmp_path, flag, message):
+  with pytest.raises(SystemExit, match=message):
+    compare.main([str(_run(tmp_path)), flag])
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+def test_directory_in_place_of_a_file_is_named(tmp_path, name):
+  path = _run(tmp_path)
+  (path / name).unlink()
+  (path / name).mkdir()
+  with pytest.raises(SystemExit, match=f"cannot read {path / name}"):
+    compare.main([str(path)])
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", ""])
 def test_broken_or_missing_run_is_named(tmp_path, name):
   path = _run(tmp_path) if name else tmp_path / "missing"

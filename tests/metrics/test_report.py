@@ -73,7 +73,8 @@ def test_report_can_be_written_at_any_moment(tmp_path, lines):
 
 
 @pytest.mark.parametrize(
-  "name", ["data.train", "method.args", "objective.name", "seed", "steps"]
+  "name",
+  ["data.train", "method.name", "method.args", "objective.name", "steps"],
 )
 def test_option_that_a_report_needs_is_named(tmp_path, name):
   workdir = _workdir(tmp_path)
@@ -140,7 +141,7 @@ def test_no_legend_covers_its_axes_and_each_panel_has_data(tmp_path):
   figure.draw_without_rendering()
   assert [axis.get_title() for axis in figure.axes] == [
     *("accuracy", "reward", "tokens of a completion"),
-    *("entropy and KL divergence, nats", "gradient norm", "pruning"),
+    *("entropy and any KL penalty, nats", "gradient norm", "pruning"),
     *("tokens per step", "time by stage", "predicted speed-up"),
   ]
   for axis in figure.axes:
