@@ -224,8 +224,8 @@ def _override(config: Config, words: list[str]) -> Config:
     surplus = values(["", *words])[1:]
   except (absl_flags.Error, ValueError) as error:
     text = str(error)
-    for kind, words in _NOT_A_NUMBER.items():
-      text = text.replace(kind, words)
+    for kind, ours in _NOT_A_NUMBER.items():
+      text = text.replace(kind, ours)
     raise UserError(text) from error
   if surplus:
     raise UserError(f"unexpected argument {surplus[0]!r}: flags start with --")
