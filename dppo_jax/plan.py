@@ -170,7 +170,7 @@ def num_evaluations(config: configs.Config) -> int:
 
 
 def num_checkpoints(config: configs.Config) -> int:
-  """Returns the checkpoints that are kept, without that of step 0."""
+  """Returns the number of kept checkpoints, not counting step 0."""
   c = config.checkpoint
   return min(-(-config.steps // (c.every or 1)), c.keep + bool(c.best))
 

@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_279,
   "rewards": 8_148,
   "rollout": 4_258,
-  "run": 12_548,
+  "run": 12_544,
   "step": 14_164,
 }
 _NOT_CODE = {

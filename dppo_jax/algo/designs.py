@@ -104,7 +104,7 @@ def to_grid(prob: Float[Array, "M"], n: int | IntScalar) -> Float[Array, "M"]:
 def systematic(
   key: Key[Array, ""], prob: Float[Array, "M"]
 ) -> Bool[Array, "M"]:
-  """Keeps as many items as `prob` sums to, each with exactly its probability.
+  """Keeps `prob.sum()` items, each with exactly its probability.
 
   Neighbours whose probabilities sum to at most 1 exclude one another, so the
   order is a stratification. It may depend on anything but the draw.

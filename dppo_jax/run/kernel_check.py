@@ -270,7 +270,7 @@ def _memory(spec: StepSpec) -> epath.Path | None:
   facts = (
     *(versions(), device.device_kind, device.client.platform_version),
     *(x.read_text(encoding="utf-8") for x in sources),
-    *(spec.model, spec.model, spec.packing, spec.sampling),
+    *(spec.model, spec.packing, spec.sampling),
     *(spec.group_size, spec.prompt_tokens, spec.mesh.shape["model"]),
   )
   digest = hashlib.sha256(repr(facts).encode()).hexdigest()
