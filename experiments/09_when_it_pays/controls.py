@@ -45,11 +45,12 @@ def baseline() -> methods.Method:
 
 def fixed(share: float = 0.5) -> methods.Method:
   """Returns Neyman's choice of a fixed share."""
+  rule = methods.neyman_completions()
   budget = rules.automatic(lambda: _given(share))
   fractions = np.float32((*reversed(SHARES), 1.0))
   return methods.grpo()._replace(
-    completions=methods.neyman_completions(),
-    budget=budget._replace(fractions=fractions, first=share),
+    completions=lambda rng, groups, _: rule(rng, groups, share),
+    budget=budget._replace(fractions=fractions),
   )
 
 

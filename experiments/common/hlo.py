@@ -45,8 +45,12 @@ class Launches(NamedTuple):
   unknown: int = 0
 
   def plus(self, other: "Launches", times: int = 1) -> "Launches":
-    sums = (a + times * b for a, b in zip(self[1:3], other[1:3], strict=True))
-    return Launches(self.loop, *sums, self.unknown + other.unknown)
+    return Launches(
+      self.loop,
+      self.kernels + times * other.kernels,
+      self.syncs + times * other.syncs,
+      self.unknown + other.unknown,
+    )
 
 
 def launches(text: str) -> list[Launches]:

@@ -292,7 +292,9 @@ def time_all(
   """
   runs, micro, speeds = [], {}, {}
   total = EPOCHS * num_steps
-  try_out = lambda *what: measure(bench, *what, total, 0, "trial", num_steps)
+  try_out = lambda system, micro: measure(
+    bench, system, micro, total, 0, "trial", num_steps
+  )
   for system, sizes in MICRO.items():
     if system not in given:
       trials = [try_out(system, x) for x in sizes]

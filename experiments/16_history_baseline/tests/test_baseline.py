@@ -16,7 +16,7 @@ REWARDS = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 IDS = np.array([4, 0, 2])
 
 
-def _seen(snaps: bool) -> History:
+def _seen(snaps):
   past = History(num_prompts=5, decay=0.75, prior=1.0, snaps=snaps)
   past.add(IDS, REWARDS[::-1])
   return past
