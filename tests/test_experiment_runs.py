@@ -190,7 +190,7 @@ def tiny(monkeypatch):
   model = {"layers": 1, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}
   model = work.with_model(small, mlp=32, vocab=64, **model).model
   rows = small.rows._replace(row_length=64)
-  sizes = {"prompts": 2, "group_size": 4, "prompt_tokens": (4, 8), "slots": 4}
+  sizes = {"prompts": 4, "group_size": 4, "prompt_tokens": (4, 8), "slots": 4}
   tiny = small._replace(
     model=model, rows=rows, max_tokens=8, mean_tokens=4, **sizes
   )
