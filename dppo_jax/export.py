@@ -82,8 +82,9 @@ def run(
   with tempfile.TemporaryDirectory(prefix=".export-", dir=place) as parent:
     folder = pathlib.Path(parent, to.name)
     if is_adapter:
-      base = "" if is_tuned else config.model.hub_name or path
-      peft.save(str(folder), params, model, base, dtype)
+      name, _, revision = config.model.hub_id.partition("@")
+      base = ("", "") if is_tuned else (name or path, revision)
+      peft.save(str(folder), params, model, *base, dtype)
     else:
       with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = lora.merge_all(params, model.lora)

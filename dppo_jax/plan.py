@@ -18,6 +18,7 @@ from dppo_jax.models import parameters
 from dppo_jax.planning import assumed, memory, step_time, targets
 from dppo_jax.planning.memory import gib
 from dppo_jax.run import compile_cache
+from dppo_jax.run.description import kernels
 from dppo_jax.run.setup import Run
 
 
@@ -66,7 +67,7 @@ def run(
       planned = memory.choose_slots(planned, place.memory)
       estimate = values["estimated"][place.name] = memory.estimate(planned)
       basis = step_time.assume(planned, place, assume)
-      bar.say(_estimated(planned, estimate, place))
+      bar.say(_estimated(planned, config, estimate, place))
       seconds = step_time.estimate(planned, estimate, basis)
       values["time"][place.name] = seconds
       price = price_per_hour * place.num
@@ -78,7 +79,10 @@ def run(
 
 
 def _estimated(
-  run: Run, stages: dict[str, memory.Parts], hardware: targets.Hardware
+  run: Run,
+  config: configs.Config,
+  stages: dict[str, memory.Parts],
+  hardware: targets.Hardware,
 ) -> str:
   """The estimate as a table, and whether it fits."""
   model = run.spec.model
@@ -92,13 +96,16 @@ def _estimated(
   ]
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
-  line = progress.wrapped(
+  lines = [
     f"{model.family}, {parameters.num_parameters(model):,} parameters, "
-    f"{model.dtype}, remat={model.remat}, attention={model.attention}, "
-    f"{run.spec.num_slots} slots a device"
-  )
+    f"{model.dtype}, remat={model.remat}, {run.spec.num_slots} slots a device",
+    *(
+      kernels(run, config, hardware.capability)
+      or [f"attention: {model.attention}"]
+    ),
+  ]
   return (
-    f"\n{line}\n"
+    f"\n{progress.wrapped(chr(10).join(lines))}\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
     f"{sharding.describe(run.spec.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"

@@ -84,10 +84,12 @@ def _source(config: configs.Config, prompt: str) -> Source:
     return _source_of(config, [prompt])
   if place.endswith(".txt"):
     try:
-      text = pathlib.Path(place).expanduser().read_text(encoding="utf-8")
+      text = pathlib.Path(place).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
       raise UserError(f"--prompt: {place} cannot be read: {error}") from error
-    return _source_of(config, filter(str.strip, text.splitlines()))
+    if not text.strip():
+      raise UserError(f"--prompt: {place} has no prompt")
+    return _source_of(config, filter(str.strip, text.split("\n")))
   if not (place or config.data.eval):
     raise UserError("--prompt=@ takes config.data.eval, which is empty")
   return sources.absolute(place) or config.data.eval

@@ -218,8 +218,10 @@ def test_a_mesh_changes_no_token_and_adapters_only_by_rounding(mesh):
 
 def test_adapters_of_another_rank_are_rejected(tmp_path):
   params = small.params(config=MODEL)
-  peft.save(str(tmp_path), params, MODEL, "base", "float32")
+  peft.save(str(tmp_path), params, MODEL, "base", "abc1", "float32")
   peft.check(str(tmp_path), MODEL)
+  saved = json.loads((tmp_path / "adapter_config.json").read_text())
+  assert saved["revision"] == "abc1"
   for wrong, message in {
     ADAPTERS._replace(rank=4): "has r=3 but config.lora.rank is 4",
     ADAPTERS._replace(targets=("q",)): "adapts .*gate_proj.*: set config.lora",
@@ -256,7 +258,7 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
 def test_an_adapter_is_checked_before_it_is_evaluated(
   tmp_path, changes, message
 ):
-  peft.save(str(tmp_path), small.params(config=MODEL), MODEL, "", "float32")
+  peft.save(str(tmp_path), small.params(config=MODEL), MODEL, "", "", "float32")
   file = tmp_path / "adapter_config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | changes))
   options = {"lora__rank": 3 * bool(changes), "lora__alpha": 6}

@@ -131,9 +131,11 @@ def test_metrics_of_several_updates_are_sums_means_or_extremes():
     "update/sampler_ratio_max",
     "update/entropy",
     "tokens/trained",
+    "update/skipped_in_a_row",
   )
   values = [dict.fromkeys(names, float(x)) for x in (1, 2, 3, 6)]
+  values[1]["update/skipped_in_a_row"] = 15.0  # before a finite update
   assert step_info.combined(values, passes=2) == dict(
-    zip(names, (6, 3, 6, 1, 6, 1, 50 / 12, 6), strict=True)
+    zip(names, (6, 3, 6, 1, 6, 1, 50 / 12, 6, 15), strict=True)
   )
   assert step_info.combined(values[:1], passes=1) == values[0]

@@ -55,8 +55,9 @@ def test_kernels_are_those_of_the_planned_gpu(no_network, capsys, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
   plan.run(commands.config("gsm8k"), hardware="a100:8,h200:8,b200:8")
   printed = capsys.readouterr().out
-  chosen = re.findall(r"attention=(\w+)", printed)
+  chosen = re.findall(r"attention: (\w+)", printed)
   assert chosen == ["xla_dense", "tokamax", "tokamax"]
+  assert "plain XLA: tokamax needs compute capability 9 or 10, not 8" in printed
 
 
 def test_plan_mode_allocates_no_arrays(no_network):
@@ -148,10 +149,13 @@ def test_collectives_are_read_from_a_program():
   %g.2 = (f32[2,4], f32[8,4]) all-gather-start(%x), channel_id=1, {name}
   %g.3 = bf16[16]{{0}} all-gather(%y), channel_id=2, {name}
   ROOT %r = (f32[4], bf16[2]) all-reduce(%z, %z), channel_id=3
+  %s = (f32[8], f32[4]) all-reduce-start(%z, %z), channel_id=4
+  %t = ((f32[2], f32[3]), (f32[4], f32[6])) all-gather-start(%z), channel_id=5
 """
   assert read_collectives(text) == [
     ("all-gather", 2, 2, 128 + 32),
-    ("all-reduce", -1, 1, 20),
+    ("all-reduce", -1, 2, 20 + 48),
+    ("all-gather", -1, 1, 40),
   ]
 
 

@@ -139,7 +139,8 @@ def test_exported_directory_is_sampled_as_its_run_is(begun, capsys, tmp_path):
   """Without a run; on two devices; prompts of several lengths from a file."""
   c, folder, _ = begun
   export.run(c, folder, tmp_path / "exported")
-  (tmp_path / "prompts.txt").write_text("3+4=\n\n15-2+7=\n1+1=\n")
+  text = "\ufeff3+4=\n\n15-2+7=\n1+1=\n"
+  (tmp_path / "prompts.txt").write_text(text, encoding="utf-8")
   flags = [f"--prompt=@{tmp_path}/prompts.txt", "--config.eval.samples=2"]
   flags.append("--config.data.eval_limit=1")  # not of lines
   of_run = _sample(capsys, f"--workdir={folder}", *flags)
@@ -176,12 +177,26 @@ def test_lines_of_a_terminal_are_prompts(begun, capsys, monkeypatch):
   assert "prompt: 1+1=" in printed[4][0] and last
 
 
-def test_empty_prompt_is_named(begun, capsys):
+def test_empty_prompt_is_named(begun, capsys, tmp_path):
   with pytest.raises(UserError, match="--prompt is empty"):
     _sample(capsys, f"--workdir={begun[1]}", "--prompt=")
+  with pytest.raises(
+    UserError, match=r"--prompt: /dev/null.txt cannot be read"
+  ):
+    _sample(capsys, f"--workdir={begun[1]}", "--prompt=@/dev/null.txt")
+  (tmp_path / "none.txt").write_text("\n")
+  with pytest.raises(UserError, match=r"--prompt: .*none.txt has no prompt"):
+    _sample(capsys, f"--workdir={begun[1]}", f"--prompt=@{tmp_path}/none.txt")
 
 
 def test_a_mistake_in_a_pipe_ends_it_with_its_line(begun, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n\nwhat?\n1+1="))
   with pytest.raises(UserError, match=r"line 3 of the input: .*'w'"):
+    _sample(capsys, f"--workdir={begun[1]}")
+
+
+def test_input_that_is_not_utf_8_is_named(begun, capsys, monkeypatch):
+  lines = io.TextIOWrapper(io.BytesIO(b"3+4=\n\xff\n"), encoding="utf-8")
+  monkeypatch.setattr("sys.stdin", lines)
+  with pytest.raises(UserError, match="the input is not UTF-8: invalid start"):
     _sample(capsys, f"--workdir={begun[1]}")

@@ -17,7 +17,13 @@ from dppo_jax.planning import assumed, flops, memory, step_time, targets
 from dppo_jax.run.setup import Run
 from tests.helpers import commands
 
-UNIT = {"products": 1, "memory": 1, "flops": 1e9, "bandwidth": 1e9}
+UNIT = {
+  "products": 1,
+  "memory": 1,
+  "flops": 1e9,
+  "bandwidth": 1e9,
+  "experts": 8,
+}
 
 
 def planned(
@@ -78,6 +84,27 @@ def test_an_update_reads_a_prompt_once_for_its_group():
   pairs = 32 * 128 * (8 * 64 + 128 / 2)
   expected = 3 * flops.forward(run.spec.model, more, pairs=pairs) / 1e9
   assert update[1] - update[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_adapters_save_no_pass_of_an_update():
+  full, lora = (
+    seconds(planned("gsm8k", lora__rank=x), bandwidth=1e30)["update"]
+    for x in (0, 1)
+  )
+  assert lora == pytest.approx(full)
+
+
+def test_without_kernels_a_gpu_multiplies_with_every_expert():
+  """In decoding of few tokens with or without kernels."""
+  few, many = (
+    planned("qwen3_moe_math", rollout__num_slots=x) for x in (256, 257)
+  )
+  some = lambda run, **more: seconds(run, bandwidth=1e30, **more)
+  assert some(many, experts=128)["rollout"] > 5 * some(many)["rollout"]
+  assert some(few)["rollout"] > 5 * some(many)["rollout"]
+  assert some(few, experts=128)["update"] > 5 * some(few)["update"]
+  basis = lambda x: step_time.assume(few, targets.parse(x)).experts
+  assert basis("a100:8") == 8 * 128 and basis("v5e:8") == 8
 
 
 @pytest.mark.parametrize(

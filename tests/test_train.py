@@ -1,5 +1,6 @@
 """The loop: resume equals uninterrupted, sharded equals unsharded."""
 
+import errno
 import json
 import pathlib
 import re
@@ -276,6 +277,24 @@ def test_finished_run_is_reported_at_once(uninterrupted, monkeypatch, capsys):
   assert [file.read_bytes() for file in files] == before
   with pytest.raises(ValueError, match="group_size was 4 and is now 8"):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)
+
+
+def test_finished_run_that_cannot_be_written_is_reported_too(
+  uninterrupted, monkeypatch, capsys, tmp_path
+):
+  run = tmp_path / "run"
+  shutil.copytree(uninterrupted, run)
+  (run / "report.md").unlink()
+
+  def replace(path, to):
+    raise OSError(errno.EROFS, "Read-only file system", str(to))
+
+  monkeypatch.setattr("os.replace", replace)
+  monkeypatch.setattr("pathlib.Path.replace", replace)
+  train.run(_config(), run)
+  output = capsys.readouterr().out
+  assert re.search("warning: .*report.*: Read-only file system", output)
+  assert "already done: 4 of 4 steps" in output
 
 
 def test_a_destroyed_policy_is_reported(tmp_path, capsys):

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import sys
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from dppo_jax.files import jsonl
 # Options, and sections of them, that do not make a run another experiment.
 _IGNORED = tuple(
   "checkpoint. eval.every. eval.prompts. fingerprints. log. "
-  "reward.num_workers. seed. sft.from_run. steps.".split()
+  "reward.num_workers. seed.".split()
 )
 _METHOD, _RATE = "method.name", "optimizer.learning_rate"
 _DASHES = ("--", "-.", ":")  # of learning rates but the best
@@ -36,6 +37,7 @@ training steps, tokens those trained on. ± and parentheses are 95% intervals
 over seeds (Student's t), of differences and ratios paired by seed, if one group
 has all seeds of the other."""
 
+_OTHER_LENGTHS = "Some groups have runs of different numbers of steps."
 _OTHER_SETS = "Some runs were evaluated on other problems than others."
 _UNMOVED = (
   "No run has moved: none has an accuracy above the interval of its first one."
@@ -109,10 +111,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     legend = _LEGEND if target else f"{_LEGEND}\n{_UNMOVED}"
     sets = {x.config.get("fingerprints.eval") for x in members} - {None}
     legend += f"\n{_OTHER_SETS}" * (len(sets) > 1)
+    last = lambda group: {run.evals[-1]["step"] for run in group.runs}
+    has_others = any(len(last(x)) > 1 for x in groups)
+    legend += f"\n{_OTHER_LENGTHS}" * has_others
     print(tables.aligned(*table(groups, target)), legend, sep="\n\n")
     if args.to:
-      args.to.mkdir(parents=True, exist_ok=True)
-      style.save(plot(groups, target), args.to / "compare.png")
+      with jsonl.writing(args.to):
+        args.to.mkdir(parents=True, exist_ok=True)
+        style.save(plot(groups, target), args.to / "compare.png")
       parts = ["# Runs compared", "![accuracy over seconds](compare.png)"]
       parts += [tables.markdown(*table(groups, target)), legend]
       jsonl.replace(args.to / "compare.md", ["\n\n".join(parts), "\n"])
@@ -140,7 +146,8 @@ def group(members: Sequence[runs.Run]) -> list[Group]:
       raise UserError(f"{run.path} has no evaluation yet: leave it out")
     if run.seed in [other.seed for other in same]:
       raise UserError(
-        f"{run.path} has the options and the seed of another run: leave it out"
+        f"{run.path} has the options and the seed of another run (the run in "
+        "config.sft.from_run does not count, its step does): leave it out"
       )
     same.append(run)
   options = [json.loads(key) for key in by_options]
@@ -194,14 +201,22 @@ def _short(name: str) -> str:
 
 def _options(run: runs.Run) -> dict:
   """The options that make the run what it is, by dotted name."""
-  # Fine-tuning does not count if it was another run's.
-  ignored = _IGNORED + ("sft.",) * bool(run.config.get("sft.from_run"))
-  return {
+  ignored, config = [*_IGNORED], run.config
+  if config.get("optimizer.schedule", "constant") == "constant":
+    ignored.append("steps.")
+  # A seed may have a run of its own to start from, whose fine-tuning does not
+  # count, but a step does.
+  if start := config.get("sft.from_run"):
+    ignored.append("sft.")
+  options = {
     f"{name}.{key}".rstrip("."): x
-    for name, value in sorted(run.config.items())
+    for name, value in sorted(config.items())
     for key, x in (value if isinstance(value, dict) else {"": value}).items()
-    if not f"{name}.".startswith(ignored)
+    if not f"{name}.".startswith(tuple(ignored))
   }
+  if step := re.search(r"@0*[1-9]\d*$", start or ""):
+    options["sft.from_run"] = step[0]
+  return options
 
 
 def default_target(groups: Sequence[Group]) -> float | None:
@@ -211,6 +226,7 @@ def default_target(groups: Sequence[Group]) -> float | None:
     return None
   curves = [run.curve()[1] for run in members]
   start, reached = np.mean([y[0] for y in curves]), min(map(max, curves))
+  start = min(start, reached)  # some may start above what others reached
   target = float(start + 0.9 * (reached - start))
   rounded = round(target, 2)
   return rounded if start < rounded <= reached else target
@@ -245,11 +261,13 @@ def table(
       row.append(_speed_up(group, baseline, target) if is_other else "")
     for metric in ("step/seconds", "tokens/trained"):
       values = [x[metric] for run in group.runs for x in run.steps]
-      x = np.mean(values) if values else 0.0
-      number = f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"
-      row.append(number if values else "-")
+      row.append(_number(float(np.mean(values))) if values else "-")
     rows.append(row + [scale] * any(noise))
   return head + ["noise scale"] * any(noise), rows
+
+
+def _number(x: float) -> str:
+  return f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"
 
 
 def _seconds(group: Group, target: float) -> str:
@@ -257,7 +275,7 @@ def _seconds(group: Group, target: float) -> str:
   spent = [*group.seconds_to(target).values()]
   if not spent:
     return "-"
-  seconds = f"{np.mean(spent):.3g}" if any(spent) else "at the start"
+  seconds = _number(float(np.mean(spent))) if any(spent) else "at the start"
   some = f" ({len(spent)} runs)" * (len(spent) < len(group.runs))
   return seconds + some
 

@@ -114,7 +114,9 @@ def load(workdir: str | pathlib.Path) -> Run:
   lines = jsonl.read(path / "metrics.jsonl")
   for line in lines:
     for name, value in line.items():
-      if not isinstance(value, int | float):
+      is_number = isinstance(value, int | float)
+      # Others may be NaN or infinite if training has failed.
+      if not is_number or (name == "eval/accuracy" and not np.isfinite(value)):
         raise UserError(
           f"{path / 'metrics.jsonl'}: {name} of step {line['step']} is "
           f"{value!r} but must be a number"

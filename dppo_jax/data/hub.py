@@ -41,7 +41,10 @@ def fetch(source: str) -> list[str]:
       path = pathlib.Path(
         download(allow_patterns=f"{config}/{split}/*"), config
       )
-      return sorted(map(str, path.glob(f"{split}/*.parquet")))
+      shards = sorted(path.glob(f"{split}/*.parquet"))
+      if [int(x.stem) for x in shards] != [*range(len(shards))]:
+        raise FileNotFoundError("some of its files are not in the cache")
+      return [*map(str, shards)]
   except Exception as error:  # the library's, its transport's or the system's
     raise errors.of_server(
       error,
@@ -81,5 +84,7 @@ def _open(name: str, revision: str) -> tuple[list[str], Callable[..., str]]:
       directory = pathlib.Path(cached(allow_patterns=""))
     except Exception:
       raise reason from None
+    if any(directory.parents[1].glob("blobs/*.incomplete")):
+      raise reason  # a download was interrupted
     files = directory.rglob("*.parquet")
     return [x.relative_to(directory).as_posix() for x in files], cached

@@ -78,7 +78,7 @@ def parse_named(sources: Source) -> dict[str, Source]:
 
 def absolute(sources: str) -> str:
   """Makes the paths of a source, or of `NAME=SOURCE,...`, absolute."""
-  if re.match(_NAMED, sources):
+  if re.match(_NAMED, sources) and not os.path.exists(sources):
     named = (x.strip().partition("=") for x in sources.split(","))
     return ",".join(name + sign + _absolute(x) for name, sign, x in named)
   return _absolute(sources)
@@ -247,13 +247,13 @@ def _read_tfds(source: str) -> Iterator[Record]:
 
 
 def _to_python(value: Any) -> Any:
-  """Converts bytes to text, and NumPy's values to Python's."""
+  """Converts bytes and names to text, and NumPy's values to Python's."""
   if isinstance(value, bytes):
     return value.decode(errors="replace")
   if isinstance(value, np.ndarray | np.generic):
     return _to_python(value.tolist())
   if isinstance(value, Mapping):
-    return {name: _to_python(x) for name, x in value.items()}
+    return {str(name): _to_python(x) for name, x in value.items()}
   if isinstance(value, list | tuple):
     return [_to_python(x) for x in value]
   return value
@@ -275,11 +275,13 @@ def _to_text(value: Any) -> str:
   """Returns text and numbers as text; anything else becomes empty."""
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
-  if isinstance(value, float | decimal.Decimal) and value % 1 == 0:
-    value = int(value)  # a grader that compares text expects 18, not 18.0
-  is_text = isinstance(value, str | int | float | decimal.Decimal)
-  is_text = is_text and value not in (math.inf, -math.inf) and value == value
-  return str(value) if is_text and not isinstance(value, bool) else ""
+  if isinstance(value, float | decimal.Decimal):
+    # A grader that compares text expects 18 and 0.00001, not 18.0 and 1e-05.
+    text = f"{decimal.Decimal(str(value or 0)):f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text if math.isfinite(value) else ""
+  is_text = isinstance(value, str | int) and not isinstance(value, bool)
+  return str(value) if is_text else ""
 
 
 def parse_messages(value: Any) -> Prompt | None:

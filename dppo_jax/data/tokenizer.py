@@ -187,8 +187,10 @@ class PretrainedTokenizer:
     return None
 
   def encode_prompt(self, prompt: Prompt, tools: Any = None) -> list[int]:
-    # A template writes the beginning-of-sequence token itself.
-    ids = self.encode(self.prompt(prompt, tools), not self._has_template)
+    text = self.prompt(prompt, tools)
+    if self._has_template:  # which writes special tokens itself
+      return self.encode(text)
+    ids = self.encode(text, add_special_tokens=True)
     # Some tokenizers append the end of text, which no completion follows.
     return ids[:-1] if ids[-1:] == [self._tokenizer.eos_token_id] else ids
 

@@ -54,8 +54,8 @@ CHECKS = (
   ),
   Check(
     "no_reward",
-    lambda x: not (_sum(x, "reward/mean", default=1) or _sum(x, "reward/std")),
-    "no completion of the last 10 steps earned a reward. See samples.jsonl: if "
+    lambda x: not _sum(x, "reward/accuracy", default=1),
+    "no completion of the last 10 steps was right. See samples.jsonl: if "
     "answers are right, change config.reward.functions; if they are noise, "
     "start again with a lower config.optimizer.learning_rate.",
   ),

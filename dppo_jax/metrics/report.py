@@ -85,7 +85,7 @@ def _summary(run: runs.Run) -> Iterator[tuple[str, str]]:
     args = run.config[f"{section}.args"].items()
     args = ", ".join(f"{name}={value}" for name, value in args)
     yield section, f"{run.config[f'{section}.name']}({args})"
-  yield from run.config.get("changes", {}).items()
+  yield from (run.config.get("changes") or {}).items()
   for label, ends in _accuracies(run):
     yield label, " → ".join(map(statistics.with_interval, ends))
   yield "training seconds", f"{run.total('step/seconds'):.1f}"

@@ -35,7 +35,7 @@ class Load(NamedTuple):
 
 # With more tokens a GPU multiplies longer than it reads the weights: an H200
 # makes 200 bfloat16 products in the time of reading a number.
-_FEW_TOKENS = 256
+FEW_TOKENS = 256
 
 # Of the weights: router, gate, up and down.
 _AXES = (
@@ -151,7 +151,7 @@ def _mixture(x, weights, numbers, experts: Experts, axis: str | None):
   number = routing.chosen - numbers[0]
   number = jnp.where((number >= 0) & (number < len(gate)), number, len(gate))
   ways = {"default": _by_pair}
-  if len(tokens) <= _FEW_TOKENS:
+  if len(tokens) <= FEW_TOKENS:
     ways["cuda"] = _by_expert
   out = jax.lax.platform_dependent(tokens, prob, number, gate, up, down, **ways)
   if axis:

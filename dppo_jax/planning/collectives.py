@@ -33,9 +33,12 @@ def read_collectives(text: str) -> list[Collective]:
   for number, line in enumerate(text.splitlines()):
     if not (match := _COLLECTIVE.search(line)):
       continue
-    sizes = [_bytes(*x) for x in re.findall(r"\b(\w+)\[([\d,]*)\]", match[1])]
-    # The start of an asynchronous collective returns its operands too.
-    size = max(sizes) if match[3] else sum(sizes)
+    # The start of an asynchronous one, but all-reduce, returns its operands
+    # too: in a tuple before that of the results, if there are several.
+    _, has_several, results = match[1].rpartition("), (")
+    sizes = [_bytes(*x) for x in re.findall(r"\b(\w+)\[([\d,]*)\]", results)]
+    is_pair = match[3] and match[2] != "all-reduce" and not has_several
+    size = max(sizes) if is_pair else sum(sizes)
     source = re.search(r'op_name="([^"]*)"', line)
     depth = source[1].count("while/body") if source else -1
     # It appears in several places, all of the same channel.

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from dppo_jax import rewards, sharding
 from dppo_jax.errors import UserError
 from dppo_jax.eval import eval_sets
-from dppo_jax.models import kv_cache, lora
+from dppo_jax.models import gpu_library, kv_cache, lora, moe
+from dppo_jax.models.config import ModelConfig
 from dppo_jax.planning import flops, memory, targets
 from dppo_jax.run.setup import Run
 from dppo_jax.step import abstract_values
@@ -56,6 +57,8 @@ class Assumptions(NamedTuple):
     products: fraction of `flops` that matrix products reach.
     memory: fraction of `bandwidth` that memory traffic reaches.
     flops, bandwidth: peak operations and bytes a second of a device.
+    experts: experts that a token is multiplied with, except by `moe` for few
+      tokens on a GPU, which are multiplied with all.
   """
 
   prompt: float
@@ -66,6 +69,7 @@ class Assumptions(NamedTuple):
   memory: float
   flops: float
   bandwidth: float
+  experts: float
 
   def seconds(self, operations: float, size: float) -> float:
     """Seconds of operations in products and of bytes read or written."""
@@ -99,7 +103,8 @@ def assume(
   prompt = float(run.train_set.lengths.mean())
   limit = spec.sampling.max_tokens
   fractions = trained, trained, products, traffic
-  usual = Assumptions(prompt, limit / 2, *fractions, *peaks)
+  experts = _num_experts(spec.model, hardware)
+  usual = Assumptions(prompt, limit / 2, *fractions, *peaks, experts)
   try:
     pairs = (x.partition("=") for x in changes.split(",") if x)
     changed = usual._replace(**{name: float(x) for name, _, x in pairs})
@@ -121,6 +126,20 @@ def assume(
       )
   # No group has more completions than were drawn.
   return changed._replace(groups=max(changed.groups, changed.trained))
+
+
+def _num_experts(model: ModelConfig, hardware: targets.Hardware) -> float:
+  """Experts that a token is multiplied with; 1 of a model without experts.
+
+  Without a kernel, a GPU multiplies each pair of a token and an expert that it
+  chose with every expert.
+  """
+  if not (x := model.experts):
+    return 1
+  is_dense = hardware.platform == "gpu" and gpu_library.obstacle(
+    model.dtype, hardware.capability
+  )
+  return x.per_token * (x.num if is_dense else 1)
 
 
 def ceilings(
@@ -165,9 +184,12 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
   capacity = p.row_length * p.rows_per_micro
   micros = max((tokens + prefixes) / (_FILL * capacity) + 0.5, 1)
   pairs = tokens * (prompt + mean / 2) + prefixes * prompt / 2
-  forward = flops.forward(model, micros * capacity, tokens, pairs)
+  forward = flops.forward(
+    model, micros * capacity, tokens, pairs, assumed.experts
+  )
   forward *= spec.num_updates / spec.mesh.size
-  passes = _PASSES[model.remat] - bool(model.lora) + spec.objective.has_kl
+  # With adapters too: their gradients are made of those of whole weights.
+  passes = _PASSES[model.remat] + spec.objective.has_kl
   # Gradients of all micro-batches and of one; state is read and written.
   moved = held["update"]["gradients"] * (2 * micros + 1.5)
   moved += 2 * held["update"]["optimizer"]
@@ -199,9 +221,11 @@ def _rollout(spec: StepSpec, held: Stages, assumed: Assumptions) -> float:
   copy = held["roll_out"]["inference copy"]
   moved = held["roll_out"]["weights"] + (1 + steps) * copy
   moved += tokens * seen * memory.token_bytes(spec)
-  forward = flops.forward(
-    model, prompts * width + tokens, tokens, tokens * seen
-  )
+  experts = assumed.experts
+  forward = flops.forward(model, prompts * width, experts=experts)
+  if model.experts and spec.platform == "gpu" and slots <= moe.FEW_TOKENS:
+    experts = model.experts.num
+  forward += flops.forward(model, tokens, tokens, tokens * seen, experts)
   return assumed.seconds(forward / spec.mesh.shape["model"], moved)
 
 

@@ -121,6 +121,8 @@ def _compare(gold: str, answer: str) -> str:
 
 
 def _compare_parsed(gold: str, answer: str) -> str:
+  if notation.without_text(gold) == notation.without_text(answer):
+    return "right"
   gold, answer = notation.without_units(gold), notation.without_units(answer)
   answer = notation.without_letter_unit(answer, gold)
   answer = notation.with_unions(answer, gold)

@@ -113,6 +113,10 @@ _TEX: list[Rule] = [
   (r"(?:\\text ?\{ ?)?(?<![a-zA-Z])per ?cent(?: ?\})?$", r"\\%"),
   (r"\^ ?(?:\{ ?('[' ]*)\}|(?='))", r"\1"),
   (r"\\not ?=", r"\\ne "),
+  # 6th; 5 PM, and 5 apples or anything else that is too long for a product.
+  (r"(?<=\d)(?: ?\^ ?\{ ?(?:\\text ?\{ ?)?)?(?:st|nd|rd|th)[ }]{0,4}$", ""),
+  (r"(?<=\d)(?: | ?(?=[AP]))([aApP])\.? ?[mM]\.?$", r"\\text{ \1m}"),
+  (r"(?<=\d) ((?!dozens?$)[a-z]{4,})$", r"\\text{ \1}"),
   (r"\\\{ ?\\\}", r"\\emptyset "),
 ]
 _RULES: list[Rule] = [
@@ -185,9 +189,9 @@ def normalize(answer: str) -> str:
       answer = re.sub(pattern, new, answer)
     for _ in range(3):  # a group within another
       answer = re.sub(_AROUND, "", " ".join(answer.split())).strip()
-      if is_group(answer) and not is_set:
+      if is_group(answer) and not (is_set and "," in answer):
         answer = answer[1:-1]
-  return answer.strip()
+  return rf"\{{{answer[1:-1]}\}}" if is_group(answer) else answer
 
 
 def is_group(text: str, brackets: str = "{}") -> bool:
@@ -233,6 +237,12 @@ def without_units(answer: str) -> str:
   return re.sub("|".join(_UNITS), "", answer).strip()
 
 
+def without_text(answer: str) -> str:
+  r"""Returns the answer without `\text` and blanks, but between digits."""
+  answer = re.sub(rf"{_TEXT}([^{{}}]*)\}}", r"\1", answer)
+  return re.sub(r"(?<!\d) | (?!\d)", "", answer)
+
+
 def without_letter_unit(answer: str, other: str) -> str:
   """Writes 5 m as 5 if the other answer has no letters; 2s may be 2 times s."""
   if re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", other):
@@ -274,8 +284,13 @@ _FORMS: list[Rule] = [
     r"((?:[^|<>=,;\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+)$",
     r"-(\3) \2 \1 \2 \3",
   ),
-  # A word or a date, no product.
+  # A word, a date or a figure's corners: no product, no difference.
   (r"^[A-Z](?:[A-Z]+|[a-z]{2,}(?: \d+)?)$", r"\\text{\g<0>}"),
+  (r"^\d{4}-\d\d?-\d\d?$", r"\\text{\g<0>}"),
+  (
+    r"\\angle ?([A-Z]{3})(?![a-zA-Z])",
+    lambda m: rf"\text{{{min(m[1], m[1][::-1])}}}",
+  ),
   (r"\\sqrt ?\[ ?(\d*[13579]) ?\] ?\{ ?-(\d+) ?\}", r"(-\\sqrt[\1]{\2})"),
   # 5 > x > 2 is 2 < x < 5.
   (

@@ -63,15 +63,21 @@ def warnings(run: Run, config: configs.Config) -> list[str]:
       f"tokens, but the model has {limit:,} positions "
       "(max_position_embeddings): other programs may reject such lengths"
     )
-  return [*filter(None, lines), *_kernels(run, config)]
+  return [*filter(None, lines), *kernels(run, config)]
 
 
-def _kernels(run: Run, config: configs.Config) -> list[str]:
-  """Returns lines on the kernels of an accelerator, or why it has none."""
+def kernels(
+  run: Run, config: configs.Config, capability: float = 0.0
+) -> list[str]:
+  """Returns lines on the kernels of an accelerator, or why it has none.
+
+  Args:
+    capability: compute capability of GPUs that are not present.
+  """
   spec, model = run.spec, run.spec.model
   if spec.platform == "cpu":
     return []
-  shapes = attention_shapes(config, model, spec.mesh, spec.platform)
+  shapes = attention_shapes(config, model, spec.mesh, spec.platform, capability)
   reason = run.kernel_fault or attention.obstacle(shapes)
   if config.model.attention == "xla":
     reason = "config.model.attention=xla"

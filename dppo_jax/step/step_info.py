@@ -28,12 +28,8 @@ _SUMS = {
 }
 _OF_TOKENS = {f"update/{x}" for x in "logprob entropy kl clip_share".split()}
 _FIRST = {"update/sampler_ratio_max"}  # the policy is still the sampler's
-_LAST = {
-  "update/grad_norm",
-  "update/nonfinite_params",
-  "update/skipped",
-  "update/skipped_in_a_row",
-}
+_LAST = {"update/grad_norm", "update/nonfinite_params", "update/skipped"}
+_MAX = {"update/skipped_in_a_row"}
 
 
 class Batch(NamedTuple):
@@ -105,7 +101,8 @@ def combined(updates: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
   """Combines the metrics of the updates on a rollout.
 
   Those in `_SUMS` are added up over a pass, those in `_FIRST` and `_LAST` are
-  of one update, and names that end in max or min keep the extreme. Others are
+  of one update, and those in `_MAX` and names that end in max or min keep the
+  extreme. Others are
   means over the updates, those in `_OF_TOKENS` over their tokens.
   """
   if len(updates) == 1:
@@ -121,7 +118,7 @@ def combined(updates: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
       values[name] = x[0]
     elif name in _LAST:
       values[name] = x[-1]
-    elif end.endswith("max"):
+    elif name in _MAX or end.endswith("max"):
       values[name] = max(x)
     elif end.endswith("min"):
       values[name] = min(x)

@@ -92,6 +92,22 @@ def test_a_data_set_that_is_not_cached_is_an_error_offline(cache):
     sources.read("hf:no/such/name")
 
 
+def test_an_interrupted_download_is_not_the_data_set(cache):
+  gap = {f"default/train/{x}.parquet": ROWS for x in ("0000", "0002")}
+  _fill(cache, "d/gap", gap)
+  with pytest.raises(
+    UserError, match=r"not in the cache.* run `hf download d/g"
+  ):
+    sources.read("hf:d/gap")
+  folder = _fill(cache, "d/cut", {"default/train/0000.parquet": ROWS})
+  assert _columns("hf:d/cut") == ROWS
+  blob = folder.parents[1] / "blobs" / "1f.incomplete"
+  blob.parent.mkdir()
+  blob.touch()
+  with pytest.raises(UserError, match="run `hf download d/cut"):
+    sources.read("hf:d/cut")
+
+
 def test_a_data_set_without_parquet_files_is_an_error(cache):
   _fill(cache, "d/four", {"train.parquet": ROWS})
   with pytest.raises(UserError, match="has no Parquet files of it"):

@@ -66,7 +66,15 @@ def test_limit_takes_the_first_rows_of_an_endless_function(tmp_path):
   ("value", "answer"),
   [
     (" 1,5 ", "1,5"),
-    (18.0, "18"),
+    *[
+      (18.0, "18"),
+      (-0.0, "0"),
+      (0.00001, "0.00001"),
+      (-1e20, f"-1{'0' * 20}"),
+    ],
+    (6.02e23, f"602{'0' * 21}"),
+    (decimal.Decimal(10) ** 30, f"1{'0' * 30}"),
+    (decimal.Decimal("Infinity"), ""),
     (decimal.Decimal("18.00"), "18"),
     (decimal.Decimal("0.5"), "0.5"),
     ([0.5], "0.5"),
@@ -317,6 +325,7 @@ def test_evaluation_sets_have_names(text, named):
       "m=a.jsonl, n=hf:n:t,o=~/o.jsonl",
       "m={here}/a.jsonl,n=hf:n:t,o={home}/o.jsonl",
     ),
+    ("split=a/b.jsonl", "{here}/split=a/b.jsonl"),  # a path that exists
     ("gs://b/a.jsonl", "gs://b/a.jsonl"),
     ("", ""),
   ],
@@ -328,6 +337,8 @@ def test_paths_of_sources_are_made_absolute(
   (here / "folder").mkdir(parents=True)
   (here / "prepared").mkdir()
   (here / "prepared/dataset_info.json").touch()
+  (here / "split=a").mkdir()
+  (here / "split=a/b.jsonl").touch()
   monkeypatch.chdir(here)
   monkeypatch.setenv("HOME", str(tmp_path / "home"))
   places = dict(here=here, above=tmp_path, home=tmp_path / "home")

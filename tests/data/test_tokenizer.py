@@ -416,6 +416,10 @@ def test_the_first_prompt_shows_what_the_model_reads(small):
   row = sources.Row("a", "one two", "1")
   problems = data.prepare("train", [row], tokenizer, 64)
   assert problems.first_prompt.endswith("'<s> one two'")
+  # But what a template writes is kept.
+  (path / "chat_template.jinja").write_text("{{ messages[0].content }} </s>")
+  tokenizer = PretrainedTokenizer(str(path))
+  assert tokenizer.encode_prompt("one") == [6, 1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no such limit elsewhere")

@@ -1,12 +1,16 @@
 """URLs, and errors of buckets: final ones, and those that may pass."""
 
+import contextlib
 import errno
+import hashlib
 
+from etils import epath
 import fsspec
 import pytest
 
 from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import bucket, storage
+from dppo_jax.run import checksums
 
 
 def _denied(code: int) -> Exception:
@@ -34,6 +38,7 @@ def test_only_denied_access_to_a_bucket_is_final(code, kind):
     (OSError(errno.ENOSPC, "No space left on device"), UserError),
     (OSError(errno.EDQUOT, "Disk quota exceeded", "/cache/x"), UserError),
     (PermissionError(errno.EACCES, "Permission denied", "/cache"), UserError),
+    (OSError(errno.ENOTEMPTY, "Directory not empty", "/cache/x"), UserError),
     (ConnectionResetError(errno.ECONNRESET, "reset by peer"), Unreachable),
     (TimeoutError(), Unreachable),
     (ValueError("PERMISSION_DENIED: Error reading gs://bucket"), UserError),
@@ -63,6 +68,30 @@ def test_unknown_urls_are_rejected(place):
 def test_runs_cannot_be_in_s3():
   with pytest.raises(UserError, match=r"s3://b/run: a run can be in a local d"):
     bucket.workdir("s3://b/run")
+
+
+def test_objects_without_md5_are_read_within_the_time_of_their_size(
+  monkeypatch,
+):
+  """The server has MD5 sums but of objects that were composed of parts."""
+  stored = {
+    "known": storage.Stored(10**12, "0" * 32, "1"),
+    "composed": storage.Stored(3 * 10**9, "", "2"),
+  }
+  sizes = []
+
+  @contextlib.contextmanager
+  def reaching(url, num_bytes=0):
+    sizes.append(num_bytes)
+    yield
+
+  monkeypatch.setattr(storage, "files", lambda url: stored)
+  monkeypatch.setattr(storage, "read", lambda url: url.encode())
+  monkeypatch.setattr(storage, "reaching", reaching)
+  found = checksums._checksums(epath.Path("gs://b/run/params"), "md5")
+  assert sizes == [3 * 10**9]
+  read = hashlib.md5(b"gs://b/run/params/composed").hexdigest()
+  assert found == {"known": "0" * 32, "composed": read}
 
 
 def test_local_paths_are_left_alone(tmp_path):

@@ -109,6 +109,18 @@ def test_groups_are_configs_without_their_seed(tmp_path):
     ("dppo", 2),
     ("cppo sft.steps=11", 1),
   ]
+  # The step that it starts from counts, and a length that a schedule reads.
+  later = {"sft.from_run": f"{first}@300"}
+  other, ends = {"sft.from_run": "x@0"}, {"optimizer.schedule": "cosine"}
+  groups = _groups(
+    *(_run(tmp_path, seed=i, **x) for i, x in enumerate((other, later))),
+    *(_run(tmp_path, seed=i, steps=10 * i, **ends) for i in (1, 2)),
+  )
+  assert [len(x.runs) for x in groups] == [1, 1, 1, 1]
+  with pytest.raises(
+    UserError, match=r"the run in config\.sft.from_run does not"
+  ):
+    _groups(*(_run(tmp_path, **{"sft.from_run": x}) for x in "xy"))
 
 
 def test_labels_name_the_options_that_differ(tmp_path):
@@ -245,6 +257,7 @@ def test_files_of_a_comparison_of_unfinished_runs(tmp_path, capsys):
     ("--target=90", "--target is 90 but must be in"),
     ("--target=0", "--target is 0 but must be in"),
     (f"--to={__file__}", "is a file: name a directory"),
+    ("--to=/proc/none", "/proc/none cannot be written"),
   ],
 )
 def test_flags_that_suit_no_comparison_are_rejected(tmp_path, flag, message):
@@ -308,6 +321,39 @@ def test_seeds_are_paired_if_one_group_has_those_of_the_other(seeds, expected):
   other = {seed: seed - 1.0 for seed in seeds}
   value, low, _ = statistics.difference(values, other)
   assert value == expected and np.isnan(low) == (seeds == (2, 3, 4))
+
+
+def test_a_target_is_reached_by_runs_that_start_below_others(tmp_path):
+  above = _run(tmp_path, top=0.9)
+  lines = (
+    (above / "metrics.jsonl")
+    .read_text()
+    .replace('"eval/accuracy": 0', '"eval/accuracy": 1')
+  )
+  (above / "metrics.jsonl").write_text(lines)
+  groups = _groups(above, _run(tmp_path, "dppo", top=0.5))
+  target = compare.default_target(groups)
+  reached = [[*x.seconds_to(target)] for x in groups]
+  assert reached == [[0], [0]]
+
+
+def test_long_times_are_whole_seconds(tmp_path):
+  head, rows = compare.table(_groups(_run(tmp_path, pace=0.001)), 0.8)
+  assert re.fullmatch(r"\d+,\d{3}", rows[0][head.index("s to 80%")])
+
+
+def test_runs_of_several_lengths_in_a_group_are_named(tmp_path, capsys):
+  paths = [_run(tmp_path), _run(tmp_path, seed=1, done=8)]
+  compare.main([*map(str, paths)])
+  assert "runs of different numbers of steps" in capsys.readouterr().out
+
+
+def test_accuracy_that_is_no_number_is_named(tmp_path):
+  path = _run(tmp_path)
+  with (path / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 21, "eval/accuracy": NaN}\n')
+  with pytest.raises(SystemExit, match="eval/accuracy of step 21 is nan but"):
+    compare.main([str(path)])
 
 
 def test_every_run_reached_the_target(tmp_path):

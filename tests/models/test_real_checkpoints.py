@@ -177,7 +177,7 @@ def test_an_adapter_computes_the_same_in_peft(
     parameters.init_adapters(config, jax.random.key(0)),
   )
   params = {**params, **adapters}
-  peft.save(str(tmp_path), params, config, checkpoint, "float32")
+  peft.save(str(tmp_path), params, config, checkpoint, "", "float32")
   model = package.PeftModel.from_pretrained(theirs, tmp_path).eval()
   tokens = prompts[0]
   positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]

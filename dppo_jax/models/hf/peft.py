@@ -99,6 +99,7 @@ def save(
   params: Params,
   config: ModelConfig,
   base: str,
+  revision: str,
   dtype: str,
 ) -> None:
   """Writes the adapters of weights, for `peft.PeftModel.from_pretrained`.
@@ -106,19 +107,20 @@ def save(
   Args:
     base: id or directory of the checkpoint that the adapters belong to; empty
       if there is none.
+    revision: of an id; empty for the latest.
     dtype: dtype of the file: float32, bfloat16 or float16.
   """
   if config.lora is None:
     raise ValueError("the model has no adapters: its config.lora is None")
   out = pathlib.Path(path)
   out.mkdir(parents=True, exist_ok=True)
-  settings = _settings(config.lora, base)
+  settings = _settings(config.lora, base, revision)
   (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
   flat = parameters.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
   saver.write_weights(out, flat, dtype, stem="adapter_model")
 
 
-def _settings(adapters: lora.Lora, base: str) -> dict[str, Any]:
+def _settings(adapters: lora.Lora, base: str, revision: str) -> dict[str, Any]:
   return {
     "base_model_name_or_path": base or None,
     "bias": "none",
@@ -129,6 +131,7 @@ def _settings(adapters: lora.Lora, base: str) -> dict[str, Any]:
     "modules_to_save": None,
     "peft_type": "LORA",
     "r": adapters.rank,
+    "revision": revision or None,
     "target_modules": [f"{name}_proj" for name in adapters.targets],
     "task_type": "CAUSAL_LM",
     "use_dora": False,
