@@ -20,21 +20,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_500,
+  "": 14_567,
   "algo": 7_569,
-  "analysis": 4_150,
+  "analysis": 4_309,
   "config": 5_854,
-  "data": 7_042,
+  "data": 7_117,
   "eval": 2_137,
   "files": 4_055,
   "methods": 9_820,
-  "metrics": 6_119,
-  "models": 23_044,
-  "planning": 5_279,
-  "rewards": 8_148,
+  "metrics": 6_112,
+  "models": 23_060,
+  "planning": 5_443,
+  "rewards": 8_241,
   "rollout": 4_258,
-  "run": 12_544,
-  "step": 14_164,
+  "run": 12_552,
+  "step": 14_170,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -97,7 +97,7 @@ def test_adapters_save_no_pass_of_an_update():
 def test_without_kernels_a_gpu_multiplies_with_every_expert():
   """In decoding of few tokens with or without kernels."""
   few, many = (
-    planned("qwen3_moe_math", rollout__num_slots=x) for x in (256, 257)
+    planned("qwen3_moe_math", 4, rollout__num_slots=x) for x in (256, 257)
   )
   some = lambda run, **more: seconds(run, bandwidth=1e30, **more)
   assert some(many, experts=128)["rollout"] > 5 * some(many)["rollout"]

@@ -188,7 +188,7 @@ def estimate(run: Run, held: Stages, assumed: Assumptions) -> dict[str, float]:
     model, micros * capacity, tokens, pairs, assumed.experts
   )
   forward *= spec.num_updates / spec.mesh.size
-  # With adapters too: their gradients are made of those of whole weights.
+  # With adapters too: their gradients are made of the whole weights'.
   passes = _PASSES[model.remat] + spec.objective.has_kl
   # Gradients of all micro-batches and of one; state is read and written.
   moved = held["update"]["gradients"] * (2 * micros + 1.5)

@@ -248,6 +248,8 @@ def published_table() -> str:
     prompt, completion = x.lengths
     basis = step_time.assume(run, place)
     basis = basis._replace(prompt=prompt, completion=completion)
+    if experts := spec.model.experts:  # these systems have kernels
+      basis = basis._replace(experts=experts.per_token)
     stages = step_time.estimate(run, held, basis)
     figure = sum(stages.values())
     if x.unit == "tokens/s":

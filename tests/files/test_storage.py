@@ -88,10 +88,10 @@ def test_objects_without_md5_are_read_within_the_time_of_their_size(
   monkeypatch.setattr(storage, "files", lambda url: stored)
   monkeypatch.setattr(storage, "read", lambda url: url.encode())
   monkeypatch.setattr(storage, "reaching", reaching)
-  found = checksums._checksums(epath.Path("gs://b/run/params"), "md5")
+  sums = checksums._checksums(epath.Path("gs://b/run/params"), "md5")
   assert sizes == [3 * 10**9]
   read = hashlib.md5(b"gs://b/run/params/composed").hexdigest()
-  assert found == {"known": "0" * 32, "composed": read}
+  assert sums == {"known": "0" * 32, "composed": read}
 
 
 def test_local_paths_are_left_alone(tmp_path):
