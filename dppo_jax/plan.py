@@ -155,12 +155,11 @@ def _timed(
     f"{gib(max(sizes))} more while one is written",
     "assumed": f"prompt={assumed.prompt:.0f} tokens, "
     f"completion={assumed.completion:.0f}, trained={assumed.trained:.2f}, "
-    f"groups={assumed.groups:.2f}"
-    + f", experts={assumed.experts:.0f}"
-    * bool(spec.model.experts),
+    f"groups={assumed.groups:.2f}",
     "(--assume)": f"products={assumed.products:.2f} of "
     f"{assumed.flops / 1e12:,.3g} TFLOP/s, memory={assumed.memory:.2f} of "
     f"{assumed.bandwidth / 1e9:,.0f} GB/s",
+    "": f"experts={assumed.experts:.0f}" * bool(spec.model.experts),
   }
   lines = [f"{name:16} {fact}" for name, fact in facts.items() if fact]
   return (
