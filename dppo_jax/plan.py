@@ -96,16 +96,15 @@ def _estimated(
   ]
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
+  kernel_lines = kernels(run, config, hardware.capability)
   lines = [
     f"{model.family}, {parameters.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, {run.spec.num_slots} slots a device",
-    *(
-      kernels(run, config, hardware.capability)
-      or [f"attention: {model.attention}"]
-    ),
+    *(kernel_lines or [f"attention: {model.attention}"]),
   ]
+  head = progress.wrapped("\n".join(lines))
   return (
-    f"\n{progress.wrapped(chr(10).join(lines))}\n"
+    f"\n{head}\n"
     f"Estimated GiB on each device of {hardware.name}, mesh "
     f"{sharding.describe(run.spec.mesh)}\n\n"
     f"{tables.aligned(['', *sums], rows)}\n\n"

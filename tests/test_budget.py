@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_580,
+  "": 14_596,
   "algo": 7_569,
   "analysis": 4_309,
   "config": 5_854,
@@ -31,7 +31,7 @@ TOKENS = {
   "metrics": 6_112,
   "models": 23_060,
   "planning": 5_443,
-  "rewards": 8_241,
+  "rewards": 8_250,
   "rollout": 4_258,
   "run": 12_552,
   "step": 14_170,

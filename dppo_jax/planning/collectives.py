@@ -34,7 +34,7 @@ def read_collectives(text: str) -> list[Collective]:
     if not (match := _COLLECTIVE.search(line)):
       continue
     # The start of an asynchronous one, but all-reduce, returns its operands
-    # too: in a tuple before that of the results, if there are several.
+    # too: several are a tuple, before the tuple of results.
     _, has_several, results = match[1].rpartition("), (")
     sizes = [_bytes(*x) for x in re.findall(r"\b(\w+)\[([\d,]*)\]", results)]
     is_pair = match[3] and match[2] != "all-reduce" and not has_several

@@ -191,7 +191,8 @@ def normalize(answer: str) -> str:
       answer = re.sub(_AROUND, "", " ".join(answer.split())).strip()
       if is_group(answer) and not (is_set and "," in answer):
         answer = answer[1:-1]
-  return rf"\{{{answer[1:-1]}\}}" if is_group(answer) else answer
+  answer = answer.strip()
+  return rf"\{{{answer[1:-1]}\}}" if is_set and is_group(answer) else answer
 
 
 def is_group(text: str, brackets: str = "{}") -> bool:

@@ -100,6 +100,8 @@ def test_columns_become_plain_python(tmp_path):
     "level": 3,
     "tests": [{"input": "1", "output": [0.5, None]}],
   }
+  (row,) = read(lambda: [{"problem": "p", 3: {(1, 2): "x"}}])
+  assert row.columns == {"problem": "p", "3": {"(1, 2)": "x"}}
   record = {"problem": "p", "answer": -1, "tag": "x"}
   (row,) = read(f"tfds:{write_tfds(tmp_path, [record])}")
   assert row.columns == record and type(row.columns["answer"]) is int
