@@ -78,8 +78,6 @@ def _decoding(config: configs.Config) -> str:
 def _source(config: configs.Config, prompt: str) -> Source:
   """Returns the source that --prompt names."""
   place = prompt.removeprefix("@")
-  if not prompt:
-    raise UserError("--prompt is empty")
   if place == prompt:
     return _source_of(config, [prompt])
   if place.endswith(".txt"):

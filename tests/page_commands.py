@@ -3,6 +3,8 @@
   python -m tests.page_commands [PAGE ...]
   python -m tests.page_commands --here README.md
 
+All pages but the README, unless some are named.
+
 The blocks of a page run in their order, as they are written, in a clone of the
 repository that has what its reader has: a checkpoint `DIR`, data files, runs,
 and the hub's models and data sets in its cache. Commands that train or evaluate
@@ -53,8 +55,9 @@ def main() -> None:
   parser.add_argument("pages", nargs="*", type=pathlib.Path)
   parser.add_argument("--here", action="store_true")
   args = parser.parse_args()
-  every = [x for x in pages.pages() if _blocks(x)]
-  chosen = [x.resolve() for x in args.pages] or every
+  chosen = [x.resolve() for x in args.pages] or [
+    x for x in pages.pages() if _blocks(x) and x.parent != commands.ROOT
+  ]
   with tempfile.TemporaryDirectory() as folder:
     home = pathlib.Path(folder)
     hub_cache.write(home / "hub")

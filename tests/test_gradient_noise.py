@@ -1,5 +1,6 @@
 """Gradient noise: from momentum and random signs, against exact gradients."""
 
+import functools
 import itertools
 from unittest import mock
 
@@ -49,6 +50,7 @@ def _rollout(is_kept, prob, is_present):
   )
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def _select(rollout, spec=SPEC):
   return select.select(
     RNG,
@@ -99,10 +101,14 @@ def _gradient(rollout):
   )
 
 
-def _alone(rollout, q, i):
-  """Returns the rollout with one completion, all others of length 0."""
+@jax.jit
+def _squared_norm(rollout, advantages, weights, q, i):
+  """Returns that of one completion's gradient; all others have length 0."""
   lengths = jnp.zeros_like(rollout.lengths).at[q, i].set(rollout.lengths[q, i])
-  return rollout.replace(lengths=lengths)
+  alone = rollout.replace(lengths=lengths)
+  weights = weights[:, None] / jnp.maximum(rollout.lengths, 1)
+  rows, end, *_ = pack(small.prompts(NUM), alone, advantages, weights, SPEC)
+  return optax.tree.norm(_sum_gradients(rows, end).grad, squared=True)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -131,14 +137,7 @@ def test_signs_average_to_the_sum_of_the_completions_squared_norms(name):
   full = summary.advantages
   for q, i in np.argwhere(np.asarray(summary.trained_lengths) > 0):
     # The advantage is the one of the full group.
-    rows, end, *_ = pack(
-      small.prompts(NUM),
-      _alone(rollout, q, i),
-      full,
-      jnp.full(REWARDS.shape, weights[q]) / jnp.maximum(rollout.lengths, 1),
-      SPEC,
-    )
-    want += optax.tree.norm(_sum_gradients(rows, end).grad, squared=True)
+    want += _squared_norm(rollout, full, weights, q, i)
   np.testing.assert_allclose(within, want, rtol=1e-4)
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from dppo_jax import config as configs
 from dppo_jax import methods, rewards
 from dppo_jax.errors import UserError
 from dppo_jax.rng import rng_at
@@ -123,10 +124,22 @@ def test_recorded_budgets_repeat_a_run_to_the_bit(costly, tmp_path):
   chex.assert_trees_all_equal(again.replace(budget=state.budget), state)
 
 
-def test_recorded_budgets_need_a_run_that_has_them(tmp_path):
+def test_recorded_budgets_need_a_run_that_has_them(tmp_path, monkeypatch):
+  """In training alone; a relative path is that of the command's directory."""
   path = tmp_path / "metrics.jsonl"
-  with pytest.raises(UserError, match=r"jsonl' but no line .*completions"):
-    methods.neyman(completion_budget=str(path))
+  args = {"completion_budget": path.name}
+  config = commands.config("arithmetic:neyman", steps=1)
+  config.method.args |= args
+  setup_run(config, trains=False)
+  with pytest.raises(UserError, match=r"metrics.jsonl', no file with budget"):
+    setup_run(config)
+  path.write_text('{"step": 1, "budget/completions": 0.5}\n')
+  monkeypatch.chdir(tmp_path)
+  there = configs.absolute_paths(config)
+  monkeypatch.chdir("/")
+  run = setup_run(there)
+  line = {"step": 0, "budget/completions": 1.0}
+  assert run.spec.method.budget.policy()(line) == (0.5, {})
   with pytest.raises(UserError, match=r"the metrics\.jsonl of a run"):
     methods.neyman(completion_budget="half")
 

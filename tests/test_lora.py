@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as stored
 from test_export import SETTINGS, our_tokens, write_source
 from test_meshes import _three_steps
 
@@ -242,6 +243,26 @@ def test_adapters_of_another_rank_are_rejected(tmp_path):
   config = commands.config("arithmetic", lora__targets="q_proj")
   with pytest.raises(UserError, match=r"config\.lora\.rank is 0"):
     configs.validate(config)
+
+
+def test_layers_of_an_adapter_are_named_as_peft_does(tmp_path):
+  """Longer names, patterns and none."""
+  peft.save(str(tmp_path), small.params(config=MODEL), MODEL, "", "", "float32")
+  file = tmp_path / "adapter_config.json"
+  saved = json.loads(file.read_text())
+  long = [f"self_attn.{x}" for x in saved["target_modules"]]
+  for layers in (long, r".*\.(\w+)_proj", None):
+    file.write_text(json.dumps(saved | {"target_modules": layers}))
+    peft.check(str(tmp_path), MODEL)
+
+
+def test_adapters_of_integers_are_rejected(tmp_path):
+  peft.save(str(tmp_path), small.params(config=MODEL), MODEL, "", "", "float32")
+  file = tmp_path / peft.WEIGHTS
+  tensors = {x: y.astype(np.int8) for x, y in stored.load_file(file).items()}
+  stored.save_file(tensors, file, {"format": "pt"})
+  with pytest.raises(UserError, match=r"in I8, .* use F32, BF16, F16"):
+    peft.check(str(tmp_path), MODEL)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def arithmetic(**overrides):
     ("{arithmetic} --to=x", "--to is for --mode=export"),
     ("{arithmetic} --step=3", "--step is for --mode=evaluate or export or s"),
     ("--mode=sample", "--config is missing"),
+    ("--config=", "--config is empty"),
+    ("{arithmetic} --workdir=", "--workdir is empty"),
     ("{arithmetic} --workdir={tmp}/typo.py", "--workdir: .*typo.py' is a file"),
     ("--workdir={tmp}/typo.py/a", "--workdir: .*typo.py' is a file"),
   ],

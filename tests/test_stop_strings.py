@@ -111,6 +111,14 @@ def test_a_stop_string_of_one_token_ends_decoding():
   assert setup_run(c).spec.sampling.stop_ids == want
 
 
+def test_a_stop_string_of_unknown_characters_is_no_stop_id(monkeypatch):
+  """Its only token is that of every unknown character."""
+  monkeypatch.setattr(data.CharacterTokenizer, "encode", lambda *unused: [0])
+  stops = {"rollout__stop_strings": ("日",)}
+  c = commands.config("arithmetic:grpo", **SETTINGS, **stops)
+  assert setup_run(c).spec.sampling.stop_ids == (1,)
+
+
 @pytest.mark.parametrize("stops", [("",), (3,)])
 def test_an_invalid_stop_string_is_an_error(stops):
   c = commands.config(

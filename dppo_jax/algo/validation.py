@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import math
+import numbers
 from typing import Any, NamedTuple
 
 from dppo_jax.errors import UserError
@@ -21,7 +22,10 @@ SCHEDULE = Limit(
 RATE = Limit(
   lambda x: 0 <= x < 1, "in [0, 1): a rate of 1 has no unbiased weight"
 )
-COUNT = Limit(lambda x: x % 1 == 0 and x >= 1, "an integer of at least 1")
+COUNT = Limit(
+  lambda x: isinstance(x, numbers.Integral) and int(x) >= 1,
+  "an integer of at least 1",
+)
 UNIT = Limit(lambda x: 0 <= x <= 1, "in [0, 1]")
 POSITIVE = Limit(lambda x: x > 0, "above 0")
 FINITE = Limit(lambda x: 0 <= x < math.inf, "at least 0 and finite")

@@ -103,11 +103,13 @@ def parse(argv: list[str]) -> tuple[Config, pathlib.Path, argparse.Namespace]:
   except argparse.ArgumentError as error:
     raise UserError(str(error)) from error
   for name, _, modes, _ in _FLAGS:
-    if modes and getattr(flags, name) is not None and flags.mode not in modes:
+    if (value := getattr(flags, name)) == "":
+      raise UserError(f"--{name} is empty")
+    if modes and value is not None and flags.mode not in modes:
       raise UserError(f"--{name} is for --mode={' or '.join(modes.split())}")
   if flags.mode == "export" and not flags.to:
     raise UserError("--to is missing: the directory to export to")
-  workdir = bucket.workdir(flags.workdir)
+  workdir = bucket.workdir(flags.workdir or "")
   for path in (workdir, *workdir.parents):
     if path.is_file():
       raise UserError(f"--workdir: {str(path)!r} is a file: name a directory")
@@ -291,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
       types = {"DIR": paths.absolute, "N": int, "STEP": _step, "PRICE": float}
       values = {"metavar": value, "type": types.get(value, str)}
     add(f"--{name}", help=text + meaning, **values)
-  parser.set_defaults(mode="train", workdir="")
+  parser.set_defaults(mode="train")
   add("--debug", action="store_true", help="show the tracebacks of user errors")
   add("-h", "--help", action="help", help="show this message")
   return parser

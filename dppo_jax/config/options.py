@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 from numbers import Integral, Real
+import os
 from typing import Any
 
 from dppo_jax.errors import UserError
@@ -103,6 +104,10 @@ def absolute_paths(config):
   for name, value, metadata in walk(config):
     if isinstance(value, str) and (absolute := metadata.get("absolute")):
       assign(config, name, absolute(value))
+  for args in (config.method.args, config.objective.args):
+    for name, value in args.items():
+      if isinstance(value, str) and os.path.isfile(paths.absolute(value)):
+        args[name] = paths.absolute(value)
   return config
 
 

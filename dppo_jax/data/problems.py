@@ -205,7 +205,7 @@ def prepare(
       f"config.data.{label.split()[0]}, config.data.problem_key, "
       "config.data.answer_key and config.data.max_prompt_tokens"
     )
-  padded, lengths = _pad(tokens, tokenizer.pad_id)
+  padded, lengths = _pad(tokens)
   first_text = tokenizer.decode(tokens[0], skip_special_tokens=False)
   return ProblemSet(
     names=tuple(row.id for row in used),
@@ -230,11 +230,11 @@ def _is_json(answer: str) -> bool:
   return any(isinstance(x, str | dict) for x in items)
 
 
-def _pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
   """Returns `[M, P]` ids, P a multiple of 8, and `[M]` lengths."""
   lengths = np.array([len(row) for row in rows], np.int32)
   width = sharding.round_up(int(lengths.max()), 8)
-  padded = np.full((len(rows), width), pad_id, np.int32)
+  padded = np.zeros((len(rows), width), np.int32)  # an id that all models have
   for i, row in enumerate(rows):
     padded[i, : len(row)] = row
   return padded, lengths
@@ -313,14 +313,14 @@ def tokenize_solutions(
   direct = [arithmetic.boxed(answer) for answer in problems.answers]
   worked = [x or y for x, y in zip(problems.solutions, direct, strict=True)]
   ids = [[*tokenizer.encode(text), stop_id] for text in (*worked, *direct)]
-  tokens, lengths = _pad(ids, 0)
-  longest = problems.tokens.shape[1] + tokens.shape[1] - 1
-  if longest > row_length:
-    name = problems.names[int(lengths.argmax()) % len(problems)]
-    raise UserError(
-      f"a prompt and its solution may take {longest} tokens, of which "
-      f"{lengths.max()} are the solution of {name}, but a row holds "
-      f"{row_length}: raise config.pack.row_length"
-    )
+  tokens, lengths = _pad(ids)
   shape = (2, len(problems))
-  return tokens.reshape(*shape, -1), lengths.reshape(shape)
+  tokens, lengths = tokens.reshape(*shape, -1), lengths.reshape(shape)
+  totals = (problems.lengths + lengths - 1).max(0)
+  longest = totals.argmax()
+  if totals[longest] > row_length:
+    raise UserError(
+      f"{problems.names[longest]} and its solution take {totals[longest]} "
+      f"tokens but a row holds {row_length}: raise config.pack.row_length"
+    )
+  return tokens, lengths

@@ -38,7 +38,7 @@ class CharacterTokenizer:
     vocab_size: number of ids; an embedding may have more rows.
     stop_ids: ids that end a completion; the first is the one to train on.
     stop_warning: says which end of a turn is no stop id; empty if none.
-    pad_id: fills arrays; never read, because lengths travel with the arrays.
+    pad_id: for the generation config of an export; ours fill with 0.
   """
 
   # No symbol starts with another. 24 symbols: 8 devices can split them evenly.

@@ -196,6 +196,8 @@ def make_run(
   )
   if train_set:
     preflight.check_optimizer(spec)
+    if method.budget:
+      method.budget.policy()  # reads its file
   origin = c.model.path or c.model.hub_id or "random, without a checkpoint"
   origin += f", with the adapter {c.lora.adapter}" * bool(c.lora.adapter)
   return Run(
@@ -268,8 +270,10 @@ def _stop_ids(
   default = tokenizer.stop_ids if tokenizer else (0,)
   stop_ids = tuple(config.rollout.stop_ids) or default
   if tokenizer:
-    encoded = map(tokenizer.encode, config.rollout.stop_strings)
-    stop_ids += tuple(ids[0] for ids in encoded if len(ids) == 1)
+    for text in config.rollout.stop_strings:
+      ids = tokenizer.encode(text)  # perhaps of an unknown token
+      if len(ids) == 1 and text in tokenizer.decode(ids, False):
+        stop_ids += (ids[0],)
   return stop_ids
 
 

@@ -82,7 +82,7 @@ class StepSpec:
     longest = self.prompt_tokens + self.sampling.max_tokens - 1
     if longest > self.packing.row_length:
       raise UserError(
-        f"a prompt of {self.prompt_tokens} tokens and a completion of "
+        f"prompts, padded to {self.prompt_tokens} tokens, and completions of "
         f"{self.sampling.max_tokens} take {longest} tokens but a packed row "
         f"holds {self.packing.row_length}: raise config.pack.row_length, or "
         "lower config.rollout.max_tokens or config.data.max_prompt_tokens"

@@ -14,6 +14,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.run import checkpoint_steps
 
 STEPS, PROBLEMS, SAMPLES = 2, 8, 4
+SLOTS = 8  # few have fewer stages of decoding to compile
 
 
 def shorten(words: list[str]) -> list[str]:
@@ -33,6 +34,8 @@ def shorten(words: list[str]) -> list[str]:
     more["data.eval_limit"] = PROBLEMS
   if config.eval.samples > SAMPLES:
     more["eval.samples"] = SAMPLES
+  if not 0 < config.rollout.num_slots <= SLOTS:
+    more["rollout.num_slots"] = SLOTS
   if flags.mode == "train":
     latest = max(checkpoint_steps.complete_steps(workdir), default=0)
     more["steps"] = min(config.steps, latest + STEPS)

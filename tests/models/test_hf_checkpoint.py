@@ -134,17 +134,18 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
 
 def test_rotary_settings_are_written_in_both_styles(path, tmp_path):
   """Transformers 4 ignores those of 5, and would take another theta."""
-  params, config = tiny(rope_theta=5e5)
+  params, config = tiny(rope_theta=4e9)
   change_settings(
     path,
     rope_theta=...,
     rope_scaling=...,
-    rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+    rope_parameters={"rope_theta": 4e9, "rope_type": "default"},
   )
   hf.save(tmp_path / "out", params, config, source=path)
   settings = json.loads((tmp_path / "out/config.json").read_text())
-  assert settings["rope_theta"] == 5e5
-  assert settings["rope_parameters"]["rope_theta"] == 5e5
+  assert settings["rope_theta"] == 4e9
+  assert settings["rope_parameters"]["rope_theta"] == 4e9
+  assert hf.read_config(tmp_path / "out").rope_theta == 4e9
 
 
 def test_weights_have_the_given_shardings(path):

@@ -141,8 +141,8 @@ def recorded_policy(path: str) -> Policy:
   fractions = {line["step"]: line[name] for line in lines}
   if not lines:
     raise UserError(
-      f"config.method.args.completion_budget is {path!r} but no line there has "
-      f"{name}: name the metrics.jsonl of a run with an automatic budget"
+      f"config.method.args.completion_budget is {path!r}, no file with {name}: "
+      "name the metrics.jsonl of a run with an automatic budget"
     )
 
   def policy(metrics, *unused):

@@ -72,8 +72,8 @@ def neyman(
     unused = Limit(lambda x: x == 0, 'left out unless completion_budget="auto"')
     check(unused, update_cost=update_cost)
     if str(completion_budget).endswith(".jsonl"):
-      recorded = budgets.recorded_policy(str(completion_budget))
-      policy = lambda: recorded
+      path = str(completion_budget)
+      policy = functools.partial(budgets.recorded_policy, path)
     else:
       check(_FIXED_BUDGET, completion_budget=completion_budget)
       budget = float(completion_budget)

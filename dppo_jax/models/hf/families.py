@@ -107,6 +107,7 @@ ROPE_KEYS = {
 }
 
 _LABEL = "config.json: "
+_LAYER_TYPES = "full_attention", "sliding_attention"
 
 # Key of config.json -> type of its value. Numbers are above 0.
 _KINDS = {
@@ -355,9 +356,8 @@ def to_settings(config: ModelConfig) -> dict[str, Any]:
       "layer_types": ["full_attention"] * config.layers,
     }
   if config.local:
-    names = "full_attention", "sliding_attention"
     more |= {
-      "layer_types": [names[x] for x in config.local.is_local],
+      "layer_types": [_LAYER_TYPES[x] for x in config.local.is_local],
       "sliding_window": config.local.window,
       "rope_local_base_freq": config.local.rope_theta,
     }
@@ -376,8 +376,9 @@ def _get(settings: Mapping[str, Any], key: str) -> Any:
   """Returns a value of config.json; raises UserError for another type."""
   kind = _KINDS[key]
   value = json_object.check(settings, {key: kind}, _LABEL)[key]
-  if kind in (int, float) and not 0 < value < 2**31:
-    raise UserError(f"{_LABEL}{key} is {value} but must be in (0, 2**31)")
+  end = 2**31 if kind is int else math.inf
+  if kind in (int, float) and not 0 < value < end:
+    raise UserError(f"{_LABEL}{key} is {value} but must be in (0, {end})")
   return value
 
 
@@ -386,10 +387,8 @@ def _check_supported(settings: Mapping[str, Any], family: Family) -> None:
   supported = SUPPORTED | {"model_type": (family.model_type,)}
   if not family.has_qkv_bias:  # Qwen2 has no such option, and ignores the key
     supported["attention_bias"] = (False,)
-  known_types = {"full_attention"}
-  if family.has_local_layers:
-    known_types.add("sliding_attention")
-  if set(settings.get("layer_types", ())) - known_types:
+  known_types = _LAYER_TYPES[: 1 + family.has_local_layers]
+  if set(settings.get("layer_types", ())).difference(known_types):
     supported["layer_types"] = ()
   for key, values in supported.items():
     if key in settings and settings[key] not in values:

@@ -71,14 +71,13 @@ def check(path: str | pathlib.Path, config: ModelConfig) -> None:
       "to the same"
     )
   stored = settings.get("target_modules")
-  names = {f"{x}_proj" for x in adapters.targets}
-  if isinstance(stored, str) or set(stored or ()) != names:
-    listed = (
-      stored if isinstance(stored, str) else ",".join(sorted(stored or ()))
-    )
-    raise UserError(
-      f"{label} adapts {listed}: set config.lora.targets to these layers"
-    )
+  if isinstance(stored, list):  # else its tensors decide
+    layers = {x.rpartition(".")[2] for x in stored}
+    if layers != {f"{x}_proj" for x in adapters.targets}:
+      raise UserError(
+        f"{label} adapts {','.join(sorted(layers))}: set config.lora.targets "
+        "to these layers"
+      )
   for key, value in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
     if settings.get(key) != value:
       option = {"r": "rank", "lora_alpha": "alpha"}[key]
@@ -86,12 +85,9 @@ def check(path: str | pathlib.Path, config: ModelConfig) -> None:
         f"{label} has {key}={settings.get(key)} but config.lora.{option} is "
         f"{value}: set it to the same"
       )
-  shapes = {
-    name: tuple(file.get_slice(stored_name).get_shape())
-    for name, (file, stored_name) in reader.open_tensors(path, WEIGHTS).items()
-  }
+  tensors = reader.open_tensors(path, WEIGHTS)
   table = parameters.trainable_table(config)
-  reader.compare_shapes(f"{label}, of another model", shapes, table)
+  reader.compare_shapes(f"{label}, of another model", tensors, table)
 
 
 def save(

@@ -207,6 +207,13 @@ def open_tensors(
   text = {k: x for k, x in tensors.items() if _TEXT in k}
   if text and _HEAD in tensors:
     text[_HEAD] = tensors[_HEAD]
+  for name, (opened, stored_name) in (text or tensors).items():
+    dtype = opened.get_slice(stored_name).get_dtype()
+    if dtype not in FLOATS:
+      raise UserError(
+        f"{path} has {name} in {dtype}, which is not supported: use "
+        f"{', '.join(FLOATS)}"
+      )
   return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
 
 
@@ -214,36 +221,32 @@ def _open_model(
   path: str | pathlib.Path, config: ModelConfig
 ) -> dict[str, Stored]:
   """Opens the tensors; raises UserError unless they are the model's."""
-  tensors, shapes = open_tensors(path), {}
-  for name, (file, stored_name) in tensors.items():
-    stored = file.get_slice(stored_name)
-    if stored.get_dtype() not in FLOATS:
-      raise UserError(
-        f"{path} has {name} in {stored.get_dtype()}, which is not supported: "
-        f"use {', '.join(FLOATS)}"
-      )
-    shapes[name] = tuple(stored.get_shape())
-  if config.is_tied and _HEAD in shapes:
+  tensors = open_tensors(path)
+  # Old exports hold the rotary frequencies, which follow from config.json.
+  present = {k: x for k, x in tensors.items() if not k.endswith(".inv_freq")}
+  if config.is_tied and _HEAD in tensors:
     tensors.setdefault(_EMBED, tensors[_HEAD])
-    shapes.setdefault(_EMBED, shapes.pop(_HEAD))
+    present.setdefault(_EMBED, present.pop(_HEAD))
     read = lambda name: tensors[name][0].get_tensor(tensors[name][1])
     if not np.array_equal(read(_EMBED), read(_HEAD)):
       raise UserError(
         f"{path}: {_HEAD} differs from {_EMBED}, and transformers uses it: set "
         "tie_word_embeddings to false in config.json"
       )
-  # Old exports hold the rotary frequencies, which follow from config.json.
-  shapes = {k: v for k, v in shapes.items() if not k.endswith(".inv_freq")}
-  compare_shapes(path, shapes, parameters.parameter_table(config))
+  compare_shapes(path, present, parameters.parameter_table(config))
   return tensors
 
 
 def compare_shapes(
   path: str | pathlib.Path,
-  shapes: Mapping[str, tuple[int, ...]],
+  tensors: Mapping[str, Stored],
   table: Mapping[str, parameters.Param],
 ) -> None:
   """Raises UserError unless the tensors' shapes are the declared ones."""
+  shapes = {
+    name: tuple(file.get_slice(stored_name).get_shape())
+    for name, (file, stored_name) in tensors.items()
+  }
   expected = {
     tensor: families.file_shape(name, p.shape)
     for name, p in table.items()
