@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
     (SCHEDULE, (0.1, 1, float), ("batch", None, 0, NAN)),
     (RATE, (0, 0.9), ("0.5", 1, -0.1, NAN)),
     (FINITE, (0, 9.0), ("0", -1, INF, NAN)),
-    (COUNT, (1, 2.0), (1.5, 0, "2", None, INF)),
+    (COUNT, (1, 2), (1.5, 2.0, 0, "2", None, INF)),
     (one_of("a", "b"), ("a", "b"), ("c", None, 1)),
   ],
 )

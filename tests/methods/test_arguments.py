@@ -43,7 +43,6 @@ INVALID = [
   (methods.dppo, {"completion_rate": 1.0}),
   (methods.d3s, {"final_keep": 0.0}),
   (methods.greso, {"max_draws": 0}),
-  (methods.greso, {"max_draws": 4.0}),
   (methods.greso, {"dynamic_sampling": "maybe"}),
 ]
 
