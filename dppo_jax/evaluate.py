@@ -75,6 +75,7 @@ def run(
     if distributed.is_first():
       if bucket.url(workdir):  # another machine may have taken the name
         directory = _make_directory(workdir, step)
+      bar.say(f"\n{page.table(sets, tables.aligned)}\n")
       jsonl.replace(directory / "completions.jsonl", map(jsonl.line, lines))
       r = config.rollout
       results = {
@@ -89,9 +90,7 @@ def run(
         "sets": sets,
       }
       path = page.write(directory, results)
-      bar.say(
-        f"\n{page.table(sets, tables.aligned)}\n\nresults: {bucket.shown(path)}"
-      )
+      bar.say(f"results: {bucket.shown(path)}")
       bucket.send(directory)
 
 

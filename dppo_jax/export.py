@@ -83,7 +83,8 @@ def run(
     folder = pathlib.Path(parent, to.name)
     if is_adapter:
       name, _, revision = config.model.hub_id.partition("@")
-      base = ("", "") if is_tuned else (name or path, revision)
+      base = (path, "") if config.model.path else (name, revision)
+      base = ("", "") if is_tuned else base
       peft.save(str(folder), params, model, *base, dtype)
     else:
       with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -227,7 +228,8 @@ def _card(
   """Returns the model card: origin, prompt, results and all options."""
   model, method, objective = config.model, config.method, config.objective
   tags = ["dppo_jax", "reinforcement-learning", method.name, objective.name]
-  base = f"\nbase_model: {model.hub_name}" if model.hub_id else ""
+  has_base = model.hub_id and not model.path
+  base = f"\nbase_model: {model.hub_name}" if has_base else ""
   results = _of_run(workdir, step) or "No results."
   folder = bucket.local(str(bucket.place(workdir) / "evaluation"))
   files = pathlib.Path(folder).glob(f"step-{step}*/results.json")

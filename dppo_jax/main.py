@@ -44,6 +44,10 @@ def main(argv: list[str]) -> None:
 def run() -> None:
   """Runs the command of `sys.argv`; user errors end in one line."""
   compile_cache.quiet_libraries()
+  for name in ("stdout", "stderr"):  # closed, or of few characters
+    if not getattr(sys, name):
+      setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    getattr(sys, name).reconfigure(errors="backslashreplace")
   try:
     main(sys.argv)
   except KeyboardInterrupt:

@@ -20,20 +20,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_587,
+  "": 14_664,
   "algo": 7_578,
   "analysis": 4_309,
-  "config": 5_929,
-  "data": 7_098,
+  "config": 5_956,
+  "data": 7_125,
   "eval": 2_137,
-  "files": 4_055,
+  "files": 4_050,
   "methods": 9_822,
-  "metrics": 6_112,
+  "metrics": 6_088,
   "models": 23_038,
   "planning": 5_443,
   "rewards": 8_250,
   "rollout": 4_258,
-  "run": 12_575,
+  "run": 12_755,
   "step": 14_170,
 }
 _NOT_CODE = {

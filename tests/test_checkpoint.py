@@ -213,6 +213,15 @@ def test_best_checkpoint_is_kept_and_remembered(tmp_path):
   assert checkpoint_steps.find(tmp_path, "best", best="-" + metric) == 8
 
 
+def test_best_is_of_evaluations_with_as_many_samples_as_the_last():
+  """A greedy evaluation is no better than a sampled one."""
+  label = lambda accuracy, samples: {
+    "evaluation": {"eval/accuracy": accuracy, "eval/samples": samples}
+  }
+  labels = {6: label(0.3, 0), 0: label(0.9, 4), 4: label(0.5, 0), 2: None}
+  assert checkpoint_steps.find_best(labels, "eval/accuracy") == 4
+
+
 def test_best_of_nothing_is_rejected(three):
   with pytest.raises(UserError, match=r"--step=best: no checkpoint in .* by e"):
     checkpoint_steps.find(three, "best")

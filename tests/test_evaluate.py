@@ -2,6 +2,8 @@
 
 import errno
 import json
+import re
+import shutil
 
 import jax
 import numpy as np
@@ -154,6 +156,19 @@ def test_a_run_that_cannot_be_written_is_named_before_anything_is_sampled(
   message = r"error: .*/evaluation/step-2.*: Read-only file system"
   with pytest.raises(SystemExit, match=message):
     main.run()
+
+
+def test_results_that_cannot_be_written_are_shown(trained, monkeypatch, capsys):
+  def replace(path, *unused):
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+  monkeypatch.setattr("os.replace", replace)
+  argv = ["main", "--mode=evaluate", f"--workdir={trained}"]
+  monkeypatch.setattr("sys.argv", argv)
+  with pytest.raises(SystemExit, match=r"No space left"):
+    main.run()
+  assert re.search(r"arithmetic +10 +greedy", capsys.readouterr().out)
+  shutil.rmtree(trained / "evaluation")
 
 
 def test_every_mode_names_an_end_of_turns_that_does_not_stop(

@@ -6,12 +6,19 @@ import pytest
 
 from dppo_jax import config as configs
 from dppo_jax.errors import UserError
+from dppo_jax.files import user_code
 from dppo_jax.run import resume
 from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, sources
 
 ROWS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
 MODULE = "mine_too.inner"
+_METHOD = """
+from dppo_jax import methods
+
+def mine(mode: str = "plain"):
+  return methods.grpo()
+"""
 REWARD = "def brief(completions):\n  return [-len(x) for x in completions]\n"
 
 
@@ -156,6 +163,59 @@ def test_code_is_files_in_directories_with_any_name(tmp_path):
   names = "data.eval optimizer.function callbacks method.args".split()
   files = configs.user_functions(c, names)
   assert files == {f"{file}:{x}": str(file) for x in "fghik"}
+
+
+def test_a_method_of_the_users_may_move(run, tmp_path):
+  (tmp_path / "a").mkdir()
+  (tmp_path / "a/mine.py").write_text(_METHOD)
+  words = [f"--config={commands.ROOT}/configs/arithmetic.py:{{}}/mine.py:mine"]
+  words += ["--config.sft.steps=0"]
+  before = commands.parse([x.format(tmp_path / "a") for x in words])
+  path = _begin(tmp_path, before, _prints(before))
+  (tmp_path / "a").rename(tmp_path / "b")
+  after = commands.parse([x.format(tmp_path / "b") for x in words])
+  resume.write(path.parent, after, _prints(after))
+  assert configs.read(path).method.factory.__name__ == "mine"
+
+
+def test_arguments_that_are_text_stay_text(tmp_path):
+  """Also if they read as the reference of a function."""
+  (tmp_path / "mine.py").write_text(_METHOD)
+  config = commands.parse(
+    [
+      f"--config={commands.ROOT}/configs/arithmetic.py:{tmp_path}/mine.py:mine",
+      "--config.method.args.mode=min:max",
+    ]
+  )
+  (tmp_path / "config.json").write_text(json.dumps(configs.flatten(config)))
+  assert configs.read(tmp_path / "config.json").method.args == {
+    "mode": "min:max"
+  }
+
+
+def test_files_of_one_name_are_different_modules(tmp_path):
+  references = []
+  for folder in ("m", "o.v2"):
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "my.v1.py"
+    file.write_text(f"def {folder[0]}():\n  pass\n")
+    references.append(f"{file}:{folder[0]}")
+  functions = [user_code.load(x) for x in references]
+  assert [user_code.reference_of(x) for x in functions] == references
+
+
+def test_a_package_with_a_fault_is_named(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "faulty").mkdir()
+  (tmp_path / "faulty/__init__.py").write_text("1 / 0\n")
+  assert user_code.file_of("faulty.inner:f") == ""
+  with pytest.raises(UserError, match=r"cannot be imported: ZeroDivisionError"):
+    user_code.load("faulty.inner:f")
+
+
+def test_changes_need_a_run_to_resume(run, tmp_path):
+  with pytest.raises(UserError, match=r"--allow_change: .*new has no checkpo"):
+    resume.check(tmp_path / "new", *run(), allowed="optimizer")
 
 
 @pytest.mark.parametrize("cut", [None, 40])

@@ -151,7 +151,10 @@ def test_export_has_the_merged_weights(run, tmp_path):
 
 
 def test_adapters_are_exported_without_the_weights_they_adapt(tmp_path):
-  c = commands.config("arithmetic:grpo", **SETTINGS | LORA)
+  """They name the model that was read, and not the hub's."""
+  write_source(tmp_path / "base")
+  options = {"model__path": tmp_path / "base", "model__hub_id": "them/other"}
+  c = commands.config("arithmetic:grpo", **SETTINGS | LORA | options)
   params = setup.setup_run(c).initial_params()
   state = TrainState(jnp.int32(0), jnp.int32(0), params, (), history=())
   with checkpoint.Checkpoints(tmp_path / "run") as checkpoints:
@@ -159,6 +162,9 @@ def test_adapters_are_exported_without_the_weights_they_adapt(tmp_path):
   (tmp_path / "run/checkpoints/0/frozen/manifest.ocdbt").unlink()
   export.run(c, tmp_path / "run", tmp_path / "adapter", format="adapter")
   assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+  saved = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+  assert saved["base_model_name_or_path"] == str(tmp_path / "base")
+  assert "base_model:" not in (tmp_path / "adapter/README.md").read_text()
   with pytest.raises(UserError, match=r"step 0 in .* is damaged \(frozen"):
     export.run(c, tmp_path / "run", tmp_path / "merged")
 

@@ -1,6 +1,7 @@
 """The command line, configs by file, and errors in one line."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -138,6 +139,19 @@ def test_only_user_errors_lose_their_traceback(monkeypatch, error, argv, ends):
   monkeypatch.setattr("sys.argv", ["main", *argv])
   with pytest.raises(ends[0], match=ends[1]):
     main.run()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_output_that_is_closed_or_of_few_characters_is_no_error(
+  monkeypatch, is_open
+):
+  written = io.BytesIO()
+  output = io.TextIOWrapper(written, encoding="ascii") if is_open else None
+  monkeypatch.setattr("sys.stdout", output)
+  monkeypatch.setattr(main, "main", lambda argv: print("ü", flush=True))
+  main.run()
+  assert written.getvalue() == (b"\\xfc\n" if is_open else b"")
+  sys.stdout.close()
 
 
 def test_user_code_that_exits_is_an_error(monkeypatch):

@@ -279,6 +279,22 @@ def test_finished_run_is_reported_at_once(uninterrupted, monkeypatch, capsys):
     train.run(_config(**{"rollout.group_size": 8}), uninterrupted)
 
 
+@pytest.mark.parametrize(
+  ("method", "ending"),
+  [("dppo", "=8 --allow_change=optimizer trains longer"), ("d3s", None)],
+)
+def test_finished_run_names_what_trains_it_longer(
+  uninterrupted, capsys, tmp_path, method, ending
+):
+  run = tmp_path / "run"
+  shutil.copytree(uninterrupted, run)
+  c = _config(method=method, **{"optimizer.schedule": "linear"})
+  (run / "config.json").write_text(json.dumps(config.flatten(c)))
+  train.run(c, run)
+  output = capsys.readouterr().out
+  assert ending in output if ending else "trains longer" not in output
+
+
 def test_finished_run_that_cannot_be_written_is_reported_too(
   uninterrupted, monkeypatch, capsys, tmp_path
 ):
@@ -527,4 +543,7 @@ def test_a_run_starts_from_weights_of_another(
 def test_weights_that_another_run_did_not_keep_are_rejected(uninterrupted):
   c = _config(**{"sft.from_run": f"{uninterrupted}@3"})
   with pytest.raises(ValueError, match=r"of step 3 in .*; available: 0, 2, 4"):
+    setup_run(c)
+  c = _config(**{"sft.from_run": str(uninterrupted), "model.shape.mlp": 8})
+  with pytest.raises(UserError, match=r"step 0 in .* holds another model"):
     setup_run(c)

@@ -138,9 +138,13 @@ def read(path: str | os.PathLike) -> Config:
   try:
     use_method(config, *choices)
     options = {name: metadata for name, _, metadata in walk(config) if metadata}
-    for name in ("method.args", "objective.args"):
-      if isinstance(args := saved.get(name), dict):  # functions of the step
-        saved[name] = {k: _loaded(x) for k, x in args.items()}
+    for name in ("method", "objective"):  # functions of the step
+      defaults = default_args(getattr(config, name).factory)
+      if isinstance(args := saved.get(f"{name}.args"), dict):
+        saved[f"{name}.args"] = {
+          k: x if isinstance(defaults.get(k), str) else _loaded(x)
+          for k, x in args.items()
+        }
     for name, value in saved.items():
       if name.startswith(("fingerprints.", "changes")):
         continue

@@ -92,7 +92,8 @@ def _absolute(source: str) -> str:
     is_local = os.path.exists(os.path.join(directory, _PREPARED))
     return ":".join([kind, directory if is_local else name, *split])
   is_path = os.sep in source or source.endswith((".jsonl", ".parquet"))
-  if colon or not (is_path or os.path.isdir(source)):
+  is_path |= os.path.isdir(source) and source != "arithmetic"
+  if colon or not is_path:
     return paths.of_code(source)
   return paths.absolute(source)
 
@@ -256,6 +257,8 @@ def _to_python(value: Any) -> Any:
     return {str(name): _to_python(x) for name, x in value.items()}
   if isinstance(value, list | tuple):
     return [_to_python(x) for x in value]
+  if isinstance(value, set | frozenset):  # in an order that no run changes
+    return sorted(map(_to_python, value), key=repr)
   return value
 
 

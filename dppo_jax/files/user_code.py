@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import sys
 import traceback
 
@@ -48,7 +49,7 @@ def file_of(reference: str) -> str:
   Imports the packages that a module is in, but not the module.
   """
   where = reference.rpartition(":")[0]
-  with contextlib.suppress(ImportError, ValueError, AttributeError):
+  with contextlib.suppress(Exception):  # `load` explains it
     is_file = where.endswith(".py")
     file = where if is_file else importlib.util.find_spec(where).origin
     return file if os.path.isfile(file or "") else ""
@@ -98,7 +99,7 @@ def _import_file(path: str, modified: int):
   # Its folder goes behind the standard library and before site-packages.
   installed = (i for i, x in enumerate(sys.path) if x.endswith("-packages"))
   sys.path.insert(next(installed, len(sys.path)), os.path.dirname(path))
-  name = "user_file_" + os.path.basename(path).removesuffix(".py")
+  name = "user_file_" + re.sub(r"\W", "_", path)  # unique, in no package
   spec = importlib.util.spec_from_file_location(name, path)
   module = sys.modules[name] = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)

@@ -273,6 +273,11 @@ class Checkpoints:
     return params
 
   def _restore_item(self, step: int, item: str, like: PyTree) -> PyTree:
+    self.check_shapes(step, item, like)
+    return self._read(step, item, like)
+
+  def check_shapes(self, step: int, item: str, like: PyTree) -> None:
+    """Raises UserError unless an intact item of `step` has these shapes."""
     self.check(step, (item,))
     # Of the item alone: the others may be damaged.
     with self._reaching():
@@ -286,7 +291,6 @@ class Checkpoints:
           f"shape {stored.get(name)} there but {expected.get(name)} in the "
           "config: use that run's config"
         )
-    return self._read(step, item, like)
 
   def _read(self, step: int, item: str, like: PyTree) -> PyTree:
     self._num_bytes = _num_bytes(like)

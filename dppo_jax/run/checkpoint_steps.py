@@ -1,7 +1,6 @@
 """The steps of a run that have checkpoints, and the best one."""
 
 from collections.abc import Mapping
-import math
 import os
 import pathlib
 import re
@@ -66,16 +65,20 @@ def find_best(labels: Mapping[int, dict | None], metric: str) -> int | None:
   Args:
     labels: of each step; without a label, a step does not compete.
     metric: name in an evaluation; higher is better, or lower after a leading
-      `-`. Of equal values, the first one counts.
+      `-`. Of equal values, the first one counts. Evaluations with another
+      number of samples than the last one, as greedy ones, do not compete.
   """
   name = metric.removeprefix("-")
   sign = 1 if name == metric else -1
-  scores = {
-    step: sign * (label or {}).get("evaluation", {}).get(name, -sign * math.inf)
-    for step, label in labels.items()
-  }
-  scores = {step: x for step, x in scores.items() if x > -math.inf}
-  return max(scores, key=scores.get, default=None)
+  labelled = ((step, labels[step] or {}) for step in sorted(labels))
+  evaluations = ((step, x.get("evaluation", {})) for step, x in labelled)
+  scores = [
+    (step, x.get("eval/samples"), sign * x[name])
+    for step, x in evaluations
+    if name in x
+  ]
+  competing = {step: x for step, n, x in scores if n == scores[-1][1]}
+  return max(competing, key=competing.get, default=None)
 
 
 def find(

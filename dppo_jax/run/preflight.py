@@ -60,7 +60,7 @@ def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
     )
 
 
-def check_start(from_run: str) -> None:
+def check_start(from_run: str, spec: StepSpec) -> None:
   """Checks that `config.sft.from_run` has a checkpoint of all weights."""
   workdir, step = checkpoint_steps.split_step(from_run)
   checkpoint_steps.find(workdir, step, "config.sft.from_run")
@@ -69,6 +69,9 @@ def check_start(from_run: str) -> None:
       f"config.sft.from_run: {bucket.shown(workdir)} has adapters: export it "
       "and name the directory in config.model.path"
     )
+  like = abstract_values.abstract_params(spec.without_adapters())
+  with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
+    checkpoints.check_shapes(step, "params", like)
 
 
 def check_optimizer(spec: StepSpec) -> None:

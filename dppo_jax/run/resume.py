@@ -73,9 +73,14 @@ def check(
     Old and new value of each option whose change only `allowed` permits, and
     of the fingerprint of the evaluation sets.
   """
-  if not checkpoint_steps.complete_steps(workdir):
-    return {}
   place = bucket.place(workdir)
+  if not checkpoint_steps.complete_steps(workdir):
+    if allowed:
+      raise UserError(
+        f"--allow_change: {place} has no checkpoint: name the --workdir of the "
+        "run to resume"
+      )
+    return {}
   hint = f"{place} has checkpoints: restore it, or choose another --workdir"
   new = configs.flatten(config) | dict(prints or {})
   # An option that is newer than the run had its default.
@@ -108,8 +113,10 @@ def check(
 def _is_same(name: str, before: Any, after: Any) -> bool:
   """Returns True for equal values, and for paths to what has only moved."""
   options = {x: metadata for x, _, metadata in configs.walk(configs.Config())}
+  of_code = {"absolute": paths.of_code, "type": Callable}
+  options |= {"method.source": of_code, "objective.source": of_code}
   option = options.get(name, {})
-  if before == after or not (option.get("absolute") and before):
+  if before == after or not (option.get("absolute") and before and after):
     return before == after
   if option["absolute"](before) == after:
     return True
@@ -235,10 +242,13 @@ def is_done(
         bucket.send(workdir)
       except UserError as error:  # a directory to read only
         print(f"warning: {error}", flush=True)
+    changing = ("", ""), (" --allow_change=optimizer", "optimizer")
+    flags = [x for x, y in changing if "steps" in may_change(config, y)]
+    longer = f"  --config.steps={2 * max(latest, 1)}{{}} trains longer\n"
     print(
       f"already done: {latest} of {config.steps} steps; report: "
       f"{bucket.shown(page)}\n"
-      f"  --config.steps={2 * max(latest, 1)} trains longer\n"
+      f"{''.join(map(longer.format, flags[:1]))}"
       "  --workdir=DIR starts another run\n"
       f"{next_commands(workdir)}",
       flush=True,

@@ -122,8 +122,6 @@ def _read_run(
   rewards.check(config.reward.functions)
   if trains:
     preflight.check_training(mesh, config)
-  if begins and config.sft.from_run:
-    preflight.check_start(config.sft.from_run)
   data.check(config.data.train if trains else "", eval_source)
   path, tokenizer, model = read_model(config)
   if begins and config.lora.adapter:
@@ -132,9 +130,12 @@ def _read_run(
     )
   train_set, eval_sets = read_problems(config, tokenizer, eval_source, trains)
   platform = mesh.devices.flat[0].platform
-  return make_run(
+  run = make_run(
     config, mesh, platform, path, tokenizer, model, train_set, eval_sets
   )
+  if begins and config.sft.from_run:
+    preflight.check_start(config.sft.from_run, run.spec)
+  return run
 
 
 def make_run(

@@ -100,8 +100,12 @@ def test_columns_become_plain_python(tmp_path):
     "level": 3,
     "tests": [{"input": "1", "output": [0.5, None]}],
   }
-  (row,) = read(lambda: [{"problem": "p", 3: {(1, 2): "x"}}])
-  assert row.columns == {"problem": "p", "3": {"(1, 2)": "x"}}
+  (row,) = read(lambda: [{"problem": "p", 3: {(1, 2): "x"}, "tags": {*"cab"}}])
+  assert row.columns == {
+    "problem": "p",
+    "3": {"(1, 2)": "x"},
+    "tags": ["a", "b", "c"],
+  }
   record = {"problem": "p", "answer": -1, "tag": "x"}
   (row,) = read(f"tfds:{write_tfds(tmp_path, [record])}")
   assert row.columns == record and type(row.columns["answer"]) is int
@@ -318,6 +322,7 @@ def test_evaluation_sets_have_names(text, named):
     ("~/a.jsonl", "{home}/a.jsonl"),
     ("./saved", "{here}/saved"),
     ("folder", "{here}/folder"),
+    ("arithmetic", "arithmetic"),  # also if there is such a directory
     ("my.py:rows", "{here}/my.py:rows"),
     ("a.b:rows", "a.b:rows"),
     ("hf:openai/gsm8k:main", "hf:openai/gsm8k:main"),
@@ -337,6 +342,7 @@ def test_paths_of_sources_are_made_absolute(
 ):
   here = tmp_path / "work"
   (here / "folder").mkdir(parents=True)
+  (here / "arithmetic").mkdir()
   (here / "prepared").mkdir()
   (here / "prepared/dataset_info.json").touch()
   (here / "split=a").mkdir()

@@ -128,7 +128,9 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     raise safetensors.SafetensorError("I/O error: No space left on device")
 
   monkeypatch.setattr(stored, "save_file", save_file)
-  with pytest.raises(OSError, match=r"cannot write .*safetensors: .*No space"):
+  with pytest.raises(
+    UserError, match=r"cannot write .*safetensors: .*No space"
+  ):
     hf.save(tmp_path, *tiny())
 
 

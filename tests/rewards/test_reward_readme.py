@@ -88,4 +88,5 @@ def test_a_reward_model(path):
   assert graded.rewards[:9].tolist() == alone and len({*alone}) == 9
   assert 0 < graded.rewards.min() < graded.rewards.max() < 0.5
   assert not sum(graded.counts[x] for x in ("errors", "nonfinite"))
-  assert sys.modules["user_file_reward_model"].score._cache_size() == 1
+  (name,) = (x for x in sys.modules if x.endswith("_reward_model_py"))
+  assert sys.modules[name].score._cache_size() == 1

@@ -115,7 +115,7 @@ def write_weights(
     try:
       safetensors.numpy.save_file(tensors, out / name, {"format": "pt"})
     except safetensors.SafetensorError as error:  # from the operating system
-      raise OSError(f"cannot write {out / name}: {error}") from None
+      raise UserError(f"cannot write {out / name}: {error}") from None
     # safetensors ignores the umask and makes its file private.
     (out / name).chmod(next(out.glob("*config.json")).stat().st_mode)
   if split.is_sharded:
