@@ -1,11 +1,13 @@
 """Options that cannot work are rejected before anything is loaded."""
 
 import shutil
+from unittest import mock
 
 import pytest
 
 from dppo_jax import config as configs
 from dppo_jax.errors import UserError
+from dppo_jax.run import checkpoint
 from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, sources
 
@@ -130,8 +132,9 @@ def test_unknown_argument_is_rejected_by_name(kind):
     setup_run(config)
 
 
-def test_only_imitation_needs_solutions(tmp_path):
+def test_only_imitation_needs_solutions(tmp_path, monkeypatch):
   """A run that starts from another's weights needs none."""
+  monkeypatch.setattr(checkpoint.Checkpoints, "check_shapes", mock.Mock())
   options = {
     "data__train": sources.write_jsonl(tmp_path / "own.jsonl", ROWS),
     "sft__steps": 3,
