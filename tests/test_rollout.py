@@ -59,18 +59,23 @@ def test_logprobs_are_those_of_the_full_forward_pass():
   actual = _sample(
     prompts, params=small.params(), temperature=0.8, model_config=small.MODEL
   )
-  forward = jax.jit(transformer.forward, static_argnums=1)
-  positions = jnp.arange(24, dtype=jnp.int32)[None]
+  params, positions = small.params(), np.arange(24, dtype=np.int32)[None]
+
+  @jax.jit
+  def log_softmax(tokens):
+    hidden = transformer.forward(
+      params, small.MODEL, tokens, positions, positions * 0 + 24
+    )
+    logits = transformer.logits(params, small.MODEL, hidden)[0]
+    return jax.nn.log_softmax(logits / 0.8)
+
+  prompts, actual = jax.device_get((prompts, actual))
   for q, g in np.ndindex(6, 4):
     n, n_prompt = int(actual.lengths[q, g]), int(prompts.lengths[q])
     tokens = np.zeros((1, 24), np.int32)
     tokens[0, :n_prompt] = prompts.tokens[q, :n_prompt]
     tokens[0, n_prompt : n_prompt + n] = actual.tokens[q, g, :n]
-    hidden = forward(
-      small.params(), small.MODEL, tokens, positions, positions * 0 + 24
-    )
-    logits = transformer.logits(small.params(), small.MODEL, hidden)[0]
-    logprobs = jax.nn.log_softmax(logits[n_prompt - 1 :][:n] / 0.8)
+    logprobs = np.asarray(log_softmax(tokens))[n_prompt - 1 :][:n]
     alone = logprobs[np.arange(n), actual.tokens[q, g, :n]]
     np.testing.assert_allclose(actual.logprobs[q, g, :n], alone, atol=2e-5)
 

@@ -1,5 +1,6 @@
 """Completions without a stop, left out of the loss: exact by enumeration."""
 
+import functools
 import itertools
 
 import jax
@@ -25,13 +26,20 @@ STOPPED = [[True, True, False], [True, True, False], [True, False, False]]
 
 
 def _select(rollout, rewards, objective, method=None):
+  return _compiled(rollout, np.float32(rewards), objective, method, True)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _compiled(rollout, rewards, objective, method, is_masked):
   return select.select(
     rng_at(jax.random.key(0), 1, Stage.COMPLETIONS),
     small.prompts(len(rewards)),
     rollout,
-    jnp.float32(rewards),
+    rewards,
     spec=small.spec(
-      method=method or methods.grpo(), objective=objective, mask_truncated=True
+      method=method or methods.grpo(),
+      objective=objective,
+      mask_truncated=is_masked,
     ),
   )
 
@@ -103,12 +111,7 @@ def test_shares_and_denominators_count_truncated_completions():
 def test_without_truncated_completions_nothing_is_masked():
   rollout, objective = small.rollout(small.prompts()), objectives.grpo()
   batch, num_micro, *_ = _select(rollout, REWARDS, objective)
-  want, want_micro, *_ = select.select(
-    rng_at(jax.random.key(0), 1, Stage.COMPLETIONS),
-    small.prompts(),
-    rollout,
-    jnp.float32(REWARDS),
-    spec=small.spec(objective=objective),
-  )
+  rewards = np.float32(REWARDS)
+  want, want_micro, *_ = _compiled(rollout, rewards, objective, None, False)
   jax.tree.map(np.testing.assert_array_equal, batch, want)
   assert num_micro == want_micro

@@ -52,8 +52,11 @@ def many(rule, num=500):
   return choose
 
 
+_group_normalized = jax.jit(advantages.group_normalized)
+
+
 def normalized(rewards):
-  return np.array(advantages.group_normalized(jnp.array(rewards, jnp.float32)))
+  return np.array(_group_normalized(np.float32(rewards)))
 
 
 # Small whole numbers tie often; a third of one is not exact in float32.

@@ -22,6 +22,7 @@ LENGTHS = jnp.array(RNG.integers(5, 50, (24, 8)), jnp.int32)
 ADVANTAGES = REWARDS - REWARDS.mean(axis=1, keepdims=True)
 GROUPS = Groups(REWARDS, ADVANTAGES, LENGTHS)
 RULE = jax.jit(methods.neyman_completions())
+added_variance = jax.jit(budget.added_variance, static_argnums=3)
 FRACTIONS = jnp.asarray(budget.FRACTIONS)
 ADDED = 0.5 * np.asarray(
   rules.automatic(budget.BudgetPolicy).added_variance(GROUPS, FRACTIONS)
@@ -129,7 +130,7 @@ def test_micro_batches_are_rounded_up_in_every_part():
 def test_the_variance_predicted_is_that_of_the_draw(min_prob):
   """Under a KL penalty, where zero advantages have the least probability."""
   groups = GROUPS.replace(is_needed=jnp.ones(REWARDS.shape, bool))
-  rule = methods.neyman_completions(min_prob=min_prob)
+  rule = jax.jit(methods.neyman_completions(min_prob=min_prob))
   chosen = rule(jax.random.key(0), groups, 0.4)
   assert chosen.prob.min() == pytest.approx(min_prob, abs=1e-3)
   size = rules.gradient_size(groups)
@@ -139,9 +140,7 @@ def test_the_variance_predicted_is_that_of_the_draw(min_prob):
     ADVANTAGES.reshape(-1) > 0,
     REWARDS.shape,
   )
-  (predicted,) = budget.added_variance(
-    groups, size, jnp.float32([0.4]), min_prob
-  )
+  (predicted,) = added_variance(groups, size, jnp.float32([0.4]), min_prob)
   assert predicted == pytest.approx(float(added[0]), rel=0.03)
 
 
@@ -154,7 +153,7 @@ def test_one_needed_completion_is_kept(num, fraction):
   chosen = RULE(jax.random.key(0), groups, fraction)
   assert chosen.keep.sum() == num and (chosen.prob[chosen.keep] == 1).all()
   size = rules.gradient_size(groups)
-  added = budget.added_variance(groups, size, FRACTIONS, 0.05)
+  added = added_variance(groups, size, FRACTIONS, 0.05)
   assert (np.asarray(added) == 0).all()
 
 
@@ -169,7 +168,7 @@ def test_predictions_are_finite_with_a_nan_reward():
   advantages = ADVANTAGES.at[1].set(jnp.nan)
   groups = Groups(REWARDS.at[1, 0].set(jnp.nan), advantages, LENGTHS)
   size = rules.gradient_size(groups)
-  added = budget.added_variance(groups, size, FRACTIONS)
+  added = added_variance(groups, size, FRACTIONS)
   assert np.isfinite(added).all()
   chosen = RULE(jax.random.key(0), groups, 0.5)
   assert chosen.keep[1].any()  # so that the update is skipped, and counted
@@ -195,7 +194,7 @@ def test_only_an_automatic_budget_has_a_policy():
 def test_the_budget_is_near_the_best_of_a_dense_grid(noise, cost):
   dense = np.geomspace(0.05, 1.0, 400).astype(np.float32)
   size = rules.gradient_size(GROUPS)
-  some = budget.added_variance(GROUPS, size, jnp.asarray(dense), 0.05)
+  some = added_variance(GROUPS, size, jnp.asarray(dense), 0.05)
   added = 0.5 * np.asarray(some)
   times = (1 + cost * dense) * (1 + added * noise)
   best = _choose(noise=noise, cost=cost)["completions"]

@@ -135,10 +135,10 @@ def test_a_budget_of_no_prompt_or_of_all_is_rejected(budget):
   """Mini-batches choose four prompts at a time."""
   rule = methods.neyman_prompts(budget)
   rng = rng_at(jax.random.key(0), 0, Stage.PROMPTS)
-  choose = lambda num: rule.select(rng, rule.init(20), jnp.arange(num))
+  choose = jax.jit(lambda ids: rule.select(rng, rule.init(20), ids))
   with pytest.raises(UserError, match=f"prompt_budget is {budget} but of 4"):
-    choose(4)
-  assert int(choose(10).keep.sum()) == 10 * budget
+    choose(jnp.arange(4))
+  assert int(choose(jnp.arange(10)).keep.sum()) == 10 * budget
 
 
 def test_neyman_prompts_are_stratified_by_pass_rate():

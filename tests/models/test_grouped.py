@@ -26,13 +26,14 @@ def _data(num_rows=256, inner=5, outer=7):
 
 def _expected(rows, weights, grad, sizes):
   """Product, gradient of the rows, gradient of the weights."""
+  rows, weights, grad = map(np.asarray, (rows, weights, grad))
   ends = np.cumsum(sizes)
   places = [slice(e - n, e) for e, n in zip(ends, sizes, strict=True)]
   pairs = list(zip(places, weights, strict=True))
   return (
-    jnp.concatenate([rows[p] @ w for p, w in pairs]),
-    jnp.concatenate([grad[p] @ w.T for p, w in pairs]),
-    jnp.stack([rows[p].T @ grad[p] for p, _ in pairs]),
+    np.concatenate([rows[p] @ w for p, w in pairs]),
+    np.concatenate([grad[p] @ w.T for p, w in pairs]),
+    np.stack([rows[p].T @ grad[p] for p, _ in pairs]),
   )
 
 

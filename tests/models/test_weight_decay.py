@@ -34,7 +34,8 @@ def test_the_trainer_decays_as_many_numbers(tmp_path, family, is_tied):
   zeros = jax.tree.map(jnp.zeros_like, params)
   optimizer = adamw(optax.constant_schedule(0.1), 0.5)
   with jax.numpy_dtype_promotion("standard"):  # optax needs it
-    updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    state = jax.jit(optimizer.init)(ones)
+    updates, _ = jax.jit(optimizer.update)(zeros, state, ones)
   moved = sum(np.count_nonzero(x) for x in jax.tree.leaves(updates))
   assert moved == sum(size for name, size in sizes.items() if name in names)
   in_all = sum(x.size for x in jax.tree.leaves(params))
