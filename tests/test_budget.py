@@ -23,7 +23,7 @@ TOKENS = {
   "": 14_664,
   "algo": 7_578,
   "analysis": 4_309,
-  "config": 5_956,
+  "config": 5_965,
   "data": 7_125,
   "eval": 2_137,
   "files": 4_050,
@@ -34,7 +34,7 @@ TOKENS = {
   "rewards": 8_250,
   "rollout": 4_258,
   "run": 12_755,
-  "step": 14_170,
+  "step": 14_203,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -284,10 +284,11 @@ def test_one_compilation_serves_every_number_of_micro_batches():
   assert len(seen) == int(num_micro) + 1
 
 
-def test_non_finite_gradient_changes_no_weight_and_is_counted():
+@pytest.mark.parametrize("factor", [np.nan, 1e25])  # whose square is infinite
+def test_non_finite_gradient_changes_no_weight_and_is_counted(factor):
   optimizer = make_optimizer(1e-3, 10)
   batch, num_micro, *_ = _select(small.rollout(small.prompts()))
-  bad = batch.replace(weights=batch.weights * jnp.nan)
+  bad = batch.replace(weights=batch.weights * np.float32(factor))
   step = _update(1, optimizer)
   nine = jnp.float32(9)
   start = _state(optimizer)

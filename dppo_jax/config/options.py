@@ -104,10 +104,9 @@ def absolute_paths(config):
   for name, value, metadata in walk(config):
     if isinstance(value, str) and (absolute := metadata.get("absolute")):
       assign(config, name, absolute(value))
-  for args in (config.method.args, config.objective.args):
-    for name, value in args.items():
-      if isinstance(value, str) and os.path.isfile(paths.absolute(value)):
-        args[name] = paths.absolute(value)
+    if isinstance(value, dict) and name.endswith(".args"):
+      texts = {k: paths.absolute(x) for k, x in value.items() if type(x) is str}
+      value |= {k: x for k, x in texts.items() if os.path.isfile(x)}
   return config
 
 

@@ -235,7 +235,7 @@ def apply_gradient(
 ) -> tuple[TrainState, dict[str, Scalar]]:
   """Takes one optimizer step along `sums.grad / denominator`.
 
-  A gradient that is not finite changes only the optimizer's count of such
+  A gradient whose norm is not finite changes only the optimizer's count of such
   steps. A gradient of zero, because nothing was kept or no rewards differ, is
   applied too: skipping it would bias the steps towards draws with a gradient.
 
@@ -243,11 +243,13 @@ def apply_gradient(
     denominator: the loss denominator, in completions before pruning.
   """
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
+  norm = optax.tree.norm(grad)  # squares may overflow where entries do not
+  grad = jax.tree.map(lambda g: jnp.where(norm < jnp.inf, g, jnp.nan), grad)
   params = lora.trainable(state.params)
   updates, opt_state = optimizer.update(grad, state.opt_state, params)
   params = optax.apply_updates(params, updates)
   state = state.replace(params={**state.params, **params}, opt_state=opt_state)
-  return state, _describe(state, sums, denominator, optax.tree.norm(grad))
+  return state, _describe(state, sums, denominator, norm)
 
 
 def _describe(
