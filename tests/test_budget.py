@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_443,
   "rewards": 8_250,
   "rollout": 4_258,
-  "run": 12_755,
+  "run": 12_759,
   "step": 14_203,
 }
 _NOT_CODE = {

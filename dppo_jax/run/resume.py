@@ -73,14 +73,9 @@ def check(
     Old and new value of each option whose change only `allowed` permits, and
     of the fingerprint of the evaluation sets.
   """
-  place = bucket.place(workdir)
   if not checkpoint_steps.complete_steps(workdir):
-    if allowed:
-      raise UserError(
-        f"--allow_change: {place} has no checkpoint: name the --workdir of the "
-        "run to resume"
-      )
     return {}
+  place = bucket.place(workdir)
   hint = f"{place} has checkpoints: restore it, or choose another --workdir"
   new = configs.flatten(config) | dict(prints or {})
   # An option that is newer than the run had its default.
@@ -224,6 +219,11 @@ def is_done(
 ) -> bool:
   """True, after printing a summary, if no step is left to train."""
   latest = max(checkpoint_steps.complete_steps(workdir), default=-1)
+  if allowed and latest < 0:
+    raise UserError(
+      f"--allow_change: {bucket.shown(workdir)} has no checkpoint: name the "
+      "--workdir of the run to resume"
+    )
   if latest < config.steps:
     return False
   with checkpoint.Checkpoints(workdir, read_only=True) as checkpoints:
