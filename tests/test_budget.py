@@ -28,7 +28,7 @@ TOKENS = {
   "eval": 2_137,
   "files": 4_050,
   "methods": 9_822,
-  "metrics": 6_088,
+  "metrics": 6_112,
   "models": 23_038,
   "planning": 5_443,
   "rewards": 8_250,

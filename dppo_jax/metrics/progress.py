@@ -99,6 +99,8 @@ class Progress(contextlib.nullcontext):
   def say(self, text: str) -> None:
     """Prints lines on standard output, above the bar."""
     if not self._is_silent:
+      encoding = sys.stdout.encoding or "utf-8"
+      text = text.encode(encoding, "replace").decode(encoding)
       try:
         _Bar.write(text, sys.stdout)
         sys.stdout.flush()
