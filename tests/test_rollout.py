@@ -59,7 +59,7 @@ def test_logprobs_are_those_of_the_full_forward_pass():
   actual = _sample(
     prompts, params=small.params(), temperature=0.8, model_config=small.MODEL
   )
-  params, positions = small.params(), np.arange(24, dtype=np.int32)[None]
+  params, positions = small.params(), jnp.arange(24, dtype=jnp.int32)[None]
 
   @jax.jit
   def log_softmax(tokens):
