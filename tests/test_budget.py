@@ -23,7 +23,7 @@ TOKENS = {
   "": 14_664,
   "algo": 7_578,
   "analysis": 4_309,
-  "config": 5_965,
+  "config": 5_957,
   "data": 7_125,
   "eval": 2_137,
   "files": 4_050,

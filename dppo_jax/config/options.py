@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 from numbers import Integral, Real
-import os
 from typing import Any
 
 from dppo_jax.errors import UserError
@@ -105,8 +104,8 @@ def absolute_paths(config):
     if isinstance(value, str) and (absolute := metadata.get("absolute")):
       assign(config, name, absolute(value))
     if isinstance(value, dict) and name.endswith(".args"):
-      texts = {k: paths.absolute(x) for k, x in value.items() if type(x) is str}
-      value |= {k: x for k, x in texts.items() if os.path.isfile(x)}
+      files = {k: x for k, x in value.items() if str(x).endswith(".jsonl")}
+      value |= {k: paths.absolute(x) for k, x in files.items()}
   return config
 
 

@@ -74,7 +74,7 @@ FAMILIES = {
   ),
 }
 
-# Architecture with images -> that of its text tower, which alone is read.
+# Architecture with images -> architecture of its text, which alone is read.
 TEXT_TOWERS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 # Field of ModelConfig -> key of config.json.
