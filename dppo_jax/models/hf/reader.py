@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import pathlib
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -43,8 +44,8 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _EMBED, _HEAD = (families.TENSORS[x].name for x in ("embed", "head"))
 _TEXT = "language_model."  # marks the tensors of a model's text part
 
-# Open file of a tensor, and its name there.
-Stored = tuple[safetensors.safe_open, str]
+# Tensors of open files by their names, read when they are sliced.
+Stored = Mapping[str, Any]
 
 HUB_SECONDS = 10  # timeout for a hub that does not answer
 
@@ -128,7 +129,7 @@ def load(
 
 def read_table(
   path: str | pathlib.Path,
-  tensors: Mapping[str, Stored],
+  tensors: Stored,
   table: Mapping[str, parameters.Param],
   shardings: PyTree | None,
   dtype: str,
@@ -140,8 +141,7 @@ def read_table(
   for name, p in table.items():
     weight = np.empty(p.shape, np.float32)
     for index, tensor in families.tensors(name, p.shape):
-      file, stored_name = tensors[tensor]
-      stored = file.get_tensor(stored_name)
+      stored = tensors[tensor][:]
       weight[index] = families.from_file(name, stored, p.shape)
       if not np.isfinite(weight[index]).all():
         raise UserError(
@@ -171,13 +171,11 @@ def max_positions(path: str | pathlib.Path) -> int:
 
 def stored_dtype(path: str | pathlib.Path) -> str:
   """Returns the dtype of the embedding in the checkpoint's file."""
-  file, name = _open_model(path, read_config(path))[_EMBED]
-  return FLOATS[file.get_slice(name).get_dtype()]
+  tensors = _open_model(path, read_config(path))
+  return FLOATS[tensors[_EMBED].get_dtype()]
 
 
-def open_tensors(
-  path: str | pathlib.Path, weights: str = WEIGHTS
-) -> dict[str, Stored]:
+def open_tensors(path: str | pathlib.Path, weights: str = WEIGHTS) -> Stored:
   """Returns each tensor by its name in a model of text alone.
 
   In a checkpoint of a model with images, the text part's tensors have a further
@@ -194,7 +192,7 @@ def open_tensors(
       )
     index = json_object.read(path / INDEX, {"weight_map": dict[str, str]})
     files = sorted(set(index["weight_map"].values()))
-  tensors: dict[str, Stored] = {}
+  tensors: dict[str, Any] = {}
   for file in files:
     try:
       opened = safetensors.safe_open(path / file, framework="numpy")
@@ -203,50 +201,46 @@ def open_tensors(
         f"{path / file} is missing, truncated, damaged or a git-lfs pointer "
         f"({error}): download it again"
       ) from None
-    tensors |= {name: (opened, name) for name in opened.keys()}
+    tensors |= {name: opened.get_slice(name) for name in opened.keys()}
   text = {k: x for k, x in tensors.items() if _TEXT in k}
   if text and _HEAD in tensors:
     text[_HEAD] = tensors[_HEAD]
-  for name, (opened, stored_name) in (text or tensors).items():
-    dtype = opened.get_slice(stored_name).get_dtype()
-    if dtype not in FLOATS:
+  tensors = text or tensors
+  for name, tensor in tensors.items():
+    if (dtype := tensor.get_dtype()) not in FLOATS:
       raise UserError(
         f"{path} has {name} in {dtype}, which is not supported: use "
         f"{', '.join(FLOATS)}"
       )
-  return {k.replace(_TEXT, ""): x for k, x in (text or tensors).items()}
+  return {k.replace(_TEXT, ""): x for k, x in tensors.items()}
 
 
-def _open_model(
-  path: str | pathlib.Path, config: ModelConfig
-) -> dict[str, Stored]:
+def _open_model(path: str | pathlib.Path, config: ModelConfig) -> Stored:
   """Opens the tensors; raises UserError unless they are the model's."""
-  tensors = open_tensors(path)
   # Old exports hold the rotary frequencies, which follow from config.json.
-  present = {k: x for k, x in tensors.items() if not k.endswith(".inv_freq")}
+  tensors = {
+    name: tensor
+    for name, tensor in open_tensors(path).items()
+    if not name.endswith(".inv_freq")
+  }
   if config.is_tied and _HEAD in tensors:
-    tensors.setdefault(_EMBED, tensors[_HEAD])
-    present.setdefault(_EMBED, present.pop(_HEAD))
-    read = lambda name: tensors[name][0].get_tensor(tensors[name][1])
-    if not np.array_equal(read(_EMBED), read(_HEAD)):
+    head = tensors.pop(_HEAD)
+    if not np.array_equal(tensors.setdefault(_EMBED, head)[:], head[:]):
       raise UserError(
         f"{path}: {_HEAD} differs from {_EMBED}, and transformers uses it: set "
         "tie_word_embeddings to false in config.json"
       )
-  compare_shapes(path, present, parameters.parameter_table(config))
+  compare_shapes(path, tensors, parameters.parameter_table(config))
   return tensors
 
 
 def compare_shapes(
   path: str | pathlib.Path,
-  tensors: Mapping[str, Stored],
+  tensors: Stored,
   table: Mapping[str, parameters.Param],
 ) -> None:
   """Raises UserError unless the tensors' shapes are the declared ones."""
-  shapes = {
-    name: tuple(file.get_slice(stored_name).get_shape())
-    for name, (file, stored_name) in tensors.items()
-  }
+  shapes = {name: tuple(x.get_shape()) for name, x in tensors.items()}
   expected = {
     tensor: families.file_shape(name, p.shape)
     for name, p in table.items()
