@@ -22,8 +22,7 @@ class Slots(NamedTuple):
   position: Int[Array, "B"]  # position of this token
   num_sampled: Int[Array, "B"]  # tokens sampled so far
   rank: Int[Array, "B"]  # of its prompt in the queue
-  cache_slot: Int[Array, "B"]  # its slot in `cache`
-  cache: kv_cache.KVCache  # holds the tokens that the model has read
+  cache_slot: Int[Array, "B"]  # its slot in the cache
 
 
 class DecodeOutput(NamedTuple):
@@ -39,6 +38,7 @@ class DecodeState(NamedTuple):
   """State of the decode loop, on one shard of the batch."""
 
   slots: Slots
+  cache: kv_cache.KVCache  # holds the tokens that the model has read
   output: Int[Array, "QG T 2"]  # tokens, or -1, and bits of logprobs
   uniform: Float[Array, "QG T"]  # random number of each token
   num_wanted: Int[Array, ""]  # completions of kept prompts
@@ -95,9 +95,9 @@ def init_decode_state(
   """Returns idle slots and empty completions."""
   num_items, zeros = len(uniform), jnp.zeros(num_slots, jnp.int32)
   slots = jnp.arange(num_slots, dtype=jnp.int32)
-  cache = kv_cache.init(model_config, num_slots, part_sizes)
   return DecodeState(
-    Slots(zeros + num_items, zeros, zeros, zeros, zeros, slots, cache),
+    Slots(zeros + num_items, zeros, zeros, zeros, zeros, slots),
+    kv_cache.init(model_config, num_slots, part_sizes),
     jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (*uniform.shape, 2)),
     uniform,
     num_wanted,
@@ -127,20 +127,22 @@ def refill(state: DecodeState, queue: Queue) -> DecodeState:
     slot = jnp.argmax(is_new & (num_before == i))
     return kv_cache.copy_slot(cache, slot, queue.cache, rank[slot])
 
-  cache = slots.cache
+  cache = state.cache
   if not queue.shares_prompts:
     cache = jax.lax.fori_loop(0, num_new, copy_prompt, cache)
-  choose = lambda new, old: jnp.where(is_new, new, old)
-  slots = Slots(
-    item=choose(item, slots.item),
-    token=choose(queue.prompts.tokens[prompt, last], slots.token),
-    position=choose(last, slots.position),
-    num_sampled=choose(0, slots.num_sampled),
-    rank=choose(rank, slots.rank),
+  new = Slots(
+    item=item,
+    token=queue.prompts.tokens[prompt, last],
+    position=last,
+    num_sampled=jnp.zeros_like(last),
+    rank=rank,
     cache_slot=slots.cache_slot,
-    cache=cache,
   )
-  return state._replace(slots=slots, num_taken=state.num_taken + num_new)
+  return state._replace(
+    slots=jax.tree.map(lambda x, old: jnp.where(is_new, x, old), new, slots),
+    cache=cache,
+    num_taken=state.num_taken + num_new,
+  )
 
 
 def compact_slots(
@@ -151,13 +153,11 @@ def compact_slots(
   Args:
     moves_cache: the cache is copied to one of `size` slots.
   """
-  slots, cache = state.slots, state.slots.cache
-  is_idle = slots.item == len(state.uniform)
+  is_idle = state.slots.item == len(state.uniform)
   chosen = jnp.argsort(is_idle, stable=True)[:size]
   if moves_cache:
-    cache = kv_cache.take_slots(cache, chosen)
-  slots = jax.tree.map(lambda x: x[chosen], slots._replace(cache=()))
-  return state._replace(slots=slots._replace(cache=cache))
+    state = state._replace(cache=kv_cache.take_slots(state.cache, chosen))
+  return state._replace(slots=jax.tree.map(lambda x: x[chosen], state.slots))
 
 
 def decode_until(
@@ -192,7 +192,7 @@ def decode_step(
       num_following=slots.num_sampled,
     )
   hidden, cache = transformer.decode(
-    params, model_config, slots.token, slots.position, slots.cache, shared
+    params, model_config, slots.token, slots.position, state.cache, shared
   )
   # Gathered over the model axis, before sampling: other shards of the batch may
   # take fewer steps, so that no collective may wait for them.
@@ -212,14 +212,11 @@ def decode_step(
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   is_end = (token[:, None] == stop_ids).any(-1)
   is_end |= slots.num_sampled + 1 == sampling.max_tokens
-  return _advance(state._replace(output=output), token, is_end, cache)
+  return _advance(state._replace(output=output, cache=cache), token, is_end)
 
 
 def _advance(
-  state: DecodeState,
-  token: Int[Array, "B"],
-  is_end: Bool[Array, "B"],
-  cache: kv_cache.KVCache,
+  state: DecodeState, token: Int[Array, "B"], is_end: Bool[Array, "B"]
 ) -> DecodeState:
   """Moves slots to their new token; those at their end become idle."""
   slots, num_items = state.slots, len(state.uniform)
@@ -233,7 +230,6 @@ def _advance(
       token=token,
       position=move(slots.position),
       num_sampled=move(slots.num_sampled),
-      cache=cache,
     ),
     steps=state.steps + counted.sum(0, dtype=jnp.int32),
   )
