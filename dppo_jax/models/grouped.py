@@ -3,8 +3,6 @@
 Each platform has an implementation that does only the necessary work.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -32,22 +30,9 @@ def product(
   and 1.0 times with the kernel below (jax 0.10.2). On a GPU every product is
   dense, except by the kernels of `gpu_library`.
   """
-  return _product(rows, weights, sizes)
-
-
-def _product(rows, weights, sizes, is_transposed=False):
-  """Computes `product`, or the product with transposed matrices."""
-
-  def with_transposed(multiply, rows, weights, sizes):
-    weights = weights.swapaxes(1, 2) if is_transposed else weights
-    return multiply(rows, weights, sizes)
-
-  ways = {
-    "cpu": functools.partial(with_transposed, _by_blocks),
-    "default": functools.partial(with_transposed, jax.lax.ragged_dot),
-  }
+  ways = {"cpu": _by_blocks, "default": jax.lax.ragged_dot}
   if _suits_library(rows):
-    ways["cuda"] = functools.partial(with_transposed, _by_library)
+    ways["cuda"] = _by_library
   return jax.lax.platform_dependent(rows, weights, sizes, **ways)
 
 
@@ -63,7 +48,7 @@ def _backward(saved, grad):
   if _suits_library(rows):
     to_weights["cuda"] = _outer_by_library
   return (
-    _product(grad, weights, sizes, is_transposed=True),
+    product(grad, weights.swapaxes(1, 2), sizes),
     jax.lax.platform_dependent(rows, grad, sizes, **to_weights),
     None,
   )
