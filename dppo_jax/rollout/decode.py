@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dppo_jax import sharding
 from dppo_jax.models import kv_cache, parameters, transformer
 from dppo_jax.models.config import ModelConfig
-from dppo_jax.records import PromptBatch
+from dppo_jax.records import PromptBatch, Rollout
 from dppo_jax.rollout.sampling import Sampling, sample_token
 
 
@@ -23,15 +23,6 @@ class Slots(NamedTuple):
   num_sampled: Int[Array, "B"]  # tokens sampled so far
   rank: Int[Array, "B"]  # of its prompt in the queue
   cache_slot: Int[Array, "B"]  # its slot in the cache
-
-
-class DecodeOutput(NamedTuple):
-  """Completions of one shard."""
-
-  tokens: Int[Array, "QG T"]
-  logprobs: Float[Array, "QG T"]
-  lengths: Int[Array, "QG"]
-  is_stopped: Bool[Array, "QG"]
 
 
 class DecodeState(NamedTuple):
@@ -235,14 +226,18 @@ def _advance(
   )
 
 
-def completions(state: DecodeState, stop_ids: tuple[int, ...]) -> DecodeOutput:
-  """Returns the sampled completions."""
+def completions(
+  state: DecodeState, prompt_ids: Int[Array, "Q"], stop_ids: tuple[int, ...]
+) -> Rollout:
+  """Returns the sampled completions, without the choice of prompts."""
   tokens, bits = state.output[..., 0], state.output[..., 1]
   lengths = (tokens >= 0).sum(-1, dtype=jnp.int32)
   last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], 1)
-  return DecodeOutput(
-    jnp.maximum(tokens, 0),
-    jax.lax.bitcast_convert_type(bits, jnp.float32),
-    lengths,
-    (last == jnp.asarray(stop_ids, jnp.int32)).any(-1),
+  by_group = lambda x: x.reshape(len(prompt_ids), -1, *x.shape[1:])
+  return Rollout(
+    prompt_ids,
+    tokens=by_group(jnp.maximum(tokens, 0)),
+    logprobs=by_group(jax.lax.bitcast_convert_type(bits, jnp.float32)),
+    lengths=by_group(lengths),
+    is_stopped=by_group((last == jnp.asarray(stop_ids, jnp.int32)).any(-1)),
   )

@@ -125,7 +125,7 @@ def roll_out(
   )
   keep = kept.keep
   if num_shards == 1:
-    output, steps = run(params, prompts, keep, rng.key)
+    rollout, steps = run(params, prompts, keep, rng.key)
   else:
     index = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(index).at[index].set(jnp.arange(index.size))
@@ -139,18 +139,13 @@ def roll_out(
       check_vma=False,
     )
     in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
-    output, steps = run(params, *in_order, rng.key)
-  by_group = lambda x: x.reshape(len(keep), -1, *x.shape[1:])
-  output = jax.tree.map(by_group, output)
-  if num_shards > 1:
-    output = jax.tree.map(lambda x: x[index], output)
-  return Rollout(
-    prompt_ids=prompts.ids,
+    rollout, steps = run(params, *in_order, rng.key)
+    rollout = jax.tree.map(lambda x: x[index], rollout)
+  return rollout.replace(
     kept=kept,
     # All shards wait for the slowest.
     slot_steps=steps[:, 0].max() * num_shards,
     busy_steps=steps[:, 1].sum(),
-    **output._asdict(),
   )
 
 
@@ -171,7 +166,7 @@ def _roll_out_shard(
   group_size: int,
   schedule: list[int],
   *arrays,
-) -> tuple[decode.DecodeOutput, Int[Array, "1 2"]]:
+) -> tuple[Rollout, Int[Array, "1 2"]]:
   """Returns one shard's completions, and steps of all and of busy slots."""
   params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
@@ -202,8 +197,8 @@ def _roll_out_shard(
     else:
       run, state = step, decode.compact_slots(state, size, not shares)
     state = decode.decode_until(limit, run, state)
-  output = decode.completions(state, sampling.stop_ids)
-  return output, state.steps[None]
+  rollout = decode.completions(state, prompts.ids, sampling.stop_ids)
+  return rollout, state.steps[None]
 
 
 def _prefill(
