@@ -4,7 +4,6 @@ Initialisation, sharding, counting, import and export are maps over
 `parameter_table`. Layers are stacked.
 """
 
-from collections.abc import Callable
 import functools
 import math
 from typing import Any, NamedTuple
@@ -125,13 +124,9 @@ def _weight_axes(
 
 def inference_shardings(config: ModelConfig, mesh: sharding.AnyMesh) -> PyTree:
   """Returns the sharding of each weight of `to_inference_params`."""
-  return _map_inference_axes(lambda a: sharding.sharding(mesh, *a), config)
-
-
-def inference_specs(config: ModelConfig) -> PyTree:
-  """Returns the shard_map specs of the weights of `to_inference_params`."""
-  width = lambda axes: tuple(a if a == "embed" else None for a in axes)
-  return _map_inference_axes(lambda a: sharding.spec(width(a)), config)
+  axes = _inference_axes(config)
+  tree = unflatten({k: sharding.sharding(mesh, *x) for k, x in axes.items()})
+  return {**tree, "layers": (tree["layers"],) * kv_cache.num_groups(config)}
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -213,13 +208,6 @@ def _inference_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
   """
   full = lambda axes: tuple(None if a == "embed" else a for a in axes)
   return {name: full(p.axes) for name, p in parameter_table(config).items()}
-
-
-def _map_inference_axes(f: Callable, config: ModelConfig) -> PyTree:
-  """Maps `f` over the axes of the weights of `to_inference_params`."""
-  tree = unflatten({name: f(x) for name, x in _inference_axes(config).items()})
-  num_groups = kv_cache.num_groups(config)
-  return {**tree, "layers": (tree["layers"],) * num_groups}
 
 
 def repeat_kv_heads(weights: Params, config: ModelConfig) -> Params:

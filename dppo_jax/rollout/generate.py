@@ -130,10 +130,9 @@ def roll_out(
     index = _balance_shards(keep, num_shards)
     order = jnp.zeros_like(index).at[index].set(jnp.arange(index.size))
     by_prompt = sharding.spec(("batch",))
-    by_weight = parameters.inference_specs(model_config)
     run = jax.shard_map(
       run,
-      in_specs=(by_weight, by_prompt, by_prompt, jax.P()),
+      in_specs=(jax.P(), by_prompt, by_prompt, jax.P()),
       out_specs=by_prompt,
       axis_names=set(sharding.RULES["batch"]),
       check_vma=False,
