@@ -4,8 +4,6 @@ A loop over blocks, whose length the device computes, would make the host wait.
 The mask is the same for all heads: a byte for each pair of tokens of a row.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -19,20 +17,22 @@ def by_kernel(q, k, v, end, window=None):
   """Computes `models.attention.attention` by the kernels of tokamax."""
   import tokamax  # an extra
 
-  run = functools.partial(
-    tokamax.dot_product_attention, implementation=gpu_library.IMPLEMENTATIONS
+  return tokamax.dot_product_attention(
+    q,
+    k,
+    v,
+    mask=_mask(end, window),
+    is_causal=True,
+    implementation=gpu_library.IMPLEMENTATIONS,
   )
-  return _attend(run, q, k, v, end, window)
 
 
 def dense(q, k, v, end, window=None):
   """Computes `models.attention.attention` with all logits of a row at once."""
-  run = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-  return _attend(run, q, k, v, end, window)
-
-
-def _attend(run, q, k, v, end, window):
-  return run(q, k, v, mask=_mask(end, window), is_causal=True)
+  mask = _mask(end, window)
+  return jax.nn.dot_product_attention(
+    q, k, v, mask=mask, is_causal=True, implementation="xla"
+  )
 
 
 def _mask(
