@@ -183,6 +183,6 @@ def test_example_row_has_two_groups_and_padding(row_length, group_size):
   assert set(np.unique(layout.prompt[layout.is_real])) == {0, 1}
   num = int(layout.is_real.sum())
   assert row_length // 2 < num < row_length
-  prefix = int(layout.is_prefix.sum()) // 2
+  prefix = int((layout.segment_ids == 1).sum())
   members = min(group_size, num // 2 - prefix)
   assert layout.segment_ids.max() == 2 * (1 + members)

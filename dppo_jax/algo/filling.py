@@ -17,14 +17,12 @@ class RowLayout(NamedTuple):
 
   Attributes:
     is_real: False for padding.
-    is_prefix: True in a prompt that several completions share.
     prompt: index of the prompt, below `Q`.
     completion: index below `Q * G`; 0 in a prefix or padding.
     positions, segment_ids, end: the fields of `PackedBatch`.
   """
 
   is_real: Bool[Array, "R L"]
-  is_prefix: Bool[Array, "R L"]
   prompt: Int[Array, "R L"]
   completion: Int[Array, "R L"]
   positions: Int[Array, "R L"]
@@ -109,15 +107,14 @@ def assemble(
 ) -> PackedBatch:
   """Joins layout and tokens; a NaN marks a batch with unplaced completions."""
   next_token = layout.positions + 1 - prompt_lengths[layout.prompt]
-  is_trained = layout.is_real & ~layout.is_prefix & (next_token >= 0)
+  is_trained = layout.is_real & (next_token >= 0)
   at_trained = lambda x: jnp.where(is_trained, x, 0.0)
   per_completion = lambda x: at_trained(x.reshape(-1)[layout.completion])
-  is_first = jnp.zeros(layout.is_real.shape, bool).at[0, 0].set(True)
-  is_spoiled = is_first & (num_unplaced > 0)
+  is_spoiled = jnp.zeros_like(is_trained).at[0, 0].set(num_unplaced > 0)
   return PackedBatch(
     tokens=row_tokens.tokens,
     targets=row_tokens.targets,
-    positions=jnp.where(layout.is_real, layout.positions, 0),
+    positions=layout.positions,
     segment_ids=layout.segment_ids,
     end=layout.end,
     is_trained=is_trained | is_spoiled,
@@ -169,25 +166,25 @@ def lay_out(
   num_sequences = plan.row.size
   columns = jnp.arange(row_length, dtype=jnp.int32)
   prompt = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32), group_size)
-  completion, prefix = counts.completion.reshape(-1), counts.prefix[prompt]
+  completion = counts.completion.reshape(-1)
   # Segments are completions and then prefixes of prompts. Each marks the
   # position where it starts; a position belongs to the last mark before it.
-  # Neighbours that share a prefix write the same mark at the same place.
+  # Neighbours that share a prefix write the same mark at the same place; an
+  # empty prefix has its completion's place, and is overwritten.
   row = jnp.where(plan.row >= 0, plan.row, num_rows).reshape(-1)
-  prefix_row = jnp.where(prefix > 0, row, num_rows)
+  offset = plan.offset.reshape(-1)
   prefix_offset = plan.prefix_offset.reshape(-1)
   marks = jnp.zeros((num_rows, row_length), jnp.int32)
-  marks = marks.at[prefix_row, prefix_offset].set(
+  marks = marks.at[row, prefix_offset].set(
     num_sequences + 1 + prompt, mode="drop"
   )
-  offset = plan.offset.reshape(-1)
   marks = marks.at[row, offset].set(
     jnp.arange(1, num_sequences + 1, dtype=jnp.int32), mode="drop"
   )
   # A prefix is seen until its last completion ends.
   ends = jnp.zeros_like(marks)
-  for place in ((prefix_row, prefix_offset), (row, offset)):
-    ends = ends.at[place].max(offset + completion, mode="drop")
+  for at in (prefix_offset, offset):
+    ends = ends.at[row, at].max(offset + completion, mode="drop")
   start = jax.lax.cummax(jnp.where(marks > 0, columns, 0), axis=1)
   owner = jnp.take_along_axis(marks, start, axis=1) - 1
   is_prefix = owner >= num_sequences
@@ -199,10 +196,9 @@ def lay_out(
   segment_ids = jnp.where(is_real, jnp.cumsum(marks > 0, axis=1), 0)
   return RowLayout(
     is_real=is_real,
-    is_prefix=is_prefix,
     prompt=q,
     completion=s,
-    positions=positions,
+    positions=jnp.where(is_real, positions, 0),
     segment_ids=segment_ids,
     end=jnp.where(is_real, jnp.take_along_axis(ends, start, axis=1), 0),
   )
