@@ -150,8 +150,8 @@ def plan(
   check(COUNT, "algo.plan", row_length=row_length, window=window)
   size = counts.completion
   group_size = size.shape[1]
-  longest = jnp.where(size > 0, counts.prefix[:, None] + size, 0)
-  sizes = jnp.where(longest > row_length, 0, size).reshape(-1)
+  is_long = counts.prefix[:, None] + size > row_length
+  sizes = jnp.where(is_long, 0, size).reshape(-1)
   num = sizes.size
   order = jnp.argsort(sizes == 0, stable=True).astype(jnp.int32)
   # Rank `num` stands for an empty place of the window; it never fits.
@@ -242,13 +242,13 @@ def _choose(
   space = row_length - state.used
   is_last = prompt == state.last_prompt
   need = size + jnp.where(is_last, 0, prefix)
-  fits = (state.waiting < num) & ((need <= space) | (state.used == 0))
+  fits = need <= space  # each alone fits an empty row
   fits &= is_last | ~(fits & is_last).any()
   # Positions that a sequence fills together with the best second one.
   second = size + jnp.where(prompt[:, None] == prompt, 0, prefix)
-  is_other = ~jnp.eye(len(size), dtype=bool)
-  both = jnp.where(is_other, need[:, None] + second, need[:, None])
-  filled = jnp.where(both <= space, both, need[:, None]).max(axis=1)
+  both = need[:, None] + second
+  is_pair = (both <= space) & ~jnp.eye(len(size), dtype=bool)
+  filled = jnp.where(is_pair, both, need[:, None]).max(axis=1)
   is_best = fits & (filled == jnp.where(fits, filled, -1).max())
   is_best &= size == jnp.where(is_best, size, -1).max()
   oldest = jnp.argmin(jnp.where(is_best, state.waiting, num + 1))
