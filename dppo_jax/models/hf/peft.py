@@ -1,6 +1,5 @@
 """Adapters in the format of PEFT: adapter_config.json and safetensors."""
 
-import json
 import pathlib
 from typing import Any
 
@@ -78,9 +77,8 @@ def check(path: str | pathlib.Path, config: ModelConfig) -> None:
         f"{label} adapts {','.join(sorted(layers))}: set config.lora.targets "
         "to these layers"
       )
-  for key, value in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
-    if settings.get(key) != value:
-      option = {"r": "rank", "lora_alpha": "alpha"}[key]
+  for key, option in (("r", "rank"), ("lora_alpha", "alpha")):
+    if settings.get(key) != (value := getattr(adapters, option)):
       raise UserError(
         f"{label} has {key}={settings.get(key)} but config.lora.{option} is "
         f"{value}: set it to the same"
@@ -111,7 +109,7 @@ def save(
   out = pathlib.Path(path)
   out.mkdir(parents=True, exist_ok=True)
   settings = _settings(config.lora, base, revision)
-  (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+  saver.write_json(out / CONFIG, settings)
   flat = parameters.flatten(jax.tree.map(np.asarray, lora.trainable(params)))
   saver.write_weights(out, flat, dtype, stem="adapter_model")
 

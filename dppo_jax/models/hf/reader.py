@@ -246,9 +246,7 @@ def compare_shapes(
     for name, p in table.items()
     for _, tensor in families.tensors(name, p.shape)
   }
-  names = expected.keys() | shapes.keys()
-  wrong = sorted(x for x in names if shapes.get(x) != expected.get(x))
-  if wrong:
+  if wrong := sorted({x for x, _ in shapes.items() ^ expected.items()}):
     more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
     raise UserError(
       f"{path}: {wrong[0]} is {shapes.get(wrong[0], 'missing')}, but must be "

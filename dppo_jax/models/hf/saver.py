@@ -56,11 +56,11 @@ def save(
     for file in filter(os.path.isfile, pathlib.Path(source).glob(pattern)):
       shutil.copyfile(file, out / file.name)
   described = _settings(config, source) | {"torch_dtype": dtype}
-  _write_json(out / "config.json", described | dict(settings or {}))
+  write_json(out / "config.json", described | dict(settings or {}))
   if generation:
     file = out / reader.GENERATION
     known = json_object.read(file) if file.is_file() else {}
-    _write_json(file, known | dict(generation))
+    write_json(file, known | dict(generation))
   flat = {k: np.asarray(x) for k, x in parameters.flatten(params).items()}
   write_weights(out, flat, dtype, shard_bytes)
 
@@ -120,7 +120,7 @@ def write_weights(
     (out / name).chmod(next(out.glob("*config.json")).stat().st_mode)
   if split.is_sharded:
     files = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    _write_json(out / reader.INDEX, files)
+    write_json(out / reader.INDEX, files)
 
 
 def _stored(piece: np.ndarray, tensor: str, dtype: str) -> np.ndarray:
@@ -135,6 +135,7 @@ def _stored(piece: np.ndarray, tensor: str, dtype: str) -> np.ndarray:
   return stored
 
 
-def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
+def write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
+  """Writes an object, with its keys in order."""
   text = json.dumps(content, indent=2, sort_keys=True) + "\n"
   file.write_text(text, encoding="utf-8")
