@@ -167,8 +167,6 @@ def plan(
     lambda state: _place_next(state, queue, row_length),
     _empty_plan(queue, min(window, num)),
   )
-  is_open = (state.used > 0).astype(jnp.int32)
-  num_used = jnp.minimum(state.current + is_open, num_rows)
   shaped = lambda x: x.reshape(size.shape)
   row = shaped(jnp.where(state.row < num_rows, state.row, -1))
   num_unplaced = ((size > 0) & (row < 0)).sum(dtype=jnp.int32)
@@ -176,7 +174,7 @@ def plan(
     row=row,
     offset=shaped(state.offset),
     prefix_offset=shaped(state.prefix_offset),
-    num_used=jnp.where(num_unplaced > 0, jnp.maximum(num_used, 1), num_used),
+    num_used=jnp.maximum(row.max() + 1, jnp.minimum(num_unplaced, 1)),
     num_unplaced=num_unplaced,
   )
 
