@@ -34,7 +34,7 @@ class Experience(NamedTuple):
   prompts: PromptBatch
   rollout: Rollout
   rewards: jax.Array | np.ndarray
-  num_prompts: jax.Array | np.ndarray
+  num_prompts: jax.Array | np.floating
   counts: collections.Counter
   samples: list[dict]
 

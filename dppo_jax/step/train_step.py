@@ -76,7 +76,7 @@ class TrainStep:
     )
     if self._spec.method.dynamic_sampling:
       return self._gather_groups(state, params)
-    limit = np.array(self._spec.num_prompts, np.int32)
+    limit = np.int32(self._spec.num_prompts)
     return self._rollout_once(state, params, int(state.draws), limit)
 
   def _rollout_once(
@@ -84,7 +84,7 @@ class TrainStep:
     state: TrainState,
     params: parameters.Params,
     draw: int,
-    limit: jax.Array | np.ndarray,
+    limit: jax.Array | np.integer,
   ) -> tuple[TrainState, Experience]:
     """Rolls out and grades at most `limit` prompts of batch number `draw`."""
     spec, root_key = self._spec, self._spec.root_key
@@ -125,7 +125,7 @@ class TrainStep:
       prompts=prompts,
       rollout=graded.rollout,
       rewards=graded.rewards,
-      num_prompts=np.array(spec.num_prompts, np.float32),
+      num_prompts=np.float32(spec.num_prompts),
       counts=graded.counts,
       samples=graded.samples,
     )
@@ -141,7 +141,7 @@ class TrainStep:
       int(state.draws),
       draws_per_epoch=len(self._problems) // num_prompts,
     )
-    buffer, limit = None, np.array(num_prompts, np.int32)
+    buffer, limit = None, np.int32(num_prompts)
     counts: collections.Counter = collections.Counter()
     samples: list[dict] = []
     num_groups = 0
@@ -182,9 +182,8 @@ class TrainStep:
     parameters that the earlier ones led to.
     """
     spec, rng = self._spec, rng.at(Stage.COMPLETIONS)
-    num_prompts = np.float32(experience.num_prompts)
-    num_completions = num_prompts * np.float32(spec.group_size)
-    denominator = num_completions / np.float32(spec.mini_batches)
+    denominator = np.float32(experience.num_prompts) * spec.group_size
+    denominator /= spec.mini_batches
     is_due = self._budget and self._budget.chooses_after(int(state.step))
     batches = []
     for number in range(spec.num_updates):
