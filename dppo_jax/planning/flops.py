@@ -3,15 +3,6 @@
 from dppo_jax.models.config import ModelConfig
 
 
-def layer_weights(model: ModelConfig, experts: float) -> float:
-  """Weights of one layer that a token is multiplied with."""
-  c = model
-  total = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
-  if c.experts:
-    return total + c.embed * (c.experts.num + 3 * experts * c.experts.mlp)
-  return total + 3 * c.embed * c.mlp
-
-
 def forward(
   model: ModelConfig,
   read: float,
@@ -27,6 +18,11 @@ def forward(
     pairs: pairs of tokens that attend.
     experts: experts of a layer that a token is multiplied with, if it has some.
   """
-  by_layer = read * layer_weights(model, experts)
-  by_layer += 2 * pairs * model.heads * model.head_dim
-  return 2 * (model.layers * by_layer + predicted * model.embed * model.vocab)
+  c = model
+  # Weights of one layer that a token is multiplied with, over the width.
+  mlp: float = 3 * c.mlp
+  if c.experts:
+    mlp = c.experts.num + 3 * experts * c.experts.mlp
+  weights = 2 * c.head_dim * (c.heads + c.kv_heads) + mlp
+  by_layer = read * c.embed * weights + 2 * pairs * c.heads * c.head_dim
+  return 2 * (c.layers * by_layer + predicted * c.embed * c.vocab)
