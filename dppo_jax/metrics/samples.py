@@ -40,10 +40,10 @@ def choose(groups: list[list[dict]]) -> list[dict]:
     len({x["kept"] for x in group}) > 1,
   )
   group = max(groups, key=rank, default=[])
-  kept = [i for i, x in enumerate(group) if x["kept"]]
-  pruned = [i for i, x in enumerate(group) if not x["kept"]]
-  kept = kept[: max(2, 4 - len(pruned))]
-  return [group[i] for i in sorted([*kept, *pruned[: 4 - len(kept)]])]
+  # The first of each kind, then the second of each kind, and so on.
+  place = lambda i: sum(x["kept"] == group[i]["kept"] for x in group[:i])
+  chosen = sorted(range(len(group)), key=place)[:4]
+  return [group[i] for i in sorted(chosen)]
 
 
 def choose_columns(
