@@ -82,8 +82,11 @@ def check(train: sources.Source, eval: sources.Source) -> None:
   named = [("train", train)] if train else []
   named += [("eval", x) for x in sources.parse_named(eval).values()]
   for name, source in named:
-    if not arithmetic.is_source(source):
-      sources.check(source, f"config.data.{name}")
+    try:
+      if not arithmetic.is_source(source):
+        sources.reader(source)
+    except UserError as error:
+      raise type(error)(f"config.data.{name}: {error}") from error
 
 
 def load(

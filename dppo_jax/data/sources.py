@@ -60,12 +60,10 @@ def parse_named(sources: Source) -> dict[str, Source]:
   if not sources:
     return {}
   if not isinstance(sources, str) or not re.match(_NAMED, sources):
-    name = getattr(sources, "__name__", str(sources))
-    parts = re.split("[:@](?!//)", name)
-    if parts[0] in ("hf", "tfds"):
-      name = parts[1]
-    else:
-      name = parts[-1] if user_code.is_reference(name) else parts[0]
+    text = getattr(sources, "__name__", str(sources))
+    name, *others = re.split("[:@](?!//)", text)
+    if name in ("hf", "tfds") or user_code.is_reference(text):
+      name = others[0]
     return {os.path.basename(name).partition(".")[0] or "eval": sources}
   named: dict[str, Source] = {}
   for part in map(str.strip, sources.split(",")):
@@ -98,17 +96,6 @@ def _absolute(source: str) -> str:
   return paths.absolute(source)
 
 
-def check(source: Source, option: str) -> None:
-  """Raises UserError, about `option`, unless there is such a source.
-
-  Downloads a data set of the hub.
-  """
-  try:
-    _reader(source)
-  except UserError as error:
-    raise type(error)(f"{option}: {error}") from error
-
-
 def read(
   source: Source,
   problem_key: str = PROBLEM_KEY,
@@ -125,7 +112,7 @@ def read(
   functions are not counted: they may be endless.
   """
   name = getattr(source, "__name__", str(source))
-  read_records, rows = _reader(source), list[Row]()
+  read_records, rows = reader(source), list[Row]()
   is_code = getattr(read_records, "__module__", "") != __name__
   try:
     unread = iter(read_records())
@@ -170,8 +157,11 @@ def _make_row(
   )
 
 
-def _reader(source: Source) -> Callable[[], Iterable[Record]]:
-  """Returns the function that reads the records of a source."""
+def reader(source: Source) -> Callable[[], Iterable[Record]]:
+  """Returns the function that reads the records of a source.
+
+  Downloads a data set of the hub. Raises UserError if there is no such source.
+  """
   if callable(source):
     return source
   if source.startswith("tfds:"):
