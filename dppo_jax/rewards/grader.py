@@ -7,9 +7,7 @@ Completions are untrusted text, comparing two expressions is unbounded work
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
-import functools
 import itertools
-import queue
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -89,10 +87,8 @@ class Grader:
       Worker(references, timeout_seconds)
       for _ in range(num_workers if references else 0)
     ]
-    self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-    for worker in self._workers:
-      self._idle.put(worker)
-    # A thread per worker waits for its answers.
+    # As many threads wait for the answers of workers.
+    self._idle = collections.deque(self._workers)
     self._threads = futures.ThreadPoolExecutor(num_workers)
     # One more, without the trainer's mesh, calls the functions `_here`.
     self._thread = futures.ThreadPoolExecutor(1)
@@ -181,8 +177,7 @@ class Grader:
         sizes = group_sizes
       ends = itertools.accumulate(sizes, initial=0)
       groups = [_slice(batch, i, j) for i, j in itertools.pairwise(ends)]
-      marks = functools.partial(self._marks, spec)
-      calls[spec] = threads.map(marks, groups)
+      calls[spec] = threads.map(self._marks, itertools.repeat(spec), groups)
     counts: collections.Counter[str] = collections.Counter()
     values = {
       spec.name: self._values(spec, [x for y in groups for x in y], counts)
@@ -190,9 +185,7 @@ class Grader:
     }
     terms = (spec.weight * values[spec.name] for spec in specs)
     total = sum(terms, np.zeros(len(completions)))
-    is_finite = _is_finite(total)
-    counts["nonfinite"] += int((~is_finite).sum())
-    rewards = np.where(is_finite, total, 0.0).astype(np.float32)
+    rewards = _bounded(total, counts).astype(np.float32)
     values = {name: x.astype(np.float32) for name, x in values.items()}
     verdicts = values[specs[0].name]
     if not np.isin(verdicts, (0, 1)).all():
@@ -221,11 +214,10 @@ class Grader:
       [x == "right" if isinstance(x, str) else x or 0 for x in marks],
       np.float64,
     )
-    is_finite = _is_finite(values)
-    counts["nonfinite"] += int((~is_finite).sum())
-    for bad in values[~is_finite][:1]:
+    bounded = _bounded(values, counts)
+    for bad in values[values != bounded][:1]:
       self._record_fault(spec, "nonfinite", f"returned {bad}")
-    return np.where(is_finite, values, 0.0)
+    return bounded
 
   def _marks(self, spec: RewardSpec, group: Columns) -> list:
     """Calls a function on a group; `math` takes groups of one completion."""
@@ -247,7 +239,7 @@ class Grader:
   def _call(self, spec: RewardSpec, batch: Columns) -> list:
     """Calls a function in a worker, at once or, if that fails, one by one."""
     num = len(batch["completions"])
-    worker = self._idle.get()
+    worker = self._idle.popleft()
     try:
       if self._hangs[spec] >= MAX_HANGS:
         return ["switched_off"] * num
@@ -260,7 +252,7 @@ class Grader:
       if num == 1:
         return [kind]
     finally:
-      self._idle.put(worker)
+      self._idle.append(worker)
     return [self._call(spec, _slice(batch, i, i + 1))[0] for i in range(num)]
 
   def _record_fault(
@@ -307,9 +299,11 @@ def check(functions: Items) -> None:
     grader.self_check()
 
 
-def _is_finite(values: np.ndarray) -> np.ndarray:
-  """Returns True for numbers whose squares float32 can add up."""
-  return np.abs(values) < MAX_REWARD
+def _bounded(values: np.ndarray, counts: collections.Counter) -> np.ndarray:
+  """Counts numbers whose squares float32 cannot add up; makes them 0."""
+  is_bounded = np.abs(values) < MAX_REWARD
+  counts["nonfinite"] += int((~is_bounded).sum())
+  return np.where(is_bounded, values, 0.0)
 
 
 def _slice(batch: Columns, begin: int, end: int) -> Columns:
