@@ -135,18 +135,14 @@ def read_rows(
   """Reads the tokens of `q` of `Q` prompts, from `first` on; 0 elsewhere."""
   num_here, group_size, longest = completion_tokens.shape
   lengths = prompt_lengths[layout.prompt]
-  is_here = layout.is_real
   q, s = layout.prompt - first, layout.completion - first * group_size
-  if num_here < prompt_lengths.shape[0]:
-    is_here &= (q >= 0) & (q < num_here)
-    q = jnp.clip(q, 0, num_here - 1)
-    s = jnp.clip(s, 0, num_here * group_size - 1)
-  at = lambda x, t: x.reshape(-1, longest)[s, jnp.clip(t, 0, longest - 1)]
+  # What an index out of bounds reads is not used.
+  is_here = layout.is_real & (q >= 0) & (q < num_here)
+  at = lambda x, t: x.reshape(-1, longest)[s, t]
 
   def token_at(position):
     t = position - lengths
-    last = prompt_tokens.shape[1] - 1
-    prompt_token = prompt_tokens[q, jnp.minimum(position, last)]
+    prompt_token = prompt_tokens[q, position]
     token = jnp.where(t < 0, prompt_token, at(completion_tokens, t))
     return jnp.where(is_here, token, 0)
 
