@@ -48,7 +48,6 @@ class Queue(NamedTuple):
 
   def find(self, number: Int[Array, "B"]) -> tuple[Array, Array, Array]:
     """Returns rank, item and prompt of the completions of these numbers."""
-    number = jnp.minimum(number, len(self.order) * self.group_size - 1)
     rank, member = number // self.group_size, number % self.group_size
     prompt = self.order[rank]
     return rank, prompt * self.group_size + member, prompt
@@ -232,7 +231,7 @@ def completions(
   """Returns the sampled completions, without the choice of prompts."""
   tokens, bits = state.output[..., 0], state.output[..., 1]
   lengths = (tokens >= 0).sum(-1, dtype=jnp.int32)
-  last = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], 1)
+  last = jnp.take_along_axis(tokens, lengths[:, None] - 1, 1)
   by_group = lambda x: x.reshape(len(prompt_ids), -1, *x.shape[1:])
   return Rollout(
     prompt_ids,

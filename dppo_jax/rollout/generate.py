@@ -128,7 +128,7 @@ def roll_out(
     rollout, steps = run(params, prompts, keep, rng.key)
   else:
     index = _balance_shards(keep, num_shards)
-    order = jnp.zeros_like(index).at[index].set(jnp.arange(index.size))
+    order = jnp.argsort(index)
     by_prompt = sharding.spec(("batch",))
     run = jax.shard_map(
       run,
