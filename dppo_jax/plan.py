@@ -96,7 +96,7 @@ def _estimated(
   ]
   sums = {name: sum(parts.values()) for name, parts in stages.items()}
   rows.append(["sum", *map(gib, sums.values())])
-  kernel_lines = kernels(run, config, hardware.capability)
+  kernel_lines = kernels(run, config)
   lines = [
     f"{model.family}, {parameters.num_parameters(model):,} parameters, "
     f"{model.dtype}, remat={model.remat}, {run.spec.num_slots} slots a device",
@@ -210,7 +210,9 @@ def _compile(
   """Compiles stages, prints what the compiler reports, and returns it."""
   devices = targets.devices(hardware)
   mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-  run = assumed.assumed_run(config, mesh, hardware.platform)
+  run = assumed.assumed_run(
+    config, mesh, hardware.platform, hardware.capability
+  )
   run = memory.choose_slots(run, hardware.memory)
   with bar.task(f"compiling for {hardware.name}") as task:
     stages = list(targets.compile_stages(run, task, names))

@@ -12,6 +12,7 @@ from dppo_jax import config as configs
 from dppo_jax import data, sharding
 from dppo_jax.data import sources
 from dppo_jax.errors import UserError
+from dppo_jax.models import gpu_library
 from dppo_jax.models.config import ModelConfig
 from dppo_jax.models.hf import families
 from dppo_jax.run import preflight, setup
@@ -39,7 +40,7 @@ def assumed_run(
   config: configs.Config,
   mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
   platform: str,
-  capability: float = 0.0,
+  capability: float = gpu_library.HOPPER,
 ) -> setup.Run:
   """The run of a config as far as shapes determine it.
 
@@ -49,7 +50,7 @@ def assumed_run(
   Args:
     mesh: devices, which may be described or abstract.
     platform: cpu, gpu or tpu.
-    capability: compute capability of GPUs that an abstract mesh stands for.
+    capability: compute capability of GPUs.
   Raises:
     UserError: if the run itself would reject the config.
   """
@@ -66,9 +67,8 @@ def assumed_run(
     train_set = _problems(_NUM_PROBLEMS, width)
     eval_set = _problems(c.data.eval_limit or _NUM_EVAL_PROBLEMS, width)
     eval_sets = dict.fromkeys(sources.parse_named(c.data.eval), eval_set)
-  problems = train_set, eval_sets
   return setup.make_run(
-    c, mesh, platform, "", tokenizer, model, *problems, capability
+    c, mesh, platform, "", tokenizer, model, train_set, eval_sets, capability
   )
 
 

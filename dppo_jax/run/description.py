@@ -5,7 +5,7 @@ import math
 from dppo_jax import config as configs
 from dppo_jax import sharding
 from dppo_jax.models import attention, gpu_library, hf, parameters
-from dppo_jax.run.setup import Run, attention_shapes
+from dppo_jax.run.setup import Run
 
 
 def description(run: Run, config: configs.Config) -> str:
@@ -66,24 +66,17 @@ def warnings(run: Run, config: configs.Config) -> list[str]:
   return [*filter(None, lines), *kernels(run, config)]
 
 
-def kernels(
-  run: Run, config: configs.Config, capability: float = 0.0
-) -> list[str]:
-  """Returns lines on the kernels of an accelerator, or why it has none.
-
-  Args:
-    capability: compute capability of GPUs that are not present.
-  """
-  spec, model = run.spec, run.spec.model
-  if spec.platform == "cpu":
+def kernels(run: Run, config: configs.Config) -> list[str]:
+  """Returns lines on the kernels of an accelerator, or why it has none."""
+  model, platform = run.spec.model, run.spec.platform
+  if platform == "cpu":
     return []
-  shapes = attention_shapes(config, model, spec.mesh, spec.platform, capability)
-  reason = run.kernel_fault or attention.obstacle(shapes)
+  reason = run.kernel_fault or attention.obstacle(run.shapes)
   if config.model.attention == "xla":
     reason = "config.model.attention=xla"
   why = f", plain XLA: {reason}" if reason else ""
   lines = [f"attention: {model.attention}{why}"]
-  missing = gpu_library.obstacle(model.dtype, shapes.capability)
-  if model.experts and spec.platform == "gpu" and missing:
+  missing = gpu_library.obstacle(model.dtype, run.shapes.capability)
+  if model.experts and platform == "gpu" and missing:
     lines.append(f"each expert multiplies every token: {missing}")
   return lines

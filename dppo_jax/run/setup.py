@@ -38,6 +38,7 @@ class Run(NamedTuple):
     origin: checkpoint and adapter that the weights come from, for messages.
     path: directory of the checkpoint; empty for a randomly initialised model.
     adapter: directory or URL of the adapter to start from; empty for none.
+    shapes: what the choice of an attention backend depended on.
     kernel_fault: why attention is in plain XLA although there is a kernel.
   """
 
@@ -52,6 +53,7 @@ class Run(NamedTuple):
   origin: str
   path: str
   adapter: str
+  shapes: attention.Shapes
   kernel_fault: str = ""
 
   def initial_params(self) -> parameters.Params:
@@ -129,9 +131,17 @@ def _read_run(
       _local_adapter(config.lora.adapter), with_lora(model, config.lora)
     )
   train_set, eval_sets = read_problems(config, tokenizer, eval_source, trains)
-  platform = mesh.devices.flat[0].platform
+  device = mesh.devices.flat[0]
   run = make_run(
-    config, mesh, platform, path, tokenizer, model, train_set, eval_sets
+    config,
+    mesh,
+    device.platform,
+    path,
+    tokenizer,
+    model,
+    train_set,
+    eval_sets,
+    float(getattr(device, "compute_capability", gpu_library.HOPPER)),
   )
   if begins and config.sft.from_run:
     preflight.check_start(config.sft.from_run, run.spec)
@@ -147,18 +157,16 @@ def make_run(
   model: ModelConfig,
   train_set: data.ProblemSet | None,
   eval_sets: dict[str, data.ProblemSet],
-  capability: float = 0.0,
+  capability: float = gpu_library.HOPPER,
 ) -> Run:
   """Returns the run of a config, model and problems that fit each other.
 
   Args:
-    capability: compute capability of GPUs that are not present; for the other
-      arguments see `Run`.
+    capability: compute capability of GPUs; for the other arguments see `Run`.
   """
   c, method = config, configs.make_method(config)
   problems = [x for x in (train_set, *eval_sets.values()) if x]
-  shapes = attention_shapes(c, model, mesh, platform, capability)
-  model = _fit(model, c, shapes, problems)
+  model, shapes = _fit(model, c, problems, platform, capability)
   stop_ids = _stop_ids(c, tokenizer)
   preflight.check_weights(mesh, model)
   sampling = Sampling(
@@ -217,51 +225,39 @@ def make_run(
     origin,
     path,
     c.lora.adapter,
+    shapes,
   )
 
 
 def _fit(
   model: ModelConfig,
   config: configs.Config,
-  shapes: attention.Shapes,
   problems: Sequence[data.ProblemSet],
-) -> ModelConfig:
-  """Returns the model with adapters, and attention that suits its sequences."""
+  platform: str,
+  capability: float,
+) -> tuple[ModelConfig, attention.Shapes]:
+  """Returns the model with adapters, and attention that suits its sequences.
+
+  The second result is what the choice of the backend depended on.
+  """
   c = config
   widths = [x.tokens.shape[1] for x in problems]
   longest = max(widths, default=c.data.max_prompt_tokens)
   longest += c.rollout.max_tokens
   if c.sft.steps:
     longest = max(longest, c.pack.row_length)
-  model = drop_idle_window(model, longest)
-  has_window = bool(model.local and model.local.window)
-  shapes = shapes._replace(has_window=has_window)
-  backend = attention.choose_backend(c.model.attention, shapes)
-  return with_lora(dataclasses.replace(model, attention=backend), c.lora)
-
-
-def attention_shapes(
-  config: configs.Config,
-  model: ModelConfig,
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-  platform: str,
-  capability: float = 0.0,
-) -> attention.Shapes:
-  """Returns what the choice of an attention backend depends on."""
-  if not capability:
-    is_real = isinstance(mesh, jax.sharding.Mesh)
-    device = mesh.devices.flat[0] if is_real else None
-    default = gpu_library.HOPPER
-    capability = float(getattr(device, "compute_capability", default))
-  return attention.Shapes(
+  model = drop_idle_window(with_lora(model, c.lora), longest)
+  shapes = attention.Shapes(
     platform,
-    config.pack.row_length,
-    config.rollout.group_size,
+    c.pack.row_length,
+    c.rollout.group_size,
     model.head_dim,
     has_window=bool(model.local and model.local.window),
     dtype=model.dtype,
     capability=capability,
   )
+  backend = attention.choose_backend(c.model.attention, shapes)
+  return dataclasses.replace(model, attention=backend), shapes
 
 
 def _stop_ids(
