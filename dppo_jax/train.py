@@ -172,9 +172,9 @@ def _train(session: "_Session") -> None:
   # Excludes what exists, mostly jax traces, from garbage collections: walking
   # it stalls one step in a hundred for 0.3 s.
   gc.freeze()
+  session.stop.defer()  # to the end of a step, and until the report is written
   with (
     compile_cache.compilations() as compilations,
-    session.stop.deferred(),
     session.writer.bar.steps("step", session.config.steps, first),
   ):
     for step in range(first, session.config.steps):  # see `TrainStep`

@@ -38,16 +38,16 @@ try:
         gc.collect()
         for _ in range(10**6):
           pass
-    with stop.deferred():
-      print("begun", flush=True)
-      if how == "busy":
-        re.match(r"(a+)+$", "a" * 60 + "b")
-      while not stop.is_requested:
+    stop.defer()
+    print("begun", flush=True)
+    if how == "busy":
+      re.match(r"(a+)+$", "a" * 60 + "b")
+    while not stop.is_requested:
+      pass
+    print("asked", flush=True)
+    if how == "saving":
+      while True:
         pass
-      print("asked", flush=True)
-      if how == "saving":
-        while True:
-          pass
 except KeyboardInterrupt:
   sys.exit(130)
 print("left", flush=True)
@@ -136,7 +136,8 @@ from dppo_jax.metrics import progress
 from dppo_jax.run import signals
 
 with signals.stop_signals(lambda: "stopped early") as stop:
-  with stop.deferred(), progress.Progress().steps("step", 10) as bar:
+  stop.defer()
+  with progress.Progress().steps("step", 10) as bar:
     bar.say("begun")
     while not stop.is_requested:
       pass

@@ -19,15 +19,6 @@ class StopRequest:
   is_requested = False
   _is_deferred = False
 
-  @contextlib.contextmanager
-  def deferred(self) -> Iterator[None]:
-    """Makes a signal set `is_requested`, for the body to check and to raise."""
-    self._is_deferred = True
-    try:
-      yield
-    finally:
-      self._is_deferred = False
-
   def defer(self) -> None:
     """Makes signals from here on set `is_requested` and nothing else."""
     self._is_deferred = True
