@@ -1,7 +1,6 @@
 """Command line: flags, the config they name, and --help."""
 
 import argparse
-import collections
 import difflib
 import functools
 import hashlib
@@ -238,20 +237,14 @@ def _hint(name: str, known: list[str]) -> str:
   """Suggests a known option for a mistyped one, at best of the same section."""
   if name.startswith("--config."):
     known = [x for x in known if x.startswith("--config.")]
-  name_of = lambda option: option.removeprefix("--config.").lstrip("-")
-  split = lambda option: name_of(option).rpartition(".")[::2]
-  sections: dict[str, dict] = collections.defaultdict(dict)
-  for option in known:
-    section, field = split(option)
-    sections[section][field] = option
+  split = lambda x: x.removeprefix("--config.").lstrip("-").rpartition(".")[::2]
   section, field = split(name)
-  near = difflib.get_close_matches(section, sections, 1)
-  fields = sections[near[0]] if near else {}
-  close = [fields[x] for x in difflib.get_close_matches(field, fields, 1)]
-  if near and near[0].endswith(".args"):  # few, and all of them matter
-    return f"config.{near[0]} has {', '.join(fields) or 'none'}"
-  if close := close or [x for x in known if x.endswith(f".{field}")]:
-    return f"did you mean {close[0]}?"
+  near = difflib.get_close_matches(section, {split(x)[0] for x in known}, 1)
+  fields = {split(x)[1]: x for x in known if split(x)[0] in near}
+  options = {split(x)[1]: x for x in reversed(known)} | fields
+  close = difflib.get_close_matches(field, options, 1)
+  if close and not section.endswith(".args"):  # few, and all of them matter
+    return f"did you mean {options[close[0]]}?"
   if section and near:
     return f"config.{near[0]} has {', '.join(fields)}"
   return "see --help"
