@@ -137,7 +137,7 @@ def read(path: str | os.PathLike) -> Config:
   ]
   try:
     use_method(config, *choices)
-    options = {name: metadata for name, _, metadata in walk(config) if metadata}
+    options = {name: metadata for name, _, metadata in walk(config)}
     for name in ("method", "objective"):  # functions of the step
       defaults = default_args(getattr(config, name).factory)
       if isinstance(args := saved.get(f"{name}.args"), dict):
@@ -207,8 +207,7 @@ def validate(config: Config, trains: bool = True) -> None:
     trains: False to import neither callbacks nor the optimizer.
   """
   for name, value, metadata in walk(config):
-    if metadata:  # not a factory
-      check_option(name, value, metadata)
+    check_option(name, value, metadata)
   make_method(config)
   make_objective(config)
   if trains:

@@ -153,7 +153,7 @@ def _kept(config: Config) -> dict[str, Any]:
   """Returns the options that a resumed run keeps, entry by entry."""
   flat, kept = flatten(config), dict[str, Any]()
   for name, _, metadata in walk(config):
-    if not metadata or metadata["may_change"] or name == "seed":
+    if metadata["may_change"] or name == "seed":
       continue
     if isinstance(flat[name], dict):
       prefix = name.removesuffix(".args")
@@ -205,9 +205,8 @@ def _load(path: pathlib.Path, choice: str) -> Config:
 def _override(config: Config, words: list[str]) -> Config:
   """Returns the config with options set by flags `--config.NAME=VALUE`."""
   known = [f"--{name}" for name, *_ in _FLAGS]
-  for name, value, metadata in walk(config):
-    if metadata:  # factories are named with the config file
-      known.append(f"--config.{name}")
+  for name, value, _ in walk(config):
+    known.append(f"--config.{name}")
     if isinstance(value, dict):
       known += [f"--config.{name}.{key}" for key in value]
   for word in words:
@@ -313,13 +312,12 @@ def _options() -> dict[str, str]:
   """Returns meaning, default and choices of each option."""
   lines = {}
   for name, default, metadata in walk(Config()):
-    if metadata:  # factories are in the other tables
-      text = metadata["meaning"]
-      if choices := metadata["choices"]:
-        text += f" {{{','.join(filter(None, choices))}}}"
-      if default not in ("", ()) and not isinstance(default, dict):
-        text += f" [{default}]"
-      lines[name + " *" * metadata["may_change"]] = text
+    text = metadata["meaning"]
+    if choices := metadata["choices"]:
+      text += f" {{{','.join(filter(None, choices))}}}"
+    if default not in ("", ()) and not isinstance(default, dict):
+      text += f" [{default}]"
+    lines[name + " *" * metadata["may_change"]] = text
   return lines
 
 

@@ -74,16 +74,16 @@ def default_args(factory: Callable) -> dict[str, Any]:
 
 
 def walk(config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-  """Yields `(dotted name, value, metadata)` of every field.
+  """Yields `(dotted name, value, metadata)` of every option.
 
-  Only the factories of method and objective have no metadata.
+  The factories of method and objective are none.
   """
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
     if dataclasses.is_dataclass(value):
       for name, inner, metadata in walk(value):
         yield f"{field.name}.{name}", inner, metadata
-    else:
+    elif field.metadata:
       yield field.name, value, field.metadata
 
 
@@ -101,7 +101,7 @@ def absolute_paths(config):
   """Returns a copy of the config in which no path is relative."""
   config = copy.deepcopy(config)
   for name, value, metadata in walk(config):
-    if isinstance(value, str) and (absolute := metadata.get("absolute")):
+    if isinstance(value, str) and (absolute := metadata["absolute"]):
       assign(config, name, absolute(value))
     if isinstance(value, dict) and name.endswith(".args"):
       files = {k: x for k, x in value.items() if str(x).endswith(".jsonl")}
@@ -133,15 +133,12 @@ def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 def flatten(config) -> dict[str, Any]:
   """Returns every value by its dotted name, as JSON holds it."""
-  flat = {}
-  for name, value, metadata in walk(config):
-    if metadata:
-      flat[name] = value
-      continue
-    kind = name.removesuffix(".factory")
-    flat[f"{kind}.name"] = value.__name__
-    if not value.__module__.startswith("dppo_jax."):  # a user's
-      flat[f"{kind}.source"] = user_code.reference_of(value)
+  flat = {name: value for name, value, _ in walk(config)}
+  for kind in ("method", "objective"):
+    factory = getattr(config, kind).factory
+    flat[f"{kind}.name"] = factory.__name__
+    if not factory.__module__.startswith("dppo_jax."):  # a user's
+      flat[f"{kind}.source"] = user_code.reference_of(factory)
   return json.loads(json.dumps(flat, default=_to_json))
 
 

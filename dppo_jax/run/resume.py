@@ -41,7 +41,7 @@ def may_change(config: configs.Config, allowed: str = "") -> set[str]:
       of the optimizer but its function: its state stays.
   """
   free = {
-    x for x, _, metadata in configs.walk(config) if metadata.get("may_change")
+    x for x, _, metadata in configs.walk(config) if metadata["may_change"]
   }
   method = configs.make_method(config)
   has_schedule = config.optimizer.schedule != "constant"
