@@ -55,10 +55,8 @@ def read_label(directory: epath.Path) -> dict | None:
   """Returns the label of a part; None if it is missing or has changed."""
   kind, expected = _written(directory)
   content = _read(directory / LABEL)
-  with contextlib.suppress(ValueError):
-    if hashlib.new(kind, content).hexdigest() == expected.get(LABEL):
-      return json_object.parse(content)
-  return None
+  is_intact = hashlib.new(kind, content).hexdigest() == expected.get(LABEL)
+  return json_object.parse(content) if is_intact else None
 
 
 def _written(directory: epath.Path) -> tuple[str, dict[str, str]]:
@@ -76,10 +74,8 @@ def _checksums(directory: epath.Path, kind: str) -> dict[str, str]:
     stored = storage.files(url)
     # An object that was composed of parts has none.
     known = {name: x.md5 for name, x in stored.items() if kind == "md5"}
-    size = sum(x.size for name, x in stored.items() if not known.get(name))
-    with storage.reaching(url, size):
-      read = lambda name: hashlib.new(kind, storage.read(f"{url}/{name}"))
-      return {x: known.get(x) or read(x).hexdigest() for x in stored}
+    read = lambda name: hashlib.new(kind, storage.read(f"{url}/{name}"))
+    return {x: known.get(x) or read(x).hexdigest() for x in stored}
 
   def digest(path: pathlib.Path) -> tuple[str, str]:
     with path.open("rb") as file:
