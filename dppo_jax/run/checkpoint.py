@@ -35,21 +35,12 @@ _WAIT_SECONDS = 300  # for other processes, after this one has written its part
 class _Handler(ocp.StandardCheckpointHandler):
   """Arrays with a label and the checksums of the files that hold them."""
 
-  def __init__(
-    self,
-    label: dict,
-    writers: ocp.options.MultiprocessingOptions,
-    *,
-    is_local: bool,
-  ):
-    # In a bucket each shard is an object, with a checksum of its server.
-    super().__init__(multiprocessing_options=writers, use_ocdbt=is_local)
-    self._label = label
+  label: dict
 
   def finalize(self, directory) -> None:
     super().finalize(directory)
     folder = epath.Path(directory)
-    (folder / checksums.LABEL).write_text(json.dumps(self._label))
+    (folder / checksums.LABEL).write_text(json.dumps(self.label))
     checksums.write(folder)
 
 
@@ -93,12 +84,14 @@ class Checkpoints:
     writers = ocp.options.MultiprocessingOptions(
       primary_host=None if is_reader else 0
     )
-    self._handlers = {
-      x: _Handler(self._label, writers, is_local=not self._url)
-      for x in (*_ITEMS, _FROZEN)
-    }
+    self._handlers: dict[str, _Handler] = {}
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for item, handler in self._handlers.items():
+    for item in (*_ITEMS, _FROZEN):
+      # In a bucket each shard is an object, with a checksum of its server.
+      handler = self._handlers[item] = _Handler(
+        multiprocessing_options=writers, use_ocdbt=not self._url
+      )
+      handler.label = self._label
       registry.add(item, ocp.args.StandardSave, handler)
       registry.add(item, ocp.args.StandardRestore, handler)
     self._checkpointer = ocp.AsyncCheckpointer(
