@@ -23,7 +23,6 @@ from dppo_jax.algo import filling, packing
 from dppo_jax.errors import UserError
 from dppo_jax.models import attention, kv_cache
 from dppo_jax.models.attention import decode_kernel
-from dppo_jax.models.config import ModelConfig
 from dppo_jax.step.spec import StepSpec
 
 # Largest error, see `_error`, in bfloat16 and, as TPUs round the factors of
@@ -52,10 +51,8 @@ def checked(spec: StepSpec, option: str) -> tuple[StepSpec, str]:
   """
   if spec.model.attention not in attention.KERNELS:
     return spec, ""
-  memory, has_passed, reason = _memory(spec), False, ""
-  with contextlib.suppress(OSError):  # the cache cannot be read
-    has_passed = memory is not None and memory.exists()
-  if not has_passed:
+  memory, reason = _memory(spec), ""
+  if not (memory and memory.exists()):
     try:
       text = judge(spec)
       if memory:
@@ -118,7 +115,7 @@ def _row(spec: StepSpec) -> Iterator[Result]:
   plain = attention.plain(spec.platform, length)
   if plain == model.attention:  # --mode=check
     plain = "xla_dense"
-  q, k, v, noise = _random(spec, model, 1, length)
+  q, k, v, noise = _random(spec, 1, length)
   windows: list[tuple | None] = [None]
   if model.local and model.local.window:
     oldest = layout.positions - model.local.window + 1
@@ -145,8 +142,8 @@ def _row(spec: StepSpec) -> Iterator[Result]:
 
 def _prompts(spec: StepSpec) -> Iterator[Result]:
   """Yields the attention of padded prompts."""
-  model, width = spec.model, _prompt_width(spec)
-  q, k, v, _ = _random(spec, model, _GROUPS, width)
+  model, width = spec.model, spec.prompt_tokens or spec.packing.row_length
+  q, k, v, _ = _random(spec, _GROUPS, width)
   lengths = jnp.array([width, -(-width // 3)], jnp.int32)
   actual, wanted = (
     jax.jit(functools.partial(attention.attend_prompts, backend=x))(
@@ -161,15 +158,15 @@ def _prompts(spec: StepSpec) -> Iterator[Result]:
 
 def _decode(spec: StepSpec) -> Iterator[Result]:
   """Yields the decode kernel's output and cache; nothing without it."""
-  model, width = spec.model, _prompt_width(spec)
+  model, width = spec.model, spec.prompt_tokens or spec.packing.row_length
   if not model.shares_prompts:
     return
   (slot_size,), (prompt_size,) = kv_cache.slot_and_prompt_sizes(
     model, width, spec.sampling.max_tokens
   )
-  q, k, v = (x[:, 0] for x in _random(spec, model, _SLOTS, 1)[:3])
+  q, k, v = (x[:, 0] for x in _random(spec, _SLOTS, 1)[:3])
   as_cache = lambda rows, size: tuple(
-    x.swapaxes(1, 2)[None] for x in _random(spec, model, rows, size)[1:3]
+    x.swapaxes(1, 2)[None] for x in _random(spec, rows, size)[1:3]
   )
   cache, prompts = as_cache(_SLOTS, slot_size), as_cache(_GROUPS, prompt_size)
   slot = jnp.arange(_SLOTS, dtype=jnp.int32)
@@ -221,13 +218,9 @@ def example_row(row_length: int, group_size: int) -> filling.RowLayout:
   return lay_out(packing.TokenCounts(prefixes, lengths.astype(np.int32)))
 
 
-def _prompt_width(spec: StepSpec) -> int:
-  return spec.prompt_tokens or spec.packing.row_length
-
-
-def _random(spec: StepSpec, model: ModelConfig, rows: int, length: int):
+def _random(spec: StepSpec, rows: int, length: int):
   """Returns queries, keys, values and noise like queries, of one device."""
-  shards = spec.mesh.shape["model"]
+  model, shards = spec.model, spec.mesh.shape["model"]
   heads, kv_heads = model.heads // shards, model.kv_heads
   kv_heads = math.lcm(kv_heads, shards) // shards  # repeated if too few
   keys = jax.random.split(jax.random.key(length), 4)
