@@ -131,36 +131,31 @@ def read(path: str | os.PathLike) -> Config:
   kinds: dict[str, Any] = {"method.name": str, "objective.name": str}
   kinds |= {"method.source": str | None, "objective.source": str | None}
   saved = json_object.read(path, kinds, "it is not the config of a run")
-  names = {kind: saved.pop(kind, None) for kind in kinds}
   choices = [
-    names[f"{x}.source"] or names[f"{x}.name"] for x in ("method", "objective")
+    saved.get(f"{x}.source") or saved[f"{x}.name"]
+    for x in ("method", "objective")
   ]
   try:
     use_method(config, *choices)
     options = {name: metadata for name, _, metadata in walk(config)}
-    for name in ("method", "objective"):  # functions of the step
-      defaults = default_args(getattr(config, name).factory)
-      if isinstance(args := saved.get(f"{name}.args"), dict):
-        saved[f"{name}.args"] = {
-          k: x if isinstance(defaults.get(k), str) else _loaded(x)
-          for k, x in args.items()
-        }
     for name, value in saved.items():
-      if name.startswith(("fingerprints.", "changes")):
+      if name in kinds or name.startswith(("fingerprints.", "changes")):
         continue
       if name not in options:
         raise UserError(f"there is no option config.{name}")
       check_option(name, value, options[name])
       is_tuple = options[name]["type"] is tuple
       assign(config, name, tuple(value) if is_tuple else value)
+    for chosen in (config.method, config.objective):
+      defaults = default_args(chosen.factory)
+      for name, value in chosen.args.items():
+        is_text = isinstance(defaults.get(name), str)
+        is_function = isinstance(value, str) and user_code.is_reference(value)
+        if is_function and not is_text:
+          chosen.args[name] = user_code.load(value)
   except UserError as error:
     raise UserError(f"{path}: {error}") from error
   return config
-
-
-def _loaded(value: Any) -> Any:
-  is_function = isinstance(value, str) and user_code.is_reference(value)
-  return user_code.load(value) if is_function else value
 
 
 def make_method(config: Config) -> methods.Method:
