@@ -97,12 +97,11 @@ def initialize(
         **options,
       )
   except Exception as error:  # of the network or of JAX
-    reason = str(error).strip().partition("\n")[0]
     kind = UserError if isinstance(error, ValueError) else errors.Unreachable
     raise kind(
-      f"cannot connect {others} ({reason}): check --coordinator=HOST:PORT, "
-      "--num_processes and --process_id, or pass --num_processes=1 to run a "
-      "single process"
+      f"cannot connect {others} ({errors.first_line(error)}): check "
+      "--coordinator=HOST:PORT, --num_processes and --process_id, or pass "
+      "--num_processes=1 to run a single process"
     ) from error
   finally:
     signal.signal(signal.SIGINT, handler)
@@ -121,7 +120,7 @@ def _watch_others(coordinator: str, count: int, index: int) -> None:
   process id that is used twice. Process 0 keeps a connection to each other.
 
   Raises:
-    ValueError: for such an id.
+    UserError: for such an id.
   """
   host, _, port = re.sub(r"[\[\]]", "", coordinator).rpartition(":")
   lines = [_connect(host, port, index)] if index else _accept(port, count)
@@ -176,7 +175,7 @@ def _accept(port: str, count: int) -> list[socket.socket]:
         if name in lines and not select.select([lines[name]], [], [], 0)[0]:
           for x in (*lines.values(), line):
             x.sendall(name)
-          raise ValueError(_TWICE + name.decode())
+          raise UserError(_TWICE + name.decode())
         if name.isdigit():
           lines[name] = line
   for line in lines.values():
@@ -195,7 +194,7 @@ def _connect(host: str, port: str, index: int) -> socket.socket:
       if answer == b"go":
         return line
       if answer.isdigit():
-        raise ValueError(_TWICE + answer.decode())
+        raise UserError(_TWICE + answer.decode())
     time.sleep(0.1)
 
 

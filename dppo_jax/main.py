@@ -72,9 +72,8 @@ def run() -> None:
 
     if not distributed.has_lost_another(error):
       raise
-    reason = str(error).strip().partition("\n")[0]
     # At once: JAX would wait for the other process.
-    distributed.end_with_others(f" ({reason})")
+    distributed.end_with_others(f" ({errors.first_line(error)})")
 
 
 if __name__ == "__main__":
