@@ -19,7 +19,7 @@ from dppo_jax.analysis import runs, statistics
 from dppo_jax.data.problems import make_prompt
 from dppo_jax.errors import UserError, first_line
 from dppo_jax.eval import page
-from dppo_jax.files import bucket, json_object, jsonl, user_code
+from dppo_jax.files import bucket, json_object, user_code
 from dppo_jax.metrics import progress
 from dppo_jax.models import hf, lora, parameters
 from dppo_jax.models.config import ModelConfig
@@ -203,18 +203,16 @@ def _check_empty(to: pathlib.Path) -> None:
 
 def _of_run(workdir: pathlib.Path, step: int) -> str:
   """Returns the accuracies that a run logged at a step, as lines."""
-  place = str(bucket.place(workdir))
-  folder = bucket.local(place, names=["metrics.jsonl"])
-  lines: list[dict] = []
   with contextlib.suppress(UserError):  # a damaged log stops no export
-    lines = jsonl.read(pathlib.Path(folder) / "metrics.jsonl")
-  lines = [x for x in lines if x["step"] == step and "eval/problems" in x]
-  return "\n".join(
-    f"- {decoding} accuracy on {line['eval/problems']:.0f} problems: "
-    f"{statistics.with_interval(accuracy)}"
-    for line in lines[-1:]
-    for decoding, accuracy in runs.accuracies(line).items()
-  )
+    evals = runs.load(str(bucket.place(workdir))).evals
+    lines = [x for x in evals if x["step"] == step and "eval/problems" in x]
+    return "\n".join(
+      f"- {decoding} accuracy on {line['eval/problems']:.0f} problems: "
+      f"{statistics.with_interval(accuracy)}"
+      for line in lines[-1:]
+      for decoding, accuracy in runs.accuracies(line).items()
+    )
+  return ""
 
 
 def _card(
