@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from dppo_jax import distributed, errors
 from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import bucket, storage
-from dppo_jax.models import lora
+from dppo_jax.models import lora, parameters
 from dppo_jax.records import TrainState
 from dppo_jax.run import checkpoint_steps, checksums
 
@@ -380,6 +380,4 @@ def _num_bytes(tree: PyTree) -> int:
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-  leaves, _ = jax.tree.flatten_with_path(tree)
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
-  return {name(path): tuple(x.shape) for path, x in leaves}
+  return {name: tuple(x.shape) for name, x in parameters.flatten(tree).items()}
