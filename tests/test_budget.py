@@ -20,21 +20,21 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_664,
-  "algo": 7_578,
+  "": 14_564,
+  "algo": 7_379,
   "analysis": 4_309,
-  "config": 5_957,
-  "data": 7_125,
+  "config": 5_872,
+  "data": 7_091,
   "eval": 2_137,
   "files": 4_050,
   "methods": 9_822,
-  "metrics": 6_112,
-  "models": 23_038,
-  "planning": 5_443,
-  "rewards": 8_250,
-  "rollout": 4_258,
-  "run": 12_759,
-  "step": 14_203,
+  "metrics": 6_089,
+  "models": 22_719,
+  "planning": 5_419,
+  "rewards": 8_177,
+  "rollout": 4_127,
+  "run": 12_495,
+  "step": 14_176,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

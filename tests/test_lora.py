@@ -214,6 +214,20 @@ def test_peft_reads_adapters_that_we_export_and_we_read_them(family, tmp_path):
   )
 
 
+def test_adapter_of_a_random_model_is_read(tmp_path):
+  options = SETTINGS | LORA
+  run = setup.setup_run(commands.config("arithmetic:grpo", **options))
+  params = jax.tree.map(lambda x: x + 0.5, run.initial_params())
+  peft.save(str(tmp_path), params, run.spec.model, "", "", "float32")
+  options["lora__adapter"] = tmp_path
+  more = setup.setup_run(commands.config("arithmetic:grpo", **options))
+  start = more.initial_params()
+  chex.assert_trees_all_equal(start[lora.KEY], params[lora.KEY])
+  chex.assert_trees_all_equal(
+    {**start, lora.KEY: ()}, {**run.initial_params(), lora.KEY: ()}
+  )
+
+
 @pytest.mark.parametrize("mesh", [(1, 4, 2), (1, 1, 8)])
 def test_a_mesh_changes_no_token_and_adapters_only_by_rounding(mesh):
   options = {"lora__rank": 2, "optimizer__learning_rate": 0.05}

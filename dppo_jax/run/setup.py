@@ -60,13 +60,15 @@ class Run(NamedTuple):
     """Returns the initial weights, placed on the mesh."""
     if self.adapter:
       peft.check(_local_adapter(self.adapter), self.spec.model)
-    shardings = parameters.shardings(self.spec.model, self.spec.mesh)
+    model = self.spec.without_adapters().model
+    shardings = parameters.shardings(model, self.spec.mesh)
     if self.path:
       dtype = self.spec.model.param_dtype
       params = hf.load(self.path, shardings=shardings, param_dtype=dtype)[0]
-      return self.add_adapters(params)
-    init = functools.partial(parameters.init, self.spec.model)
-    return jax.jit(init, out_shardings=shardings)(self._init_key)
+    else:
+      init = functools.partial(parameters.init, model)
+      params = jax.jit(init, out_shardings=shardings)(self._init_key)
+    return self.add_adapters(params)
 
   def add_adapters(self, params: parameters.Params) -> parameters.Params:
     """Returns weights with the adapters that training starts from, if any."""

@@ -73,7 +73,10 @@ ROWS = {
   "neyman, prompts": Row("neyman", {"prompt_budget": 0.7}),
   "cppo, same prompts": Row("cppo", {"keep": 0.5}),
   "greso": Row("greso", {}),
-  "greso, exact": Row("greso", {"dynamic_sampling": "exact"}),
+  # With a KL penalty, groups of equal rewards count, which it skips.
+  "greso, exact, no KL": Row(
+    "greso", {"dynamic_sampling": "exact"}, beta="0.0"
+  ),
   "d3s": Row("d3s", {}),
   "pods": Row("pods", {}),
   "GRPO as published, no KL": Row(
