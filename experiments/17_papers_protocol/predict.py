@@ -10,6 +10,7 @@ last one.
 """
 
 from collections.abc import Sequence
+import functools
 import pathlib
 from typing import NamedTuple
 
@@ -103,12 +104,9 @@ def _fractions(kept: np.ndarray, trained: np.ndarray) -> Fractions:
   return Fractions(float(kept.mean()), *map(float, of_kept))
 
 
-def step_seconds(fractions: Fractions, score: bool = False) -> float:
-  """Returns plan's seconds of a step with these fractions.
-
-  Args:
-    score: adds a forward pass for the old log-probabilities.
-  """
+@functools.cache
+def stage_seconds(fractions: Fractions) -> dict[str, float]:
+  """Returns plan's seconds of the stages of a step with these fractions."""
   config = user_code.load(CONFIG)("grpo")
   config.objective.args["beta"] = float(run.BETA)
   config.model.hub_id = "Qwen/Qwen3-4B"
@@ -124,7 +122,16 @@ def step_seconds(fractions: Fractions, score: bool = False) -> float:
   changes = f"prompt={PROMPT_TOKENS},completion={TOKENS}"
   changes += f",trained={fractions.trained:.4f},groups={fractions.groups:.4f}"
   basis = step_time.assume(planned, place, changes)
-  seconds = step_time.estimate(planned, held, basis)
+  return step_time.estimate(planned, held, basis)
+
+
+def step_seconds(fractions: Fractions, score: bool = False) -> float:
+  """Returns plan's seconds of a step with these fractions.
+
+  Args:
+    score: adds a forward pass for the old log-probabilities.
+  """
+  seconds = stage_seconds(fractions)
   # The update has five passes with a KL penalty.
   return sum(seconds.values()) + score * seconds["update"] / 5
 

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from dppo_jax.models import hf, parameters, transformer
 from dppo_jax.models.hf import families
@@ -19,8 +20,10 @@ forward = jax.jit(transformer.forward, static_argnums=1)
 
 
 @pytest.mark.slow
-def test_check_scores_every_token_of_its_sequences(tmp_path):
+def test_check_scores_every_token_of_its_sequences(tmp_path, monkeypatch):
   """Its packed rows give each sequence the log-probabilities it has alone."""
+  small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+  monkeypatch.setattr(work, "MODEL", work.MODEL | small)
   work.write(tmp_path, steps=1)
   checkpoint = str(tmp_path / "checkpoint")
   settings = {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
@@ -48,11 +51,11 @@ def test_check_scores_every_token_of_its_sequences(tmp_path):
     np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape),
     np.where(tokens != work.PAD, np.int32(tokens.shape[1]), 0),
   )
-  logits = transformer.logits(params, model, hidden)
+  logits = np.asarray(transformer.logits(params, model, hidden))
   for row in range(work.BATCH):
     prompt, completion = (sequences[x][row] for x in ("prompts", "completions"))
     start, length = len(prompt) - 1, len(completion)
-    logprobs = jax.nn.log_softmax(logits[row, start : start + length])
+    logprobs = log_softmax(logits[row, start : start + length], axis=-1)
     expected = logprobs[np.arange(length), np.array(completion)]
     actual = checked["logprobs"][row][:length]
     np.testing.assert_allclose(actual, expected, atol=1e-4)
