@@ -10,7 +10,6 @@ last one.
 """
 
 from collections.abc import Sequence
-import functools
 import pathlib
 from typing import NamedTuple
 
@@ -104,7 +103,6 @@ def _fractions(kept: np.ndarray, trained: np.ndarray) -> Fractions:
   return Fractions(float(kept.mean()), *map(float, of_kept))
 
 
-@functools.cache
 def stage_seconds(fractions: Fractions) -> dict[str, float]:
   """Returns plan's seconds of the stages of a step with these fractions."""
   config = user_code.load(CONFIG)("grpo")
@@ -125,13 +123,12 @@ def stage_seconds(fractions: Fractions) -> dict[str, float]:
   return step_time.estimate(planned, held, basis)
 
 
-def step_seconds(fractions: Fractions, score: bool = False) -> float:
-  """Returns plan's seconds of a step with these fractions.
+def step_seconds(seconds: dict[str, float], score: bool) -> float:
+  """Returns the seconds of all stages.
 
   Args:
     score: adds a forward pass for the old log-probabilities.
   """
-  seconds = stage_seconds(fractions)
   # The update has five passes with a KL penalty.
   return sum(seconds.values()) + score * seconds["update"] / 5
 
@@ -144,9 +141,11 @@ def table(lines: Sequence[dict]) -> str:
   head = ["method", "prompts rolled out, by measured epoch"]
   head += ["of their completions trained on", "speed-up, measured epochs"]
   head += [f"{EPOCHS} epochs", "and a scoring pass", "published"]
+  different = {x for values in epochs.values() for x in values}
+  seconds = {x: stage_seconds(x) for x in different}
   spent = {
     score: {
-      name: [step_seconds(x, score) for x in values]
+      name: [step_seconds(seconds[x], score) for x in values]
       for name, values in epochs.items()
     }
     for score in (False, True)
