@@ -87,7 +87,7 @@ class Grader:
       Worker(references, timeout_seconds)
       for _ in range(num_workers if references else 0)
     ]
-    # As many threads wait for the answers of workers.
+    # Never empty when asked: each worker has a thread that waits for it.
     self._idle = collections.deque(self._workers)
     self._threads = futures.ThreadPoolExecutor(num_workers)
     # One more, without the trainer's mesh, calls the functions `_here`.
