@@ -31,7 +31,7 @@ TOKENS = {
   "metrics": 6_089,
   "models": 22_719,
   "planning": 5_419,
-  "rewards": 8_177,
+  "rewards": 8_210,
   "rollout": 4_127,
   "run": 12_495,
   "step": 14_176,

@@ -249,6 +249,7 @@ class Grader:
     except Fault as fault:
       kind, text = fault.args
       self._record_fault(spec, kind, text, num)
+      self._count_hang(spec, kind, text)
       if num == 1:
         return [kind]
     finally:
@@ -258,10 +259,7 @@ class Grader:
   def _record_fault(
     self, spec: RewardSpec, kind: str, fault: str, num: int = 1
   ) -> None:
-    """Keeps a function's first fault of a kind as a warning.
-
-    Switches off a user's function that has given no answer for too long.
-    """
+    """Keeps a function's first fault of a kind as a warning."""
     if spec.reference in OURS and kind != "errors":
       return
     line, _, details = fault.partition("\n")
@@ -275,11 +273,14 @@ class Grader:
       f"reward/{kind}\n{details}"
     )
     self._warnings.setdefault((spec, kind), text.strip())
-    is_hang = kind in ("timeouts", "crashes")
+
+  def _count_hang(self, spec: RewardSpec, kind: str, fault: str) -> None:
+    """Switches off a user's function that has given no answer for too long."""
+    is_hang = kind != "errors" and spec.reference not in OURS
     self._hangs[spec] = self._hangs[spec] + 1 if is_hang else 0
     if self._hangs[spec] == MAX_HANGS:
       text = (
-        f"reward function {spec.name!r} is switched off, since it {line} in "
+        f"reward function {spec.name!r} is switched off, since it {fault} in "
         f"{MAX_HANGS} calls in a row: completions earn 0, counted as "
         "reward/switched_off. Each step tries it again with one call. Load "
         "models in a class (dppo_jax/rewards/README.md) or raise "

@@ -263,6 +263,17 @@ def test_a_function_that_always_kills_its_process_is_switched_off(
   assert faults(graded) == {"crashes": 1, "errors": 1}
 
 
+def test_a_reward_that_is_not_finite_switches_no_function_on(
+  nasty, monkeypatch
+):
+  """Marks are judged after all calls."""
+  monkeypatch.setattr(graders, "MAX_HANGS", 3)
+  graded = grade(nasty, ["nan", "kill", "kill", "kill"])
+  assert faults(graded) == {"nonfinite": 1, "crashes": 3}
+  graded = grade(nasty, ["kill"] * 4)  # tried again by one call
+  assert faults(graded) == {"crashes": 1, "switched_off": 3}
+
+
 def test_a_child_that_died_while_idle_costs_nothing(nasty):
   assert grade(nasty, ["1"]).rewards == [1]
   (worker,) = nasty._workers
