@@ -152,21 +152,29 @@ def test_papers_protocol(monkeypatch, started, tmp_path):
   program, _, parts, predict, held_out = map(_module, modules)
   fetch = _module("15_real_model.fetch")
   monkeypatch.setattr(fetch, "fetch", lambda name: tmp_path)
-  monkeypatch.setattr(program, "NUM_PROBLEMS", 3 * program.PROMPTS)
+  for name, task in program.TASKS.items():
+    small = task._replace(problems=3 * program.PROMPTS)
+    monkeypatch.setitem(program.TASKS, name, small)
   monkeypatch.setattr(program, "GROUP", 8)  # of the run that is copied
   monkeypatch.setattr(held_out, "KINDS", held_out.KINDS[:1])
   workdir = f"--workdir={tmp_path / 'runs'}"
   flags = ("--rows=GRPO as published;our grpo;d3s", "--seeds=0", "--epochs=3")
   _main(monkeypatch, program, *flags, workdir)
-  lines = results.read(tmp_path / "results.jsonl")
+  lines = program.read()
   assert [x["epoch"] for x in lines if x["row"] == "our grpo"] == [0, 1, 2, 3]
   assert len(started) == 2 * 3 + 1 and len(lines) == 3 * 4
   _main(monkeypatch, program, *flags, workdir)  # nothing is repeated
   assert len(started) == 7
+  _main(monkeypatch, program, "--task=words", *flags, workdir)
+  assert len(program.read("words")) == 12
+  first, *others = started[7:]
+  assert not first.sft.from_run and len(others) == 7
+  assert {x.sft.from_run for x in others} == {f"{tmp_path}/runs/start-0@3"}
   _main(monkeypatch, program, "--report")
   _main(monkeypatch, parts, workdir)
   _main(monkeypatch, predict)
-  tables = ("table.csv", "parts.csv", "predictions.csv", "figure.png")
+  tables = ("single.csv", "words.csv", "parts.csv", "predictions.csv")
+  tables += ("single.png", "words.png")
   assert all((tmp_path / x).exists() for x in tables)
 
 

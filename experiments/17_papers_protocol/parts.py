@@ -164,10 +164,11 @@ def prices(lines: list[dict]) -> tuple[float, float]:
 
 def table(workdir: pathlib.Path, lines: list[dict]) -> str:
   """Returns a line for each part and epoch."""
-  size = run.ROWS[run.PUBLISHED].steps
+  task = run.TASKS["single"]
+  size = task.steps(run.ROWS[run.PUBLISHED])
   steps = read_steps(workdir)
   config = choose.read(workdir / "config.json").pack
-  counts = Counts(run.NUM_PROBLEMS, config.row_length, config.rows_per_micro)
+  counts = Counts(task.problems, config.row_length, config.rows_per_micro)
   counted = [counts.step(i, x) for i, x in enumerate(steps)]
   seed = run.longest(lines)
   measured = {

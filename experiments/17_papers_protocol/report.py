@@ -1,6 +1,6 @@
 """Tables after each epoch, what a history knows, and a figure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import importlib
 import pathlib
 
@@ -248,13 +248,14 @@ def draw(table: Runs) -> figures.Figure:
   return figure
 
 
-def write(lines: Sequence[dict]) -> None:
-  """Writes table.csv and figure.png, and prints the tables."""
-  table = by_run(lines)
-  page = "\n\n".join(
-    x(table)
-    for x in (epoch_table, seed_table, work_table, set_table, history_table)
-  )
-  print(page)
-  (HERE / "table.csv").write_text(results.to_csv(page))
-  style.save(draw(table), HERE / "figure.png")
+def write(tasks: Mapping[str, Sequence[dict]]) -> None:
+  """Prints the tables of each task, and writes them and its figure."""
+  for task, lines in tasks.items():
+    table = by_run(lines)
+    page = "\n\n".join(
+      x(table)
+      for x in (epoch_table, seed_table, work_table, set_table, history_table)
+    )
+    print(f"## {task}\n\n{page}\n")
+    (HERE / f"{task}.csv").write_text(results.to_csv(page))
+    style.save(draw(table), HERE / f"{task}.png")

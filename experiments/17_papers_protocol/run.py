@@ -2,13 +2,15 @@ r"""Compares methods after the same epochs, as the papers do, on a real model.
 
   python -m experiments.17_papers_protocol.run --core=0
   python -m experiments.17_papers_protocol.run --rows="dppo 0.7" --epochs=2
+  python -m experiments.17_papers_protocol.run --task=words
   python -m experiments.17_papers_protocol.run --report
 
-SmolLM2-135M-Instruct learns problems of one step with groups of 5 and a KL
-penalty of 0.001. The rows take turns: every run trains for an epoch on one
-core, is evaluated, saved, and adds a line to results.jsonl; the next round
-resumes it. All rows therefore have about the same number of epochs at any
-moment, and a stopped queue resumes where it was.
+SmolLM2-135M-Instruct learns problems of one step (`single`) with groups of 5
+and a KL penalty of 0.001; `words`, from an epoch of those, has two. The rows
+take turns: every run trains for an epoch on one core, is evaluated, saved, and
+adds a line to the results of its task; the next round resumes it. All rows
+therefore have about the same number of epochs at any moment, and a stopped
+queue resumes where it was.
 """
 
 import argparse
@@ -27,13 +29,28 @@ from ..common import processes, results
 from . import held_out
 
 HERE = pathlib.Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
-CONFIG = "configs/smollm2.py"
-NUM_PROBLEMS = 372  # to train on
 PROMPTS, GROUP, BETA, RATE = 16, 5, "0.001", "2e-5"
 EPOCHS = 6
 EVAL_PROBLEMS, EVAL_SAMPLES = 16, 2  # of each kind
 STAGES = ("rollout", "reward", "select", "score", "update", "update_history")
+
+
+class Task(NamedTuple):
+  """Problems to learn.
+
+  Attributes:
+    config: the configuration file.
+    problems: the number of problems to train on.
+    results: a file of this directory.
+  """
+
+  config: str
+  problems: int
+  results: str
+
+  def steps(self, row: "Row") -> int:
+    """Returns the steps of an epoch."""
+    return self.problems // row.prompts
 
 
 class Row(NamedTuple):
@@ -50,11 +67,6 @@ class Row(NamedTuple):
   args: Mapping[str, float | str]
   beta: str = BETA
   prompts: int = PROMPTS
-
-  @property
-  def steps(self) -> int:
-    """Steps of an epoch."""
-    return NUM_PROBLEMS // self.prompts
 
 
 def dppo(rate: float, scope: str = "batch") -> Row:
@@ -85,6 +97,11 @@ ROWS = {
   "dppo 0.9": dppo(0.9),
   **{f"dppo {x}, group": dppo(x, "group") for x in (0.5, 0.7, 0.9)},
 }
+TASKS = {
+  "single": Task("configs/smollm2.py", 372, "single.jsonl"),
+  "words": Task("configs/smollm2_words.py", 638, "words.jsonl"),
+}
+START = "our grpo"  # after an epoch of `single`; `words` starts from there
 TURNS = (  # rows that take turns; the first are the most important
   (PUBLISHED, "dppo 0.7", "our grpo"),
   ("dppo 0.5", "cppo", "neyman"),
@@ -106,17 +123,18 @@ def turns(
             yield name, seed, epoch
 
 
-def flags(name: str, seed: int, epoch: int, model: pathlib.Path) -> list[str]:
+def flags(task: str, name: str, seed: int, epoch: int) -> list[str]:
   """Returns the options of a run up to the end of an epoch."""
+  fetch = importlib.import_module("experiments.15_real_model.fetch").fetch
   row = ROWS[name]
   sets = (f"{x}={HERE / 'held_out.py'}:{x}" for x in held_out.KINDS)
   return [
     *(f"--config.method.args.{x}={value}" for x, value in row.args.items()),
     f"--config.objective.args.beta={row.beta}",
     "--config.model.hub_id=",
-    f"--config.model.path={model}",
+    f"--config.model.path={fetch('smollm2')}",
     f"--config.seed={seed}",
-    f"--config.steps={epoch * row.steps}",
+    f"--config.steps={epoch * TASKS[task].steps(row)}",
     f"--config.data.prompts_per_step={row.prompts}",
     f"--config.rollout.group_size={GROUP}",
     f"--config.optimizer.learning_rate={RATE}",
@@ -124,7 +142,7 @@ def flags(name: str, seed: int, epoch: int, model: pathlib.Path) -> list[str]:
     f"--config.data.eval={','.join(sets)}",
     f"--config.data.eval_limit={EVAL_PROBLEMS}",
     f"--config.eval.samples={EVAL_SAMPLES}",
-    f"--config.eval.every={row.steps}",
+    f"--config.eval.every={TASKS[task].steps(row)}",
     "--config.checkpoint.keep=1",
     "--config.log.writers=completions",
   ]
@@ -160,9 +178,13 @@ def groups(workdir: pathlib.Path, first: int, last: int) -> list[list[int]]:
   return [[problem, right] for (_, problem), right in counts.items()]
 
 
-def summary(workdir: pathlib.Path, name: str, epoch: int) -> dict:
-  """Returns the measurements of an epoch; epoch 0 is the evaluation before."""
-  run, size = runs.load(workdir), ROWS[name].steps
+def summary(workdir: pathlib.Path, size: int, epoch: int) -> dict:
+  """Returns the measurements of an epoch; epoch 0 is the evaluation before.
+
+  Args:
+    size: steps of an epoch.
+  """
+  run = runs.load(workdir)
   first, last = (epoch - 1) * size + 1, epoch * size
   steps = [x for x in run.steps if first <= x["step"] <= last]
   column = lambda key: [round(x.get(key, 0.0), 4) for x in steps]
@@ -191,27 +213,52 @@ def workdir_of(root: pathlib.Path, name: str, seed: int) -> pathlib.Path:
   return root / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
 
 
+def start(root: pathlib.Path, seed: int, core: int) -> str:
+  """Trains on `single` unless it was done, and returns the checkpoint."""
+  workdir, size = root / f"start-{seed}", TASKS["single"].steps(ROWS[START])
+  if not (workdir / "report.md").exists():
+    _execute("single", START, seed, 1, workdir, core)
+  return f"{workdir}@{size}"
+
+
 def train(
-  name: str, seed: int, epoch: int, root: pathlib.Path, core: int
+  task: str, name: str, seed: int, epoch: int, root: pathlib.Path, core: int
 ) -> list[dict]:
   """Trains a run to the end of an epoch, and returns its measurements."""
-  workdir = workdir_of(root, name, seed)
-  fetch = importlib.import_module("experiments.15_real_model.fetch").fetch
-  command = processes.train_command(f"{CONFIG}:{ROWS[name].method}", workdir)
-  command += flags(name, seed, epoch, fetch("smollm2"))
-  processes.execute(command, {core}, root / f"{workdir.name}-{epoch}.log")
-  labels = {"row": name, "seed": seed}
+  workdir, more = workdir_of(root, name, seed), []
+  if task != "single":
+    workdir = root / f"{task}-{workdir.name}"
+    more = [f"--config.sft.from_run={start(root, seed, core)}"]
+  _execute(task, name, seed, epoch, workdir, core, *more)
+  labels, size = {"row": name, "seed": seed}, TASKS[task].steps(ROWS[name])
   is_first = epoch == 1 or name in IN_ONE_PART
   epochs = range(0 if is_first else epoch, epoch + 1)
   return [
-    {**labels, "epoch": x, **summary(workdir, name, x), **results.facts()}
+    {**labels, "epoch": x, **summary(workdir, size, x), **results.facts()}
     for x in epochs
   ]
 
 
-def read() -> list[dict]:
+def _execute(
+  task: str,
+  name: str,
+  seed: int,
+  epoch: int,
+  workdir: pathlib.Path,
+  core: int,
+  *more: str,
+) -> None:
+  config = f"{TASKS[task].config}:{ROWS[name].method}"
+  command = processes.train_command(config, workdir, *more)
+  command += flags(task, name, seed, epoch)
+  log = workdir.with_name(f"{workdir.name}-{epoch}.log")
+  processes.execute(command, {core}, log)
+
+
+def read(task: str = "single") -> list[dict]:
   """Returns the results so far."""
-  return results.read(RESULTS) if RESULTS.exists() else []
+  path = HERE / TASKS[task].results
+  return results.read(path) if path.exists() else []
 
 
 def longest(lines: Iterable[dict]) -> int:
@@ -222,6 +269,7 @@ def longest(lines: Iterable[dict]) -> int:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--task", choices=TASKS, default="single")
   parser.add_argument("--rows", help="names, separated by ';'; default: all")
   parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
   parser.add_argument("--epochs", type=int, default=EPOCHS)
@@ -234,18 +282,18 @@ def main() -> None:
   if args.report:
     from . import report
 
-    report.write(read())
+    report.write({task: read(task) for task in TASKS})
     return
   root = args.workdir.resolve()
   root.mkdir(parents=True, exist_ok=True)
   names = args.rows.split(";") if args.rows else list(ROWS)
-  done = {(x["row"], x["seed"], x["epoch"]) for x in read()}
+  done = {(x["row"], x["seed"], x["epoch"]) for x in read(args.task)}
   for part in turns(names, args.seeds, args.epochs):
     if part in done:
       continue
     print(*part, flush=True)
-    lines = train(*part, root, args.core)
-    with RESULTS.open("a") as file:
+    lines = train(args.task, *part, root, args.core)
+    with (HERE / TASKS[args.task].results).open("a") as file:
       file.writelines(json.dumps(x, default=float) + "\n" for x in lines)
 
 
