@@ -6,7 +6,7 @@ r"""Compares methods after the same epochs, as the papers do, on a real model.
   python -m experiments.17_papers_protocol.run --report
 
 SmolLM2-135M-Instruct learns problems of one step (`single`) with groups of 5
-and a KL penalty of 0.001; `words`, which starts after an epoch, has two. The rows
+and a KL penalty of 0.001; `words`, which starts after an epoch, has two. Rows
 take turns: every run trains for an epoch on one core, is evaluated, saved, and
 adds a line to the results of its task; the next round resumes it. All rows
 therefore have about the same number of epochs at any moment, and a stopped
