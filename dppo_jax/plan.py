@@ -52,6 +52,8 @@ def run(
     raise UserError(
       "--mode=plan needs --hardware (such as h200:8) or --topology (v5e:4x4)"
     )
+  if stages and not target:
+    raise UserError(f"--stages={stages} needs --topology, which compiles them")
   if not 0 <= price_per_hour < math.inf:
     raise UserError(
       f"--price_per_hour is {price_per_hour} but must be at least 0"

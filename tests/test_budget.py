@@ -20,11 +20,11 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_564,
+  "": 14_575,
   "algo": 7_379,
   "analysis": 4_309,
   "config": 5_872,
-  "data": 7_091,
+  "data": 7_127,
   "eval": 2_137,
   "files": 4_050,
   "methods": 9_822,
@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_419,
   "rewards": 8_210,
   "rollout": 4_127,
-  "run": 12_495,
+  "run": 12_506,
   "step": 14_176,
 }
 _NOT_CODE = {

@@ -90,6 +90,7 @@ def test_a_checkpoint_needs_only_its_config_json(tmp_path, no_network):
   "options, words",
   [
     ({}, "needs --hardware"),
+    ({"hardware": "cpu", "stages": "update"}, "--stages=update needs --topol"),
     ({"hardware": "b100:8"}, "--hardware is 'b100:8' but must be KIND"),
     ({"hardware": "h200:0"}, "--hardware is 'h200:0' but"),
     ({"topology": "v5e:0x4"}, "--topology is 'v5e:0x4' but"),

@@ -48,7 +48,7 @@ _FLAGS = (
     "workdir",
     "DIR",
     "",
-    "of the run, or gs://, s3://; resumes from its checkpoint",
+    "of the run, or gs://...; resumes from its checkpoint",
   ),
   (
     "allow_change",

@@ -183,7 +183,7 @@ class OptimizerConfig:
 class SftConfig:
   """Supervised fine-tuning before the first rollout."""
 
-  steps: int = option(0, "number of updates; 0: none")
+  steps: int = option(0, "number of updates; 0, or with from_run: none")
   learning_rate: float = option(
     0.0, "peak rate; 0: 1e-5 of a checkpoint, 3e-3 of random weights"
   )

@@ -114,6 +114,7 @@ def read(
   name = getattr(source, "__name__", str(source))
   read_records, rows = reader(source), list[Row]()
   is_code = getattr(read_records, "__module__", "") != __name__
+  left = 0
   try:
     unread = iter(read_records())
     for record in itertools.islice(unread, limit or None):
@@ -123,12 +124,14 @@ def read(
         raise UserError(f"{columns!r:.60} is not an object with columns")
       rows.append(_make_row(columns, problem_key, answer_key, default_id))
     counted = () if is_code else itertools.islice(unread, _MAX_COUNTED)
-    left = sum(1 for _ in counted)
+    for _ in counted:
+      left += 1
     more = " or more" * (left == _MAX_COUNTED)
     return rows, f" of {len(rows) + left:,}{more}" * bool(left)
   except Exception as error:  # files and user code fail in many ways
     reason = user_code.one_line(error) if is_code else first_line(error)
-    raise UserError(f"{name} row {len(rows) + 1}: {reason}") from error
+    row = len(rows) + left + 1
+    raise UserError(f"{name} row {row}: {reason}") from error
 
 
 def _make_row(
@@ -137,15 +140,16 @@ def _make_row(
   id_, problem = _find(columns, _ID_KEY), _find(columns, problem_key)
   prompt = parse_messages(problem) or _to_text(problem)
   is_reply = problem is columns.get("messages") and is_begun(prompt)
-  value, solution = _find(columns, answer_key), columns.get("solution")
+  value, worked = _find(columns, answer_key), columns.get("solution")
   answer = _to_text(value).strip()
   _, marker, tail = answer.rpartition("####")
   if marker:
     answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", tail).strip()
   elif (box := last_boxed(answer)) is not None:
     answer = box.strip()
-  elif value is solution and "\n" in answer:  # worked, but without an answer
+  elif value is worked and "\n" in answer:  # worked, but without an answer
     answer = ""
+  solution = _alone(worked)
   if not isinstance(solution, str) or solution.strip() == answer:
     solution = ""
   return Row(
@@ -266,8 +270,7 @@ def _find(columns: Record, keys: str) -> Any:
 
 def _to_text(value: Any) -> str:
   """Returns text and numbers as text; anything else becomes empty."""
-  if isinstance(value, list) and len(value) == 1:
-    value = value[0]
+  value = _alone(value)
   if isinstance(value, float | decimal.Decimal):
     # A grader that compares text expects 18 and 0.00001, not 18.0 and 1e-05.
     text = f"{decimal.Decimal(str(value or 0)):f}"
@@ -275,6 +278,12 @@ def _to_text(value: Any) -> str:
     return text if math.isfinite(value) else ""
   is_text = isinstance(value, str | int) and not isinstance(value, bool)
   return str(value) if is_text else ""
+
+
+def _alone(value: Any) -> Any:
+  """Returns the element of a list of one, else the value."""
+  is_alone = isinstance(value, list) and len(value) == 1
+  return value[0] if is_alone else value
 
 
 def parse_messages(value: Any) -> Prompt | None:

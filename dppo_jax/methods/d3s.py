@@ -40,7 +40,8 @@ def d2s(
   Source: D3S, arXiv:2509.22115.
   Deviates:
     1. The batch's subset is taken from all completions, not from the groups'.
-    2. A completion's loss is the mean over its kept tokens, under dapo too.
+    2. A completion's loss is the mean over its kept tokens; under dapo times
+      its length over the mean length.
   """
   check(FRACTION, keep_tokens=keep_tokens)
   return d1s(keep, scope)._replace(

@@ -282,7 +282,7 @@ class Grader:
       text = (
         f"reward function {spec.name!r} is switched off, since it {fault} in "
         f"{MAX_HANGS} calls in a row: completions earn 0, counted as "
-        "reward/switched_off. Each step tries it again with one call. Load "
+        "reward/switched_off. Each grading tries it again, once a worker. Load "
         "models in a class (dppo_jax/rewards/README.md) or raise "
         "config.reward.timeout_seconds"
       )

@@ -24,6 +24,8 @@ def enable_compilation_cache() -> None:
   with contextlib.suppress(RuntimeError):  # a user without a home directory
     folder = pathlib.Path.home() / ".cache/dppo_jax"
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    # A run has dozens of programs that compile in less than JAX's second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # it may have settled on having none
 
 

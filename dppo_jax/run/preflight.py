@@ -46,8 +46,7 @@ def check_ids(
 def check_training(mesh: jax.sharding.Mesh, config: configs.Config) -> None:
   """Checks the options that only training depends on.
 
-  The devices must divide the prompts of a step, and exact dynamic sampling
-  must not need the lengths of the groups that it skips.
+  The devices must divide the prompts of a step.
   """
   if not config.data.train:
     raise UserError("config.data.train is empty: name a source to train on")

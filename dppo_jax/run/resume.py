@@ -99,8 +99,9 @@ def check(
     flag *= changed.keys() <= may_change(config, "optimizer")
     raise UserError(
       f"{place} holds a run with another config: restore it "
-      f"({'; '.join(rejected)}){flag}, or start from its weights "
-      f"in another --workdir with --config.sft.from_run={place}@STEP"
+      f"({'; '.join(rejected)}){flag}, or start from its weights in another "
+      f"--workdir with --config.sft.from_run={place}@STEP or, with adapters, "
+      "from its export by config.model.path"
     )
   return changed
 

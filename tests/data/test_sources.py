@@ -47,6 +47,14 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, monkeypatch):
   ]
 
 
+def test_a_damaged_row_beyond_the_limit_has_its_own_number(tmp_path):
+  path = write_jsonl(tmp_path / "rows.jsonl", 4 * [ROWS[0]])
+  with open(path, "a") as file:
+    file.write("{\n")
+  with pytest.raises(UserError, match=r"rows.jsonl row 5: "):
+    read(path, limit=2)
+
+
 def test_limit_takes_the_first_rows_of_an_endless_function(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(
@@ -155,6 +163,8 @@ def test_the_reply_in_a_column_of_messages_is_no_part_of_the_prompt():
     ({"solution": "1+1\nis 2."}, "", True),
     ({"solution": r"\frac{1}{2}"}, r"\frac{1}{2}", False),
     ({"solution": "1+1=2", "ground_truth": "2"}, "2", True),
+    ({"solution": ["1+1=2;\\boxed{2}"]}, "2", True),
+    ({"solution": ["2"]}, "2", False),
     ({"answer": r"It is \boxed{ 2 }."}, "2", False),
   ],
 )
@@ -163,7 +173,9 @@ def test_a_solution_is_the_answer_if_no_other_column_is(
 ):
   (row,) = read(lambda: [columns])
   assert row.answer == answer
-  assert row.solution == (columns["solution"] if is_worked else "")
+  solution = columns.get("solution")
+  worked = solution[0] if isinstance(solution, list) else solution
+  assert row.solution == (worked if is_worked else "")
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])

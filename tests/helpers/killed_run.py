@@ -61,8 +61,10 @@ def make_config(num_devices: int = 1) -> config.Config:
   c = config.Config()
   if more:
     config.use_method(c, "greso")
+  elif num_devices > 1:
+    config.use_method(c, "dppo")  # less to compile, in each process
   else:
-    config.use_method(c, "neyman")  # it has a prompt history
+    config.use_method(c, "neyman")
     c.method.args["update_cost"] = 0.5  # measured times would differ
   settings = {
     "steps": STEPS,
