@@ -1,9 +1,11 @@
 """Files of a run, TensorBoard, Weights & Biases, and counted compilations."""
 
 import html
+import os
 import re
 import resource
 import shutil
+import subprocess
 import sys
 from unittest import mock
 
@@ -15,7 +17,7 @@ from dppo_jax.errors import UserError
 from dppo_jax.files import jsonl
 from dppo_jax.metrics import health, progress, trackers, writer
 from dppo_jax.run import compile_cache
-from tests.helpers import events
+from tests.helpers import commands, events
 
 CONFIG = {"seed": 3, "method.args": {"a": "x"}}
 
@@ -66,6 +68,25 @@ def test_programs_compile_without_a_home_directory(monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
   finally:
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_programs_that_compile_at_once_are_cached(tmp_path):
+  """In a new process, since JAX opens a cache once."""
+  code = (
+    "import jax\n"
+    "from dppo_jax.run import compile_cache\n"
+    "compile_cache.enable_compilation_cache()\n"
+    "jax.jit(lambda x: x + 1)(1)"
+  )
+  names = (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+  )
+  environment = {k: x for k, x in os.environ.items() if k not in names}
+  environment["HOME"] = str(tmp_path)
+  command = [sys.executable, "-c", code]
+  subprocess.run(command, env=environment, cwd=commands.ROOT, check=True)
+  assert any((tmp_path / ".cache/dppo_jax").iterdir())
 
 
 def test_every_completion_is_written_once_after_a_crash(tmp_path):
