@@ -8,7 +8,7 @@ rate of a product and the bandwidth, are measured again, and the step is
 estimated from them twice: with the lengths and the fraction of tokens that it
 had, and with those that plan mode assumes beforehand. All seconds are CPU
 seconds, so that other programs on the core matter little. Lines go to
-step_seconds.jsonl; without CASE, or with `--table`, the tables are printed.
+step_seconds.jsonl; without CASE the tables are printed.
 """
 
 import argparse

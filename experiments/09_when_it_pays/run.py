@@ -89,9 +89,10 @@ def main() -> None:
       )
       results.write(HERE / "predictions.jsonl", rows)
     elif stage == "report":
-      rows = gather(pool, cells, args.seeds)
-      results.write(HERE / "results.jsonl", rows)
-      report.write(rows, HERE)
+      path = HERE / "results.jsonl"
+      if rows := gather(pool, cells, args.seeds):
+        results.write(path, rows)
+      report.write(results.read(path), HERE)
     else:
       train(pool, stage, cells, args.seeds)
 

@@ -55,8 +55,8 @@ def neyman(
     min_prob: least probability of a completion or token, in [0, 1].
     update_cost: as in `BudgetPolicy`. With measured times no two runs are
       bit-identical.
-  Source: ours, after Neyman 1934 and Deville and Tille 1998; the automatic
-    budget after McCandlish et al. 2018, arXiv:1812.06162. Cost-Aware Learning,
+  Source: ours, after Neyman 1934 and Madow 1949; the automatic budget after
+    McCandlish et al. 2018, arXiv:1812.06162. Cost-Aware Learning,
     arXiv:2604.28020, is similar; experiments/PAPERS.md has the differences.
   Deviates:
     1. A prompt's size assumes advantages divided by their standard deviation,
