@@ -85,8 +85,8 @@ def run(config: configs.Config, workdir: pathlib.Path) -> list[Row]:
 
     add("devices", _devices)
     if planned := add("config", _setup, config):
+      add("attention", _attention, planned)  # on one device
       stack.enter_context(jax.set_mesh(planned.spec.mesh))
-      add("attention", _attention, planned)
       params = add("weights", _weights, planned)
       if params and (step := add("step", _step, planned, params)):
         state, timed, gap = step
@@ -224,7 +224,7 @@ def _predict(run: Run) -> dict[str, float]:
 def _kind(device: jax.Device) -> str:
   """Returns the key of `targets.CHIPS` of a device; empty if unknown."""
   name = device.device_kind.lower()
-  kinds = _KINDS | {x: x for x in targets.CHIPS}
+  kinds = {x: x for x in targets.CHIPS} | _KINDS
   return next((kind for part, kind in kinds.items() if part in name), "")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import inspect
 import math
 import pathlib
 from typing import Any
@@ -20,6 +21,15 @@ from dppo_jax.planning.memory import gib
 from dppo_jax.run import compile_cache
 from dppo_jax.run.description import kernels
 from dppo_jax.run.setup import Run
+from dppo_jax.step import programs
+
+# Parts of the train state that an argument of a stage holds.
+_HELD = {
+  "state": ("weights", "optimizer"),
+  "params": ("weights",),
+  "opt_state": ("optimizer",),
+  "reference": ("reference",),
+}
 
 
 def run(
@@ -244,12 +254,10 @@ def _compile(
 
 def resident(run: Run, stage: str) -> float:
   """Bytes of the train state in memory that are not arguments of a stage."""
-  arguments = {
-    "to_inference_params": {"weights"},
-    "score": {"weights"},
-    "evaluate": {"weights"},
-    "update": {"weights", "optimizer", "reference"},
-  }.get(stage, set())
+  names = ["params"]  # of an evaluation
+  if known := programs.STAGES.get(stage):
+    names = list(inspect.signature(known.function).parameters)
+  arguments = set().union(*(_HELD.get(x, ()) for x in names))
   parts = memory.estimate(run)["update"]
   state = {"weights", "optimizer", "reference"} - arguments
   return sum(parts.get(name, 0.0) for name in state)

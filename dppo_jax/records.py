@@ -1,8 +1,8 @@
 """Records that travel between stages, and the letters that name their shapes.
 
 `N` prompts drawn, `Q` prompts rolled out, `G` completions of each prompt,
-`P` prompt tokens, `T` completion tokens, `S` sequences kept, `R` packed rows
-of `L` positions each, `M` problems in a data set.
+`P` prompt tokens, `T` completion tokens, `R` packed rows of `L` positions each,
+`M` problems in a data set.
 
 A rollout has a fixed shape, so `Q` equals `N`, and the `kept.keep` of a pruned
 prompt is False.

@@ -16,8 +16,8 @@ class Stage(enum.IntEnum):
   """Consumers of randomness. Append only: reusing a value changes old runs.
 
   Randomness is indexed by the training step, except that DATA is indexed by
-  the epoch, and PROMPTS and ROLLOUT by the batch of prompts: a step may draw
-  several batches.
+  the epoch, PROMPTS and ROLLOUT by the batch of prompts, as a step may draw
+  several, SFT by the supervised step, and EVALUATE by the set of problems.
   """
 
   INIT = 0

@@ -41,7 +41,6 @@ RULES: Mapping[str | None, tuple[str, ...]] = {
   "expert": ("model",),
   "vocab": ("model",),
   "layer": (),
-  "head_dim": (),
   None: (),
 }
 

@@ -20,20 +20,20 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_575,
+  "": 14_627,
   "algo": 7_379,
-  "analysis": 4_309,
+  "analysis": 4_308,
   "config": 5_872,
   "data": 7_127,
   "eval": 2_137,
   "files": 4_050,
   "methods": 9_822,
   "metrics": 6_089,
-  "models": 22_719,
+  "models": 22_717,
   "planning": 5_419,
   "rewards": 8_210,
   "rollout": 4_127,
-  "run": 12_506,
+  "run": 12_510,
   "step": 14_176,
 }
 _NOT_CODE = {

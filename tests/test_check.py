@@ -57,8 +57,9 @@ def _check(capsys, tmp_path, *flags, **options):
 
 
 @pytest.mark.slow
-def test_everything_is_right_here(capsys, tmp_path):
-  status, rows = _check(capsys, tmp_path, **SETTINGS)
+@pytest.mark.parametrize("mesh", [{}, {"mesh__data": 2, "mesh__model": 2}])
+def test_everything_is_right_here(mesh, capsys, tmp_path):
+  status, rows = _check(capsys, tmp_path, **SETTINGS, **mesh)
   assert [*rows] == NAMES.split()
   assert {word for word, _ in rows.values()} == {"right"}, rows
   assert status == 0
@@ -133,6 +134,7 @@ def test_an_accelerator_that_jax_does_not_use_is_named(monkeypatch, tmp_path):
     ("NVIDIA B200", "b200"),
     ("NVIDIA L4", ""),
     ("TPU v5 lite", "v5e"),
+    ("TPU v5e", "v5e"),
     ("TPU v5p", "v5p"),
     ("TPU v5", "v5p"),
     ("TPU v6 lite", "v6e"),

@@ -22,7 +22,7 @@ from dppo_jax.config import cli, options
 from dppo_jax.errors import Unreachable, UserError
 from dppo_jax.files import bucket
 from dppo_jax.models import hf
-from dppo_jax.run import resume
+from dppo_jax.run import checkpoint_steps, resume
 from dppo_jax.run.setup import setup_run
 from tests.helpers import commands, option_reads, small
 
@@ -384,6 +384,17 @@ def test_directory_of_another_run_is_rejected_by_option(begun):
   assert "config.model.shape was" in str(error.value)
   assert str(error.value).count(" was ") == 2
   assert json.loads(begun.read_text())["seed"] == 0
+
+
+def test_a_resumed_run_that_is_stopped_ends_with_that(tmp_path, monkeypatch):
+  """Not with the error of a bucket that is out of reach by then."""
+  with (
+    pytest.raises(KeyboardInterrupt),
+    resume.held(tmp_path, commands.config("arithmetic")),
+  ):
+    unreachable = mock.Mock(side_effect=UserError("out of reach"))
+    monkeypatch.setattr(checkpoint_steps, "complete_steps", unreachable)
+    raise KeyboardInterrupt
 
 
 def test_two_processes_do_not_train_in_one_directory(begun):

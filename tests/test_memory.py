@@ -94,6 +94,18 @@ def test_estimate_is_near_the_memory_of_a_compiled_update(remat):
   assert 0.4 < compiled / total(run, "update") < 2.5
 
 
+def test_what_a_stage_has_as_an_argument_is_not_counted_again():
+  run = planned(objective__args__beta=0.1)
+  parts = memory.estimate(run)["update"]
+  sizes = [parts[x] for x in ("weights", "optimizer", "reference")]
+  weights, optimizer, reference = sizes
+  assert plan.resident(run, "update") == 0
+  assert plan.resident(run, "signed_square") == optimizer
+  assert plan.resident(run, "momentum_square") == weights + reference
+  assert plan.resident(run, "evaluate") == optimizer + reference
+  assert plan.resident(run, "select") == sum(sizes)
+
+
 @pytest.mark.parametrize(
   "stage, smaller, larger",
   [

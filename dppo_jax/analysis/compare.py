@@ -24,8 +24,7 @@ from dppo_jax.files import jsonl
 
 # Options, and sections of them, that do not make a run another experiment.
 _IGNORED = tuple(
-  "checkpoint. eval.every. eval.prompts. fingerprints. log. "
-  "reward.num_workers. seed. sft.from_run.".split()
+  "checkpoint. eval.every. fingerprints. log. seed. sft.from_run.".split()
 )
 _METHOD, _RATE = "method.name", "optimizer.learning_rate"
 _DASHES = ("--", "-.", ":")  # of learning rates but the best

@@ -98,7 +98,7 @@ def assign(config, name: str, value: Any) -> None:
 
 
 def absolute_paths(config):
-  """Returns a copy of the config in which no path is relative."""
+  """Returns a copy of the config in which no path is relative, but in lists."""
   config = copy.deepcopy(config)
   for name, value, metadata in walk(config):
     if isinstance(value, str) and (absolute := metadata["absolute"]):

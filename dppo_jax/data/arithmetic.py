@@ -18,7 +18,7 @@ from dppo_jax.errors import UserError
 
 LARGEST = 15  # operand or partial result
 NUM_PROBLEMS, NUM_OPERATIONS = 4096, 6  # defaults
-MAX_OPERATIONS = 12  # with more, problem numbers overflow random.sample
+MAX_OPERATIONS = 12  # from 15 on, problem numbers overflow random.sample
 HELD_OUT_FRACTION = 1 / 8
 # Of the solutions that are imitated, so that the initial policy mostly guesses.
 DIRECT_SHARE = 0.55

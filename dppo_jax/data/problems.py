@@ -77,6 +77,8 @@ class ProblemSet:
 def check(train: sources.Source, eval: sources.Source) -> None:
   """Raises UserError unless both sources exist; empty ones are skipped.
 
+  A set of TFDS is looked for when it is read.
+
   It needs no tokenizer, so that it can precede the download of a model.
   """
   named = [("train", train)] if train else []

@@ -164,7 +164,8 @@ def _make_row(
 def reader(source: Source) -> Callable[[], Iterable[Record]]:
   """Returns the function that reads the records of a source.
 
-  Downloads a data set of the hub. Raises UserError if there is no such source.
+  Downloads a data set of the hub. Raises UserError if there is no such source,
+  but for a set of TFDS, which is looked for when it is read.
   """
   if callable(source):
     return source

@@ -99,7 +99,7 @@ class CharacterTokenizer:
 class PretrainedTokenizer:
   """A checkpoint's tokenizer with its chat template, if it has one.
 
-  It has the methods and attributes of `CharacterTokenizer`, except `save`.
+  It has the methods of `CharacterTokenizer`.
   """
 
   def __init__(self, path: str, template_args: Mapping[str, Any] | None = None):

@@ -64,7 +64,7 @@ def check(content: Any, kinds: Kinds, label: str = "") -> dict[str, Any]:
     label: start of the error.
   """
   if not isinstance(content, dict):
-    raise UserError("not a JSON object")
+    raise UserError(f"{label}not a JSON object")
   for key, kind in kinds.items():
     value = content.get(key)
     if not _is_of(value, kind):

@@ -163,7 +163,8 @@ def reaching(where: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
   Args:
     num_bytes: size of what the body transfers.
   Raises:
-    UserError: if access is denied, or for an error of the local disk.
+    UserError: if access is denied, the request is rejected, there is no such
+      file or a package is missing, or for an error of the local disk.
     Unreachable: for all other errors of a bucket.
   """
   where = str(where)

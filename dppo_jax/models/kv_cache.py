@@ -24,7 +24,8 @@ from dppo_jax.models.config import ModelConfig
 # Layers that a compiled step unrolls; each takes time to compile.
 MAX_GROUPS = 4
 
-# Smallest padded length of a prompt; a cache's first part is at least as large.
+# Smallest padded length of a prompt, and of a cache's first part, unless all
+# are shorter.
 _SHORTEST = 128
 
 

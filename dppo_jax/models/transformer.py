@@ -70,8 +70,8 @@ def forward_and_load(
     end: one past the last place in the row that sees a token; 0 is padding.
       The token at place `q` sees the one at `k` if k <= q < end[k].
   Returns:
-    Hidden states after the final norm, and the tokens of each expert in every
-    layer; None for a dense model.
+    Hidden states after the final norm, and the load of each layer's experts;
+    None for a dense model.
   """
   params = parameters.cast(params, config)
   # Padding sees itself, so that no softmax is empty.

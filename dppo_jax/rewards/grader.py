@@ -45,7 +45,7 @@ class Graded(NamedTuple):
       (`right`, ...); values of any function that a fault made 0: `timeouts`,
       `crashes` of the process, `errors` (exceptions, also for a wrong number or
       type of values), `switched_off` (not called, because it always hangs) and
-      `nonfinite` (NaN, or at least `MAX_REWARD`).
+      `nonfinite` (NaN, or at least `MAX_REWARD`; the weighted sum too).
     values: f32 `[n]` by function, before its weight; 0 for a fault and None.
   """
 

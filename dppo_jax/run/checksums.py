@@ -33,8 +33,8 @@ def find_corruption(directory: epath.Path, run: str, step: int) -> str:
   """Names a file that changed since `write`; "" if none did.
 
   Args:
-    run, step: expected in the label, if the directory has one and if it and
-      the caller know the name of the run.
+    run, step: expected in the label, if the directory has one; the run if it
+      and the caller know its name.
   """
   kind, expected = _written(directory)
   if not expected:

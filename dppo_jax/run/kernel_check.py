@@ -25,8 +25,8 @@ from dppo_jax.models import attention, kv_cache
 from dppo_jax.models.attention import decode_kernel
 from dppo_jax.step.spec import StepSpec
 
-# Largest error, see `_error`, in bfloat16 and, as TPUs round the factors of
-# products to it, in float32. Roundings make up to 0.006, a wrong scale 0.4.
+# Largest `_difference` in bfloat16 and, as TPUs round the factors of products
+# to it, in float32. Roundings make up to 0.006, a wrong scale 0.4.
 TOLERANCE = 2e-2
 _SLOTS = 8  # of the decode step: others are computed alike
 _GROUPS = 2

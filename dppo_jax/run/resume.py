@@ -135,7 +135,8 @@ def write(
   Damaged checkpoints are set aside before, so that the latest one is intact.
 
   Returns:
-    A line for each change of an option that `allowed` permits.
+    A line for each change of an option that `allowed` permits, and of the
+      evaluation sets.
   """
   changed = check(workdir, config, prints, allowed)
   steps = checkpoint_steps.complete_steps(workdir)
@@ -209,8 +210,9 @@ def held(
       yield
     except (UserError, KeyboardInterrupt):
       logs = workdir / "metrics.jsonl"
-      saved = checkpoint_steps.complete_steps(workdir)
-      if is_new and not (saved or jsonl.read(logs)):
+      if is_new and not (
+        checkpoint_steps.complete_steps(workdir) or jsonl.read(logs)
+      ):
         shutil.rmtree(workdir, ignore_errors=True)
       raise
 

@@ -48,7 +48,7 @@ class Run(NamedTuple):
   eval_sets: dict[str, data.ProblemSet]
   eval_samples: int
   is_tuned: bool
-  reward_specs: list[rewards.RewardSpec]
+  reward_specs: tuple[rewards.RewardSpec, ...]
   make_grader: Callable[[], rewards.Grader]
   origin: str
   path: str

@@ -120,8 +120,9 @@ def tune(
   with bar.steps("supervised step", steps) as shown:
     for done in range(1, steps + 1):
       state, metrics = step(state, *draw(done - 1))
+      is_shown = done % max(1, steps // 5) == 0
       # Reading a metric waits for it.
-      if done % max(1, steps // 100) == 0 or done == steps:
+      if is_shown or done % max(1, steps // 100) == 0 or done == steps:
         note = f"{-float(metrics['update/logprob']):.3f} nats per token"
         shown.advance(done, note)
         skipped = int(metrics["update/skipped"])
@@ -133,7 +134,7 @@ def tune(
             "high, see config.sft.learning_rate; or compute in float32 with "
             "config.model.dtype"
           )
-      if done % max(1, steps // 5) == 0:
+      if is_shown:
         say(f"supervised step {done} of {steps}: {note}")
   return state.params
 

@@ -40,7 +40,8 @@ def make_schedule(
   Args:
     total_steps: length of the schedule, in updates.
     schedule: constant, linear or cosine, after the warm-up.
-    warmup_steps: updates of a linear warm-up from 0 to `learning_rate`.
+    warmup_steps: updates of a linear warm-up, from `learning_rate` over their
+      number.
   """
   decay_steps = max(1, total_steps - warmup_steps)
   rate = {

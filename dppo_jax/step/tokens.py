@@ -42,7 +42,8 @@ def choose_tokens(
 ) -> tuple[PackedBatch, dict[str, Scalar]]:
   """Weights the tokens that the method chooses; the others get weight 0.
 
-  The update does not compute the log-probability of a token of weight 0.
+  The update computes the log-probability of a token of weight 0 only if the
+  ratio of its sequence needs it.
 
   Args:
     stats: statistics of the batch under the policy to train, if computed. If

@@ -34,7 +34,7 @@ class GradSums(NamedTuple):
   Attributes:
     grad: gradient of the loss sum by the trainable weights.
     sums: token sums to log: `loss tokens clipped kl logprob entropy`.
-    log_ratio: the largest |log(policy / old)| of any trained token.
+    log_ratio: the largest |log(policy / old)| of a token of nonzero weight.
     load: of each layer's experts; None for a dense model.
     num_read: positions that the model read, without padding.
   """
@@ -241,6 +241,7 @@ def apply_gradient(
 
   Args:
     denominator: the loss denominator, in completions before pruning.
+    optimizer: wrapped by `optax.apply_if_finite`, as by `make_optimizer`.
   """
   grad = jax.tree.map(lambda g: g / denominator, sums.grad)
   norm = optax.tree.norm(grad)  # squares may overflow where entries do not

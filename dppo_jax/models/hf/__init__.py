@@ -1,7 +1,6 @@
 """Hugging Face checkpoints: reading, checking and writing them."""
 
 from dppo_jax.models.hf.reader import (
-  GENERATION,
   check,
   fetch,
   has_images,

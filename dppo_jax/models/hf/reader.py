@@ -101,7 +101,7 @@ def read_config(
 
 
 def check(path: str | pathlib.Path) -> None:
-  """Raises the errors of `load` without reading the weights."""
+  """Raises the errors of `load`, without reading all weights, but for NaN."""
   _open_model(path, read_config(path))
 
 
