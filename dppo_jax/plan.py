@@ -185,7 +185,7 @@ def _timed(
 def num_evaluations(config: configs.Config) -> int:
   """Returns the evaluations of a run: before it, when due, and at its end."""
   every = config.eval.every
-  return 1 + (-(-config.steps // every) if every else 1)
+  return 1 + (-(-config.steps // every) if every else config.steps > 0)
 
 
 def num_checkpoints(config: configs.Config) -> int:

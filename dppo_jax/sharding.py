@@ -75,8 +75,8 @@ def sizes(
     raise UserError(
       f"a mesh of {replicas} x {data} x {model} needs {size} devices but there "
       f"are {num_devices}: lower config.mesh.data, config.mesh.model or "
-      "config.mesh.replicas, or let a CPU act as several devices with "
-      f"JAX_NUM_CPU_DEVICES={size} in the environment"
+      "config.mesh.replicas; or name more devices in a plan, or let a CPU act "
+      f"as several with JAX_NUM_CPU_DEVICES={size} in the environment"
     )
   return shape
 

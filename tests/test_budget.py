@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_627,
+  "": 14_631,
   "algo": 7_379,
   "analysis": 4_308,
   "config": 5_872,
@@ -30,7 +30,7 @@ TOKENS = {
   "methods": 9_822,
   "metrics": 6_089,
   "models": 22_717,
-  "planning": 5_419,
+  "planning": 5_424,
   "rewards": 8_210,
   "rollout": 4_127,
   "run": 12_510,

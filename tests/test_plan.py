@@ -102,6 +102,7 @@ def test_a_checkpoint_needs_only_its_config_json(tmp_path, no_network):
     ({"hardware": "v5e", "assume": "prompt=0"}, "--assume is 'prompt=0' but"),
     ({"hardware": "v5e", "assume": "memory=2"}, "fractions are at most 1"),
     ({"topology": "cpu"}, "--topology is 'cpu' but must be KIND"),
+    ({"topology": "v5e"}, "--topology is 'v5e' but must be KIND"),
     ({"hardware": "v5e", "checkpoint__best": "eval/x"}, "must be one of eval/"),
     ({"hardware": "v5e", "price_per_hour": -1.0}, "--price_per_hour is -1.0"),
   ],
@@ -118,6 +119,8 @@ def test_evaluations_and_checkpoints_are_those_of_the_run():
   for every, num in ((0, 2), (10, 3), (15, 3)):
     c.eval.every = every
     assert plan.num_evaluations(c) == num
+  none = commands.config("arithmetic", steps=0, eval__every=0)
+  assert plan.num_evaluations(none) == 1
   for every, keep, best, num in ((30, 2, "", 1), (5, 2, "", 2), (5, 2, "x", 3)):
     c.checkpoint.every, c.checkpoint.keep, c.checkpoint.best = every, keep, best
     assert plan.num_checkpoints(c) == num

@@ -80,7 +80,8 @@ class Hardware(NamedTuple):
 def parse(text: str, flag: str = "--hardware") -> Hardware:
   """Parses KIND:NUMBER or KIND:SHAPE, such as h200:8 or v5e:4x4."""
   kind, _, size = text.partition(":")
-  size = size or "1"
+  if flag == "--hardware":
+    size = size or "1"
   kinds = [x for x in CHIPS if x != "cpu" or flag == "--hardware"]
   if kind not in kinds or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", size):
     raise UserError(
