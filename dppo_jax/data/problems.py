@@ -77,9 +77,8 @@ class ProblemSet:
 def check(train: sources.Source, eval: sources.Source) -> None:
   """Raises UserError unless both sources exist; empty ones are skipped.
 
-  A set of TFDS is looked for when it is read.
-
-  It needs no tokenizer, so that it can precede the download of a model.
+  It needs no tokenizer, so that it can precede the download of a model. A set
+  of TFDS is looked for when it is read.
   """
   named = [("train", train)] if train else []
   named += [("eval", x) for x in sources.parse_named(eval).values()]

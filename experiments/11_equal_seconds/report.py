@@ -21,6 +21,8 @@ NOISE = {
   "long rings": (10.0, 0.35),  # as for rings
   "arithmetic": (0.78, 0.4),
 }
+# Steps between evaluations of a method that is gone, where they differ.
+EVERY = {("long rings", "automatic"): 16}
 
 
 def predicted(row: dict) -> float:
@@ -33,10 +35,6 @@ def predicted(row: dict) -> float:
   groups = (1 - within) + within * 15 / (row["group"] - 1)
   r = noise * 32 / row["prompts"] * groups
   return row["seconds"][-1] / row["steps"] * (1 + r)
-
-
-# Steps between evaluations of a method that is gone, where they differ.
-EVERY = {("long rings", "automatic"): 16}
 
 
 def steps_to(row: dict, mark: str) -> float:
