@@ -21,14 +21,16 @@ from typing import Any
 import uuid
 
 from dppo_jax import config as configs
-from dppo_jax import data, distributed
+from dppo_jax import distributed
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket, json_object, jsonl, paths
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, checkpoint_steps
+from dppo_jax.run.setup import Run
 
 _CONFIG = "config.json"
 _EVAL = "fingerprints.eval"
+_ROWS = "fingerprints.rows_of_micro_batch"
 
 
 def may_change(config: configs.Config, allowed: str = "") -> set[str]:
@@ -52,15 +54,13 @@ def may_change(config: configs.Config, allowed: str = "") -> set[str]:
     free |= names - {"optimizer.function"}
   if method.has_schedule or (has_schedule and not allowed):
     free.discard("steps")  # the learning rate, or pruning, depends on it
-  if method.tokens:  # tokens are drawn along the rows, which depend on these
-    free -= {"pack.rows_per_micro", "mesh.data", "mesh.replicas"}
   return free
 
 
 def check(
   workdir: pathlib.Path,
   config: configs.Config,
-  prints: Mapping[str, str] | None = None,
+  prints: Mapping[str, str | int] | None = None,
   allowed: str = "",
 ) -> dict[str, tuple[Any, Any]]:
   """Raises UserError, naming what changed, unless `config` may resume a run.
@@ -79,7 +79,8 @@ def check(
   hint = f"{place} has checkpoints: restore it, or choose another --workdir"
   new = configs.flatten(config) | dict(prints or {})
   # An option that is newer than the run had its default.
-  old = configs.flatten(configs.Config()) | {_EVAL: new.get(_EVAL)}
+  old = configs.flatten(configs.Config())
+  old |= {x: new[x] for x in (_EVAL, _ROWS) if x in new}
   old |= json_object.read(workdir / _CONFIG, hint=hint)
   options = {x for x in old if not x.startswith(("fingerprints.", "changes"))}
   changed = {
@@ -127,7 +128,7 @@ def _is_same(name: str, before: Any, after: Any) -> bool:
 def write(
   workdir: pathlib.Path,
   config: configs.Config,
-  prints: Mapping[str, str] | None = None,
+  prints: Mapping[str, str | int] | None = None,
   allowed: str = "",
 ) -> list[str]:
   """Writes config, fingerprints and `changes`, unless `check` raises.
@@ -180,7 +181,7 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
 def held(
   workdir: pathlib.Path,
   config: configs.Config,
-  prints: Mapping[str, str] | None = None,
+  prints: Mapping[str, str | int] | None = None,
   allowed: str = "",
 ) -> Iterator[None]:
   """Keeps other runs out of a directory that the config may resume.
@@ -286,12 +287,12 @@ def describe_stop(workdir: pathlib.Path) -> str:
   return "stopped before the first step; nothing was saved"
 
 
-def fingerprints(
-  config: configs.Config,
-  train_set: data.ProblemSet,
-  eval_sets: Mapping[str, data.ProblemSet],
-) -> dict[str, str]:
-  """Hashes of prompt tokens and answers, and of the files of user code."""
+def fingerprints(config: configs.Config, run: Run) -> dict[str, str | int]:
+  """Hashes of prompt tokens and answers, and of the files of user code.
+
+  A method that chooses tokens draws them along the rows of a micro-batch, so
+  that the number of these is of the run too.
+  """
   names = "method.source method.args objective.source objective.args"
   names = f"reward.functions {names} optimizer.function"
   named = configs.user_functions(config, names.split()).values()
@@ -300,11 +301,12 @@ def fingerprints(
   content = lambda x: (x.tokens.tobytes(), encode(x.answers))
   texts = []
   if configs.user_functions(config, ["reward.functions"]):  # may read more
-    texts = [train_set.problems, train_set.columns]
+    texts = [run.train_set.problems, run.train_set.columns]
   digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
-  of_sets = itertools.chain(*map(content, eval_sets.values()))
+  of_sets = itertools.chain(*map(content, run.eval_sets.values()))
+  of_rows = {_ROWS: run.spec.packing.rows_per_micro}
   return {
-    "fingerprints.data": digest(*content(train_set), *map(encode, texts)),
+    "fingerprints.data": digest(*content(run.train_set), *map(encode, texts)),
     _EVAL: digest(*of_sets),
     "fingerprints.code": digest(*(pathlib.Path(x).read_bytes() for x in files)),
-  }
+  } | (of_rows if run.spec.method.tokens else {})
