@@ -28,12 +28,12 @@ TOKENS = {
   "eval": 2_137,
   "files": 4_050,
   "methods": 9_822,
-  "metrics": 6_089,
+  "metrics": 5_982,
   "models": 22_717,
   "planning": 5_424,
   "rewards": 8_210,
   "rollout": 4_127,
-  "run": 12_510,
+  "run": 12_477,
   "step": 14_176,
 }
 _NOT_CODE = {

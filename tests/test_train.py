@@ -66,7 +66,8 @@ def _metrics(workdir):
 
 
 def _completions(workdir):
-  return jsonl.read(workdir / "completions" / "000001.jsonl")
+  files = sorted((workdir / "completions").iterdir())
+  return [line for path in files for line in jsonl.read(path)]
 
 
 def _final_state(workdir, c):

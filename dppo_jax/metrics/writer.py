@@ -16,14 +16,6 @@ from dppo_jax.files import jsonl
 from dppo_jax.metrics import health, progress, trackers
 from dppo_jax.metrics.samples import choose_columns
 
-STEPS_PER_FILE = 100  # of completions
-
-
-def _completions_of(step: int) -> str:
-  """Returns the name of the file that has the completions of a step."""
-  first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
-  return f"{first:06d}.jsonl"
-
 
 class Writer(contextlib.AbstractContextManager):
   """Writes metrics, samples, all completions, `log.txt`, and to trackers.
@@ -53,18 +45,13 @@ class Writer(contextlib.AbstractContextManager):
     self._trackers: dict[str, Any] = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
       jsonl.keep_until(workdir / name, first_step)
-    for path in (workdir / "completions").glob("*.jsonl"):
-      first = int(path.stem) if path.stem.isdecimal() else 0
-      if path.name != _completions_of(first):  # a file of the user
-        continue
-      if first > first_step:  # all of its steps are, unless it is a user's
-        if all(first <= x["step"] for x in jsonl.read(path)):
-          path.unlink()
-      elif first + STEPS_PER_FILE > first_step + 1:
-        jsonl.keep_until(path, first_step)
+    for path in (workdir / "completions").glob("step-*.jsonl"):
+      number = path.stem.removeprefix("step-")
+      if number.isdecimal() and int(number) > first_step:
+        path.unlink()
     for line in jsonl.read(workdir / "metrics.jsonl"):
       watch.check(line["step"], line)
-    self._files = {"metrics.jsonl", "samples.jsonl", "log.txt"}
+    self._files = ("metrics.jsonl", "samples.jsonl", "log.txt")
     for name in self._files:
       (workdir / name).touch()
     names = trackers.parse(writers)
@@ -98,17 +85,11 @@ class Writer(contextlib.AbstractContextManager):
 
   def write_completions(self, step: int, lines: Iterable[dict]) -> None:
     """Writes all completions of a step, if the run keeps them."""
-    if not self._keeps_completions:
-      return
-    name = f"completions/{_completions_of(step)}"
-    if name not in self._files:
-      path = self._workdir / name
+    if self._keeps_completions:
+      path = self._workdir / f"completions/step-{step:06d}.jsonl"
       with writing(path):
         path.parent.mkdir(exist_ok=True)
-        path.touch()
-      self._files.add(name)
-    text = "".join(jsonl.line({"step": step, **line}) for line in lines)
-    self._append(name, text)
+      jsonl.replace(path, (jsonl.line({"step": step, **x}) for x in lines))
 
   def sync(self) -> None:
     """Makes sure that all files are on disk before a checkpoint is saved."""

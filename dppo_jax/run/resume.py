@@ -235,23 +235,18 @@ def is_done(
     if checkpoints.corruption(latest):
       return False
   if distributed.is_first():
-    page, lines = workdir / "report.md", workdir / "metrics.jsonl"
-    times = [x.stat().st_mtime for x in (page, lines) if x.exists()]
-    with bucket.reaching(page) as there:
-      is_old = not there.exists() or times[:1] < times[1:]
-    if is_old:
-      bucket.fetch_logs(workdir)
-      try:
-        report.write(workdir)
-        bucket.send(workdir)
-      except UserError as error:  # a directory to read only
-        print(f"warning: {error}", flush=True)
+    bucket.fetch_logs(workdir)
+    try:  # a kill may have ended the run before its report
+      report.write(workdir)
+      bucket.send(workdir)
+    except UserError as error:  # a directory to read only
+      print(f"warning: {error}", flush=True)
     changing = ("", ""), (" --allow_change=optimizer", "optimizer")
     flags = [x for x, y in changing if "steps" in may_change(config, y)]
     longer = f"  --config.steps={2 * max(latest, 1)}{{}} trains longer\n"
     print(
       f"already done: {latest} of {config.steps} steps; report: "
-      f"{bucket.shown(page)}\n"
+      f"{bucket.shown(workdir / 'report.md')}\n"
       f"{''.join(map(longer.format, flags[:1]))}"
       "  --workdir=DIR starts another run\n"
       f"{next_commands(workdir)}",

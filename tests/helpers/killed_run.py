@@ -217,7 +217,10 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
       {k: x for k, x in json.loads(line).items() if not is_timed(k)}
       for line in (workdir / name).read_text().splitlines()
     ]
-    for name in ("metrics.jsonl", "samples.jsonl", "completions/000001.jsonl")
+    for name in (
+      *("metrics.jsonl", "samples.jsonl"),
+      *(f"completions/{x.name}" for x in workdir.glob("completions/*")),
+    )
   }
   scalars = sorted(
     (value.tag, event.step, value.simple_value)

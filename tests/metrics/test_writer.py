@@ -90,27 +90,32 @@ def test_programs_that_compile_at_once_are_cached(tmp_path):
 
 
 def test_every_completion_is_written_once_after_a_crash(tmp_path):
-  """Stops in step 4, with a checkpoint of step `latest`; a line is cut."""
-  write = lambda out, step: out.write_completions(
-    step, [{"n": i} for i in "ab"]
+  """Stops in step 4, with a checkpoint of step `latest`."""
+  write = lambda out, step, run: out.write_completions(
+    step, [{"n": i, "run": run} for i in "ab"]
   )
-  with mock.patch.object(writer, "STEPS_PER_FILE", 2):
-    for latest in (3, 2, 1, None):
-      with _writer(tmp_path) as out:
-        for step in (1, 2, 3, 4):
-          write(out, step)
-      *_, newest = sorted((tmp_path / "completions").iterdir())
-      newest.write_text(newest.read_text()[:-3])
-      with _writer(tmp_path, first_step=latest) as out:
-        for step in range((latest or 0) + 1, 6):
-          write(out, step)
-      files = sorted((tmp_path / "completions").glob("*.jsonl"))
-      assert [x.stem for x in files] == ["000001", "000003", "000005"]
-      steps = [[x["step"] for x in jsonl.read(path)] for path in files]
-      assert steps == [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5]], latest
+  for latest in (3, 2, 1, None):
+    with _writer(tmp_path) as out:
+      for step in (1, 2, 3, 4):
+        write(out, step, "first")
+    first = latest or 0
+    with _writer(tmp_path, first_step=latest) as out:
+      assert len([*(tmp_path / "completions").iterdir()]) == first
+      for step in range(first + 1, 4):
+        write(out, step, "second")
+    files = sorted((tmp_path / "completions").iterdir())
+    assert [x.name for x in files] == [
+      f"step-00000{i}.jsonl" for i in (1, 2, 3)
+    ]
+    lines = [
+      [(x["step"], x["run"]) for x in jsonl.read(path)] for path in files
+    ]
+    assert lines == [
+      [(i, "first" if i <= first else "second")] * 2 for i in (1, 2, 3)
+    ]
 
 
-@pytest.mark.parametrize("name", ["all", "20260101", "7", "000050"])
+@pytest.mark.parametrize("name", ["all", "20260101", "7", "step-all"])
 def test_other_files_next_to_the_completions_stay(tmp_path, name):
   path = tmp_path / f"completions/{name}.jsonl"
   path.parent.mkdir()
