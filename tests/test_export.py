@@ -98,7 +98,6 @@ def our_tokens(path, num_tokens=12) -> list[list[int]]:
     max_tokens=num_tokens,
     stop_ids=tokenizer.stop_ids,
     temperature=0.0,
-    platform="cpu",
   )
   rng = rng_at(jax.random.key(0), 0, Stage.EVALUATE)
   rolled = jax.device_get(jax.jit(sample)(params, prompts=batch, rng=rng))

@@ -11,7 +11,6 @@ from dppo_jax.algo.designs import (
   bernoulli,
   drawn_probability,
   systematic,
-  to_grid,
   water_filling,
 )
 from dppo_jax.algo.diagnostics import diagnose

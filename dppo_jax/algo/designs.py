@@ -45,13 +45,18 @@ def water_filling(
   # By a power of two to about 1, as a product of large sizes would overflow.
   _, exponent = jnp.frexp(size_measure.max(initial=0.0))
   size_measure *= 2.0 ** jnp.clip(-exponent, -126, 126).astype(jnp.float32)
-  # Below 1, as `to_grid` does not lower what is certain.
-  least = min(max(math.ceil(min_prob * GRID), 1), GRID - 1) / GRID
+  is_some = size_measure > 0
+  # At most an even split of `n`: the least of all must fit.
+  count = jnp.maximum(is_some.sum(dtype=jnp.float32), 1.0)
+  even = jnp.floor(n.astype(jnp.float32) / count * GRID).astype(jnp.int32)
+  even -= (_excess(jnp.where(is_some, even, 0), n) > 0).astype(jnp.int32)
+  least = jnp.clip(even, 1, min(max(math.ceil(min_prob * GRID), 1), GRID - 1))
+  least = least.astype(jnp.float32) / GRID
 
   def filled(bits):
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     prob = jnp.clip(scale * size_measure, least, 1.0)
-    return jnp.where((size_measure > 0) & (n > 0), prob, 0.0)
+    return jnp.where(is_some & (n > 0), prob, 0.0)
 
   # Positive floats are ordered like their bits, so bisecting the bits finds the
   # largest scale that fits exactly.
@@ -63,41 +68,15 @@ def water_filling(
 
   highest = jax.lax.bitcast_convert_type(jnp.finfo(jnp.float32).max, jnp.int32)
   low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), highest))
-  # If even `least` is too much for all, this lowers it to `n / count`.
-  return to_grid(filled(low), n)
-
-
-def to_grid(prob: Float[Array, "M"], n: int | IntScalar) -> Float[Array, "M"]:
-  """Probabilities rounded to multiples of `1 / GRID` whose exact sum is `n`.
-
-  Probabilities of 0 and 1 do not change and others stay between the two. They
-  are rounded by largest remainders, which moves each by less than `1 / GRID` if
-  the sum was `n`. A sum outside these bounds is approached.
-  """
-  n = jnp.asarray(n, jnp.int32)
-  is_free = (prob > 0) & (prob < 1)
-  units = jnp.where(is_free, jnp.maximum(_units(prob), 1), _units(prob))
-  missing = -_excess(units, n)
-  sign = jnp.sign(missing)
+  prob = filled(low)
+  # The next scale would raise some by a unit each: the largest remainders get
+  # the units that are left.
+  units = _units(prob)
   remainder = prob * GRID - units.astype(jnp.float32)
-  order = jnp.argsort(-sign.astype(jnp.float32) * remainder, stable=True)
-
-  def spare(units):  # units by which each item can still move
-    free = jnp.where(sign > 0, GRID - units, units - 1)
-    return jnp.where(is_free, free, 0)
-
-  def hand_out(units):
-    """Moves each free item by the same number, and the first by one more."""
-    can_move = spare(units) > 0
-    count = jnp.maximum(can_move.sum(dtype=jnp.int32), 1)
-    missing = jnp.abs(_excess(units, n))
-    rank = jnp.cumsum(can_move[order], dtype=jnp.int32) - 1
-    rank = jnp.zeros_like(rank).at[order].set(rank)
-    share = missing // count + (rank < missing % count).astype(jnp.int32)
-    return units + sign * jnp.minimum(share, spare(units))
-
-  is_open = lambda units: (_excess(units, n) != 0) & (spare(units) > 0).any()
-  units = jax.lax.while_loop(is_open, hand_out, units)
+  is_free = (prob > 0) & (prob < 1)
+  order = jnp.argsort(jnp.where(is_free, -remainder, 1.0), stable=True)
+  rank = jnp.argsort(order)
+  units += (is_free & (rank < -_excess(units, n))).astype(jnp.int32)
   return units.astype(jnp.float32) / GRID
 
 

@@ -84,7 +84,7 @@ def _roll_out(spec: StepSpec) -> Parts:
     # The TPU compiler keeps half of the cache in a second layout, and two
     # phases of the decode loop overlap.
     num_caches *= 1.5 if spec.platform == "tpu" else 1
-    num_caches += [*decode.slot_schedule(slots, spec.platform), 0][1]
+    num_caches += [*decode.slot_schedule(slots), 0][1]
   item = jnp.dtype(model.dtype).itemsize
   sizes = kv_cache.slot_and_prompt_sizes(model, width, spec.sampling.max_tokens)
   positions, prompt_positions = map(sum, sizes)

@@ -53,26 +53,18 @@ class Queue(NamedTuple):
     return rank, prompt * self.group_size + member, prompt
 
 
-def slot_schedule(num_slots: int, platform: str) -> list[int]:
+def slot_schedule(num_slots: int) -> list[int]:
   """Returns the slots of each phase of the decode loop, descending.
 
-  Below a few slots the time of a step no longer falls, so the schedule stops
-  there. Each phase is compiled; none changes a token. On a CPU, the time of a
-  step grows with the slots; more phases would not make a rollout faster. On
-  accelerators, numbers of slots are multiples of what is computed at once, and
-  the second phase's cache, which overlaps the first, is half as large.
+  Each phase is compiled; none changes a token. Below a few slots the time of a
+  step no longer falls, so the schedule stops there.
 
   >>> from dppo_jax.rollout import decode
-  >>> decode.slot_schedule(64, "cpu")
-  [64, 42, 21, 7]
-  >>> decode.slot_schedule(64, "tpu")
+  >>> decode.slot_schedule(64)
   [64, 32, 16, 8]
   """
-  if platform == "cpu":
-    sizes, least = [num_slots * ninths // 9 for ninths in (6, 3, 1)], 3
-  else:
-    sizes, least = [num_slots // divisor for divisor in (2, 4, 8)], 8
-  return [num_slots, *(size for size in sizes if size >= least)]
+  sizes = [num_slots // divisor for divisor in (2, 4, 8)]
+  return [num_slots, *(size for size in sizes if size >= 4)]
 
 
 def init_decode_state(

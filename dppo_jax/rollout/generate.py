@@ -32,7 +32,6 @@ def sample(
   group_size: int,
   num_slots: int,
   kept: Selection | None = None,
-  platform: str = "",
   **sampling,
 ) -> Rollout:
   """Samples `group_size` completions of each kept prompt.
@@ -50,11 +49,8 @@ def sample(
     rng: randomness, consumed; a key is enough.
     num_slots: completions that each shard decodes at once; 0 for all.
     kept: prompts to roll out; None for all.
-    platform: cpu, gpu or tpu; determines the number of compiled phases. Empty
-      for the devices that hold the weights, which are unknown under `jax.jit`.
     sampling: the fields of `Sampling`.
   Raises:
-    ValueError: if `platform` is empty under `jax.jit`.
     UserError: if a number is out of its range.
   """
   prompts = jax.tree.map(jnp.asarray, prompts)
@@ -68,33 +64,18 @@ def sample(
     sampling=options._replace(stop_ids=tuple(map(int, options.stop_ids))),
     group_size=group_size,
     num_slots=num_slots,
-    platform=platform or _platform_of(params),
   )
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=(
-    "model_config",
-    "sampling",
-    "group_size",
-    "num_slots",
-    "platform",
-  ),
+  static_argnames=("model_config", "sampling", "group_size", "num_slots"),
 )
 def _sample(params, prompts, rng, kept, *, model_config, **options) -> Rollout:
   weights = parameters.to_inference_params(params, model_config)
   return roll_out(
     weights, prompts, rng, kept, model_config=model_config, **options
   )
-
-
-def _platform_of(params: parameters.Params) -> str:
-  """Returns the platform of the devices that hold the weights."""
-  weight = jax.tree.leaves(params)[0]
-  if isinstance(weight, jax.core.Tracer):
-    raise ValueError("platform must be cpu, gpu or tpu in a traced function")
-  return next(iter(jnp.asarray(weight).devices())).platform
 
 
 def roll_out(
@@ -107,7 +88,6 @@ def roll_out(
   sampling: Sampling,
   group_size: int,
   num_slots: int,
-  platform: str,
 ) -> Rollout:
   """Samples from weights of `to_inference_params`; see `sample`."""
   where, at_least_0 = "rollout.sample", Limit(lambda x: x >= 0, "at least 0")
@@ -121,7 +101,7 @@ def roll_out(
     model_config,
     sampling,
     group_size,
-    decode.slot_schedule(min(num_slots or most_slots, most_slots), platform),
+    decode.slot_schedule(min(num_slots or most_slots, most_slots)),
   )
   keep = kept.keep
   if num_shards == 1:

@@ -93,7 +93,6 @@ def roll_out(
     sampling=spec.sampling,
     group_size=spec.group_size,
     num_slots=spec.num_slots,
-    platform=spec.platform,
   )
 
 

@@ -124,7 +124,6 @@ def evaluation_program(
       group_size=samples or 1,
       # The mode evaluate knows no memory for training to choose slots by.
       num_slots=spec.num_slots or 64,
-      platform=spec.platform,
       **sampling._asdict(),
     )
 

@@ -114,7 +114,6 @@ def decode_step(params, model, slots: int) -> float:
         num_slots=slots,
         max_tokens=tokens,
         stop_ids=(-1,),
-        platform="cpu",
         prompts=prompts,
         rng=jax.random.key(0),
       ),

@@ -167,7 +167,6 @@ def sampler(work: Work):
       max_tokens=work.max_tokens,
       num_slots=work.slots,
       stop_ids=stop_ids(work),
-      platform=jax.default_backend(),
     )
 
   return sample

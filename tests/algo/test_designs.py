@@ -15,7 +15,6 @@ GRID = designs.GRID
 M = 10  # one length, so that each function compiles once
 
 water_filling = jax.jit(designs.water_filling, static_argnums=2)
-to_grid = jax.jit(designs.to_grid)
 systematic = jax.jit(designs.systematic)
 
 
@@ -140,46 +139,6 @@ def test_water_filling_does_not_depend_on_the_order(size, n, least, order):
   permuted = _units(water_filling(jnp.array(size[order]), n, least))
   # Among equal remainders, the first items get the last units.
   assert np.abs(permuted - prob[order]).max() <= 1
-
-
-@given(
-  st.lists(
-    st.one_of(
-      st.sampled_from([0.0, 1.0, 0.5, 1e-7]),
-      st.floats(0, 1, width=32, allow_subnormal=False),
-    ),
-    max_size=M,
-  ).map(_padded),
-  st.integers(0, M),
-)
-def test_to_grid_reaches_any_sum_within_its_bounds(prob, n):
-  units = _units(to_grid(jnp.array(prob), n))
-  is_free = (prob > 0) & (prob < 1)
-  np.testing.assert_array_equal(units[~is_free], prob[~is_free] * GRID)
-  assert (units[is_free] >= 1).all() and (units <= GRID).all()
-  certain, free = (prob == 1).sum(), is_free.sum()
-  lowest, highest = certain * GRID + free, (certain + free) * GRID
-  assert units.sum() == np.clip(n * GRID, lowest, highest)
-  np.testing.assert_array_equal(
-    _units(to_grid(jnp.array(units / GRID, jnp.float32), n)), units
-  )
-
-
-@given(st.lists(st.floats(0.01, 0.9), min_size=2, max_size=M), st.data())
-def test_to_grid_moves_less_than_one_unit_and_the_largest_remainders(
-  weights, data
-):
-  n = data.draw(st.integers(1, len(weights)))
-  exact = _optimum(_padded(weights), n, 0.0) * GRID
-  prob = _padded(exact / GRID)
-  units = _units(to_grid(jnp.array(prob), n))
-  assert np.abs(units - exact).max() < 1.1  # float32 holds an eighth of a unit
-  raised = units > np.floor(exact)
-  is_free = (prob > 0) & (prob < 1)
-  remainder = exact - np.floor(exact)
-  if raised[is_free].any() and not raised[is_free].all():
-    up, down = remainder[is_free & raised], remainder[is_free & ~raised]
-    assert up.min() >= down.max() - 0.1
 
 
 @pytest.mark.parametrize(

@@ -299,14 +299,14 @@ def test_a_gpu_samples_the_same_tokens():
       group_size=3,
       max_tokens=24,
       stop_ids=(small.STOP,),
-      **{"platform": "cpu", **options},
+      **options,
     )
     inputs = random_params(MODEL), small.prompts(4)
     return jax.jit(run)(inputs[0], prompts=inputs[1], rng=jax.random.key(0))
 
   want = sample(MODEL, num_slots=12)
   config = dataclasses.replace(MODEL, attention="xla_dense")
-  out = sample(config, num_slots=5, platform="gpu")
+  out = sample(config, num_slots=5)
   np.testing.assert_array_equal(out.tokens, want.tokens)
   np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-4)
 

@@ -90,7 +90,6 @@ def _greedy(params, config, prompts, stop_ids):
     max_tokens=NUM_TOKENS,
     stop_ids=stop_ids,
     temperature=0.0,
-    platform="cpu",
   )
   rolled = jax.device_get(jax.jit(sample)(params, batch))
   lengths = rolled.lengths[:, 0]

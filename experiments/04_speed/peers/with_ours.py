@@ -148,7 +148,6 @@ def decode(args) -> None:
     max_tokens=spec.sampling.max_tokens,
     num_slots=spec.num_slots,
     stop_ids=(-1,),
-    platform="cpu",
   )
   with jax.set_mesh(run.spec.mesh):
     arguments = {
