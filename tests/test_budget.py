@@ -29,7 +29,7 @@ TOKENS = {
   "files": 4_050,
   "methods": 9_822,
   "metrics": 5_982,
-  "models": 22_148,
+  "models": 22_155,
   "planning": 5_428,
   "rewards": 8_210,
   "rollout": 4_004,

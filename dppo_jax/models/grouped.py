@@ -1,7 +1,5 @@
 """Products of groups of rows, each group with its own matrix."""
 
-import functools
-
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -10,15 +8,10 @@ from dppo_jax.models import gpu_library
 
 # Rows, inner and outer width that a TPU's kernel has in fast memory at once.
 _TILE = (512, 1024, 768)
-
-
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
   dot_dimension_numbers=(((0,), (0,)), ((), ())),
   lhs_ragged_dimensions=[0],
   rhs_group_dimensions=[],
-)
-_outer = functools.partial(
-  jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_BY_GROUP
 )
 
 
@@ -37,10 +30,10 @@ def product(
   and 1.0 times with the kernel below (jax 0.10.2). On a GPU every product is
   dense, except by the kernels of `gpu_library`.
   """
-  ways = {"default": jax.lax.ragged_dot}
-  if _suits_library(rows):
-    ways["cuda"] = _by_library
-  return jax.lax.platform_dependent(rows, weights, sizes, **ways)
+  ways = {"cuda": _by_library} if _suits_library(rows) else {}
+  return jax.lax.platform_dependent(
+    rows, weights, sizes, default=jax.lax.ragged_dot, **ways
+  )
 
 
 def _forward(rows, weights, sizes):
@@ -74,6 +67,10 @@ def _by_library(rows, weights, sizes):
 
   ways = gpu_library.IMPLEMENTATIONS
   return tokamax.ragged_dot(rows, weights, sizes, implementation=ways)
+
+
+def _outer(rows, grad, sizes):
+  return jax.lax.ragged_dot_general(rows, grad, sizes, _BY_GROUP)
 
 
 def _outer_by_library(rows, grad, sizes):
