@@ -59,7 +59,7 @@ def run(
         sampled = eval_sets.program(run, samples)
         to_compile = {"sampled": sampled, **to_compile}
       with bar.task("compiling") as task:
-        compiled = programs.compile_programs(to_compile, run.spec.mesh, task)
+        compiled = programs.compile_programs(to_compile, task)
       step = step or 0
       with distributed.sharing_errors():
         if distributed.is_first():

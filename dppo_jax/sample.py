@@ -170,9 +170,7 @@ class _Sampler:
     if size not in self.compiled:
       program = eval_sets.program(run, run.eval_samples)
       with self.bar.task("compiling") as task:
-        compiled = programs.compile_programs(
-          {"sample": program}, run.spec.mesh, task
-        )
+        compiled = programs.compile_programs({"sample": program}, task)
       self.compiled[size] = compiled["sample"]
     return self.compiled[size]
 

@@ -151,7 +151,7 @@ def _compile(run: Run, task: progress.Task) -> dict[str, jax.stages.Compiled]:
     table["evaluate"] = eval_sets.program(run, run.eval_samples)
     if run.eval_samples:  # the first and the last evaluation are greedy too
       table["evaluate_greedy"] = eval_sets.program(run, samples=0)
-  return programs.compile_programs(table, run.spec.mesh, task)
+  return programs.compile_programs(table, task)
 
 
 def _train(session: "_Session") -> None:

@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_631,
+  "": 14_607,
   "algo": 7_228,
   "analysis": 4_308,
   "config": 5_872,
@@ -33,8 +33,8 @@ TOKENS = {
   "planning": 5_428,
   "rewards": 8_210,
   "rollout": 4_004,
-  "run": 12_477,
-  "step": 14_164,
+  "run": 12_539,
+  "step": 14_139,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

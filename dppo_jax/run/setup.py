@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from dppo_jax import config as configs
 from dppo_jax import data, distributed, rewards, sharding
@@ -19,6 +20,7 @@ from dppo_jax.models.hf import peft
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.rollout import Sampling
 from dppo_jax.run import kernel_check, preflight
+from dppo_jax.step import programs
 from dppo_jax.step.optimizer import Optimizer, make_optimizer
 from dppo_jax.step.spec import StepSpec
 
@@ -67,7 +69,7 @@ class Run(NamedTuple):
       params = hf.load(self.path, shardings=shardings, param_dtype=dtype)[0]
     else:
       init = functools.partial(parameters.init, model)
-      params = jax.jit(init, out_shardings=shardings)(self._init_key)
+      params = self._compiled(init, shardings)(self._init_key)
     return self.add_adapters(params)
 
   def add_adapters(self, params: parameters.Params) -> parameters.Params:
@@ -82,11 +84,15 @@ class Run(NamedTuple):
       path = _local_adapter(self.adapter)
       return params | peft.load(path, self.spec.model, places)
     init = functools.partial(parameters.init_adapters, self.spec.model)
-    return params | jax.jit(init, out_shardings=places)(self._init_key)
+    return params | self._compiled(init, places)(self._init_key)
 
   def without_adapters(self) -> "Run":
     """Returns the run that trains all weights of its model."""
     return self._replace(spec=self.spec.without_adapters())
+
+  def _compiled(self, init: Callable, shardings: PyTree) -> Callable:
+    options = programs.compiler_options(self.spec.platform)
+    return jax.jit(init, out_shardings=shardings, compiler_options=options)
 
   @property
   def _init_key(self) -> jax.Array:

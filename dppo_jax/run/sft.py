@@ -24,7 +24,7 @@ from dppo_jax.records import PromptBatch, Rollout, Scalar, TrainState
 from dppo_jax.rng import Stage, rng_at
 from dppo_jax.run import checkpoint, checkpoint_steps
 from dppo_jax.run.setup import Run
-from dppo_jax.step import abstract_values, runtime_checks, update
+from dppo_jax.step import abstract_values, programs, runtime_checks, update
 from dppo_jax.step.optimizer import make_optimizer
 from dppo_jax.step.pack import pack
 from dppo_jax.step.spec import StepSpec
@@ -114,6 +114,7 @@ def tune(
       functools.partial(sft_step, spec=spec),
       donate_argnums=0,
       out_shardings=(abstract_values.shardings_of(state), None),
+      compiler_options=programs.compiler_options(spec.platform),
     )
     step = jitted.lower(state, *draw(0)).compile()
   distributed.gather(None)  # see compile_programs

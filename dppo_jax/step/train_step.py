@@ -59,7 +59,7 @@ class TrainStep:
     self._spec, self._problems = spec, problems
     self._tokenizer, self._grader = tokenizer, grader
     self.programs = compiled or programs.compile_programs(
-      programs.step_programs(spec), spec.mesh
+      programs.step_programs(spec)
     )
     self.clock = StageClock()
     run = functools.partial(self._timed, clock="budget")

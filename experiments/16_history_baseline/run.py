@@ -150,7 +150,7 @@ def compiled(cell: Cell) -> tuple[Run, dict[str, jax.stages.Compiled]]:
   table = programs.step_programs(run.spec)
   table["sampled"] = eval_sets.program(run, run.eval_samples)
   table["greedy"] = eval_sets.program(run, samples=0)
-  return run, programs.compile_programs(table, run.spec.mesh)
+  return run, programs.compile_programs(table)
 
 
 def evaluate(

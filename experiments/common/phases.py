@@ -247,12 +247,11 @@ def compile_update(work: works.Work, params) -> Update:
   state = jax.eval_shape(begin, params)
   shape = lambda dtype: jax.ShapeDtypeStruct((), dtype)
   start = time.perf_counter()
-  compiled = programs.compile_program(
-    jax.jit(step, donate_argnums=(0,)).lower(
-      state, None, batch, shape(jnp.int32), shape(jnp.float32)
-    ),
-    jax.devices()[0].platform,
-  )
+  options = programs.compiler_options(jax.devices()[0].platform)
+  jitted = jax.jit(step, donate_argnums=(0,), compiler_options=options)
+  compiled = jitted.lower(
+    state, None, batch, shape(jnp.int32), shape(jnp.float32)
+  ).compile()
   seconds = time.perf_counter() - start
   held = []
 
@@ -322,9 +321,8 @@ def random_params(work: works.Work) -> parameters.Params:
 
 def compile_function(function, *arguments) -> jax.stages.Compiled:
   """Compiles a function with the options of a run."""
-  return programs.compile_program(
-    jax.jit(function).lower(*arguments), jax.devices()[0].platform
-  )
+  options = programs.compiler_options(jax.devices()[0].platform)
+  return jax.jit(function, compiler_options=options).lower(*arguments).compile()
 
 
 def launches(compiled: jax.stages.Compiled) -> dict[str, list[int]]:

@@ -155,8 +155,9 @@ def decode(args) -> None:
       "prompts": first_prompts(run),
       "rng": rng_at(run.spec.root_key, 0, Stage.ROLLOUT),
     }
-    lowered = jax.jit(make).lower(**arguments)
-    sample = programs.compile_program(lowered, "cpu")
+    options = programs.compiler_options("cpu")
+    lowered = jax.jit(make, compiler_options=options).lower(**arguments)
+    sample = lowered.compile()
 
     def generate():
       out = sample(**arguments)
