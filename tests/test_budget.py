@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_428,
   "rewards": 8_210,
   "rollout": 4_004,
-  "run": 12_539,
+  "run": 12_615,
   "step": 14_139,
 }
 _NOT_CODE = {

@@ -213,6 +213,18 @@ def test_best_checkpoint_is_kept_and_remembered(tmp_path):
   assert checkpoint_steps.find(tmp_path, "best", best="-" + metric) == 8
 
 
+def test_best_is_of_the_present_evaluation_sets(tmp_path):
+  """Steps 0 to 2 were evaluated on other problems."""
+  metric = "eval/accuracy"
+  _evaluated(tmp_path, metric, [0.1, 0.7, 0.9])
+  changes = {"fingerprints.eval after step 2": "a to b"}
+  (tmp_path / "config.json").write_text(json.dumps({"changes": changes}))
+  with pytest.raises(UserError, match=r"--step=best: no checkpoint in .* by e"):
+    checkpoint_steps.find(tmp_path, "best")
+  _evaluated(tmp_path, metric, [0.5, 0.3], first=3)
+  assert checkpoint_steps.find(tmp_path, "best") == 3
+
+
 def test_best_is_of_evaluations_with_as_many_samples_as_the_last():
   """A greedy evaluation is no better than a sampled one."""
   label = lambda accuracy, samples: {

@@ -51,12 +51,22 @@ def _in_bucket(folder: pathlib.Path) -> set[str]:
 
 
 def read_labels(workdir: pathlib.Path) -> list[tuple[int, dict | None]]:
-  """Returns steps and labels; None for a missing or damaged label."""
+  """Returns steps and labels; None for a missing or damaged label.
+
+  An evaluation before the evaluation sets changed is left out: it is of other
+  problems.
+  """
+  changes = checksums.read_json(workdir / "config.json").get("changes", {})
+  of_sets = [x for x in changes if x.startswith("fingerprints.eval ")]
   with bucket.reaching(workdir / "checkpoints") as folder:
-    return [
+    labels = [
       (step, checksums.read_label(folder / str(step) / "rest"))
       for step in complete_steps(workdir)
     ]
+  for step, label in labels:
+    if label and any(step <= int(x.split()[-1]) for x in of_sets):
+      label["evaluation"] = {}
+  return labels
 
 
 def find_best(labels: Mapping[int, dict | None], metric: str) -> int | None:
