@@ -69,7 +69,7 @@ class Run(NamedTuple):
       params = hf.load(self.path, shardings=shardings, param_dtype=dtype)[0]
     else:
       init = functools.partial(parameters.init, model)
-      params = self._compiled(init, shardings)(self._init_key)
+      params = self._jitted(init, shardings)(self._init_key)
     return self.add_adapters(params)
 
   def add_adapters(self, params: parameters.Params) -> parameters.Params:
@@ -84,13 +84,13 @@ class Run(NamedTuple):
       path = _local_adapter(self.adapter)
       return params | peft.load(path, self.spec.model, places)
     init = functools.partial(parameters.init_adapters, self.spec.model)
-    return params | self._compiled(init, places)(self._init_key)
+    return params | self._jitted(init, places)(self._init_key)
 
   def without_adapters(self) -> "Run":
     """Returns the run that trains all weights of its model."""
     return self._replace(spec=self.spec.without_adapters())
 
-  def _compiled(self, init: Callable, shardings: PyTree) -> Callable:
+  def _jitted(self, init: Callable, shardings: PyTree) -> Callable:
     options = programs.compiler_options(self.spec.platform)
     return jax.jit(init, out_shardings=shardings, compiler_options=options)
 
