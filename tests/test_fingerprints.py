@@ -33,9 +33,9 @@ def run(tmp_path):
   data = sources.write_jsonl(tmp_path / "data.jsonl", ROWS)
   (tmp_path / "mine.py").write_text(REWARD)
 
-  def make(method="dppo", **more):
+  def make(**more):
     c = commands.config(
-      f"arithmetic:{method}",
+      "arithmetic",
       data__train=data,
       data__prompts_per_step=16,
       sft__steps=0,
@@ -95,19 +95,6 @@ def test_changed_evaluation_data_is_said_or_rejected(run, tmp_path):
   assert (
     "fingerprints.eval after step 0" in json.loads(path.read_text())["changes"]
   )
-
-
-def test_rows_of_a_micro_batch_are_of_a_run_that_chooses_tokens(run, tmp_path):
-  """Tokens are drawn along the rows, however many devices share these."""
-  config, prints = run("neyman", method__args__token_budget=0.5)
-  key = "fingerprints.rows_of_micro_batch"
-  assert prints[key] == config.pack.rows_per_micro
-  path = _begin(tmp_path, config, prints)
-  more = prints | {key: 2 * prints[key]}  # as on twice as many devices
-  with pytest.raises(UserError, match=rf"config\.{key} was"):
-    resume.write(path.parent, config, more)
-  config.pack.rows_per_micro //= 2
-  resume.write(path.parent, config, prints)
 
 
 def test_only_a_run_that_never_started_is_removed(run, tmp_path):

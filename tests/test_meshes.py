@@ -49,7 +49,7 @@ def _config(mesh, method, **overrides):
     "data__prompts_per_step": 8,
     "rollout__group_size": 4,
     "rollout__max_tokens": 8,
-    "rollout__num_slots": 4,  # two stages of decoding to compile
+    "rollout__num_slots": 4,  # one stage of decoding to compile
     "pack__row_length": 24,
     "pack__rows_per_micro": 8,
     "optimizer__learning_rate": 1e-2,

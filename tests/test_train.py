@@ -41,7 +41,7 @@ def _config(**overrides) -> config.Config:
     "data.eval_limit": 8,
     "rollout.group_size": 4,
     "rollout.max_tokens": 8,
-    "rollout.num_slots": 4,  # two stages of decoding to compile
+    "rollout.num_slots": 4,  # one stage of decoding to compile
     "pack.row_length": 24,
     "pack.rows_per_micro": 8,
     "optimizer.learning_rate": 1e-2,

@@ -68,15 +68,11 @@ def water_filling(
 
   highest = jax.lax.bitcast_convert_type(jnp.finfo(jnp.float32).max, jnp.int32)
   low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), highest))
-  prob = filled(low)
-  # The next scale would raise some by a unit each: the largest remainders get
-  # the units that are left.
-  units = _units(prob)
-  remainder = prob * GRID - units.astype(jnp.float32)
-  is_free = (prob > 0) & (prob < 1)
-  order = jnp.argsort(jnp.where(is_free, -remainder, 1.0), stable=True)
-  rank = jnp.argsort(order)
-  units += (is_free & (rank < -_excess(units, n))).astype(jnp.int32)
+  units, above = _units(filled(low)), _units(filled(low + 1))
+  # The next scale raises some by a unit each, and too many of them.
+  is_raised = above > units
+  rank = jnp.cumsum(is_raised, dtype=jnp.int32)
+  units += (is_raised & (rank <= -_excess(units, n))).astype(jnp.int32)
   return units.astype(jnp.float32) / GRID
 
 

@@ -1,11 +1,16 @@
-"""Products of groups of rows, each group with its own matrix."""
+"""Products of groups of rows, each group with its own matrix.
+
+Each platform has an implementation that does only the necessary work.
+"""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dppo_jax import sharding
 from dppo_jax.models import gpu_library
 
+_LARGEST_BLOCK = 64  # rows that a CPU multiplies at once
 # Rows, inner and outer width that a TPU's kernel has in fast memory at once.
 _TILE = (512, 1024, 768)
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
@@ -30,10 +35,10 @@ def product(
   and 1.0 times with the kernel below (jax 0.10.2). On a GPU every product is
   dense, except by the kernels of `gpu_library`.
   """
-  ways = {"cuda": _by_library} if _suits_library(rows) else {}
-  return jax.lax.platform_dependent(
-    rows, weights, sizes, default=jax.lax.ragged_dot, **ways
-  )
+  ways = {"cpu": _by_blocks, "default": jax.lax.ragged_dot}
+  if _suits_library(rows):
+    ways["cuda"] = _by_library
+  return jax.lax.platform_dependent(rows, weights, sizes, **ways)
 
 
 def _forward(rows, weights, sizes):
@@ -42,7 +47,7 @@ def _forward(rows, weights, sizes):
 
 def _backward(saved, grad):
   rows, weights, sizes = saved
-  to_weights = {"default": _outer}
+  to_weights = {"cpu": _outer_by_blocks, "default": _outer}
   if len(rows) % 128 == 0:
     to_weights["tpu"] = _outer_by_kernel
   if _suits_library(rows):
@@ -55,6 +60,58 @@ def _backward(saved, grad):
 
 
 product.defvjp(_forward, _backward)
+
+
+def _by_blocks(rows, weights, sizes):
+  """Multiplies blocks of a group's rows, one after the other.
+
+  The last block of a group reaches into the next group, which overwrites it.
+  """
+  size, num_blocks, span = _blocks(len(rows), sizes)
+  rows = jnp.pad(rows, ((0, size), (0, 0)))
+
+  def multiply(i, out):
+    group, first, _ = span(i)
+    block = jax.lax.dynamic_slice_in_dim(rows, first, size) @ weights[group]
+    return jax.lax.dynamic_update_slice_in_dim(out, block, first, 0)
+
+  out = jnp.zeros((len(rows), weights.shape[2]), rows.dtype)
+  out = jax.lax.fori_loop(0, num_blocks, multiply, out)
+  return out[: len(rows) - size]
+
+
+def _outer_by_blocks(rows, grad, sizes):
+  """Returns the gradient of the weights, summed block by block."""
+  size, num_blocks, span = _blocks(len(rows), sizes)
+  rows, grad = (jnp.pad(x, ((0, size), (0, 0))) for x in (rows, grad))
+
+  def add(i, out):
+    group, first, end = span(i)
+    a, b = (jax.lax.dynamic_slice_in_dim(x, first, size) for x in (rows, grad))
+    is_in_group = first + jnp.arange(size, dtype=jnp.int32) < end
+    a, b = (jnp.where(is_in_group[:, None], x, 0) for x in (a, b))
+    return out.at[group].add(a.T @ b)
+
+  out = jnp.zeros((len(sizes), rows.shape[1], grad.shape[1]), rows.dtype)
+  return jax.lax.fori_loop(0, num_blocks, add, out)
+
+
+def _blocks(num_rows: int, sizes: Int[Array, "X"]):
+  """Returns the rows of a block, the number of blocks, and a span of each.
+
+  A span is the block's group, its first row and the end of the group's rows.
+  """
+  size = sharding.round_up(max(num_rows // len(sizes), 1), 8)
+  size = min(size, _LARGEST_BLOCK)
+  ends, blocks = jnp.cumsum(sizes), -(-sizes // size)
+  last_blocks = jnp.cumsum(blocks)
+
+  def span(i):
+    group = (last_blocks <= i).sum(dtype=jnp.int32)
+    number = i - (last_blocks - blocks)[group]
+    return group, (ends - sizes)[group] + number * size, ends[group]
+
+  return size, last_blocks[-1], span
 
 
 def _suits_library(rows) -> bool:

@@ -131,14 +131,13 @@ def assume(
 def _num_experts(model: ModelConfig, hardware: targets.Hardware) -> float:
   """Experts that a token is multiplied with; 1 of a model without experts.
 
-  A CPU, and a GPU without a kernel, multiplies each pair of a token and an
-  expert that it chose with every expert.
+  Without a kernel, a GPU multiplies each pair of a token and an expert that it
+  chose with every expert.
   """
   if not (x := model.experts):
     return 1
-  is_dense = hardware.platform == "cpu" or (
-    hardware.platform == "gpu"
-    and gpu_library.obstacle(model.dtype, hardware.capability)
+  is_dense = hardware.platform == "gpu" and gpu_library.obstacle(
+    model.dtype, hardware.capability
   )
   return x.per_token * (x.num if is_dense else 1)
 

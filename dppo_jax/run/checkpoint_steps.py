@@ -53,10 +53,10 @@ def _in_bucket(folder: pathlib.Path) -> set[str]:
 def read_labels(workdir: pathlib.Path) -> list[tuple[int, dict | None]]:
   """Returns steps and labels; None for a missing or damaged label.
 
-  An evaluation before the evaluation sets changed is left out: it is of other
-  problems.
+  An evaluation before the evaluation sets changed is left out: it may be of
+  other problems.
   """
-  changes = checksums.read_json(workdir / "config.json").get("changes", {})
+  changes = checksums.read_json(workdir / "config.json").get("changes") or {}
   of_sets = [x for x in changes if x.startswith("fingerprints.eval ")]
   with bucket.reaching(workdir / "checkpoints") as folder:
     labels = [

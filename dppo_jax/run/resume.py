@@ -30,7 +30,6 @@ from dppo_jax.run.setup import Run
 
 _CONFIG = "config.json"
 _EVAL = "fingerprints.eval"
-_ROWS = "fingerprints.rows_of_micro_batch"
 
 
 def may_change(config: configs.Config, allowed: str = "") -> set[str]:
@@ -60,7 +59,7 @@ def may_change(config: configs.Config, allowed: str = "") -> set[str]:
 def check(
   workdir: pathlib.Path,
   config: configs.Config,
-  prints: Mapping[str, str | int] | None = None,
+  prints: Mapping[str, str] | None = None,
   allowed: str = "",
 ) -> dict[str, tuple[Any, Any]]:
   """Raises UserError, naming what changed, unless `config` may resume a run.
@@ -79,8 +78,7 @@ def check(
   hint = f"{place} has checkpoints: restore it, or choose another --workdir"
   new = configs.flatten(config) | dict(prints or {})
   # An option that is newer than the run had its default.
-  old = configs.flatten(configs.Config())
-  old |= {x: new[x] for x in (_EVAL, _ROWS) if x in new}
+  old = configs.flatten(configs.Config()) | {_EVAL: new.get(_EVAL)}
   old |= json_object.read(workdir / _CONFIG, hint=hint)
   options = {x for x in old if not x.startswith(("fingerprints.", "changes"))}
   changed = {
@@ -128,7 +126,7 @@ def _is_same(name: str, before: Any, after: Any) -> bool:
 def write(
   workdir: pathlib.Path,
   config: configs.Config,
-  prints: Mapping[str, str | int] | None = None,
+  prints: Mapping[str, str] | None = None,
   allowed: str = "",
 ) -> list[str]:
   """Writes config, fingerprints and `changes`, unless `check` raises.
@@ -181,7 +179,7 @@ def check_processes(config: configs.Config, workdir: pathlib.Path) -> None:
 def held(
   workdir: pathlib.Path,
   config: configs.Config,
-  prints: Mapping[str, str | int] | None = None,
+  prints: Mapping[str, str] | None = None,
   allowed: str = "",
 ) -> Iterator[None]:
   """Keeps other runs out of a directory that the config may resume.
@@ -235,18 +233,23 @@ def is_done(
     if checkpoints.corruption(latest):
       return False
   if distributed.is_first():
-    bucket.fetch_logs(workdir)
-    try:  # a kill may have ended the run before its report
-      report.write(workdir)
-      bucket.send(workdir)
-    except UserError as error:  # a directory to read only
-      print(f"warning: {error}", flush=True)
+    page, lines = workdir / "report.md", workdir / "metrics.jsonl"
+    times = [x.stat().st_mtime for x in (page, lines) if x.exists()]
+    with bucket.reaching(page) as there:
+      is_old = not there.exists() or times[:1] < times[1:]
+    if is_old:
+      bucket.fetch_logs(workdir)
+      try:
+        report.write(workdir)
+        bucket.send(workdir)
+      except UserError as error:  # a directory to read only
+        print(f"warning: {error}", flush=True)
     changing = ("", ""), (" --allow_change=optimizer", "optimizer")
     flags = [x for x, y in changing if "steps" in may_change(config, y)]
     longer = f"  --config.steps={2 * max(latest, 1)}{{}} trains longer\n"
     print(
       f"already done: {latest} of {config.steps} steps; report: "
-      f"{bucket.shown(workdir / 'report.md')}\n"
+      f"{bucket.shown(page)}\n"
       f"{''.join(map(longer.format, flags[:1]))}"
       "  --workdir=DIR starts another run\n"
       f"{next_commands(workdir)}",
@@ -282,12 +285,8 @@ def describe_stop(workdir: pathlib.Path) -> str:
   return "stopped before the first step; nothing was saved"
 
 
-def fingerprints(config: configs.Config, run: Run) -> dict[str, str | int]:
-  """Hashes of prompt tokens and answers, and of the files of user code.
-
-  A method that chooses tokens draws them along the rows of a micro-batch, so
-  that the number of these is of the run too.
-  """
+def fingerprints(config: configs.Config, run: Run) -> dict[str, str]:
+  """Hashes of prompt tokens and answers, and of the files of user code."""
   names = "method.source method.args objective.source objective.args"
   names = f"reward.functions {names} optimizer.function"
   named = configs.user_functions(config, names.split()).values()
@@ -299,9 +298,8 @@ def fingerprints(config: configs.Config, run: Run) -> dict[str, str | int]:
     texts = [run.train_set.problems, run.train_set.columns]
   digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
   of_sets = itertools.chain(*map(content, run.eval_sets.values()))
-  of_rows = {_ROWS: run.spec.packing.rows_per_micro}
   return {
     "fingerprints.data": digest(*content(run.train_set), *map(encode, texts)),
     _EVAL: digest(*of_sets),
     "fingerprints.code": digest(*(pathlib.Path(x).read_bytes() for x in files)),
-  } | (of_rows if run.spec.method.tokens else {})
+  }

@@ -82,6 +82,15 @@ def test_water_filling_is_the_optimum_on_the_grid(size, n, least):
     np.testing.assert_array_equal(prob, positive)
 
 
+@given(st.lists(st.floats(0.01, 0.9), min_size=2, max_size=M), st.data())
+def test_water_filling_is_within_a_unit_of_the_optimum(weights, data):
+  n = data.draw(st.integers(1, len(weights)))
+  size = _padded(weights)
+  units = _units(water_filling(jnp.array(size), n, 0.0))
+  exact = _optimum(size, n, 0.0) * GRID
+  assert np.abs(units - exact).max() < 1.2  # float32 holds an eighth of a unit
+
+
 @pytest.mark.parametrize("least", [0.9, 1 - 1e-6, 1 - 1e-7, 1.0])
 def test_no_least_probability_keeps_more_than_the_budget(least):
   prob = water_filling(jnp.array(_padded([1, 2, 3, 4])), 2, least)
@@ -137,7 +146,7 @@ def test_water_filling_does_not_depend_on_the_order(size, n, least, order):
   order = np.array(order)
   prob = _units(water_filling(jnp.array(size), n, least))
   permuted = _units(water_filling(jnp.array(size[order]), n, least))
-  # Among equal remainders, the first items get the last units.
+  # Among equal items, the first get the last units.
   assert np.abs(permuted - prob[order]).max() <= 1
 
 

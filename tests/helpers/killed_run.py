@@ -219,7 +219,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, object]:
     ]
     for name in (
       *("metrics.jsonl", "samples.jsonl"),
-      *(f"completions/{x.name}" for x in workdir.glob("completions/*")),
+      *(f"completions/step-{i:06d}.jsonl" for i in range(1, STEPS + 1)),
     )
   }
   scalars = sorted(

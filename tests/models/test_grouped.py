@@ -82,3 +82,9 @@ def test_the_library_for_gpus_computes_the_same(sizes):
   np.testing.assert_allclose(out[:num], want[0], atol=1e-4)
   np.testing.assert_allclose(drows[:num], want[1], atol=1e-4)
   np.testing.assert_allclose(dweights, want[2], atol=1e-4)
+
+
+def test_a_cpu_does_no_more_work_than_there_are_blocks():
+  """Uses 4 groups, for which a dense product would be 4 times the ideal."""
+  _, num_blocks, _ = grouped._blocks(256, jnp.array([100, 90, 60, 6]))
+  assert num_blocks == 2 + 2 + 1 + 1
