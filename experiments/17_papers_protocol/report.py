@@ -283,7 +283,7 @@ def draw(table: Runs) -> figures.Figure:
   xlabel = "time, in epochs of GRPO as published"
   left.set(xlabel=xlabel, ylabel="sampled, mean of 4 steps")
   right.set(xlabel=xlabel, ylabel="held out, mean of six sets, %")
-  left.legend(loc="lower right", fontsize=8)
+  left.legend(loc="best", fontsize=8)
   return figure
 
 
