@@ -86,7 +86,7 @@ def _run(
         memory.check(run)
         eval_sets.check_metric(run, config.checkpoint.best)
     kept = config.checkpoint
-    prints = resume.fingerprints(config, run)
+    prints = resume.fingerprints(config, run.train_set, run.eval_sets)
     with (
       resume.held(workdir, config, prints, allow_change),
       jax.set_mesh(run.spec.mesh),

@@ -24,7 +24,7 @@ REWARD = "def brief(completions):\n  return [-len(x) for x in completions]\n"
 
 def _prints(config):
   run = setup_run(config)
-  return resume.fingerprints(config, run)
+  return resume.fingerprints(config, run.train_set, run.eval_sets)
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def test_own_optimizer_logs_its_rate_and_resumes_bit_identical(tmp_path):
   (tmp_path / "my.py").write_text(OWN + "\n")
   with pytest.raises(UserError, match=r"fingerprints\.code was"):
     run = setup_run(c)
-    prints = resume.fingerprints(c, run)
+    prints = resume.fingerprints(c, run.train_set, run.eval_sets)
     resume.check(tmp_path / "stopped", c, prints)
 
 

@@ -21,12 +21,11 @@ from typing import Any
 import uuid
 
 from dppo_jax import config as configs
-from dppo_jax import distributed
+from dppo_jax import data, distributed
 from dppo_jax.errors import UserError
 from dppo_jax.files import bucket, json_object, jsonl, paths
 from dppo_jax.metrics import report
 from dppo_jax.run import checkpoint, checkpoint_steps
-from dppo_jax.run.setup import Run
 
 _CONFIG = "config.json"
 _EVAL = "fingerprints.eval"
@@ -285,7 +284,11 @@ def describe_stop(workdir: pathlib.Path) -> str:
   return "stopped before the first step; nothing was saved"
 
 
-def fingerprints(config: configs.Config, run: Run) -> dict[str, str]:
+def fingerprints(
+  config: configs.Config,
+  train_set: data.ProblemSet,
+  eval_sets: Mapping[str, data.ProblemSet],
+) -> dict[str, str]:
   """Hashes of prompt tokens and answers, and of the files of user code."""
   names = "method.source method.args objective.source objective.args"
   names = f"reward.functions {names} optimizer.function"
@@ -295,11 +298,11 @@ def fingerprints(config: configs.Config, run: Run) -> dict[str, str]:
   content = lambda x: (x.tokens.tobytes(), encode(x.answers))
   texts = []
   if configs.user_functions(config, ["reward.functions"]):  # may read more
-    texts = [run.train_set.problems, run.train_set.columns]
+    texts = [train_set.problems, train_set.columns]
   digest = lambda *x: hashlib.sha256(b"\0".join(x)).hexdigest()[:16]
-  of_sets = itertools.chain(*map(content, run.eval_sets.values()))
+  of_sets = itertools.chain(*map(content, eval_sets.values()))
   return {
-    "fingerprints.data": digest(*content(run.train_set), *map(encode, texts)),
+    "fingerprints.data": digest(*content(train_set), *map(encode, texts)),
     _EVAL: digest(*of_sets),
     "fingerprints.code": digest(*(pathlib.Path(x).read_bytes() for x in files)),
   }
