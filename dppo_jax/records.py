@@ -51,7 +51,7 @@ class PromptBatch(struct.PyTreeNode):
 class Rollout(struct.PyTreeNode):
   """Completions as they were sampled.
 
-  `algo.fill` and objectives do not need the last four fields; without them
+  `algo.fill` and objectives do not need the last three fields; without them
   every prompt is assumed to be kept.
 
   Attributes:
@@ -60,8 +60,8 @@ class Rollout(struct.PyTreeNode):
     lengths: `[Q, G]`, tokens in each completion, 0 for a pruned prompt.
     is_stopped: `[Q, G]`, True where a stop token ended the completion.
     kept: `[Q]`, the selection of prompts.
-    slot_steps: decode slots times decode steps.
-    busy_steps: the `slot_steps` in which the slot had a completion.
+    slot_steps: decode slots times decode steps, of which each samples a token
+      if the slot is busy.
   """
 
   prompt_ids: Int[Array, "Q"]
@@ -70,8 +70,7 @@ class Rollout(struct.PyTreeNode):
   lengths: Int[Array, "Q G"]
   is_stopped: Bool[Array, "Q G"] | None = None
   kept: Selection | None = None
-  slot_steps: IntScalar | None = None
-  busy_steps: IntScalar | None = None
+  slot_steps: Scalar | None = None
 
   @property
   def selection(self) -> Selection:

@@ -42,7 +42,6 @@ rollout = Rollout(
   lengths=lengths,
   is_stopped=jnp.ones((Q, G), bool),
   kept=Selection(keep=jnp.ones(Q, bool), prob=jnp.ones(Q)),
-  slot_steps=jnp.int32(0),
 )
 print("prompts.tokens  ", prompts.tokens.shape, " [Q, P]")
 print("rollout.tokens  ", rollout.tokens.shape, " [Q, G, T]")

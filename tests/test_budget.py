@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_613,
+  "": 14_606,
   "algo": 7_199,
   "analysis": 4_308,
   "config": 5_872,
@@ -32,9 +32,9 @@ TOKENS = {
   "models": 22_669,
   "planning": 5_420,
   "rewards": 8_210,
-  "rollout": 4_004,
+  "rollout": 3_961,
   "run": 12_634,
-  "step": 14_139,
+  "step": 14_154,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

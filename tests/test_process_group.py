@@ -218,8 +218,7 @@ def test_divided_grading_equals_the_full_one(each, lengths):
     lengths=lengths,
     is_stopped=lengths > 2,
     kept=Selection(lengths[:, 0] > 0, np.ones(4, np.float32)),
-    slot_steps=np.int32(9),
-    busy_steps=np.int32(8),
+    slot_steps=np.float32(9),
   )
 
   def grade(index):

@@ -34,7 +34,7 @@ class DecodeState(NamedTuple):
   uniform: Float[Array, "QG T"]  # random number of each token
   num_wanted: Int[Array, ""]  # completions of kept prompts
   num_taken: Int[Array, ""]  # completions that have been given a slot
-  steps: Int[Array, "2"]  # so far, of all slots and of busy ones
+  slot_steps: Int[Array, ""]  # so far, of all slots
 
 
 class Queue(NamedTuple):
@@ -84,7 +84,7 @@ def init_decode_state(
     uniform,
     num_wanted,
     num_taken=jnp.int32(0),
-    steps=jnp.zeros(2, jnp.int32),
+    slot_steps=jnp.int32(0),
   )
 
 
@@ -205,7 +205,6 @@ def _advance(
   is_live = slots.item < num_items
   # Idle slots sit at position 0 so that they do not widen KV reads.
   move = lambda x: jnp.where(is_live & ~is_end, x + 1, 0)
-  counted = jnp.stack([jnp.ones_like(is_live), is_live], 1)
   return state._replace(
     slots=slots._replace(
       item=jnp.where(is_end, num_items, slots.item),
@@ -213,7 +212,7 @@ def _advance(
       position=move(slots.position),
       num_sampled=move(slots.num_sampled),
     ),
-    steps=state.steps + counted.sum(0, dtype=jnp.int32),
+    slot_steps=state.slot_steps + is_live.size,
   )
 
 

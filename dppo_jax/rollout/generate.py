@@ -105,7 +105,7 @@ def roll_out(
   )
   keep = kept.keep
   if num_shards == 1:
-    rollout, steps = run(params, prompts, keep, rng.key)
+    rollout, slot_steps = run(params, prompts, keep, rng.key)
   else:
     index = _balance_shards(keep, num_shards)
     order = jnp.argsort(index)
@@ -118,13 +118,12 @@ def roll_out(
       check_vma=False,
     )
     in_order = jax.tree.map(lambda x: x[order], (prompts, keep))
-    rollout, steps = run(params, *in_order, rng.key)
+    rollout, slot_steps = run(params, *in_order, rng.key)
     rollout = jax.tree.map(lambda x: x[index], rollout)
   return rollout.replace(
     kept=kept,
     # All shards wait for the slowest.
-    slot_steps=steps[:, 0].max() * num_shards,
-    busy_steps=steps[:, 1].sum(),
+    slot_steps=slot_steps.max().astype(jnp.float32) * num_shards,
   )
 
 
@@ -145,8 +144,8 @@ def _roll_out_shard(
   group_size: int,
   schedule: list[int],
   *arrays,
-) -> tuple[Rollout, Int[Array, "1 2"]]:
-  """Returns one shard's completions, and steps of all and of busy slots."""
+) -> tuple[Rollout, Int[Array, "1"]]:
+  """Returns one shard's completions, and its slots times its steps."""
   params, prompts, keep, key = arrays
   # Longest first, so that prompts of similar length are prefilled together.
   order = jnp.argsort(jnp.where(keep, -prompts.lengths, 1)).astype(jnp.int32)
@@ -177,7 +176,7 @@ def _roll_out_shard(
       run, state = step, decode.compact_slots(state, size, not shares)
     state = decode.decode_until(limit, run, state)
   rollout = decode.completions(state, prompts.ids, sampling.stop_ids)
-  return rollout, state.steps[None]
+  return rollout, state.slot_steps[None]
 
 
 def _prefill(

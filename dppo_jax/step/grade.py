@@ -72,8 +72,7 @@ def grade(
   samples: list[dict] = []
   counts: collections.Counter = collections.Counter(
     prompts=len(owners),
-    slot_steps=int(host.slot_steps),
-    busy_steps=int(host.busy_steps),
+    slot_steps=float(host.slot_steps),
   )
   for lines, of_process in distributed.gather(local):
     samples += lines
@@ -152,7 +151,9 @@ def _grade_rows(
     sample["reward"] = float(total[i])
     sample["rewards"] = {name: float(x[i]) for name, x in earned.items()}
     sample["correct"] = float(graded.correct[i])
-  return samples, graded.counts
+  # Each sampled token took one step of a slot.
+  sampled = collections.Counter(sampled=int(rollout.lengths[rows].sum()))
+  return samples, graded.counts + sampled
 
 
 def _decoded(
@@ -207,7 +208,7 @@ def to_metrics(
     "completions/drawn": num,
     "groups/zero_std": int((spread.max(axis=1) == 0).sum()),
     "tokens/generated": sum(lengths),
-    "rollout/slot_utilisation": counts["busy_steps"]
+    "rollout/slot_utilisation": counts["sampled"]
     / max(counts["slot_steps"], 1),
   }
   for name in ("timeouts", "crashes", "errors", "switched_off", "nonfinite"):

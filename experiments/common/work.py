@@ -137,7 +137,7 @@ def make_rollout(work: Work, seed: int = 0) -> Rollout:
     lengths=jnp.array(lengths, jnp.int32),
     is_stopped=jnp.array(lengths < work.max_tokens),
     kept=everything(work),
-    slot_steps=jnp.int32(lengths.sum()),
+    slot_steps=jnp.float32(lengths.sum()),
   )
 
 

@@ -77,8 +77,7 @@ def rollout(prompts: PromptBatch, group=3, tokens=5, seed=1) -> Rollout:
     lengths=jnp.array(rng.integers(1, tokens + 1, shape[:2]), jnp.int32),
     is_stopped=jnp.ones(shape[:2], bool),
     kept=everything(shape[0]),
-    slot_steps=jnp.int32(0),
-    busy_steps=jnp.int32(0),
+    slot_steps=jnp.float32(0),
   )
 
 

@@ -58,7 +58,7 @@ def _chunk(outcome, ids):
       lengths=rolled.astype(jnp.int32),
       is_stopped=rolled,
       kept=Selection(keep, prob),
-      slot_steps=rolled.sum(dtype=jnp.int32),
+      slot_steps=rolled.sum(dtype=jnp.float32),
     ),
     rewards,
   )

@@ -103,8 +103,7 @@ def check(args) -> None:
     kept=Selection(
       np.ones(work.PROMPTS, bool), np.ones(work.PROMPTS, np.float32)
     ),
-    slot_steps=np.int32(0),
-    busy_steps=np.int32(0),
+    slot_steps=np.float32(0),
   )
   rewards = np.array(sequences["rewards"], np.float32).reshape(shape)
   experience = train_step.Experience(
