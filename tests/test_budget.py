@@ -30,7 +30,7 @@ TOKENS = {
   "methods": 9_822,
   "metrics": 5_982,
   "models": 22_669,
-  "planning": 5_420,
+  "planning": 5_438,
   "rewards": 8_210,
   "rollout": 3_961,
   "run": 12_634,

@@ -83,10 +83,13 @@ def parse(text: str, flag: str = "--hardware") -> Hardware:
   if flag == "--hardware":
     size = size or "1"
   kinds = [x for x in CHIPS if x != "cpu" or flag == "--hardware"]
-  if kind not in kinds or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", size):
+  # The compiler needs the shape of TPUs, whose names begin with v.
+  fewest = int(flag == "--topology" and kind.startswith("v"))
+  shape = rf"[1-9]\d*(x[1-9]\d*){{{fewest},2}}"
+  if kind not in kinds or not re.fullmatch(shape, size):
     raise UserError(
-      f"{flag} is {text!r} but must be KIND:NUMBER or KIND:SHAPE, such as "
-      f"h200:8 or v5e:4x4, with KIND one of {', '.join(kinds)}"
+      f"{flag} is {text!r} but must be KIND:NUMBER or, of TPUs, KIND:SHAPE, "
+      f"such as h200:8 or v5e:4x4, with KIND one of {', '.join(kinds)}"
     )
   return Hardware(text, kind, math.prod(map(int, size.split("x"))))
 

@@ -22,7 +22,7 @@ from dppo_jax.rng import Stage, rng_at
 
 torch = pytest.importorskip("torch")
 CACHE = importlib.import_module("experiments.15_real_model.fetch").CACHE
-NUM_PROMPTS, NUM_TOKENS, NUM_LOGITS = 32, 96, 4
+NUM_PROMPTS, NUM_TOKENS, NUM_LOGITS = 8, 64, 4
 # A greedy token may differ where the two best logits are this close.
 TIE = 2e-3
 
@@ -154,10 +154,8 @@ def test_an_export_is_continued_by_transformers_as_by_us(
   model = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path, dtype="float32"
   ).eval()
-  few = prompts[:4]
-  for prompt, completion in zip(
-    few, _greedy(moved, config, few, stop_ids), strict=True
-  ):
+  completions = _greedy(moved, config, prompts, stop_ids)
+  for prompt, completion in zip(prompts, completions, strict=True):
     _assert_greedy(model, prompt, completion, stop_ids)
 
 
