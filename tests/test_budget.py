@@ -31,7 +31,7 @@ TOKENS = {
   "metrics": 5_982,
   "models": 22_669,
   "planning": 5_438,
-  "rewards": 8_210,
+  "rewards": 8_246,
   "rollout": 3_961,
   "run": 12_634,
   "step": 14_154,

@@ -121,7 +121,9 @@ def _compare(gold: str, answer: str) -> str:
 
 
 def _compare_parsed(gold: str, answer: str) -> str:
-  if notation.without_text(gold) == notation.without_text(answer):
+  first, second = map(notation.without_text, (gold, answer))
+  is_word = len(first) > 1 and first.isalpha()
+  if first == second or (is_word and first.lower() == second.lower()):
     return "right"
   gold, answer = notation.without_units(gold), notation.without_units(answer)
   answer = notation.without_letter_unit(answer, gold)

@@ -99,8 +99,7 @@ def main() -> None:
       "# Compiled without the hardware",
       "GiB on each device at the stage's largest moment, other memory in use "
       "included; seconds on a busy machine. Evaluation uses the rollout of "
-      "training. Rows marked lean were compiled with one layer in an iteration "
-      "of the update and one number of decode slots.",
+      "training.",
       table(),
       "## Launches on GPUs",
       "Kernels and copies launched, and times that the host waits for the "
@@ -186,9 +185,8 @@ def table() -> str:
     options = [f"{k}={v}" for k, v in first["options"].items()]
     worst = max(stages, key=lambda x: x["total"])
     of = {x["stage"]: x for x in stages}
-    mark = lambda row: " (lean)" if row.get("is_lean") else ""
-    cell = lambda stage, of=of, mark=mark: (
-      f"{of[stage]['total'] / GIB:.2f}{mark(of[stage])}" if stage in of else ""
+    cell = lambda stage, of=of: (
+      f"{of[stage]['total'] / GIB:.2f}" if stage in of else ""
     )
     largest = set(GPU_STAGES)
     fits = "yes" if largest <= set(of) else "as far as compiled"
