@@ -26,7 +26,7 @@ TOKENS = {
   "config": 5_872,
   "data": 7_127,
   "eval": 2_137,
-  "files": 4_050,
+  "files": 4_058,
   "methods": 9_822,
   "metrics": 5_982,
   "models": 22_669,

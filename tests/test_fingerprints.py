@@ -213,6 +213,15 @@ def test_a_package_with_a_fault_is_named(tmp_path, monkeypatch):
     user_code.load("faulty.inner:f")
 
 
+def test_a_source_is_no_user_code(tmp_path, monkeypatch):
+  """Even if a module has its name, such as the file of a config."""
+  monkeypatch.syspath_prepend(tmp_path)
+  file = tmp_path / "arithmetic.py"
+  file.write_text("")
+  assert user_code.file_of("arithmetic:16") == ""
+  assert user_code.file_of("arithmetic:rows") == str(file)
+
+
 def test_changes_need_a_run_to_resume(run, tmp_path):
   with pytest.raises(UserError, match=r"--allow_change: .*new has no checkpo"):
     resume.is_done(run()[0], tmp_path / "new", allowed="optimizer")

@@ -52,7 +52,8 @@ def file_of(reference: str) -> str:
   with contextlib.suppress(Exception):  # `load` explains it
     is_file = where.endswith(".py")
     file = where if is_file else importlib.util.find_spec(where).origin
-    return file if os.path.isfile(file or "") else ""
+    is_there = is_reference(reference) and os.path.isfile(file or "")
+    return file if is_there else ""
   return ""
 
 
