@@ -30,7 +30,7 @@ TOKENS = {
   "methods": 9_822,
   "metrics": 5_982,
   "models": 22_669,
-  "planning": 5_438,
+  "planning": 5_432,
   "rewards": 8_246,
   "rollout": 3_961,
   "run": 12_634,

@@ -29,7 +29,7 @@ REMAT: dict[str, Callable] = {
 
 # Most layers in one iteration of `forward`'s scan, whose activations are not
 # copied into one array of all layers. Each takes time to compile.
-_UNROLL = 6
+UNROLL = 6
 
 
 class Places(NamedTuple):
@@ -103,7 +103,7 @@ def forward_and_load(
   merge = jax.checkpoint(functools.partial(lora.merge, lora=config.lora))
   layer = lambda x, xs: run(x, parameters.place_layer(xs[0], config), *xs[1:])
   x = _embed(params, config, tokens)
-  unroll = sharding.largest_divisor(config.layers, _UNROLL)
+  unroll = sharding.largest_divisor(config.layers, UNROLL)
   xs = params["layers"], _kinds(config), params.get(lora.KEY, {})
   x, loads = jax.lax.scan(layer, x, xs, unroll=unroll)
   return _norm(x, params["final_norm"], config), loads

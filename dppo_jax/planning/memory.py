@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from dppo_jax import distributed, sharding
 from dppo_jax.errors import UserError
-from dppo_jax.models import kv_cache, lm_head, lora, parameters
+from dppo_jax.models import kv_cache, lm_head, lora, parameters, transformer
 from dppo_jax.rollout import decode
 from dppo_jax.rollout.generate import prefill_batch_size
 from dppo_jax.run.setup import Run
@@ -52,9 +52,9 @@ def estimate(run: Run) -> dict[str, Parts]:
   state = {"weights": weights, "optimizer": _held(train_state.opt_state)}
   if spec.has_reference:
     state["reference"] = weights
-  # Of all micro-batches, and of one. XLA holds a third set for experts on GPUs.
+  # Of all micro-batches, and of one. XLA holds a third set for experts.
   gradients = _held(lora.trainable(train_state.params))
-  third = bool(spec.model.experts) * (spec.platform == "gpu") * gradients
+  third = bool(spec.model.experts) * gradients
   sets = {"gradients": 2 * gradients, "gradients of experts": third}
   stages = {
     "roll_out": state | {"inference copy": copy} | _roll_out(spec),
@@ -153,7 +153,7 @@ def _update(spec: StepSpec) -> Parts:
   return {
     # Layers that are gathered at once.
     "gathered weights": item
-    * sharding.largest_divisor(model.layers, kv_cache.MAX_GROUPS)
+    * sharding.largest_divisor(model.layers, transformer.UNROLL)
     * _layer_weights(spec)
     / shards
     * (spec.mesh.shape["data"] > 1),
