@@ -128,7 +128,8 @@ class PackedBatch(struct.PyTreeNode):
       padding. A query at `q` sees a key at `k` if and only if k <= q < end[k].
     is_trained: `[R, L]`, True where the target is a token of a completion.
     weights: `[R, L]`, constant factor on each token's loss; 0 if not chosen.
-    old_logprobs: `[R, L]`, nats, of `targets` under the sampling policy.
+    old_logprobs: `[R, L]`, nats, of `targets` under the policy before the step:
+      the sampler's or, after a scoring pass, the trainer's.
   """
 
   tokens: Int[Array, "*rows L"]

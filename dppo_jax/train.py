@@ -286,7 +286,7 @@ class _Session:
     trained = f"trained {values['completions/trained'] / drawn:.0%}"
     if "budget/completions" in values:
       trained = (
-        f"trained {values['budget/completions']:.0%} of nonzero advantages, "
+        f"trained {values['budget/completions']:.0%} of what is needed, "
         f"noise scale {runs.noise_scale([values])}"
       )
     self.writer.bar.advance(

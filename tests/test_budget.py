@@ -21,7 +21,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 ROOM_FOR_A_RULE = 300
 TOKENS = {
   "": 14_606,
-  "algo": 7_199,
+  "algo": 7_220,
   "analysis": 4_308,
   "config": 5_872,
   "data": 7_127,
@@ -31,10 +31,10 @@ TOKENS = {
   "metrics": 5_982,
   "models": 22_669,
   "planning": 5_432,
-  "rewards": 8_246,
-  "rollout": 3_961,
+  "rewards": 8_252,
+  "rollout": 3_959,
   "run": 12_634,
-  "step": 14_154,
+  "step": 14_177,
 }
 _NOT_CODE = {
   tokenize.COMMENT,

@@ -153,12 +153,12 @@ def _units(prob: Float[Array, "M"]) -> Int[Array, "M"]:
 
 
 def _excess(units: Int[Array, "M"], n: IntScalar) -> IntScalar:
-  """`sum(units) - n * GRID`, clipped to 2**30, of up to 2**24 items."""
-  # In three limbs, as the sum may exceed 2**32.
-  high = (units >> 14).sum(dtype=jnp.int32)
-  middle = ((units >> 7) & 127).sum(dtype=jnp.int32)
-  low = (units & 127).sum(dtype=jnp.int32)
-  middle = middle + (low >> 7)
-  high = high + (middle >> 7) - n * (GRID >> 14)
-  remainder = (middle & 127) * 128 + (low & 127)
-  return jnp.clip(high, -(2**16), 2**16 - 1) * 2**14 + remainder
+  """`sum(units) - n * GRID`, clipped to 2**30, of up to 2**30 items."""
+  # Of blocks, in three limbs, as the sum may exceed 2**32.
+  blocks = jnp.pad(units, (0, -units.size % 1024)).reshape(-1, 1024)
+  sums = blocks.sum(axis=1, dtype=jnp.int32)
+  low = (sums & 1023).sum(dtype=jnp.int32)
+  middle = ((sums >> 10) & 1023).sum(dtype=jnp.int32) + (low >> 10)
+  high = (sums >> 20).sum(dtype=jnp.int32) + (middle >> 10) - n
+  remainder = (middle & 1023) * 1024 + (low & 1023)
+  return jnp.clip(high, -1024, 1023) * GRID + remainder

@@ -147,8 +147,9 @@ def parse(functions: Items) -> tuple[RewardSpec, ...]:
   names = [spec.name for spec in specs]
   if not specs:
     raise _error("it is empty: name a function")
+  names.append("overlong")  # config.reward.overlong_tokens
   if twice := [x for x in names if names.count(x) > 1]:
-    raise _error(f"{twice[0]} is named twice")
+    raise _error(f"the name {twice[0]} is taken: choose another")
   return specs
 
 

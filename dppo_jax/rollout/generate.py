@@ -189,7 +189,7 @@ def _prefill(
 ) -> kv_cache.KVCache:
   """Returns the prompts' caches in `order`; zeros unless a prompt is kept."""
   num_prompts, longest = prompts.tokens.shape
-  chunk = sharding.largest_divisor(num_prompts, prefill_batch_size(longest))
+  chunk = min(num_prompts, prefill_batch_size(longest))
   paddings = kv_cache.prompt_paddings(longest)
 
   def prefill_padded(padded, rows):
@@ -198,7 +198,7 @@ def _prefill(
       params, model_config, tokens, lengths, part_sizes
     )
 
-  def prefill_chunk(i, cache):
+  def prefill_chunk(i, cache):  # the last one may repeat some of another
     rows = jax.lax.dynamic_slice(order, (i * chunk,), (chunk,))
     length = prompts.lengths[rows].max()
     chunk_cache = jax.lax.switch(

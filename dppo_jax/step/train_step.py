@@ -92,9 +92,10 @@ class TrainStep:
       prompts = data.draw(self._problems, root_key, draw, spec.num_prompts)
       # Prompt rules count steps; a step may draw several times.
       rng = rng_at(root_key, draw, Stage.PROMPTS)._replace(step=state.step)
-      kept = self.programs["choose_prompts"](
+      chosen = self.programs["choose_prompts"](
         rng=rng, history=state.history, ids=prompts.ids, limit=limit
       )
+      kept = jax.block_until_ready(chosen)
     rollout = self._timed(
       "roll_out",
       clock="rollout",
@@ -275,10 +276,10 @@ class TrainStep:
       int(state.step) * spec.num_updates,
       float(last["update/skipped"]),
     )
-    is_clipped = float(last["update/grad_norm"]) >= spec.optimizer.clip_norm
+    norms = np.array([float(x["update/grad_norm"]) for x in updates])
     scalars = {
       "update/learning_rate": rate,
-      "update/clipped_norm": is_clipped,
+      "update/clipped_norm": np.mean(norms >= spec.optimizer.clip_norm),
       **(self._budget.metrics if self._budget else {}),
       **seconds,
     }

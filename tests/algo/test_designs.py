@@ -235,3 +235,15 @@ def test_uniform_numbers_are_multiples_of_2_to_the_minus_23():
   multiples = 2.0**23 * jax.random.uniform(jax.random.key(0), (10_000,))
   np.testing.assert_array_equal(multiples, np.round(multiples))
   assert len(np.unique(multiples % 2)) == 2
+
+
+def test_probabilities_of_many_items_do_not_overflow():
+  """Tokens of 16,384 completions of 2,048."""
+  units = np.full(2**25 + 5, 3 * GRID // 4 - 1, np.int32)
+  units[-5:] = GRID, 1, 2, 3, 0
+  total, remainder = divmod(int(units.sum(dtype=np.int64)), GRID)
+  excess = lambda n: designs._excess(jnp.array(units), jnp.int32(n))
+  assert excess(total) == remainder
+  assert excess(total + 1) == remainder - GRID
+  assert excess(0) > 2**29
+  assert excess(len(units)) < -(2**29)
