@@ -71,7 +71,7 @@ def grade(
     )
   samples: list[dict] = []
   counts: collections.Counter = collections.Counter(
-    prompts=len(owners), slot_steps=float(host.slot_steps)
+    prompts=len(owners), slot_steps=int(host.slot_steps)
   )
   for lines, of_process in distributed.gather(local):
     samples += lines

@@ -276,10 +276,11 @@ class TrainStep:
       int(state.step) * spec.num_updates,
       float(last["update/skipped"]),
     )
-    norms = np.array([float(x["update/grad_norm"]) for x in updates])
+    norms = np.array([x["update/grad_norm"] for x in updates])
+    is_clipped = norms >= spec.optimizer.clip_norm
     scalars = {
       "update/learning_rate": rate,
-      "update/clipped_norm": np.mean(norms >= spec.optimizer.clip_norm),
+      "update/clipped_norm": float(is_clipped.mean()),
       **(self._budget.metrics if self._budget else {}),
       **seconds,
     }
