@@ -273,13 +273,11 @@ class _Session:
     groups = samples.with_outcomes(
       info.experience.samples, x.advantages, x.weights
     )
-    warnings = distributed.gather(self.grader.pop_warnings())
     with distributed.sharing_errors():
       self.writer.write(done, values)
       self.writer.write_samples(done, "train", samples.choose(groups))
       self.writer.write_completions(done, itertools.chain(*groups))
-      for line in dict.fromkeys(itertools.chain(*warnings)):
-        self.writer.say(line)
+    self._say_warnings()
     drawn = max(values["completions/drawn"], 1)
     solved = [np.mean([x["correct"] for x in group]) for group in groups]
     accuracy = estimators.interval(np.array(solved), self.run.spec.group_size)
@@ -295,6 +293,12 @@ class _Session:
       trained,
       f"{values['step/seconds']:.2f} s/step",
     )
+
+  def _say_warnings(self) -> None:
+    warnings = distributed.gather(self.grader.pop_warnings())
+    with distributed.sharing_errors():
+      for line in dict.fromkeys(itertools.chain(*warnings)):
+        self.writer.say(line)
 
   def _save(self, step: int, state: TrainState) -> None:
     with distributed.sharing_errors():
@@ -335,6 +339,7 @@ class _Session:
     with distributed.sharing_errors():
       if values:
         self.writer.write(step, values)
+    self._say_warnings()
     self.evaluation = {name: float(x) for name, x in values.items()}
     return self.checkpoints.is_best(step, values)
 

@@ -20,7 +20,7 @@ FILES = {x: x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")}
 # Methods have room for a rule, which methods/README.md says how to add.
 ROOM_FOR_A_RULE = 300
 TOKENS = {
-  "": 14_606,
+  "": 14_631,
   "algo": 7_220,
   "analysis": 4_308,
   "config": 5_872,

@@ -18,7 +18,7 @@ class RowLayout(NamedTuple):
   Attributes:
     is_real: False for padding.
     prompt: index of the prompt, below `Q`.
-    completion: index below `Q * G`; 0 in a prefix or padding.
+    completion: index below `Q * G`; 0 in a prefix, any in padding.
     positions, segment_ids, end: the fields of `PackedBatch`.
   """
 

@@ -187,7 +187,7 @@ def _prefill(
   num_kept: Int[Array, ""],
   part_sizes: list[int],
 ) -> kv_cache.KVCache:
-  """Returns the prompts' caches in `order`; zeros unless a prompt is kept."""
+  """Returns the prompts' caches in `order`; any for a pruned prompt."""
   num_prompts, longest = prompts.tokens.shape
   chunk = min(num_prompts, prefill_batch_size(longest))
   paddings = kv_cache.prompt_paddings(longest)
