@@ -33,7 +33,7 @@ TOKENS = {
   "planning": 5_432,
   "rewards": 8_252,
   "rollout": 3_959,
-  "run": 12_634,
+  "run": 12_638,
   "step": 14_179,
 }
 _NOT_CODE = {

@@ -88,7 +88,7 @@ class Run(NamedTuple):
 
   def without_adapters(self) -> "Run":
     """Returns the run that trains all weights of its model."""
-    return self._replace(spec=self.spec.without_adapters())
+    return self._replace(spec=self.spec.without_adapters(), adapter="")
 
   def _jitted(self, init: Callable, shardings: PyTree) -> Callable:
     options = programs.compiler_options(self.spec.platform)
